@@ -1,11 +1,7 @@
-"""Checkpoints as folders on disk: their names, their state, what is kept. No torch, so that a run is checked before it starts.
+"""Manages checkpoint folders without torch, so that a run is checked before it starts.
 
-    checkpoints/step_000040               a checkpoint
-    checkpoints/step_000060.partial       one that was not finished
-    checkpoints/step_000060.damaged       one that a resumed run passed over
-    checkpoints/step_000080.abandoned     one of later steps than those that a run was resumed from: not its past
-
-No run resumes from the last three; ``tepo checkpoint prune`` deletes them.
+``step_000040`` is a checkpoint. No run resumes from names with a suffix: ``.partial`` is unfinished, ``.damaged`` could not be
+resumed from, ``.abandoned`` is later than the step that a run was resumed from. ``tepo checkpoint prune`` deletes them.
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ from typing import Any
 from tepo_megatron.weights.storage.manifest import STATE, CheckpointManifest, DamagedCheckpoint, has_manifest, read_manifest
 
 _LEFTOVERS = ("partial", "damaged", "abandoned")
-"""Suffixes of folders that no run resumes from."""
 
 _NAME = re.compile(r"step_(\d{6,})")
 _LEFTOVER = re.compile(rf"step_\d{{6,}}\.(?:{'|'.join(_LEFTOVERS)})(?:\.\d+)?")
@@ -36,7 +31,7 @@ def checkpoint_folder(parent: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int:
-    """The step in a checkpoint's name. Raises ValueError for another name."""
+    """Raises ValueError for a name that is not a checkpoint's."""
     match = _NAME.fullmatch(folder.name)
     if not match:
         raise ValueError(f"{folder} is no checkpoint; its name must be step_ and six digits, such as step_000040")
@@ -44,21 +39,18 @@ def step_of(folder: Path) -> int:
 
 
 def checkpoints(parent: Path) -> list[Path]:
-    """Checkpoints in a folder, whole or damaged, oldest first."""
+    """Lists checkpoints, whole or damaged, oldest first."""
     folders = (path for path in parent.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir())
     return sorted(folders, key=step_of)
 
 
 def leftovers(parent: Path) -> list[Path]:
-    """Folders with a suffix of ``_LEFTOVERS``."""
+    """Lists the folders with a suffix that no run resumes from."""
     return sorted(path for path in parent.glob("step_*") if _LEFTOVER.fullmatch(path.name))
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """``state.json``, after a quick check of everything but the contents of the shards.
-
-    Raises DamagedCheckpoint.
-    """
+    """Returns ``state.json`` after checking everything but the contents of the shards. Raises DamagedCheckpoint."""
     if not has_manifest(folder):
         return _read_first_format(folder)
     manifest = read_manifest(folder)
@@ -72,7 +64,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def manifest_of(folder: Path) -> CheckpointManifest | None:
-    """The manifest; None for a checkpoint of format 1, which has none. Raises DamagedCheckpoint."""
+    """Returns None for a checkpoint of format 1, which has no manifest. Raises DamagedCheckpoint."""
     return read_manifest(folder) if read_state(folder).get("format") else None
 
 
@@ -106,13 +98,13 @@ def _wrong_state(state: Any, step: int | None, keys: Iterable[str] = _STATE_KEYS
 
 
 def retained(steps: Iterable[int], *, newest: int, every: int = 0, best: int | None = None) -> set[int]:
-    """The steps to keep: the ``newest`` last ones, multiples of ``every`` (0: none), and ``best``."""
+    """Returns the steps to keep: the last ``newest``, multiples of ``every`` (0: none), and ``best``."""
     ordered = sorted(steps)
     return {step for step in ordered if step in ordered[-newest:] or step == best or (every and step % every == 0)}
 
 
 def set_aside(folder: Path, why: str) -> Path:
-    """Renames ``step_000060`` to ``step_000060.WHY``, or to ``.WHY.1`` etc. if that exists. Returns the new path."""
+    """Renames ``step_000060`` to ``step_000060.WHY``, or to ``.WHY.1`` etc. if that exists."""
     taken = 0
     target = folder.with_name(f"{folder.name}.{why}")
     while target.exists():
@@ -122,7 +114,7 @@ def set_aside(folder: Path, why: str) -> Path:
 
 
 def remove(folder: Path) -> str | None:
-    """Deletes a checkpoint; returns a sentence if that failed. It is renamed first: half of one is never used."""
+    """Deletes a checkpoint; returns a sentence if that failed. Renames it first, so that no run reads half of one."""
     try:
         target = folder if _LEFTOVER.fullmatch(folder.name) else set_aside(folder, "partial")
         shutil.rmtree(target)
@@ -132,7 +124,7 @@ def remove(folder: Path) -> str | None:
 
 
 def checkpoints_in(folder: Path) -> Path:
-    """The folder of checkpoints, given an output folder, its ``checkpoints``, or one checkpoint."""
+    """Accepts an output folder, its ``checkpoints``, or one checkpoint."""
     if (folder / "checkpoints").is_dir():
         return folder / "checkpoints"
     return folder

@@ -1,8 +1,4 @@
-"""Describes a run, and compares it with the run that wrote a checkpoint. No torch.
-
-A checkpoint's state has, as ``identity``, the model's architecture, digests of tokenizer and weights, the configuration and the
-versions. :data:`KINDS` states for each part of the configuration whether a resumed run may differ in it.
-"""
+"""Describes a run, and compares it with the run that wrote a checkpoint. Without torch."""
 
 from __future__ import annotations
 
@@ -28,14 +24,12 @@ _DISTRIBUTIONS = ("tepo-megatron", "torch", "megatron-core", "transformer-engine
 
 
 class Kind(Enum):
-    """What a difference means for a resumed run."""
-
     FREE = "free"
-    """How, where and how long the run is computed: except for rounding, the run is the same."""
+    """It changes how, where or how long the run computes, and the results only by rounding."""
     RUN = "run"
-    """What is trained on what: refused unless ``train.allow_change`` allows it."""
+    """It changes what is trained on what: refused unless ``train.allow_change`` names it."""
     ARCHITECTURE = "architecture"
-    """Weights and optimizer states of another model: always refused."""
+    """Weights and optimizer states belong to another model: always refused."""
 
 
 KINDS: Mapping[str, Kind] = {
@@ -102,16 +96,14 @@ KINDS: Mapping[str, Kind] = {
     "log": Kind.FREE,
     "cluster": Kind.FREE,
 }
-"""By the longest dotted prefix. For ``train.steps`` see :func:`kind_of`."""
+"""The longest dotted prefix decides. For ``train.steps`` see :func:`kind_of`."""
 
 _OF_RESUMING = ("train.resume", "train.resume_from", "train.allow_change")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """``field`` is the dotted field that ``train.allow_change`` must name; ``what`` names the difference if that is not the
-    field itself.
-    """
+    """``train.allow_change`` must name ``field``; ``what`` describes the difference if it is not the field itself."""
 
     field: str
     old: Any
@@ -124,7 +116,7 @@ class Difference:
 
 
 def describe_run(config: RunConfig, model_dir: Path) -> dict[str, Any]:
-    """The ``identity`` of a run, as JSON values. Reads the model folder's small files."""
+    """Returns a run's ``identity`` as JSON values. Reads the model folder's small files."""
     architecture = {**asdict(read_model_spec(model_dir)), "dtype": config.model.dtype}
     fields = config.model_dump(mode="json")
     if config.rollout.replay is not None:
@@ -143,7 +135,7 @@ def describe_run(config: RunConfig, model_dir: Path) -> dict[str, Any]:
 
 
 def source_verifiers(config: RunConfig) -> dict[str, Any]:
-    """Verifier, arguments and weights of each training source that does not use ``reward.verifier``, as JSON values."""
+    """Returns verifier, arguments and weights of each training source that does not use ``reward.verifier``, as JSON values."""
     return {
         source.called: [source.verifier, dict(source.verifier_kwargs), source.verifier_weights]
         for source in config.data.train_sources
@@ -152,7 +144,7 @@ def source_verifiers(config: RunConfig) -> dict[str, Any]:
 
 
 def tokenizer_digest(model_dir: Path) -> str:
-    """A digest over names and bytes of the tokenizer's files."""
+    """Covers names and bytes of the tokenizer's files."""
     parts = []
     for name in _TOKENIZER_FILES:
         if (model_dir / name).is_file():
@@ -161,12 +153,12 @@ def tokenizer_digest(model_dir: Path) -> str:
 
 
 def plugin_digests(config: RunConfig) -> dict[str, str]:
-    """File name → digest of each of ``objective.plugins``."""
+    """Maps the file name of each of ``objective.plugins`` to its digest."""
     return {PurePath(plugin.name).name: plugin.digest for plugin in map(load_plugin, config.objective.plugins)}
 
 
 def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
-    """The differences between two results of :func:`describe_run`, except for the fields about resuming."""
+    """Compares two results of :func:`describe_run`, except for the fields about resuming."""
     differences = [
         Difference(f"architecture.{field}", old, new, Kind.ARCHITECTURE)
         for field, old, new in _differing(saved["architecture"], current["architecture"])
@@ -195,7 +187,6 @@ def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[D
 
 
 def _other_weights(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Difference]:
-    """Weights and adapters that the checkpoint's run started from; a resumed run does not read them."""
     (then, old), (now, new) = (_started_with(run, "weights", "model.path") for run in (saved, current))
     adapted = _value(current["config"], "model.lora") is not None
     if then is None or now is None:
@@ -218,7 +209,6 @@ def _started_with(run: Mapping[str, Any], digest: str, field: str) -> tuple[str 
 
 
 def kind_of(field: str, config: Mapping[str, Any]) -> Kind:
-    """What a difference in a dotted field of the configuration means."""
     if field == "train.steps" and config["optimizer"]["schedule"] != "constant":
         return Kind.RUN
     parts = field.split(".")
@@ -227,12 +217,12 @@ def kind_of(field: str, config: Mapping[str, Any]) -> Kind:
 
 
 def is_allowed(field: str, allowed: Sequence[str]) -> bool:
-    """Whether an entry of ``train.allow_change`` is the field or a section that contains it."""
+    """Returns whether an entry of ``train.allow_change`` is the field or a section that contains it."""
     return any(field == entry or field.startswith(f"{entry}.") for entry in allowed)
 
 
 def refusal(differences: Sequence[Difference], allowed: Sequence[str]) -> str | None:
-    """The error message, with every difference that is not allowed; None if there is none."""
+    """Returns an error message with every difference that is not allowed, or None."""
     refused = [
         difference for difference in differences if difference.kind is Kind.RUN and not is_allowed(difference.field, allowed)
     ]
@@ -251,7 +241,7 @@ def refusal(differences: Sequence[Difference], allowed: Sequence[str]) -> str | 
 
 
 def idle_entries(differences: Sequence[Difference], allowed: Sequence[str]) -> list[str]:
-    """Entries of ``train.allow_change`` in which nothing differs."""
+    """Returns the entries of ``train.allow_change`` in which nothing differs."""
     return [entry for entry in allowed if not any(is_allowed(difference.field, [entry]) for difference in differences)]
 
 

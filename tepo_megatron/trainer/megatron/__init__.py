@@ -1,1 +1,1 @@
-"""The trainer on Megatron-Core. Beside a benchmark, nothing else imports megatron.core."""
+"""The trainer on Megatron-Core; only it and benchmarks import megatron.core."""

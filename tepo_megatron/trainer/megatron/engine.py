@@ -48,8 +48,6 @@ T = TypeVar("T")
 
 
 class Engine:
-    """Model, optimizer and objective on this rank. For the methods see the protocol."""
-
     def __init__(
         self,
         config: RunConfig,
@@ -59,9 +57,7 @@ class Engine:
         shares_gpus: bool = False,
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        """Builds process groups, model and optimizer. ``objective`` replaces the config's; for the rest see
-        :func:`tepo_megatron.trainer.registry.make_trainer`.
-        """
+        """Builds process groups, model and optimizer. ``objective`` replaces the config's."""
         self.config = config
         self.heartbeat = heartbeat or Heartbeat()
         self.model_dir = model_dir
@@ -103,7 +99,6 @@ class Engine:
         self.reference_digest = self._digest_of_reference() if needs_reference else None
         self.counters = Counters()
         self._unscored: list[str] = []
-        """Why mini-batches of this step have no scores."""
         self.host_group = parallel.host_group(self.platform, timeout)
         self.checkpoints = self._make_checkpoints()
         self.offloader = self._make_offloader() if shares_gpus else None
@@ -219,7 +214,7 @@ class Engine:
         return score(replace(self.forward, temperature=1.0), self.policy.chunks, batch).logprob[: len(rest)].tolist()
 
     def update(self, batch: Batch, *, last: bool = True) -> UpdateResult:
-        """With ``engine.overlap_param_gather`` an update that is not the ``last`` leaves gathering weights to the next."""
+        """With ``engine.overlap_param_gather``, weights are gathered in the next update unless this is the ``last``."""
         result = update(self.forward, self.policy, self.objective, batch, entropy_noise=self.counters.entropy_noise)
         if last:
             self.policy.param_gather.finish()
@@ -250,7 +245,7 @@ class Engine:
             self.offloader.onload_only("nothing")
 
     def memory(self) -> dict[str, float]:
-        """The largest of all GPUs: the allocator's peak since the last call, and the most host memory for offloading."""
+        """Returns maxima over all GPUs: the allocator's peak since the last call, and host memory for offloading."""
         if self.platform.kind == "cpu":
             return {}
         offloaded = 0 if self.offloader is None else self.offloader.most_offloaded

@@ -1,9 +1,8 @@
-"""Builds the real Megatron model of every (tp, pp) rank, without memory and without a world, and counts its parameters.
+"""Counts the parameters of every (tp, pp) rank's real Megatron model, without memory, GPU and world.
 
-    python -m tepo_megatron.trainer.megatron.parameter_count < REQUEST.json
+python -m tepo_megatron.trainer.megatron.parameter_count < REQUEST.json
 
-REQUEST.json has ``spec`` (a ModelSpec's fields) and ``parallel`` (a ParallelConfig's); the answer on standard output is a list
-of parameter counts for each pipeline stage, one for each of its tensor-parallel ranks. Runs where there is no GPU.
+REQUEST.json has ``spec`` (a ModelSpec's fields) and ``parallel`` (a ParallelConfig's). Prints [pp_rank][tp_rank] counts.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ from tepo_megatron.weights.architecture import Experts, ModelSpec, RopeScaling
 
 
 def _count_parameters(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
-    """Parameters of each rank of the first data-parallel copy, ``[pp_rank][tp_rank]``.
-
-    Joins a world of torch's ``fake`` backend for each rank: this process must not be in a world.
-    """
+    """Joins a world of torch's ``fake`` backend for each rank: this process must not be in a world."""
     engine = EngineConfig(platform="cpu", parallel=parallel)
     platform = select_platform(engine)
     stage = parallel.tp * parallel.cp * parallel.dp

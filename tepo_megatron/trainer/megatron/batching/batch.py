@@ -18,13 +18,13 @@ from tepo_megatron.core.types import Batch
 _NO_MASK = -1
 
 _PIECE_BYTES = 2**28
-"""Largest part on a GPU at once: a step's routes are gigabytes, and stay in host memory."""
+"""Limits memory on a GPU: a step's routes are gigabytes and stay in host memory."""
 
 
 def broadcast(batch: Batch | None, device: torch.device) -> Batch:
-    """Sends rank 0's packed batch to every rank's ``device``. Every rank calls; only rank 0's argument is read.
+    """Sends rank 0's packed batch to every rank's ``device``, without pickle. Every rank calls; only rank 0's argument is read.
 
-    Nine bytes per token, without pickle. Routes and sampling masks follow in pieces, and stay in host memory.
+    Routes and sampling masks stay in host memory.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         assert batch is not None
@@ -71,7 +71,7 @@ def broadcast(batch: Batch | None, device: torch.device) -> Batch:
 
 
 def _broadcast_routes(routes_T: Tensor | None, tokens: int, sizes: list[int], device: torch.device) -> Tensor | None:
-    """``sizes``: bytes of a number, layers, experts per token; 0 bytes if there is no record."""
+    """``sizes``: bytes of a number (0: no record), layers, experts per token."""
     itemsize, *shape = sizes
     if not itemsize:
         return None
@@ -103,8 +103,7 @@ def _broadcast_in_pieces(flat: Tensor, device: torch.device) -> None:
 def pad_to(batch: Batch, num_tokens: int) -> Batch:
     """Adds sequences outside every loss mask, until the batch has ``num_tokens`` tokens.
 
-    They are beginnings of the longest sequence: their activations are equal to its own, so that padding is never the largest
-    value of a tensor, by which FP8 may scale it.
+    They repeat the start of the longest sequence, so that padding never sets a tensor's largest value, by which FP8 may scale.
     """
     missing = num_tokens - batch.num_tokens
     if missing == 0:
@@ -126,7 +125,7 @@ def pad_to(batch: Batch, num_tokens: int) -> Batch:
 def pad_sequences(batch: Batch, multiple: int) -> Batch:
     """Repeats the last token of each sequence, outside the loss mask, until all lengths are multiples of ``multiple``.
 
-    Unlike those of :func:`pad_to`, these tokens have activations of their own, which could be the largest of a tensor.
+    Unlike in :func:`pad_to`, the activations of these tokens are new and could be a tensor's largest.
     """
     lengths_S = batch.lengths_S
     padded_S = (lengths_S + multiple - 1) // multiple * multiple

@@ -1,11 +1,8 @@
-"""Context parallelism: which tokens of a micro-batch a rank computes, and how scores return to their places.
+"""Context parallelism: which tokens of a micro-batch a rank computes, and how their scores are gathered.
 
-Each sequence is padded to a multiple of 2 · cp tokens and divided into as many chunks; rank r computes chunks r and 2 cp − 1 −
-r. Under causal attention later chunks cost more, and this zig-zag order (Transformer Engine's and Megatron's for ``thd``) gives
-all ranks the same work.
-
-The scores, a few floats per token, are gathered into the order of the micro-batch. Every rank of the group then computes the
-loss of the whole micro-batch, and differentiates it by the scores of its tokens.
+Each sequence is padded to 2 · cp equal chunks; rank r computes chunks r and 2 cp − 1 − r, as Transformer Engine does for
+``thd``: under causal attention, all ranks then have the same work. Every rank of the group computes the loss of the whole
+micro-batch and differentiates it by its own scores.
 """
 
 from __future__ import annotations
@@ -25,12 +22,11 @@ from tepo_megatron.trainer.megatron.platform.parallel import Ranks
 
 
 def _sequence_multiple(cp: int) -> int:
-    """Sequences of a micro-batch are padded to a multiple of this."""
     return 2 * cp if cp > 1 else 1
 
 
 def rank_order(cu_seqlens: Tensor, cp: int) -> Tensor:
-    """int64 [T]: positions in the padded micro-batch of the ranks' tokens, rank 0's T/cp first.
+    """Returns int64 [T], positions in the padded micro-batch: rank 0's T/cp tokens first.
 
     ``cu_seqlens`` [S+1] are offsets of sequences with lengths that are multiples of 2 · cp.
     """
@@ -42,16 +38,16 @@ def rank_order(cu_seqlens: Tensor, cp: int) -> Tensor:
 
 
 def packed_order(rank_order_T: Tensor) -> Tensor:
-    """The inverse of :func:`rank_order`."""
+    """Inverts :func:`rank_order`."""
     return rank_order_T.argsort()
 
 
 @dataclass(frozen=True)
 class Share:
-    """A micro-batch and the t = T/cp of its T padded tokens that this rank computes."""
+    """Holds a micro-batch and the t = T/cp of its T padded tokens that this rank computes."""
 
     micro: Batch
-    """Without padding: what the loss sees."""
+    """The micro-batch without padding, which the loss sees."""
 
     tokens_t: Tensor
     positions_t: Tensor
@@ -60,7 +56,6 @@ class Share:
     """bool: tokens with scores."""
 
     packed: PackedSeqParams
-    """The padded sequences, for attention and RoPE."""
 
     source_T: Tensor
     """Positions of the tokens of ``micro`` among those of all ranks of the group."""
@@ -74,12 +69,12 @@ class Share:
     """Recorded experts (``Batch.routed_experts_T``)."""
 
     kept_tK: Tensor | None = None
-    """int32: tokens that could have been drawn in place of the label, −1 if there are fewer than K. None: all."""
+    """int32: tokens that could have been drawn instead of the label, −1 if there are fewer than K. None: all."""
 
     def gather(self, scores: TokenScores) -> TokenScores:
-        """Scores of every token of ``micro`` from each rank's t. Every rank of the group calls.
+        """Gathers the scores of every token of ``micro``. Every rank of the group calls.
 
-        Differentiable in this rank's scores, without communication backward: each rank has the whole micro-batch's loss.
+        Differentiable in this rank's scores; backward does not communicate, because each rank has the whole micro-batch's loss.
         """
         slope = scores.entropy_slope
         return TokenScores(
@@ -96,9 +91,8 @@ class Share:
 
 
 def cut(micro: Batch, num_tokens: int, ranks: Ranks) -> Share:
-    """Pads a micro-batch to ``num_tokens`` and takes this rank's share.
-
-    ``num_tokens`` is a multiple of :func:`_sequence_multiple`, and at least :func:`padded_tokens`.
+    """Pads a micro-batch to ``num_tokens``, at least :func:`padded_tokens`, a multiple of 2 · cp if cp > 1, and takes this
+    rank's share.
     """
     padded = pad_to(pad_sequences(micro, _sequence_multiple(ranks.cp)), num_tokens)
     cu_seqlens, longest = padded.cu_seqlens, int(padded.lengths_S.max())
@@ -130,6 +124,6 @@ def cut(micro: Batch, num_tokens: int, ranks: Ranks) -> Share:
 
 
 def padded_tokens(lengths: Sequence[int], cp: int) -> int:
-    """Sum of these lengths, each padded to :func:`_sequence_multiple`."""
+    """Sums the lengths, each padded as :func:`cut` needs."""
     multiple = _sequence_multiple(cp)
     return sum(-(-length // multiple) * multiple for length in lengths)

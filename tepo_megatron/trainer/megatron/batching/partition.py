@@ -11,14 +11,13 @@ from tepo_megatron.weights.architecture import ModelSpec
 
 _EVEN = 1.05
 _MORE = 2
-"""Additional micro-batches per rank that are tried if the smallest number gives uneven costs."""
 
 _MicroBatch = list[int]
 """Indices of sequences."""
 
 
 def attention_length(spec: ModelSpec) -> float:
-    """The length at which a sequence's attention costs as much as its matrix products with weights.
+    """Returns the length at which a sequence's attention costs as much as its matrix products with weights.
 
     Causal attention over L tokens takes 2 · heads · head_dim · L operations per token and layer; a weight takes 2.
     """
@@ -33,14 +32,14 @@ def attention_length(spec: ModelSpec) -> float:
 def partition(
     lengths: Sequence[int], *, ranks: int, max_tokens: int, attention_length: float = math.inf, multiple: int = 1
 ) -> list[list[_MicroBatch]]:
-    """Assigns sequences to micro-batches of the data-parallel ranks: ``result[rank][micro_batch]`` lists their indices.
+    """Assigns sequences to micro-batches: ``result[data-parallel rank][micro_batch]`` lists their indices.
 
-    A sequence of L tokens costs L + L² / ``attention_length``. Micro-batches have about equal costs, and so have ranks; the
-    k-th micro-batches of all ranks cost about the same, because ranks wait for each other in each.
+    A sequence of L tokens costs L + L² / ``attention_length``. The k-th micro-batches of all ranks cost about the same, because
+    ranks wait for each other in each.
 
-    Every rank gets equally many, a ``multiple`` of them (interleaved stages), and none is empty. A micro-batch has at most
-    ``max_tokens``, unless a single sequence is longer or there are too few sequences. Deterministic: every rank computes the
-    same. Raises ValueError for fewer sequences than ranks × ``multiple``.
+    Every rank gets equally many, a ``multiple`` of them, and none is empty. A micro-batch exceeds ``max_tokens`` only if one
+    sequence does or there are too few sequences. Deterministic, so every rank computes the same. Raises ValueError for fewer
+    sequences than ranks × ``multiple``.
     """
     if len(lengths) < ranks * multiple:
         per_rank_words = (
@@ -67,7 +66,6 @@ def partition(
 
 
 def _imbalance(bins: Sequence[_MicroBatch], costs: Sequence[float]) -> float:
-    """Largest cost over mean cost."""
     return max(sum(costs[index] for index in members) for members in bins) * len(bins) / sum(costs)
 
 
@@ -90,7 +88,7 @@ def _fill_tightly(order: Sequence[int], lengths: Sequence[int], max_tokens: int)
 def _fill_evenly(
     order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], *, count: int, max_tokens: int
 ) -> list[_MicroBatch]:
-    """The longest first into the cheapest micro-batch with room; into that with the most room if none has enough."""
+    """The longest goes first, into the cheapest micro-batch with room, or into that with the most room."""
     bins: list[_MicroBatch] = [[] for _ in range(count)]
     rooms, loads = [max_tokens] * count, [0.0] * count
     open_ = [(0.0, index) for index in range(count)]  # a heap by cost
@@ -111,7 +109,6 @@ def _fill_evenly(
 
 
 def _cut(bins: Sequence[_MicroBatch], count: int) -> list[_MicroBatch]:
-    """Halves the micro-batches with the most sequences until there are ``count``."""
     heap = [(-len(members), number, members) for number, members in enumerate(bins)]
     heapq.heapify(heap)
     while len(heap) < count:
@@ -122,7 +119,7 @@ def _cut(bins: Sequence[_MicroBatch], count: int) -> list[_MicroBatch]:
 
 
 def _deal(bins: Sequence[_MicroBatch], costs: Sequence[float], ranks: int) -> list[list[_MicroBatch]]:
-    """The most expensive first; in each round the rank with the least cost gets the first."""
+    """The most expensive goes first; in each round the rank with the least cost chooses first."""
     price = {id(members): sum(costs[index] for index in members) for members in bins}
     ordered = sorted(bins, key=lambda members: (-price[id(members)], min(members)))
     dealt: list[list[_MicroBatch]] = [[] for _ in range(ranks)]

@@ -1,14 +1,7 @@
-"""Checks and reads checkpoints, which any parallel layout can resume from. ``checkpoint/saving.py`` writes them.
+"""Reads checkpoints under any parallel layout; ``checkpoint/saving.py`` writes them.
 
-They are boxes of Hugging Face tensors, and a JSON state:
-
-    step_000100/state.json                    step, counters, what the run is, whatever the caller adds
-    step_000100/shards/rank00003-00001.safetensors   "master|model.norm.weight|0" → the box of that tensor that starts there
-    step_000100/manifest.json                 written last: the length and the digest of every file
-
-The ranks write in parallel, each the optimizer states that it holds; a reader takes the intersections of what is stored with
-what it needs. On a cluster the folder must be on a file system that all ranks share. A folder that was not finished keeps the
-suffix ``.partial``.
+Keys of ``shards/rank00003-00001.safetensors`` such as ``master|model.norm.weight|0`` hold the box of a Hugging Face tensor that
+starts there. The folder must be on a file system that all ranks share.
 """
 
 from __future__ import annotations
@@ -40,8 +33,7 @@ _CPU = torch.device("cpu")
 def check(folder: Path, group: dist.ProcessGroup | None) -> dict[str, Any]:
     """Reads every byte of a checkpoint, each rank a part of the files, and returns ``state.json``.
 
-    Every rank calls; all return, or all raise the same DamagedCheckpoint with the findings of all. Of a checkpoint of format 1,
-    which has no digests, only the state is checked.
+    Every rank calls; all return, or all raise the same DamagedCheckpoint. Format 1 has no digests: only the state is checked.
     """
     # Rank 0 alone looks which files are there: a thousand ranks that ask for a thousand files each are a burden to a cluster.
     result = _read_or_problems(lambda: read_state(folder)) if dist.get_rank() == 0 else None
@@ -70,10 +62,9 @@ def _check_share(folder: Path) -> dict[str, Any]:
 
 
 def load(folder: Path, *, policy: Policy, layout: ShardLayout, updates: int) -> int:
-    """Restores weights and optimizer from a whole checkpoint of any layout; returns the number of bytes that this rank read.
+    """Restores weights and optimizer from a whole checkpoint of any layout; returns the bytes that this rank read.
 
-    A rank reads only the states that it holds; other weights come from the ranks that hold them. ``updates``: optimizer steps
-    made. Every rank calls. Raises ValueError if a tensor of this model is missing.
+    Every rank calls. ``updates``: optimizer steps made. Raises ValueError if a tensor of this model is missing.
     """
     stored = {kind: open_boxes(folder, kind) for kind in optimizer_states.STATES}
     by_param = _shards_by_param(layout.shards)
@@ -108,11 +99,9 @@ def check_restored(folder: Path, state: dict[str, Any], digest: str) -> None:
 def shards_to_save(
     sources: Mapping[str, list[tuple[int, Shard]]], split: MegatronParallel, rank: int, policy: Policy
 ) -> list[Shard]:
-    """The shards of which this rank writes its states. ``sources`` is from ``gather_sources``. Over all ranks they are the
-    model once.
+    """Returns the shards of which this rank writes its states; over all ranks they are the model once.
 
-    With the distributed optimizer each data-parallel rank writes its range; otherwise the rank that ``sources`` names writes
-    all.
+    ``sources`` is from ``gather_sources``. With the distributed optimizer each data-parallel rank writes its range.
     """
     if not optimizer_states.is_distributed(policy.optimizer):
         return shards_to_write(sources, rank)
@@ -130,7 +119,7 @@ def shards_to_save(
 
 
 def bias_boxes(sources: Mapping[str, list[tuple[int, Shard]]], rank: int, policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yields (key, fp32 copy) of the experts' biases that this rank writes, as masters. None if adapters are trained."""
+    """Yields (key, fp32 copy) of the experts' biases that this rank writes, as masters; nothing if adapters are trained."""
     if policy.lora is not None:
         return
     for shard in shards_to_write(sources, rank):
@@ -150,16 +139,13 @@ def state_boxes(
 
 @dataclass(frozen=True)
 class _LocalPart:
-    """A box of a parameter within one contiguous ``piece`` of the locally held range; ``offset`` is the start of the piece in
-    the range.
-    """
+    """A box within one contiguous ``piece`` of the local range; ``offset`` is the start of the piece in the range."""
 
     piece: Box
     offset: int
     box: Box
 
     def of(self, values: Tensor) -> Tensor:
-        """A view of the box in ``values``, those of the whole range."""
         piece = values[self.offset : self.offset + math.prod(self.piece.shape)].view(self.piece.shape)
         return piece[self.box.relative_to(self.piece.start).slices]
 
@@ -167,7 +153,6 @@ class _LocalPart:
 def _local_parts(
     optimizer: MegatronOptimizer, param: torch.nn.Parameter, shards: Iterable[Shard]
 ) -> Iterator[tuple[Shard, _LocalPart]]:
-    """Yields the parts of ``shards`` with states on this rank, each as a shard."""
     local = optimizer_states.local_range(optimizer, param)
     pieces = list(boxes_of_range(tuple(param.shape), local.start, local.stop))
     for shard in shards:

@@ -21,10 +21,10 @@ from tepo_megatron.trainer.protocol import SavedCheckpoint
 
 @dataclass
 class Counters:
-    """State of the engine that a checkpoint stores."""
+    """The part of the engine's state that a checkpoint stores."""
 
     updates: int = 0
-    """Optimizer steps made, without skipped ones; learning rate and Adam count by them."""
+    """Optimizer steps without skipped ones; learning rate and Adam count by them."""
 
     updates_skipped: int = 0
 
@@ -33,7 +33,7 @@ class Counters:
 
 
 class MegatronCheckpoints:
-    """``counters`` are saved and restored; ``about``, rank 0's, describes the run."""
+    """Saves and restores ``counters``; ``about``, rank 0's, describes the run."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class MegatronCheckpoints:
         """Bytes of optimizer states that this rank read in :meth:`load`."""
 
     def save(self, folder: Path, *, step: int, state: dict[str, Any]) -> Path:
-        """``begin`` and ``finish``; returns the checkpoint's path. Every rank calls."""
+        """Begins and finishes a checkpoint; returns its path. Every rank calls."""
         self.begin(folder, step=step, state=state)
         saved = self.finish()
         assert saved is not None

@@ -1,4 +1,4 @@
-"""Writes a checkpoint, at once or in the background: copied to host memory, then written by a thread of each rank."""
+"""Writes a checkpoint, at once or in the background: a thread of each rank writes a copy in host memory."""
 
 from __future__ import annotations
 
@@ -30,12 +30,10 @@ _CPU = torch.device("cpu")
 
 
 class Saving:
-    """``folder/step_XXXXXX`` while it is written; replaces a checkpoint of that name. Every rank makes one and calls its
-    methods in the same order.
+    """Writes ``folder/step_XXXXXX``, replacing it. Every rank makes one and calls its methods in the same order.
 
-    ``shards`` are from ``boxes.shards_to_save``, ``biases`` from ``boxes.bias_boxes``; ``group`` has all ranks and works on the
-    host. With ``background`` the constructor copies this rank's states to the host (12 bytes per parameter) and a thread writes
-    them; otherwise :meth:`finish` writes them as it copies. Until then the folder has the suffix ``.partial``.
+    ``group`` has all ranks and works on the host. With ``background`` the constructor copies this rank's states to the host (12
+    bytes per parameter) and a thread writes them; otherwise :meth:`finish` does both.
 
     Raises the same RuntimeError on all ranks if any rank cannot write, with the cause and the free space.
     """
@@ -70,7 +68,7 @@ class Saving:
         self._stage_s = time.monotonic() - began
 
     def is_written(self) -> bool:
-        """Whether every rank's thread has ended. Every rank calls."""
+        """Returns whether every rank's thread has ended. Every rank calls."""
         done = self._thread is None or not self._thread.is_alive()
         return all(all_gather_json(done, device=_CPU, group=self._group))
 
@@ -100,7 +98,7 @@ class Saving:
         self._write_s = time.monotonic() - began
 
     def _name(self, files: dict[str, FileRecord]) -> None:
-        """State, manifest, name, in this order: after a crash no incomplete checkpoint has its name."""
+        """The name comes last: after a crash no incomplete checkpoint has it."""
         partial, out = self._partial, self._out
         text = json.dumps({"format": FORMAT, "step": self.step, **self._state}, indent=2) + "\n"
         record = write_durably(partial / STATE, text)
@@ -115,7 +113,7 @@ class Saving:
 
 
 class _Attempt:
-    """A rank with a failing file system must not leave the others waiting: after each part of the work all exchange errors."""
+    """Ranks exchange errors after each part of the work, so that none waits for a rank with a failing file system."""
 
     def __init__(self, out: Path, group: dist.ProcessGroup | None) -> None:
         self.out = out

@@ -1,8 +1,7 @@
-"""Causal attention over packed sequences without Transformer Engine.
+"""Computes causal attention over packed sequences without Transformer Engine, in its ``thd`` form.
 
-Megatron's local attention refuses packed sequences. This one takes Transformer Engine's ``thd`` form, so that batches are the
-same on every platform. Sequences become right-padded rows, for which plain causal attention is exact: no query sees a later
-key. Under context parallelism keys and values of all ranks are gathered, and queries see those up to their positions.
+Sequences become right-padded rows, for which plain causal attention is exact. Under context parallelism keys and values of all
+ranks are gathered.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from tepo_megatron.trainer.megatron.batching.context_parallel import packed_orde
 
 
 class PackedDotProductAttention(torch.nn.Module):
-    """A ``core_attention`` for Megatron's SelfAttention, without parameters and dropout."""
-
     def __init__(
         self,
         config: TransformerConfig,
@@ -50,7 +47,9 @@ class PackedDotProductAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams,
         **_: Any,
     ) -> Tensor:
-        """query [t, heads, d], key and value [t, kv heads, d] → [t, heads · d]; t are this context-parallel rank's tokens."""
+        """Takes query [t, heads, d], key and value [t, kv heads, d]; returns [t, heads · d]. t: this context-parallel rank's
+        tokens.
+        """
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         order = like_lengths(lengths)
         whole = local = arrange(lengths, order, query.device)
@@ -77,14 +76,14 @@ class PackedDotProductAttention(torch.nn.Module):
 _CPU = torch.device("cpu")  # which tokens go where is found out there, whatever torch's default device is
 
 _LONGER, _SLACK = 1.5, 16
-"""The longest row of a block has at most so many times the tokens of its shortest, plus so many."""
+"""The longest row of a block has at most _LONGER times the tokens of its shortest, plus _SLACK."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Places of t packed tokens in blocks of rows, R places in all. A block is [sequences, longest].
+    """Places of t packed tokens in blocks of rows, R places in all; a block is [sequences, longest].
 
-    Tokens are copied by index in both directions, also backward: padding has no gradient.
+    Tokens are copied by index, also backward: padding has no gradient.
     """
 
     blocks: Sequence[tuple[int, int]]
@@ -98,14 +97,14 @@ class Rows:
     """bool"""
 
     def spread(self, packed: Tensor) -> list[Tensor]:
-        """Packed [t, heads, …] → for each block [sequences, heads, longest, …]. Padding has arbitrary values."""
+        """Maps packed [t, heads, …] to [sequences, heads, longest, …] of each block. Padding has arbitrary values."""
         spread_R = _Spread.apply(packed, self.source_R, self.place_t)
         # one block is taken as it is: splitting and joining would copy it backward and forward
         parts = spread_R.split([count * longest for count, longest in self.blocks]) if len(self.blocks) > 1 else (spread_R,)
         return [part.unflatten(0, block).transpose(1, 2) for part, block in zip(parts, self.blocks, strict=True)]
 
     def collect(self, blocks: Sequence[Tensor]) -> Tensor:
-        """The inverse of :meth:`spread`. Padding gets gradient 0."""
+        """Inverts :meth:`spread`. Padding gets gradient 0."""
         parts = [block.transpose(1, 2).flatten(0, 1) for block in blocks]
         parts_R = torch.cat(parts) if len(parts) > 1 else parts[0]
         return _Collect.apply(parts_R, self.source_R, self.place_t, self.padding_R)
@@ -132,7 +131,7 @@ def arrange(lengths: Sequence[int], order: Sequence[Sequence[int]], device: torc
 
 
 def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Divides sequences into blocks of similar lengths, the longest first; returns their indices."""
+    """Returns the indices of sequences in blocks of similar lengths, the longest first."""
     blocks: list[list[int]] = []
     longest = 0
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):

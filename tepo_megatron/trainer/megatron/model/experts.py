@@ -1,9 +1,8 @@
 """Mixture of experts: Megatron's options, a router for CPUs, and the auxiliary loss that balances experts.
 
-For a layer with E experts, of which a token takes k, over the T tokens of a mini-batch on all ranks: loss = coefficient · E ·
-Σ_i f_i · P_i, with f_i = (tokens at expert i) / (k T) and P_i the mean of the router's probabilities p_ti. The f_i have no
-gradient and are counted when the mini-batch is scored, so that the loss is a sum over tokens, whatever the division into
-micro-batches and ranks. Megatron's auxiliary losses count within the micro-batch (docs/decisions/037-expert-balance.md).
+Per layer, loss = coefficient · E · Σ_i f_i · P_i, with f_i = (tokens at expert i) / (k T) over the mini-batch's T tokens on all
+ranks, and P_i the mean router probability. f_i has no gradient and is counted when scoring, so that the loss is a sum over
+tokens, whatever the division into micro-batches and ranks (docs/decisions/037-expert-balance.md).
 """
 
 from __future__ import annotations
@@ -23,24 +22,23 @@ from tepo_megatron.weights.architecture import Experts, ModelSpec
 
 
 class Float32Router(TopKRouter):  # type: ignore[misc]  # Megatron's types are not followed
-    """Megatron's router without Transformer Engine, where Megatron's function for the logits raises NameError."""
+    """Without Transformer Engine, Megatron's function for the logits raises NameError."""
 
     def gating(self, input: Tensor) -> Tensor:
-        """Logits […, experts] of hidden states […, hidden], in float32 whatever the weights' dtype."""
+        """Maps hidden states […, hidden] to float32 logits […, experts]."""
         return linear(input.float(), self.weight.float())
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """As Megatron's, which torch would compile."""
+        """Megatron's version is compiled by torch."""
         if self.enable_expert_bias and torch.is_grad_enabled():
             real = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
             self.local_tokens_per_expert += real.sum(dim=0)
 
 
 def moe_options(spec: ModelSpec, engine: EngineConfig, platform: Platform, *, grouped: bool) -> dict[str, Any]:
-    """Fields of Megatron's ``TransformerConfig`` for experts.
+    """Returns fields of Megatron's ``TransformerConfig``. Drops no token, as in vLLM, so that trainer and servers agree.
 
-    ``grouped``: one grouped matrix product for all experts of a rank (Transformer Engine). There is no capacity and no dropped
-    token, as in vLLM, so that trainer and servers agree.
+    ``grouped``: one grouped matrix product for all experts of a rank (Transformer Engine).
     """
     parallel, balance = engine.parallel, engine.moe_balance
     if spec.experts is None:
@@ -72,28 +70,24 @@ def moe_options(spec: ModelSpec, engine: EngineConfig, platform: Platform, *, gr
 
 
 def gathers_tokens(parallel: ParallelConfig, platform: Platform) -> bool:
-    """Whether ranks that share experts gather each other's tokens, and need equally many."""
+    """Returns whether ranks that share experts gather each other's tokens, and need equally many."""
     return parallel.ep > 1 and platform.kind == "cpu"
 
 
 def one_length(spec: ModelSpec, parallel: ParallelConfig, platform: Platform) -> bool:
-    """Whether pipeline stages can only exchange micro-batches of one length (Megatron's gathering dispatcher)."""
+    """Returns whether pipeline stages exchange micro-batches of one length only (Megatron's gathering dispatcher)."""
     return parallel.pp > 1 and spec.experts is not None and platform.kind == "cpu"
 
 
 def largest_in_group(sizes: list[int], device: torch.device) -> list[int]:
-    """For each micro-batch, the largest size over the ranks that gather tokens for one set of experts. Every rank of the group
-    calls, with equally many sizes.
-    """
+    """Returns each micro-batch's largest size over the ranks that gather tokens. All of them call, with equally many sizes."""
     most = torch.tensor(sizes, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel_state.get_expert_tensor_and_model_parallel_group())
     return most.tolist()
 
 
 def auxiliary_loss(logits_tE: Tensor, load_E: Tensor, real_t: Tensor, experts: Experts, coefficient: float) -> Tensor:
-    """float32: this rank's part of a layer's loss, of its t tokens except padding. ``load_E``: the mini-batch's tokens at each
-    expert.
-    """
+    """Returns float32, this rank's part of a layer's loss. ``load_E``: the mini-batch's tokens per expert."""
     if experts.biased:
         score_tE = logits_tE.float().sigmoid()
         probability_tE = score_tE / (score_tE.sum(-1, keepdim=True) + 1e-20)
@@ -105,6 +99,6 @@ def auxiliary_loss(logits_tE: Tensor, load_E: Tensor, real_t: Tensor, experts: E
 
 
 def attach(probabilities: Tensor, loss: Tensor) -> Tensor:
-    """``probabilities`` unchanged, with a backward pass that also differentiates ``loss``, with the objective's weight."""
+    """Returns ``probabilities``; their backward pass also differentiates ``loss``, with the objective's weight."""
     attached: Tensor = MoEAuxLossAutoScaler.apply(probabilities, loss)
     return attached

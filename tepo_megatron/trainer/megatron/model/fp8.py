@@ -1,7 +1,7 @@
 """Translates ``engine.fp8`` to Megatron-Core's configs, checks what FP8 needs, and reads FP8 weights.
 
-Checks are decided in Python from arguments, so that they are tested on a CPU. Sources: Megatron-Core 0.16.1's
-``fp8_utils.get_fp8_recipe`` and ``get_fp8_align_size``; Transformer Engine's ``pytorch/quantization.py``.
+Sources: Megatron-Core 0.16.1's ``fp8_utils.get_fp8_recipe`` and ``get_fp8_align_size``; Transformer Engine's
+``pytorch/quantization.py``.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.storage.hf_folder import load_into
 
 _Capability = tuple[int, int]
-"""Compute capability of a GPU: (major, minor)."""
+"""(major, minor)."""
 
 
 @dataclass(frozen=True)
 class _Needs:
-    """A recipe's requirements. Widths of matrix products must be multiples of ``multiple``, tokens of a micro-batch of
-    ``tokens``, and under sequence parallelism the hidden size of ``gathered``.
+    """Widths of matrix products must be multiples of ``multiple``, a micro-batch's tokens of ``tokens``, and under sequence
+    parallelism the hidden size of ``gathered``.
 
-    ``cuda``: torch's CUDA version on GPUs up to capability ``cuda_up_to`` (None: all). ``below``: first capability without such
-    kernels. ``probe``: Transformer Engine's function to ask.
+    ``cuda``: torch's CUDA version, on GPUs up to ``cuda_up_to`` (None: all). ``below``: first capability without kernels.
     """
 
     te: str
@@ -77,11 +76,11 @@ _NEEDS = {
         tokens=32,
     ),
 }
-"""By recipe. The versions of Transformer Engine are Megatron-Core's requirements."""
+"""Transformer Engine's versions are those that Megatron-Core requires."""
 
 
 def layer_options(fp8: Fp8Config) -> dict[str, Any]:
-    """Fields of ``TransformerConfig``. Embedding and head stay bfloat16."""
+    """Returns fields of ``TransformerConfig``. Embedding and head stay bfloat16."""
     if not fp8.enabled:
         return {"fp8": None}
     return {
@@ -98,15 +97,15 @@ def layer_options(fp8: Fp8Config) -> dict[str, Any]:
 
 
 def gather_options(fp8: Fp8Config) -> dict[str, Any]:
-    """Fields of ``DistributedDataParallelConfig``: FP8 weights are gathered as FP8.
+    """Returns fields of ``DistributedDataParallelConfig``: FP8 weights are gathered as FP8.
 
-    Not MXFP8 weights: their two copies are quantized from bfloat16, which is gathered in the gradients' buffer.
+    MXFP8 weights are not: both their copies are quantized from gathered bfloat16.
     """
     return {"fp8_param_gather": fp8.params, "reuse_grad_buf_for_mxfp8_param_ag": fp8.params and fp8.recipe == "mxfp8"}
 
 
 def optimizer_options(fp8: Fp8Config) -> dict[str, Any]:
-    """Fields of Megatron's ``OptimizerConfig``: the distributed optimizer casts its fp32 masters to FP8 weights."""
+    """Returns fields of ``OptimizerConfig``: the distributed optimizer casts its fp32 masters to FP8 weights."""
     return {
         "fp8_recipe": fp8.recipe if fp8.params else None,
         "reuse_grad_buf_for_mxfp8_param_ag": fp8.params and fp8.recipe == "mxfp8",
@@ -114,10 +113,7 @@ def optimizer_options(fp8: Fp8Config) -> dict[str, Any]:
 
 
 def token_multiple(engine: EngineConfig) -> int:
-    """Micro-batches are padded to a multiple of this, so that each rank's tokens suit FP8.
-
-    A context-parallel rank has two chunks of each sequence, and so an even number of tokens.
-    """
+    """Returns the number of which a micro-batch's tokens must be a multiple, so that each rank's suit FP8."""
     ranks = engine.parallel.tp if engine.parallel.sequence_parallel else 1
     share = ranks * (_NEEDS[engine.fp8.recipe].tokens if engine.fp8.enabled else 1)
     return engine.parallel.cp * math.lcm(2, share) if engine.parallel.cp > 1 else share
@@ -168,7 +164,7 @@ def _possible_on(capability: _Capability) -> str:
 
 
 def ask_transformer_engine(fp8: Fp8Config) -> None:
-    """Asks Transformer Engine itself, which also looks at cuBLAS. Raises ValueError with its reason."""
+    """Raises ValueError with Transformer Engine's reason; unlike :func:`check_gpu`, it also looks at cuBLAS."""
     if not fp8.enabled:
         return
     state = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
@@ -180,7 +176,7 @@ def ask_transformer_engine(fp8: Fp8Config) -> None:
 def check_model(fp8: Fp8Config, spec: ModelSpec, parallel: ParallelConfig) -> None:
     """Raises ValueError with every width of the model's layers, in this layout, that FP8 matrix products cannot compute.
 
-    The vocabulary is free: embedding and head are not FP8.
+    Embedding and head are not FP8: any vocabulary is allowed.
     """
     if not fp8.enabled:
         return
@@ -223,7 +219,7 @@ def _widths(spec: ModelSpec, parallel: ParallelConfig) -> Iterator[tuple[str, in
 
 
 class PlainWeights(Mapping[str, Tensor]):
-    """A read-only view of parameters as plain tensors; FP8 parameters are dequantized at each access."""
+    """Dequantizes FP8 parameters at each access."""
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self._params = params
@@ -240,9 +236,9 @@ class PlainWeights(Mapping[str, Tensor]):
 
 
 def load_weights(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As ``hf_folder.load_into``, also into FP8 parameters.
+    """Loads as ``hf_folder.load_into``, also into FP8 parameters.
 
-    Returns the values of these before rounding, on the CPU: their fp32 masters start from them.
+    Returns the FP8 parameters' values before rounding, on the CPU: their fp32 masters start from them.
     """
     # The bridge writes parts of a parameter, and one in FP8 takes only the whole: it is read into a plain tensor first.
     unrounded = {name: torch.empty(param.shape, dtype=param.dtype) for name, param in params.items() if is_float8tensor(param)}

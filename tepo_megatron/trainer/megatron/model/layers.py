@@ -1,7 +1,6 @@
-"""Chooses Transformer Engine's layers or Megatron-Core's own, and everything that follows from the choice.
+"""Chooses Transformer Engine's layers or Megatron-Core's own, once and before any process group.
 
-It is made once, before any process group, by the config and the installed packages. No other file decides about layers by the
-platform.
+No other file decides about layers by the platform.
 """
 
 from __future__ import annotations
@@ -32,14 +31,12 @@ from tepo_megatron.trainer.megatron.platform.platform import Platform
 
 @dataclass(frozen=True)
 class Layers:
-    """The kind of layers, and the installed packages that they can use."""
-
     kind: Literal["te", "local"]
     packages: Packages = NO_PACKAGES
 
     @property
     def fused_norms(self) -> bool:
-        """Whether the weights of two norms are inside the linears that follow."""
+        """Returns whether the weights of two norms are inside the linears that follow."""
         return self.kind == "te"
 
 
@@ -47,10 +44,10 @@ LOCAL = Layers("local")
 
 
 def choose_layers(config: EngineConfig, platform: Platform) -> Layers:
-    """The config's layers. No communication.
+    """Chooses without communication.
 
-    Raises RuntimeError if Transformer Engine is needed and cannot be imported, ValueError if a GPU is needed and missing, or
-    lacks the FP8 recipe.
+    Raises RuntimeError if Transformer Engine is needed and cannot be imported, ValueError if a GPU is missing or lacks the FP8
+    recipe.
     """
     packages = installed_packages()
     problem = import_problem() if platform.kind == "cuda" and config.layers != "local" else None
@@ -89,10 +86,9 @@ def decide(config: EngineConfig, platform: Literal["cpu", "cuda"], te_problem: s
 
 
 def import_problem() -> str | None:
-    """Why ``transformer_engine.pytorch`` cannot be imported; None if it can.
+    """Returns why ``transformer_engine.pytorch`` cannot be imported, or None.
 
-    Megatron-Core tries the same import and silently does without. A wrong build fails with more than ImportError, and the user
-    must see it.
+    Megatron-Core ignores a failed import; a wrong build fails with more than ImportError, and the user must see it.
     """
     try:
         importlib.import_module("transformer_engine.pytorch")
@@ -102,10 +98,9 @@ def import_problem() -> str | None:
 
 
 def kernel_options(layers: Layers) -> dict[str, Any]:
-    """Fields of ``TransformerConfig`` for fused kernels.
+    """Returns fields of ``TransformerConfig`` for fused kernels.
 
-    Without a masked softmax outside Transformer Engine's attention, and without bias or dropout at the residual, these fusions
-    stay off. Fused weight gradients need apex' extension also in the head.
+    The model has no masked softmax outside Transformer Engine's attention, and no bias or dropout at the residual.
     """
     te = layers.kind == "te"
     return {
@@ -130,8 +125,7 @@ class RMSNorm(torch.nn.RMSNorm):
 def layer_spec(
     config: TransformerConfig, layers: Layers, vp_stage: int | None = None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Specs of this rank's layers: Transformer Engine's, or Megatron's local ones with packed attention and our norm; with
-    experts as ``config.moe_layer_freq`` states.
+    """Returns specs of this rank's layers, with experts as in ``config.moe_layer_freq``.
 
     ``vp_stage``: index of the model chunk, if stages are interleaved.
     """

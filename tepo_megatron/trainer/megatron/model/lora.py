@@ -1,7 +1,6 @@
-"""LoRA: low-rank adapters that are trained while the weights stay as they are.
+"""LoRA: trains low-rank adapters of frozen weights.
 
-A layer computes with its merged weight, W + scale · B · A, rounded once to the model's dtype: the same bits as on the rollout
-servers. Parallelism is then the layer's matter, and only gradients of A or B that several ranks hold are summed here
+A layer computes with W + scale · B · A, rounded once to the model's dtype: the same bits as on the rollout servers
 (docs/decisions/021-lora.md).
 """
 
@@ -34,7 +33,7 @@ from tepo_megatron.weights.transfer.full_tensors import gather_sources, gather_t
 
 @dataclass
 class Lora:
-    """A rank's adapters. ``params`` are trained, under the names of ``layout``; ``layouts`` are those of all ranks."""
+    """``params`` are trained, under the names of ``layout``; ``layouts`` are those of all ranks."""
 
     config: LoraConfig
     tensors: Sequence[str]
@@ -48,15 +47,14 @@ class Lora:
     on: bool = True
 
     def merged(self, params: Mapping[str, Tensor], *, remember: bool = True) -> Mapping[str, Tensor]:
-        """A read-only view of the parameters, adapted ones merged at each access.
+        """Returns a read-only view of the parameters, adapted ones merged at each access.
 
-        With ``remember`` the last one is kept: for views that do not outlive an update.
+        With ``remember`` it keeps the last one: for views that do not outlive an update.
         """
         return _MergedWeights(params, self.adapters, remember=remember)
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
-        """Context in which the model computes without adapters."""
         self.on = False
         try:
             yield
@@ -64,18 +62,17 @@ class Lora:
             self.on = True
 
     def stream(self) -> Iterator[tuple[str, Tensor | None]]:
-        """(name, full adapter tensor) on rank 0, (name, None) elsewhere. Every rank must exhaust it."""
+        """Yields (name, full adapter tensor) on rank 0, (name, None) elsewhere. Every rank must exhaust it."""
         return gather_to_root(self.sources, self.layout.shapes, self.params)
 
     def settings(self) -> AdapterSettings:
-        """What a PEFT folder states of these adapters."""
         config, targets = self.config, dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in self.tensors)
         return AdapterSettings(config.rank, config.alpha, config.rslora, config.dropout, tuple(targets))
 
     def sum_gradients(self) -> None:
-        """Sums gradients of A or B over the ranks that hold a copy, and different parts of the weight.
+        """Sums gradients over the ranks that hold copies of A or B but different parts of the weight. Every rank calls.
 
-        Called after gradients are summed over micro-batches and data-parallel ranks. Every rank calls.
+        Called after they are summed over micro-batches and data-parallel ranks.
         """
         for group, params in self._copies():
             grads = [param.main_grad for param in params]  # type: ignore[attr-defined]
@@ -104,8 +101,7 @@ def build_lora(
     rank: int,
     seed: int,
 ) -> Lora:
-    """Freezes the model and adds adapters, initialized as ``config`` states. ``params`` are the model's, ``layouts`` those of
-    all ranks.
+    """Freezes the model and adds adapters. ``params`` are the model's, ``layouts`` those of all ranks.
 
     Every rank calls before Megatron's DDP is made; no communication. Raises ValueError for targets that match nothing.
     """
@@ -134,7 +130,6 @@ def build_lora(
 
 
 def _new_parameters(layout: ShardLayout, bases: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
-    """A and B of each weight in ``bases``, with Megatron's marks."""
     made: dict[str, torch.nn.Parameter] = {}
     for tensor, base in bases.items():
         for name in adapter_names(tensor):
@@ -149,7 +144,7 @@ def _new_parameters(layout: ShardLayout, bases: Mapping[str, torch.nn.Parameter]
 
 
 def _draw(layout: ShardLayout, params: Mapping[str, torch.nn.Parameter], seed: int) -> None:
-    """A as in PEFT, uniform within ±1 / sqrt(in), from seed and name: the same under every layout. B stays 0."""
+    """Draws A as in PEFT, uniform within ±1 / sqrt(in), from seed and name: the same under every layout."""
     for shard in layout.shards:
         if shard.tensor.endswith(".lora_A.weight"):
             digest = hashlib.sha256(f"{seed} {shard.tensor}".encode()).digest()
@@ -171,7 +166,7 @@ def _tensor_group(of_experts: bool) -> dist.ProcessGroup:
 
 
 class _Merge(torch.autograd.Function):
-    """(weight, A, B, …) → merged weight. Gradients go to A and B only."""
+    """Gradients go to A and B only."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, scale: float, blocks: Sequence[Sequence[AdapterBlock]], *pairs: Tensor) -> Tensor:
@@ -198,7 +193,7 @@ def _pairs(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class Adapter(torch.nn.Module):
-    """The adapters of one parameter of the model: one pair per adapted matrix that is fused in it."""
+    """Holds one pair per adapted matrix that is fused in one parameter."""
 
     def __init__(self, scale: float, blocks: Sequence[Sequence[AdapterBlock]], pairs: Sequence[torch.nn.Parameter]) -> None:
         """``pairs``: A [rank, columns] and B [rows, rank] of each matrix in turn; ``blocks``: where its rows belong."""
@@ -208,7 +203,7 @@ class Adapter(torch.nn.Module):
             self.register_parameter(f"matrix{number}", param)
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The merged weight, in the weight's shape and dtype."""
+        """Returns the merged weight, in the weight's shape and dtype."""
         merged: Tensor = _Merge.apply(weight, self.scale, self.blocks, *self._parameters.values())
         return merged
 
@@ -219,10 +214,7 @@ def _hang_adapters(
     params: Mapping[str, torch.nn.Parameter],
     is_on: Callable[[], bool],
 ) -> None:
-    """Registers adapters in their chunks; adapted layers then compute with merged weights while ``is_on()``.
-
-    ``adapters`` are by the names of their parameters in ``params``.
-    """
+    """Adapted layers compute with merged weights while ``is_on()``."""
     by_identity = {id(params[name]): adapter for name, adapter in adapters.items()}
     for chunk in chunks:
         modules = torch.nn.ModuleList()
@@ -249,7 +241,7 @@ def _start_graph(module: torch.nn.Module, inputs: object, output: Tensor) -> Ten
 def with_merged_weights(
     module: torch.nn.Module, adapters: Mapping[str, Adapter], is_on: Callable[[], bool]
 ) -> Callable[..., Any]:
-    """A forward for ``module`` in which ``adapters``, by parameter name, are merged."""
+    """Returns a forward for ``module`` in which ``adapters``, by parameter name, are merged."""
     plain = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -270,7 +262,7 @@ def with_merged_weights(
 
 @dataclass(frozen=True)
 class _Forgotten:
-    """A merged weight, or a view of it, that the backward pass computes again."""
+    """Stands for a merged weight, or a view of it, that the backward pass computes again."""
 
     adapter: Adapter
     weight: Tensor
@@ -301,8 +293,6 @@ def _recall(packed: Tensor | _Forgotten) -> Tensor:
 
 
 class _MergedWeights(Mapping[str, Tensor]):
-    """A read-only view of parameters, adapted ones merged at each access; ``remember``: the last one is kept."""
-
     def __init__(self, params: Mapping[str, Tensor], adapters: Mapping[str, Adapter], *, remember: bool) -> None:
         self._params, self._adapters, self._remember = params, adapters, remember
         self._last: tuple[str, Tensor] | None = None

@@ -22,7 +22,7 @@ from tepo_megatron.weights.architecture import ModelSpec
 def transformer_config(
     spec: ModelSpec, model: ModelConfig, engine: EngineConfig, platform: Platform, layers: Layers
 ) -> TransformerConfig:
-    """Megatron's config of this model. It switches loss scaling off (``step/update.py``)."""
+    """Switches loss scaling off (``step/update.py``)."""
     dtype = getattr(torch, model.dtype)
     return TransformerConfig(
         num_layers=spec.num_layers,
@@ -80,8 +80,9 @@ def build_model(
     *,
     head: Literal["logits", "fused"] = "logits",
 ) -> GPTModel:
-    """Builds a chunk of this rank's part of the model; weights are loaded later. Every rank calls for each of its ``ranks.vpp``
-    chunks in their order, because the ends of the pipeline exchange a tied embedding.
+    """Builds a chunk of this rank's part of the model, without loading weights.
+
+    Every rank calls for each of its ``ranks.vpp`` chunks in order: the ends of the pipeline exchange a tied embedding.
     """
     vp_stage = chunk if ranks.vpp > 1 else None
     model = GPTModel(
@@ -106,10 +107,9 @@ def build_model(
 
 
 class _FusedHead(torch.nn.Module):
-    """Replaces GPTModel's output layer, with the same weight under the same name, and returns the hidden states.
+    """Returns hidden states; the scores compute the product with the weight (``core/scores/fused_linear.py``).
 
-    The scores compute the product with the weight, a chunk of tokens at a time (``core/scores/fused_linear.py``). ``weight`` is
-    None if the head is tied to an embedding of the same rank.
+    ``weight`` is None if the head is tied to an embedding of the same rank.
     """
 
     def __init__(self, output_layer: torch.nn.Module) -> None:
@@ -120,9 +120,7 @@ class _FusedHead(torch.nn.Module):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """Returns ``input_`` [T, 1, H] ([T/tp, 1, H] under sequence parallelism) and no bias. The other arguments are
-        Megatron's.
-        """
+        """Returns ``input_`` [T, 1, H] ([T/tp, 1, H] under sequence parallelism). The other arguments are Megatron's."""
         return input_, None
 
 
@@ -135,13 +133,12 @@ class HeadWeight(NamedTuple):
 
 
 def _fuse_head(model: GPTModel) -> None:
-    """Makes the model return hidden states instead of logits on the last stage."""
     if model.post_process:
         model.output_layer = _FusedHead(model.output_layer)
 
 
 def fused_head(model: torch.nn.Module) -> HeadWeight | None:
-    """The fused head of a (wrapped) model on the last stage; None if it returns logits."""
+    """Returns None if the last stage's (wrapped) model returns logits."""
     gpt: Any = unwrap_model(model)
     head = gpt.output_layer
     if not isinstance(head, _FusedHead):
@@ -152,11 +149,7 @@ def fused_head(model: torch.nn.Module) -> HeadWeight | None:
 
 
 def _stage_options(parallel: ParallelConfig) -> dict[str, Any]:
-    """Fields of Megatron's ``TransformerConfig`` about pipeline stages.
-
-    Interleaved stages do not batch their exchanges (Megatron's default): with two stages each is the other's predecessor and
-    successor, and an activation and a gradient in one batch would be confused.
-    """
+    """With two interleaved stages, batched exchanges (Megatron's default) would confuse an activation with a gradient."""
     interleaved = parallel.vpp > 1
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     if parallel.pp == 2 and first is not None:

@@ -1,8 +1,8 @@
-"""The routers of a model with experts: rollout routing replay (R3), load metrics, and the auxiliary loss.
+"""Routers of a model with experts: rollout routing replay (R3), load metrics, and the auxiliary loss.
 
-Trainer and sampler round differently, so that near a tie they choose different experts, and log-probs then differ by far more
-than rounding. With a recorded choice every router takes the sampler's experts, and weighs them by the trainer's logits, so that
-the router learns: docs/reference/moe.md, docs/decisions/027-routing-replay.md.
+Trainer and sampler round differently and near a tie choose different experts, which changes log-probs far more than rounding.
+Replay takes the sampler's experts, weighed by the trainer's logits, so that the router learns (docs/reference/moe.md,
+docs/decisions/027-routing-replay.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tepo_megatron.trainer.megatron.platform.parallel import Ranks
 from tepo_megatron.weights.architecture import Experts, ModelSpec
 
 _TopK = Callable[..., tuple[Tensor, Tensor]]
-"""(scores, k, num_groups=…, group_topk=…) → (k largest scores, their experts): Megatron's choice."""
+"""(scores, k, num_groups=…, group_topk=…) → (k largest scores, their experts)."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,16 @@ class _Micro:
     """bool: not padding."""
 
     load_LE: Tensor | None
-    """Of the mini-batch, for an auxiliary loss."""
+    """The mini-batch's, for an auxiliary loss."""
 
     train: bool
     """Whether a backward pass follows, which may recompute the forward pass."""
 
 
 class Routers:
-    """All routers of this rank's part of the policy, through the protocol of Megatron's ``RouterReplay``.
+    """Implements the protocol of Megatron's ``RouterReplay`` for all routers of this rank's part of the policy.
 
-    Megatron's class keeps one list of all routers of a process, which would mix policy and reference, and needs a record of
-    every token.
+    Megatron's class would mix policy and reference, and needs a record of every token.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Routers:
 
     @contextmanager
     def forward_pass(self, share: Share, *, train: bool) -> Iterator[None]:
-        """Context of a micro-batch's forward pass; ``train``: a backward pass follows."""
+        """Surrounds a micro-batch's forward pass; ``train``: a backward pass follows."""
         chosen_tLk = None if share.chosen_tLk is None else self._local_tokens(share.chosen_tLk)
         recorded_t = None if chosen_tLk is None else chosen_tLk[:, 0, 0] != not_recorded(chosen_tLk.itemsize)
         self._micro = _Micro(chosen_tLk, recorded_t, self._local_tokens(share.real_t), share.micro.expert_load_LE, train)
@@ -99,7 +98,7 @@ class Routers:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Context in which choices are counted for :meth:`take_metrics` and :meth:`load`."""
+        """Counts choices for :meth:`take_metrics` and :meth:`load`."""
         self._counting, self._before_LE = True, self._loads_LE.clone()
         try:
             yield
@@ -107,8 +106,9 @@ class Routers:
             self._counting = False
 
     def load(self) -> Tensor | None:
-        """int64 [layers, experts]: tokens per expert in the last :meth:`counted`, over all ranks. None without an auxiliary
-        loss. Every rank calls.
+        """Returns int64 [layers, experts]: tokens per expert in the last :meth:`counted`, over all ranks. Every rank calls.
+
+        None without an auxiliary loss.
         """
         if self._balance.kind != "aux_loss":
             return None
@@ -117,7 +117,7 @@ class Routers:
         return load_LE
 
     def add_loss(self, layer: int, micro: _Micro, probabilities: Tensor, logits_tE: Tensor) -> Tensor:
-        """``probabilities`` of a layer's experts, with its auxiliary loss attached if there is one."""
+        """Returns ``probabilities``, with the layer's auxiliary loss attached if there is one."""
         if micro.load_LE is None or not torch.is_grad_enabled():
             return probabilities
         load_E, coefficient = micro.load_LE[layer], self._balance.coefficient
@@ -128,13 +128,11 @@ class Routers:
         return attach(probabilities, loss)
 
     def take_metrics(self) -> dict[str, float]:
-        """Load of the experts since the last call, and the effect of replay. Every rank calls; all get the same. Empty if
-        nothing was counted.
+        """Returns the experts' load since the last call, and the effect of replay. Every rank calls; all get the same.
 
-        ``moe/max_violation``: tokens of the busiest expert over the mean, minus 1 (MaxVio), mean over layers; ``…/worst``:
-        worst layer. ``moe/load_entropy``: entropy of the shares over its maximum. ``moe/replay_differs``: share of recorded
-        choices that the trainer's router would not have made. Each also by layer, as ``moe/layer_07/max_violation``.
-        ``moe/aux_loss``: sum over layers, mean over updates.
+        ``moe/max_violation``: tokens of the busiest expert over the mean, minus 1 (MaxVio), mean over layers.
+        ``moe/load_entropy``: entropy of the shares over its maximum. ``moe/replay_differs``: share of recorded choices that the
+        trainer's router would not have made. ``moe/aux_loss``: sum over layers, mean over updates. Each also by layer.
         """
         counts = torch.cat([self._loads_LE, self._replayed_L2], dim=1)
         self._loads_LE, self._replayed_L2 = torch.zeros_like(self._loads_LE), torch.zeros_like(self._replayed_L2)
@@ -172,9 +170,10 @@ class Routers:
         return values_t.view(self._ranks.tp, -1, *values_t.shape[1:])[self._ranks.tp_rank]
 
     def micro_batch(self, waiting: deque[_Micro]) -> _Micro | None:
-        """The micro-batch of a router's current call. None if the model is called outside a :meth:`forward_pass`.
+        """Returns the micro-batch of a router's current call, or None.
 
-        Outside it a backward pass recomputes, in the order of the forward passes: ``waiting`` are the micro-batches to come.
+        Outside :meth:`forward_pass` a backward pass recomputes, in the order of the forward passes: ``waiting`` are the
+        micro-batches to come.
         """
         if self._micro is None:
             return waiting.popleft() if waiting else None
@@ -183,7 +182,7 @@ class Routers:
         return self._micro
 
     def count(self, layer: int, micro: _Micro, experts_tk: Tensor, router_choice_tk: Tensor) -> None:
-        """Counts a layer's choice: ``router_choice_tk`` by the router itself, ``experts_tk`` with the record."""
+        """Counts ``router_choice_tk``, by the router itself, and ``experts_tk``, with the record."""
         if not self._counting:
             return
         if self._loads_LE.device != experts_tk.device:
@@ -199,15 +198,13 @@ class Routers:
 def policy_routers(
     chunks: Sequence[torch.nn.Module], spec: ModelSpec, ranks: Ranks, balance: MoeBalanceConfig
 ) -> Routers | None:
-    """None for a dense model."""
+    """Returns None for a dense model."""
     if spec.experts is None:
         return None
     return Routers(chunks, spec.experts, num_layers=spec.num_layers, ranks=ranks, balance=balance)
 
 
 class _Choice:
-    """A router's ``router_replay``, with a wrapper of its ``routing``."""
-
     def __init__(self, routers: Routers, layer: int) -> None:
         self.waiting: deque[_Micro] = deque()
         self._routers, self._layer = routers, layer
@@ -228,7 +225,7 @@ class _Choice:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: _TopK
     ) -> tuple[Tensor, Tensor]:
-        """Scores of the chosen experts and the experts, both [t, k]. Differentiable in ``scores`` [t, experts]."""
+        """Returns scores of the chosen experts and the experts, both [t, k]. Differentiable in ``scores`` [t, experts]."""
         values_tk, router_choice_tk = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         micro = self._micro
         if micro is None:

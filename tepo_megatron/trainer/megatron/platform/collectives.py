@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch 
 
 
 def broadcast_json(value: Any, *, source: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
-    """``source``'s value on every rank, as JSON returns it; floats are exact. Every rank calls.
+    """Returns ``source``'s value on every rank, as JSON returns it; floats are exact. Every rank calls.
 
     ``group`` (default: torch's) has all ranks and works on tensors of ``device``.
     """
@@ -32,7 +32,7 @@ def broadcast_json(value: Any, *, source: int, device: torch.device, group: dist
 
 
 def all_gather_json(value: Any, *, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The values of all ranks of ``group``, by rank, as JSON returns them; floats are exact. Every rank of the group calls."""
+    """Returns the values of all ranks of ``group``, by rank, as :func:`broadcast_json`. Every rank of the group calls."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([data.numel()], device=device), group=group)
@@ -46,9 +46,9 @@ def all_gather_json(value: Any, *, device: torch.device, group: dist.ProcessGrou
 
 @contextmanager
 def objects_as_json(device: torch.device) -> Iterator[None]:
-    """Context in which ``torch.distributed.all_gather_object`` sends JSON instead of a pickle: a list of tuples per rank.
+    """Makes ``torch.distributed.all_gather_object`` send JSON instead of a pickle: a list of tuples per rank.
 
-    Megatron's optimizers compare the keys of their parameter groups between ranks with it.
+    Megatron's optimizers use it to compare the keys of their parameter groups between ranks.
     """
     original = dist.all_gather_object
 
@@ -69,15 +69,14 @@ def _as_tuples(value: Any) -> Any:
 
 
 _FOR_EVER = timedelta(days=365)
-"""Rank 0's work has no limit here. The heartbeat watch ends what hangs, and the connection breaks if rank 0's machine is gone.
-"""
+"""The heartbeat watch ends what hangs, and the connection breaks if rank 0's machine is gone."""
 
 _KEPT = 1000
-"""Keys that the store keeps. No rank is so many signals behind: every step has collectives of all ranks."""
+"""No rank is so many signals late: every step has collectives of all ranks."""
 
 
 class RootSignal:
-    """Lets other ranks wait for rank 0 without a collective, and so without its time limit. One per rank."""
+    """Lets other ranks wait for rank 0 without a collective's time limit. One per rank."""
 
     def __init__(self) -> None:
         self._count = 0

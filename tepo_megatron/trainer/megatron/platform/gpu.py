@@ -1,7 +1,4 @@
-"""GPU software and hardware of this machine: optional packages with fused kernels, compute capability, connections.
-
-Imports none of the packages and starts no CUDA; ``tepo doctor`` uses it too.
-"""
+"""Finds GPU software and hardware of this machine, without importing the packages or starting CUDA."""
 
 from __future__ import annotations
 
@@ -32,25 +29,24 @@ NO_PACKAGES = Packages()
 
 
 def installed_packages() -> Packages:
-    """A package that cannot be loaded counts as installed: nothing is imported."""
+    """Counts packages that cannot be loaded: nothing is imported."""
     te = installed_version("transformer-engine")
     return Packages(te=te, apex=is_nvidia_apex(package_folder("apex")), wgrad=find_spec(WGRAD) is not None)
 
 
 def package_folder(name: str) -> Path | None:
-    """The folder of a top-level package, without importing it; or None."""
     spec = find_spec(name)
     places = list(spec.submodule_search_locations or ()) if spec else []
     return Path(places[0]) if places else None
 
 
 def is_nvidia_apex(folder: Path | None) -> bool:
-    """The project named apex on PyPI is another one, without fused optimizers."""
+    """PyPI's apex is another project, without fused optimizers."""
     return folder is not None and (folder / "optimizers").is_dir() and (folder / "multi_tensor_apply").is_dir()
 
 
 def adam_kernel(packages: Packages) -> tuple[str, str]:
-    """(whose Adam Megatron-Core uses, why): it tries Transformer Engine's, then apex', then torch's."""
+    """Returns (whose Adam Megatron-Core uses, why): it tries Transformer Engine's, then apex', then torch's."""
     if packages.te is not None:
         return "Transformer Engine's", "it is installed"
     if packages.apex:
@@ -59,7 +55,7 @@ def adam_kernel(packages: Packages) -> tuple[str, str]:
 
 
 def norm_kernel(layers: str) -> tuple[str, str]:
-    """(whose RMSNorm the layers use, why); ``layers`` is ``te`` or ``local``."""
+    """Returns (whose RMSNorm the layers use, why); ``layers`` is ``te`` or ``local``."""
     if layers == "te":
         return "Transformer Engine's, fused into the linear that follows", "the layers are Transformer Engine's"
     return "torch's", "the layers are Megatron-Core's own, whose fused norm (apex') is no RMSNorm"
@@ -68,24 +64,20 @@ def norm_kernel(layers: str) -> tuple[str, str]:
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 _BLACKWELL = (10, 0)
-"""Compute capability; these GPUs and later ones do not need it."""
 
 
 def set_connections(parallel: ParallelConfig) -> None:
-    """Sets ``CUDA_DEVICE_MAX_CONNECTIONS``, the number of queues to the GPU, to 1 if Megatron wants it and the user has not set
-    it. CUDA reads it once, when it starts.
+    """Sets ``CUDA_DEVICE_MAX_CONNECTIONS`` to 1 if Megatron wants it and the user has not set it. CUDA reads it when it starts.
 
-    With one queue, kernels start in the order of their calls. Megatron's linears rely on it to hide a collective behind the
-    matrix product that is called after it. It is a matter of speed alone.
+    With one queue, kernels start in the order of their calls, so that a collective hides behind the next matrix product. It
+    changes speed alone.
     """
     if CONNECTIONS_VARIABLE not in os.environ and wants_one_connection(parallel, gpu_capability()):
         os.environ[CONNECTIONS_VARIABLE] = "1"
 
 
 def set_interface(interface: str | None) -> None:
-    """Sets ``NCCL_SOCKET_IFNAME`` to ``rollout.server.interface``, unless the user has set it: servers on other machines use it
-    too. Called before any NCCL.
-    """
+    """Sets ``NCCL_SOCKET_IFNAME`` to ``rollout.server.interface``, unless the user has set it. Called before any NCCL."""
     if interface is not None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
@@ -99,7 +91,7 @@ def wants_one_connection(parallel: ParallelConfig, capability: tuple[int, int] |
 
 
 def gpu_capability() -> tuple[int, int] | None:
-    """Compute capability of the first GPU, None without one. Asks NVIDIA's driver."""
+    """Asks NVIDIA's driver about the first GPU; None without one."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -14,28 +14,22 @@ from tepo_megatron.runtime.rendezvous import rank_store
 from tepo_megatron.trainer.megatron.platform.platform import Platform
 
 _MARGIN_S = 300.0
-"""A collective's limit is longer by this than the heartbeat watch's, which reports more and must end the run first. Nobody
-waits for rollouts in a collective (``platform/collectives.py``).
-"""
+"""The heartbeat watch, which reports more, must end the run before a collective's limit does."""
 
 _TIMEOUT = timedelta(seconds=1800 + _MARGIN_S)
-"""Limit of a collective outside runs."""
 
 
 def collective_timeout(config: RunConfig) -> timedelta:
-    """Limit of a collective in this run, also on the host.
-
-    In a weight update rank 0 may wait for servers, up to their time-outs, while the others already wait in a collective.
-    """
+    """In a weight update rank 0 may wait for servers, up to their time-outs, while the others already wait in a collective."""
     return timedelta(seconds=config.train.hang_timeout_s + config.rollout.server.longest_wait_s + _MARGIN_S)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Coordinates of this process, and sizes of the groups.
+    """Ranks are numbered tp innermost, then cp, dp and pp, as in Megatron.
 
-    Ranks are numbered tp innermost, then cp, dp and pp, as in Megatron. The ``dp`` ranks compute different sequences, the
-    ``cp`` ranks different tokens of the same ones. ``tp_group`` and ``cp_group`` are None if tp and cp are 1.
+    ``dp`` ranks compute different sequences, ``cp`` ranks different tokens of the same ones. ``tp_group`` and ``cp_group`` are
+    None if tp and cp are 1.
     """
 
     rank: int
@@ -67,14 +61,14 @@ class Ranks:
 
     @property
     def last_stage_root(self) -> int:
-        """Global rank of the last stage's first rank, which reports for the stage."""
+        """Returns the global rank of the last stage's first rank, which reports for the stage."""
         return self.tp * self.cp * self.dp * (self.pp - 1)
 
 
 def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout: timedelta = _TIMEOUT) -> Ranks:
-    """Joins the world that the environment describes (torchrun's variables; one process without them) and divides it.
+    """Joins torchrun's world, or one process without its variables, and divides it. Every rank calls.
 
-    Every rank calls. ``timeout`` limits every collective. Raises ValueError if the world is not tp × pp × cp × dp.
+    ``timeout`` limits every collective. Raises ValueError if the world is not tp × pp × cp × dp.
     """
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world != config.world_size:
@@ -120,7 +114,7 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
 
 
 def host_group(platform: Platform, timeout: timedelta = _TIMEOUT) -> dist.ProcessGroup | None:
-    """A group of all ranks that waits on the host; None if torch's default group does. Every rank calls."""
+    """Returns a group of all ranks that waits on the host; None if torch's default group does. Every rank calls."""
     return None if platform.backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
 
 

@@ -1,8 +1,7 @@
 """Selects where the trainer runs: on CUDA with NCCL, or on a CPU with gloo.
 
-Megatron-Core has no interface for a machine without a GPU: every place that requires CUDA is patched. The project has no other
-patches (docs/decisions/005-cpu-patches.md). Importing patches nothing. A test leaves each patch out and expects Megatron to
-fail, so that a patch that upstream no longer needs is noticed.
+On a CPU, every place of Megatron-Core that requires CUDA is patched (docs/decisions/005-cpu-patches.md). A test leaves each
+patch out, so that one that upstream no longer needs is noticed.
 """
 
 from __future__ import annotations
@@ -24,19 +23,17 @@ from tepo_megatron.versions import MEGATRON_LINE, MEGATRON_RANGE, in_range
 
 @dataclass(frozen=True)
 class Platform:
-    """This rank's device and torch.distributed's backend for it."""
-
     kind: Literal["cpu", "cuda"]
     device: torch.device
     backend: str
 
     def megatron(self) -> contextlib.AbstractContextManager[None]:
-        """The context in which Megatron's code must be called."""
+        """Returns the context in which Megatron's code must be called."""
         return cuda_means_cpu() if self.kind == "cpu" else contextlib.nullcontext()
 
 
 def select_platform(config: EngineConfig) -> Platform:
-    """The config's platform, ready for use: the device is set, or the CPU patches are installed.
+    """Sets the device, or installs the CPU patches.
 
     Raises RuntimeError if CUDA is required and torch sees no GPU.
     """
@@ -57,7 +54,7 @@ def select_platform(config: EngineConfig) -> Platform:
 
 @dataclass(frozen=True)
 class _CpuPatch:
-    """Replaces ``owner.name``; ``why`` states what needs it."""
+    """Replaces ``owner.name``; ``why`` names what needs it."""
 
     owner: Any
     name: str
@@ -74,7 +71,7 @@ def _random_state(*_: Any, **__: Any) -> torch.Tensor:
 
 
 def cpu_patches() -> list[_CpuPatch]:
-    """All patches in order. Changes nothing."""
+    """Returns all patches in order; changes nothing."""
     import megatron.core.optimizer as megatron_optimizer
     import megatron.core.tensor_parallel.random as megatron_random
     from megatron.core.optimizer import distrib_optimizer, optimizer_config
@@ -133,7 +130,7 @@ class _CudaToCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def cuda_means_cpu() -> Iterator[None]:
-    """Context for calls into Megatron that make tensors on a literal "cuda"."""
+    """Surrounds calls into Megatron that make tensors on a literal "cuda"."""
     with _CudaToCpu():
         yield
 
@@ -142,7 +139,7 @@ class _HybridOnCpu(HybridDeviceOptimizer):  # type: ignore[misc] # Megatron has 
     """Offloads tensors on the CPU; Megatron's own looks for CUDA tensors, finds none, and then misses their copies."""
 
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> tuple[Any, ...]:
-        """As Megatron's: fills the host up to the fraction, in the order of the groups. Copies are not pinned."""
+        """As Megatron's, but copies are not pinned."""
         total = sum(param.numel() for group in self.param_groups for param in group["params"])
         host_groups, device_groups, copies, masters, offloaded = [], [], {}, {}, 0
         for group in self.param_groups:
@@ -165,7 +162,7 @@ class _HybridOnCpu(HybridDeviceOptimizer):  # type: ignore[misc] # Megatron has 
 
 
 class _HostStream:
-    """A CUDA stream and its events; on a CPU everything runs in order."""
+    """Replaces a CUDA stream and its events: on a CPU everything runs in order."""
 
     def wait_stream(self, _: object) -> None: ...
 
