@@ -1,1 +1,1 @@
-"""Everything that speaks to vLLM or runs within it."""
+"""The code that speaks to vLLM or runs inside it."""

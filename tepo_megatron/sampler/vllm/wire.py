@@ -1,12 +1,11 @@
-"""How drawn responses travel: a stream of frames, one for each response as it finishes.
+"""The form of drawn responses on the connection: a stream of frames, one for each response as it finishes.
 
-A frame is the length of its head (4 bytes, little-endian), the head as JSON, token ids as int32, log-probs as float32; if the
-server records them, the experts that tokens passed, which the head then announces as ``"routes": [rows, layers, k, bytes of
-each]``; if it was asked for, the sampling mask, ``"kept": n``: for each token how many others could have been drawn, then
-these n tokens, both int32. All is little-endian. A response's head is ``{"sample": 3, "tokens": 17, "logprobs": 17,
-"finish_reason": "stop", "versions": [[0, "4:ab"]]}``: the server's name for the weights from each first token on. The last
-head is ``{"end": 8}``, how many responses there were, or ``{"error": "…", "status": 500}``. Both ends of the connection use
-this file; it stands on nothing of ours.
+A frame is the length of its head (4 bytes), the head as JSON, token ids as int32, log-probs as float32, all little-endian.
+Optional: the experts of tokens, with ``"routes": [rows, layers, k, bytes of each]`` in the head; and the sampling mask, with
+``"kept": n``: int32 counts of the other possible tokens at each position, then their n int32 ids. A response's head is
+``{"sample": 3, "tokens": 17, "logprobs": 17, "finish_reason": "stop", "versions": [[0, "4:ab"]]}``, with (first token, the
+server's name for the weights). The last head is ``{"end": 8}``, the number of responses, or ``{"error": "…", "status": 500}``.
+Server and client both use this file; it imports no other of ours.
 """
 
 from __future__ import annotations
@@ -21,36 +20,36 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 SAMPLES = "/tepo/samples"
-"""The route of our plugin that draws responses."""
+"""Our plugin's route that draws responses."""
 
 ABORT = "/tepo/samples/abort"
-"""The route that ends responses which are being drawn: they are answered as far as they are."""
+"""Our plugin's route that ends responses in progress; their parts are answered."""
 
 _IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 _ROUTES: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2")}
 _LENGTH = 4
 MOST_HEAD_BYTES = 2**20
 MOST_TOKENS = 2**26
-"""Of one response; more is no response, and is not waited for."""
+"""Most tokens of a valid response."""
 MOST_ROUTE_BYTES = 2**34
 MOST_KEPT_TOKENS = 2**32
 
 
 class BadFrame(ValueError):  # noqa: N818
-    """What came is no frame."""
+    ...
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A head, and what follows it: int32 and float32, read-only."""
+    """A head, and its int32 and float32 arrays, read-only."""
 
     head: dict[str, Any]
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     routes: NDArray[Any] | None = None
-    """uint8 or uint16 [rows, layers, k], as vLLM has it."""
+    """uint8 or uint16 [rows, layers, k]."""
     kept: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
-    """Counts and ids of the sampling mask, int32."""
+    """Counts and ids of the sampling mask."""
 
 
 def response_frame(
@@ -62,7 +61,7 @@ def response_frame(
     routes: NDArray[Any] | None = None,
     kept: tuple[ArrayLike, ArrayLike] | None = None,
 ) -> bytes:
-    """A response, as the module says. ``kept``: counts and ids."""
+    """``kept``: counts and ids of the sampling mask."""
     ids, logprobs = np.asarray(ids, _IDS), np.asarray(logprobs, _LOGPROBS)
     head: dict[str, Any] = {
         "sample": sample,
@@ -88,7 +87,7 @@ def end_frame(responses: int) -> bytes:
 
 
 def error_frame(message: str, status: int) -> bytes:
-    """The last frame of an answer that fails after it has begun."""
+    """The last frame of an answer that fails after its start."""
     return head_frame({"error": message, "status": status})
 
 
@@ -99,15 +98,13 @@ def head_frame(head: dict[str, Any]) -> bytes:
 
 
 class FrameReader:
-    """Takes bytes as they come, and gives frames as they are whole."""
-
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self._size = 0
         self._need = _LENGTH
 
     def feed(self, piece: bytes) -> Iterator[Frame]:
-        """The frames that end within this piece. Raises BadFrame for what can be none."""
+        """Yields the frames that end within this piece. Raises BadFrame for invalid ones."""
         self._pieces.append(piece)
         self._size += len(piece)
         while self._size >= self._need:  # pieces are joined when there is something to read only: a response may have hundreds
@@ -155,7 +152,7 @@ class FrameReader:
 
 
 def _sizes_of_routes(given: object) -> list[int]:
-    """Rows, layers, experts per token and bytes of each; ValueError for what is none."""
+    """Rows, layers, experts per token and bytes of each. Raises ValueError for anything else."""
     if given is None:
         return [0, 0, 0, 1]
     if not isinstance(given, list) or len(given) != 4 or any(type(size) is not int or size < 0 for size in given):

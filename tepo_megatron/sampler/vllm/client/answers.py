@@ -1,4 +1,4 @@
-"""Reads a server's answers, and refuses what cannot be right: nothing of it may reach the trainer."""
+"""Reads a server's answers and refuses wrong ones, which must not reach the trainer."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.expert_routes import routes_dtype, routes_fault
 
 FINISHED = ("stop", "length")
-"""Why a response may end; ``error`` is the server's doing, and ``abort`` is what was asked for."""
+"""The reasons for which a response may end; ``error`` is a server's fault, ``abort`` was requested."""
 
 ABORTED = "abort"
 
 ROUNDING = 1e-3
-"""How far above 0 a log-prob may lie: the log-softmax of a token that is all but certain rounds."""
+"""Nats by which a log-prob may be above 0: the log-softmax of an almost certain token rounds."""
 
 Labels = Mapping[str, WeightsVersion]
-"""The weights that tokens may be drawn by, oldest first, under each of the names that the server may have for them."""
+"""The weights that may draw tokens, oldest first, under each name that the server may have for them."""
 
 
 class BadAnswer(ValueError):  # noqa: N818
-    """An answer that cannot be right; the message goes on from the server's address."""
+    """The message continues the server's address."""
 
 
 class OtherWeights(ValueError):  # noqa: N818
-    """Tokens were drawn by other weights than the run gave the server."""
+    ...
 
 
 class FailedAnswer(ValueError):  # noqa: N818
-    """An answer that the server gave up after it had begun; ``status`` is the one that it would have begun with."""
+    """A server failed after it had started to answer; ``status`` is the HTTP status that it would have sent."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -45,10 +45,10 @@ class FailedAnswer(ValueError):  # noqa: N818
 
 
 def read_frames(pieces: Iterable[bytes], wanted: Sequence[int]) -> Iterator[Frame]:
-    """The frames of the responses to the samples ``wanted``, as they come.
+    """Yields the frames of the samples ``wanted`` as they come.
 
-    Raises BadAnswer for what is no frame, a response that was not asked for or comes again, or is missing at the end;
-    FailedAnswer where the server says so.
+    Raises BadAnswer for a malformed frame and for an unrequested, repeated or missing response; FailedAnswer if the server
+    reports an error.
     """
     missing, reader = set(wanted), FrameReader()
     try:
@@ -74,7 +74,7 @@ def read_frames(pieces: Iterable[bytes], wanted: Sequence[int]) -> Iterator[Fram
 
 @dataclass(frozen=True)
 class Routed:
-    """What a response's record of experts must fit: the model, and the tokens before the response."""
+    """The model and the number of tokens before the response, which its record of experts must fit."""
 
     spec: ModelSpec
     before: int
@@ -90,12 +90,11 @@ def read_response(
     routed: Routed | None = None,
     sampling_mask: bool = False,
 ) -> Response | None:
-    """The response of a frame; None for one that was ended before its first token. ``part``: it may have been ended.
-    ``routed``: it has a record of experts; ``sampling_mask``: it has one.
+    """The response of a frame; None if it was aborted before its first token. ``part``: it may have been aborted. ``routed``,
+    ``sampling_mask``: it must have these records.
 
-    Raises BadAnswer for what is malformed, tokens outside of the vocabulary (``None``: of unknown size), none or more than
-    ``max_new_tokens``, log-probs that are none, a record of experts of another model or length, or a sampling mask that is
-    none; OtherWeights where a token is of other weights than ``labels``.
+    Raises BadAnswer for a malformed response, tokens outside of the vocabulary (``None``: unknown), no or more than
+    ``max_new_tokens`` tokens, invalid log-probs or records; OtherWeights if a token is of weights that are not in ``labels``.
     """
     head, ids, logprobs = frame.head, frame.ids, frame.logprobs
     if ids.size != logprobs.size:
@@ -121,10 +120,9 @@ def read_response(
 
 
 def read_spans(spans: Sequence[tuple[Any, Any]], tokens: int, labels: Labels) -> Spans:
-    """By which weights ``tokens`` tokens were drawn; ``spans``: (first token, the server's name for the weights) of each run.
+    """Returns the versions of ``tokens`` tokens; ``spans`` are (first token, the server's name for the weights).
 
-    Raises OtherWeights where one of the names is not among ``labels``, BadAnswer where runs or versions do not follow each
-    other.
+    Raises OtherWeights for a name that is not in ``labels``, BadAnswer if spans or versions are out of order.
     """
     if not spans or any(label not in labels for _, label in spans):
         raise OtherWeights(" and ".join(sorted({str(label) for _, label in spans})) or "of no version")
@@ -176,7 +174,7 @@ def _check_logprobs(logprobs: Logprobs) -> None:
 
 
 def read_prompt_logprobs(reply: Any, prompt: Sequence[int]) -> list[float]:
-    """The log-probs of the tokens of ``prompt`` but the first. Raises BadAnswer where they are not those of this prompt."""
+    """The log-probs of all tokens of ``prompt`` but the first. Raises BadAnswer if they belong to another prompt."""
     try:
         scored = reply["prompt_logprobs"][1:]
         return [float(scores[str(token)]["logprob"]) for token, scores in zip(prompt[1:], scored, strict=True)]

@@ -31,32 +31,30 @@ from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 
 SLEEPS = frozenset({"weights", "kv_cache"})
-"""What a server frees when it sleeps, under vLLM's names."""
+"""What a sleeping server frees, under vLLM's names."""
 
 
 GENERATE = "/inference/v1/generate"
-"""vLLM's route for token ids, which scores prompts here. Responses come by our plugin's (``frames``)."""
+"""vLLM's route for token ids; it scores prompts here. Responses come from our plugin's route (``frames``)."""
 
 PROGRESS = "/progress"
-"""Our plugin's route: how many requests and tokens the server holds. It changes as long as the server samples."""
+"""Our plugin's route: the number of requests and tokens on the server, which changes as long as it samples."""
 
 _FIRST = -1
-"""vLLM's priority of a canary's requests, which wait for no sample that waits; that of samples is 0."""
+"""vLLM's priority of a canary's requests, which pass all waiting samples; that of samples is 0."""
 
 _INITIAL_LABEL = "default"
 """vLLM's name for weights that were never updated."""
 
 
 class Client(Connection):
-    """Requests to one server; may be used from several threads.
+    """Requests to one server, from several threads.
 
-    Every method raises RuntimeError, with the address and what the server said, when the server refuses the request. That is a
-    ServerFault when the server cannot be reached, fails (status 5xx) or answers what cannot be right, a ServerSilent when it
-    takes longer than ``timeout_s`` seconds. Samples and the receiving of weights may take any time: who asks for them watches
-    the progress, and ends them by :meth:`close`. ``asleep`` is what the server has freed of its GPU memory; token ids below
-    ``vocab_size`` exist (None: not known). ``routed``: the model, where responses must have the experts that they passed.
-    ``versions_apart``: what a server has cached of a prompt is used by requests of the same version of weights only, for
-    servers whose cache is not emptied when their weights change.
+    A refused request raises RuntimeError with the address and the server's message: ServerFault if the server cannot be
+    reached, fails (status 5xx) or answers wrongly, ServerSilent after ``timeout_s`` seconds. Samples and the receiving of
+    weights have no time limit: their caller watches the progress and ends them by :meth:`close`. ``asleep`` is the GPU memory
+    that the server has freed; ``vocab_size`` is None if unknown. ``routed``: the model, if responses must have their experts.
+    ``versions_apart``: only requests of the same version share cached prompts, for servers that keep their cache in an update.
     """
 
     def __init__(
@@ -77,10 +75,9 @@ class Client(Connection):
         self._routed = routed
 
     def progress(self) -> object:
-        """Something that changes whenever the server makes a token or ends a request; None if it cannot tell.
+        """A value that changes whenever the server makes a token or ends a request; None if it cannot tell.
 
-        Asks whether the server is well first: raises ServerGone if it says that it is not or refuses the connection, and
-        ServerSilent if it does not answer.
+        Raises ServerGone if the server says that it is unhealthy or refuses the connection, ServerSilent without an answer.
         """
         limit = min(self._timeout_s, HEALTH_TIMEOUT_S)
         traced = {"trace": self._note_socket}
@@ -110,10 +107,10 @@ class Client(Connection):
         from_cache: bool = True,
         first: bool = False,
     ) -> list[Response]:
-        """``n`` continuations of a prompt of token ids; sample j is drawn with the seed ``seed`` + j. ``from_cache``: what the
-        prefix cache has of the prompt may be used. ``first``: before all that waits.
+        """Draws ``n`` responses; sample j has the seed ``seed`` + j. ``from_cache``: the prefix cache may be used. ``first``:
+        before all that waits.
 
-        Raises as :meth:`draw`; all tokens must be drawn by ``version``.
+        Raises as :meth:`draw`; all tokens must be of ``version``.
         """
         samples = [Sample(at, None if seed is None else seed + at, max_new_tokens) for at in range(n)]
         sampling = Sampling(temperature, max_new_tokens, tuple(stop_token_ids))
@@ -133,12 +130,12 @@ class Client(Connection):
         first: bool = False,
         ended: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, Response]]:
-        """Each of the samples with its response, as they finish. ``versions`` are the weights that tokens may be drawn by,
-        oldest first, asked for at each response. Samples that :meth:`abort` ends by ``name`` come as far as they are, once
-        ``ended`` says that it was called; those without a token do not come.
+        """Yields (sample, response) as samples finish. ``versions`` returns the weights that may draw tokens, oldest first; it
+        is called for each response. ``ended`` tells whether :meth:`abort` was called for ``name``: then unfinished samples with
+        tokens come in part.
 
-        Raises ServerFault where an answer cannot be right (``answers``) or is not whole, and RuntimeError where the server says
-        that any token was drawn by other weights than ``versions``.
+        Raises ServerFault for a wrong (``answers``) or cut answer, RuntimeError if a token is of weights that are not in
+        ``versions``.
         """
         self._check_awake()
         body = {
@@ -187,13 +184,11 @@ class Client(Connection):
             ) from error
 
     def abort(self, names: Sequence[str]) -> None:
-        """End the samples of these requests: they are answered as far as they are."""
+        """Ends the samples of these requests; their parts are answered."""
         self._post(ABORT, {"ids": list(names)})
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
-        """The natural-log probability of every token of ``prompt`` but the first, as the model has it: under temperature 1.
-        Asked before all samples that wait.
-        """
+        """The natural log-probs of all tokens of ``prompt`` but the first, at temperature 1. Passes all waiting samples."""
         self._check_awake()
         # prompt_logprobs = 0: only those of the prompt's own tokens; vLLM applies no temperature to them
         sampling = {"max_tokens": 1, "prompt_logprobs": 0}
@@ -205,9 +200,8 @@ class Client(Connection):
             raise ServerFault(f"{self.url} {error} (POST {GENERATE})", url=self.url) from error
 
     def cached_logprobs(self, prompt: Sequence[int], n: int, version: WeightsVersion) -> tuple[list[float], list[float]]:
-        """The log-probs of up to ``n`` tokens that are drawn after ``prompt``, computed with what the prefix cache has of the
-        prompt, and those of the same tokens without it. Natural logarithms, temperature 1. Drawn before all samples that
-        wait.
+        """Draws up to ``n`` tokens after ``prompt``; their log-probs with the prefix cache and without it. Natural logarithms,
+        temperature 1. Passes all waiting samples.
         """
         # Drawn, and not the likeliest: log-probs near 0 say little. The same seed draws the same tokens.
         through, fresh = (
@@ -229,30 +223,28 @@ class Client(Connection):
         return through.logprobs[:same].tolist(), fresh.logprobs[:same].tolist()
 
     def pause(self, *, keep_cache: bool = False) -> None:
-        """Hold requests where they are. ``keep_cache``: with their keys and values, which are computed again otherwise."""
+        """Holds requests where they are. ``keep_cache``: with their keys and values, which are otherwise computed again."""
         self._post("/pause?mode=keep" + ("&clear_cache=false" if keep_cache else ""))
 
     def resume(self) -> None:
-        """Let the held requests go on."""
         self._post("/resume")
 
     def sleep(self) -> None:
-        """Free the GPU: requests end, cache and weights are dropped, new ones must come before the next sample.
-
-        That is vLLM's level 2. Level 1 would keep a copy of the weights on the host, only for the next update to replace it.
+        """Frees the GPU, by vLLM's level 2: requests end, and new weights must come before the next sample. Level 1 would keep
+        a copy of weights that the next update replaces.
         """
         self._post("/sleep?level=2")
         self.asleep = SLEEPS
 
     def wake_up(self, *tags: str) -> None:
-        """Take memory back for ``tags`` (``weights``, ``kv_cache``); requests are served again when there is all of it."""
+        """Takes memory back for ``tags`` (``weights``, ``kv_cache``). With all of it the server samples again."""
         tags = tuple(tag for tag in tags if tag in self.asleep)
         if tags:
             self._post("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
             self.asleep -= set(tags)
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached keys and values, which belong to older weights. RuntimeError where the server could not."""
+        """Drops keys and values of older weights. RuntimeError if the server could not."""
         if self._post("/reset_prefix_cache").get("success") is False:
             raise RuntimeError(
                 f"{self.url} did not forget its prefix cache, since requests hold blocks of it; samples that begin as earlier "
@@ -270,7 +262,7 @@ class Client(Connection):
         sharded: bool,
         adapters: bool = False,
     ) -> None:
-        """Make the workers join the group that meets at ``place`` of ``host``; returns when all members have."""
+        """Makes the workers join the group at ``place`` of ``host``; returns when all members have."""
         info = {
             "host": host,
             "place": place,
@@ -283,30 +275,29 @@ class Client(Connection):
         self._post("/init_weight_transfer_engine", {"init_info": info})
 
     def start_weight_update(self) -> None:
-        """Prepare for new weights."""
         self._post("/start_weight_update")
 
     def receive_shards(self) -> None:
-        """Make the workers receive and load their shards; returns when they have, and have found the digests to agree."""
+        """Returns when the workers have loaded their shards and found the digests to agree."""
         self._post("/update_weights", {"update_info": {}}, self._unbounded)
 
     def receive_tensors(self, manifest: TensorManifest) -> None:
-        """Make the workers receive and load the full tensors of the manifest; returns when they have."""
+        """Returns when the workers have loaded the full tensors of the manifest."""
         tensors = [[name, list(shape), dtype] for name, shape, dtype in manifest]
         self._post("/update_weights", {"update_info": {"manifest": tensors}}, self._unbounded)
 
     def receive_adapters(self, manifest: TensorManifest, settings: Mapping[str, Any]) -> None:
-        """As :meth:`receive_tensors`, of LoRA adapters with the settings of a PEFT folder."""
+        """As :meth:`receive_tensors`, for LoRA adapters with the settings of a PEFT folder."""
         tensors = [[name, list(shape), dtype] for name, shape, dtype in manifest]
         self._post("/update_weights", {"update_info": {"manifest": tensors, "settings": dict(settings)}}, self._unbounded)
 
     def use_adapter(self) -> None:
-        """Has requests from now on use the adapters that the server received."""
+        """Requests from now on use the received adapters."""
         self._post(USE)
         self._model = ADAPTER_NAME
 
     def finish_weight_update(self, version: WeightsVersion) -> None:
-        """Let the model take the weights into use, and the server remember their version."""
+        """Makes the model use the weights, and the server remember their version."""
         self._post("/finish_weight_update", {"weight_version": _label(version)})
 
     def _check_awake(self) -> None:
@@ -322,10 +313,9 @@ def _listed(ids: Sequence[int] | TokenIds) -> list[int]:
 
 
 def _labels(version: WeightsVersion) -> list[str]:
-    """All names that a server may have for these weights."""
     return [_label(version), _INITIAL_LABEL] if version == INITIAL_WEIGHTS else [_label(version)]
 
 
 def _label(version: WeightsVersion) -> str:
-    """What vLLM stores as the version of its weights."""
+    """vLLM's name of the version."""
     return f"{version.step}:{version.digest}"

@@ -1,4 +1,4 @@
-"""The HTTP connections to one server: what goes wrong on the way is a server's fault, by its name."""
+"""The HTTP connections to one server, with errors by kind of fault."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from tepo_megatron.sampler.vllm.server.server_program import IDLE_CONNECTION_S
 
 
 class ServerFault(RuntimeError):  # noqa: N818
-    """A server gave no answer, or one that cannot be right. Another server may answer well, or this one a second time.
-
-    ``url`` is the server's address.
-    """
+    """A server gave no answer or a wrong one. Another server, or a second try, may succeed. ``url`` is the server's address."""
 
     def __init__(self, message: str, *, url: str = "") -> None:
         super().__init__(message)
@@ -25,18 +22,18 @@ class ServerFault(RuntimeError):  # noqa: N818
 
 
 class ServerSilent(ServerFault):
-    """A server hangs: no answer, or no progress, within ``rollout.server.request_timeout_s``. Its processes may still live."""
+    """A server hangs: no answer or progress within ``rollout.server.request_timeout_s``. Its processes may still live."""
 
 
 class ServerGone(ServerFault):
-    """A server refuses connections, or says that its engine is dead."""
+    """A server refuses connections, or reports a dead engine."""
 
 
 class Connection:
-    """POST requests with the run's ``key``, which several threads may send; ``timeout_s`` seconds for an answer.
+    """POST requests with the run's ``key``, from several threads, with ``timeout_s`` seconds for an answer.
 
-    Raises ServerSilent where none comes in time, ServerFault where the server cannot be reached, fails (status 5xx) or does not
-    answer with JSON, and RuntimeError where it refuses the request; each with the address and what the server said.
+    Raises ServerSilent after that, ServerFault if the server cannot be reached, fails (status 5xx) or does not answer with
+    JSON, and RuntimeError if it refuses the request; each with the address and the server's message.
     """
 
     def __init__(self, url: str, key: str, timeout_s: float) -> None:
@@ -54,7 +51,7 @@ class Connection:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Close the connections; requests that other threads wait for fail at once, also where the server hangs."""
+        """Requests of other threads fail at once, even if the server hangs."""
         with self._lock:
             for connection in self._sockets:
                 with suppress(OSError):  # closed already
@@ -63,7 +60,7 @@ class Connection:
         self._http.close()
 
     def _note_socket(self, event: str, info: dict[str, Any]) -> None:
-        """Called by httpcore for each of its events."""
+        """httpcore calls it for each of its events."""
         if event == "connection.connect_tcp.complete":
             with self._lock:
                 self._sockets = {old for old in self._sockets if old.fileno() >= 0}
@@ -86,7 +83,6 @@ class Connection:
         return reply
 
     def _stream(self, path: str, body: dict[str, Any]) -> Iterator[bytes]:
-        """The answer, as it comes."""
         traced = {"trace": self._note_socket}
         with (
             self._faults(path),
@@ -99,7 +95,6 @@ class Connection:
 
     @contextmanager
     def _faults(self, path: str) -> Iterator[None]:
-        """Names what goes wrong on the way."""
         where = f"POST {self.url}{path}"
         try:
             yield
@@ -122,7 +117,7 @@ class Connection:
 
 
 def _message(reply: httpx.Response) -> str:
-    """What the server said was wrong: vLLM puts it under error.message or detail."""
+    """vLLM puts its message under error.message or detail."""
     try:
         content = reply.json()
     except ValueError:

@@ -1,6 +1,4 @@
-"""What runs inside vLLM, loaded through its entry point ``vllm.general_plugins``: receiver of weights, the weights that a
-server starts with, checks of the key; and on CPUs how its processes start.
-"""
+"""The parts that run inside vLLM, loaded through its entry point ``vllm.general_plugins``."""
 
 import os
 from functools import cache
@@ -11,15 +9,15 @@ from tepo_megatron.sampler.vllm.plugin.patches import SPECULATES_VARIABLE, mend_
 from tepo_megatron.weights.transfer.transport import BACKEND
 
 ROUTES_VARIABLE = "TEPO_SERVER_ROUTES"
-"""Environment: set where a server is to return the experts that it chose."""
+"""Environment: set if a server must return the experts that it chose."""
 
 
 @cache
 def register() -> None:
-    """Announce the weight-transfer engine to vLLM, have workers sign what they exchange, where the run has a key, have
-    processes fork, a CPU return experts, and mend speculative decoding on CPUs, where the server is to do so.
+    """Installs the weight-transfer engine, and what the environment asks for: signed exchanges, forked processes, experts from
+    a CPU, and a repair of speculative decoding on CPUs.
 
-    Called by vLLM in each of its processes, once or more.
+    vLLM calls it in each of its processes, once or more.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 

@@ -1,7 +1,6 @@
-"""LoRA adapters that the trainer sends without the weights under them, in every vLLM worker: held in memory, on no disk.
+"""LoRA adapters that the trainer sends without base weights, held in the memory of every vLLM worker.
 
-vLLM forgets all adapters when a weight update ends, and loads an adapter again when the next request names it. Here it gets
-what the update brought.
+vLLM forgets all adapters when a weight update ends, and loads one again when the next request names it: from here.
 """
 
 from __future__ import annotations
@@ -20,23 +19,22 @@ from tepo_megatron.sampler.vllm.plugin.middleware import ADAPTER_PATH
 
 @dataclass
 class Held:
-    """What the last update brought: a PEFT folder's settings, and its tensors without PEFT's prefix."""
+    """A PEFT folder's settings, and its tensors without PEFT's prefix."""
 
     settings: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
 
 
 _held: list[Held] = []
-"""One, or none before the first update. A worker is a process."""
+"""One, or none before the first update."""
 
 
 def hold(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Keeps adapters for the next request."""
     _held[:] = [Held(settings, tensors)]
 
 
 def load_from_memory() -> None:
-    """From here on vLLM's workers take what lies at ``ADAPTER_PATH`` from memory."""
+    """Makes vLLM's workers take ``ADAPTER_PATH`` from memory."""
     from_folder = WorkerLoRAManager._load_adapter
 
     def load(manager: Any, request: Any) -> Any:
@@ -46,7 +44,7 @@ def load_from_memory() -> None:
 
 
 def _from_memory(manager: Any, request: Any) -> Any:
-    """vLLM's model of the adapters, as it makes one of a folder. Raises where a layer has none to take them."""
+    """Builds vLLM's model of the adapters, as vLLM does from a folder. Raises if a layer cannot take its adapter."""
     if not _held:
         raise RuntimeError("this worker holds no adapters yet; the trainer sends them with the first weight update")
     held, inner = _held[0], manager._adapter_manager

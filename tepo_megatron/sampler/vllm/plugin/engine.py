@@ -31,8 +31,8 @@ from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm's types are not followed, here and below
-    """The rendezvous of the group; ``rank_offset`` is the rank of this server's first worker. ``sharded``: the trainer's ranks
-    send shards by the plan in the rendezvous store; otherwise rank 0 broadcasts full tensors, or LoRA's with ``adapters``.
+    """The rendezvous of the group; ``rank_offset`` is the rank of this server's first worker. ``sharded``: trainer ranks send
+    shards by the plan in the rendezvous store; otherwise rank 0 broadcasts full tensors, or LoRA's with ``adapters``.
     """
 
     host: str
@@ -53,10 +53,10 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """Receives shards in vLLM's own layout, or full Hugging Face tensors that the model's ``load_weights`` splits.
+    """Receives shards in vLLM's layout, or full Hugging Face tensors that the model's ``load_weights`` splits.
 
-    An update runs inside vLLM's layerwise reload: some back ends (the CPU's linear layers) repack weights after loading, so
-    that the live parameters cannot be written in place.
+    An update runs inside vLLM's layerwise reload: some back ends repack weights after loading, so that live parameters cannot
+    be written in place.
     """
 
     init_info_cls = InitInfo
@@ -68,7 +68,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
     _adapters = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Joins the trainer's group, after leaving an earlier one. Raises RuntimeError if the orders do not fit the model."""
+        """Leaves an earlier group first. Raises RuntimeError if the orders do not fit the model."""
         self.shutdown()
         store = connect(init_info.host, init_info.place, init_info.timeout_s)
         rank = init_info.rank_offset + self.parallel_config.rank
@@ -170,8 +170,8 @@ def _process_tied_heads(model: torch.nn.Module) -> None:
 def _pack_experts_again(model: torch.nn.Module) -> None:
     """On CPUs, before an update: makes every layer build its kernel again, and so pack the new weights.
 
-    vLLM 0.32 packs expert weights when it builds the kernel. A layer with a kernel would use unpacked weights as packed ones,
-    without an error unless packing pads them, since the shapes are equal.
+    vLLM 0.32 packs expert weights when it builds the kernel; a layer with a kernel would use unpacked weights as packed ones,
+    without an error.
     """
     if not current_platform.is_cpu():
         return
@@ -183,9 +183,7 @@ def _pack_experts_again(model: torch.nn.Module) -> None:
 
 @register_model_loader(DUMMY_FORMAT)  # type: ignore[untyped-decorator, unused-ignore]  # vllm's types are not followed, here and below
 class DummyWeights(DummyModelLoader):  # type: ignore[misc]
-    """vLLM's ``dummy`` weights, without its random buffers. No update sends buffers (tables of angles, scales of the KV cache),
-    so they must stay as the model made them.
-    """
+    """vLLM's ``dummy`` weights, but buffers stay as the model made them, since no update sends buffers."""
 
     def load_weights(self, model: torch.nn.Module, model_config: object) -> None:
         kept = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]

@@ -1,8 +1,7 @@
-"""What vLLM does otherwise on CPUs, in servers whose workers' cores are known: its processes are forks.
+"""Forked vLLM processes on CPUs, which saves each its five CPU seconds of imports: docs/decisions/020-forked-servers.md.
 
-Importing torch and vLLM costs a process five CPU seconds, and a server has three or more. vLLM forks by default where it is
-used as a library; its CPU platform spawns for one reason: OpenMP reads once in a process how many threads there are, and where.
-The first process has one thread; a worker takes its cores itself (``bound_worker``): docs/decisions/020-forked-servers.md.
+vLLM spawns on CPUs because OpenMP reads the number and place of its threads once in a process. Here the first process has one
+thread, and a worker takes its cores itself (``bound_worker``).
 """
 
 from __future__ import annotations
@@ -17,16 +16,15 @@ from tepo_megatron.runtime.cores import read_cores
 from tepo_megatron.versions import VLLM_RANGE, in_range
 
 FORK_VARIABLE = "TEPO_SERVER_FORKS"
-"""Environment: set where a server's processes are to be forks of its first one."""
+"""Environment: set if a server forks its processes."""
 
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 def fork_processes() -> None:
-    """From here on vLLM forks the processes that it starts from this one. Nothing happens on GPUs, nor in another version of
-    vLLM than ours, which then spawns as it would.
+    """Makes vLLM fork the processes that it starts from this one. Call it before vLLM makes its config.
 
-    Called before vLLM makes its config.
+    Does nothing on GPUs, nor in another version of vLLM than ours.
     """
     import vllm
     from vllm import envs
@@ -40,17 +38,17 @@ def fork_processes() -> None:
 
 
 def resume_collector() -> None:
-    """Has the garbage collector work from now on, if it was stopped (``start``), and leave alone what is there now."""
+    """Starts the garbage collector if ``start`` stopped it; it ignores all objects that exist now."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
 
 
 def take_cores(cores: str, worker: int) -> int:
-    """Has the calling thread, and those that it starts from now on, run on worker ``worker``'s part of ``cores`` (``0|1``);
-    how many cores that are.
+    """Runs the calling thread and its later threads on worker ``worker``'s part of ``cores`` (``0|1``); returns the number of
+    cores.
 
-    Raises ValueError where this process may not run there.
+    Raises ValueError if this process may not run there.
     """
     own = set(read_cores(cores)[worker])
     try:
@@ -68,7 +66,7 @@ def take_cores(cores: str, worker: int) -> int:
 
 
 def leave_parent() -> None:
-    """In a fork: its signals are no longer those of the server's event loop, and the server's port is not kept open by it."""
+    """In a fork: detaches from the signals of the server's event loop, and closes the copies of the server's sockets."""
     signal.set_wakeup_fd(-1)
     with open(os.devnull, "rb") as nothing:
         for descriptor in map(int, os.listdir("/proc/self/fd")):

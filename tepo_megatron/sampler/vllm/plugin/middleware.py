@@ -1,7 +1,4 @@
-"""ASGI middleware of a rollout server: the run's key, the wait for weights, and the routes of our own but ``/tepo/samples``.
-
-``server.server_program`` names them on vLLM's command line.
-"""
+"""ASGI middleware of a rollout server, which ``server.server_program`` names on vLLM's command line."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _JSON = ((b"content-type", b"application/json"),)
 
 
 async def send_answer(send: Send, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = _JSON) -> None:
-    """A whole answer, by default of JSON."""
+    """Sends a whole answer, by default JSON."""
     await send({"type": "http.response.start", "status": int(status), "headers": list(headers)})
     await send({"type": "http.response.body", "body": body})
 
@@ -34,10 +31,9 @@ _OPEN_PATHS = frozenset({"/health"})
 
 
 class RequireKey:
-    """Answers 401 unless the request carries ``Authorization: Bearer <key>``. vLLM's own check leaves the routes of weight
-    updates open.
+    """Answers 401 without ``Authorization: Bearer <key>``; vLLM's own check leaves the routes of weight updates open.
 
-    The key is read from the environment variable ``VLLM_API_KEY``. Raises RuntimeError at start-up if it is not set.
+    The key is the environment's ``VLLM_API_KEY``. Raises RuntimeError at start-up without it.
     """
 
     def __init__(self, app: App) -> None:
@@ -67,7 +63,7 @@ DUMMY_FORMAT = "tepo_dummy"
 """vLLM's ``--load-format`` of servers that get their first weights from the trainer (``plugin.engine.DummyWeights``)."""
 
 AWAITS_VARIABLE = "TEPO_AWAITS_WEIGHTS"
-"""Environment: set if the weights that a server starts with are not those to sample with."""
+"""Environment: set if a server must not sample with the weights that it starts with."""
 
 _OPENS = "/finish_weight_update"
 _CLOSES = "/sleep"
@@ -83,8 +79,8 @@ ALLOWED = frozenset(
 
 
 class RequireWeights:
-    """Answers 409 to requests that would compute without the trainer's weights: before the first update of a server that
-    waits for them, and from ``/sleep``, which drops them, until the next update.
+    """Answers 409 to requests that need the trainer's weights, before a first update that the server waits for, and from
+    ``/sleep`` until the next update.
     """
 
     def __init__(self, app: App) -> None:
@@ -124,7 +120,7 @@ ADAPTER_NAME = "adapter"
 """The served model with its adapters, in requests."""
 
 ADAPTER_PATH = "memory:adapter"
-"""The path of the adapters for vLLM; ``plugin.adapters`` recognises it."""
+"""The adapters' path for vLLM; ``plugin.adapters`` recognises it."""
 
 ADAPTER_VARIABLE = "TEPO_ADAPTERS"
 """Environment: set if the trainer sends adapters alone."""
@@ -133,8 +129,8 @@ USE = "/use_adapter"
 
 
 class UseAdapter:
-    """Answers ``POST /use_adapter``: from then on the server has the adapters that the workers received, as a model of their
-    own. vLLM's ``/v1/load_lora_adapter`` would take any folder.
+    """Answers ``POST /use_adapter``: requests may then name the received adapters. vLLM's ``/v1/load_lora_adapter`` would take
+    any folder.
     """
 
     def __init__(self, app: App) -> None:
@@ -166,11 +162,9 @@ PATH = "/progress"
 
 
 class Progress:
-    """Answers ``GET /progress`` with the number of requests that the server has, and of their tokens. They change whenever a
-    token is made, and a request begins or ends.
+    """Answers ``GET /progress`` with the number of the server's requests and tokens, which change with every token and request.
 
-    vLLM answers a request with its last token, after minutes, and ``/health`` does not ask the engine: a server with a hanging
-    engine or worker looks busy. This shows the difference.
+    ``/health`` does not ask the engine, so that a hanging engine or worker looks busy. This shows the difference.
     """
 
     def __init__(self, app: App) -> None:
@@ -189,11 +183,10 @@ class Progress:
 
 
 class QuietEnd:
-    """Answers nothing: at start-up it makes the engine's client stop in an order that logs no error.
+    """Answers nothing; at start-up it makes the engine's client stop in an order that logs no error.
 
-    vLLM 0.32 closes what its API server waits on before it stops the waiting, in another thread. If the loop runs in between,
-    it logs an EngineDeadError of an engine that ended in order. ``tests/unit/sampler/test_quiet_end.py`` fails when vLLM no
-    longer does so.
+    vLLM 0.32 closes what its API server waits on before it stops the waiting, and may log an EngineDeadError of an engine that
+    ended in order. ``tests/unit/sampler/test_quiet_end.py`` fails when vLLM no longer does so.
     """
 
     def __init__(self, app: App) -> None:

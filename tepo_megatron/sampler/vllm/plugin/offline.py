@@ -1,8 +1,8 @@
 """``python -m tepo_megatron.sampler.vllm.plugin.offline``: vLLM's offline engine, for ``tepo bench rollouts``.
 
-Lines of JSON on standard input and output: the engine's arguments first, answered by ``{}`` when it is up; then requests
+Standard input and output are lines of JSON: first the engine's arguments, answered by ``{}`` when it runs; then requests
 ``{"prompts": [[ids]], "n": 8, "seeds": [7], "temperature": 1.0, "max_tokens": 32}``, each answered by ``{"seconds", "tokens",
-"sha256"}`` of the draw: how long it took, how many tokens there were, and a digest of the tokens of all samples in their order.
+"sha256"}``: the time, the number of tokens, and a digest of all samples' tokens in order.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _draw(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _take_stdout() -> TextIO:
-    """Standard output for the answers alone: what vLLM writes there goes to standard error."""
+    """Keeps standard output for the answers: what vLLM writes there goes to standard error."""
     own = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return own

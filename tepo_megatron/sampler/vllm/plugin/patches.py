@@ -1,4 +1,4 @@
-"""What vLLM (0.32) and torch do differently in a server's processes."""
+"""Changes to vLLM (0.32) and torch in a server's processes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ _SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
 def sign_objects(key: str) -> None:
-    """Makes torch's collectives of Python objects sign and check them in this process. Every member of a group must call it.
+    """Makes torch's collectives sign and check Python objects in this process. Every member of a group must call it.
 
-    vLLM's workers exchange pickled objects through ports of the loopback address that ask for no key. Without the signature,
-    another user who connects in a worker's place could run code in the others.
+    vLLM's workers exchange pickles through loopback ports without a key: another user could connect and run code in them.
     """
     from torch.distributed import distributed_c10d
 
@@ -59,8 +58,8 @@ SPECULATES_VARIABLE = "TEPO_SERVER_SPECULATES"
 def mend_expansion() -> None:
     """On CPUs, has vLLM's rejection sampler use :func:`expand_batch_to_tokens`.
 
-    vLLM 0.32 copies the output as integers, writes into the copy and drops it, and then divides logits by uninitialised memory.
-    ``tests/unit/sampler/test_speculative.py`` fails when vLLM no longer does so.
+    vLLM 0.32's own divides logits by uninitialised memory. ``tests/unit/sampler/test_speculative.py`` fails when it no longer
+    does.
     """
     import vllm
     from vllm.platforms import current_platform
@@ -75,7 +74,7 @@ def expand_batch_to_tokens(
     x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
 ) -> Tensor:
     """Repeats each value of ``x`` [batch] for the tokens of its request: [num_tokens]. ``cu_num_tokens`` [batch] are the
-    requests' ends. Values equal to ``replace_from`` become ``replace_to``. The names are vLLM's.
+    requests' ends. ``replace_from`` becomes ``replace_to``. The names are vLLM's.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
     values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)

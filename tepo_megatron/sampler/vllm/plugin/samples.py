@@ -1,7 +1,6 @@
 """The route ``/tepo/samples``: token ids in, each response out as it finishes, in the binary form of ``vllm.wire``.
 
-vLLM's own route for token ids answers with the last of n responses, in JSON of ninety bytes a token. This route makes the same
-requests of the engine, with the same seeds.
+vLLM's own route answers all n responses at the end, in JSON of ninety bytes a token. The engine gets the same requests.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tepo_megatron.sampler.vllm.plugin.middleware import ADAPTER_NAME, App, Mess
 from tepo_megatron.sampler.vllm.wire import ABORT, SAMPLES, end_frame, error_frame, response_frame
 
 _IMPOSSIBLE = -1e30
-"""A log-prob below this is −inf in one of its notations."""
+"""A log-prob below this stands for −inf."""
 
 
 class Samples:
@@ -27,9 +26,8 @@ class Samples:
 
     A request for samples is ``{"id": "…", "model": "…", "prompt": [ids], "sampling": {vLLM's parameters}, "samples":
     [{"sample": 0, "seed": 7, "max_tokens": 64, "prefix": [ids]}], "cache_salt": null, "priority": 0, "sampling_mask": false}``.
-    A sample continues after its ``prefix``. Requests with different salts share no prefix cache. A lower priority number starts
-    first. A sampling mask needs ``top_k``. ``{"ids": ["…"]}`` aborts requests: what they have is answered with finish reason
-    ``abort``.
+    Requests with different salts share no prefix cache; a lower priority starts first. ``{"ids": ["…"]}`` aborts requests:
+    their parts are answered with finish reason ``abort``.
     """
 
     def __init__(self, app: App) -> None:
@@ -134,8 +132,8 @@ class _SamplesRequest:
 
 
 def named_tokens(top_k: int) -> int:
-    """The number of likeliest tokens to request of vLLM. More than ``top_k``: vLLM also keeps tokens that are as likely as the
-    last one, and logits in bfloat16 are often equal.
+    """The number of likeliest tokens to request of vLLM. More than ``top_k``, since vLLM also keeps tokens that tie with the
+    last one, and bfloat16 logits often tie.
     """
     return top_k + 8 + top_k // 8
 
@@ -164,7 +162,6 @@ async def _body(receive: Receive) -> bytes:
 
 
 async def _disconnected(receive: Receive, tasks: Sequence[asyncio.Future[bytes]]) -> None:
-    """Cancels the samples when the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         continue
     for task in tasks:

@@ -1,10 +1,8 @@
-"""Puts shards that already lie as vLLM's parameters do into a model, whatever its layers make of their weights afterwards.
+"""Loads shards of vLLM's own layout into a model, whatever its layers make of their weights afterwards.
 
-vLLM's layerwise reload gives every layer its unprocessed parameters back, has each parameter's ``weight_loader`` fill them from
-full tensors, and lets the layer process them (repack, quantise) when all its elements are loaded. Here the loaders are
-exchanged for vLLM's default one, which takes a tensor of the parameter's own shape: docs/decisions/007-shards-into-vllm.md.
-Where vLLM quantises while it loads, the unprocessed parameters are plain ones too, and the layer computes its scales here, on
-the destination: docs/decisions/010-fp8-rollouts.md.
+vLLM's layerwise reload restores every layer's unprocessed parameters, and lets the layer process them (repack, quantise) when
+all elements are loaded. Here the loaders are vLLM's default one, which takes a tensor of the parameter's shape:
+docs/decisions/007-shards-into-vllm.md, 010-fp8-rollouts.md.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ _ONLINE_WITHIN_A_SHARD = (Fp8PerBlockOnlineLinearMethod, Fp8PerBlockOnlineMoEMet
 
 
 class ShardLoader(Mapping[str, Tensor]):
-    """The model's unprocessed parameters by name, to be written during an update, between ``start`` and ``complete`` of each.
-    ``finish`` ends the update. All workers of a server call in the same updates.
+    """The model's unprocessed parameters by name. Write each between ``start`` and ``complete``; ``finish`` ends the update.
+    All workers of a server must take part.
 
-    Making it checks that ``incoming`` fills the model. Raises RuntimeError that names every parameter which it would miss, that
-    the model has not, or that would be filled in part; and the first layer whose checkpoint is quantised already.
+    The constructor raises RuntimeError with every parameter that ``incoming`` lacks, fills in part or adds; and with the first
+    layer with a quantised checkpoint.
     """
 
     def __init__(self, model: torch.nn.Module, incoming: Queues) -> None:
@@ -58,7 +56,7 @@ class ShardLoader(Mapping[str, Tensor]):
         self._check()
 
     def start(self) -> None:
-        """Give every layer its unprocessed parameters back, without memory as yet."""
+        """Restores every layer's unprocessed parameters, without memory yet."""
         self._materialized.clear()
         self._waiting.clear()
         initialize_layerwise_reload(self._model)
@@ -84,9 +82,9 @@ class ShardLoader(Mapping[str, Tensor]):
         return len(self._given)
 
     def complete(self, name: str) -> None:
-        """All elements of a parameter have been written: its layer may process it, and gets its live tensors back.
+        """The parameter is written: its layer may process it, and gets its live tensors back.
 
-        A layer whose scales the workers compute together waits for ``finish``: at each of them shards arrive in another order.
+        A layer with scales over all workers waits for ``finish``, since workers get shards in different orders.
         """
         if any(_agrees_with_other_workers(module) for module, _ in self._places[name]):
             self._waiting.add(name)
@@ -94,7 +92,7 @@ class ShardLoader(Mapping[str, Tensor]):
             self._load(name)
 
     def finish(self) -> None:
-        """All parameters are complete, on all workers: process those that waited, in the model's order."""
+        """All parameters are complete on all workers: processes the layers that waited, in the model's order."""
         for name in self._places:
             if name in self._waiting:
                 self._load(name)
@@ -132,15 +130,15 @@ def _refuse_quantised_checkpoints(model: torch.nn.Module) -> None:
 
 
 def _agrees_with_other_workers(module: torch.nn.Module) -> bool:
-    """Whether quantising this layer takes the largest weight over all workers: then all must do it at the same point."""
+    """Whether the layer quantises by the largest weight over all workers: then all must do it at the same point."""
     method = getattr(module, "quant_method", None)
     split = isinstance(method, _ONLINE) and not isinstance(method, _ONLINE_WITHIN_A_SHARD)
     return split and get_tensor_model_parallel_world_size() > 1
 
 
 def _places(model: torch.nn.Module) -> dict[str, list[Place]]:
-    """Unprocessed parameter → every module that holds it. A tied head shares its parameter with the embedding, but may process
-    it apart. Scales that a layer computes are none of them.
+    """Unprocessed parameter → all modules that hold it, since a tied head may process the embedding's parameter apart. Without
+    computed scales.
     """
     names: dict[int, str] = {}
     places: dict[str, list[Place]] = {}

@@ -1,4 +1,4 @@
-"""vLLM's workers on a CPU, with what they lack there: the choice of experts in responses, and binding to cores after a fork."""
+"""vLLM's workers on a CPU, which here return chosen experts and bind to cores after a fork."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from tepo_megatron.sampler.vllm.plugin.forks import take_cores
 class RoutedWorker(CPUWorker):  # type: ignore[misc] # vllm's types are not followed
     """Returns the experts that routers chose, as vLLM's worker on a GPU does.
 
-    vLLM 0.32 returns them (``--enable-return-routed-experts``) from Model Runner V2 only, which needs Triton; a CPU runs V1.
-    This adds V2's four calls to V1. Capture in the routers, storage by blocks of the prefix cache and the scheduler are vLLM's.
+    vLLM 0.32 returns them from Model Runner V2 only, which needs Triton; a CPU runs V1. This adds V2's four calls to V1.
     """
 
     _connector: AuxOutputWorkerConnector | None = None
@@ -59,13 +58,13 @@ class RoutedWorker(CPUWorker):  # type: ignore[misc] # vllm's types are not foll
 
 
 def allow_on_cpu() -> None:
-    """On CPUs, lets vLLM's config accept a server that returns experts."""
+    """Makes vLLM's config accept a server on CPUs that returns experts."""
     if current_platform.is_cpu():
         VllmConfig._verify_aux_output_compatibility = lambda _: None
 
 
 def _step_of(runner: Any) -> SimpleNamespace:
-    """The requests and rows of V1's last step, under V2's names."""
+    """V1's last step under V2's names."""
     batch = runner.input_batch
     requests = list(batch.req_ids)
     return SimpleNamespace(

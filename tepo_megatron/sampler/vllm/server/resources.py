@@ -1,4 +1,4 @@
-"""What a server takes of a machine: a port, cores for its workers, GPUs."""
+"""The resources of a machine for servers: ports, cores, GPUs, memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from tepo_megatron.runtime.proc import processes
 
 
 def reserve_port(host: str, first: int = 0, taken: Collection[int] = ()) -> socket.socket:
-    """A socket on the first port from ``first`` on that nothing listens on and that is not in ``taken``; ``first`` = 0: any.
+    """A socket on the first free port from ``first`` on that is not in ``taken``; ``first`` = 0: any.
 
-    While it is open no other process is given its port: a server takes seconds to come to its own socket, and a trainer that
-    builds process groups meanwhile is given hundreds. Who asks for just this port, with SO_REUSEADDR, gets it all the same.
-    Raises RuntimeError if the host's name cannot be resolved or no port up to 65535 is free.
+    The open socket keeps other processes off the port for the seconds until the server, with SO_REUSEADDR, takes it. Raises
+    RuntimeError if the host's name cannot be resolved or no port up to 65535 is free.
     """
     family, _, _, _, address = _resolve(host)
     for port in range(first, 65536) if first else [0] * 100:
@@ -35,17 +34,14 @@ def reserve_port(host: str, first: int = 0, taken: Collection[int] = ()) -> sock
 
 
 def free_port(host: str, first: int = 0, taken: Collection[int] = ()) -> int:
-    """The port that :func:`reserve_port` finds, without a hold on it."""
+    """The port that :func:`reserve_port` finds, but not reserved."""
     with reserve_port(host, first, taken) as held:
         return int(held.getsockname()[1])
 
 
 def bind_cores(servers: int, tp: int, available: Sequence[int] | None = None, *, whole: bool = False) -> list[str]:
-    """One core for each of the ``tp`` workers of each server, spread over the cores that this process may use; ``whole``: equal
-    parts of all of them.
-
-    Returns ``VLLM_CPU_OMP_THREADS_BIND`` of each server, such as ``"0|1"`` or ``"0,1|2,3"``. With more workers than cores they
-    share.
+    """``VLLM_CPU_OMP_THREADS_BIND`` of each server, such as ``"0|1"`` or ``"0,1|2,3"``: one core for each of its ``tp``
+    workers, spread over this process' cores, or with ``whole`` equal parts of all. With more workers than cores they share.
     """
     cores = list(available_cores() if available is None else available)
     workers = servers * tp
@@ -56,8 +52,8 @@ def bind_cores(servers: int, tp: int, available: Sequence[int] | None = None, *,
 
 
 def worker_cores(config: ServerConfig, servers: int) -> list[str]:
-    """``VLLM_CPU_OMP_THREADS_BIND`` of each of a machine's servers: by :func:`bind_cores` where the config says ``auto`` or
-    ``all``, else as it says.
+    """``VLLM_CPU_OMP_THREADS_BIND`` of each of a machine's servers: by :func:`bind_cores` if the config says ``auto`` or
+    ``all``, else the config's.
     """
     if config.cpu_threads in ("auto", "all"):
         return bind_cores(servers, config.tp, whole=config.cpu_threads == "all")
@@ -65,7 +61,7 @@ def worker_cores(config: ServerConfig, servers: int) -> list[str]:
 
 
 def cores_of(bound: Sequence[str], available: Sequence[int]) -> set[int]:
-    """The cores that servers have by :func:`worker_cores`; all where vLLM binds nothing (``nobind``)."""
+    """The cores that servers have by :func:`worker_cores`; all if vLLM binds nothing (``nobind``)."""
     try:
         return {core for one in bound for worker in read_cores(one) for core in worker}
     except ValueError:
@@ -73,9 +69,9 @@ def cores_of(bound: Sequence[str], available: Sequence[int]) -> set[int]:
 
 
 def visible_gpus(gpus: Sequence[int], own: str | None) -> str:
-    """``CUDA_VISIBLE_DEVICES`` of a server on the GPUs that this process, for which the variable is ``own``, numbers so.
+    """``CUDA_VISIBLE_DEVICES`` of a server on the GPUs with these indices in ``own``, this process' value.
 
-    Raises ValueError where it does not see so many.
+    Raises ValueError if this process sees fewer GPUs.
     """
     if not own:
         return ",".join(map(str, gpus))
@@ -96,7 +92,7 @@ def _resolve(host: str) -> tuple[int, int, int, str, tuple[str | int, ...]]:
 
 
 def server_seed(seed: int, index: int) -> int:
-    """The seed of server number ``index``: vLLM takes 32 bits. Requests for samples bring seeds of their own."""
+    """The seed of server number ``index``, within vLLM's 32 bits. Requests for samples bring their own seeds."""
     return (seed + index) % 2**32
 
 
@@ -107,27 +103,27 @@ SHM = Path("/dev/shm")  # noqa: S108
 _UNLIMITED = 2**62
 
 SERVER_FILES, WORKER_FILES = 80, 10
-"""Open files of the process that takes most, without its connections."""
+"""Open files of the process with the most, without its connections."""
 
 OWN_FILES = 200
-"""Open files of the trainer's rank 0 beside its connections to servers, and of a server beside those to the trainer."""
+"""Open files of the trainer's rank 0 besides its connections to servers, and of a server besides those to the trainer."""
 
 SERVER_THREADS, WORKER_THREADS = 20, 25
-"""Of a server's own processes together, and of each of its workers."""
+"""Threads of a server's own processes together, and of each worker."""
 
 SERVER_MEMORY, WORKER_MEMORY = GIB, GIB // 2
-"""Resident, beside the weights."""
+"""Resident bytes, besides the weights."""
 
 ADDRESS_SPACE = 2 * GIB
-"""Of the largest process, beside its cache; torch maps much that it never touches."""
+"""Bytes of the largest process, besides its cache; torch maps much that it never touches."""
 
 SHARED_MEMORY = 240 * MIB
-"""The largest queue between a server's processes; it must find its size free, although little of it is ever touched."""
+"""Bytes of the largest queue between a server's processes, which must be free although few are used."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What may still be taken: ``memory``, ``address_space`` (of one process) and ``shared_memory`` in bytes."""
+    """Resources that are free: ``memory``, ``address_space`` (of one process) and ``shared_memory`` in bytes."""
 
     open_files: int = _UNLIMITED
     processes: int = _UNLIMITED
@@ -137,9 +133,9 @@ class Machine:
 
 
 def raise_open_files() -> None:
-    """Raise this process' limit of open files to the most that it may set itself; its servers inherit it.
+    """Raises this process' soft limit of open files to the hard one; its servers inherit it.
 
-    A server has a connection for every sequence that it samples, and so has the trainer's rank 0.
+    A server and the trainer's rank 0 have a connection for every sequence in progress.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -148,13 +144,13 @@ def raise_open_files() -> None:
 
 
 def connections(config: ServerConfig) -> int:
-    """How many requests to each server this process may have open: one for each sequence, as far as open files reach."""
+    """Most open requests from this process to each server: one for each sequence, within the limit of open files."""
     spare = max(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OWN_FILES)
     return max(1, min(config.max_num_seqs, spare // config.count))
 
 
 def this_machine(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Machine:
-    """What this process and its children may still take; what the system does not tell counts as unlimited."""
+    """The resources that this process and its children may still take; unknown ones count as unlimited."""
     groups = list(_groups(proc, cgroups))
     memory = min([_UNLIMITED, *_available(proc), *(left for group in groups for left in _left(group, "memory"))])
     pids = min([_UNLIMITED, *_threads_left(proc), *(left for group in groups for left in _left(group, "pids"))])
@@ -168,7 +164,7 @@ def this_machine(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
 
 
 def needed(config: ServerConfig, servers: int, *, weights_bytes: int, on_gpu: bool) -> Machine:
-    """What ``servers`` servers of this config take at least."""
+    """The least resources for ``servers`` servers of this config."""
     workers = config.tp * servers
     memory = servers * SERVER_MEMORY + workers * WORKER_MEMORY
     return Machine(
@@ -183,8 +179,8 @@ def needed(config: ServerConfig, servers: int, *, weights_bytes: int, on_gpu: bo
 def check_machine(
     config: ServerConfig, servers: int, *, weights_bytes: int, on_gpu: bool, machine: Machine | None = None
 ) -> None:
-    """Raises ValueError, saying everything that is short, where ``servers`` servers cannot run on ``machine``, by default this
-    one. ``weights_bytes``: of one server's weights.
+    """Raises ValueError with every shortage if ``servers`` servers cannot run on ``machine`` (default: this one).
+    ``weights_bytes``: of one server.
     """
     machine = machine or this_machine()
     want = needed(config, servers, weights_bytes=weights_bytes, on_gpu=on_gpu)
@@ -199,7 +195,7 @@ def check_machine(
 
 
 def weights_bytes(model_dir: Path) -> int:
-    """The size of a model's weights on disk, which a server holds at least once, in all its workers together."""
+    """Bytes of a model's weights on disk; the workers of a server hold them together at least once."""
     return sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
 
 
@@ -243,14 +239,14 @@ def _available(proc: Path) -> Iterator[int]:
 
 
 def _threads_left(proc: Path) -> Iterator[int]:
-    """Of this user, whose processes and threads are counted together. root is not bound."""
+    """Processes and threads of this user count together; root has no limit."""
     limit = _limit(resource.RLIMIT_NPROC)
     if limit < _UNLIMITED and os.geteuid() != 0:
         yield max(0, limit - sum(state.threads for state in processes(proc) if state.uid == os.geteuid()))
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
-    """The folders of this process' cgroups and of those around them, of version 2 and of version 1."""
+    """The folders of this process' cgroups and their parents, of versions 1 and 2."""
     with suppress(OSError):
         for line in (proc / "self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -263,7 +259,7 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
 
 
 def _left(group: Path, controller: str) -> Iterator[int]:
-    """What a cgroup's limit leaves; nothing where it has none. Memory of files that are only cached can be had back."""
+    """Yields what a cgroup's limit leaves, if it has one. Memory of cached files counts as free."""
     pairs = {
         "memory": (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")),
         "pids": (("pids.max", "pids.current"),),

@@ -28,20 +28,19 @@ T = TypeVar("T")
 
 STOP_TIMEOUT_S = 10.0
 HEALTH_TIMEOUT_S = 30.0
-"""A server on a busy machine may be slow to answer; one that is gone refuses at once."""
+"""A server on a busy machine may be slow to answer; a dead one refuses at once."""
 
 LOG_LINES = 20
 
 
 class Server:
-    """A vLLM server that runs from :meth:`start` to :meth:`stop`, and never longer than the process that started it.
+    """A vLLM server that runs from :meth:`start` to :meth:`stop`, and never outlives the process that started it.
 
-    ``dtype`` is that of the weights (``float32``, ``bfloat16``); ``cores`` binds the workers as ``VLLM_CPU_OMP_THREADS_BIND``
-    does and is ignored where there is a GPU; ``gpus`` numbers those that it may use, by default all; ``key`` protects every
-    path but /health and travels in the environment only. Output of all processes is appended to ``log``. With ``dummy`` it
-    reads no weights, and refuses to sample until it was given some; with ``adapter_rank`` until it was given adapters up to
-    that rank, for the weights that it has read. With ``tokenizer`` it loads the one in ``model_dir``, which stop strings and
-    bad words need.
+    ``dtype`` is that of the weights (``float32``, ``bfloat16``); ``cores`` is ``VLLM_CPU_OMP_THREADS_BIND``, ignored on GPUs;
+    ``gpus`` are the indices that it may use, by default all; ``key`` protects every path but /health and travels in the
+    environment only. All processes append their output to ``log``. ``dummy``: it reads no weights, and does not sample until it
+    gets some; ``adapter_rank``: until it gets adapters up to that rank. ``tokenizer``: it loads that of ``model_dir``, for stop
+    strings and bad words.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Server:
         adapter_rank: int | None = None,
         tokenizer: bool = False,
     ) -> None:
-        """Raises ValueError where this machine cannot serve the config's quantization, or the draft model is none."""
+        """Raises ValueError if this machine cannot serve the config's quantization, or the draft model is invalid."""
         check_quantization(config.quantization)
         check_draft(config.speculative, model_dir)
         self.config = config
@@ -74,14 +73,13 @@ class Server:
 
     @property
     def url(self) -> str:
-        """The address, such as ``http://127.0.0.1:8000``; valid after start()."""
+        """Such as ``http://127.0.0.1:8000``; valid after :meth:`start`."""
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         return f"http://{host}:{self.port}"
 
     def start(self, taken: Collection[int] = ()) -> None:
-        """Start the processes, on the first free port that is not in ``taken``; does not wait until they serve.
-
-        Raises RuntimeError if no port is free.
+        """Starts the processes, on the first free port that is not in ``taken``; does not wait until they serve. Raises
+        RuntimeError if no port is free.
         """
         self.stop()
         self._reserved = reserve_port(self.config.host, self.config.port, taken)
@@ -106,7 +104,7 @@ class Server:
             )
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Return when the server answers; raises RuntimeError with the end of its log if it dies or takes too long."""
+        """Returns when the server answers. Raises RuntimeError with the end of its log if it dies or takes too long."""
         timeout_s = self.config.start_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         while not self.healthy():
@@ -128,15 +126,15 @@ class Server:
 
     @property
     def alive(self) -> bool:
-        """Whether the processes run; they may not answer yet, or no longer."""
+        """Whether the processes run; they may not answer."""
         return self._process is not None and self._process.poll() is None
 
     def healthy(self) -> bool:
-        """Whether the server runs and says that its engine works."""
+        """Whether the server runs and reports a working engine."""
         return self.alive and is_healthy(self.config.host, self.port)
 
     def stop(self) -> None:
-        """End every process of the server: SIGTERM, a wait of seconds, SIGKILL. Does nothing if there is none."""
+        """Ends every process of the server: SIGTERM, a wait of seconds, SIGKILL. Does nothing if there is none."""
         self._release_port()
         process, self._process = self._process, None
         if process is None:
@@ -158,7 +156,7 @@ class Server:
         sweep()
 
     def log_end(self, lines: int = LOG_LINES) -> str:
-        """The log's path, its first error since the start, which is the likely cause, and its last lines; for messages."""
+        """The log's path, its first error since the start (the likely cause) and its last lines, for messages."""
         try:
             with self.log.open(errors="replace") as log:
                 log.seek(self._log_start)
@@ -172,7 +170,7 @@ class Server:
 
 
 def is_healthy(host: str, port: int) -> bool:
-    """Whether a server there says that its engine works."""
+    """Whether a server there reports a working engine."""
     connection = HTTPConnection(host, port, timeout=HEALTH_TIMEOUT_S)
     try:
         connection.request("GET", "/health")
@@ -184,7 +182,7 @@ def is_healthy(host: str, port: int) -> bool:
 
 
 def for_all_at_once(servers: Sequence[T], action: Callable[[T], None]) -> None:
-    """Do it to all servers at once; raises the first error when one fails, without waiting for the others."""
+    """Runs ``action`` for all servers at once. Raises the first error without waiting for the others."""
     pool = ThreadPoolExecutor(len(servers), thread_name_prefix="server")
     try:
         requests = [pool.submit(action, server) for server in servers]
@@ -195,7 +193,6 @@ def for_all_at_once(servers: Sequence[T], action: Callable[[T], None]) -> None:
 
 
 def has_gpu() -> bool:
-    """Whether servers of this machine run on GPUs."""
     import torch
 
     return torch.cuda.is_available()
@@ -208,7 +205,7 @@ _LINE = re.compile(
 )
 _TRACEBACK = "Traceback (most recent call last):"
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(:|$)")
-"""The line after a traceback's frames, which are indented: ``ValueError: why``, or the bare name of an exception."""
+"""The line after a traceback's indented frames: ``ValueError: why``, or the bare name of an exception."""
 _ANOTHER_FOLLOWS = ("During handling of the above exception", "The above exception was the direct cause")
 _ERROR = re.compile(r"\b(\w*(Error|Exception)|error): \S")
 """A line that reports an error without a traceback: ``RuntimeError: why``, or argparse's ``program: error: why``."""
@@ -220,27 +217,25 @@ _CONSEQUENCES = re.compile(
     r"|Worker ?proc\S* .*died unexpectedly"
     r"|EngineDeadError|EngineCore encountered an issue"
 )
-"""What vLLM says when another of its processes has failed, whose own error is the cause; shown where there is no other."""
+"""vLLM's messages after another of its processes has failed; shown only without that process' own error."""
 _TRACKER = "multiprocessing/resource_tracker.py"
 """Python's tracker complains when processes that shared memory end in disorder, which is never the cause."""
 
 
 class _Line(NamedTuple):
     process: str
-    """The process that wrote the line; empty where the line does not say."""
+    """The process that wrote the line, or empty."""
     level: str
     """vLLM's level; empty for a bare line."""
     text: str
 
 
 def first_error(log: Sequence[str]) -> list[str]:
-    """The lines that say what went wrong first; empty if the log reports no error.
+    """The lines of the first error, whose consequences the later ones are; empty if the log reports none.
 
-    Later errors of a server are consequences: the engine reports that a worker died, and the API server that the engine did.
-    That is the exception of the first traceback, of a chain the last, with the lines that belong to its message; without a
-    traceback, the first line that is logged as an error or reads like one. What is logged below ERROR is skipped: a healthy
-    server logs a traceback as a warning, because it is started without a tokenizer. So are complaints of Python's resource
-    tracker; and what vLLM says about its other processes, as long as one of those says something itself.
+    That is the exception of the first traceback (the last of a chain) with its message; without a traceback, the first line
+    that is logged as an error or reads like one. It skips levels below ERROR (a healthy server without a tokenizer logs a
+    traceback as a warning), Python's resource tracker, and vLLM's messages about other processes that have errors of their own.
     """
     lines = [line for line in map(_parse, log) if line.level in ("", "ERROR", "CRITICAL")]
     starts = [number for number, line in enumerate(lines) if line.text == _TRACEBACK and not _of_tracker(lines, number)]

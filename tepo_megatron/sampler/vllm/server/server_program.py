@@ -1,4 +1,4 @@
-"""What one vLLM server is started with: its command line and environment."""
+"""The command line and environment of a vLLM server."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tepo_megatron.sampler.vllm.server.resources import visible_gpus
 from tepo_megatron.weights.transfer.transport import BACKEND
 
 MODEL_NAME = "policy"
-"""What requests call the served model."""
+"""The name of the served model in requests."""
 
 IDLE_CONNECTION_S = 30.0
-"""After so long a client gives an unused connection up. The server, which by vLLM's default would do so after 5 s, about
-the length of a step, waits four times as long: a connection that one side closes while the other takes it up is an error.
+"""Seconds until a client closes an unused connection. The server waits four times as long (vLLM's default is 5 s, about a
+step): a connection that one side closes while the other reuses it is an error.
 """
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What ``--max-lora-rank`` takes, in vLLM 0.32."""
+"""The values that ``--max-lora-rank`` takes in vLLM 0.32."""
 
 _TORCHRUN = (
     "RANK",
@@ -44,7 +44,7 @@ _TORCHRUN = (
 )
 _TORCHRUN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 _OF_RANKS = (*_TORCHRUN, "CUDA_DEVICE_MAX_CONNECTIONS")
-"""What the trainer's ranks have for torchrun's and for Megatron's sake (``trainer/megatron/platform/gpu.py``)."""
+"""Variables of the trainer's ranks for torchrun and Megatron (``trainer/megatron/platform/gpu.py``)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ServerProgram:
     tokenizer: bool = False
 
     def command(self, *, on_gpu: bool, port: int = 0) -> list[str]:
-        """The command line; it has no secret in it."""
+        """The command line, without secrets."""
         config = self.config
         options: dict[str, str | int | float] = {
             "--model": str(self.model_dir),
@@ -125,7 +125,7 @@ class ServerProgram:
         return [sys.executable, "-m", *start, "vllm.entrypoints.openai.api_server", *pairs, *flags, *config.extra_args]
 
     def forks(self, on_gpu: bool) -> bool:
-        """Whether the processes are forks of the first one: on CPUs, where each worker has its own cores (``plugin.forks``)."""
+        """Whether the processes are forks of the first one: on CPUs, if each worker has its own cores (``plugin.forks``)."""
         if on_gpu or sys.platform != "linux":
             return False
         with suppress(ValueError):  # vLLM does as it would, nobind for example
@@ -133,7 +133,7 @@ class ServerProgram:
         return False
 
     def environment(self, *, on_gpu: bool) -> dict[str, str]:
-        """The whole environment of its processes, the key among it."""
+        """The whole environment of its processes, with the key."""
         environment = _without_torchrun(os.environ)
         environment |= {
             "VLLM_API_KEY": self.key,
@@ -172,7 +172,7 @@ class ServerProgram:
 
 
 def served_rank(rank: int) -> int:
-    """The smallest rank that vLLM takes and that adapters of this rank fit into."""
+    """The smallest rank of ``LORA_RANKS`` that fits adapters of this rank."""
     return next(each for each in LORA_RANKS if each >= rank)
 
 
