@@ -1,1 +1,1 @@
-"""Prompt sources, tokenizers (SentencePiece, Hugging Face), built-in tasks and the model that ships with the package."""
+"""Prompt sources, tokenizers, built-in tasks and the built-in model."""

@@ -7,21 +7,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 AnyMessage = tuple[str, str] | Mapping[str, Any]
-"""A (role, content) pair, or a mapping with ``role``, ``content`` and further keys that templates read (``tool_calls``)."""
+"""A (role, content) pair, or a mapping with further keys that templates read (``tool_calls``)."""
 
 _PRIVATE = range(0xE000, 0xF900)
-"""Private-use characters; one of them replaces text that looks like a special token while the template is rendered."""
+"""Private-use characters; one replaces text that looks like a special token while the template is rendered."""
 
 
 def chat_ids(
     tokenizer: Any, messages: Sequence[AnyMessage], special: Sequence[str], tools: Sequence[Mapping[str, Any]] | None = None
 ) -> list[int]:
-    """The ids of messages in the chat template of a transformers tokenizer, up to the beginning of the answer. ``tools``:
-    functions in the OpenAI format that the template describes.
+    """Ids of messages in a transformers tokenizer's chat template, up to the beginning of the answer. ``tools``: functions in
+    the OpenAI format. Raises ValueError if the template refuses the messages.
 
     The text of a special token (``special``) in a content, such as ``<|im_end|>``, is encoded as plain text: it must not end
-    the user's turn. Special tokens that the template writes stay special. Raises ValueError if the template refuses the
-    messages.
+    the user's turn.
     """
     hidden: list[str] = []
     plain = [_as_mapping(message) for message in messages]
@@ -62,7 +61,7 @@ def _special_pattern(special: Sequence[str]) -> re.Pattern[str]:
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """The message or tool with ``change`` applied to each text except keys."""
+    """``change`` is applied to each text except keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -87,10 +86,7 @@ def turn_ids(
     tokenizer: Any, messages: Sequence[AnyMessage], *, ended: bool, special: Sequence[str], end_ids: Collection[int]
 ) -> list[int]:
     """The ids that follow an answer: its end token, the messages, and the beginning of the next answer. ``ended``: the answer
-    has its end token (one of ``end_ids``), which is left out.
-
-    The text of a special token in a content stays plain text. Raises ValueError if there is no template or it refuses the
-    messages.
+    has its end token (one of ``end_ids``), which is left out. Raises as :func:`chat_ids`.
     """
     if not tokenizer.chat_template:
         raise ValueError("the environment returned messages, and the model's tokenizer has no chat template; return text")

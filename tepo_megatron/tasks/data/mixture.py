@@ -1,4 +1,4 @@
-"""The order in which problems are drawn: shuffled epochs of a source, and several sources by their weights."""
+"""The order in which problems are drawn: shuffled epochs of a source, and sources by their weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tepo_megatron.tasks.data.sources import order_keys
 
 
 def make_sampler(problems: Sequence[Problem], config: DataConfig, seed: int) -> ProblemOrder:
-    """The sampler of ``config.train``. ``problems``: of all sources."""
+    """``problems``: of all sources."""
     if isinstance(config.train, str):
         return ProblemSampler(problems, seed, order_keys(config.order, problems))
     samplers, weights = {}, {}
@@ -26,10 +26,10 @@ def make_sampler(problems: Sequence[Problem], config: DataConfig, seed: int) -> 
 
 
 class ProblemSampler:
-    """Draws problems in epochs, each in another random order.
+    """Draws problems in epochs, each in another random order. Raises ValueError without problems.
 
     The order depends only on the seed, the epoch, the number of problems and ``keys``: a small state restores it exactly.
-    ``keys``: problems with smaller keys come first; equal keys are shuffled. Raises ValueError without problems.
+    Problems with smaller keys come first; equal keys are shuffled.
     """
 
     def __init__(self, problems: Sequence[Problem], seed: int, keys: Sequence[float] | None = None) -> None:
@@ -97,10 +97,8 @@ class ProblemSampler:
 
 
 class MixedSampler:
-    """Draws from several samplers by the quota method of Balinski and Young: after any n draws a source with share w has been
-    drawn n·w times, rounded down or up.
-
-    The next source depends only on the weights and n, so the state is as small as a single sampler's.
+    """Draws by the quota method of Balinski and Young: after n draws a source with share w has been drawn n·w times, rounded
+    down or up. The next source depends only on the weights and n, so the state is small.
     """
 
     def __init__(self, samplers: Mapping[str, ProblemSampler], weights: Mapping[str, float], seed: int) -> None:
@@ -120,13 +118,13 @@ class MixedSampler:
         return sum(self._counts)
 
     def problem(self, number: int) -> Problem:
-        """The problem of draw ``number`` (from 0); the state does not change."""
+        """As ``ProblemSampler.problem``."""
         counts = self._counts_after(number)
         chosen = self._advance(counts)
         return self._samplers[chosen].problem(counts[chosen] - 1)
 
     def state(self) -> dict[str, int | str]:
-        """JSON values for a checkpoint; the number of draws determines the rest."""
+        """The number of draws determines the rest."""
         return {"seed": self._seed, "epoch": 0, "position": self.drawn, "problems": self._digest}
 
     def restore(self, state: Mapping[str, int | str]) -> None:
@@ -143,7 +141,7 @@ class MixedSampler:
             sampler.seek(count)
 
     def _counts_after(self, number: int) -> list[int]:
-        """Draws of each source after ``number`` draws; the choices have period ``self._total``."""
+        """The choices have period ``self._total``."""
         rounds, rest = divmod(number, self._total)
         counts = [0] * len(self._weights)
         for _ in range(rest):
@@ -171,7 +169,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 def _seed_of(name: str, seed: int) -> int:
-    """Differs between sources, so that two of equal size are not shuffled alike."""
+    """Differs between sources, so that two of equal size are shuffled differently."""
     return int.from_bytes(sha256(f"{seed}/{name}".encode()).digest()[:8])
 
 

@@ -21,15 +21,13 @@ _ABSENT = object()
 def load_problems(source: str | SourceConfig) -> list[Problem]:
     """The problems of a data source in its own order; at least one.
 
-    Args:
-        source: ``builtin:NAME``, a file or folder (``rows.read_rows``), or a source completed by ``DataConfig``. A row has
-            ``prompt`` (text or a list of messages), ``answer`` (text or a number, as written) and optionally ``id``, or the
-            columns that the source maps to these; other columns become ``metadata``. Without an id a row is ``<file
-            stem>:<line>``; the source's name, if any, begins the ids.
+    ``source``: ``builtin:NAME``, a file or folder (``rows.read_rows``), or a source completed by ``DataConfig``. A row has
+    ``prompt`` (text or messages), ``answer`` (text or a number, as written) and optionally ``id``, or the columns that the
+    source maps to these; other columns become ``metadata``. Without an id a row is ``<file stem>:<line>``; the source's name,
+    if any, begins the ids.
 
-    Raises:
-        ValueError: an unknown built-in task, a file that is missing, damaged or empty, a missing column, or a line that is no
-            problem; with file and line.
+    Raises ValueError, with file and line: an unknown built-in task, a missing, damaged or empty file, a missing column, or a
+    line that is no problem.
     """
     config = SourceConfig(path=source) if isinstance(source, str) else source
     if config.path.startswith(BUILTIN):
@@ -63,7 +61,7 @@ def _shaped(problem: Problem, config: SourceConfig) -> Problem:
 
 
 def _check_columns(path: Path, config: SourceConfig) -> None:
-    """Checks the columns of files with a header: every mapped column must exist."""
+    """Every mapped column must exist."""
     columns = columns_of(path, config.split)
     if columns is None:
         return
@@ -102,7 +100,7 @@ def _line(place: str) -> str:
 
 
 def _problem(row: DataRow, config: SourceConfig) -> Problem:
-    """Errors do not name file and line; the caller adds them."""
+    """The caller adds file and line to errors."""
     fields, columns = config.fields or FieldsConfig(), row.written
     name = config.name
     if _get(columns, fields.id) not in (None, _ABSENT):
@@ -161,7 +159,7 @@ def _wrapped(prompt: str, config: SourceConfig) -> tuple[tuple[str, str], ...]:
 
 
 def _get(columns: Mapping[str, Any], name: str) -> Any:
-    """A column, or the key b of the column a for ``a.b``; else ``_ABSENT``."""
+    """The key b of the column a for ``a.b``; ``_ABSENT`` without it."""
     if name in columns:
         return columns[name]
     value: Any = columns
@@ -173,7 +171,7 @@ def _get(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def _likely(field: str, columns: Sequence[str]) -> str:
-    """The column for an example in a message: questions usually precede their answers."""
+    """Questions usually precede their answers."""
     return columns[-1 if field == "answer" else 0]
 
 

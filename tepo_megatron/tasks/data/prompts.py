@@ -1,4 +1,4 @@
-"""Prompts: from the columns of a row by a template or as chat messages, and as token ids."""
+"""Prompts from the columns of a row, by a template or as chat messages, and as token ids."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from tepo_megatron.tasks.data.tokenizer import Tokenizer
 
 
 def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> tuple[int, ...]:
-    """The token ids that the model reads for a problem: its messages in the chat template, else its prompt.
-
-    Raises:
-        ValueError: characters unknown to the tokenizer, or messages without a chat template or refused by it.
+    """The problem's messages in the chat template, else its prompt. Raises ValueError: characters unknown to the tokenizer, or
+    messages without a chat template or refused by it.
     """
     texts = [content for _, content in problem.messages] or [problem.prompt]
     if problem.messages:
@@ -48,9 +46,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 def fill_template(template: str, columns: Mapping[str, Any], named: Mapping[str, Any]) -> str:
     """Replaces ``{name}`` by a column and ``{a.b}`` by the key b of the column a. ``{{`` and ``}}`` are braces; other braces
-    stay. ``named``: values that take precedence over columns.
-
-    Raises ValueError for a missing or empty column.
+    stay. ``named`` values take precedence over columns. Raises ValueError for a missing or empty column.
     """
 
     def fill(found: re.Match[str]) -> str:
@@ -70,8 +66,8 @@ def fill_template(template: str, columns: Mapping[str, Any], named: Mapping[str,
 
 
 def read_messages(given: Any, column: str) -> tuple[tuple[str, str], ...]:
-    """A list of messages as (role, content) pairs. Raises ValueError, with the column's name, if it is no such list or its last
-    message is not to be answered.
+    """(role, content) pairs. Raises ValueError, with the column's name, if ``given`` is no such list or its last message is
+    not to be answered.
     """
     if not isinstance(given, list) or not given:
         raise ValueError(f"{column!r} must be a list of messages, each with role and content, not {json.dumps(given)[:40]}")

@@ -1,7 +1,6 @@
-"""The rows of a data file or folder: JSON lines, a JSON list, CSV, Parquet, and folders in the layout of Hugging Face
-``datasets``.
+"""The rows of JSON lines, a JSON list, CSV, Parquet, and folders in the layout of Hugging Face ``datasets``.
 
-pyarrow reads Parquet and Arrow in batches; ``datasets`` is not needed. Binary columns are left out.
+pyarrow reads Parquet and Arrow in batches. Binary columns are left out.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class DataRow:
-    """A row. ``place`` names it in messages; ``name`` is the id of a problem without one. ``written``: the columns, with
-    numbers as the text in the file if the file is ``text``.
+    """``place`` names the row in messages; ``name`` is the id of a problem without one. ``written``: the columns, with numbers
+    as the text in the file if the file is ``text``.
     """
 
     place: str
@@ -36,11 +35,7 @@ class DataRow:
 
 
 def read_rows(path: Path, split: str | None = None) -> Iterator[DataRow]:
-    """The rows of a file or folder in their order.
-
-    Raises:
-        ValueError: nothing readable, no such split, or a line that is no JSON object; with file and line.
-    """
+    """Raises ValueError, with file and line: nothing readable, no such split, or a line that is no JSON object."""
     files_found = _find_files(path, split)
     of_text = {"json": _json_rows, "list": _list_rows, "csv": _csv_rows}
     if files_found.format in of_text:
@@ -51,7 +46,7 @@ def read_rows(path: Path, split: str | None = None) -> Iterator[DataRow]:
 
 
 def columns_of(path: Path, split: str | None = None) -> tuple[str, ...] | None:
-    """The columns of a CSV, Parquet or Arrow file; None for JSON, whose rows have their own."""
+    """None for JSON, whose rows have their own columns."""
     files_found = _find_files(path, split)
     if files_found.format in ("json", "list"):
         return None
@@ -63,7 +58,7 @@ def columns_of(path: Path, split: str | None = None) -> tuple[str, ...] | None:
 
 
 def first_columns(path: Path, split: str | None = None) -> list[str]:
-    """The columns of a file; of JSON, those of the first row. Raises ValueError as :func:`read_rows`."""
+    """JSON: the columns of the first row. Raises ValueError as :func:`read_rows`."""
     named = columns_of(path, split)
     if named is None:
         named = tuple(next((row.written for row in read_rows(path, split)), ()))
@@ -80,7 +75,6 @@ def _json_rows(path: Path) -> Iterator[DataRow]:
 
 
 def _list_rows(path: Path) -> Iterator[DataRow]:
-    """A JSON list of objects, read as a whole."""
     text, written = _decode(path.read_bytes(), str(path), "")
     for number, (entry, value) in enumerate(zip(written, json.loads(text), strict=True), start=1):
         place = f"{path}, row {number}"
@@ -103,8 +97,8 @@ def _csv_rows(path: Path) -> Iterator[DataRow]:
 
 @contextmanager
 def _csv_lines(path: Path) -> Iterator[tuple[list[str], Iterator[tuple[int, list[str]]]]]:
-    """The columns of the header, and an iterator of (line number, cells). The delimiter is the most frequent of comma,
-    semicolon and tab in the header.
+    """The header's columns, and (line number, cells). The delimiter is the most frequent of comma, semicolon and tab in the
+    header.
     """
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
@@ -138,7 +132,7 @@ def _parse(line: bytes, place: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def _decode(data: bytes, place: str, of: str) -> tuple[str, Any]:
-    """The text and its value; numbers stay text, because "1.50" must not become "1.5"."""
+    """Numbers stay text, because "1.50" must not become "1.5"."""
     try:
         # utf-8-sig: editors on Windows start a file with a byte-order mark.
         text = data.decode("utf-8-sig")
@@ -191,7 +185,6 @@ def _pyarrow() -> Any:
 
 @contextmanager
 def _readable(path: Path, form: str) -> Iterator[None]:
-    """Turns pyarrow's errors into ValueError."""
     pyarrow = _pyarrow()
     try:
         yield
@@ -201,7 +194,6 @@ def _readable(path: Path, form: str) -> Iterator[None]:
 
 
 def _plain(value: Any) -> Any:
-    """An Arrow value as a JSON value."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -222,7 +214,7 @@ _SUFFIXES: Mapping[str, Format] = {".parquet": "parquet", ".jsonl": "json", ".cs
 
 @dataclass(frozen=True)
 class _DataFiles:
-    """Files of one format. ``name`` is used in messages; ``stem`` begins the ids of problems without one."""
+    """``name`` is used in messages; ``stem`` begins the ids of problems without one."""
 
     format: Format
     files: tuple[Path, ...]
@@ -231,11 +223,8 @@ class _DataFiles:
 
 
 def _find_files(path: Path, split: str | None) -> _DataFiles:
-    """The files of a path: a file, a folder of ``save_to_disk``, or a folder of Parquet, JSON-lines or CSV files named by their
-    split (``train.parquet``, ``data/train-00000-of-00002.parquet``), as on the Hub.
-
-    Raises:
-        ValueError: nothing readable, no such split, or several splits and none chosen.
+    """A file, a folder of ``save_to_disk``, or a folder of files named by their split (``train.parquet``,
+    ``data/train-00000-of-00002.parquet``), as on the Hub. Raises ValueError as :func:`read_rows`.
     """
     if path.is_file():
         if split is not None:
@@ -257,7 +246,7 @@ def _find_files(path: Path, split: str | None) -> _DataFiles:
 
 
 def splits_of(path: Path) -> list[str]:
-    """The names of a folder's splits; empty for a file or a folder without splits. Raises ValueError as :func:`read_rows`."""
+    """Empty for a file or a folder without splits. Raises ValueError as :func:`read_rows`."""
     if path.is_dir() and (path / "dataset_dict.json").is_file():
         return [str(name) for name in _json(path / "dataset_dict.json").get("splits") or []]
     if not path.is_dir() or (path / "state.json").is_file():
@@ -267,7 +256,7 @@ def splits_of(path: Path) -> list[str]:
 
 
 def _saved(folder: Path) -> _DataFiles:
-    """A folder of ``Dataset.save_to_disk``: ``state.json`` lists Arrow files."""
+    """``state.json`` of ``Dataset.save_to_disk`` lists Arrow files."""
     state = _json(folder / "state.json")
     listed = state.get("_data_files")
     if not isinstance(listed, list) or not all(isinstance(item, dict) and "filename" in item for item in listed):
@@ -288,7 +277,7 @@ def _named_by_split(folder: Path, split: str | None) -> _DataFiles:
 
 
 def _files_by_split(folder: Path) -> tuple[Format, dict[str, list[Path]]]:
-    """The format and the files of each split; the first format with files is chosen."""
+    """The first format with files is chosen."""
     for suffix, form in _SUFFIXES.items():
         by_split: dict[str, list[Path]] = {}
         for file in sorted([*folder.glob(f"*{suffix}"), *folder.glob(f"data/*{suffix}")]):
@@ -339,7 +328,7 @@ def _json(path: Path) -> Mapping[str, Any]:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file in hexadecimal. Raises ValueError if it cannot be read."""
+    """SHA-256 in hexadecimal. Raises ValueError if the file cannot be read."""
     digest = sha256()
     try:
         with path.open("rb") as file:

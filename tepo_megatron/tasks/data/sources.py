@@ -22,9 +22,7 @@ TOO_LONG = "longer than data.max_prompt_tokens"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A problem and the number of its prompt's tokens (0 if a filter left it out). ``left_out``: the reason why it is
-    not used.
-    """
+    """``left_out``: why it is not used. Its number of tokens is 0 if a filter left it out."""
 
     problem: Problem
     tokens: int
@@ -33,7 +31,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Source:
-    """A source with all of its prompts in order. ``name`` is empty for a plain path."""
+    """All of its prompts in order. ``name`` is empty for a plain path."""
 
     name: str
     path: str
@@ -55,11 +53,10 @@ class Source:
 
 
 def read_sources(config: DataConfig, field: Literal["train", "heldout"], tokenizer: Tokenizer) -> list[Source]:
-    """Reads the sources of ``data.train`` or ``data.heldout``. Every prompt is encoded, to find errors before a run starts.
+    """Encodes every prompt, to find errors before a run starts.
 
-    Raises:
-        ValueError: an unreadable source, a prompt that cannot be encoded, a failing filter, a source without problems left, or
-            an id in two sources.
+    Raises ValueError: an unreadable source, a prompt that cannot be encoded, a failing filter, a source without problems left,
+    or an id in two sources.
     """
     plain = isinstance(getattr(config, field), str)
     sources = []
@@ -70,7 +67,7 @@ def read_sources(config: DataConfig, field: Literal["train", "heldout"], tokeniz
 
 
 def read_source(config: DataConfig, source: SourceConfig, tokenizer: Tokenizer, *, name: str = "") -> Source:
-    """Reads one source of a completed config; ``name`` becomes its problems' ``source``. Raises as :func:`read_sources`."""
+    """``name`` becomes the problems' ``source``. Raises as :func:`read_sources`."""
     completed = Source(name, source.path, list(_prompts(config, source, name, tokenizer)))
     _check_some_are_left(config, completed)
     return completed
@@ -117,12 +114,12 @@ Keeps = Callable[[Problem], Any]
 
 
 def load_filters(names: Sequence[str]) -> dict[str, Keeps]:
-    """A source's filters by their short names. Raises ValueError for a user's function that cannot be imported."""
+    """Filters by their short names. Raises ValueError for a user's function that cannot be imported."""
     return {name.rpartition(":")[2]: _load_filter(name) for name in names}
 
 
 def _refused_by(filters: Mapping[str, Keeps], problem: Problem) -> str | None:
-    """The first filter that refuses a problem, or None. Raises ValueError if a filter raises or returns no boolean."""
+    """The first filter that refuses a problem. Raises ValueError if a filter raises or returns no boolean."""
     for name, keeps in filters.items():
         try:
             verdict = keeps(problem)
@@ -141,8 +138,8 @@ def _refused_by(filters: Mapping[str, Keeps], problem: Problem) -> str | None:
 
 
 def order_keys(name: str, problems: Sequence[Problem]) -> list[float] | None:
-    """A sort key for each problem of a source; None: shuffled. Raises ValueError if the user's function cannot be imported,
-    raises, or returns no finite number.
+    """A sort key for each problem; None: shuffled. Raises ValueError if the user's function cannot be imported, raises, or
+    returns no finite number.
     """
     if name == "shuffled":
         return None

@@ -14,9 +14,7 @@ from typing import Any, Protocol
 from tepo_megatron.tasks.data.chat import AnyMessage, chat_ids, turn_ids
 
 UNKNOWN_TEXT = "\ufffd"
-"""The text of an id without one: the unknown token, or a padding row of the vocabulary. It must be visible: without it a wrong
-answer such as ``9<unk>5`` would read as the right one.
-"""
+"""Visible text of an id without one (unknown token, padding row): without it ``9<unk>5`` would read as the right answer."""
 
 _NO_CHAT = (
     ", which prompts of messages and chat_template = true need; use an instruct model's tokenizer, or plain prompts and set "
@@ -45,42 +43,35 @@ class Tokenizer(Protocol):
         """Ids without special tokens around the text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Leaves special tokens out; ids without text become ``UNKNOWN_TEXT``; all other text is exact."""
+        """Leaves special tokens out; ids without text become ``UNKNOWN_TEXT``."""
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Ids of a plain prompt, with the begin token if the tokenizer adds one. Names of special tokens in it are parsed,
-        because the text may come from a rendered chat template.
+        """Ids of a plain prompt, with the begin token if the tokenizer adds one. Names of special tokens are parsed, because
+        the text may come from a rendered chat template.
         """
 
     def chat_ids(self, messages: Sequence[AnyMessage], *, tools: Tools = None) -> list[int]:
-        """Ids of messages in the chat template up to the beginning of the answer. ``tools``: functions in the OpenAI format.
-        The text of a special token in a content stays plain text.
-
-        Raises ValueError if there is no template or it refuses the messages.
+        """Ids of messages up to the beginning of the answer. ``tools``: functions in the OpenAI format. The text of a special
+        token in a content stays plain text. Raises ValueError if there is no template or it refuses the messages.
         """
 
     def turn_ids(self, messages: Sequence[AnyMessage], *, ended: bool) -> list[int]:
-        """Ids that follow an answer: its end token unless it is present (``ended``), the messages, and the beginning of the
-        next answer. Raises ValueError as :meth:`chat_ids`.
+        """Ids that follow an answer: its end token unless present (``ended``), the messages, and the beginning of the next
+        answer. Raises as :meth:`chat_ids`.
         """
 
     def show(self, ids: Sequence[int]) -> str:
         """Text for people: as ``decode``, with special tokens as ``⟦name⟧``."""
 
     def piece(self, token: int) -> str:
-        """The text of one id for people, as in the middle of a text: as ``show``, with bytes of incomplete characters as
-        ``⟨xx⟩``.
-        """
+        """As ``show``, for one id in the middle of a text, with bytes of incomplete characters as ``⟨xx⟩``."""
 
 
 def load_tokenizer(model_dir: str | Path) -> Tokenizer:
-    """Loads the tokenizer of a Hugging Face model folder.
+    """Reads ``tokenizer.json`` as it is; without it SentencePiece reads ``tokenizer.model``, otherwise ``AutoTokenizer``
+    decides (no code of the folder runs). ``generation_config.json`` may add end tokens.
 
-    ``tokenizer.json`` is read as it is, whatever the model's type. Without it, SentencePiece reads ``tokenizer.model``, and
-    otherwise ``AutoTokenizer`` decides (no code of the folder runs). ``generation_config.json`` may add end tokens.
-
-    Raises:
-        ValueError: a missing or damaged tokenizer, or one without an end token.
+    Raises ValueError: a missing or damaged tokenizer, or one without an end token.
     """
     folder = Path(model_dir)
     has_json, has_model = (folder / "tokenizer.json").is_file(), (folder / "tokenizer.model").is_file()
@@ -186,8 +177,8 @@ class HuggingFaceTokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer, model_dir: str | Path) -> None:
-    """Raises ValueError if the tokenizer has ids beyond the model's vocabulary, or none of its end tokens is one of the model's
-    (``vocab_size`` and ``eos_token_id`` of ``config.json``).
+    """Raises ValueError if the tokenizer has ids beyond the model's vocabulary, or none of its end tokens is one of the
+    model's.
     """
     path = Path(model_dir) / "config.json"
     model_config = _read_json(path)
@@ -284,13 +275,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""The name of a single byte in SentencePiece vocabularies with byte fallback."""
+"""A single byte in SentencePiece vocabularies with byte fallback."""
 
 
 def _piece_text(token: int, anchor: Sequence[int], decode: Callable[[Sequence[int]], str], name: Callable[[int], Any]) -> str:
-    """The text of a known token; bytes of incomplete characters become ``⟨xx⟩``. ``anchor``: ids of an ordinary character; a
-    token decoded after it keeps its leading space. ``name``: the vocabulary's name of an id.
-    """
+    """``anchor``: ids of an ordinary character; a token decoded after it keeps its leading space."""
     before, text = decode(anchor), decode([*anchor, token])
     text = text[len(before) :] if text.startswith(before) else decode([token])
     data = _bytes_of(str(name(token))) if "\ufffd" in text else None
@@ -306,7 +295,7 @@ def _bytes_of(name: str) -> bytes | None:
 
 @cache
 def _byte_level() -> dict[str, int]:
-    """Character → byte in byte-level vocabularies: printable Latin-1 bytes map to themselves, others follow from U+0100."""
+    """Character → byte: printable Latin-1 bytes map to themselves, others follow from U+0100."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
     return {**{chr(byte): byte for byte in printed}, **{chr(0x100 + index): byte for index, byte in enumerate(others)}}
@@ -321,8 +310,8 @@ _TEXTS = 200
 
 
 def check_served_tokenizer(tokenizer: Tokenizer, folder: Path, texts: Iterable[str]) -> None:
-    """Checks that ``AutoTokenizer``, which vLLM uses to find stop strings, agrees with ``tokenizer.json``: some model types
-    have other rules. The first texts are encoded and decoded both ways. Raises ValueError if they differ.
+    """``AutoTokenizer``, with which vLLM finds stop strings, has other rules than ``tokenizer.json`` for some model types.
+    Raises ValueError if the first texts are encoded or decoded otherwise.
     """
     if not (folder / "tokenizer.json").is_file():
         return

@@ -13,18 +13,16 @@ import sentencepiece
 from tepo_megatron.tasks.data.tokenizer import UNKNOWN_TEXT
 
 ALPHABET = string.digits + "+-*=()? ." + string.ascii_lowercase + "\n" + ",:;!/'\"<>[]^_%"
-"""60 characters that every tokenizer has; with four special tokens they fill 64 rows."""
+"""60 characters; with four special tokens they fill 64 rows."""
 
 SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
 """In the order of their ids."""
 
 
 def train_char_tokenizer(texts: Iterable[str], out_dir: str | Path, vocab_size: int = 64) -> None:
-    """Writes a tokenizer with one token per character of ``ALPHABET`` and the texts, for SentencePiece and transformers. Text
-    is not normalised, so decoding is exact; equal texts give equal bytes.
-
-    Raises:
-        ValueError: more characters than ``vocab_size`` allows, or one that SentencePiece cannot represent.
+    """Writes one token per character of ``ALPHABET`` and the texts, for SentencePiece and transformers. Text is not
+    normalised, so decoding is exact; equal texts give equal bytes. Raises ValueError: more characters than ``vocab_size``
+    allows, or one that SentencePiece cannot represent.
     """
     characters = sorted(set(ALPHABET).union(*texts))
     num_pieces = len(characters) + len(SPECIAL_TOKENS)

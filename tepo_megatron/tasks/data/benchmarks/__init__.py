@@ -1,1 +1,1 @@
-"""Published benchmarks: where their files are, how they become problems, and prompts for families of models."""
+"""Published benchmarks, and prompts for families of models."""

@@ -1,6 +1,4 @@
-"""``tepo data prepare``: converts published benchmark files to problems, with checked digests and an ``evaluate.sets``
-section.
-"""
+"""``tepo data prepare`` converts published benchmark files to problems, with checked digests."""
 
 from __future__ import annotations
 
@@ -20,15 +18,15 @@ from tepo_megatron.tasks.data.benchmarks.registry import BENCHMARKS, Benchmark, 
 from tepo_megatron.tasks.data.rows import file_digest, read_rows
 
 LOCK = "digests.json"
-"""In the folder of prepared benchmarks: the source file of each with its digest."""
+"""The digest of each source file, in the folder of prepared benchmarks."""
 
 SETS = "benchmarks.yaml"
-"""In the same folder: a section ``evaluate.sets`` of all prepared benchmarks."""
+"""A section ``evaluate.sets`` of all prepared benchmarks, in the same folder."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared benchmark. ``recorded``: its source's digest was unknown before and is recorded now."""
+    """``recorded``: its source's digest was unknown before and is recorded now."""
 
     name: str
     path: Path
@@ -43,15 +41,12 @@ def prepare(
 ) -> Prepared:
     """Writes ``folder/NAME.jsonl`` from a benchmark's published file, and ``benchmarks.yaml``.
 
-    Args:
-        source: the published file or a folder with it, for machines without a network. None: download from the Hugging Face hub
-            at the pinned revision.
-        family: model family whose prompts are used (``templates.yaml``); None: as before, or ``instruct``.
-        accept_changed: accept a file with another digest than the known or recorded one, and record it.
+    ``source``: the published file or a folder with it; None: download the pinned revision from the Hugging Face hub.
+    ``family``: model family whose prompts are used (``templates.yaml``); None: as before, or ``instruct``. ``accept_changed``:
+    record a file with another digest.
 
-    Raises:
-        ValueError: an unknown benchmark or family; a file that cannot be downloaded, found or read; an unexpected digest or
-            number of problems.
+    Raises ValueError: an unknown benchmark or family; a file that cannot be downloaded, found or read; an unexpected digest or
+    number of problems.
     """
     benchmark = find_benchmark(name)
     families = templates()
@@ -98,7 +93,7 @@ def prepare(
 
 
 def sets_yaml(folder: Path, lock: Mapping[str, Mapping[str, Any]]) -> str:
-    """The config section that evaluates every benchmark of a lock file, with prompts and digests."""
+    """The config section that evaluates every benchmark of a lock file."""
     sets = {}
     for name in (known for known in BENCHMARKS if known in lock):
         benchmark, entry = BENCHMARKS[name], lock[name]
@@ -117,16 +112,14 @@ def sets_yaml(folder: Path, lock: Mapping[str, Mapping[str, Any]]) -> str:
 
 @cache
 def templates() -> Mapping[str, Mapping[str, Any]]:
-    """Model family → fields of an evaluation set: for benchmarks of answers (``all``), of programs (``code``), or one
-    by name.
-    """
+    """Model family → fields of an evaluation set, for benchmarks of answers (``all``), of programs (``code``), or one name."""
     text = files("tepo_megatron.tasks.data.benchmarks").joinpath("templates.yaml").read_text(encoding="utf-8")
     result: Mapping[str, Mapping[str, Any]] = yaml.safe_load(text)
     return result
 
 
 def _read_lock(folder: Path) -> dict[str, dict[str, Any]]:
-    """The entries of a folder's lock file. Raises ValueError if it is damaged."""
+    """Raises ValueError if the lock file is damaged."""
     path = folder / LOCK
     if not path.is_file():
         return {}

@@ -14,10 +14,8 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A published file. ``sha256``: digest of the file at ``revision``; None: the first preparation records it. ``problems``:
-    its number of rows; ``samples``: the usual number of samples per problem.
-
-    ``prompt``, ``answer`` and ``id`` read a row. ``kept``: columns that become metadata; ``more`` reads further metadata.
+    """``sha256``: digest of the file at ``revision``; None: the first preparation records it. ``problems``: its number of
+    rows; ``samples``: the usual number per problem. ``kept``: columns that become metadata; ``more`` reads further metadata.
     """
 
     title: str
@@ -73,7 +71,7 @@ def _olympiad_prompt(row: Row) -> Any:
 
 
 def _olympiad_answer(row: Row) -> Any:
-    """A list of answers, with or without dollar signs; several parts are expected in their order."""
+    """Several parts are expected in their order."""
     parts = [str(answer).strip().strip("$") for answer in row["final_answer"] or []]
     return ", ".join(parts)
 
@@ -84,14 +82,14 @@ def _humaneval_answer(row: Row) -> Any:
 
 
 def _humaneval_tests(row: Row) -> Row:
-    """The test defines ``check``, which receives the function; what precedes the function are imports and helpers."""
+    """``check`` receives the function; imports and helpers precede it."""
     name = row["entry_point"]
     before = re.split(rf"^def {re.escape(name)}\b", row["prompt"], maxsplit=1, flags=re.M)[0]
     return {"tests": [f"{row['test']}\ncheck({name})\n"], "setup": before, "entry_point": name, "stub": row["prompt"]}
 
 
 def _mbpp_prompt(column: str) -> Callable[[Row], Any]:
-    """The task and its tests, which name the function."""
+    """The tests name the function."""
     return lambda row: (
         row[column] and f"{row[column].strip()}\n\nYour code should pass these tests:\n\n" + "\n".join(row["test_list"])
     )
@@ -266,10 +264,8 @@ Problem = Mapping[str, Any]
 
 
 def convert(name: str, benchmark: Benchmark, rows: Iterable[Row]) -> list[Problem]:
-    """The problems of a benchmark in the order of its file, with ids ``name/…``.
-
-    Raises:
-        ValueError: a missing column, a row without prompt, answer or tests, or a repeated id; with the row's number.
+    """Problems in the order of the file, with ids ``name/…``. Raises ValueError, with the row's number: a missing column, a
+    row without prompt, answer or tests, or a repeated id.
     """
     problems: dict[str, Problem] = {}
     for number, row in enumerate(rows, start=1):

@@ -1,4 +1,4 @@
-"""The tasks that ship with the package, by the name that follows ``builtin:`` in a run's YAML."""
+"""The built-in tasks, by the name that follows ``builtin:`` in a run's YAML."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tepo_megatron.tasks.data.tasks import addition, stack_machine
 
 
 def _guess_number(name: str, rounds: int) -> list[Problem]:
-    """Games of the environment ``guess_number``: each number from 1 to 7, ``rounds`` times."""
+    """Each number from 1 to 7, ``rounds`` times."""
     return [
         Problem(id=f"{name} {turn}: {number}", prompt="guess 1-7?", answer=str(number))
         for turn in range(1, rounds + 1)

@@ -1,7 +1,7 @@
 """Sums of two two-digit numbers, solved by columns: ``37+58=`` is answered ``7+8=15 3+5+1=9 95``.
 
-The units come first, then the tens with the carry (also if it is 0: ``3+5+0=8``), then the sum. A response has 17 to 20 tokens
-including the end token; the answer follows the last space.
+The carry is written also if it is 0: ``3+5+0=8``. A response has 17 to 20 tokens including the end token; the answer follows
+the last space.
 """
 
 from __future__ import annotations
@@ -34,13 +34,8 @@ def solution(problem: Problem) -> str:
 def supervised_examples(n: int, noise: float, seed: int) -> list[tuple[str, str]]:
     """``n`` (prompt, response) pairs of training sums for a supervised warm start; they repeat after all were used.
 
-    Args:
-        noise: probability in [0, 1] of a slip: a wrong units' sum, carry, tens' sum or result, from which the rest follows, so
-            that the result is always wrong.
-        seed: equal arguments give equal pairs.
-
-    Raises:
-        ValueError: ``noise`` outside [0, 1], or negative ``n``.
+    ``noise``: probability in [0, 1] of a slip, from which a wrong result follows. Raises ValueError: ``noise`` outside [0, 1],
+    or negative ``n``.
     """
     if not 0 <= noise <= 1:
         raise ValueError(f"noise = {noise} is a probability: give a value from 0 to 1")

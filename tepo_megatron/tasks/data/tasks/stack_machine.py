@@ -1,7 +1,7 @@
 """Programs of a small stack machine that compute a formula: ``x*(y+3)-z=`` is answered ``xy3+*z-`` or ``3y+x*z-``.
 
-The verifier ``stack_machine`` runs the program on inputs that are not in the prompt; every correct program is rewarded. A
-program has 6 to 11 tokens including the end token. ``tasks/reward/stack_machine.py`` defines the instructions.
+A program has 6 to 11 tokens including the end token. ``tasks/reward/stack_machine.py`` defines the instructions, and runs the
+program on inputs that are not in the prompt.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def heldout_problems() -> list[Problem]:
 
 
 def supervised_examples(n: int, noise: float, seed: int) -> list[tuple[str, str]]:
-    """``n`` (prompt, program) pairs of training formulas for a supervised warm start. Arguments and errors as of
-    ``addition.supervised_examples``; some correct programs have exchanged operands, and a program with a slip fails a test.
+    """As ``addition.supervised_examples``; some correct programs have exchanged operands, and a program with a slip fails a
+    test.
     """
     if not 0 <= noise <= 1:
         raise ValueError(f"noise = {noise} is a probability: give a value from 0 to 1")
@@ -81,7 +81,7 @@ def _draw(drawn: Iterator[int]) -> Tree:
 
 
 def _is_a_task(tree: Tree, tests: Sequence[Sequence[int]]) -> bool:
-    """Whether it has at least two inputs, and its tests have different results and reach both branches of a choice."""
+    """It has at least two inputs, and its tests have different results and reach both branches of a choice."""
     if len({letter for letter in text_of(tree) if letter in INPUTS}) < 2:
         return False
     if tree[0] == "?":
@@ -111,7 +111,7 @@ def draw(leaves: int, pick: Callable[[int], int]) -> Tree:
 
 
 def draw_choice(leaves: int, pick: Callable[[int], int]) -> Tree:
-    """A choice by comparing two inputs, with so many leaves in its branches together (at least two)."""
+    """Compares two inputs; ``leaves`` (at least two) are those of its branches together."""
     smaller = pick(3)
     condition = ("<", INPUTS[smaller], INPUTS[(smaller + 1 + pick(2)) % 3])
     first = 1 + pick(leaves - 1)
@@ -132,7 +132,7 @@ def text_of(tree: Tree, binds: int = 0) -> str:
 
 
 def program_of(tree: Tree, rng: random.Random | None = None) -> str:
-    """A program that computes it: operands, then the operator. ``rng``: sometimes the second operand first."""
+    """Operands, then the operator. ``rng``: sometimes the second operand comes first."""
     if isinstance(tree, str):
         return tree
     operator, *operands = tree
@@ -148,7 +148,6 @@ def program_of(tree: Tree, rng: random.Random | None = None) -> str:
 
 
 def value_of(tree: Tree, inputs: Sequence[int]) -> int:
-    """Its value, computed from the tree."""
     if isinstance(tree, str):
         return inputs[INPUTS.index(tree)] if tree in INPUTS else int(tree)
     operator, *operands = tree
@@ -160,9 +159,7 @@ def value_of(tree: Tree, inputs: Sequence[int]) -> int:
 
 
 def _slipped(tree: Tree, rng: random.Random) -> Tree:
-    """The formula with one mistake: a wrong leaf or operator, exchanged operands, or ignored brackets. Its values may be equal
-    by chance.
-    """
+    """The formula with one mistake; its values may be equal by chance."""
     kind = rng.choice(("leaf", "operator", "order", "brackets"))
     if kind == "brackets":
         return _from_left_to_right(tree)
