@@ -1,4 +1,4 @@
-"""Packs rollouts into one batch. No process group, no Megatron: any trainer uses it."""
+"""Packs rollouts into one batch, for any trainer: no process group, no Megatron."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ def pack(
 ) -> Batch:
     """Packs rollouts on the CPU, each prompt followed by its response. The label at t is the token at t + 1.
 
-    The loss mask is True at tokens that the model wrote, and nowhere in a truncated response with ``mask_truncated``: such a
-    response stays in the batch because its reward counts for its group. ``routes`` and ``sampling_masks`` include the sampler's
-    records, if there are any.
+    The loss mask is True at tokens that the model wrote. With ``mask_truncated`` a truncated response is outside it, but stays
+    in the batch because its reward counts for its group. ``routes`` and ``sampling_masks`` include the sampler's records.
 
     Raises ValueError that names the rollout: an empty prompt or response, no token of the model, log-probs or routes of another
     length, no reward, or other reward components than the other rollouts.
@@ -118,7 +117,7 @@ def _pack_routes(rollouts: Sequence[Rollout]) -> Tensor | None:
 
 
 def _pack_masks(rollouts: Sequence[Rollout]) -> SamplingMask | None:
-    """The mask of a response token is stored at the token before it, of which it is the label."""
+    """The mask of a response token is stored at the token before it, whose label it is."""
     if all(rollout.sampling_mask is None for rollout in rollouts):
         return None
     parts = []

@@ -1,8 +1,8 @@
-"""The contract between a run and its trainer: what ``run/`` calls, and nothing else.
+"""The contract between a run and its trainer.
 
 A trainer is one object per rank of the torchrun world. Every method is collective: all ranks call it, in the same order, unless
-its docstring says otherwise. ``tests/contracts/trainer_contract.py`` checks an implementation, and ``trainer/registry.py`` is
-where one is entered.
+its docstring says otherwise. ``tests/contracts/trainer_contract.py`` checks an implementation; ``trainer/registry.py`` lists
+it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class UpdateResult:
     """
 
     loss: float
-    """Of the whole mini-batch."""
+    """The loss of the whole mini-batch."""
     grad_norm: float
     """L2 norm over all trained parameters, before clipping."""
     lr: float
-    """The learning rate of this step; of a skipped step, the one that stays in force."""
+    """The learning rate of this step, or the unchanged one if the step was skipped."""
     sums: Mapping[str, tuple[float, float]]
     """Metric → (sum, count) over the mini-batch."""
     extrema: Mapping[str, float]
@@ -69,7 +69,7 @@ class SavedCheckpoint:
     write_s: float
     """Writing; includes copying unless the save ran in the background."""
     waited_s: float
-    """The part of both during which training stood still."""
+    """The part of both during which training waited."""
 
 
 @dataclass(frozen=True)
@@ -82,19 +82,18 @@ class TensorMeta:
 
 
 class WeightSource(Protocol):
-    """The trained weights, read by servers and exports. Tensors are complete and current: after ``update(last=True)`` a reader
-    sees the new values.
-    """
+    """The trained weights, for servers and exports. After ``update(last=True)`` a reader sees complete new values."""
 
     def version(self, step: int) -> WeightsVersion:
-        """``step`` and a digest of all weights, the same on every rank. Equal bits give equal digests, whatever the layout."""
+        """Returns ``step`` and a digest of all weights, the same on every rank. Equal bits give equal digests in any layout."""
 
     @property
     def manifest(self) -> Sequence[TensorMeta]:
-        """Name, shape and dtype of every tensor of :meth:`stream`, in its order. Not collective."""
+        """Returns name, shape and dtype of every tensor of :meth:`stream`, in its order. Not collective."""
 
     def stream(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yields (Hugging Face name, full tensor) on rank 0 and (name, None) on the other ranks. Every rank must exhaust it.
+        """Yields (Hugging Face name, full tensor) on rank 0 and (name, None) elsewhere. Every rank must exhaust it.
+
         Adapters are merged.
         """
 
@@ -108,7 +107,7 @@ class WeightSource(Protocol):
         timeout_s: float,
         or_gloo: bool = False,
     ) -> ShardSender:
-        """This rank's end of weight updates from shard to shard. Every rank calls, but there is no communication.
+        """Makes this rank's end of weight updates from shard to shard. Every rank calls, but there is no communication.
 
         ``local`` maps a server's worker (numbered over all servers) to the trainer rank on the same GPU; ``dtype`` is the
         servers'; ``timeout_s`` bounds every wait. Raises ValueError if vLLM cannot split the model over ``servers``, or if the
@@ -123,32 +122,35 @@ class WeightSource(Protocol):
 
     @property
     def adapter_manifest(self) -> Sequence[TensorMeta]:
-        """As :attr:`manifest`, for :meth:`stream_adapters`."""
+        """Returns the :attr:`manifest` of :meth:`stream_adapters`."""
 
     @property
     def adapter_settings(self) -> AdapterSettings:
-        """What a PEFT folder of the adapters states. Called only if the run trains adapters, like the next method."""
+        """Returns the settings of the adapters' PEFT folder. Called only if the run trains adapters, like the next method."""
 
     def stream_adapters(self) -> Iterator[tuple[str, Tensor | None]]:
-        """As :meth:`stream`, for the adapters' tensors."""
+        """Yields the adapters' tensors as :meth:`stream` does."""
 
 
 class Checkpoints(Protocol):
-    """Saves and restores everything that later steps depend on: weights, optimizer states, schedule, counters. A resumed run
-    continues bit for bit, under the same layout. ``trainer/checkpoints/folder.py`` names the folders and reads their state.
+    """Saves and restores everything that later steps depend on: weights, optimizer states, schedule, counters.
+
+    Under the same layout a resumed run continues bit for bit. ``trainer/checkpoints/folder.py`` names the folders.
     """
 
     def begin(self, folder: Path, *, step: int, state: dict[str, Any], background: bool = False) -> None:
-        """Starts to write ``folder/step_XXXXXX``, after finishing a save that is still under way.
+        """Starts to write ``folder/step_XXXXXX``, after finishing any unfinished save.
 
         ``state``, rank 0's, is stored in ``state.json``, with ``step``, ``updates``, ``weights_digest``, ``model`` (path),
-        ``reference_digest`` and ``identity`` (``describe_run``). With ``background`` training may continue at once, and the
+        ``reference_digest`` and ``identity`` (``describe_run``). With ``background`` training may continue at once; the
         checkpoint has the values of this call. Until :meth:`finish` the folder has the suffix ``.partial``. Raises RuntimeError
-        on every rank if any rank cannot write; older checkpoints are then as before.
+        on every rank if any rank cannot write, and leaves older checkpoints as they were.
         """
 
     def finish(self, *, wait: bool = True) -> SavedCheckpoint | None:
-        """Completes the checkpoint of :meth:`begin`. None if there is none, or if ``wait`` is false and a rank still writes.
+        """Completes the checkpoint of :meth:`begin`. Returns None if there is none, or if ``wait`` is false and a rank still
+        writes.
+
         Raises as :meth:`begin`.
         """
 
@@ -159,7 +161,7 @@ class Checkpoints(Protocol):
         """
 
     def load(self, folder: Path, checked: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Restores the trainer; returns the same as :meth:`check`, whose result may be passed as ``checked``.
+        """Restores the trainer. Returns the result of :meth:`check`, which may be passed as ``checked``.
 
         Raises DamagedCheckpoint before anything is restored, and RuntimeError if the weights' digest is not the saved one.
         """
@@ -170,7 +172,7 @@ class Trainer(Protocol):
 
     @property
     def spec(self) -> ModelSpec:
-        """The model's shape, as ``config.json`` states it."""
+        """Returns the model's shape, from ``config.json``."""
 
     @property
     def weights(self) -> WeightSource: ...
@@ -180,12 +182,13 @@ class Trainer(Protocol):
 
     @property
     def reference_digest(self) -> str | None:
-        """The digest of the frozen reference model's weights, as of :meth:`WeightSource.version`; None if the objective needs
-        no reference model.
+        """Returns the digest of the frozen reference model's weights, made as in :meth:`WeightSource.version`.
+
+        None if the objective needs no reference model.
         """
 
     def batch_from_root(self, rollouts: list[Rollout] | None) -> Batch:
-        """Rank 0's rollouts, packed in their order, with advantages, on every rank. Only rank 0's argument is read.
+        """Packs rank 0's rollouts in their order, with advantages, for every rank. Only rank 0's argument is read.
 
         Raises ValueError on rank 0 if a rollout lacks a record that the config needs (experts, sampling masks).
         """
@@ -199,19 +202,21 @@ class Trainer(Protocol):
         """
 
     def update(self, batch: Batch, *, last: bool = True) -> UpdateResult:
-        """One AdamW step, as ``config.optimizer`` sets it, on a mini-batch that :meth:`score` returned. The gradient is that of
-        the objective over the whole mini-batch, however it is divided into micro-batches and ranks. Norms and biases have no
-        weight decay. Skipped on every rank if a loss or gradient of any rank is not finite. ``last`` must be true if anything
-        but another update reads the weights next.
+        """Makes one AdamW step, as ``config.optimizer`` sets it, on a mini-batch that :meth:`score` returned.
+
+        The gradient is that of the objective over the whole mini-batch, however it is divided into micro-batches and ranks.
+        Norms and biases have no weight decay. Skipped on every rank if a loss or gradient of any rank is not finite. ``last``
+        must be true unless another update is the next to read the weights.
         """
 
     def measure_noise(self, batch: Batch) -> dict[str, float]:
-        """Quantiles (metric → value) of how far scores of the same weights differ by a token's place in a micro-batch. The
-        objective uses them as tolerance from then on. ``batch`` is a whole step's. Empty if scores are not finite.
+        """Returns quantiles (metric → value) of how far scores of the same weights differ by a token's place in a micro-batch.
+
+        From then on they are the objective's tolerance. ``batch`` is a whole step's. Empty if scores are not finite.
         """
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
-        """Natural-log probabilities of ``prompt[1:]`` given their predecessors, at temperature 1, on every rank."""
+        """Returns natural-log probabilities of ``prompt[1:]`` given their predecessors, at temperature 1, on every rank."""
 
     def onload(self) -> None:
         """Moves weights, optimizer states and gradients onto the GPU, for scores, updates and checkpoints.
@@ -227,13 +232,13 @@ class Trainer(Protocol):
         """Moves everything to the host, so that servers can use the GPUs."""
 
     def memory(self) -> dict[str, float]:
-        """Metrics in GiB, maxima over the ranks since the last call. Empty on CPUs."""
+        """Returns metrics in GiB, maxima over the ranks since the last call. Empty on CPUs."""
 
     def take_routing_metrics(self) -> dict[str, float]:
-        """Load of the experts in the scores since the last call, the same on every rank. Empty for a dense model."""
+        """Returns the experts' load in the scores since the last call, the same on every rank. Empty for a dense model."""
 
     def broadcast_from_root(self, value: T) -> T:
-        """Rank 0's ``value`` as JSON returns it (tuples become lists), on every rank. Only rank 0's argument is read.
+        """Returns rank 0's ``value`` as JSON returns it (tuples become lists), on every rank. Only rank 0's argument is read.
 
         The other ranks wait without a time limit and without using a GPU.
         """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tepo_megatron.weights.architecture import ModelSpec
 
 _KINDS = {"megatron": "tepo_megatron.trainer.megatron.start"}
-"""Name → module that is a :class:`~tepo_megatron.trainer.protocol.TrainerKind`, imported when it is used."""
+"""Modules that implement :class:`~tepo_megatron.trainer.protocol.TrainerKind`, imported when used."""
 
 
 def _kind(name: str) -> TrainerKind:
@@ -34,8 +34,8 @@ def check_config(config: RunConfig, spec: ModelSpec, *, on_gpu: bool, kind: str 
 
 
 def check_plugins(config: RunConfig) -> None:
-    """Raises ValueError if the loss of an objective with plugins depends on what must not matter: the division into
-    micro-batches and ranks, the order of sequences, padding. Takes a fraction of a second on a CPU.
+    """Raises ValueError if the loss of an objective with plugins depends on the division into micro-batches and ranks, the
+    order of sequences, or padding.
     """
     if not config.objective.plugins:
         return
@@ -53,10 +53,10 @@ def check_plugins(config: RunConfig) -> None:
 def make_trainer(
     config: RunConfig, model_dir: Path, *, shares_gpus: bool, heartbeat: Heartbeat, kind: str = "megatron"
 ) -> Trainer:
-    """Builds model, optimizer and process groups on this rank. Every rank calls; importing the framework takes seconds.
+    """Builds model, optimizer and process groups on this rank. Every rank calls.
 
-    ``model_dir`` is a Hugging Face folder. ``shares_gpus``: rollout servers run on the trainer's GPUs, and the two take turns.
-    ``heartbeat`` starts when the ranks have met. Raises ValueError for a model that does not fit the parallel layout, or a
-    folder that is not the model that it describes.
+    ``model_dir`` is a Hugging Face folder. ``shares_gpus``: rollout servers and the trainer take turns on the GPUs.
+    ``heartbeat`` starts when the ranks have met. Raises ValueError for a model that does not fit the parallel layout or its
+    folder.
     """
     return _kind(kind).make_trainer(config, model_dir, shares_gpus=shares_gpus, heartbeat=heartbeat)

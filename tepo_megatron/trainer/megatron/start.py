@@ -1,4 +1,4 @@
-"""What :mod:`tepo_megatron.trainer.registry` calls. Does not import Megatron before a trainer is made."""
+"""Makes Megatron trainers for :mod:`tepo_megatron.trainer.registry`; imports Megatron only then."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Moves the trainer's memory to the host and back, bit for bit, on GPUs that it shares with rollout servers.
 
-Whole storages are moved, so that all their views stay valid: Megatron's parameter buffer, shards of the distributed optimizer,
-a tied head. An offloaded storage has size 0 on the device.
+Whole storages are moved, so that all their views stay valid; an offloaded storage has size 0 on the device.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ _PARTS: dict[_OnDevice, frozenset[str]] = {
 
 
 CHUNK_BYTES = 2**24
-"""Size of a host buffer. torch pins powers of two only; one buffer per storage could take twice its size."""
+"""torch pins powers of two only; one buffer per storage could take twice its size."""
 
 
 class OffloadedStorages:
-    """Storages of one device that are offloaded together, in chunks of host memory (pinned for a GPU) that are reused."""
+    """Holds storages of one device in chunks of host memory (pinned for a GPU) that are reused."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -43,7 +42,7 @@ class OffloadedStorages:
         return sum(chunk.nbytes for _, chunks in self._offloaded for chunk in chunks)
 
     def offload(self, tensors: Iterable[Tensor]) -> None:
-        """Copies the storages of ``tensors`` to the host, each once, and frees them."""
+        """Copies each storage of ``tensors`` once to the host and frees it."""
         assert not self._offloaded, "offloaded already"
         for storage in _storages(tensors, self._device).values():
             raw = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
@@ -74,10 +73,10 @@ class OffloadedStorages:
 
 
 class Offloader:
-    """Which of weights, optimizer state and gradients is on the device. Every rank has one and calls it in the same order.
+    """Tracks which of weights, optimizer state and gradients is on the device. Every rank calls in the same order.
 
-    Optimizer state is fp32 masters and moments, and ``frozen`` models; masters that are the model's parameters count as
-    weights. Gradients are not kept: they are zero between updates. ``barrier`` returns when all ranks have called it.
+    Optimizer state includes ``frozen`` models. Gradients are not kept: they are zero between updates. ``barrier`` returns when
+    all ranks have called it.
     """
 
     def __init__(
@@ -93,13 +92,12 @@ class Offloader:
         self._weights, self._state = OffloadedStorages(device), OffloadedStorages(device)
         self._on_device = _PARTS["everything"]
         self.most_offloaded = 0
-        """Largest number of bytes offloaded at once."""
+        """In bytes."""
 
     def onload_only(self, what: _OnDevice) -> None:
         """Onloads ``what`` and offloads everything else. Every rank calls.
 
-        Nothing is onloaded before all ranks have called (rank 0 puts the servers to sleep first), and on return all ranks have
-        offloaded.
+        Nothing is onloaded before all ranks have called (rank 0 puts the servers to sleep first); on return all have offloaded.
         """
         coming, leaving = _PARTS[what] - self._on_device, self._on_device - _PARTS[what]
         self._on_device = _PARTS[what]
@@ -137,7 +135,7 @@ def _parameters(model: torch.nn.Module) -> Iterator[Tensor]:
 
 
 def _drop_copies(model: torch.nn.Module) -> None:
-    """Transformer Engine's FP8 copies of weights, which it makes again in the next first micro-batch."""
+    """Transformer Engine makes its FP8 copies of weights again in the next first micro-batch."""
     for module in model.modules():
         getattr(module, "_fp8_workspaces", {}).clear()
 
@@ -151,7 +149,6 @@ def _state(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 def _storages(tensors: Iterable[Tensor], device: torch.device) -> dict[int, torch.UntypedStorage]:
-    """By identity; without empty ones."""
     storages = {_identity(tensor): tensor.untyped_storage() for tensor in tensors if tensor.device == device}
     return {identity: storage for identity, storage in storages.items() if storage.nbytes()}
 

@@ -24,7 +24,7 @@ from tepo_megatron.trainer.megatron.policy.reduced_states import check_states, s
 def build_optimizer(
     config: OptimizerConfig, model: ModelConfig, fp8: Fp8Config, ddp: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """Adam over fp32 master weights. Every rank calls.
+    """Builds Adam over fp32 master weights. Every rank calls.
 
     Raises ValueError for states in fewer bits without Transformer Engine on a GPU.
     """
@@ -75,11 +75,11 @@ def _step_with_threads(step: Callable[[], None], threads: int) -> None:
 
 
 _STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.uint8}
-"""By ``optimizer.exp_avg_dtype``. Transformer Engine uses ``uint8`` for FP8 with a scale per tensor."""
+"""Transformer Engine uses ``uint8`` for FP8 with a scale per tensor."""
 
 
 def state_options(config: OptimizerConfig, *, on_gpu: bool) -> dict[str, Any]:
-    """Fields of Megatron's ``OptimizerConfig`` about the place and bits of Adam's states."""
+    """Returns fields of ``OptimizerConfig`` about the place and bits of Adam's states."""
     if config.offload_fraction:
         return {
             # On the host all states are fp32. This flag leaves the masters to Adam: without it they stay on the GPU too.
@@ -101,10 +101,7 @@ def state_options(config: OptimizerConfig, *, on_gpu: bool) -> dict[str, Any]:
 
 
 def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer, *, total_steps: int) -> OptimizerParamScheduler:
-    """Linear warm-up, then constant, linear or cosine until ``total_steps`` optimizer steps.
-
-    Call its ``step`` before the optimizer's, so that the first update has a learning rate above 0.
-    """
+    """Call its ``step`` before the optimizer's, so that the first update has a learning rate above 0."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -1,9 +1,7 @@
 """Reads and writes Adam's states as flat ranges of their parameters, whichever optimizer holds them.
 
-Megatron keeps states per parameter or, with the distributed optimizer, as flat ranges over the data-parallel ranks. A rank
-reads and writes its range without communication. The tensor in Adam's groups is the fp32 master (torch, apex, Transformer
-Engine), or the weight, with its master or 16 remaining bits in Adam (precision-aware), or the weight, with a copy in another
-Adam on the host (hybrid).
+The tensor in Adam's groups is the fp32 master (torch, apex, Transformer Engine); or the weight, with its master or 16 remaining
+bits in Adam (precision-aware) or a copy in another Adam on the host (hybrid).
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
 def is_parallel_expert(param: torch.nn.Parameter) -> bool:
-    """Whether copies of the parameter are on the expert-data-parallel ranks, by Megatron's mark."""
+    """Returns whether the expert-data-parallel ranks hold the parameter's copies, by Megatron's mark."""
     return not getattr(param, "allreduce", True)
 
 
@@ -41,7 +39,7 @@ def _optimizer_of(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> Me
 
 
 def _held(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> tuple[Tensor, slice]:
-    """The tensor in Adam's groups, and the flat range of the parameter that it is (empty if this rank holds none)."""
+    """Returns the tensor in Adam's groups, and its flat range of the parameter (empty if this rank holds none)."""
     if isinstance(optimizer, DistributedOptimizer):
         if param not in optimizer.model_param_group_index_map:
             return param.new_zeros(0, dtype=torch.float32), slice(0, 0)
@@ -56,13 +54,13 @@ def _held(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> tuple[Tens
 
 
 def is_distributed(optimizer: MegatronOptimizer) -> bool:
-    """Whether each data-parallel rank holds a part of the states."""
+    """Returns whether each data-parallel rank holds a part of the states."""
     inner = optimizer.chained_optimizers[0] if isinstance(optimizer, ChainedOptimizer) else optimizer
     return isinstance(inner, DistributedOptimizer)
 
 
 def local_range(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> slice:
-    """Range of the parameter's elements, row-major, with states on this rank; may be empty."""
+    """Returns the range of the parameter's row-major elements with states on this rank; may be empty."""
     return _held(_optimizer_of(optimizer, param), param)[1]
 
 
@@ -87,7 +85,7 @@ def restore(optimizer: MegatronOptimizer, param: torch.nn.Parameter, values: dic
 
 
 def spread(optimizer: MegatronOptimizer, ddp: Sequence[DistributedDataParallel]) -> None:
-    """Copies the masters into the parameters, as a step does, and to the ranks without them. Every rank calls."""
+    """Copies the masters into the parameters of all ranks. Every rank calls."""
     inner_ones = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     for inner in inner_ones:
         if not isinstance(inner, FP32Optimizer):  # its masters are the parameters
@@ -98,7 +96,7 @@ def spread(optimizer: MegatronOptimizer, ddp: Sequence[DistributedDataParallel])
 
 
 def set_master(optimizer: MegatronOptimizer, param: torch.nn.Parameter, value: Tensor) -> None:
-    """Sets a parameter's master to ``value`` (in its local shape), on the ranks that hold it."""
+    """``value`` has the parameter's local shape; ranks without the master do nothing."""
     main, local = _held(_optimizer_of(optimizer, param), param)
     if local.stop > local.start:
         with torch.no_grad():
@@ -106,7 +104,7 @@ def set_master(optimizer: MegatronOptimizer, param: torch.nn.Parameter, value: T
 
 
 def _read(adam: Any, held: Tensor, state: str) -> Tensor:
-    """A state of ``held``, a tensor in Adam's groups, as flat fp32; zeros for moments before the first step."""
+    """Returns flat fp32; zeros for moments before the first step."""
     adam, held = _inner(adam, held)
     state_of_held = adam.state.get(held, {})
     if _keeps_masters(adam, held):
@@ -118,10 +116,7 @@ def _read(adam: Any, held: Tensor, state: str) -> Tensor:
 
 
 def _write(adam: Any, held: Tensor, values: Mapping[str, Tensor], *, updates: int) -> None:
-    """Sets the states of ``held`` from flat fp32 tensors, and the weight if it is ``held`` itself.
-
-    ``updates`` is Adam's step count if it counts per tensor; :func:`_set_count` if it counts per group.
-    """
+    """``updates`` is Adam's step count if it counts per tensor; :func:`_set_count` if it counts per group."""
     weight = held
     adam, held = _inner(adam, held)
     local = {state: values[state].to(held.device).view_as(held) for state in STATES}
@@ -144,7 +139,6 @@ def _counts_per_tensor(adam: Any) -> bool:
 
 
 def _set_count(adam: Any, updates: int) -> None:
-    """Sets the number of updates, if it is counted per group."""
     for inner in adam.sub_optimizers if isinstance(adam, HybridDeviceOptimizer) else [adam]:
         if not _counts_per_tensor(inner):
             for group in inner.param_groups:

@@ -32,10 +32,9 @@ from tepo_megatron.weights.geometry import ShardLayout
 
 @dataclass
 class _ParamGather:
-    """Whether this rank's weights are complete after an optimizer step. Every rank calls its methods in the same order.
+    """With ``overlapped`` the next forward pass gathers each bucket before use; other readers must call :meth:`finish` first.
 
-    With ``overlapped`` a step leaves each data-parallel rank with the weights that it updated. The next forward pass gathers
-    each bucket before use, through Megatron's hooks; other readers must call :meth:`finish` first.
+    Every rank calls the methods in the same order.
     """
 
     ddp: Sequence[DistributedDataParallel]
@@ -59,7 +58,7 @@ class _ParamGather:
 
 @dataclass(frozen=True)
 class Policy:
-    """A rank has one chunk of the model, or several if stages are interleaved."""
+    """Holds one chunk of the model, or several if stages are interleaved."""
 
     chunks: Sequence[GPTModel]
     ddp: Sequence[DistributedDataParallel]
@@ -68,18 +67,16 @@ class Policy:
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     params: dict[str, Any] = field(repr=False)
-    """By the names in the layouts, with experts' biases, which are no parameters. Complete on every rank after
-    ``param_gather.finish()``.
-    """
+    """By the names in the layouts, with experts' biases, which are no parameters. Complete after ``param_gather.finish()``."""
 
     param_gather: _ParamGather = field(repr=False)
 
     lora: Lora | None = None
-    """The adapters that are trained in place of the parameters."""
+    """The adapters that are trained instead of the parameters."""
 
     @property
     def trained(self) -> Mapping[str, torch.nn.Parameter]:
-        """What the optimizer changes, by the names of its layout."""
+        """Returns what the optimizer changes, by the names of its layout."""
         if self.lora is not None:
             return self.lora.params
         return {name: param for name, param in self.params.items() if isinstance(param, torch.nn.Parameter)}
@@ -91,13 +88,13 @@ class Policy:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """The weights that the model computes with, as plain tensors by the names of ``params``: for one reading of all."""
+        """Returns plain tensors by the names of ``params``, with adapters merged: for one reading of all."""
         return PlainWeights(self.params) if self.lora is None else self.lora.merged(self.params)
 
 
 @dataclass(frozen=True)
 class PolicyBuilder:
-    """Builds this rank's part of the run's models, with their first weights. Every rank calls, in the same order."""
+    """Builds the run's models with their first weights. Every rank calls, in the same order."""
 
     config: RunConfig
     spec: ModelSpec
@@ -108,7 +105,7 @@ class PolicyBuilder:
     layers: Layers
     ranks: Ranks
     layouts: Sequence[ShardLayout]
-    """Of every rank."""
+    """Those of every rank."""
 
     @property
     def layout(self) -> ShardLayout:
@@ -144,7 +141,7 @@ class PolicyBuilder:
         return Policy(chunks, ddp, optimizer, schedule, params, gather, lora)
 
     def reference(self) -> list[GPTModel]:
-        """A frozen copy of the first weights, for a KL term against them."""
+        """Returns a frozen copy of the first weights, for a KL term against them."""
         with self.platform.megatron():
             _, chunks = self._chunks()
         load_weights(self.weights, self.layout, named_weights(chunks))
@@ -171,7 +168,7 @@ class PolicyBuilder:
 
 
 def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """All parameters and experts' biases, by the names in the layouts, which start with the chunk if there are several."""
+    """Returns parameters and experts' biases; names start with the chunk if there are several."""
     prefixes = [f"model{number}." for number in range(len(chunks))] if len(chunks) > 1 else [""]
     weights: dict[str, Any] = {}
     for prefix, chunk in zip(prefixes, chunks, strict=True):
@@ -183,9 +180,7 @@ def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
 def finalize_gradients(
     model: list[torch.nn.Module], num_tokens: Tensor | None, *, afterwards: Callable[[], None], **kwargs: Any
 ) -> None:
-    """Megatron's reductions over data-parallel, sequence-parallel and tied-embedding ranks without its division
-    (``step/update.py``); then ``afterwards``.
-    """
+    """Reduces as Megatron, without its division (``step/update.py``); then calls ``afterwards``."""
     del num_tokens
     finalize_model_grads(model, None, **kwargs)
     afterwards()

@@ -32,7 +32,7 @@ _TIE = 0x8000
 
 
 def split_remainder(master: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 masters → bfloat16 weights and int16 remainders, as in Transformer Engine's Adam.
+    """Splits fp32 masters into bfloat16 weights and int16 remainders, as Transformer Engine's Adam.
 
     The weight is rounded to nearest even, as in torch. At a tie (one value in 2¹⁷) the kernel rounds up, and the remainder is
     that of the next fp32 number towards zero.
@@ -45,8 +45,8 @@ def split_remainder(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_remainder(weight: Tensor, low: Tensor) -> Tensor:
-    """The inverse of :func:`split_remainder`, bit for bit. If the kernel has rounded a tie up to an odd weight, the next fp32
-    number, which torch rounds to that weight too.
+    """Inverts :func:`split_remainder` bit for bit. If the kernel rounded a tie up, returns the next fp32 number, which torch
+    rounds to that weight too.
     """
     high = weight.contiguous().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
     bits = (high << 16) | (low.to(torch.int32) & 0xFFFF)
@@ -54,10 +54,9 @@ def join_remainder(weight: Tensor, low: Tensor) -> Tensor:
 
 
 def step_in_parts(adam: Any, step: Callable[[], Any], most: int = PART_ELEMENTS) -> None:
-    """One step of Transformer Engine's Adam, some of its tensors at a time: it makes all states of a group fp32, which would
-    need more memory than fewer bits save. Tensors' steps are independent.
+    """Makes one step of Transformer Engine's Adam, at most ``most`` elements at a time.
 
-    ``step`` is Adam's; ``most``: elements of a part.
+    Adam makes all states of a group fp32, which would need more memory than fewer bits save.
     """
     whole = adam.param_groups
     try:

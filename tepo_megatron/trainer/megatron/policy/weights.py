@@ -1,4 +1,4 @@
-"""A policy's weights for others: digests, full tensors, shards for servers, Hugging Face and PEFT folders."""
+"""Gives a policy's weights to others: digests, full tensors, shards, Hugging Face and PEFT folders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class PolicyWeights:
-    """:class:`tepo_megatron.trainer.protocol.WeightSource` of ``policy``."""
+    """Implements :class:`tepo_megatron.trainer.protocol.WeightSource`."""
 
     def __init__(
         self,
@@ -54,19 +54,17 @@ class PolicyWeights:
         self._sources = gather_sources(layouts)
         lora = policy.lora
         self.trained_sources = self._sources if lora is None else lora.sources
-        """Which rank holds what of the trained tensors."""
         self.trained_layout = layouts[rank] if lora is None else lora.layout
-        """What this rank holds of them."""
 
     @property
     def params(self) -> dict[str, Any]:
-        """This rank's complete weights, by the names in the layouts. Every rank reads them."""
+        """Returns this rank's complete weights, by the names in the layouts. Every rank reads them."""
         self._policy.param_gather.finish()
         return self._policy.params
 
     @property
     def merged(self) -> Mapping[str, Tensor]:
-        """As ``params``, with adapters merged, as plain tensors: for one reading of all."""
+        """Returns plain tensors with adapters merged: for one reading of all."""
         self._policy.param_gather.finish()
         return self._policy.weights
 
@@ -74,7 +72,7 @@ class PolicyWeights:
         return WeightsVersion(step, self.digest(self.merged))
 
     def digest(self, weights: Mapping[str, Tensor]) -> str:
-        """64 bits, in hex, of weights in this layout. Every rank calls; all get the same."""
+        """Returns 64 bits, in hex. Every rank calls; all get the same."""
         local = fingerprint(shards_to_write(self._sources, self._rank), weights)
         total = torch.tensor(local - 2**64 * (local >= 2**63), device=self._device)
         dist.all_reduce(total)  # int64 wraps around: modulo 2^64

@@ -25,19 +25,15 @@ from tepo_megatron.trainer.megatron.platform.parallel import Ranks
 from tepo_megatron.trainer.megatron.platform.platform import Platform
 
 _LossFunction = Callable[[TokenScores, Batch], tuple[Tensor, dict[str, Any]]]
-"""(scores, micro-batch) → (scalar to differentiate, values to keep). The loss is the sum of the scalars over micro-batches and
-ranks.
-"""
+"""Maps (scores, micro-batch) to (scalar to differentiate, values to keep). The loss sums the scalars over micro-batches and
+ranks."""
 
 
 NOT_FINITE = "not_finite"
-"""Key of a micro-batch's values under which :meth:`Forward.run` states why it has no loss."""
 
 
 @dataclass(frozen=True)
 class Forward:
-    """Turns packed micro-batches into token scores, with the settings of this run."""
-
     ranks: Ranks
     platform: Platform
     vocab_size: int
@@ -66,7 +62,7 @@ class Forward:
     """The policy's, if it has experts."""
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
-        """This data-parallel rank's micro-batches, as lists of sequence indices."""
+        """Returns this data-parallel rank's micro-batches, as lists of sequence indices."""
         parts = partition(
             batch.lengths_S.tolist(),
             ranks=self.ranks.dp,
@@ -85,10 +81,10 @@ class Forward:
         *,
         train: bool,
     ) -> list[dict[str, Any]]:
-        """Runs forward, and backward if ``train``, over this rank's micro-batches. ``chunks`` is this rank's part of a model.
+        """Runs forward, and backward if ``train``, over this rank's micro-batches. Every rank calls.
 
-        Every rank calls. Returns what ``loss`` kept of each micro-batch on the last pipeline stage, elsewhere an empty list. If
-        ``loss`` raised NotFiniteError, the micro-batch's loss is NaN and its values have ``NOT_FINITE``.
+        Returns what ``loss`` kept of each micro-batch on the last pipeline stage, elsewhere an empty list. If ``loss`` raised
+        NotFiniteError, the micro-batch's loss is NaN and its values have the reason under ``NOT_FINITE``.
         """
         members = [batch.select(sequences) for sequences in micro_batches]
         sizes = [self._padded(padded_tokens(micro.lengths_S.tolist(), self.ranks.cp)) for micro in members]

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of every token under the current weights, and their rounding noise."""
+"""Scores every token under the current weights, and measures the scores' rounding noise."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tepo_megatron.trainer.megatron.step.forward import NOT_FINITE, Forward
 
 
 def score(forward: Forward, chunks: Sequence[torch.nn.Module], batch: Batch) -> TokenScores:
-    """float32 scores of the whole batch, detached, 0 outside the loss mask, the same on every rank. Every rank calls.
+    """Returns float32 scores, detached, 0 outside the loss mask, the same on every rank. Every rank calls.
 
-    They are computed in the micro-batches of an update of the same batch. Raises NotFiniteError on every rank.
+    Uses the micro-batches of an update of the same batch. Raises NotFiniteError on every rank.
     """
     return _score_micro_batches(forward, chunks, batch, forward.micro_batches(batch))
 
@@ -27,10 +27,7 @@ def score(forward: Forward, chunks: Sequence[torch.nn.Module], batch: Batch) -> 
 def _score_micro_batches(
     forward: Forward, chunks: Sequence[torch.nn.Module], batch: Batch, micro_batches: Sequence[Sequence[int]]
 ) -> TokenScores:
-    """As :func:`score`, in given micro-batches of this data-parallel rank: lists of sequence indices.
-
-    Each sequence is in one micro-batch of one data-parallel rank, and every rank has equally many.
-    """
+    """Each sequence is in one micro-batch of one data-parallel rank, and every rank has equally many."""
 
     def keep(scores: TokenScores, micro: Batch) -> tuple[Tensor, dict[str, Any]]:
         return scores.logprob.sum(), {"scores": torch.stack([scores.logprob, scores.entropy])}
@@ -54,10 +51,10 @@ _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def measure_noise(forward: Forward, chunks: Sequence[torch.nn.Module], batch: Batch, sequences: int) -> dict[str, float]:
-    """Quantiles of the rounding noise of entropies (nats), token ratios and sequence ratios, as ``entropy/noise/p99`` etc.
+    """Returns quantiles of the noise of entropies (nats), token ratios and sequence ratios, as ``entropy/noise/p99`` etc.
 
-    A GPU's kernels round by a token's place, so that smaller differences mean nothing. About ``sequences`` sequences of all
-    lengths are scored alone, and again behind another sequence. Every rank calls; all get the same.
+    A GPU's kernels round by a token's place: smaller differences mean nothing. About ``sequences`` sequences of all lengths are
+    scored alone, and again after another sequence. Every rank calls; all get the same.
     """
     alone = batch.select(_spread(batch, forward, sequences))
     count, ranks = alone.num_sequences, forward.ranks
@@ -80,7 +77,7 @@ def measure_noise(forward: Forward, chunks: Sequence[torch.nn.Module], batch: Ba
 
 
 def _spread(batch: Batch, forward: Forward, sequences: int) -> list[int]:
-    """Sequences evenly spread over the sorted lengths; equally many for each data-parallel rank."""
+    """Every data-parallel rank needs equally many sequences."""
     group = forward.ranks.dp * forward.ranks.micro_batch_group
     count = max(min(sequences, batch.num_sequences) // group, 1) * group
     order = batch.lengths_S.argsort(stable=True).tolist()
@@ -93,10 +90,10 @@ def _quantiles(values: Tensor) -> dict[str, float]:
 
 
 def on_every_rank(forward: Forward, places: Sequence[Tensor], values_of: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
-    """Values [n, tokens] of tokens on every rank, float32 and exact; 0 for tokens without a value. Every rank calls.
+    """Returns float32 [n, tokens] on every rank; 0 for tokens without a value. Every rank calls.
 
-    ``places``: positions of the tokens of this rank's micro-batches; ``kept``: their values, [n, t] each, empty except on the
-    last pipeline stage.
+    ``places``: positions of the tokens of this rank's micro-batches; ``values_of``: their values, [n, t] each, empty except on
+    the last pipeline stage.
     """
     result = torch.zeros(shape, device=forward.platform.device)
     # Tensor- and context-parallel ranks have the same values; of the pipeline only the last stage has some.

@@ -1,9 +1,8 @@
-"""One optimizer step. Only this file decides how losses and gradients are scaled.
+"""Makes one optimizer step. Only this file decides how losses and gradients are scaled.
 
-Megatron would divide the loss by the number of micro-batches and the gradient by the number of data-parallel ranks: a mean of
-means. With ``calculate_per_token_loss`` (``model/model.py``) it sums, and would divide by a token count in
-``finalize_model_grads``. That division is left out too (``finalize_gradients`` in ``policy/policy.py``): the objective's
-numerator is divided here, once, by the denominator of the whole mini-batch.
+Megatron would take a mean of means over micro-batches and data-parallel ranks. With ``calculate_per_token_loss`` it sums, and
+its division by a token count is left out (``policy/policy.py``): the objective's numerator is divided here, once, by the
+denominator of the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ class StepObjective(Protocol):
 def update(
     forward: Forward, policy: Policy, objective: StepObjective, batch: Batch, *, entropy_noise: float = 0.0
 ) -> UpdateResult:
-    """One optimizer step on the whole mini-batch, of which this rank computes its share. Every rank calls.
+    """Makes one optimizer step on the whole mini-batch. Every rank calls.
 
-    ``batch`` has advantages, old log-probs and old entropies; ``entropy_noise`` is in nats. If a loss, a gradient or the
-    gradient norm of any rank is not finite, no rank makes the step.
+    ``batch`` has advantages, old log-probs and old entropies; ``entropy_noise`` is in nats. If any rank's loss, gradient or
+    gradient norm is not finite, no rank makes the step.
     """
     optimizer = policy.optimizer
     try:
@@ -110,22 +109,18 @@ def _reduce(
 
 
 _MOST_NAMES = 8
-"""A NaN spreads: the first few parameters and ranks say as much as all."""
+"""A NaN spreads: the first few parameters and ranks are enough."""
 
 _RankReport = dict[str, Any]
-"""One rank's report: ``rank``, ``place`` (coordinates), ``micro_batches`` (why they have no loss), ``losses`` (indices of
-micro-batches with a loss that is not finite), ``gradients`` (names of parameters), ``more_gradients`` (number of further ones).
-"""
+"""``place``: coordinates; ``micro_batches``: why they have no loss; ``losses``: indices of those that are not finite;
+``gradients``: names of parameters; ``more_gradients``: number of further ones."""
 
 
 def _find_not_finite(
     ranks: Ranks, policy: Policy, results: Sequence[Mapping[str, Any]], grad_norm: float, device: torch.device
 ) -> list[_RankReport]:
-    """Reports of the ranks with numbers that are not finite, before the optimizer step; the same on every rank. Every rank
-    calls.
-
-    ``kept``: values of this rank's micro-batches; ``grad_norm``: over all ranks. The norm leaves out parameters that other
-    tensor-parallel ranks have too, so that every rank also checks its gradients.
+    """Every rank calls; all get the same. The norm leaves out parameters that other tensor-parallel ranks have too, so that
+    every rank also checks its gradients.
     """
     flags = torch.zeros(ranks.world, dtype=torch.int32, device=device)
     flags[ranks.rank] = not (math.isfinite(grad_norm) and _losses_are_finite(results) and _gradients_are_finite(policy))
@@ -136,7 +131,7 @@ def _find_not_finite(
 
 
 def _first_cause(reports: Sequence[_RankReport], grad_norm: float) -> str:
-    """One sentence about what is nearest to the origin: logits before losses before gradients."""
+    """Logits come before losses before gradients: the first is nearest to the origin."""
     for kind in ("micro_batches", "losses", "gradients"):
         for report in reports:
             if report[kind]:
@@ -186,15 +181,13 @@ def _details(ranks: Ranks, policy: Policy, results: Sequence[Mapping[str, Any]])
 
 
 _TOKEN_VALUES = ("logprob_update", "entropy_change", "ratio", "masked")
-"""Keys of ``ObjectiveOutput.token_values``. Stages that compute no loss must know them too."""
+"""Stages that compute no loss must know these keys of ``ObjectiveOutput.token_values`` too."""
 
 _KEPT = "token_values"
 
 
 def _keep_recorded(output: ObjectiveOutput, micro: Batch) -> dict[str, Tensor]:
-    """Token values of a micro-batch's recorded sequences, NaN for those that the objective does not compute. Empty if none is
-    recorded.
-    """
+    """NaN for values that the objective does not compute; empty if no sequence is recorded."""
     if micro.recorded_S is None:
         return {}
     at_R = _recorded_T(micro).nonzero()[:, 0]
@@ -206,7 +199,7 @@ def _keep_recorded(output: ObjectiveOutput, micro: Batch) -> dict[str, Tensor]:
 def _gather_recorded(
     forward: Forward, batch: Batch, micro_batches: Sequence[Sequence[int]], results: Sequence[Mapping[str, Any]]
 ) -> dict[str, Tensor]:
-    """``UpdateResult.token_values``, on every rank, from the values that the last stage kept. Every rank calls."""
+    """Every rank calls."""
     if batch.recorded_S is None:
         return {}
     recorded_T = _recorded_T(batch)
