@@ -1,1 +1,1 @@
-"""Weights on disk: Hugging Face folders, and files of single ranks from which any box of a tensor can be read."""
+"""Weights on disk: Hugging Face folders, and files of single ranks."""

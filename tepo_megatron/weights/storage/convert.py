@@ -80,8 +80,7 @@ def import_model(
     bucket_bytes: int = BUCKET_BYTES,
     report: ProgressCallback = lambda done, total: None,
 ) -> None:
-    """Writes a Hugging Face folder's weights, in their dtypes, as files per rank of a ``tp`` × ``pp`` layout
-    (``model.shards``).
+    """Writes a Hugging Face folder's weights as files per rank of a ``tp`` × ``pp`` layout (``model.shards``), in their dtypes.
 
     Any layout can read them; under this one each rank reads little but its own files. ``vpp`` is the number of chunks of a
     stage, ``first_layers`` and ``last_layers`` the layers of the first and last stage if they differ. Raises as
@@ -99,7 +98,7 @@ def import_model(
 def check_imported(shards: Path, model: Path) -> None:
     """Raises ValueError unless ``shards`` is an import of ``model``; compares a few numbers of every tensor.
 
-    Servers start from the folder and the trainer from the shards: they must be one model.
+    Servers start from the folder and the trainer from the shards.
     """
     shapes = tensor_shapes(read_model_spec(model))
     imported, original = open_weights(shards), open_weights(model)

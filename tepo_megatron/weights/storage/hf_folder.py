@@ -21,7 +21,7 @@ from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.storage.stored import open_safetensors, open_weights
 
 SHARD_BYTES = 4 * 2**30
-"""Size in bytes at which an exported file is closed and the next one started."""
+"""Size at which an exported file is closed and the next one started."""
 
 TOKENIZER_FILES = (
     "tokenizer.model",
@@ -39,7 +39,6 @@ TOKENIZER_FILES = (
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 PEFT_PREFIX = "base_model.model."
-"""PEFT's prefix of the model's module names."""
 
 _SUPPORTED_PEFT: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -54,14 +53,14 @@ _SUPPORTED_PEFT: dict[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
     "trainable_token_indices": (None,),
 }
-"""PEFT settings with the values under which every layer has one plain A and B."""
+"""Values under which every layer has one plain A and B."""
 
 
 def load_into(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> None:
-    """Copies this rank's boxes of a folder's tensors into its parameters, reading no other bytes.
+    """Copies this rank's boxes of a folder (Hugging Face's or ``tepo import``'s) into its parameters, reading no other bytes.
 
-    ``folder`` is a Hugging Face folder or one of ``tepo import``. Padding rows of the vocabulary become zero. Raises
-    ValueError, before anything is written, naming every missing, unexpected and misshapen tensor, or the damaged file.
+    Padding rows of the vocabulary become zero. Raises ValueError, before anything is written, naming every missing, unexpected
+    and misshapen tensor, or the damaged file.
     """
     weights = open_weights(folder)
     weights.check(layout.shapes)
@@ -75,10 +74,10 @@ def load_into(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -
 def write_model(
     out: Path, tensors: Iterable[tuple[str, Tensor]], *, source: Path, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Writes a Hugging Face folder from a stream of full tensors, with config and tokenizer copied from ``source``.
+    """Writes full tensors as a Hugging Face folder, with config and tokenizer of ``source``. One process calls.
 
-    One process calls. At most ``shard_bytes`` are held at a time. The folder at ``out`` is replaced atomically. Raises
-    RuntimeError if a file cannot be written.
+    At most ``shard_bytes`` are held at a time. The folder at ``out`` is replaced atomically. Raises RuntimeError if a file
+    cannot be written.
     """
     with _atomic_folder(out) as partial:
         copy_description(source, partial, dtype)
@@ -87,7 +86,7 @@ def write_model(
 
 
 def copy_description(source: Path, out: Path, dtype: torch.dtype | None) -> None:
-    """Copies config and tokenizer; the config names ``dtype``, or the source's dtype for None."""
+    """Copies config and tokenizer; ``dtype`` None keeps the source's."""
     config = json.loads((source / "config.json").read_text())
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
@@ -101,7 +100,7 @@ def copy_description(source: Path, out: Path, dtype: torch.dtype | None) -> None
 def write_stream(
     folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES
 ) -> list[tuple[Path, dict[str, int]]]:
-    """Writes tensors to ``stem-00001.safetensors`` and so on, holding at most ``shard_bytes`` or one tensor.
+    """Writes ``stem-00001.safetensors`` and so on, holding at most ``shard_bytes`` or one tensor.
 
     Returns each file with the bytes of each of its tensors.
     """
@@ -137,12 +136,12 @@ def _name_as_hugging_face(folder: Path, written: list[tuple[Path, dict[str, int]
 
 
 def model_file_name(number: int, count: int) -> str:
-    """Returns Hugging Face's name of file ``number`` (from 1) of ``count``."""
+    """Numbers start at 1."""
     return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(folder: Path, files: Sequence[Mapping[str, int]]) -> None:
-    """Writes the index of several files, given the bytes of each tensor in each; a single file has no index."""
+    """``files`` has the bytes of each tensor; a single file gets no index."""
     if len(files) == 1:
         return
     weight_map = {name: model_file_name(number, len(files)) for number, sizes in enumerate(files, 1) for name in sizes}
@@ -152,7 +151,7 @@ def write_index(folder: Path, files: Sequence[Mapping[str, int]]) -> None:
 
 @contextmanager
 def _atomic_folder(out: Path) -> Iterator[Path]:
-    """Yields a folder to write into, renamed to ``out`` if the block succeeds and removed if it raises."""
+    """Yields a folder that is renamed to ``out`` if the block succeeds and removed if it raises."""
     partial = partial_path(out)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -168,7 +167,7 @@ def _atomic_folder(out: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """Settings of a PEFT folder; ``targets`` are names of layers."""
+    """``targets`` are names of layers."""
 
     rank: int
     alpha: float
@@ -232,7 +231,7 @@ def check_peft_folder(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, ra
 
 
 def load_adapters(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> None:
-    """Copies this rank's parts of a folder's adapters into its parameters, reading no other bytes."""
+    """Reads only this rank's parts."""
     with torch.no_grad(), open_safetensors(folder / PEFT_WEIGHTS) as handle:
         for shard in layout.shards:
             params[shard.param][shard.param_box.slices].copy_(handle.get_slice(PEFT_PREFIX + shard.tensor)[shard.box.slices])

@@ -2,8 +2,8 @@
 
     step_000100/manifest.json    {"step": 100, "files": {"state.json": {"bytes": …, "sha256": …}, "shards/…": …}, "sha256": …}
 
-The manifest is written last. It reveals any file that was changed, cut short, lost, added or taken from another checkpoint;
-its own digest reveals damage to itself. ``sha256sum`` gives the same digests.
+The manifest is written last and has a digest of itself. It reveals any file that was changed, cut short, lost, added or taken
+from another checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tepo_megatron.runtime.files import write_atomically
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT = 2
-"""Format of checkpoints with a manifest, also in ``state.json``. Format 1 has neither manifest nor this number."""
+"""Also in ``state.json``. Format 1 has neither manifest nor this number."""
 
 _BLOCK_BYTES = 4 * 2**20
 _SAMPLED_TENSORS, _SAMPLED_BYTES = 64, 4096
@@ -29,7 +29,7 @@ _SAMPLED_TENSORS, _SAMPLED_BYTES = 64, 4096
 
 
 class DamagedCheckpoint(ValueError):  # noqa: N818
-    """A checkpoint that must not be used; the text is ``NAME is damaged (what is wrong)``."""
+    """The text is ``NAME is damaged (the reason)``."""
 
     def __init__(self, folder: Path, problems: Sequence[str]) -> None:
         self.folder = folder
@@ -40,15 +40,13 @@ class DamagedCheckpoint(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Length in bytes and SHA-256 in hexadecimal."""
-
     bytes: int
     sha256: str
 
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """Files of a checkpoint, by their paths below its folder."""
+    """Paths are relative to the checkpoint's folder."""
 
     folder: Path
     step: int
@@ -56,11 +54,11 @@ class CheckpointManifest:
 
     @property
     def bytes(self) -> int:
-        """Size of the checkpoint without the manifest."""
+        """Without the manifest."""
         return sum(record.bytes for record in self.files.values())
 
     def wrong_files(self) -> dict[str, str]:
-        """Returns a sentence for each missing or additional file, or of another length; reads no contents."""
+        """Returns a sentence for each file that is missing, additional or of another length; reads no contents."""
         shards = {str(path.relative_to(self.folder)) for path in self.folder.glob("*/*.safetensors")}
         problems = {name: f"{name} does not belong to it" for name in sorted(shards - self.files.keys())}
         for name, record in self.files.items():
@@ -74,7 +72,7 @@ class CheckpointManifest:
         return problems
 
     def wrong_contents(self, names: Iterable[str]) -> list[str]:
-        """Returns a sentence for each of these files whose digest differs; reads them."""
+        """Reads these files; returns a sentence for each with another digest."""
         return [problem for name in names if (problem := self._wrong_content(name))]
 
     def _wrong_content(self, name: str) -> str | None:
@@ -108,7 +106,7 @@ def _digest_file(path: Path) -> str:
 
 
 def write_manifest(folder: Path, step: int, files: Mapping[str, FileRecord]) -> None:
-    """Writes the manifest, durably. All other files must exist."""
+    """Writes durably. All other files must exist."""
     content = {"format": FORMAT, "step": step, "files": {name: asdict(files[name]) for name in sorted(files)}}
     write_durably(folder / MANIFEST, json.dumps({**content, "sha256": _content_digest(content)}, indent=2) + "\n")
 
@@ -118,7 +116,7 @@ def has_manifest(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """Reads and checks the manifest. Raises DamagedCheckpoint if it is missing, damaged, or of another step's folder."""
+    """Raises DamagedCheckpoint if it is missing, damaged, or of another step's folder."""
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         digest = content.pop("sha256")
@@ -139,7 +137,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 
 def check_whole(folder: Path) -> CheckpointManifest:
-    """Reads every byte of a checkpoint in this process. Raises DamagedCheckpoint naming every damaged file."""
+    """Reads every byte in this process. Raises DamagedCheckpoint naming every damaged file."""
     manifest = read_manifest(folder)
     wrong = manifest.wrong_files()
     with ThreadPoolExecutor() as readers:  # digests are computed without Python's lock
@@ -151,7 +149,7 @@ def check_whole(folder: Path) -> CheckpointManifest:
 
 
 def write_durably(path: Path, text: str) -> FileRecord:
-    """Replaces a file so that it survives a power cut; returns its record."""
+    """Replaces a file so that it survives a power cut."""
     data = text.encode()
     write_atomically(path, data, sync=True)
     return FileRecord(len(data), hashlib.sha256(data).hexdigest())
@@ -175,10 +173,10 @@ def _step_within(path: Path) -> int | None:
 
 
 def sampled_digest(folder: Path) -> str | None:
-    """Returns a digest of the safetensors of ``folder``: name, dtype, shape of every tensor, and 4 KiB of 64 of them.
+    """Returns a digest of name, dtype and shape of every tensor, and 4 KiB of 64 of them; None without safetensors.
 
-    Copies have equal digests even if their files are divided differently; a trained model has another. Reads headers and 256
-    KiB. Returns None for a folder without safetensors. Raises ValueError naming a damaged file.
+    Copies have equal digests even if their files are divided differently; a trained model has another. Raises ValueError naming
+    a damaged file.
     """
     tensors = {name: (path, start, entry) for path in _files(folder) for name, start, entry in _header(path)}
     if not tensors:

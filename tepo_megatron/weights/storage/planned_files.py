@@ -24,14 +24,14 @@ BUCKET_BYTES = 32 * 2**20
 
 
 FILE_BYTES = 4 * 2**30
-"""Size in bytes at which a rank's file is closed and the next one started."""
+"""Size at which a rank's file is closed and the next one started."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """``box`` of ``tensor``, written under ``key`` in ``dtype`` (safetensors' name)."""
+    """``dtype`` is safetensors' name."""
 
     key: str
     tensor: str
@@ -45,7 +45,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """One safetensors file; ``name`` is its path below the folder, ``metadata`` goes into its header."""
+    """``name`` is the path below the folder; ``metadata`` goes into the header."""
 
     name: str
     entries: tuple[FileEntry, ...]
@@ -53,7 +53,7 @@ class PlannedFile:
 
     @cached_property
     def header(self) -> bytes:
-        """Bytes before the tensors: length of a JSON table, and the table of dtypes, shapes and offsets."""
+        """Length of a JSON table, and the table of dtypes, shapes and offsets."""
         table: dict[str, object] = {"__metadata__": {"format": "pt", **self.metadata}}
         end = 0  # offsets count from the end of the header, so that they do not depend on its length
         for entry in self.entries:
@@ -65,11 +65,10 @@ class PlannedFile:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file in bytes."""
         return len(self.header) + sum(entry.nbytes for entry in self.entries)
 
     def is_written(self, folder: Path) -> bool:
-        """Returns whether the file exists with the planned size and header. Only complete files have their name."""
+        """Compares size and header. Only complete files have their name."""
         path = folder / self.name
         if not path.is_file() or path.stat().st_size != self.nbytes:
             return False
@@ -79,10 +78,7 @@ class PlannedFile:
     def write(
         self, folder: Path, source: StoredWeights, advance: Callable[[int], None], *, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        """Streams the entries from ``source``, at most ``bucket_bytes`` (or one row) at a time.
-
-        Calls ``advance`` with the number of bytes after each write.
-        """
+        """Streams at most ``bucket_bytes`` (or one row) at a time; calls ``advance`` with the bytes of each write."""
         path = folder / self.name
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(path.name + ".unfinished")
@@ -109,7 +105,7 @@ def _buckets(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
 
 
 def group_entries(entries: Sequence[FileEntry], limit: int) -> list[tuple[FileEntry, ...]]:
-    """Groups consecutive entries into groups of at most ``limit`` bytes, or one entry."""
+    """Groups consecutive entries, up to ``limit`` bytes or one entry."""
     groups: list[list[FileEntry]] = []
     group_bytes = 0
     for entry in entries:
@@ -123,7 +119,7 @@ def group_entries(entries: Sequence[FileEntry], limit: int) -> list[tuple[FileEn
 
 @dataclass
 class WrittenBoxes:
-    """Files written by a rank, by path below the checkpoint, and the bytes of all boxes.
+    """A rank's files, by path below the checkpoint, and the bytes of all boxes.
 
     ``error`` is the first failed write; then files are missing.
     """
@@ -141,10 +137,9 @@ def write_boxes(
     metadata: Mapping[str, str],
     file_bytes: int = FILE_BYTES,
 ) -> WrittenBoxes:
-    """Writes boxes to ``folder/shards/STEM-00001.safetensors`` and so on, durably.
+    """Writes ``folder/shards/STEM-00001.safetensors`` and so on, durably, holding at most ``file_bytes`` or one box.
 
-    Holds at most ``file_bytes``, or one box. ``metadata`` goes into the headers. After a failed write the remaining boxes
-    are still counted, so that an error can state the space needed.
+    After a failed write the remaining boxes are still counted, so that an error can state the space needed.
     """
     written = WrittenBoxes()
     pending: dict[str, Tensor] = {}
@@ -168,7 +163,7 @@ def write_boxes(
 
 
 def describe_os_error(error: OSError) -> str:
-    """Returns the system's message and name of an error, such as "No space left on device (ENOSPC)"."""
+    """Example: "No space left on device (ENOSPC)"."""
     return f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'unknown')})"
 
 

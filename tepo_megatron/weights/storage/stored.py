@@ -30,13 +30,11 @@ _MTP_PROJECTION = "eh_proj.weight"
 """Only a layer of DeepSeek-V3's multi-token prediction has this tensor."""
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-"""Floating-point types of weights by safetensors' names."""
+"""By safetensors' names."""
 
 
 @dataclass(frozen=True)
 class _StoredBox:
-    """File and key of a ``box`` of a tensor; ``dtype`` is safetensors' name."""
-
     file: Path
     key: str
     box: Box
@@ -44,13 +42,13 @@ class _StoredBox:
 
 
 def box_key(kind: str, tensor: str, box: Box) -> str:
-    """Returns the key of ``box`` in a file. It has only the start; the extent is the shape of the stored tensor."""
+    """The key has only the start; the extent is the shape of the stored tensor."""
     return f"{kind}|{tensor}|{','.join(map(str, box.start))}"
 
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """The boxes of each tensor in a folder, without duplicates of several ranks."""
+    """The boxes of each tensor, without duplicates of several ranks."""
 
     folder: Path
     boxes: Mapping[str, list[_StoredBox]]
@@ -81,7 +79,7 @@ class StoredWeights:
             )
 
     def read(self, tensor: str, box: Box, into: Tensor) -> None:
-        """Copies ``box`` of a tensor into ``into`` (same shape, any dtype), reading no other bytes.
+        """Copies ``box`` into ``into`` (same shape, any dtype), reading no other bytes.
 
         Raises ValueError if the box is not completely stored, or a file is damaged.
         """
@@ -111,7 +109,7 @@ def _problems(name: str, shape: tuple[int, ...], stored: list[_StoredBox]) -> It
 
 
 def open_weights(folder: Path) -> StoredWeights:
-    """Reads the headers of a folder's files. Raises ValueError for another kind of folder or a damaged file."""
+    """Reads only headers. Raises ValueError for another kind of folder or a damaged file."""
     if not (folder / SHARDS).is_dir():
         return _open_hugging_face(folder)
     if (folder / "state.json").is_file():
@@ -122,7 +120,7 @@ def open_weights(folder: Path) -> StoredWeights:
 
 
 def open_boxes(folder: Path, kind: str) -> StoredWeights:
-    """Opens the boxes of one kind in ``folder/shards`` ("weight", "master", "exp_avg", "exp_avg_sq")."""
+    """``kind`` is "weight", "master", "exp_avg" or "exp_avg_sq"."""
     boxes: dict[str, dict[Box, _StoredBox]] = {}
     for path in sorted((folder / SHARDS).glob("*.safetensors")):
         with open_safetensors(path) as handle:
@@ -176,7 +174,7 @@ def _stored(handle: safe_open, path: Path, key: str, start: tuple[int, ...]) -> 
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[safe_open]:
-    """Opens a file with ``safe_open``; its errors become ValueErrors that name the file and the remedy."""
+    """Errors become ValueErrors that name the file and the remedy."""
     try:
         with safe_open(path, framework="pt") as handle:
             yield handle

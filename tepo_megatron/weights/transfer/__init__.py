@@ -1,1 +1,1 @@
-"""Carries out a plan between processes: messages, transports, digests; and the plain way, which sends full tensors."""
+"""Carries out a plan between processes; or the plain way, which sends full tensors."""

@@ -1,7 +1,4 @@
-"""Digests of weights: a fingerprint of a model whatever its layout, and digests of transferred bytes.
-
-Both guard against accidents (a flipped bit, a misplaced message), not against forged weights.
-"""
+"""Digests of weights and of transferred bytes. They guard against accidents, not against forgery."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from torch import Tensor
 from tepo_megatron.weights.geometry import Shard
 
 _CHUNK = 2**20
-"""Number of elements widened to 64 bits at once."""
+"""Elements widened to 64 bits at once."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)
@@ -29,10 +26,10 @@ _ODD = 0x9E3779B97F4A7C15
 
 
 def fingerprint(shards: Iterable[Shard], params: Mapping[str, Tensor]) -> int:
-    """Returns 64 bits of the parts of Hugging Face tensors that ``shards`` locate in ``params``, in their dtype there.
+    """Returns 64 bits of the parts of tensors that ``shards`` locate in ``params``, all on one device and in their dtypes.
 
-    All parameters are on one device. The sum over all elements, modulo 2^64, of the bits times an odd number from tensor and
-    index: parts that cover the model once add up to the whole.
+    Sums the bits of each element times an odd number from tensor and index, modulo 2^64: parts that cover the model once add up
+    to the whole, in any layout.
     """
     keys, sums = [], []
     for shard in shards:
@@ -59,7 +56,6 @@ def _weighted_sum(part: Tensor, start: Sequence[int]) -> Tensor:
 
 
 def _keys(dim: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Mixing as in SplitMix64. Keys are odd: an odd factor has an inverse modulo 2^64 and loses no change of a value."""
     # Mixing as in SplitMix64. The keys are made odd: an odd factor has an inverse modulo 2^64 and loses no change of a value.
     mixed = (torch.arange(first, first + count, device=device) + (dim << 40)) * _MIX[0]
     mixed = (mixed ^ (mixed >> 31)) * _MIX[1]
@@ -89,10 +85,7 @@ def digest(data: Tensor) -> Tensor:
 
 
 class TensorDigests:
-    """Digests of the tensors that one rank sends to another, each the sum over its segments.
-
-    Both ranks add the same segments in the same order.
-    """
+    """Digests of the tensors that one rank sends to another. Both add the same segments in the same order."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._index = {name: index for index, name in enumerate(dict.fromkeys(names))}
@@ -102,7 +95,7 @@ class TensorDigests:
         return len(self._index)
 
     def add(self, name: str, value: Tensor) -> None:
-        """Adds the digest of the next segment of tensor ``name``, which a device may still be computing."""
+        """Adds the next segment of tensor ``name``, which a device may still be computing."""
         self._added.append((self._index[name], value))
 
     def as_tensor(self) -> Tensor:
@@ -116,7 +109,7 @@ class TensorDigests:
         return total.index_add_(0, torch.tensor(index), torch.stack(values).cpu() * keys)
 
     def differences(self, other: Tensor) -> list[str]:
-        """Returns a sentence for every tensor whose digest differs from ``other``, the sender's :meth:`as_tensor`."""
+        """Returns a sentence for every tensor that differs from ``other``, the sender's :meth:`as_tensor`."""
         sent, arrived = other.tolist(), self.as_tensor().tolist()
         return [
             f"{name!r} (sent {sent[index] % 2**64:016x}, arrived {arrived[index] % 2**64:016x})"

@@ -1,4 +1,4 @@
-"""The plain way to send weights: full tensors are gathered on rank 0 and broadcast in buckets, in the order of a manifest."""
+"""The plain way: full tensors are gathered on rank 0 and broadcast in buckets, in the order of a manifest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 
 BUCKET_BYTES = 64 * 2**20
 ALIGNMENT = 16
-"""Tensors start at multiples of this many bytes in their bucket; a multiple of any dtype's item size."""
+"""Bytes; a multiple of any dtype's item size."""
 
 TensorManifest = Sequence[tuple[str, Sequence[int], str]]
 """Tensors in the order of sending: (name, shape, name of the torch dtype such as ``"float32"``)."""
@@ -38,7 +38,7 @@ class _BucketEntry:
 
 
 def buckets(manifest: TensorManifest, limit: int = BUCKET_BYTES) -> list[list[_BucketEntry]]:
-    """Divides a manifest into buckets of at most ``limit`` bytes, one per message; a larger tensor gets its own.
+    """Divides a manifest into messages of at most ``limit`` bytes, or one tensor.
 
     Raises ValueError for an unknown dtype and for a name that occurs twice.
     """
@@ -71,7 +71,7 @@ def send(
     cancelled: Callable[[], bool] = lambda: False,
     limit: int = BUCKET_BYTES,
 ) -> None:
-    """Broadcasts ``tensors``, those of the manifest in its order, from rank 0; blocks until they are sent.
+    """Broadcasts the manifest's tensors, in its order, from rank 0; blocks until they are sent.
 
     ``cancelled`` is polled while a message waits for its receivers. Raises ValueError for a tensor that does not match the
     manifest, RuntimeError naming the tensors of a message that fails, times out or is cancelled.
@@ -95,9 +95,9 @@ def send(
 
 
 def receive(group: GlooGroup, manifest: TensorManifest, *, limit: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, CPU tensor) from rank 0 in the order of the manifest.
+    """Yields (name, CPU tensor) in the order of the manifest; tensors of one message share memory.
 
-    Tensors of one message share memory. Raises RuntimeError naming the tensors of a message that fails or times out.
+    Raises RuntimeError naming the tensors of a message that fails or times out.
     """
     for entries in buckets(manifest, limit):
         bucket = torch.empty(entries[-1].offset + entries[-1].nbytes, dtype=torch.uint8)
@@ -117,7 +117,7 @@ def _broadcast(group: GlooGroup, entries: list[_BucketEntry], bucket: Tensor, ca
 def gather_sources(layouts: Sequence[ShardLayout]) -> dict[str, list[tuple[int, Shard]]]:
     """Returns for each tensor the (rank, shard) pairs that cover it once; the lowest rank sends shared parts.
 
-    Pure: every rank computes it from all layouts. Raises ValueError for a tensor that the ranks do not cover.
+    Raises ValueError for a tensor that the ranks do not cover.
     """
     plan: dict[str, list[tuple[int, Shard]]] = {name: [] for name in layouts[0].shapes}
     taken = set()
@@ -134,7 +134,7 @@ def gather_sources(layouts: Sequence[ShardLayout]) -> dict[str, list[tuple[int, 
 
 
 def shards_to_write(plan: Mapping[str, list[tuple[int, Shard]]], rank: int) -> list[Shard]:
-    """Returns a rank's shards of :func:`gather_sources`; those of all ranks cover the model once."""
+    """Returns a rank's shards of :func:`gather_sources`."""
     return [shard for pairs in plan.values() for owner, shard in pairs if owner == rank]
 
 

@@ -1,4 +1,4 @@
-"""Cuts and packs the moves of a plan into messages. Both ranks of a pair derive the same messages from the same moves."""
+"""Packs the moves of a plan into messages. Both ranks of a pair derive the same messages."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ SINGLE_SEGMENT_BYTES = 256 * 2**10
 _FP32_BYTES = 4
 
 WINDOW = 2
-"""Messages under way at once between two ranks: one travels while the next is packed or unpacked."""
+"""Messages under way between two ranks: one travels while the next is packed or unpacked."""
 
 
 @dataclass(frozen=True)
 class MoveEnd:
-    """One rank's end of a move: it exchanges ``region`` of its parameter ``param`` with rank ``peer``.
+    """One rank's end of a move. ``name`` is the destination's parameter, under which both ranks report.
 
-    ``name`` is the destination's parameter, under which both ranks report. ``fp32``: both ends are fp32 vectors whatever the
-    dtype on the wire. Their bits travel unchanged: with a smaller wire dtype each element is ``units`` elements, and
-    ``region`` counts these.
+    ``fp32``: both ends are fp32 vectors whatever the dtype on the wire. Their bits travel unchanged: with a smaller wire dtype
+    each element is ``units`` elements, and ``region`` counts these.
     """
 
     peer: int
@@ -52,7 +51,7 @@ class MoveEnd:
 
 @dataclass(frozen=True)
 class MessageSegment:
-    """Part of a move in one message: boxes ``boxes`` of its region, of these the rows ``rows``, as (start, stop)."""
+    """Rows ``rows`` of the boxes ``boxes`` of a move's region, as (start, stop)."""
 
     end: MoveEnd
     boxes: tuple[int, int]
@@ -63,7 +62,7 @@ class MessageSegment:
         return (self.boxes[1] - self.boxes[0]) * (self.rows[1] - self.rows[0]) * math.prod(self.end.region.box.shape[1:])
 
     def view(self, param: Tensor, wire: torch.dtype) -> Tensor:
-        """Returns the segment in its parameter as a view [boxes, rows, …], in ``wire`` if bits travel unchanged."""
+        """Returns a view [boxes, rows, …] of the parameter, in ``wire`` if bits travel unchanged."""
         if self.end.units > 1:
             param = param.view(wire)
         return self.end.region.view(param)[slice(*self.boxes), slice(*self.rows)]
@@ -79,14 +78,14 @@ def numel_of(message: WireMessage) -> int:
 
 
 def message_sizes(queue: Iterable[WireMessage], itemsize: int) -> tuple[int, ...]:
-    """Returns the bytes of each message of a queue and, last, of its digests: 64 bits per tensor."""
+    """Returns the bytes of each message and, last, of the digests: 64 bits per tensor."""
     messages = list(queue)
     names = {segment.end.name for message in messages for segment in message}
     return (*(numel_of(message) * itemsize for message in messages), 8 * len(names))
 
 
 def source_ends(plan: ReshardPlan, source: int) -> list[MoveEnd]:
-    """Returns the sends of trainer rank ``source``. Destinations follow the sources in the transfer group's ranks."""
+    """Destinations follow the sources in the transfer group's ranks."""
     return [
         MoveEnd(
             plan.num_sources + move.destination,
@@ -100,7 +99,6 @@ def source_ends(plan: ReshardPlan, source: int) -> list[MoveEnd]:
 
 
 def destination_ends(plan: ReshardPlan, destination: int) -> list[MoveEnd]:
-    """Returns the receives of destination rank ``destination``."""
     return [
         MoveEnd(
             move.source,
@@ -123,7 +121,7 @@ def message_bytes(plan: ReshardPlan) -> int:
 def queues(ends: Iterable[MoveEnd], *, itemsize: int, limit: int) -> Queues:
     """Packs moves, in order, into messages of at most ``limit`` bytes, or one row if that is more.
 
-    ``itemsize`` is that of the dtype on the wire. Both ranks of a pair get the same sizes.
+    ``itemsize`` is that of the dtype on the wire.
     """
     result: Queues = {}
     room: dict[int, int] = {}  # bytes that still fit into the last message to a peer
@@ -142,7 +140,6 @@ def queues(ends: Iterable[MoveEnd], *, itemsize: int, limit: int) -> Queues:
 
 
 def _segments(end: MoveEnd, limit: int) -> Iterator[MessageSegment]:
-    """Whole boxes if one fits into ``limit`` elements, otherwise rows of one box."""
     rows = end.region.box.shape[0]
     row = math.prod(end.region.box.shape[1:])
     boxes_at_once = min(end.region.count, max(1, limit // (rows * row)))
@@ -154,5 +151,5 @@ def _segments(end: MoveEnd, limit: int) -> Iterator[MessageSegment]:
 
 
 def wire_dtype(source: torch.dtype, destination: torch.dtype) -> torch.dtype:
-    """Returns the smaller dtype, in which weights travel; the other side converts."""
+    """Returns the smaller dtype; the other side converts."""
     return source if source.itemsize < destination.itemsize else destination

@@ -1,8 +1,8 @@
-"""Carries out a plan between processes: every source rank sends its part of a tensor straight to the ranks that need it.
+"""Sends every part of a tensor straight to the ranks that need it, by a plan.
 
-Each pair of ranks derives its queue of messages from the same moves. All ranks go through their queues in rounds (message 0
-of every peer, message 1, …), starting up to WINDOW rounds ahead; the last round sends digests. No deadlock: in the lowest
-unfinished round every rank has started its messages, or will without waiting.
+All ranks go through their queues in rounds (message 0 of every peer, message 1, …), starting up to WINDOW rounds ahead; the
+last round sends digests. No deadlock: in the lowest unfinished round every rank has started its messages, or will without
+waiting.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Direction = Literal["sending", "receiving"]
 
 
 def send(transport: Transport, outgoing: Queues, params: Mapping[str, Tensor], wire: torch.dtype) -> None:
-    """Sends all messages of this rank and each peer's digests; returns when the peers have them.
+    """Sends all messages of this rank and the digests; returns when the peers have them.
 
     Raises RuntimeError naming tensors and peer of a message that fails or times out.
     """
@@ -56,10 +56,10 @@ def receive(
     wire: torch.dtype,
     complete: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Receives all messages of this rank into its parameters, and compares digests with every sender's.
+    """Receives all messages of this rank into its parameters, and compares digests.
 
     ``complete(name)`` is called when a parameter is completely written. Raises RuntimeError naming tensors and peer of a
-    message that fails or times out, and every tensor whose digests differ.
+    message that fails or times out, and every tensor with another digest.
     """
     digests = {peer: _tensor_digests(queue) for peer, queue in incoming.items()}
     missing: Counter[str] = Counter()
@@ -145,8 +145,6 @@ def _split(message: WireMessage, data: Tensor) -> Iterator[tuple[MessageSegment,
 
 
 class _Staging:
-    """Buffers for messages that cannot travel straight from or into a parameter."""
-
     def __init__(self, transport: Transport, exchanged: Queues, wire: torch.dtype) -> None:
         self.wire = wire
         self.devices = {peer: transport.device(peer) for peer in exchanged}

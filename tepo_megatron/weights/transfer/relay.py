@@ -1,8 +1,8 @@
 """Messages for a worker on another GPU, relayed by the trainer rank on that GPU.
 
-Message n from rank s to worker d goes GPU to GPU to ``local[d]``, into the slot from which d copies it. Digests are those of
-s. All trainer ranks exchange in turns: message n of every queue in turn n, digests in the last. No deadlock: in the lowest
-unfinished turn each rank has started its part, or will without waiting for a later turn.
+Message n from rank s to worker d goes GPU to GPU to ``local[d]``, into the slot from which d copies it. All trainer ranks
+exchange message n of every queue in turn n, digests in the last. No deadlock: in the lowest unfinished turn each rank has
+started its part, or will without waiting for a later turn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tepo_megatron.weights.transfer.transport import RelayRoutes, TransferGroup
 
 
 def source_routes(plan: ReshardPlan, rank: int, *, itemsize: int, limit: int) -> RelayRoutes:
-    """Returns the routes of trainer rank ``rank``; empty if no message of the plan is relayed."""
+    """Empty if no message of the plan is relayed."""
     local_source = {plan.num_sources + to: source for to, source in plan.local.items()}
     outgoing: dict[int, Queues] = {
         source: queues(source_ends(plan, source), itemsize=itemsize, limit=limit) for source in range(plan.num_sources)
@@ -53,19 +53,18 @@ class SlotSignals:
     world_size: int
 
     def start_notify(self, peer: int, number: int, source: int) -> Any:
-        """Starts to notify ``peer`` of message ``number`` of rank ``source``; returns torch's work."""
+        """Returns torch's work."""
         return self.start_send(torch.zeros(1, dtype=torch.uint8), peer, number * self.world_size + source)
 
     def start_wait(self, peer: int, number: int, source: int) -> Any:
-        """Starts to wait for the peer's notification; returns torch's work."""
+        """Returns torch's work."""
         return self.start_receive(torch.zeros(1, dtype=torch.uint8), peer, number * self.world_size + source)
 
 
 @dataclass
 class Relay:
-    """A trainer rank's part in relaying.
+    """``slots``: (source, worker) → uint8 [WINDOW, bytes], open in the worker. ``leg`` connects the trainer's ranks.
 
-    ``leg`` connects the trainer's ranks. ``slots``: (source, worker) → uint8 [WINDOW, bytes], open in the worker.
     ``synchronize`` returns when copies on the GPU are done.
     """
 
@@ -78,7 +77,7 @@ class Relay:
     _turn: int = 0
     _sending: list[tuple[Tensor, int, int]] = field(default_factory=list)
     _arriving: list[tuple[int, int, int]] = field(default_factory=list)
-    """(source, worker, number) on the way to this rank."""
+    """(source, worker, number)"""
     _taken: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)
     """The same → works of the notification and of the worker's answer."""
 

@@ -42,10 +42,10 @@ _FAILED = "failed"
 class ShardSender:
     """Sends this rank's shards of ``params`` (Megatron's names) by ``plan``; every trainer rank has one.
 
-    ``dtype`` is that of the servers' weights. ``broadcast_from_root(value)`` returns rank 0's value on every rank; all call
-    it. In each update rank 0 calls ``open_rendezvous`` (the first time and after a failure), ``broadcast_rendezvous``,
-    ``join_group``, ``send_shards`` and ``finish_update``; the others call ``update_as_non_root``. ``or_gloo``: gloo replaces
-    NCCL if a server is on a GPU of this trainer. ``timeout_s`` bounds every wait.
+    ``dtype`` is that of the servers' weights. All ranks call ``broadcast_from_root(value)``, which returns rank 0's value. In
+    each update rank 0 calls ``open_rendezvous`` (the first time and after a failure), ``broadcast_rendezvous``, ``join_group``,
+    ``send_shards`` and ``finish_update``; the others call ``update_as_non_root``. ``or_gloo``: gloo replaces NCCL if a server
+    is on a GPU of this trainer.
     """
 
     def __init__(
@@ -124,10 +124,7 @@ class ShardSender:
         return {peer: max(message_sizes(self._outgoing[peer], self._wire.itemsize)) for peer in peers if peer in self._outgoing}
 
     def send_shards(self, cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Sends this rank's part of every tensor, with digests. Raises RuntimeError naming tensors and peer.
-
-        ``cancelled`` is polled while a dead receiver could go unnoticed.
-        """
+        """Raises RuntimeError naming tensors and peer. ``cancelled`` is polled while a dead receiver could go unnoticed."""
         assert self._group is not None
         self._group.cancelled = cancelled
         with torch.no_grad():
@@ -135,9 +132,9 @@ class ShardSender:
         self._group.finish()
 
     def finish_update(self, arrived: bool) -> str:
-        """Rank 0: broadcasts whether all servers have the weights, for which the other ranks wait.
+        """Rank 0: broadcasts whether all servers have the weights; if not, closes the group.
 
-        If not, closes the group. Returns which other rank failed first and why, or "".
+        Returns which other rank failed first and why, or "".
         """
         if not arrived:
             self.close()
@@ -147,10 +144,9 @@ class ShardSender:
         return failed
 
     def update_as_non_root(self) -> None:
-        """Every rank but 0: its part of an update.
+        """Every rank but 0: writes a failure to the store, for rank 0 to report.
 
-        A failure is written to the store for rank 0 to report. Raises RuntimeError only if this rank failed and rank 0
-        believes that the update succeeded.
+        Raises RuntimeError only if this rank failed and rank 0 believes that the update succeeded.
         """
         rendezvous = self._broadcast_from_root(None)
         if rendezvous is None:
@@ -178,7 +174,7 @@ class ShardSender:
                 self._store.compare_set(_FAILED, "", f"The first other trainer rank to fail was rank {self._rank}: {error}")
 
     def close(self) -> None:
-        """Closes the group; pending messages of the others fail, and those still joining stop waiting."""
+        """Pending messages of the others fail, and those still joining stop waiting."""
         if self._rank == 0 and self._store is not None and self._store.check([_FAILED]):
             self._failed = self._store.get(_FAILED).decode()  # here, since the store goes
         if self._group is not None:
@@ -189,15 +185,11 @@ class ShardSender:
 
 
 def order_key(rank: int) -> str:
-    """Store key of the receive order of the worker with this rank in the group."""
     return f"order/{rank}"
 
 
 class ReceiveOrder(NamedTuple):
-    """A worker's messages by sender, their dtype and transport, and the sender on its own GPU if there is one.
-
-    ``relayed``: messages of other GPUs come through that sender.
-    """
+    """``near`` is the sender on the worker's own GPU; ``relayed``: messages of other GPUs come through it."""
 
     incoming: Queues
     wire: torch.dtype
@@ -212,7 +204,6 @@ class ReceiveOrder(NamedTuple):
 
     @property
     def routes(self) -> RelayRoutes:
-        """Senders whose messages come through the one on the same GPU."""
         if self.near is None or not self.relayed:
             return RelayRoutes()
         return RelayRoutes(via={source: self.near for source in self.incoming if source != self.near})
@@ -228,7 +219,7 @@ def encode_order(
     relayed: bool = False,
     or_gloo: bool = False,
 ) -> str:
-    """Returns a worker's order as JSON: dtype on the wire, message size in bytes, its ends of the moves."""
+    """Returns a worker's order as JSON; ``limit`` is the message size in bytes."""
     moves = [
         [end.peer, end.param, end.region.box.start, end.region.box.stop, end.region.count, end.region.step, end.fp32]
         for end in ends
@@ -239,7 +230,6 @@ def encode_order(
 
 
 def decode_order(text: str | bytes) -> ReceiveOrder:
-    """Reads an order of :func:`encode_order`."""
     raw = json.loads(text)
     wire: torch.dtype = getattr(torch, raw["dtype"])
     ends = [

@@ -1,7 +1,7 @@
 """Transports from a trainer rank to a worker. Each module of this folder is one and declares ``TRANSPORT``.
 
-A transport is imported when it is first used. ``rollout.server.transport`` repeats the names, because config imports nothing
-of weights; tests/unit/weights/test_transports.py compares the lists.
+A transport is imported when it is first used. ``rollout.server.transport`` repeats the names, because config imports no
+weights; tests/unit/weights/test_transports.py compares the lists.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def transport_names() -> tuple[str, ...]:
 
 
 def find_transport(name: TransportName) -> TransportSpec:
-    """Returns the transport ``name``. Raises ValueError, with the known names, if there is none."""
+    """Raises ValueError, with the known names, if there is none."""
     if name not in transport_names():
         raise ValueError(f"rollout.server.transport = {name} is not known; known: {', '.join(transport_names())}")
     transport: TransportSpec = import_module(f"{__name__}.{name}").TRANSPORT
@@ -39,7 +39,7 @@ def find_transport(name: TransportName) -> TransportSpec:
 
 
 def join(name: TransportName, store: Store, member: Member, timeout_s: float, *, or_gloo: bool = False) -> TransferGroup:
-    """Joins the group at ``store``; returns when all members have joined.
+    """Returns when all members of the group at ``store`` have joined.
 
     ``or_gloo``, equal on all members: gloo replaces NCCL if two members share a GPU. Raises RuntimeError if they do not join
     in ``timeout_s`` seconds, one leaves, this member cannot use the transport, or (on all members) they cannot form a group.

@@ -18,16 +18,15 @@ from tepo_megatron.weights.transfer.transport import Member, Rendezvous, Transpo
 POLL_INTERVAL_S = 1e-4
 
 CLOSE_GRACE_S = 2.0
-"""Longest wait for a group to close: an interpreter that exits while closing aborts the process."""
+"""An interpreter that exits while a group is closing aborts the process."""
 
 _CPU = torch.device("cpu")
 
 
 class GlooGroup:
-    """A TransferGroup over gloo. The constructor returns when all members have joined.
+    """The constructor returns when all members have joined; it raises RuntimeError if one is late or leaves.
 
-    ``host`` selects the interface whose address is offered to the others. ``timeout_s`` bounds every operation. Raises
-    RuntimeError if the others do not join in time, or one leaves.
+    ``host`` selects the interface whose address is offered to the others. ``timeout_s`` bounds every operation.
     """
 
     def __init__(self, store: Store, host: str, rank: int, world_size: int, timeout_s: float) -> None:
@@ -47,23 +46,20 @@ class GlooGroup:
         return contextlib.nullcontext()  # connections are independent of each other
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
-        """Starts to send a contiguous CPU tensor to ``peer``; it must not change until :meth:`wait`."""
         self._pending[peer, number] = self.start_send(data, peer, number)
 
     def receive(self, data: Tensor, peer: int, number: int) -> None:
-        """Starts to receive message ``number`` of ``peer`` into a contiguous CPU tensor."""
         self._pending[peer, number] = self.start_receive(data, peer, number)
 
     def wait(self, peer: int, number: int) -> None:
-        """Waits for a message. Raises RuntimeError after the time-out, or if the peer has left."""
         self._pending.pop((peer, number)).wait()
 
     def start_send(self, data: Tensor, peer: int, number: int) -> Any:
-        """Starts to send and returns torch's work, for a caller that waits for it itself."""
+        """Returns torch's work, for a caller that waits for it itself."""
         return self._group.send([data], peer, number)
 
     def start_receive(self, data: Tensor, peer: int, number: int) -> Any:
-        """Starts to receive and returns torch's work, for a caller that waits for it itself."""
+        """Returns torch's work, for a caller that waits for it itself."""
         return self._group.recv([data], peer, number)
 
     def broadcast(self, tensor: Tensor, cancelled: Callable[[], bool]) -> None:
@@ -75,14 +71,10 @@ class GlooGroup:
             time.sleep(POLL_INTERVAL_S)
         work.wait()
 
-    def finish(self) -> None:
-        """Does nothing: no message is relayed."""
+    def finish(self) -> None: ...
 
     def close(self) -> None:
-        """Leaves the group; the other members' pending operations fail.
-
-        A thread does it, since destroying a gloo group waits for its pending operations, up to their time-out.
-        """
+        """A thread closes, since destroying a gloo group waits for its pending operations, up to their time-out."""
         self._rendezvous.announce_departure()
         # The thread holds the last references. Pending operations come before the group: each holds the connections open.
         keep, self._group, self._pending = [*self._pending.values(), self._group], None, {}

@@ -37,7 +37,7 @@ class _PendingReceive:
 
 
 class IpcGroup:
-    """A TransferGroup that sends by peer: through slots, through ``relay`` to workers on other GPUs, or through ``gloo``.
+    """Sends by peer: through slots, through ``relay`` to workers on other GPUs, or through ``gloo``.
 
     Slots are uint8 [WINDOW, bytes], by peer; those of a peer on another GPU are filled by the rank ``via`` of it.
     """
@@ -81,7 +81,7 @@ class IpcGroup:
         return self._relay is not None and peer in self._via
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
-        """Starts to send; data for a rank on the same GPU is copied at once."""
+        """Data for a rank on the same GPU is copied at once."""
         if self._goes_on(peer):
             self._relay.send(data, peer, number)  # type: ignore[union-attr]
             return
@@ -95,14 +95,13 @@ class IpcGroup:
         self._pending[peer, number] = _PendingSend(written, self._signals.start_wait(peer, number, self._rank))
 
     def receive(self, data: Tensor, peer: int, number: int) -> None:
-        """Starts to receive; data from slots is complete after :meth:`wait`."""
+        """Data from slots is complete after :meth:`wait`."""
         if peer not in self._receive_slots:
             self._gloo.receive(data, peer, number)
             return
         self._pending[peer, number] = _PendingReceive(data, self._signals.start_wait(self._via.get(peer, peer), number, peer))
 
     def wait(self, peer: int, number: int) -> None:
-        """Waits for a message. Raises RuntimeError after the time-out, or if the peer has left."""
         if self._relay is not None:
             self._relay.settle()  # the worker may wait for what others sent before it takes this rank's own
         pending = self._pending.pop((peer, number), None)
@@ -118,12 +117,10 @@ class IpcGroup:
             self._signals.start_notify(self._via.get(peer, peer), number, peer).wait()
 
     def finish(self) -> None:
-        """Returns when the workers have copied all relayed messages."""
         if self._relay is not None:
             self._relay.finish()
 
     def close(self) -> None:
-        """Leaves the group; the other members' pending operations fail."""
         if self._relay is not None and self._relay.leg is not self._gloo:
             self._relay.leg.close()
         self._gloo.close()
@@ -221,7 +218,7 @@ class MemoryHandles(Protocol):
     """Makes memory of a GPU visible to another process by JSON handles."""
 
     def location(self, device: torch.device) -> dict[str, str]:
-        """Returns unique names of host and GPU, which must be equal on both sides."""
+        """Unique names of host and GPU, equal on both sides."""
 
     def export(self, slots: Tensor) -> dict[str, Any]:
         """Returns a handle of a tensor's whole storage, which must stay alive."""
@@ -234,7 +231,7 @@ class MemoryHandles(Protocol):
 
 
 class CudaHandles:
-    """CUDA's IPC handles, made by the functions of torch.multiprocessing, without its pickle."""
+    """Uses functions of torch.multiprocessing, without its pickle."""
 
     _BYTES = ("handle", "counter", "event")
 

@@ -26,16 +26,16 @@ from tepo_megatron.weights.transfer.transport import Member, Rendezvous, Transpo
 POLL_INTERVAL_S = 5e-5
 
 FAILURE_POLL_INTERVAL_S = 0.2
-"""Interval at which a waiting rank checks whether another one has left, which NCCL does not notice within a node."""
+"""NCCL does not notice within a node that another rank has left."""
 
 ABORT_GRACE_S = 10.0
-"""Longest wait for an abort, which can hang in the driver; training continues with a new communicator."""
+"""An abort can hang in the driver; training continues with a new communicator."""
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class NcclGroup:
-    """A TransferGroup of one GPU per member.
+    """One GPU per member.
 
     ``group`` is torch's process group, with operations that can be coalesced; ``abort`` ends its communicator and everything
     pending.
@@ -96,12 +96,10 @@ class NcclGroup:
         return None
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
-        """Starts to send a contiguous tensor of this GPU to ``peer``; it must not change until :meth:`wait`."""
         self._add(peer, number)
         self._group.send([data], peer, 0)  # NCCL has no tags: it matches messages by their order
 
     def receive(self, data: Tensor, peer: int, number: int) -> None:
-        """Starts to receive message ``number`` of ``peer`` into a contiguous tensor of this GPU."""
         self._add(peer, number)
         self._group.recv([data], peer, 0)
 
@@ -110,11 +108,7 @@ class NcclGroup:
         self._round.append((peer, number))
 
     def wait(self, peer: int, number: int) -> None:
-        """Waits for the round of a message.
-
-        Raises RuntimeError on an error of NCCL, after the time-out, when :attr:`cancelled` returns true, and when a member
-        has left.
-        """
+        """Raises RuntimeError also when :attr:`cancelled` returns true or a member has left."""
         if self._failure:  # the watching thread aborted just when the round had started
             raise RuntimeError(self._failure)
         work = self._pending.pop((peer, number))
@@ -127,11 +121,10 @@ class NcclGroup:
             time.sleep(POLL_INTERVAL_S)
         work.wait()  # raises the round's error, if it has one
 
-    def finish(self) -> None:
-        """Does nothing: no message is relayed."""
+    def finish(self) -> None: ...
 
     def close(self) -> None:
-        """Leaves the group and aborts pending operations; the other members notice within a second."""
+        """Aborts pending operations; the other members notice within a second."""
         self._rendezvous.announce_departure()
         self._pending = {}
         aborting = threading.Thread(target=self._abort, name="abort-transfer-group", daemon=True)
@@ -140,7 +133,7 @@ class NcclGroup:
 
 
 def join_nccl(store: Store, member: Member, timeout_s: float) -> NcclGroup:
-    """Makes the communicator; returns when all members have joined. Raises RuntimeError if they do not, or NCCL fails."""
+    """Returns when all members have joined. Raises RuntimeError if they do not, or NCCL fails."""
     rendezvous = Rendezvous(store, member.world_size, timeout_s)
     with rendezvous.forming_group():
         group, backend = _process_group(store, member.rank, member.world_size, timeout_s)
@@ -166,9 +159,7 @@ def _process_group(store: Store, rank: int, world_size: int, timeout_s: float) -
 
 @contextlib.contextmanager
 def _without_async_error_handling() -> Iterator[None]:
-    """By default torch ends the process when an operation fails. It reads the variable when it makes a group, and has no option
-    for it.
-    """
+    """By default torch ends the process when an operation fails; it reads the variable when it makes a group."""
     before = os.environ.get(_ERROR_HANDLING)
     os.environ[_ERROR_HANDLING] = "0"
     try:
