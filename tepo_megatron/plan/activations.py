@@ -1,7 +1,4 @@
-"""Bytes that a layer keeps for its backward pass, and padding of micro-batches. Formulas: docs/reference/plan.md.
-
-Symbols as in ``memory.py``. Transformer Engine's layers fuse more kernels and keep fewer activations.
-"""
+"""Bytes that a layer keeps for its backward pass, and padding of micro-batches. Formulas: docs/reference/plan.md."""
 
 from __future__ import annotations
 
@@ -15,40 +12,39 @@ from tepo_megatron.weights.architecture import ModelSpec
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 NORM_COPIES = {"te": 2, "local": 3}
-"""Tensors that a norm keeps for its backward pass: input and output, with torch also the normalised input."""
+"""Input and output, with torch also the normalised input."""
 
 
 FP8_TOKENS = {"none": 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
-"""A rank's tokens in FP8 layers must be a multiple of this (``trainer/megatron/model/fp8.py``)."""
+"""A rank's tokens in FP8 layers must be a multiple of this."""
 
 
 def platform_of(config: RunConfig) -> str:
-    """Returns ``cpu`` or ``cuda``; plans treat ``auto`` as a GPU."""
+    """Treats ``auto`` as a GPU."""
     return "cpu" if config.engine.platform == "cpu" else "cuda"
 
 
 def layers_of(config: RunConfig) -> str:
-    """Returns ``te`` or ``local``, as ``model/layers.py`` does at the start of the run."""
+    """Returns ``te`` or ``local``, as ``model/layers.py`` does."""
     return "te" if platform_of(config) == "cuda" and config.engine.layers != "local" else "local"
 
 
 def chosen_mlps(spec: ModelSpec) -> int:
-    """Returns the number of MLPs that a token passes in a layer."""
     return spec.experts.per_token if spec.experts else 1
 
 
 def passed_width(spec: ModelSpec) -> int:
-    """Returns the sum of sizes of the MLPs that a token passes in a layer (with experts, if the model has them)."""
+    """Sums the widths of the MLPs that a token passes in a layer."""
     return chosen_mlps(spec) * spec.ffn_size + (spec.experts.shared_ffn_size if spec.experts else 0)
 
 
 def layer_activations(spec: ModelSpec, config: RunConfig) -> Mapping[str, float]:
-    """Returns bytes per token that a layer keeps for its backward pass; recomputed modules keep their inputs."""
+    """Returns kept bytes per token; recomputed modules keep their inputs."""
     return _activations_without(spec, config, config.engine.recomputed)
 
 
 def recomputed_activations(spec: ModelSpec, config: RunConfig) -> float:
-    """Returns bytes per token that a layer's backward pass recomputes and holds while it is in that layer."""
+    """Returns recomputed bytes per token, alive for one layer at a time."""
     return sum(_activations_without(spec, config, ()).values()) - sum(layer_activations(spec, config).values())
 
 
@@ -94,20 +90,19 @@ def _routing(spec: ModelSpec, config: RunConfig) -> Mapping[str, float]:
 
 
 def token_multiple(config: RunConfig) -> int:
-    """Returns the number whose multiples micro-batches are padded to, over all context-parallel ranks."""
+    """Returns the multiple to which micro-batches are padded, over all context-parallel ranks."""
     parallel = config.engine.parallel
     share = (parallel.tp if parallel.sequence_parallel else 1) * FP8_TOKENS[config.engine.fp8.recipe]
     return parallel.cp * math.lcm(2, share) if parallel.cp > 1 else share
 
 
 def padded_tokens(config: RunConfig, tokens: int) -> int:
-    """Returns ``tokens`` of a micro-batch, padded."""
     multiple = token_multiple(config)
     return -(-tokens // multiple) * multiple
 
 
 def padding_share(config: RunConfig, mean_length: float) -> float:
-    """Returns the mean share of padding: half a multiple per micro-batch, and half of 2 · cp per sequence if cp > 1."""
+    """Assumes half a multiple per micro-batch, and cp tokens per sequence if cp > 1."""
     parallel = config.engine.parallel
     of_sequences = (2 * parallel.cp - 1) / 2 / mean_length if parallel.cp > 1 else 0.0
     tokens = max(config.engine.micro_batch_tokens, mean_length)

@@ -1,7 +1,6 @@
 """Bytes on a training rank's GPU and host. Formulas and sources: docs/reference/plan.md.
 
-Symbols: T tokens of a micro-batch on this rank, h hidden, f MLP size, q and k widths of all query and all key heads, t
-tensor-parallel size, b bytes per element, s = t under sequence parallelism and 1 without.
+T tokens of a micro-batch on this rank, h hidden size, f MLP size, t tensor-parallel size, b bytes per element.
 """
 
 from __future__ import annotations
@@ -35,34 +34,27 @@ from tepo_megatron.weights.architecture import ModelSpec
 
 GIB = 2**30
 SCORE_WORKSPACE = {"cuda": 128 * 2**20, "cpu": 768 * 2**10}
-"""Memory of ``core.scores`` besides the logits."""
 
 FUSED_HEAD_CHUNK = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}
 """Bytes of logits that a fused head holds at once; at least 16 tokens (``core/scores/fused_linear.py``)."""
 
 CUDA_CONTEXT = 1.5 * GIB
-"""CUDA's context (0.5 GiB), loaded kernels, workspaces of cuBLAS, cuDNN and Transformer Engine: an assumption. With seven
-communicators it makes 4 GiB; others report 3 to 5 with ten of them and 96 ranks.
-"""
+"""Context, kernels, and workspaces of cuBLAS, cuDNN and Transformer Engine: an assumption."""
 
 COMMUNICATOR = 0.35 * GIB
 """NCCL's buffers per group of ranks: an assumption."""
 
 VLLM_ASLEEP = 3 * GIB
-"""Memory of a sleeping colocated server: context, CUDA graphs, buffers of the sampler. An assumption: vLLM's own test of its
-sleep allows up to 7.
-"""
+"""An assumption; vLLM's own test allows up to 7 GiB."""
 
 USABLE = 0.9
-"""Part of a GPU's memory that a plan may fill; the rest is for the allocator's gaps and what the plan omits."""
+"""The allocator's gaps need the rest."""
 
 BATCH_BYTES_PER_TOKEN = 29
-"""Every rank holds the step's batch: tokens and labels 8 bytes each, mask 1, sampler's log-probs, old log-probs and old entropy
-4 each.
-"""
+"""Tokens and labels 8 each, mask 1; sampler's log-probs, old log-probs and old entropy 4 each."""
 
 FP8_COPIES = 2
-"""Extra bytes per bfloat16 weight of an FP8 layer: a copy by rows and one by columns, for gradients."""
+"""Bytes per bfloat16 weight of an FP8 layer: one copy by rows and one by columns."""
 
 
 MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
@@ -71,12 +63,10 @@ PART_ELEMENTS = 2**26
 """Weights per part when a step makes reduced states fp32 (``trainer/megatron/policy/reduced_states.py``)."""
 
 HOST_STATE_BYTES = 20
-"""Per weight with states on the host: fp32 weight and both means 12, gradient 4 in pinned memory, which torch rounds up to a
-power of two.
-"""
+"""Per weight: fp32 weight and both moments 12, pinned gradient 4, which torch rounds up to a power of two."""
 
 PROCESS = 6 * GIB
-"""A rank's libraries, kernels and Python objects on the host: an assumption."""
+"""An assumption."""
 
 
 @dataclass(frozen=True)
@@ -90,18 +80,11 @@ class RankMemory:
     activations: float
     logits: float
     transient: float
-    """Gathered inputs, gradients of activations and of the largest weight during the backward pass of one layer or the head. If
-    a step of Adam needs more than the whole backward pass, its fp32 copies, without activations.
-    """
+    """For the backward pass of one layer or the head, or Adam's fp32 copies if they need more."""
 
     communication: float
-    """Activations and gradients between pipeline stages, and the step's batch."""
-
     context: float
-    """CUDA's context and NCCL's communicators."""
-
     server: float
-    """A sleeping server on the same GPU."""
 
     @property
     def total(self) -> float:
@@ -113,12 +96,12 @@ class RankMemory:
 
 
 def micro_batch_tokens(config: RunConfig, longest: int) -> int:
-    """Returns T, padded. A sequence longer than the bound is a micro-batch of its own."""
+    """Returns T. A sequence longer than the bound is a micro-batch of its own."""
     return -(-padded_tokens(config, max(config.engine.micro_batch_tokens, longest)) // config.engine.parallel.cp)
 
 
 def rank_memory(spec: ModelSpec, config: RunConfig, stage: int, *, longest: int, step_tokens: float) -> RankMemory:
-    """Returns the peak on a rank of ``stage`` for sequences of at most ``longest`` tokens and ``step_tokens`` a step."""
+    """``longest``: tokens of the longest sequence; ``step_tokens``: tokens of all sequences of a step."""
     parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
     count, trained, adapters = stage_parameters(spec, parallel, stage), _trained(spec, config, stage), 0
     if config.model.lora is not None:
@@ -149,7 +132,7 @@ def rank_memory(spec: ModelSpec, config: RunConfig, stage: int, *, longest: int,
 
 
 def communicators(spec: ModelSpec, config: RunConfig) -> list[str]:
-    """Returns the groups of more than one rank of a rank at the end of the pipeline; each has NCCL buffers."""
+    """Returns the groups of more than one rank, for a rank at the end of the pipeline."""
     parallel = config.engine.parallel
     copies = parallel.cp * parallel.dp
     sizes = {
@@ -172,7 +155,6 @@ def communicators(spec: ModelSpec, config: RunConfig) -> list[str]:
 
 
 def _trained(spec: ModelSpec, config: RunConfig, stage: int) -> AdapterCount:
-    """Parameters with gradients: all, or LoRA's adapters."""
     parallel = config.engine.parallel
     sparse = stage_expert_layers(spec, parallel)[stage]
     if config.model.lora is not None:
@@ -183,10 +165,7 @@ def _trained(spec: ModelSpec, config: RunConfig, stage: int) -> AdapterCount:
 
 
 def owned_weights(spec: ModelSpec, config: RunConfig, stage: int) -> float:
-    """Returns the number of a stage's trained parameters whose optimizer states a rank keeps.
-
-    The distributed optimizer shares states among the copies of a parameter; experts have fewer copies.
-    """
+    """Counts a stage's trained parameters whose optimizer states a rank keeps."""
     parallel, trained = config.engine.parallel, _trained(spec, config, stage)
     if not config.optimizer.distributed:
         return trained.total
@@ -194,7 +173,7 @@ def owned_weights(spec: ModelSpec, config: RunConfig, stage: int) -> float:
 
 
 def _fp8_copies(spec: ModelSpec, config: RunConfig, stage: int) -> float:
-    """0 for FP8 weights: both copies then use the two bytes of bfloat16."""
+    """FP8 weights need no extra bytes: both copies use the two bytes of bfloat16."""
     fp8, parallel = config.engine.fp8, config.engine.parallel
     if not fp8.enabled or fp8.params:
         return 0
@@ -202,7 +181,7 @@ def _fp8_copies(spec: ModelSpec, config: RunConfig, stage: int) -> float:
 
 
 def layers_in_flight(spec: ModelSpec, config: RunConfig, stage: int, micro_batches: float) -> float:
-    """Returns the number of layers whose activations are alive at once under (interleaved) 1F1B."""
+    """Counts the layers whose activations are alive at once under (interleaved) 1F1B."""
     parallel = config.engine.parallel
     per_chunk = stage_layers(spec, parallel)[stage] / parallel.vpp
     behind = parallel.pp - stage - 1
@@ -213,7 +192,6 @@ def layers_in_flight(spec: ModelSpec, config: RunConfig, stage: int, micro_batch
 
 
 def _activations(spec: ModelSpec, config: RunConfig, stage: int, tokens: int, in_flight: float, boundary: float) -> float:
-    """``boundary``: bytes of one tensor between layers."""
     final_norm = boundary * NORM_COPIES[layers_of(config)] if stage == config.engine.parallel.pp - 1 else 0
     layer = tokens * sum(layer_activations(spec, config).values())
     if config.engine.recompute == "full":
@@ -223,7 +201,7 @@ def _activations(spec: ModelSpec, config: RunConfig, stage: int, tokens: int, in
 
 
 def _head_or_layer(spec: ModelSpec, config: RunConfig, stage: int, tokens: int) -> tuple[float, float]:
-    """Returns (logits, transient) in bytes at the larger of two moments: backward pass of the head, or of an MLP."""
+    """Returns (logits, transient) in bytes for the head or an MLP, if that needs more."""
     parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
     hidden, mlp = spec.hidden_size, spec.ffn_size / (expert_tp(parallel) if spec.experts else parallel.tp)
     gathered = b * tokens * hidden
@@ -247,7 +225,7 @@ def _head_or_layer(spec: ModelSpec, config: RunConfig, stage: int, tokens: int) 
 
 
 def _fused_head(config: RunConfig, tokens: int, row: float, gathered: float, weight: float) -> tuple[float, float]:
-    """``row``: bytes of a token's logits; ``gathered``: of all its inputs."""
+    """``row``: bytes of a token's logits; ``gathered``: bytes of all its inputs."""
     kind = platform_of(config)
     chunk = min(tokens, max(16, FUSED_HEAD_CHUNK[kind] // row)) * row
     # the scored tokens' inputs and their gradients; what stands for the weight's gradient is memory that a CPU never touches
@@ -255,7 +233,7 @@ def _fused_head(config: RunConfig, tokens: int, row: float, gathered: float, wei
 
 
 def state_bytes(config: RunConfig) -> float:
-    """Returns GPU bytes per weight with states: fp32 master (unless the weight is fp32) and both means."""
+    """Returns GPU bytes per owned weight: fp32 master (unless the weight is fp32) and both moments."""
     optimizer = config.optimizer
     master = 0 if config.model.dtype == "float32" else 2 if optimizer.store_param_remainders else 4
     moments = MOMENT_BYTES[optimizer.exp_avg_dtype] + MOMENT_BYTES[optimizer.exp_avg_sq_dtype]
@@ -263,12 +241,12 @@ def state_bytes(config: RunConfig) -> float:
 
 
 def host_state_bytes(config: RunConfig) -> float:
-    """Returns host bytes per weight with states."""
+    """Returns host bytes per owned weight."""
     return HOST_STATE_BYTES * config.optimizer.offload_fraction
 
 
 def step_copies(spec: ModelSpec, config: RunConfig, owned: float) -> float:
-    """Returns bytes of the fp32 copies that a step of Transformer Engine's Adam makes of reduced states."""
+    """Returns bytes of the fp32 copies that Transformer Engine's Adam makes of reduced states."""
     optimizer, tp = config.optimizer, config.engine.parallel.tp
     reduced = sum(dtype != "float32" for dtype in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype))
     gate_and_up = 2 * spec.hidden_size * spec.ffn_size // (expert_tp(config.engine.parallel) if spec.experts else tp)
@@ -278,20 +256,18 @@ def step_copies(spec: ModelSpec, config: RunConfig, owned: float) -> float:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Host bytes of a rank of one pipeline stage. All ranks of a node share its memory."""
+    """Bytes of a rank of one pipeline stage."""
 
     process: float
     states: float
-    """Adam's states of ``optimizer.offload_fraction``, with their gradients."""
+    """Offloaded Adam states, with their gradients."""
 
     turns: float
     """Weights, states and a reference model while servers use the same GPU."""
 
     staged: float
-    """States on their way into a checkpoint, with ``train.async_save``."""
-
     routes: float
-    """Routing records of the whole batch and of its mini-batches (``rollout.server.routing_replay``)."""
+    """Of the batch and of its mini-batches."""
 
     @property
     def total(self) -> float:
@@ -299,7 +275,7 @@ class HostMemory:
 
 
 def host_memory(spec: ModelSpec, config: RunConfig, memory: RankMemory, owned: float, *, step_tokens: float) -> HostMemory:
-    """``memory`` is the rank's on the GPU, ``owned`` the number of weights with states on it."""
+    """``memory`` is the rank's on the GPU, ``owned`` its number of weights with states."""
     shares = config.rollout.server.placement == "colocated" and config.rollout.replay is None
     return HostMemory(
         process=PROCESS,
@@ -315,7 +291,7 @@ def _step_routes(spec: ModelSpec, config: RunConfig, step_tokens: float) -> floa
 
 
 def root_routes(spec: ModelSpec, config: RunConfig, step_tokens: float) -> float:
-    """Returns additional bytes of routing records on rank 0: of the step's rollouts, and of steps sampled ahead."""
+    """Returns additional bytes on rank 0: of the step's rollouts, and of steps sampled ahead."""
     ahead = config.train.max_staleness + 1 if config.train.schedule == "overlap" else 0
     return (1 + ahead) * _step_routes(spec, config, step_tokens)
 

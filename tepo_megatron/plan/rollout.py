@@ -1,4 +1,4 @@
-"""A vLLM worker's memory, the number of concurrent sequences, and the traffic of a weight sync."""
+"""A vLLM worker's memory and concurrency, and the traffic of a weight sync."""
 
 from __future__ import annotations
 
@@ -14,44 +14,36 @@ from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, pipeli
 from tepo_megatron.weights.reshard.plan import reshard_plan
 
 VLLM_WORKSPACE = 3 * GIB
-"""Activations of the largest prefill and CUDA graphs of one worker: an assumption."""
+"""Largest prefill and CUDA graphs of a worker: an assumption."""
 
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """Bytes on one worker of a server. ``capacity``: tokens of its KV cache; ``concurrency_…``: sequences."""
+    """Bytes on one worker. ``capacity``: tokens of its KV cache; ``concurrency_…``: sequences."""
 
     weights: float
     draft: float
-    """Weights of the draft model; 0 without one or if its shape is unknown (:func:`draft_spec`)."""
+    """0 without a draft model, or if its shape is unknown."""
 
     workspace: float
     kv_cache: float
     kv_bytes_per_token: float
     capacity: float
     concurrency_longest: float
-    """Sequences of the longest length that fit at once."""
-
     concurrency_mean: float
-    """Sequences of mean length at once, limited by ``max_num_seqs`` and a server's share of a step."""
+    """Limited by ``max_num_seqs`` and a server's share of a step."""
 
 
 @dataclass(frozen=True)
 class SyncTraffic:
-    """Bytes and time of one weight sync from shard to shard."""
+    """One weight sync from shard to shard; ``…_most``: of the busiest rank or worker."""
 
     moves: int
     bytes_total: int
-    """Every server's shards once."""
-
     bytes_sent_most: int
-    """Of the busiest training rank."""
-
     bytes_received_most: int
-    """Of the busiest worker."""
-
     seconds: float
-    """Lower bound: the time of the most loaded link."""
+    """Lower bound: the most loaded link."""
 
 
 def _server_bytes(config: RunConfig) -> int:
@@ -85,7 +77,7 @@ def _kv_bytes_per_token(spec: ModelSpec, tp: int, element: int) -> float:
 
 
 def server_memory(spec: ModelSpec, config: RunConfig, *, longest: int, mean: float) -> ServerMemory:
-    """``longest`` and ``mean`` are tokens of prompt and response together."""
+    """``longest`` and ``mean``: tokens of prompt and response together."""
     server, b = config.rollout.server, _server_bytes(config)
     weights = _server_weights(spec, config) / server.tp
     per_token = _kv_bytes_per_token(spec, server.tp, b)
@@ -114,7 +106,7 @@ def server_memory(spec: ModelSpec, config: RunConfig, *, longest: int, mean: flo
 
 
 def check_turns(config: RunConfig, context: float) -> str | None:
-    """Returns a sentence if an awake server does not fit next to the trainer's remaining ``context`` bytes."""
+    """Returns a sentence if an awake server does not fit next to the trainer's ``context`` bytes."""
     server, memory = config.rollout.server, config.cluster.gpu_memory_gib * GIB
     if server.gpu_memory_utilization * memory + context <= memory:
         return None
@@ -126,7 +118,7 @@ def check_turns(config: RunConfig, context: float) -> str | None:
 
 
 def check_server(config: RunConfig, memory: ServerMemory, longest: int) -> str | None:
-    """Returns a sentence if a worker's KV cache has no room for one sequence of the longest length."""
+    """Returns a sentence if the KV cache has no room for the longest sequence."""
     if memory.capacity >= longest:
         return None
     server = config.rollout.server
@@ -140,7 +132,7 @@ def check_server(config: RunConfig, memory: ServerMemory, longest: int) -> str |
 
 
 def weight_sync(spec: ModelSpec, config: RunConfig) -> SyncTraffic:
-    """Plans the weight sync (seconds for a 70B model). Raises ValueError if vLLM cannot split the model."""
+    """Takes seconds for a 70B model. Raises ValueError if vLLM cannot split the model."""
     cluster, parallel, server = config.cluster, config.engine.parallel, config.rollout.server
     stages = pipeline_stages_of(spec, parallel)
     replicas, is_te = parallel.dp * parallel.cp, layers_of(config) == "te"

@@ -39,7 +39,7 @@ from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import check_balance, check_recompute, check_trainer_split
 
 DEFAULT_PROMPT_TOKENS = 512
-"""The longest prompt if ``data.max_prompt_tokens`` is unset and the model has as many positions."""
+"""The longest prompt if ``data.max_prompt_tokens`` is unset."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Plan:
 def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Plan:
     """Computes what a run needs; ``prompt_tokens`` and ``response_tokens`` are mean lengths (default: half the longest).
 
-    Raises ValueError for a run that cannot be laid out: nodes or model that the parallel sizes do not divide, an unknown
-    shape. ``Plan.problems`` has what does not fit.
+    Raises ValueError for a run that cannot be laid out: indivisible parallel sizes, or an unknown shape. What does not fit is
+    in ``Plan.problems``.
     """
     check_placement(config)
     spec, substitute = resolve_spec(config.model.path)
@@ -111,7 +111,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def problems_of(config: RunConfig, spec: ModelSpec) -> tuple[str, ...]:
-    """Returns why a run does not fit the GPUs' memory, each reason with a change; empty if it fits."""
+    """Returns why a run does not fit the GPUs' memory, with remedies."""
     lengths = _lengths(spec, config, None, None)
     server = server_memory(spec, config, longest=lengths.longest, mean=lengths.mean)
     return tuple(_find_problems(spec, config, lengths, _stages(spec, config, lengths), server))
@@ -161,7 +161,6 @@ def _host_problem(spec: ModelSpec, config: RunConfig, lengths: Lengths, stages: 
 
 
 def usable_memory(config: RunConfig) -> float:
-    """Returns the bytes of a GPU that a plan may fill."""
     return config.cluster.gpu_memory_gib * GIB * min(USABLE, config.engine.gpu_memory_fraction)
 
 
@@ -323,7 +322,7 @@ def _check_servers(config: RunConfig) -> None:
 def check_exact(plan: Plan) -> list[list[int]]:
     """Returns the parameters of every rank as Megatron builds it, ``[pp_rank][tp_rank]``, in ten seconds for 70B.
 
-    A process of its own imports torch. Raises RuntimeError if Megatron cannot run here, or a count differs from the formula.
+    A subprocess imports torch. Raises RuntimeError if Megatron cannot run here, or a count differs from the formula.
     """
     parallel = plan.config.engine.parallel
     request = {"spec": asdict(plan.spec), "parallel": parallel.model_dump()}

@@ -1,4 +1,4 @@
-"""Searches for the smallest changes of a run after which its trainer fits into the GPUs' memory."""
+"""Searches for the smallest changes after which a run's trainer fits into the GPUs' memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ Knob = list[Settings]
 """Alternative settings of the same fields."""
 
 MAX_KNOBS = 2
-"""Knobs changed at once."""
 
 MAX_CHANGES_SHOWN = 4
 
 
 @dataclass(frozen=True)
 class _Change:
-    """Settings, the run with them, bytes of its fullest rank, and seconds of training and scoring in a step."""
+    """``needed``: bytes of the fullest rank; ``seconds``: training and scoring in a step."""
 
     values: Settings
     config: RunConfig
@@ -53,10 +52,10 @@ def smallest_changes(
     usable: float,
     measure: Callable[[RunConfig], tuple[float, float]],
 ) -> list[_Change]:
-    """Returns changes of the fewest knobs, on the same GPUs, after which a rank needs at most ``usable`` bytes.
+    """Returns changes of the fewest knobs after which a rank needs at most ``usable`` bytes; empty if none suffices.
 
-    Changes that compute the same come first, then the fastest. If none suffices, changes with more nodes; otherwise empty.
-    ``measure`` returns bytes and seconds of a run and raises ValueError if it cannot be laid out.
+    Changes that compute the same come first, then the fastest; more nodes are the last resort. ``measure`` returns bytes and
+    seconds of a run and raises ValueError if it cannot be laid out.
     """
     knobs = list(_knobs(config, spec, longest))
     groups_of_knobs = [[knob] for knob in knobs], list(map(list, combinations(knobs, MAX_KNOBS)))

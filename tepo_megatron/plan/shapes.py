@@ -1,4 +1,4 @@
-"""Shapes of known models, and the number of parameters on a rank, with LoRA's adapters."""
+"""Shapes of known models, and the number of parameters on a rank."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ KNOWN_MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(
         "Qwen3-30B-A3B": _QWEN3_MOE,
     }
 )
-"""Published ``config.json`` by folder name, for machines without the folder."""
+"""Published ``config.json`` by folder name."""
 
 
 def resolve_spec(source: str, field: str = "model.path") -> tuple[ModelSpec, str | None]:
-    """Returns the shape of the model that ``field`` names, and the assumption made if its folder is not here.
+    """Returns the shape, and the assumption made if the model's folder is missing.
 
-    Raises ValueError for a folder that is not here and whose name is no known model.
+    Raises ValueError for a missing folder whose name is no known model. ``field`` is named in messages.
     """
     if source.startswith("builtin:"):
         return read_model_spec(
@@ -125,17 +125,17 @@ def resolve_spec(source: str, field: str = "model.path") -> tuple[ModelSpec, str
 
 
 def expert_tp(parallel: ParallelConfig) -> int:
-    """Returns the number of ranks that split each expert."""
+    """Counts the ranks that split each expert."""
     return parallel.tp if parallel.etp is None else parallel.etp
 
 
 def expert_copies(parallel: ParallelConfig) -> int:
-    """Returns the number of ranks with the same part of the same experts."""
+    """Counts the ranks with the same part of the same experts."""
     return parallel.tp * parallel.cp * parallel.dp // (parallel.ep * expert_tp(parallel))
 
 
 def expert_parameters(spec: ModelSpec, parallel: ParallelConfig) -> int:
-    """Counts a rank's parameters of one layer's experts, without router and shared ones; 0 for a dense model."""
+    """Counts a rank's parameters of one layer's experts, without router and shared experts."""
     if spec.experts is None:
         return 0
     return spec.experts.count // parallel.ep * 3 * spec.hidden_size * spec.ffn_size // expert_tp(parallel)
@@ -156,7 +156,7 @@ def _layer_parameters(spec: ModelSpec, parallel: ParallelConfig, layer: int) -> 
 
 
 def linear_parameters(spec: ModelSpec) -> int:
-    """Counts the weights of all linear layers, with experts, without router and head."""
+    """Counts weights with experts, without router and head."""
     biases = spec.qkv_bias * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     routers = 0 if spec.experts is None else _expert_layers(spec) * spec.experts.count * spec.hidden_size
     norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
@@ -172,22 +172,20 @@ def _all_layers(spec: ModelSpec) -> int:
 
 
 def vocabulary_parameters(spec: ModelSpec, tp: int) -> int:
-    """Counts the parameters of embedding or head on one of ``tp`` ranks, with padding."""
+    """Counts a rank's part of embedding or head, with padding."""
     return spec.padded_vocab_size(tp) // tp * spec.hidden_size
 
 
 def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, ...]:
-    """Returns the number of layers of each pipeline stage. Raises ValueError if they do not fit."""
+    """Raises ValueError if the layers do not fit the stages."""
     return tuple(sum(map(len, chunks)) for chunks in pipeline_stages_of(spec, parallel))
 
 
 def stage_expert_layers(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, ...]:
-    """Returns the number of layers with experts of each pipeline stage."""
     return tuple(sum(map(spec.has_experts, stage)) for stage in _layers_of_stages(spec, parallel))
 
 
 def stage_layer_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
-    """Counts the parameters of a stage's decoder layers on a rank."""
     return sum(_layer_parameters(spec, parallel, layer) for layer in _layers_of_stages(spec, parallel)[stage])
 
 
@@ -196,7 +194,6 @@ def _layers_of_stages(spec: ModelSpec, parallel: ParallelConfig) -> list[list[in
 
 
 def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
-    """Counts the parameters of a rank of pipeline stage ``stage`` (from 0)."""
     count = stage_layer_parameters(spec, parallel, stage)
     first, last = stage == 0, stage == parallel.pp - 1
     if first:
@@ -209,13 +206,13 @@ def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> i
 
 
 def model_parameters(spec: ModelSpec) -> int:
-    """Counts the parameters of the whole model, without padding."""
+    """Counts without padding."""
     vocabulary = spec.vocab_size * spec.hidden_size
     return _all_layers(spec) + spec.hidden_size + vocabulary * (1 if spec.tied_embeddings else 2)
 
 
 def active_parameters(spec: ModelSpec) -> int:
-    """Counts the parameters that one token meets: all except those of experts that are not chosen."""
+    """Counts the parameters that one token meets: without experts that are not chosen."""
     if spec.experts is None:
         return model_parameters(spec)
     idle = spec.experts.count - spec.experts.per_token
@@ -223,8 +220,6 @@ def active_parameters(spec: ModelSpec) -> int:
 
 
 class AdapterCount(NamedTuple):
-    """Parameters of adapters of dense weights and of experts."""
-
     dense: int
     experts: int
 
@@ -237,7 +232,7 @@ class AdapterCount(NamedTuple):
 def layer_adapters(
     spec: ModelSpec, lora: LoraConfig, tp: int, ep: int, etp: int | None, *, sparse: bool = False
 ) -> AdapterCount:
-    """Counts a rank's adapter parameters in one layer. Raises ValueError for targets that match nothing."""
+    """Counts a rank's adapter parameters. Raises ValueError for targets that match nothing."""
     one = replace(spec, num_layers=1, dense_layers=0 if sparse or spec.experts is None else 1)
     tensors = adapted_tensors(tensor_shapes(one), lora.target_modules)
     layout = adapter_layout(megatron_layout(one, MegatronParallel(tp=tp, ep=ep, etp=etp), 0), tensors, lora.rank)
@@ -246,7 +241,7 @@ def layer_adapters(
 
 
 def stage_adapters(spec: ModelSpec, lora: LoraConfig, parallel: ParallelConfig, *, dense: int, sparse: int) -> AdapterCount:
-    """Counts a rank's adapter parameters in ``dense`` layers without experts and ``sparse`` layers with experts."""
+    """Counts those of a rank in ``dense`` layers without experts and ``sparse`` layers with experts."""
     counts = [
         (layers, layer_adapters(spec, lora, parallel.tp, parallel.ep, parallel.etp, sparse=with_experts))
         for layers, with_experts in ((dense, False), (sparse, True))
@@ -256,7 +251,6 @@ def stage_adapters(spec: ModelSpec, lora: LoraConfig, parallel: ParallelConfig, 
 
 
 def model_adapters(spec: ModelSpec, lora: LoraConfig) -> int:
-    """Counts the parameters of all adapters of the model."""
     shapes = tensor_shapes(spec)
     adapters = adapter_shapes(shapes, adapted_tensors(shapes, lora.target_modules), lora.rank)
     return sum(map(math.prod, adapters.values()))

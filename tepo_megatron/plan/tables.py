@@ -22,11 +22,10 @@ PUBLISHED = {"generation": 84, "log-probs": 18, "training": 28, "weight sync": 1
 """Seconds of a GRPO step of Llama-3.1-70B on 64 H100 (NeMo-RL, TP4 PP4, at most 4096 tokens)."""
 
 PUBLISHED_SIZES = (6e10, 8e10)
-"""The published figures are shown for models between these numbers of parameters."""
+"""Parameters of models for which they are shown."""
 
 
 def plan_tables(plan: Plan) -> Iterator[Table]:
-    """Yields the tables: layout, memory of a training rank, servers, time of a step."""
     yield _layout(plan)
     yield _memory(plan)
     if plan.sync is not None:
@@ -46,14 +45,14 @@ def _schedules(plan: Plan) -> list[ScheduleTime]:
 
 
 def plan_notes(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> list[str]:
-    """Returns lines with every assumption, and how many counts of ``exact`` agree with Megatron's."""
+    """``exact`` is the result of ``check_exact``."""
     counted = sum(map(len, exact or ()))
     verdict = [f"Exact: Megatron builds as many parameters on each of {counted} (tp, pp) ranks as the formula says."]
     return ["Assumed:", *(f"  - {text}" for text in plan.assumptions), *(verdict if exact else [])]
 
 
 def plan_json(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> str:
-    """Returns bytes, tokens, FLOPs and seconds as JSON. ``exact`` is the result of ``check_exact``."""
+    """Returns bytes, tokens, FLOPs and seconds. ``exact`` is the result of ``check_exact``."""
     result: dict[str, Any] = {
         "name": plan.config.name,
         "model": asdict(plan.spec),
@@ -75,7 +74,6 @@ def plan_json(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has neither infinity nor NaN."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Estimates of FLOPs and seconds of one step: sample, score, update, sync, save."""
+"""Estimates of FLOPs and seconds of one step."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from tepo_megatron.plan.shapes import (
 from tepo_megatron.weights.architecture import ModelSpec
 
 PACK_SECONDS_PER_TOKEN = 0.02e-6
-"""Rank 0 packs a sampled token, measured on one CPU core (0.01); all ranks wait."""
+"""Rank 0 packs while all ranks wait. One CPU core took half of this."""
 
 DECODE_SECONDS_PER_TOKEN = 3e-6
-"""Rank 0 reads a sampled token and its log-prob from an answer, measured; servers continue meanwhile."""
+"""Measured; servers continue meanwhile."""
 
 DIGEST_SECONDS_PER_BYTE = 1e-9
-"""SHA-256 of a checkpoint's byte on a rank's core, measured; then the byte is written."""
+"""SHA-256 on one core, measured."""
 
 ADAM_BANDWIDTH = 0.7
-"""Part of a GPU's memory bandwidth that a step of Adam reaches: an assumption."""
+"""Share of a GPU's memory bandwidth that a step of Adam reaches: an assumption."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens. ``prompt``, ``response``: means; ``longest``: longest prompt and response together."""
+    """Tokens: mean prompt, mean response, and the longest prompt and response together."""
 
     prompt: float
     response: float
@@ -59,40 +59,34 @@ class StepTime:
     flops_score: float
     flops_train: float
     bubble: float
-    """Idle over busy time of the pipeline in an update."""
+    """Idle over busy time in an update."""
 
     imbalance: float
     """Additional work of the busiest stage over the mean."""
 
     padding: float
-    """Share of padding in the computed tokens."""
+    """Share of the computed tokens."""
 
     generation: float
     score: float
     train: float
-    """Updates without Adam."""
-
     exposed: float
-    """Part of ``score`` and ``train`` in which ranks wait for tensor-parallel ranks and neighbouring stages."""
+    """Part of ``score`` and ``train`` in which ranks wait for others."""
 
     exchange: float
-    """Gradients and new weights between data-parallel ranks, if nothing hides them."""
+    """Exposed transfer between data-parallel ranks."""
 
     adam: float
-    """Adam's steps; with states on the host also gradients to it, its cores' work, and weights back."""
+    """With states on the host also transfers and the cores' work."""
 
     turns: float
-    """Weights and states leave the GPU for servers that share it, and return."""
+    """Weights and states leave the GPU for colocated servers, and return."""
 
     sync: float
     root: float
-    """Rank 0 packs the step's rollouts while all others wait."""
-
     save: float
-    """A checkpoint's seconds over the steps between two."""
-
     mfu: float
-    """FLOPs of the updates without recomputation over the GPUs' peak in that time, while the pipeline is full."""
+    """Without recomputation, while the pipeline is full."""
 
     @property
     def seconds(self) -> float:
@@ -108,10 +102,7 @@ def step_time(
     sync: SyncTraffic | None,
     stages: Sequence[RankMemory],
 ) -> StepTime:
-    """Estimates a step; ``stages``: a rank's memory in each.
-
-    A token costs 3 forward passes plus recomputation in training, 1 in scoring (2 with a reference model), 1 in generation.
-    """
+    """Counts 3 forward passes plus recomputation in training, 1 in scoring (2 with a reference model), 1 in generation."""
     cluster, parallel, rollout = config.cluster, config.engine.parallel, config.rollout
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     tokens, responses = sequences * lengths.mean, sequences * lengths.response
@@ -161,9 +152,7 @@ def _stage_imbalance(spec: ModelSpec, config: RunConfig) -> float:
 
 
 def _exposed_seconds(spec: ModelSpec, config: RunConfig, tokens: float) -> tuple[float, float]:
-    """A layer moves activations over tensor-parallel ranks 4 times forward and 6 times backward; 2 of these hide behind
-    gradients of weights. Interleaved stages and context-parallel ranks communicate behind computation.
-    """
+    """A layer moves activations over tensor-parallel ranks 4 times forward, 6 times backward; 2 of these are hidden."""
     parallel, cluster = config.engine.parallel, config.cluster
     share = tokens / (parallel.dp * parallel.cp)  # that a rank sees
     activations = ELEMENT_BYTES[config.model.dtype] * spec.hidden_size * share
@@ -206,7 +195,7 @@ def _turns(config: RunConfig, memory: RankMemory) -> float:
 
 
 def _save(spec: ModelSpec, config: RunConfig) -> float:
-    """Ranks compute digests and write to one disk at the same time; an asynchronous save only copies to the host."""
+    """Ranks write to one disk at the same time; an asynchronous save only copies to the host."""
     every, cluster = config.train.save_every, config.cluster
     if not every:
         return 0.0
@@ -217,20 +206,17 @@ def _save(spec: ModelSpec, config: RunConfig) -> float:
 
 
 def checkpoint_bytes_of_a_rank(spec: ModelSpec, config: RunConfig) -> float:
-    """Returns the largest number of bytes that a rank writes, as fp32."""
+    """Returns the most fp32 bytes that a rank writes."""
     return 12 * max(owned_weights(spec, config, stage) for stage in range(config.engine.parallel.pp))
 
 
 def checkpoint_bytes(spec: ModelSpec, config: RunConfig) -> int:
-    """Returns the bytes of a checkpoint: masters and moments of trained weights."""
     lora = config.model.lora
     return 12 * (model_parameters(spec) if lora is None else model_adapters(spec, lora))
 
 
 def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefill: float, decode: float) -> float:
-    """Prompts at ``score_mfu``, then decoding, bound by memory bandwidth or FLOPs. A wave reads the weights once per position
-    of its longest response, and each sequence's keys and values once per token.
-    """
+    """A wave reads the weights once per position of its longest response, and keys and values once per token."""
     cluster, rollout = config.cluster, config.rollout
     if rollout.replay is not None:
         return 0.0
@@ -248,9 +234,7 @@ def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefi
 
 
 def _exchange(spec: ModelSpec, config: RunConfig, micro_batch: float) -> float:
-    """Overlapped, gradients hide behind the backward pass of a mini-batch's last micro-batch, weights behind the forward pass
-    of the next mini-batch's first. ``micro_batch``: its seconds, forward and backward.
-    """
+    """``micro_batch``: seconds of one forward and backward pass, behind which transfers hide if overlapped."""
     parallel, cluster, engine = config.engine.parallel, config.cluster, config.engine
     copies, minibatches = parallel.dp * parallel.cp, config.train.minibatches
     experts = max(stage_expert_layers(spec, parallel)) * expert_parameters(spec, parallel)
@@ -267,14 +251,13 @@ def _exchange(spec: ModelSpec, config: RunConfig, micro_batch: float) -> float:
 
 
 def forward_flops(spec: ModelSpec, mean_length: float) -> float:
-    """Returns FLOPs of a token's forward pass: 2 per weight of every matrix that it meets, and causal attention."""
+    """Counts 2 per weight of every matrix that a token meets, and causal attention."""
     matrices = active_parameters(spec) - (0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size)
     # Attention: 2 FLOPs × 2 products (scores, values) × half of the sequence on average, since it is causal.
     return 2 * matrices + 2 * spec.num_layers * spec.num_heads * spec.head_dim * mean_length
 
 
 def _recomputed_flops(spec: ModelSpec, config: RunConfig, mean_length: float) -> float:
-    """Returns FLOPs of a token that the backward pass recomputes."""
     again, head = set(config.engine.recomputed), 2 * spec.vocab_size * spec.hidden_size
     fused_head = head if config.engine.head == "fused" else 0
     if config.engine.recompute == "full":
@@ -286,7 +269,7 @@ def _recomputed_flops(spec: ModelSpec, config: RunConfig, mean_length: float) ->
 
 @dataclass(frozen=True)
 class ScheduleTime:
-    """Seconds of a step under a schedule (``train.schedule``), and the idle shares of both sides."""
+    """Seconds of a step under ``train.schedule``, and the idle shares of both sides."""
 
     schedule: str
     seconds: float
@@ -295,11 +278,7 @@ class ScheduleTime:
 
 
 def schedule_times(step: StepTime, *, is_colocated: bool) -> list[ScheduleTime]:
-    """Returns a step's time under each possible schedule; with ``is_colocated`` servers nothing overlaps.
-
-    Overlapped, sampling and training run in parallel and both stop for a weight sync. How much of a long tail is hidden
-    depends on ``train.max_staleness`` and is ignored.
-    """
+    """Ignores effects of ``train.max_staleness``."""
     if step.generation == 0:
         return []
     trains = step.seconds - step.generation
