@@ -30,8 +30,6 @@ def check_time_limit(config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class _ClusterRun:
-    """A run and the machine that sees the cluster's disks."""
-
     config: RunConfig
     tunnel: Tunnel
 
@@ -50,10 +48,7 @@ class _ClusterRun:
 
 
 def check_cluster(config: RunConfig, tunnel: Tunnel) -> None:
-    """Looks for the run's files on the cluster's disks.
-
-    Raises ValueError for a folder, image or checkpoint that is missing, and for an output folder that already holds a run.
-    """
+    """Raises ValueError if a file is missing on the cluster's disks, or the output folder already holds a run."""
     verify_all(CLUSTER_CHECKS, _ClusterRun(config, tunnel))
 
 
@@ -96,7 +91,7 @@ def _check_images(run: _ClusterRun) -> None:
 
 
 def _check_transformer_engine(run: _ClusterRun) -> None:
-    """Looks into a ``.sqsh`` image if ``unsquashfs`` is installed. Any other image is checked when the job starts."""
+    """Looks into a ``.sqsh`` image if ``unsquashfs`` is installed. Others are checked when the job starts."""
     image = run.config.cluster.container
     if not uses_gpus(run.config) or image is None or not image.endswith(".sqsh"):
         return
@@ -122,7 +117,7 @@ def _check_checkpoint(run: _ClusterRun) -> None:
 
 
 def _check_output(run: _ClusterRun) -> None:
-    """A folder holds a run (``run/output/run_folder.py``) if it has a checkpoint, or the row of a step that was trained."""
+    """A folder holds a run (``run/output/run_folder.py``) if it has a checkpoint, or the row of a trained step."""
     output = str(run.config.output)
     trained = f"grep -qsv '^{{\"step\": 0[,}}]' {shlex.quote(f'{output}/metrics.jsonl')}"
     if run.has_checkpoint(output) or run.succeeds(trained):

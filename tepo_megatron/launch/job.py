@@ -1,7 +1,4 @@
-"""What runs on the nodes of a job: the configuration with _absolute paths, and one shell script for each role.
-
-``tepo_megatron.launch.nemo`` submits it.
-"""
+"""The configuration with absolute paths, and a shell script for each role of a job. ``launch.nemo`` submits it."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.base import Section
 
 JOB_END_S = 30
-"""Seconds for the job's own end after the trainer's, before Slurm's limit."""
+"""For the job's own end after the trainer's, before Slurm's limit."""
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -25,10 +22,10 @@ TEMPLATES = Path(__file__).parent / "templates"
 BUILTIN = "builtin:"
 
 _CUSTOM_CODE = re.compile(r"[^:\n]+\.py:[A-Za-z_]\w*")
-"""``path/file.py:name``: user-defined functions and classes."""
+"""``path/file.py:name``."""
 
 _NOT_OURS = ("cluster", "kwargs", "verifier_kwargs", "template", "system_prompt")
-"""Fields without such names: those of the submitting machine, arguments of custom code, and text for the model."""
+"""Fields without custom code: settings of the submitting machine, arguments, and text for the model."""
 
 _ValueChange = Callable[[str, Any], Any]
 """Maps a field's name, such as ``data.train[1].verifier``, and its value to the new value."""
@@ -56,7 +53,7 @@ def roles(config: RunConfig) -> list[Role]:
 
 
 def on_nodes(config: RunConfig) -> RunConfig:
-    """Returns the configuration as the nodes read it: _absolute paths, and external servers on nodes of their own.
+    """Returns the configuration with absolute paths, and external servers on nodes of their own.
 
     Raises ValueError for a relative path submitted through ssh, and for a space in the output's path.
     """
@@ -77,7 +74,6 @@ def ranks_per_node(config: RunConfig) -> int:
 
 
 def uses_gpus(config: RunConfig) -> bool:
-    """Returns whether Slurm is asked for GPUs."""
     return config.engine.platform != "cpu"
 
 
@@ -106,18 +102,17 @@ def train_script(config: RunConfig) -> str:
 
 
 def serve_script(config: RunConfig) -> str:
-    """Returns the script of every node for rollouts."""
     python = config.cluster.rollout_python or config.cluster.python
     return _fill("serve.sh", config, python=python, nodes=config.cluster.rollout_nodes, grace=math.ceil(config.train.grace_s))
 
 
 def batch_lines(config: RunConfig) -> str:
-    """Returns shell for the batch script before it starts the roles: forwards Slurm's warning and requeues the job."""
+    """Returns shell code that forwards Slurm's warning and requeues the job."""
     return _fill("batch.sh", config, max_requeues=config.cluster.max_requeues)
 
 
 def warning_lead_s(config: RunConfig) -> int:
-    """Returns how many seconds before the end Slurm sends SIGUSR1 to the batch script."""
+    """Returns the seconds between SIGUSR1 to the batch script and Slurm's limit."""
     return math.ceil(config.train.warning_s) + JOB_END_S
 
 
@@ -130,12 +125,10 @@ def _fill(template: str, config: RunConfig, **values: str | int) -> str:
 
 
 def data_files(config: RunConfig) -> dict[str, str]:
-    """Returns the paths of the run's problems by field."""
     return config.data.paths
 
 
 def _absolute(field: str, path: str, config: RunConfig) -> str:
-    """Returns the path as the nodes read it. Raises ValueError for a relative path submitted through ssh."""
     if path.startswith((BUILTIN, "/")):
         return path
     if config.cluster.ssh is not None:
@@ -146,8 +139,6 @@ def _absolute(field: str, path: str, config: RunConfig) -> str:
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Returns the configuration with _absolute paths of files, folders, problems and custom code."""
-
     def change(field: str, value: Any) -> Any:
         if isinstance(value, Path):
             return Path(_absolute(field, str(value), config))

@@ -1,7 +1,4 @@
-"""Submits a job through NeMo-Run, which no other file imports.
-
-On Slurm a job is one allocation with one ``srun`` per role. When either ends, the job ends with its exit code.
-"""
+"""Submits a job through NeMo-Run: one allocation with one ``srun`` per role. When either ends, the job ends."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 
 TITLE = "tepo"
 ROLE_POLL_INTERVAL_S = 5
-"""Interval at which the batch script checks whether a role has ended."""
+"""The batch script checks this often whether a role has ended."""
 
 
 _QUIET: dict[str, Any] = {
@@ -52,12 +49,12 @@ def require_nemo_run() -> None:
 
 
 def connect(cluster: ClusterConfig) -> Tunnel:
-    """Returns a NeMo-Run tunnel that runs the cluster's commands: on this machine, or over ssh on the login node."""
+    """Returns a tunnel that runs commands on this machine, or over ssh on the login node."""
     return _tunnel(cluster, job_dir="")
 
 
 def write_scripts(config: RunConfig) -> Scripts:
-    """Returns the texts of the job's scripts. Leaves no file, opens no connection and does not call Slurm."""
+    """Leaves no file, opens no connection and does not call Slurm."""
     with tempfile.TemporaryDirectory(prefix="tepo-launch-") as folder, _experiment(config, Path(folder)) as experiment:
         experiment.dryrun(log=False, delete_exp_dir=False)
         (sbatch,) = Path(folder).rglob("*_sbatch.sh")
@@ -65,7 +62,7 @@ def write_scripts(config: RunConfig) -> Scripts:
 
 
 def submit(config: RunConfig) -> str:
-    """Submits the job to Slurm and returns its number. Raises RuntimeError with Slurm's message if it refuses."""
+    """Returns the job's number. Raises RuntimeError with Slurm's message if it refuses."""
     from invoke.exceptions import UnexpectedExit
 
     local = config.cluster.ssh is None
@@ -157,7 +154,6 @@ def _executor(config: RunConfig, role: Role) -> SlurmExecutor:
 
 
 def _head_address(interface: str | None) -> str:
-    """A line of shell that sets the first node's address on the inner network."""
     if interface is None:
         return "head_node_ip=${head_node_ip%% *}"
     return f"head_node_ip=$(ip -4 -o addr show dev {interface} | awk '{{ split($4, part, \"/\"); print part[1]; exit }}')"

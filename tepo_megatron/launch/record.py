@@ -1,7 +1,6 @@
 """Records what a job ran with: git state and command where it was submitted, versions where it runs.
 
-``python -m tepo_megatron.launch.record FILE [DISTRIBUTION...]`` writes the versions, on the first training node, and fails
-if one of the distributions is not installed.
+``python -m tepo_megatron.launch.record FILE [DISTRIBUTION...]`` fails if one of the distributions is not installed.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_JOB_NODELIST", "SLURM_JO
 
 
 def submission(command: list[str]) -> dict[str, Any]:
-    """Returns time, command, and git state of the checkout that contains this package."""
     return {"submitted": _now(), "command": command, "git": git_state(Path(__file__).parent), "launcher": environment()}
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Returns commit and uncommitted changes of the checkout around ``folder``; empty without checkout or git."""
+    """Returns an empty dict without checkout or git."""
     try:
         return {
             "commit": _git(folder, "rev-parse", "HEAD").strip(),
@@ -37,7 +35,6 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """Returns this machine, its interpreter, and the version of every installed distribution."""
     packages = {distribution.metadata["Name"]: distribution.version for distribution in metadata.distributions()}
     return {
         "host": platform.node(),

@@ -1,4 +1,4 @@
-"""A job after its submission: number, state in Slurm, logs."""
+"""A submitted job: number, state in Slurm, logs."""
 
 from __future__ import annotations
 
@@ -44,12 +44,11 @@ def upload(config: RunConfig, tunnel: Tunnel, scripts: dict[str, str], submissio
 
 
 def save_job(config: RunConfig, tunnel: Tunnel, job: str) -> None:
-    """Writes the job's number to ``launch/job.json``."""
     _put(tunnel, config.output / "launch" / "job.json", json.dumps(asdict(SubmittedJob(job, ranks_per_node(config)))) + "\n")
 
 
 def load_job(config: RunConfig, tunnel: Tunnel) -> SubmittedJob:
-    """Reads the newest job of the output folder. Raises ValueError if none was submitted."""
+    """Raises ValueError if no job was submitted."""
     path = config.output / "launch" / "job.json"
     answer = tunnel.run(f"cat {shlex.quote(str(path))}", hide=True, warn=True)
     if not answer.ok:
@@ -58,7 +57,7 @@ def load_job(config: RunConfig, tunnel: Tunnel) -> SubmittedJob:
 
 
 def status(job: str, tunnel: Tunnel) -> str:
-    """Returns Slurm's state of the job, such as RUNNING, or UNKNOWN."""
+    """Returns Slurm's state, such as RUNNING, or UNKNOWN."""
     for query in _QUERIES:
         answer = tunnel.run(query.format(job=job), hide=True, warn=True)
         if answer.ok and answer.stdout.strip():
@@ -67,7 +66,7 @@ def status(job: str, tunnel: Tunnel) -> str:
 
 
 def cancel(job: str, tunnel: Tunnel) -> None:
-    """Cancels the job. Raises RuntimeError with Slurm's message if it refuses."""
+    """Raises RuntimeError with Slurm's message if it refuses."""
     answer = tunnel.run(f"scancel {shlex.quote(job)}", hide=True, warn=True)
     if not answer.ok:
         raise RuntimeError(f"Slurm did not cancel job {job}: {' '.join(answer.stderr.split())}")
