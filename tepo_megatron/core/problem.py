@@ -14,9 +14,9 @@ from typing import Any
 class Problem:
     """One task of a dataset: the prompt, and the answer for the verifier.
 
-    ``metadata``: every other key of its line in the data file, as JSON values, for verifiers; it is ignored by ``==``.
-    ``messages``: the (role, content) pairs if the prompt is in the model's chat template; ``prompt`` is then the user's last
-    message. ``source``: the name of its source; empty if there is only one.
+    ``metadata``: all other keys of its line in the data file, as JSON values, ignored by ``==``. ``messages``: (role, content)
+    pairs for a chat template; ``prompt`` is then the last user message. ``source``: the name of its data source, if there are
+    several.
     """
 
     id: str
@@ -28,10 +28,10 @@ class Problem:
 
 
 class ResponseText(str):
-    """The text of a response, a ``str``, with its tokens and the reason of its end.
+    """The text of a response, a ``str``, with its tokens and ``finish_reason``.
 
-    ``finish_reason`` is ``"stop"`` (the model ended it) or ``"length"`` (cut at the longest response allowed). Results of
-    methods, such as ``response.strip()``, are a plain ``str``. ``prompt_tokens``: tokens before a turn of an episode, else 0.
+    ``finish_reason`` is ``"stop"`` (the model ended it) or ``"length"`` (cut). Methods such as ``strip()`` return a plain
+    ``str``. ``prompt_tokens``: tokens before a turn of an episode, else 0.
     """
 
     finish_reason: str
@@ -45,12 +45,12 @@ class ResponseText(str):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The sampled ids, the end token included; empty if only the text is known."""
+        """The sampled ids with the end token; empty if only the text is known."""
         return tuple(self._ids)
 
     @cached_property
     def packed_ids(self) -> bytes:
-        """The ids as 32-bit integers of this machine, for the process that runs the verifier."""
+        """Native 32-bit integers, for the process that runs the verifier."""
         with suppress(TypeError):  # no buffer
             view = memoryview(self._ids)  # type: ignore[arg-type]
             if view.format == "i":
@@ -59,7 +59,6 @@ class ResponseText(str):
 
     @classmethod
     def unpack(cls, text: str, packed_ids: bytes, finish_reason: str) -> ResponseText:
-        """The inverse of ``packed_ids``."""
         ids = array("i")
         ids.frombytes(packed_ids)
         return cls(text, ids, finish_reason)

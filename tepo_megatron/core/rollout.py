@@ -12,17 +12,17 @@ from numpy.typing import ArrayLike, NDArray
 from tepo_megatron.core.sampling_mask import SamplingMask
 
 TokenIds = NDArray[np.int32]
-"""Read-only int32, one axis."""
+"""Read-only [n]."""
 
 Logprobs = NDArray[np.float32]
-"""Natural-log probabilities: read-only float32, one axis."""
+"""Natural logarithm; read-only [n]."""
 
 LossMask = NDArray[np.bool_]
-"""The tokens of a response that the model wrote: read-only bool, one axis. The others are an environment's."""
+"""Read-only [n]: whether the model wrote the response token, and not an environment."""
 
 Routes = NDArray[np.uint8] | NDArray[np.int16]
-"""The experts of a sequence's tokens: read-only [tokens − 1, layers, experts per token], a byte for each if the model has at
-most 255. The last token has none: a sampler draws it, and does not compute it."""
+"""Experts of a sequence's tokens except the last, read-only [tokens − 1, layers, experts per token]; uint8 up to 255 experts.
+"""
 
 
 @dataclass(frozen=True, order=True)
@@ -39,12 +39,10 @@ Spans = tuple[tuple[int, WeightsVersion], ...]
 
 @dataclass(frozen=True, eq=False, init=False)
 class Response:
-    """One sampled continuation of a prompt.
+    """One sampled continuation of a prompt. Equality compares all bits.
 
-    ``logprobs`` has one natural-log probability per response id, under its sampling temperature (under temperature 1 if it was
-    decoded greedily), among the tokens that could be drawn. ``finish_reason`` is ``"stop"`` (the last id is an end token, or
-    completes a stop string), ``"length"`` (cut) or ``"abort"`` (a part that can be continued). Two are equal if all their bits
-    are.
+    ``logprobs`` [tokens] are under the sampling temperature (1 for greedy decoding), among the tokens that could be drawn.
+    ``finish_reason`` is ``"stop"`` (end token or stop string), ``"length"`` (cut) or ``"abort"`` (can be continued).
     """
 
     response_ids: TokenIds
@@ -52,11 +50,11 @@ class Response:
     finish_reason: str
     versions: Spans
     routed_experts: Routes | None = None
-    """Of the prompt's tokens and the response's, if the server records them."""
+    """Of the prompt's and the response's tokens."""
     loss_mask: LossMask | None = None
-    """None if the model wrote every token, as in any single turn; the log-probs of other tokens are 0."""
+    """None if the model wrote every token; log-probs of other tokens are 0."""
     sampling_mask: SamplingMask | None = None
-    """Of the response's tokens, if requested."""
+    """Of the response's tokens."""
 
     def __init__(
         self,
@@ -83,7 +81,7 @@ class Response:
 
     @property
     def weights_version(self) -> WeightsVersion:
-        """The weights that drew the first token: the oldest."""
+        """The oldest: it drew the first token."""
         return self.versions[0][1]
 
     @property
@@ -99,18 +97,16 @@ class Response:
 
 
 NO_PARTS: Mapping[str, float] = MappingProxyType({})
-"""Of a reward that is one number."""
 
 
 @dataclass(frozen=True, eq=False, init=False)
 class Rollout:
-    """One sampled response to a prompt, with its reward.
+    """One sampled response to a prompt, with its reward. Equality compares all bits.
 
-    ``sampler_logprobs`` has one entry per response token: the natural-log probability of the draw, under the sampling
-    temperature and among the tokens that could be drawn. ``group`` numbers the prompt within its step. ``finish_reason`` is
-    ``"stop"`` (the last response id is an end token, or completes a stop string) or ``"length"`` (cut). ``reward`` is None if
-    the verifier failed: the response is recorded, and not trained on. ``reward_parts``: the components of the reward's weighted
-    sum, by name; empty if the verifier returns none. Two are equal if all their bits are.
+    ``sampler_logprobs`` [response tokens] are natural logarithms under the sampling temperature, among the tokens that could be
+    drawn. ``group`` numbers the prompt within its step. ``finish_reason`` is ``"stop"`` (end token or stop string) or
+    ``"length"`` (cut). ``reward`` is None if the verifier failed: the response is recorded, but not trained on.
+    ``reward_parts``: the components of the reward's weighted sum, by name.
     """
 
     problem_id: str
@@ -124,11 +120,11 @@ class Rollout:
     reward: float | None = 0.0
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     routed_experts: Routes | None = None
-    """Of the prompt's tokens and the response's, if the sampler recorded them."""
+    """Of the prompt's and the response's tokens."""
     loss_mask: LossMask | None = None
-    """None if the model wrote every response token; the sampler's log-probs of other tokens are 0."""
+    """None if the model wrote every response token; log-probs of other tokens are 0."""
     sampling_mask: SamplingMask | None = None
-    """Of the response's tokens, if the sampler recorded it."""
+    """Of the response's tokens."""
 
     def __init__(
         self,
@@ -176,7 +172,7 @@ class Rollout:
         text: str,
         reward: float | None = 0.0,
     ) -> Rollout:
-        """A rollout with the tokens, masks, versions and experts of ``response``."""
+        """Makes a rollout with the tokens, masks, versions and experts of ``response``."""
         return cls(
             problem_id=problem_id,
             group=group,
@@ -194,12 +190,12 @@ class Rollout:
 
     @property
     def weights_version(self) -> WeightsVersion:
-        """The weights that drew the first token: the oldest."""
+        """The oldest: it drew the first token."""
         return self.versions[0][1]
 
     @property
     def model_tokens(self) -> int:
-        """Response tokens that the model wrote: T_i of the paper's sums."""
+        """T_i: response tokens that the model wrote."""
         return _model_tokens(self)
 
     def __eq__(self, other: object) -> bool:
@@ -210,9 +206,8 @@ class Rollout:
 
 
 def token_ids(values: ArrayLike) -> TokenIds:
-    """Converts to read-only int32; an int32 array is not copied, but made read-only.
-
-    Raises ValueError unless ``values`` is a 1-D integer array that fits int32.
+    """Makes an int32 array read-only, without a copy, or converts. Raises ValueError unless ``values`` are 1-D integers of 32
+    bits.
     """
     ids = np.asarray(values)
     if ids.size == 0:
@@ -229,7 +224,7 @@ def token_ids(values: ArrayLike) -> TokenIds:
 
 
 def token_logprobs(values: ArrayLike) -> Logprobs:
-    """Converts to read-only float32; a float32 array is not copied, but made read-only. Raises ValueError unless 1-D."""
+    """Makes a float32 array read-only, without a copy, or converts. Raises ValueError unless 1-D."""
     logprobs = np.asarray(values, dtype=np.float32)
     if logprobs.ndim != 1:
         raise ValueError(f"log-probs must be in a row, but they have the shape {logprobs.shape}")
@@ -268,7 +263,6 @@ def _spans(versions: Spans | WeightsVersion) -> Spans:
 
 
 def _fill(target: object, **values: object) -> None:
-    """Sets the fields of a frozen dataclass."""
     for name, value in values.items():
         object.__setattr__(target, name, value)
 
@@ -286,5 +280,5 @@ def _same_bits(one: Response | Rollout, other: object) -> bool:
 
 
 def not_recorded(itemsize: int) -> int:
-    """The number of an unknown expert in routes with this many bytes per number (1 or 2)."""
+    """Returns the number of an unknown expert in routes with 1 or 2 bytes per number."""
     return 2**8 - 1 if itemsize == 1 else 2**15 - 1

@@ -9,14 +9,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 NO_TOKEN = -1
-"""Padding of :meth:`SamplingMask.padded`."""
 
 
 @dataclass(frozen=True, eq=False, init=False)
 class SamplingMask:
-    """For each of n drawn tokens, the others that could have been drawn, without repetition; often there is none.
+    """The other tokens that could have been drawn, for each of n drawn tokens, each once.
 
-    ``counts`` int32 [n] is their number, ``ids`` int32 [Σ counts] their ids, token by token; both read-only, in host memory.
+    ``counts`` int32 [n]; ``ids`` int32 [Σ counts], token by token; both read-only, on the host.
     """
 
     counts: NDArray[np.int32]
@@ -34,12 +33,11 @@ class SamplingMask:
 
     @classmethod
     def empty(cls, n: int) -> SamplingMask:
-        """The mask of ``n`` tokens without alternatives."""
+        """Makes a mask without alternatives."""
         return cls(np.zeros(n, np.int32), np.zeros(0, np.int32))
 
     @classmethod
     def joined(cls, parts: Iterable[SamplingMask]) -> SamplingMask:
-        """The concatenation of masks."""
         masks = [cls.empty(0), *parts]
         return cls(np.concatenate([mask.counts for mask in masks]), np.concatenate([mask.ids for mask in masks]))
 
@@ -47,7 +45,7 @@ class SamplingMask:
         return self.counts.size
 
     def __getitem__(self, indices: NDArray[np.int64]) -> SamplingMask:
-        """The mask of the tokens at these indices, in their order."""
+        """Selects tokens, in the order of ``indices``."""
         counts = self.counts[indices]
         ends = np.cumsum(counts, dtype=np.int64)
         starts = np.cumsum(self.counts, dtype=np.int64)[indices] - counts
@@ -56,7 +54,7 @@ class SamplingMask:
         )
 
     def padded(self) -> NDArray[np.int32]:
-        """As int32 [n, K], K the largest count, padded with ``NO_TOKEN``."""
+        """Returns int32 [n, largest count], padded with ``NO_TOKEN``."""
         width = int(self.counts.max(initial=0))
         padded = np.full((len(self), width), NO_TOKEN, np.int32)
         padded[np.arange(width) < self.counts[:, None]] = self.ids

@@ -1,7 +1,6 @@
 """Tensors that pass between folders: a batch of sequences, its scores, the output of an objective.
 
-Axes in names: S sequences, T tokens of all sequences packed one after the other. A value at position t of a ``_T`` tensor
-belongs to the *label* at t, the next token of its sequence.
+S sequences, T packed tokens. A ``_T`` value at position t belongs to the *label* at t, the next token of its sequence.
 """
 
 from __future__ import annotations
@@ -21,19 +20,17 @@ if TYPE_CHECKING:
 class Batch:
     """S sequences packed into T tokens: a whole step, a mini-batch or a micro-batch. All on one device, unless stated.
 
-    - ``tokens_T`` int64, ``labels_T`` int64 (the next token, or 0), ``loss_mask_T`` bool (the label is a response token of
-      the model; T_i counts these), ``cu_seqlens`` int32 [S+1] (offsets of the sequences, first 0, last T)
+    - ``tokens_T`` int64, ``labels_T`` int64 (the next token, or 0), ``loss_mask_T`` bool (the label is a response token of the
+      model; T_i counts these), ``cu_seqlens`` int32 [S+1] (offsets, first 0, last T)
     - ``sampler_logprobs_T`` fp32 (0 outside the mask), ``rewards_S`` fp32, ``groups_S`` int64
-    - ``advantages_S`` fp32; ``old_logprobs_T``, ``old_entropy_T`` fp32 of the pre-update policy; ``reference_logprobs_T`` fp32
-      of a frozen reference model: ``None`` until they are computed
-    - ``reward_parts_SK`` fp32 [S, K]: the components of each reward, for an objective that weighs them itself
-    - ``routed_experts_T`` uint8 or int16 [T, layers, k], in host memory because of its size: the experts of each *token*, if
-      recorded by the sampler; the dtype's largest number if unknown, as for the last token of a sequence
-    - ``sampling_mask_T``, in host memory: the tokens that could have been drawn instead of the *label*, if the sampler recorded
-      them; scores are then among them
-    - ``recorded_S`` int64: the index in the step of a sequence whose token values are recorded; −1 for the others
-    - ``expert_load_LE`` int64 [layers, experts], for an auxiliary loss that balances experts: tokens of the whole mini-batch
-      that each layer's router sent to each expert when it was scored
+    - fp32, ``None`` until computed: ``advantages_S``; ``old_logprobs_T``, ``old_entropy_T`` of the pre-update policy;
+      ``reference_logprobs_T`` of a frozen reference model
+    - ``reward_parts_SK`` fp32 [S, K]: the components of each reward
+    - ``routed_experts_T`` uint8 or int16 [T, layers, k], on the host: the experts of each *token*; the dtype's largest number
+      if unknown, as for the last token of a sequence
+    - ``sampling_mask_T``, on the host: the tokens that could have been drawn instead of the *label*; scores are among them
+    - ``recorded_S`` int64: the index in the step of a sequence with recorded token values, or −1
+    - ``expert_load_LE`` int64 [layers, experts]: tokens of the whole mini-batch that each layer sent to each expert
     """
 
     tokens_T: Tensor
@@ -63,12 +60,12 @@ class Batch:
 
     @property
     def lengths_S(self) -> Tensor:
-        """Tokens of each sequence, prompt included: int64 [S]."""
+        """Prompt and response tokens: int64 [S]."""
         return self.cu_seqlens.diff().long()
 
     @property
     def sequence_index_T(self) -> Tensor:
-        """The sequence that each token belongs to: int64 [T]."""
+        """The sequence of each token: int64 [T]."""
         import torch
 
         lengths_S = self.lengths_S
@@ -76,23 +73,22 @@ class Batch:
 
     @property
     def positions_T(self) -> Tensor:
-        """The place of each token within its sequence, from 0: int64 [T]."""
+        """The index of each token within its sequence: int64 [T]."""
         import torch
 
         index_T = self.sequence_index_T
         return torch.arange(self.num_tokens, device=index_T.device) - self.cu_seqlens.long()[index_T]
 
     def with_(self, **changes: Any) -> Batch:
-        """A copy with some fields replaced."""
         return replace(self, **changes)
 
     def to(self, device: torch.device | str) -> Batch:
-        """A copy on a device, except for the fields in host memory."""
+        """Copies to a device, except the fields on the host."""
         names = [f.name for f in fields(self) if f.name not in ("routed_experts_T", "sampling_mask_T")]
         return replace(self, **{name: value.to(device) for name in names if (value := getattr(self, name)) is not None})
 
     def token_index(self, sequences: Sequence[int]) -> Tensor:
-        """The positions of these sequences' tokens, in their order: int64 [tokens of the sequences]."""
+        """Returns the positions of these sequences' tokens, in their order: int64."""
         import torch
 
         offsets = self.cu_seqlens.tolist()
@@ -100,7 +96,7 @@ class Batch:
         return torch.cat([torch.zeros(0, dtype=torch.int64), *runs]).to(self.tokens_T.device)
 
     def select(self, sequences: Sequence[int]) -> Batch:
-        """The batch of these sequences, in this order."""
+        """Returns the batch of these sequences, in this order."""
         import torch
 
         index_T = self.token_index(sequences)
@@ -119,29 +115,27 @@ class Batch:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Log-probability of the label and entropy of the whole distribution.
+    """Log-probability of the label and entropy of the whole distribution: fp32 [T], natural logarithm.
 
-    Each fp32 [T], natural logarithm. The first two are differentiable with respect to the logits (or hidden states and head
-    weight) that they were computed from. Under tensor parallelism every rank of the group holds the same values.
+    The first two are differentiable in the logits (or hidden states and head weight). Every tensor-parallel rank has the same
+    values.
     """
 
     logprob: Tensor
     entropy: Tensor
     entropy_slope: Tensor | None = None
-    """The slope of the entropy H along e_k − p, the direction of the logits in a policy-gradient step on the label k with a
-    positive advantage: Σ_j p_j² (log p_j + H) − p_k (log p_k + H), p the probabilities. Below 0 the step lowers the entropy.
-    Detached; None if not requested."""
+    """Slope of the entropy H along e_k − p, the direction of the logits in a policy-gradient step on the label k with A > 0:
+    Σ_j p_j² (log p_j + H) − p_k (log p_k + H). Below 0 the step lowers H. Detached; None if not requested.
+    """
 
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
     """A micro-batch's share of the loss of one optimizer step.
 
-    ``numerator`` is a differentiable scalar: a *sum*, to be minimised. ``denominator`` divides the sum over all micro-batches
-    and ranks, once; it is the same on all of them. ``metrics`` maps a name to detached ``(sum, count)`` scalars that add up
-    over micro-batches and ranks; ``extrema`` maps a name that ends in ``/min`` or ``/max`` to a detached scalar.
-    ``token_values``: detached values [T] by name (``logprob_update``, ``entropy_change``, ``ratio``, ``masked``), for runs that
-    record them.
+    ``numerator`` is a differentiable scalar, a *sum* to be minimised. ``denominator``, the same on all ranks, divides the sum
+    over all micro-batches and ranks once. ``metrics``: detached ``(sum, count)`` scalars that add up likewise; ``extrema``:
+    detached scalars, names end in ``/min`` or ``/max``. ``token_values``: detached [T], for runs that record them.
     """
 
     numerator: Tensor
