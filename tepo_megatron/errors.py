@@ -1,4 +1,4 @@
-"""Which errors are sentences for the user, and which are ours to debug."""
+"""Tells errors that are sentences for the user from bugs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 class NotFiniteError(ValueError):
-    """A number computed from a batch is NaN or infinite. An update that meets one is skipped."""
+    """A number computed from a batch is NaN or infinite. The update is skipped."""
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether a ``raise`` in this package made the error: a ``ValueError`` or ``RuntimeError`` that is a sentence for the user.
+    """Returns whether a ``raise`` in this package made the error, so that its text is a sentence for the user.
 
-    The same types out of a library, or out of an operator (``a @ b`` of wrong shapes), are bugs, and need their traceback.
+    A ``ValueError`` or ``RuntimeError`` from a library or an operator (``a @ b``) is a bug and needs its traceback.
     """
     trace = error.__traceback__
     if not isinstance(error, ValueError | RuntimeError) or trace is None:
@@ -27,10 +27,9 @@ def is_ours(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """The error's text, after the type's name if it is not one of ours."""
+    """Returns the text, with the type's name unless the error is one of ours."""
     return str(error) if is_ours(error) else f"{type(error).__name__}: {error}"
 
 
 def wants_traceback() -> bool:
-    """Whether ``TEPO_TRACEBACK=1`` asks for tracebacks of errors that are sentences, too."""
     return os.environ.get("TEPO_TRACEBACK") == "1"
