@@ -1,4 +1,4 @@
-"""A transport between threads of one process: what ``bridge.transfer.move`` does over a network, without one."""
+"""A transport between threads of one process: ``weights.transfer.move`` without a network."""
 
 from __future__ import annotations
 
