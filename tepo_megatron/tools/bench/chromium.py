@@ -1,6 +1,6 @@
-"""A headless Chromium through the pipe of its DevTools protocol: pages are opened, asked, clicked, and photographed.
+"""A headless Chromium, controlled through the pipe of its DevTools protocol (Debian: ``apt-get install chromium``).
 
-Nothing but the browser is needed (Debian: ``apt-get install chromium``); it runs in a folder of its own, which is removed.
+Its profile is a temporary folder.
 """
 
 from __future__ import annotations
@@ -25,37 +25,36 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 TIMEOUT_S = 300.0
-"""For one answer; a machine with much to do may take long to start the browser."""
+"""For one answer; a busy machine starts the browser slowly."""
 
 _START = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 """The browser reads messages from file descriptor 3 and writes them to 4."""
 
 _LOWEST_FD = 20
-"""The pipes' own descriptors are none of these two."""
+"""Keeps the pipes' own descriptors off 3 and 4."""
 
 
 def find_chromium() -> str | None:
-    """The first of ``NAMES`` on the path."""
     return next((results for name in NAMES if (results := shutil.which(name))), None)
 
 
 class _NavigatedError(RuntimeError):
-    """The page loaded itself or another one before it answered."""
+    pass
 
 
 class Tab:
-    """One tab. ``problems`` grows by what goes wrong in it: exceptions, errors of the console, what its policy forbade."""
+    """A tab; ``problems`` collects exceptions, console errors, and violations of the content security policy."""
 
     def __init__(self, pipes: _Pipes, session: str) -> None:
         self._pipes, self._session = pipes, session
         self.problems: list[str] = []
         self.requests: list[str] = []
-        """Addresses that the page asked for, its own first."""
+        """Addresses requested by the page, its own first."""
         for domain in ("Tab", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Calls a method of the protocol and returns its result. Raises RuntimeError where it fails."""
+        """Call a protocol method; raises RuntimeError if it fails."""
         number = self._pipes.send(method, params, self._session)
         while True:
             message = self._pipes.receive()
@@ -68,20 +67,20 @@ class Tab:
             self._note(message)
 
     def open(self, path: Path, state: str = "") -> None:
-        """Loads a file, ``state`` behind its ``#``, and waits until the page says that it is drawn or that it failed."""
+        """Load a file with ``#state``; wait until the page reports that it is drawn or failed."""
         self.call("Tab.navigate", url="about:blank")
         self.call("Tab.navigate", url=f"{path.resolve().as_uri()}#{state}")
         self.wait_for("document.body?.dataset.ready || document.body?.dataset.failed")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, awaited. Raises RuntimeError with its exception."""
+        """The value of an awaited JavaScript expression. Raises RuntimeError with its exception."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in result:
             raise RuntimeError(f"{expression}: {_exception(result['exceptionDetails'])}")
         return result["result"].get("value")
 
     def wait_for(self, expression: str) -> Any:
-        """The value of an expression as soon as it is true. Raises RuntimeError when that takes too long."""
+        """An expression's first true value. Raises RuntimeError after the timeout."""
         end = time.monotonic() + TIMEOUT_S
         while time.monotonic() < end:
             with suppress(_NavigatedError):
@@ -91,26 +90,25 @@ class Tab:
         raise RuntimeError(f"the page never came to {expression}; its problems: {self.problems}")
 
     def press(self, key: str) -> None:
-        """A key, down and up, such as ``ArrowRight`` or ``c``."""
+        """Press a key such as ``ArrowRight`` or ``c``."""
         text = {"text": key} if len(key) == 1 else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
 
     def point(self, selector: str, share: float = 0.5) -> None:
-        """Moves the mouse over an element, at this share of its width."""
+        """Move the mouse over an element, at this share of its width."""
         box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
         x, y = self.evaluate(f"(b => [b.left + {share} * b.width, b.top + b.height / 2])({box})")
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def resize(self, width: int, height: int, *, dark: bool = False, scale: float = 1.0) -> None:
-        """The window's size in pixels of CSS, and the theme that the system is said to prefer."""
+        """Set the window's size in CSS pixels and the preferred theme."""
         phone = width < 600
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone)
         preferred = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[preferred])
 
     def screenshot(self, png: Path) -> None:
-        """What the window shows."""
         png.parent.mkdir(parents=True, exist_ok=True)
         png.write_bytes(base64.b64decode(self.call("Tab.captureScreenshot", format="png")["data"]))
 
@@ -129,7 +127,7 @@ class Tab:
 
 @contextmanager
 def chromium(program: str | None = None) -> Iterator[Tab]:
-    """Starts the browser with one empty tab and ends it. Raises RuntimeError where there is none, or it does not start."""
+    """The browser with one empty tab. Raises RuntimeError if it is missing or does not start."""
     program = program or find_chromium()
     if program is None:
         raise RuntimeError(f"no Chromium is installed (looked for {', '.join(NAMES)}); on Debian: apt-get install chromium")
@@ -171,8 +169,6 @@ def _exception(details: Mapping[str, Any]) -> str:
 
 
 class _Pipes:
-    """Messages to and from the browser: JSON, each ended by a zero byte."""
-
     def __init__(self) -> None:
         reads, self._out = os.pipe()
         self._in, writes = os.pipe()
@@ -192,7 +188,6 @@ class _Pipes:
         os.close(self._out)
 
     def send(self, method: str, params: Mapping[str, Any], session: str | None = None) -> int:
-        """Returns the number by which the answer is known."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": params, **({"sessionId": session} if session else {})}
         rest = memoryview(json.dumps(message).encode() + b"\0")
@@ -201,14 +196,12 @@ class _Pipes:
         return number
 
     def ask(self, method: str, **params: Any) -> dict[str, Any]:
-        """The result of a method of the browser as a whole."""
         number = self.send(method, params)
         while (message := self.receive()).get("id") != number:
             pass
         return dict(message["result"])
 
     def receive(self) -> dict[str, Any]:
-        """The next message. Raises RuntimeError where none comes, or the browser has ended."""
         while not self._messages:
             ready, _, _ = select.select([self._in], [], [], TIMEOUT_S)
             data = os.read(self._in, 2**20) if ready else b""
@@ -226,7 +219,7 @@ WINDOWS = {"desktop": (1280, 800), "phone": (390, 844)}
 
 @dataclass(frozen=True)
 class _Load:
-    """Milliseconds from the start of loading until the part is drawn, and since the HTML was parsed; medians."""
+    """Milliseconds until a part is drawn, from the start of loading and from the parsed HTML; medians."""
 
     part: str
     window: str
@@ -235,10 +228,10 @@ class _Load:
 
 
 def measure(html: Path, parts: Sequence[str], repeats: int, *, state: str = "", pictures: Path | None = None) -> list[_Load]:
-    """Loads each part of the page in both windows. ``state``: more of the page's address, such as ``colour=entropy``;
-    ``pictures``: a folder for a picture of each part, light and dark.
+    """Load each part of the page in both windows. ``state``: more of the address, such as ``colour=entropy``; ``pictures``: a
+    folder for a light and a dark picture of each part.
 
-    Raises RuntimeError where the page does not come up, or without a Chromium.
+    Raises RuntimeError without a Chromium, or if the page does not load.
     """
     results = []
     with chromium() as page:

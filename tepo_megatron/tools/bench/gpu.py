@@ -1,4 +1,4 @@
-"""Runs every check that needs a GPU and writes one report. ``scripts/gpu_check.sh`` calls it."""
+"""Runs every check that needs a GPU and writes one report, for ``scripts/gpu_check.sh``."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from tepo_megatron.tools.results import markdown, write_report
 from tepo_megatron.versions import installed_version
 
 NO_GPU = 3
-"""Exit status where there is no GPU, so that nothing was checked."""
+"""Exit status without a GPU: nothing was checked."""
 
 TAIL = 2000
-"""Characters of a failed part's output that the report keeps."""
+"""Characters of a failed part's output in the report."""
 
 PACKAGES = ("torch", "tepo-megatron", "megatron-core", "transformer-engine", "triton", "vllm", "apex")
-"""The report has the versions of these packages, where they are installed."""
+"""The report has their versions, if installed."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class PartOutcome:
-    """The outcome of one part. ``reason``: why it was not run, or the end of what it printed before it failed."""
+    """``reason``: why the part was not run, or the end of a failed part's output."""
 
     name: str
     what: str
@@ -55,7 +55,7 @@ class Gpu:
 
 
 def select(only: str) -> list[Part]:
-    """Returns the parts with these comma-separated names (all if empty). Raises ValueError for an unknown name."""
+    """The parts of comma-separated names, all if empty. Raises ValueError for an unknown name."""
     names = [name.strip() for name in only.split(",") if name.strip()]
     known = [part.name for part in PARTS]
     if unknown := [name for name in names if name not in known]:
@@ -64,7 +64,7 @@ def select(only: str) -> list[Part]:
 
 
 def find_gpu() -> Gpu | str:
-    """Returns the first GPU that torch can use, or a sentence that says why there is none."""
+    """torch's first GPU, or a sentence why there is none."""
     import torch
 
     if torch.version.cuda is None:
@@ -77,7 +77,6 @@ def find_gpu() -> Gpu | str:
 
 
 def _obstacle(part: Part, gpu: Gpu) -> str:
-    """Returns why a part cannot run here, or an empty string."""
     missing = [name for name in part.packages if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} not installed (docs/reference/gpu.md)"
@@ -87,7 +86,7 @@ def _obstacle(part: Part, gpu: Gpu) -> str:
 
 
 def run_part(part: Part, gpu: Gpu, *, say: Say) -> PartOutcome:
-    """Runs one part in a process of its own, with a time limit. Whatever fails in it becomes its outcome."""
+    """Run one part in its own process, with a time limit. Any failure becomes its outcome."""
     if reason := _obstacle(part, gpu):
         say(f"{part.name}: not run, {reason}")
         return PartOutcome(part.name, part.what, "not run", reason=reason)
@@ -108,7 +107,7 @@ def run_part(part: Part, gpu: Gpu, *, say: Say) -> PartOutcome:
 
 
 def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
-    """Runs ``python -m command``; returns what it printed, and what went wrong (empty if nothing did)."""
+    """The output, and the error (empty if none)."""
     process = subprocess.Popen(
         [sys.executable, "-m", *command],
         stdout=subprocess.PIPE,
@@ -129,7 +128,7 @@ COLUMNS = ("part", "state", "seconds", "figures, or why not")
 
 
 def write_results(outcomes: Sequence[PartOutcome], gpu: Gpu, output: Path, started: datetime.datetime) -> tuple[Path, Path]:
-    """Writes all numbers and the table to ``<output>/<gpu>/<date and time>.{json,md}``; returns both paths."""
+    """Write ``<output>/<gpu>/<date and time>.{json,md}``; return both paths."""
     folder = output / re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
     record = {"gpu": asdict(gpu), "parts": [asdict(outcome) for outcome in outcomes]}
     table = markdown(COLUMNS, [cells(outcome) for outcome in outcomes])

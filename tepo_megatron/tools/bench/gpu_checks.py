@@ -1,4 +1,4 @@
-"""The parts of ``tepo bench gpu``: each is a command, the packages that it needs, and a reader of its figures."""
+"""Parts of ``tepo bench gpu``: a command, required packages, and a reader of its figures."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from typing import Any
 from tepo_megatron.tools.bench.settings import RecipeMeasurement, ScoreMeasurement
 
 Figures = Callable[[Path, str], Mapping[str, Any]]
-"""(folder of the part's results, what it printed) → figures of the report. Raises ValueError if they are missing."""
+"""(folder of the part's results, its output) → figures of the report. Raises ValueError if they are missing."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """``command`` follows ``python -m``; ``{out}`` in it is the part's folder. ``packages``: modules, without which it is not
-    run. ``memory_gib``: what one GPU must have.
-    """
+    """``command`` follows ``python -m``; ``{out}`` is the part's folder. ``packages``: modules without which it is skipped.
+    ``memory_gib``: required of one GPU."""
 
     name: str
     what: str
@@ -31,7 +30,7 @@ class Part:
 
 
 def pytest_figures(_: Path, printed: str) -> Mapping[str, Any]:
-    """Reads the counts in pytest's last line. A run without a passed test shows nothing, and is an error."""
+    """Counts in pytest's last line. No passed test is an error."""
     counts = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|error|errors|skipped)\b", printed)}
     if not counts.get("passed"):
         raise ValueError(f"no test passed: {counts or 'pytest printed no counts'}")
@@ -47,7 +46,7 @@ def _read(folder: Path, pattern: str) -> dict[str, Any]:
 
 
 def score_figures(folder: Path, _: str) -> Mapping[str, Any]:
-    """Reads, for each shape, Triton's bandwidth forward and backward over a copy's, and its memory over the logits'."""
+    """For each shape: Triton's bandwidth forward and backward over a copy's, and its memory over the logits'."""
     figures = {}
     for row in (ScoreMeasurement(**row) for row in _read(folder, "scores-cuda*.json")["results"]):
         if "triton" in row.method.lower() and row.copy_gbps:
@@ -59,7 +58,7 @@ def score_figures(folder: Path, _: str) -> Mapping[str, Any]:
 
 
 def step_figures(folder: Path, _: str) -> Mapping[str, Any]:
-    """Reads, for each recipe, time, memory, and the largest difference of the mean log-prob from the first recipe's."""
+    """For each recipe: time, memory, and the largest difference of mean log-prob from the first recipe's."""
     results = [RecipeMeasurement(**row) for row in _read(folder, "recipes-*-cuda.json")["results"]]
     return {
         row.recipe: {
@@ -73,7 +72,6 @@ def step_figures(folder: Path, _: str) -> Mapping[str, Any]:
 
 
 def _run_figures(folder: Path, _: str) -> Mapping[str, Any]:
-    """Reads, from the last step of a run, how long the weights took, and how far server and trainer differ."""
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     expected = ("time/step", "time/sync", "canary/max_logprob_gap", "mismatch/kl", "memory/peak_gib")
     return {"steps": len(rows) - 1} | {name: rows[-1][name] for name in expected if name in rows[-1]}

@@ -1,4 +1,4 @@
-"""What a step's responses cost rank 0: read off the wire, packed, written to the journal, and sent to another rank."""
+"""What a step's responses cost rank 0: receive, pack, write to the journal, send to another rank."""
 
 from __future__ import annotations
 
@@ -25,20 +25,18 @@ from tepo_megatron.trainer.packing import pack
 
 VOCABULARY, PROMPT, GROUP = 128_256, 256, 8
 PIECE = 65_536
-"""Bytes that come from the socket at a time."""
+"""Bytes per read of the socket."""
 
 VERSION = WeightsVersion(7, "0123456789abcdef")
 LABEL = f"{VERSION.step}:{VERSION.digest}"
 
 SAMPLE = 8
-"""Responses of which the older path is measured; all of them would take gigabytes of JSON."""
+"""Responses of the older path's measurement; all of them would take gigabytes of JSON."""
 
 
 @dataclass(frozen=True)
 class Rank0Measurement:
-    """Seconds for ``responses`` responses of ``length`` tokens; those of JSON are of ``SAMPLE`` responses, times how many more
-    there are.
-    """
+    """Seconds for ``responses`` responses of ``length`` tokens; those for JSON are extrapolated from ``SAMPLE`` responses."""
 
     responses: int
     length: int
@@ -63,7 +61,7 @@ class Rank0Measurement:
 
 
 def measure_rank0(responses: int, length: int, say: Callable[[str], None]) -> Rank0Measurement:
-    """All of it, on random responses."""
+    """Measure on random responses."""
     say(f"rank 0: {responses} responses of {length} tokens")
     begin = time.perf_counter()
     rollouts = [_rollout(index, item) for index, item in _receive(responses, length)]
@@ -88,7 +86,6 @@ def measure_rank0(responses: int, length: int, say: Callable[[str], None]) -> Ra
 
 
 def _broadcast_s(responses: int, length: int) -> float:
-    """Between two processes, each of which takes one core."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", __name__, folder, str(responses), str(length)]
         ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
@@ -99,7 +96,6 @@ def _broadcast_s(responses: int, length: int) -> float:
 
 
 def _send(folder: str, responses: int, length: int, rank: int) -> None:
-    """One of the two processes; rank 0 prints the seconds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     batch = pack([_rollout(index, item) for index, item in _receive(responses, length)]) if rank == 0 else None
@@ -118,7 +114,7 @@ def _random(length: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _receive(responses: int, length: int) -> Iterator[tuple[int, Response]]:
-    """As the client does; the frames differ in their numbers alone, so that they need not all be held."""
+    """As the client does; frames differ only in their numbers, so they need not all be held."""
     ids, logprobs = _random(length)
     labels = {LABEL: VERSION}
 
@@ -143,7 +139,7 @@ def _rollout(index: int, response: Response) -> Rollout:
 
 
 def _older(responses: int, length: int) -> tuple[float, float]:
-    """Seconds to read and to pack as this project did before: JSON with an object a token, tuples, lists."""
+    """Seconds to read and pack in the earlier format: JSON with an object per token, tuples, lists."""
     ids, logprobs = _random(length)
     pairs = zip(ids.tolist(), logprobs.tolist(), strict=True)
     content = [{"token_id": token, "logprob": value, "rank": 1, "top_logprobs": []} for token, value in pairs]

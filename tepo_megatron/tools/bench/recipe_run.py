@@ -21,14 +21,14 @@ from tepo_megatron.weights.layouts import tensor_shapes
 from tepo_megatron.weights.storage.hf_folder import write_model
 
 GROUP, PROMPT = 4, 16
-"""Samples of one prompt, and its tokens."""
+"""Samples of a prompt, and its tokens."""
 
 STD = 0.02
-"""Standard deviation of the random weights, as models of these sizes are initialised."""
+"""Standard deviation of the random weights, usual for these sizes."""
 
 
 def make_model(folder: Path, description: Mapping[str, Any]) -> None:
-    """Writes a Hugging Face folder of random bf16 weights, norms 1, drawn on the GPU where there is one."""
+    """Write a Hugging Face folder of random bf16 weights, norms 1, drawn on the GPU if there is one."""
     source = folder.with_name(folder.name + "-description")
     source.mkdir(parents=True)
     (source / "config.json").write_text(json.dumps(description))
@@ -44,7 +44,7 @@ def _random_weights(spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
 
 
 def make_rollouts(setting: RecipeSetting, vocab_size: int) -> list[Rollout]:
-    """Returns random responses, every second one rewarded, so that training makes half of them likelier."""
+    """Random responses; every second one is rewarded, so training makes half of them likelier."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocab_size, (setting.sequences, PROMPT + setting.length), generator=generator).tolist()
     return [
@@ -63,12 +63,12 @@ def make_rollouts(setting: RecipeSetting, vocab_size: int) -> list[Rollout]:
 
 
 def worker(_: int, setting: RecipeSetting, recipe: str, folder: Path, out: Path) -> None:
-    """Writes the JSON of a :class:`RecipeMeasurement` to ``out``."""
+    """Write the JSON of a :class:`RecipeMeasurement` to ``out``."""
     out.write_text(json.dumps(asdict(measure(setting, recipe, folder))))
 
 
 def measure(setting: RecipeSetting, recipe: str, folder: Path) -> RecipeMeasurement:
-    """Scores and updates on the same rollouts ``setting.steps`` times, in this process alone; returns the figures."""
+    """Score and update on the same rollouts ``setting.steps`` times, in this process alone."""
     from tepo_megatron.trainer.megatron.engine import Engine
 
     engine = Engine(RunConfig.model_validate(setting.run_config(recipe)), folder)
@@ -96,7 +96,7 @@ def _timed(work: Any) -> tuple[Any, float]:
 
 
 def _peak_bytes(platform: str) -> int:
-    """Peak memory in bytes: what torch had allocated on the GPU; without one, of the whole process."""
+    """On a GPU, torch's allocated bytes; else the whole process's."""
     return (
         torch.cuda.max_memory_allocated() if platform == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     )

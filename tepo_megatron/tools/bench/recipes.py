@@ -1,4 +1,4 @@
-"""Compares optimizer steps under FP8 recipes: time, memory, and how far the policies part."""
+"""Compares optimizer steps under FP8 recipes: time, memory, and differences between the policies."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def run(setting: RecipeSetting, recipes: Sequence[str]) -> list[RecipeMeasurement]:
-    """Measures each recipe in a process of its own, on the same weights and rollouts.
+    """Measure each recipe in its own process, on the same weights and rollouts.
 
-    Raises ValueError for an unknown size, a number of sequences that makes no groups, or a recipe that the config refuses.
+    Raises ValueError for an unknown size, a number of sequences that does not fill groups, or a recipe that the config
+    refuses.
     """
     from torch.multiprocessing.spawn import start_processes
 
@@ -84,7 +85,7 @@ def cells(row: RecipeMeasurement, first: RecipeMeasurement, setting: RecipeSetti
 
 
 def write_results(results: Sequence[RecipeMeasurement], folder: Path, setting: RecipeSetting) -> tuple[Path, Path]:
-    """Writes ``recipes-<size>-<platform>.json`` and ``.md`` with date, machine and versions; returns both paths."""
+    """Write ``recipes-<size>-<platform>.json`` and ``.md`` with date, machine and versions; return both paths."""
     record = {"setting": asdict(setting), "results": [asdict(row) for row in results]}
     table = markdown(COLUMNS, [cells(row, results[0], setting) for row in results])
     stem = f"recipes-{setting.size}-{results[0].platform}"

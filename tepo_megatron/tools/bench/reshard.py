@@ -1,4 +1,4 @@
-"""Measures a weight sync from shard to shard, and compares it with the alternatives."""
+"""Compares the weight sync from shard to shard with alternatives."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tepo_megatron.tools.results import markdown, write_report
 
 
 def run(setting: ReshardSetting, repeats: int) -> list[ReshardMeasurement]:
-    """Measures all methods in turn, in processes of one thread each.
+    """Measure all methods in turn, in single-threaded processes.
 
-    Raises ValueError for a split that Megatron or vLLM could not make, RuntimeError if two methods leave different weights.
+    Raises ValueError for a split that Megatron or vLLM cannot make, RuntimeError if two methods leave different weights.
     """
     import torch.multiprocessing as mp
     from torch.multiprocessing.spawn import start_processes
@@ -59,7 +59,7 @@ def cells(row: ReshardMeasurement, rows: Sequence[ReshardMeasurement]) -> tuple[
 def write_results(
     results: Sequence[ReshardMeasurement], folder: Path, setting: ReshardSetting, repeats: int
 ) -> tuple[Path, Path]:
-    """Writes ``reshard-<split>.json`` and ``.md`` with date, machine and versions; returns both paths."""
+    """Write ``reshard-<split>.json`` and ``.md`` with date, machine and versions; return both paths."""
     record = {"setting": asdict(setting), "repeats": repeats, "results": [asdict(row) for row in results]}
     stem = f"reshard-tp{setting.tp}pp{setting.pp}-to-{setting.servers}xtp{setting.server_tp}-{setting.dtype}"
     table = markdown(COLUMNS, [cells(row, results) for row in results])

@@ -1,4 +1,4 @@
-"""The processes of ``tepo bench reshard``. The trainer's ranks come first, then the servers' workers."""
+"""The processes of ``tepo bench reshard``: trainer ranks first, then the servers' workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Params = dict[str, Tensor]
 
 
 def _spec_of(setting: ReshardSetting) -> ModelSpec:
-    """Returns the model that is moved: a Llama, with 206 M parameters at 12 layers."""
+    """A Llama with 206 M parameters at 12 layers."""
     return ModelSpec(
         architecture="LlamaForCausalLM",
         num_layers=setting.layers,
@@ -52,34 +52,34 @@ def _spec_of(setting: ReshardSetting) -> ModelSpec:
 
 
 def splits(setting: ReshardSetting) -> tuple[MegatronParallel, VllmParallel]:
-    """Returns the trainer's split of the model and the servers'."""
+    """The model's splits in trainer and servers."""
     return MegatronParallel(tp=setting.tp, pp=setting.pp), VllmParallel(tp=setting.server_tp, replicas=setting.servers)
 
 
 def plan_of(setting: ReshardSetting) -> ReshardPlan:
-    """Returns the plan that is measured. Raises ValueError for a split that Megatron or vLLM could not make."""
+    """Raises ValueError for a split that Megatron or vLLM cannot make."""
     return reshard_plan(_spec_of(setting), *splits(setting))
 
 
 @dataclass
 class Rank:
-    """One process: its shards, and what it needs to move them."""
+    """One process with its shards."""
 
     rank: int
     plan: ReshardPlan
     layouts: list[ShardLayout]
-    """The layouts of the source ranks."""
+    """Layouts of the source ranks."""
     params: Params
     queues: messages.Queues
     pairs: GlooGroup
     """The group of all ranks."""
     star: GlooGroup | None
-    """The group of the trainer's rank 0 and the destinations; None on the trainer's other ranks."""
+    """The trainer's rank 0 and the destinations; None on other trainer ranks."""
     own: ShardLayout
     copies: int
-    """The number of servers, each of which gets a whole model."""
+    """Number of servers; each gets a whole model."""
     digest_seconds: float = 0.0
-    """Processor time that the digests took."""
+    """Processor seconds of the digests."""
 
     @property
     def is_source(self) -> bool:
@@ -90,14 +90,14 @@ class Rank:
         return next(iter(self.params.values())).dtype
 
     def reshard(self) -> None:
-        """Moves the shards by the plan: the project's own way."""
+        """Move the shards by the plan: the project's method."""
         if self.is_source:
             move.send(self.pairs, self.queues, self.params, self.dtype)
         else:
             move.receive(self.pairs, self.queues, self.params, self.dtype)
 
     def reshard_timed(self) -> None:
-        """Does as :meth:`reshard`, and measures ``digest_seconds``."""
+        """As :meth:`reshard`, and measure ``digest_seconds``."""
         self.digest_seconds = 0.0
 
         def timed(data: Tensor) -> Tensor:
@@ -110,12 +110,12 @@ class Rank:
             self.reshard()
 
     def reshard_unverified(self) -> None:
-        """Does as :meth:`reshard`, without reading the bytes once more for digests."""
+        """As :meth:`reshard`, without digests."""
         with mock.patch.object(move, "digest", return_value=torch.zeros((), dtype=torch.int64)):
             self.reshard()
 
     def gather_and_broadcast(self) -> None:
-        """Gathers full tensors on rank 0, one after the other, and broadcasts them to all destinations, which slice them."""
+        """Gather each full tensor on rank 0 and broadcast it to all destinations, which slice it."""
         shapes = self.own.shapes
         manifest = [(name, shape, str(self.dtype).removeprefix("torch.")) for name, shape in shapes.items()]
         if self.is_source:
@@ -135,7 +135,7 @@ class Rank:
                 self.params[shard.param][shard.param_box.slices] = tensor[shard.box.slices]
 
     def raw_copy(self) -> None:
-        """Sends messages of the same sizes between the same ranks, from and into plain buffers, without packing or digests."""
+        """Send messages of equal sizes between the same ranks, with plain buffers, no packing, no digests."""
         largest = max(messages.numel_of(message) for queue in self.queues.values() for message in queue)
         slots = {
             (peer, slot): torch.zeros(largest, dtype=self.dtype) for peer in self.queues for slot in range(messages.WINDOW)
@@ -150,7 +150,7 @@ class Rank:
                     start(slots[peer, number % messages.WINDOW][:numel], peer, number)
 
     def received(self, method: str) -> int:
-        """Returns the bytes that this rank receives from others."""
+        """Bytes that this rank receives from others."""
         if method == "gather and broadcast":
             everything = sum(planned.numel for planned in self.plan.moves) // self.copies
             if self.is_source:
@@ -164,7 +164,7 @@ class Rank:
 
 
 def _make_rank(setting: ReshardSetting, rank: int) -> Rank:
-    """Fills this rank's shards and joins the groups. Source values are the same on all ranks that hold them."""
+    """Source values are equal on all ranks that hold them."""
     plan, spec = plan_of(setting), _spec_of(setting)
     source, destination = splits(setting)
     layouts, targets = megatron_ranks(spec, source), vllm_ranks(spec, destination)
@@ -197,7 +197,7 @@ def _make_rank(setting: ReshardSetting, rank: int) -> Rank:
 
 
 def worker(rank: int, setting: ReshardSetting, place: str, repeats: int, inbox: Any) -> None:
-    """Runs one process. Rank 0 puts the list of measurements, as JSON, into ``inbox``."""
+    """Run one process. Rank 0 puts the measurements into ``inbox`` as a JSON list."""
     torch.set_num_threads(1)
     world = setting.sources + setting.destinations
     dist.init_process_group("gloo", store=connect(HOST, place, TIMEOUT_S), rank=rank, world_size=world)
@@ -236,7 +236,6 @@ def worker(rank: int, setting: ReshardSetting, place: str, repeats: int, inbox: 
 
 
 def _row(own: Rank, method: str, seconds: float, peak: int | None) -> dict[str, Any]:
-    """Gathers the measurements of all ranks; a peak is None where it is not known."""
     mine = torch.tensor([own.received(method), -1 if peak is None else peak])
     gathered = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)
@@ -254,7 +253,6 @@ def _row(own: Rank, method: str, seconds: float, peak: int | None) -> dict[str, 
 
 
 def _slowest(work: Callable[[], None]) -> float:
-    """Runs ``work`` on all ranks at the same time, and returns the seconds of the slowest."""
     dist.barrier()
     began = time.perf_counter()
     work()
@@ -262,7 +260,6 @@ def _slowest(work: Callable[[], None]) -> float:
 
 
 def _greatest(value: float) -> float:
-    """Returns the greatest value of all ranks."""
     result = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(result, dist.ReduceOp.MAX)
     return float(result)
@@ -270,7 +267,7 @@ def _greatest(value: float) -> float:
 
 @contextmanager
 def _peak(into: list[int]) -> Iterator[None]:
-    """Appends the peak of resident memory in the block, in bytes beyond what there was; nothing where it is not known."""
+    """Append the block's peak of resident memory, in added bytes; nothing if unknown."""
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     if not reset.exists():
         yield
@@ -286,7 +283,7 @@ def _kib(status: Path, key: str) -> int:
 
 
 def _group(members: list[int], rank: int) -> GlooGroup | None:
-    """Forms a transfer group of some of the ranks; returns None on the others. All ranks call it, to learn the place."""
+    """None on ranks outside the group. All ranks must call, to learn the address."""
     store, place = listen(HOST) if rank == members[0] else (None, "")
     place = broadcast_json(place, source=members[0], device=torch.device("cpu"))
     if rank not in members:

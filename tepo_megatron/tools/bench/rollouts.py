@@ -1,4 +1,4 @@
-"""Measures rollouts: a server and its client beside vLLM's offline engine, and what a step's responses cost rank 0."""
+"""Measures a rollout server and its client against vLLM's offline engine, and what a step's responses cost rank 0."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tepo_megatron.tools.results import markdown, write_report
 Ask = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 IDLE_S = 1.5
-"""Between two draws: for a second after its last message vLLM's worker spins, which would cost the other side's draw a core."""
+"""Between two draws: vLLM's worker spins for a second after its last message, which costs the other draw a core."""
 
 KINDS = {"api_server": "API server", "EngineCore": "engine core", "Worker": "worker", "supervise": "supervisor"}
-"""What names a server's processes, and what the table calls them."""
+"""Part of a server process's name → its name in the table."""
 
 
 @dataclass(frozen=True)
 class RolloutSetting:
-    """Prompts, samples of each, new tokens of each at most, draws of both sides in alternation."""
+    """Prompts, samples per prompt, maximum of new tokens, alternating draws of both sides."""
 
     size: str
     prompts: int
@@ -44,7 +44,7 @@ class RolloutSetting:
 
 @dataclass(frozen=True)
 class DrawMeasurement:
-    """One side's draws: seconds and tokens of each, and the CPU seconds of each kind of process over its seconds."""
+    """Seconds and tokens of each draw; CPU seconds of each kind of process per second."""
 
     side: str
     seconds: list[float] = field(default_factory=list)
@@ -53,7 +53,7 @@ class DrawMeasurement:
 
     @property
     def rates(self) -> list[float]:
-        """Tokens a second, of each draw."""
+        """Tokens per second of each draw."""
         return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
 
     def share(self, kind: str) -> float:
@@ -64,7 +64,8 @@ OURS, OFFLINE = "server and client", "vLLM's offline engine"
 
 
 def run(setting: RolloutSetting, say: Callable[[str], None]) -> tuple[list[DrawMeasurement], Rank0Measurement]:
-    """Both measurements. Raises RuntimeError where the two sides drew something else: their times would say nothing."""
+    """Both measurements. Raises RuntimeError if the two sides drew different tokens, since their times are then not
+    comparable."""
     rank0 = measure_rank0(setting.responses, setting.length, say)
     with tempfile.TemporaryDirectory() as scratch:
         return _measure_draws(setting, Path(scratch), say), rank0
@@ -111,7 +112,6 @@ def _measure_draws(setting: RolloutSetting, scratch: Path, say: Callable[[str], 
 
 
 def _model_and_prompts(setting: RolloutSetting, scratch: Path) -> tuple[Path, list[list[int]]]:
-    """The builtin model on its own problems, or a random one of ``tepo bench step`` on random prompts."""
     import random
 
     from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -135,7 +135,6 @@ def _model_and_prompts(setting: RolloutSetting, scratch: Path) -> tuple[Path, li
 
 @contextmanager
 def _offline_engine(model: Path, longest: int, cores: str, log: Path) -> Iterator[Ask]:
-    """vLLM's offline engine in a process of its own, with the server's settings."""
     arguments = {
         "model": str(model),
         "dtype": "float32",
@@ -186,7 +185,6 @@ def _offline_engine(model: Path, longest: int, cores: str, log: Path) -> Iterato
 
 
 def _shares() -> dict[str, float]:
-    """CPU seconds so far of this process and of each kind of the server's."""
     this_process = proc.process_state(os.getpid())
     seconds = {"client": 0.0 if this_process is None else this_process.cpu_s}
     for state in proc.descendants(os.getpid()):
@@ -206,7 +204,7 @@ COLUMNS = ("", "tokens/s", "of the offline engine's", "client", "API server", "e
 
 
 def table(results: Sequence[DrawMeasurement]) -> list[tuple[str, ...]]:
-    """The rows: medians, with least and greatest in brackets; shares are CPU seconds in a second of the draw."""
+    """Medians, with minimum and maximum in brackets; shares are CPU seconds per second of the draw."""
     ours, offline = results
     ratios = [a / b for a, b in zip(ours.rates, offline.rates, strict=True)]
     own = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
@@ -221,7 +219,7 @@ def table(results: Sequence[DrawMeasurement]) -> list[tuple[str, ...]]:
 def write_results(
     draws: Sequence[DrawMeasurement], rank0: Rank0Measurement, folder: Path, setting: RolloutSetting
 ) -> tuple[Path, Path]:
-    """Writes ``rollouts.json`` and ``.md`` with date, machine and versions; returns both paths."""
+    """Write ``rollouts.json`` and ``.md`` with date, machine and versions; return both paths."""
     record = {"setting": asdict(setting), "draws": [asdict(row) for row in draws], "rank0": asdict(rank0)}
     both = markdown(COLUMNS, table(draws)) + "\n" + markdown(Rank0Measurement.COLUMNS, rank0.table())
     note = (

@@ -1,4 +1,4 @@
-"""The settings that a measurement passes to its processes, and the figures that come back."""
+"""Settings passed to a measurement's processes, and the figures returned."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ AREAL = "AReaL, both scores"
 VERL = "verl, both scores"
 FLOOR = "floor: read, then read and write"
 SLOPE = ", with the entropy's slope"
-"""Behind the name of a method of ``tepo bench scores`` that also gives `TokenScores.entropy_slope`."""
+"""Suffix of methods of ``tepo bench scores`` that also give `TokenScores.entropy_slope`."""
 
 
 @dataclass(frozen=True)
 class ScoreMeasurement:
-    """The figures of one method on one shape; times are the best of the repeats, each the slowest rank's."""
+    """One method on one shape; times are the best repeat, each of its slowest rank."""
 
     tokens: int
     vocab: int
@@ -26,12 +26,12 @@ class ScoreMeasurement:
     forward_ms: float
     backward_ms: float
     peak_extra: float
-    """Peak memory beyond the logits, forward and backward, as a multiple of one logits shard."""
+    """Peak memory beyond the logits, forward and backward, over one logits shard."""
     forward_collectives: int
     backward_collectives: int
     shard_bytes: int
     copy_gbps: float
-    """Bandwidth of a large copy within the same memory in the same run, in 10⁹ bytes/s read and written."""
+    """Bandwidth of a large copy in the same memory and run, in 10⁹ bytes/s read and written."""
 
     @property
     def total_ms(self) -> float:
@@ -39,32 +39,30 @@ class ScoreMeasurement:
 
     @property
     def gbps(self) -> tuple[float, float]:
-        """Bandwidth forward and backward in 10⁹ bytes/s, of the bytes that must move: the shard is read once forward, read and
-        written once backward.
-        """
+        """Forward and backward in 10⁹ bytes/s of the required bytes: one read forward, one read and write backward."""
         return self.shard_bytes / self.forward_ms / 1e6, 2 * self.shard_bytes / self.backward_ms / 1e6
 
 
 @dataclass(frozen=True)
 class ReshardMeasurement:
-    """The figures of one method of moving weights: the best of the repeats, each as long as its slowest rank."""
+    """One method of moving weights: the best repeat, each as long as its slowest rank."""
 
     method: str
     seconds: float
     wire_bytes: int
-    """Bytes that all ranks together receive from other ranks."""
+    """Bytes that all ranks together receive from others."""
     largest_link: int
     """Bytes that the busiest rank receives."""
     peak_source: int | None
-    """The most bytes that a trainer rank needed beyond its shards; None where the system does not report them."""
+    """Most bytes of a trainer rank beyond its shards; None if unknown."""
     peak_destination: int | None
     digest_seconds: float
-    """Processor time that the busiest rank spends on digests (the least of the repeats)."""
+    """Processor seconds of the busiest rank's digests (least of the repeats)."""
 
 
 @dataclass(frozen=True)
 class ReshardSetting:
-    """The two splits between which weights move. The model is a Llama of ``layers`` layers, 1024 wide, with 32 000 tokens."""
+    """The two splits of a Llama of ``layers`` layers, 1024 wide, with 32 000 tokens."""
 
     tp: int
     pp: int
@@ -83,12 +81,12 @@ class ReshardSetting:
 
 
 WARM_UP = 3
-"""The first steps, whose time does not count: they compile, allocate, and fill FP8's history."""
+"""First steps, left out of times: they compile, allocate, and fill FP8's history."""
 
 
 @dataclass(frozen=True)
 class RecipeSetting:
-    """The model and the data of a measurement: ``sequences`` responses of ``length`` tokens."""
+    """``sequences`` responses of ``length`` tokens."""
 
     size: str
     steps: int
@@ -98,7 +96,7 @@ class RecipeSetting:
     micro_batch_tokens: int
 
     def run_config(self, recipe: str) -> dict[str, Any]:
-        """Returns the run's configuration as a mapping, as YAML would give it."""
+        """The run's configuration, as from YAML."""
         return {
             "model": {"dtype": self.dtype},
             "engine": {"micro_batch_tokens": self.micro_batch_tokens, "fp8": {"recipe": recipe}},
@@ -108,7 +106,7 @@ class RecipeSetting:
 
 @dataclass(frozen=True)
 class RecipeMeasurement:
-    """The figures of one recipe, in lists with an entry for each step. ``logprobs``: mean over response tokens, before it."""
+    """One recipe; lists have one entry per step. ``logprobs``: mean over response tokens, before the step."""
 
     recipe: str
     platform: str
@@ -120,12 +118,12 @@ class RecipeMeasurement:
 
     @property
     def seconds(self) -> float:
-        """Median seconds of scoring and update, without the first steps."""
+        """Median seconds of scoring and update, after the warm-up."""
         steps = [a + b for a, b in zip(self.score_s, self.update_s, strict=True)]
         return statistics.median(steps[WARM_UP:] or steps)
 
     def drift(self, other: RecipeMeasurement) -> float:
-        """The largest difference between the mean log-probs of the two, in nats per token, over all steps."""
+        """Largest difference of the mean log-probs over all steps, in nats per token."""
         return max(abs(a - b) for a, b in zip(self.logprobs, other.logprobs, strict=True))
 
 
@@ -137,35 +135,35 @@ ROWS = "Megatron-Core, padded rows"
 
 @dataclass(frozen=True)
 class StepSetting:
-    """What ``tepo bench step`` measures: ``layouts`` such as tp2, ``ratios`` of the longest sequence over the mean."""
+    """``layouts`` such as tp2; ``ratios`` of the longest sequence over the mean."""
 
     layouts: tuple[str, ...]
     ratios: tuple[float, ...]
     size: str
     sequences: int
     mean_length: int
-    """Mean tokens of a sequence, prompt included."""
+    """Mean tokens of a sequence, with prompt."""
     micro_batch_tokens: int
     repeats: int
 
 
 @dataclass(frozen=True)
 class StepMeasurement:
-    """The figures of one method in one layout on one ratio; lists have an entry for each repeat, each the slowest rank's."""
+    """One method in one layout on one ratio; lists have one entry per repeat, each of its slowest rank."""
 
     layout: str
     ratio: float
-    """The longest sequence over the mean, as it came out."""
+    """Measured longest sequence over the mean."""
     method: str
     tokens: int
     score_s: list[float]
-    """Seconds of the log-probs of the old policy, and with ours its entropies: a forward pass of all micro-batches."""
+    """Seconds of the old policy's log-probs (ours: and entropies): a forward pass of all micro-batches."""
     update_s: list[float]
     """Seconds of forward, backward and optimizer step."""
     losses: list[float]
-    """The mean negative log-prob of the response tokens as the score pass found it."""
+    """Mean negative log-prob of response tokens in the score pass."""
     peak_bytes: int
-    """The most bytes that one rank held beyond what it holds between steps (weights, gradients, optimizer states)."""
+    """Most bytes of a rank beyond those held between steps (weights, gradients, optimizer states)."""
 
     @property
     def both_s(self) -> list[float]:

@@ -77,7 +77,7 @@ LIMIT_S = 1800.0
 
 
 class Kills(FaultClass):
-    """All pairs of role and phase come up: the phases cycle with one fewer."""
+    """Each round of roles shifts the phases by one, so that all pairs come up."""
 
     name = "kills"
     title = "kill −9 of any process in any phase, live"

@@ -1,1 +1,1 @@
-"""The comparison of objectives: what is kept of the runs, and the page that is made from it."""
+"""The comparison of objectives: metrics kept from the runs, and the page made from them."""

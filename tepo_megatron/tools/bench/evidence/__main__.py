@@ -1,13 +1,12 @@
-"""Collects the runs of the evidence's sweeps, and makes every table and picture of docs/results/evidence.md.
+"""Collects the runs of the evidence's sweeps, and makes tables and pictures of docs/results/evidence.md.
 
-    tepo sweep examples/evidence/tiny.yaml                 # goes on where it was interrupted
+    tepo sweep examples/evidence/tiny.yaml                 # resumes if interrupted
     tepo sweep examples/evidence/stack_machine.yaml
     tepo sweep examples/evidence/overhead.yaml
-    python -m tepo_megatron.tools.bench.evidence --tiny out/evidence-tiny --stack-machine out/evidence-stack-machine \\
+    python -m tepo_megatron.tools.bench.evidence --tiny out/evidence-tiny --stack-machine out/evidence-stack-machine \
         --overhead out/evidence-overhead
 
-The folders may be unfinished or left out: what was collected before stays in docs/results/data/evidence, and the page says
-which seeds are there. Without a folder, tables and pictures are made anew from what is there.
+Folders may be unfinished or omitted: earlier data stays in docs/results/data/evidence, and the page lists the finished seeds.
 """
 
 from __future__ import annotations

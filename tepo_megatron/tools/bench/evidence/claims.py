@@ -1,6 +1,6 @@
-"""What the papers claim, the figure that stands for it here, and whether the runs agree.
+"""The papers' claims, the figure that tests each, and whether the runs agree.
 
-Figures, comparisons and rules were fixed before the first run of the sweep had ended; :data:`FEWEST_PAIRS` after two seeds,
+Figures, comparisons and rules were fixed before the sweep's first run ended; :data:`FEWEST_PAIRS` after two seeds,
 :data:`NOT_HALF` after three.
 """
 
@@ -17,7 +17,7 @@ from tepo_megatron.tools.bench.evidence.figures import FIGURES, Estimate, Figure
 from tepo_megatron.tools.results import markdown
 
 BEST = "best of each"
-"""The learning rate with the largest area under the greedy curve, for each objective by itself."""
+"""Each objective's learning rate with the largest area under the greedy curve."""
 
 NOT_HALF = "not half; undecided whether faster"
 
@@ -25,7 +25,7 @@ Verdict = Callable[[Estimate, float], str]
 
 
 def half_the_time(result: Estimate, nothing: float) -> str:
-    """Of a ratio of steps, for which half is claimed."""
+    """For a ratio of steps claimed to be a half."""
     if result.high < nothing and result.low > 0.5:
         return "faster, by less than half" + _bound(result)
     if result.high < nothing:
@@ -40,23 +40,21 @@ def _bound(result: Estimate) -> str:
 
 
 def more(result: Estimate, nothing: float) -> str:
-    """Claimed to be larger."""
     return "holds" if result.low > nothing else "the opposite" if result.high < nothing else "undecided"
 
 
 def less(result: Estimate, nothing: float) -> str:
-    """Claimed to be smaller."""
     return "holds" if result.high < nothing else "the opposite" if result.low > nothing else "undecided"
 
 
 def difference(result: Estimate, nothing: float) -> str:
-    """Nothing is claimed; whether it differs."""
+    """No claim, only whether it differs."""
     return "more" if result.low > nothing else "less" if result.high < nothing else "no difference seen"
 
 
 @dataclass(frozen=True)
 class _Claim:
-    """``said``: the claim, and who makes it. ``figure``: its name in FIGURES. ``others``: what TEPO stands beside."""
+    """``said``: the claim and its source. ``figure``: a name in FIGURES. ``others``: objectives compared with TEPO."""
 
     said: str
     figure: str
@@ -81,15 +79,15 @@ CLAIMS = (
 
 
 FEWEST_PAIRS = 3
-"""Two differences of a figure that moves in steps are often equal, and their interval is then a point."""
+"""Two differences of a discrete figure are often equal; their interval is then a point."""
 
 
 VERDICTS = ("holds", "faster", NOT_HALF, "undecided", "the opposite", "too few")
-"""How a verdict on something claimed begins; in this order they are counted."""
+"""Beginnings of verdicts on claims, in the order of counting."""
 
 
 def summary(figures: Figures, rates: Sequence[str]) -> str:
-    """A row for each claim of a paper: at how many comparisons, each learning rate by itself, it got which verdict."""
+    """One row per claim: how many comparisons, each learning rate separately, got each verdict."""
     counts: dict[str, Counter[str]] = {}
     for claim in CLAIMS:
         if claim.verdict is difference:
@@ -107,9 +105,8 @@ def summary(figures: Figures, rates: Sequence[str]) -> str:
 
 
 def claims(figures: Figures, rates: Sequence[str]) -> str:
-    """A row for each claim and comparison, a column for each learning rate and for the best of each: TEPO's difference or
-    ratio with its interval, the pairs, and the verdict.
-    """
+    """One row per claim and comparison, one column per learning rate and for the best: TEPO's difference or ratio with its
+    interval, the pairs, and the verdict."""
     rows = []
     for claim in CLAIMS:
         figure = FIGURES[claim.figure]
@@ -137,9 +134,8 @@ def _cell(figures: Figures, claim: _Claim, other: str, rate: str, rates: Sequenc
 
 
 def judged(claim: _Claim, result: Estimate) -> str:
-    """The verdict, if there are pairs enough. A ratio with a run that never got there is a bound only, and a verdict that the
-    true ratio could change is none.
-    """
+    """The verdict, given enough pairs. A ratio with a run that never reached the value is only a bound; if the true ratio
+    could change the verdict, there is none."""
     if result.seeds < FEWEST_PAIRS or math.isnan(result.low):
         return "too few for a verdict"
     verdict = claim.verdict(result, 1.0 if FIGURES[claim.figure].ratio else 0.0)
@@ -151,7 +147,7 @@ def judged(claim: _Claim, result: Estimate) -> str:
 
 
 def _rate_of(figures: Figures, objective: str, rate: str, rates: Sequence[str]) -> str | None:
-    """The learning rate itself; for the best of each that with the largest mean area, of those with as many seeds done."""
+    """For the best of each, the largest mean area among the rates with equally many finished seeds."""
     if rate != BEST:
         return rate
     areas = {item: [area for area in figures.of("area", (objective, item)).values() if area is not None] for item in rates}

@@ -1,4 +1,4 @@
-"""The figures of one run, and how those of several seeds are put together."""
+"""Figures of one run, and statistics over seeds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tepo_megatron.tools.bench.evidence.record import Evidence, EvidenceRow, Key
 from tepo_megatron.tools.sweep.table import Spread, area
 
 LAST_STEPS = 10
-"""Steps at the end of a run over which its last entropy is a mean."""
+"""Steps at a run's end over which its last entropy is averaged."""
 
 LAST_EVALUATIONS = 3
-"""Evaluations over which the last accuracy is a mean: one alone moves by two points with 200 problems."""
+"""Evaluations over which the last accuracy is averaged: with 200 problems, one alone varies by two points."""
 
 Points = list[tuple[int, float]]
 
@@ -26,8 +26,6 @@ def points(rows: Sequence[EvidenceRow], name: str) -> Points:
 
 
 def _mean(name: str, *, last: int | None = None) -> Callable[[Sequence[EvidenceRow]], float | None]:
-    """The mean over the steps that have it, or over the last of them."""
-
     def figure(rows: Sequence[EvidenceRow]) -> float | None:
         values = [value for _, value in points(rows, name)]
         return statistics.fmean(values[-last:] if last else values) if values else None
@@ -44,7 +42,7 @@ def _last(name: str) -> Callable[[Sequence[EvidenceRow]], float | None]:
 
 
 def _steps_to(at: float) -> Callable[[Sequence[EvidenceRow]], float | None]:
-    """The first step with an evaluation whose greedy accuracy is at least ``at``; None: never."""
+    """First step with greedy accuracy at least ``at``; None: never."""
 
     def figure(rows: Sequence[EvidenceRow]) -> float | None:
         return next((float(step) for step, value in points(rows, "accuracy/greedy") if value >= at), None)
@@ -53,7 +51,7 @@ def _steps_to(at: float) -> Callable[[Sequence[EvidenceRow]], float | None]:
 
 
 def _entropy_at(accuracy: float) -> Callable[[Sequence[EvidenceRow]], float | None]:
-    """The mean entropy of the five steps around the first evaluation with this greedy accuracy."""
+    """Mean entropy of five steps around the first evaluation with this greedy accuracy."""
 
     def figure(rows: Sequence[EvidenceRow]) -> float | None:
         step = _steps_to(accuracy)(rows)
@@ -64,15 +62,13 @@ def _entropy_at(accuracy: float) -> Callable[[Sequence[EvidenceRow]], float | No
 
 
 def jitter(values: Sequence[float]) -> float | None:
-    """How much a curve moves from one step to the next beside its trend: the standard deviation of the differences, over √2, so
-    that of independent values it is their own standard deviation.
-    """
+    """Noise around the trend: the standard deviation of step differences over √2, which for independent values is their own."""
     differences = [after - before for before, after in itertools.pairwise(values)]
     return statistics.stdev(differences) / math.sqrt(2) if len(differences) > 1 else None
 
 
 def largest_fall(values: Sequence[float], window: int = 3) -> float | None:
-    """How far the mean of ``window`` values in a row fell below the best such mean before it; 0 for a curve that only rises."""
+    """Largest fall of a mean of ``window`` consecutive values below the best earlier such mean; 0 for a rising curve."""
     means = [statistics.fmean(values[at : at + window]) for at in range(len(values) - window + 1)]
     best = itertools.accumulate(means, max)
     return max((high - mean for high, mean in zip(best, means, strict=True)), default=None)
@@ -89,7 +85,7 @@ def _clipped(rows: Sequence[EvidenceRow]) -> float | None:
 
 
 def seconds(name: str) -> Callable[[Sequence[EvidenceRow]], float | None]:
-    """The median over the steps from the second on, without the evaluation; the first warms caches up."""
+    """Median over the steps from the second (the first warms caches), without evaluation."""
 
     def figure(rows: Sequence[EvidenceRow]) -> float | None:
         of_step = name == "time/step"
@@ -101,9 +97,8 @@ def seconds(name: str) -> Callable[[Sequence[EvidenceRow]], float | None]:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number of one run. ``digits`` behind the point, after ``scale``. ``ratio``: it is compared as a ratio, by logarithms;
-    else as a difference. ``reached``: it is a number of steps until something is reached, which may never be.
-    """
+    """A number of one run; ``digits`` are decimals after ``scale``. ``ratio``: compare by logarithms, else by difference.
+    ``reached``: a number of steps to a value that may never be reached."""
 
     name: str
     of: Callable[[Sequence[EvidenceRow]], float | None]
@@ -156,17 +151,17 @@ FIGURES: Mapping[str, Figure] = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds, or of paired differences or ratios, with its 95 % interval by Student's t; NaN for fewer than two."""
+    """A mean over seeds, paired differences or ratios, with its 95 % Student's t interval; NaN for fewer than two."""
 
     mean: float
     low: float
     high: float
     seeds: int
     at_most: int = 0
-    """Pairs in which the other never got there: the budget stands for it, so that the ratio is at most this."""
+    """Pairs whose other run never reached the value: the budget replaces it, so the ratio is at most this."""
 
     at_least: int = 0
-    """Pairs in which TEPO never got there."""
+    """Pairs in which TEPO never reached it."""
 
     def text(self, figure: Figure, *, ratio: bool = False) -> str:
         if not self.seeds:
@@ -180,13 +175,12 @@ class Estimate:
 
 
 def _signless(value: float, digits: int) -> str:
-    """Without the sign of a zero."""
     text = f"{value:.{digits}f}"
     return text.lstrip("-") if float(text) == 0 else text.replace("-", "−")
 
 
 def interval(values: Sequence[float]) -> Estimate:
-    """The mean and its interval, by Student's t; the values of the seeds are taken for normal."""
+    """Mean and Student's t interval, for normal values."""
     spread = Spread(tuple(values))
     if not values:
         return Estimate(math.nan, math.nan, math.nan, 0)
@@ -194,10 +188,10 @@ def interval(values: Sequence[float]) -> Estimate:
 
 
 def paired(figure: Figure, one: Mapping[int, float | None], other: Mapping[int, float | None], budget: float) -> Estimate:
-    """Of the seeds that both have: the mean difference one − other, or the geometric mean of one / other, with its interval.
+    """Over common seeds: mean of one − other, or geometric mean of one / other, with its interval.
 
-    Where a figure is a number of steps and one of the two never got there, ``budget`` stands for it: the true ratio lies
-    further out, on the side that is counted; pairs in which neither got there are left out.
+    If one of a pair never reached the value, ``budget`` replaces its steps and the bound's side is counted; pairs where
+    neither did are left out.
     """
     pairs, at_most, at_least = [], 0, 0
     for seed in (seed for seed in one if seed in other):
@@ -225,14 +219,14 @@ class Figures:
         self._known: dict[tuple[str, Key], dict[int, float | None]] = {}
 
     def of(self, name: str, key: Key) -> Mapping[int, float | None]:
-        """Seed → the figure, of a combination; empty where none is done."""
+        """Seed → figure of a combination; empty if none is done."""
         if (name, key) not in self._known:
             runs = self.evidence.runs.get(key, {})
             self._known[name, key] = {seed: FIGURES[name].of(runs[seed]) for seed in self.evidence.seeds(key)}
         return self._known[name, key]
 
     def cell(self, name: str, key: Key) -> str:
-        """The mean over the seeds that have the figure with its interval, and how many those are where not all do."""
+        """Mean and interval over the seeds that have the figure, and their number unless all do."""
         values = self.of(name, key)
         known = [value for value in values.values() if value is not None]
         text = interval(known).text(FIGURES[name])

@@ -1,4 +1,4 @@
-"""docs/results/evidence.md: its text is written by hand, and its tables, between two comments, are put in by the command."""
+"""docs/results/evidence.md: hand-written text; the command fills in tables between comments."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tepo_megatron.tools.bench.evidence.tables import make_tables
 
 SWEEPS = ("tiny", "stack_machine", "overhead")
 MOST_BYTES = 5_000_000
-"""Of all that is kept of the runs."""
+"""For all data kept of the runs."""
 
 
 def make(root: Path, folders: Mapping[str, Path]) -> list[str]:
-    """Collects from ``folders`` (sweep → its output), then writes tables, pictures and page. Returns lines that say what.
+    """Collect from ``folders`` (sweep → its output), then write tables, pictures and page; return lines of progress.
 
-    Raises ValueError where a folder does not exist, what is collected does not fit, or the page has no place for a table.
+    Raises ValueError for a missing folder, data that does not fit, or a page without a place for a table.
     """
     said = []
     for name, folder in folders.items():
@@ -53,9 +53,8 @@ def as_text(tables: Mapping[str, str]) -> str:
 
 
 def fill(text: str, tables: Mapping[str, str]) -> str:
-    """The page with each table, or picture, between ``<!-- NAME -->`` and ``<!-- end -->``. Raises ValueError where it has not
-    one place for each.
-    """
+    """The page with each table or picture between ``<!-- NAME -->`` and ``<!-- end -->``. Raises ValueError unless each has
+    one place."""
     names = re.findall(r"<!-- (?!end)([\w-]+) -->", text)
     if sorted(names) != sorted(tables):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The pictures of docs/results/evidence.md: means over seeds step by step, each with the range of its seeds."""
+"""Pictures of docs/results/evidence.md: means over seeds at each step, with the range."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ COLOURS = ("#d9480f", "#2b6cb0", "#2f9e44", "#9c6ade", "#b08900", "#0b7285", "#c
 BASELINES = ("tepo", "grpo", "dapo", "gspo", "luspo", "cispo")
 ABLATIONS = ("tepo", "no-mask", "no-likelihood", "neither", "tepo-covariance", "tepo-first-order", "sequence-mean", "constant")
 SMOOTHED = 5
-"""Steps of the moving average of what is noisy from step to step."""
+"""Steps of the moving average of noisy columns."""
 
 
 class _Picture(NamedTuple):
-    """One file: a column of ``metrics.jsonl`` with the axis' label, what the page says of it, and whether it is smoothed."""
-
     stem: str
     column: str
     label: str
@@ -54,7 +52,7 @@ TIME = _Picture("evidence-time", "time/step", "", "Time of a step beside GRPO's"
 
 
 def draw(tiny: Evidence, second: Evidence, overhead: Evidence, folder: Path) -> list[Path]:
-    """Writes every picture for which there is a run; returns their paths."""
+    """Write every picture that has a run; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for picture, evidence in _pictures(tiny, second, overhead):
@@ -68,7 +66,7 @@ def draw(tiny: Evidence, second: Evidence, overhead: Evidence, folder: Path) -> 
 
 
 def shown(tiny: Evidence, second: Evidence, overhead: Evidence) -> dict[str, str]:
-    """Each picture as the page shows it, by its place there; a sentence where there is no run yet."""
+    """Place → picture in Markdown; a sentence if there is no run yet."""
     result = {}
     for picture, evidence in _pictures(tiny, second, overhead):
         drawn = any(evidence.runs.values())
@@ -82,9 +80,8 @@ def _pictures(tiny: Evidence, second: Evidence, overhead: Evidence) -> list[tupl
 
 
 def mean_curve(runs: Sequence[Sequence[tuple[int, float]]], window: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Of several runs' points: the steps [N] that all have, and [3, N] with the mean, the least and the largest value, each run
-    smoothed by a centred mean over ``window`` points, at the ends over what it still covers.
-    """
+    """Common steps [N], and [3, N] with mean, minimum and maximum. Each run is smoothed by a centred mean over ``window``
+    points, fewer at the ends."""
     common = sorted(set.intersection(*(({step for step, _ in run}) for run in runs))) if runs else []
     if not common:
         return np.empty(0), np.empty((3, 0))
@@ -141,7 +138,7 @@ def _curve(axes: Axes, evidence: Evidence, key: Key, picture: _Picture, colour: 
 
 
 def _times(evidence: Evidence, png: Path) -> None:
-    """Time of a step beside GRPO's: each seed's ratio as a point, the mean with its interval beside them."""
+    """Step time over GRPO's: each seed's ratio as a point, with mean and interval."""
     figures = Figures(evidence)
     objectives = [item for item in evidence.sweep.axes["objective"] if item != BASELINE and evidence.seeds((item,))]
     figure = _figure(8.0, 1.2 + 0.6 * max(1, len(objectives)))

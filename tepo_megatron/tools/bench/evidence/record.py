@@ -1,4 +1,4 @@
-"""The raw metrics of a sweep as small text files, which the repository keeps: one for each combination of choices."""
+"""Raw metrics of a sweep as small text files in the repository, one per combination of choices."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ COLUMNS = (
     *("ratio/max", "clip/low", "clip/high", "mismatch/kl", "canary/rollouts_max_gap", "time/step", "time/rollout"),
     *("time/score", "time/update", "time/sync", "time/eval", "tokens/s"),
 )
-"""What is kept of a row of ``metrics.jsonl``, as docs/reference/metrics.md explains it; six digits of each number."""
+"""Columns kept of ``metrics.jsonl`` (docs/reference/metrics.md), with six digits."""
 
 EvidenceRow = Mapping[str, float]
 Key = tuple[str, ...]
-"""A combination: its choices in the order of the sweep's axes."""
+"""A combination: choices in the order of the sweep's axes."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a sweep. ``runs``: combination → seed → the run's rows. ``dates``: a run's name → when it ended."""
+    """``runs``: combination → seed → rows. ``dates``: run's name → its end."""
 
     sweep: SweepFile
     runs: Mapping[Key, Mapping[int, Sequence[EvidenceRow]]]
     dates: Mapping[str, str] = field(default_factory=dict)
     machines: Mapping[str, str] = field(default_factory=dict)
-    """A run's name → machine and versions."""
+    """Run's name → machine and versions."""
 
     @property
     def keys(self) -> list[Key]:
-        """Every combination of the sweep, done or not, in its order."""
+        """Every combination in order, done or not."""
         return list(dict.fromkeys(_key_of(run) for run in runs_of(self.sweep)))
 
     def seeds(self, key: Key) -> list[int]:
-        """The seeds that are done, in the order of the file."""
+        """Finished seeds, in the file's order."""
         return [seed for seed in self.sweep.seeds if seed in self.runs.get(key, {})]
 
     def rows(self, key: Key) -> list[Sequence[EvidenceRow]]:
-        """Of each seed that is done."""
+        """The rows of each finished seed."""
         return [self.runs[key][seed] for seed in self.seeds(key)]
 
     def rate(self, name: str) -> str:
-        """The number of a learning rate that is called ``name``, from its setting."""
+        """The learning rate of the choice ``name``."""
         return self.sweep.axes["lr"][name][0].partition("=")[2]
 
 
@@ -66,10 +66,9 @@ def _key_of(run: SweepRun) -> Key:
 
 
 def collect(file: Path, folder: Path, results: Path) -> list[str]:
-    """Takes the metrics of every run that is done in ``folder`` into ``results``; others that are there stay. Returns their
-    names.
+    """Copy the metrics of every finished run in ``folder`` into ``results``, keeping others; return the runs' names.
 
-    Raises ValueError where ``results`` holds runs of other settings, or a run's rows are not those of all its steps.
+    Raises ValueError if ``results`` holds other settings, or a run's rows do not cover all steps.
     """
     sweep = read_sweep(file)
     settings = _settings(sweep)
@@ -103,7 +102,7 @@ def collect(file: Path, folder: Path, results: Path) -> list[str]:
 
 
 def read(file: Path, results: Path) -> Evidence:
-    """What was collected; no run where nothing was."""
+    """What was collected; may hold no run."""
     sweep = read_sweep(file)
     head = _read_head(results)
     if head is None:
@@ -117,7 +116,6 @@ def read(file: Path, results: Path) -> Evidence:
 
 
 def _this_machine() -> str:
-    """Machine and versions."""
     versions = {name: version(name) for name in ("torch", "megatron-core", "tepo-megatron")}
     versions["python"] = platform.python_version()
     return ", ".join([describe_machine().partition(", load")[0], *(f"{name} {number}" for name, number in versions.items())])
@@ -128,7 +126,7 @@ def _by_run(machines: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
 
 def _settings(sweep: SweepFile) -> dict[str, list[str]]:
-    """Combination → all that its runs are given, but for seed and output: what must be equal for runs to be seeds of one."""
+    """Combination → overrides except seed and output, which must be equal for seeds of one combination."""
     own = ("seed=", "output=")
     return {"-".join(_key_of(run)): [item for item in run.overrides if not item.startswith(own)] for run in runs_of(sweep)}
 
@@ -144,7 +142,6 @@ def _kept(row: Mapping[str, Any]) -> EvidenceRow:
 
 
 def _as_csv(runs: Mapping[int, Sequence[EvidenceRow]]) -> str:
-    """A line for each step of each seed; columns that no row has are left out, and an empty cell is a missing number."""
     used = [name for name in COLUMNS if any(name in row for rows in runs.values() for row in rows)]
     text = StringIO(newline="")
     out = csv.writer(text, lineterminator="\n")

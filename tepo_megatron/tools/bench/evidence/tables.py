@@ -1,4 +1,4 @@
-"""The tables of docs/results/evidence.md, as Markdown, from what was collected."""
+"""Markdown tables of docs/results/evidence.md."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BASELINE = "grpo"
 
 
 SECOND = "second-"
-"""Before the names of the second task's tables."""
+"""Prefix of the second task's tables."""
 
 
 def make_tables(tiny: Evidence, second: Evidence, overhead: Evidence) -> dict[str, str]:
-    """Every table of the page by its name, in its order."""
+    """Every table by name, in the page's order."""
     rates = list(tiny.sweep.axes["lr"])
     result = {"state": state({"tiny": tiny, "stack_machine": second, "overhead": overhead})}
     figures = Figures(tiny)
@@ -37,14 +37,13 @@ def make_tables(tiny: Evidence, second: Evidence, overhead: Evidence) -> dict[st
 
 
 def _comparison(figures: Figures) -> dict[str, str]:
-    """The claims, in short and whole, how each objective learns, and the two parts."""
     rates = list(figures.evidence.sweep.axes["lr"])
     learning = {f"learning-{rate}": _by_objective(figures, rate, LEARNING) for rate in rates}
     return {"summary": summary(figures, rates), "claims": claims(figures, rates), **learning, "parts": _parts(figures, rates)}
 
 
 def state(sweeps: Mapping[str, Evidence]) -> str:
-    """How many runs of each sweep are done, when and where they ran; of one that is unfinished, how many seeds of what."""
+    """Finished runs of each sweep, when and where they ran; of an unfinished sweep, the seeds of each combination."""
     parts, counts = [], []
     for name, evidence in sweeps.items():
         keys, seeds = evidence.keys, len(evidence.sweep.seeds)
@@ -64,7 +63,6 @@ def state(sweeps: Mapping[str, Evidence]) -> str:
 
 
 def _done(evidence: Evidence, objective: str) -> list[str]:
-    """Of each learning rate, if there are several."""
     seeds = len(evidence.sweep.seeds)
     done = {key: f"{len(evidence.seeds(key))} of {seeds}" for key in evidence.keys if key[0] == objective}
     return [", ".join(f"lr {evidence.rate(key[1])}: {text}" if key[1:] else text for key, text in done.items())]
@@ -84,7 +82,6 @@ def _by_objective(figures: Figures, rate: str, names: Sequence[str]) -> str:
 
 
 def _against(figures: Figures, rate: str) -> str:
-    """Each objective beside GRPO, seed by seed."""
     rows = []
     for objective in figures.evidence.sweep.axes["objective"]:
         result = [figures.against(name, (objective, rate), (BASELINE, rate)) for name in COMPARED]
@@ -96,7 +93,7 @@ def _against(figures: Figures, rate: str) -> str:
 
 
 def _parts(figures: Figures, rates: Sequence[str]) -> str:
-    """Likelihood and mask apart: the four corners are with and without each."""
+    """Likelihood and mask separately: the four corners are with and without each."""
     corners = {(True, True): "tepo", (True, False): "no-mask", (False, True): "no-likelihood", (False, False): "neither"}
     rows = []
     for rate in rates:
@@ -113,9 +110,7 @@ def _parts(figures: Figures, rates: Sequence[str]) -> str:
 
 
 def _effects(values: Sequence[Mapping[tuple[bool, bool], float]]) -> tuple[Estimate, Estimate, Estimate]:
-    """Of a 2 × 2 design, over seeds: the mean effect of the first factor, of the second, and their interaction, which is what
-    both together do beyond the sum of what each does alone.
-    """
+    """Of a 2 × 2 design, over seeds: mean effect of each factor, and their interaction."""
     first = [(v[True, True] + v[True, False] - v[False, True] - v[False, False]) / 2 for v in values]
     second = [(v[True, True] + v[False, True] - v[True, False] - v[False, False]) / 2 for v in values]
     both = [v[True, True] - v[True, False] - v[False, True] + v[False, False] for v in values]
@@ -136,7 +131,6 @@ def _overhead(figures: Figures) -> str:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns in which no row has anything are left out."""
     if not rows:
         return "Not run yet.\n"
     used = [index for index in range(len(columns)) if any(row[index] != "–" for row in rows)]

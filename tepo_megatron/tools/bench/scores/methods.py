@@ -1,4 +1,4 @@
-"""The methods that ``tepo bench scores`` compares. A tensor-parallel rank calls them after Megatron's groups were made."""
+"""The methods of ``tepo bench scores``. Tensor-parallel ranks call them after Megatron's groups are made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tepo_megatron.tools.bench.settings import DENSE, FLOOR, MEGATRON, SLOPE
 
 
 def methods(device: str, logits: Tensor, labels: Tensor) -> dict[str, Method]:
-    """Returns the methods by name that can score logits like these."""
+    """Name → method, for those that can score logits like these."""
     own: dict[str, dict[str, Method]] = {
         "cpu": {
             "tepo_megatron": partial(_own, backend="torch"),
@@ -55,7 +55,7 @@ def _own(logits: Tensor, labels: Tensor, **options: Any) -> Outputs:
 
 
 def _kernels(logits: Tensor, labels: Tensor, *, entropy_slope: bool = False) -> Method:
-    """The two passes alone, without the work on [T] between them: checks, labels, the collective, combining the shards."""
+    """Only the two passes: no checks, labels, collective, or combining of shards, which work on [T]."""
     group, backend = dist.group.WORLD, get_backend("triton", logits.device)
     tokens, width = logits.shape
     scoring = plan_scoring(
@@ -97,7 +97,6 @@ def _megatron(logits: Tensor, labels: Tensor) -> Outputs:
 
 
 def _dense(logits: Tensor, labels: Tensor) -> Outputs:
-    """Gathers the whole vocabulary on every rank."""
     whole = torch.cat(list(_GatherColumns.apply(logits)), 1)
     logprob = whole.log_softmax(-1, dtype=torch.float32)
     return logprob.gather(1, labels.unsqueeze(1)).squeeze(1), -(logprob.exp() * logprob).sum(-1)
@@ -117,7 +116,7 @@ class _GatherColumns(torch.autograd.Function):
 
 
 class _Floor(torch.autograd.Function):
-    """Does no mathematics, only the memory traffic that every method has."""
+    """No mathematics, only the memory traffic that every method has."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Outputs:

@@ -1,6 +1,6 @@
-"""What two RL systems call for log-prob and entropy of vocabulary-sharded logits, where their packages are at hand.
+"""Log-prob and entropy of vocabulary-sharded logits from two other RL systems, if installed.
 
-A package is not imported, since that would need all it depends on: the one file is run that holds the functions.
+Importing a package would need all its dependencies, so only the file with the functions is run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Method = Callable[[Tensor, Tensor], Outputs]
 
 
 def peer_methods() -> dict[str, Method]:
-    """Returns a method for each peer that is installed, also without what it depends on (``pip install --no-deps``)."""
+    """A method for each installed peer, even without dependencies (``pip install --no-deps``)."""
     peers: dict[str, Method] = {}
     areal = _load("areal", "areal/utils/functional/vocab_parallel.py")
     if areal is not None:
@@ -35,7 +35,7 @@ def peer_methods() -> dict[str, Method]:
 
 
 def _verl(module: ModuleType, logits: Tensor, labels: Tensor) -> Outputs:
-    """As its Megatron actor does: the log-prob of a copy, since Megatron's cross-entropy overwrites what it is given."""
+    """As its Megatron actor does: on a copy, since Megatron's cross-entropy overwrites its input."""
     retained = logits.clone()
     entropy = module.vocab_parallel_entropy(logits)
     logprob = module.vocab_parallel_log_probs_from_logits(retained.unsqueeze(1), labels.unsqueeze(1)).squeeze(1)
@@ -43,7 +43,6 @@ def _verl(module: ModuleType, logits: Tensor, labels: Tensor) -> Outputs:
 
 
 def _load(distribution: str, file: str) -> Any:
-    """Runs one file of an installed distribution as a module; None if the distribution is not installed."""
     try:
         path = importlib.metadata.distribution(distribution).locate_file(file)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Measures time and memory of log-prob and entropy over a sharded vocabulary, and compares them with the alternatives."""
+"""Measures time and memory of log-prob and entropy over a sharded vocabulary, against alternatives."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ DEFAULTS = {
 
 
 def run(*, tp: int, device: str, shapes: Sequence[tuple[int, int, str]], repeats: int) -> list[ScoreMeasurement]:
-    """Measures all methods on shapes (tokens, vocabulary, ``bf16`` or ``fp32``) with ``tp`` processes of one thread each.
+    """Measure all methods on shapes (tokens, vocabulary, ``bf16`` or ``fp32``) with ``tp`` single-threaded processes.
 
-    Raises:
-        ValueError: a dtype or a size is impossible, or GPUs or Triton are missing here.
+    Raises ValueError for an impossible dtype or size, or if GPUs or Triton are missing.
     """
     import torch
     import torch.multiprocessing as mp
@@ -93,7 +92,7 @@ def cells(row: ScoreMeasurement, peers: Sequence[ScoreMeasurement]) -> tuple[str
 
 
 def write_results(results: Sequence[ScoreMeasurement], folder: Path, **arguments: Any) -> tuple[Path, Path]:
-    """Writes ``scores-<device>-tp<n>.json`` and ``.md`` with date, machine and versions; returns both paths."""
+    """Write ``scores-<device>-tp<n>.json`` and ``.md`` with date, machine and versions; return both paths."""
     rows = []
     for row in results:
         peers = [peer for peer in results if shape_name(peer) == shape_name(row)]

@@ -1,4 +1,4 @@
-"""The processes of ``tepo bench scores``: each is a tensor-parallel rank that measures the methods in turn."""
+"""The processes of ``tepo bench scores``: each tensor-parallel rank measures the methods in turn."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ R = TypeVar("R")
 HOST, TIMEOUT_S = "127.0.0.1", 120.0
 _CPU_COPY_BYTES = 2**28
 _SCRATCH_BYTES = 2**30
-"""Bytes written before a time is taken on a GPU: this empties its cache, and lets the CPU launch kernels ahead of it."""
+"""Bytes written before timing on a GPU: this empties its cache, and lets the CPU launch kernels ahead."""
 
 
 def worker(
     rank: int, tp: int, place: str, device: str, shapes: Sequence[tuple[int, int, str]], repeats: int, inbox: Any
 ) -> None:
-    """Runs one rank. Rank 0 puts the measurements into ``inbox`` as JSON."""
+    """Run one rank. Rank 0 puts the measurements into ``inbox`` as JSON."""
     warnings.simplefilter("ignore")  # Megatron's, about accelerators that are not measured here
     os.environ["KINETO_LOG_LEVEL"] = "99"
     if device == "cpu":
@@ -91,7 +91,6 @@ def _measure_shape(shape: tuple[int, int, str], tp: int, device: str, repeats: i
 
 
 def _run(method: Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> tuple[float, float]:
-    """Runs forward and backward on a copy that may be overwritten; returns the seconds of each."""
     leaf = logits.clone().requires_grad_()
     given = leaf.view_as(leaf)
     _settle(logits)
@@ -106,7 +105,6 @@ def _of_outputs(gradients: Tensor, outputs: Outputs) -> list[Tensor]:
 
 
 def _timed(work: Callable[[], R], device: torch.device) -> tuple[R, float]:
-    """Returns the result of ``work`` and its seconds, on a GPU by its own events."""
     if device.type == "cpu":
         start = time.perf_counter()
         return work(), time.perf_counter() - start
@@ -125,9 +123,8 @@ def _scratch() -> Tensor:
 
 
 def _copy_gbps(repeats: int, device: str) -> float:
-    """Returns the bandwidth of a large copy within memory, in 10⁹ bytes/s read and written: the best of the repeats, which are
-    at least 10. On a CPU all ranks copy at once, as they compute at once, and the slowest counts.
-    """
+    """Best bandwidth of a large copy, 10⁹ bytes/s read and written, of at least 10 repeats. On a CPU all ranks copy at once,
+    as they compute at once, and the slowest counts."""
     source = torch.randint(0, 2**31, ((_SCRATCH_BYTES if device == "cuda" else _CPU_COPY_BYTES) // 8,), device=device)
     target = torch.empty_like(source)
     best = float("inf")
@@ -146,7 +143,6 @@ def _settle(like: Tensor) -> None:
 
 
 def _peak_extra(method: Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> int:
-    """Returns the most bytes that were held beyond the logits."""
     copy = logits.numel() * logits.element_size()
     if logits.is_cuda:
         _scratch()
@@ -158,7 +154,6 @@ def _peak_extra(method: Method, logits: Tensor, labels: Tensor, gradients: Tenso
 
 
 def _count_collectives(method: Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> tuple[int, int]:
-    """Counts the collectives that a forward and a backward start."""
     originals = {name: getattr(dist, name) for name in dir(dist) if name.startswith(("all_", "reduce_scatter", "broadcast"))}
     count = 0
 

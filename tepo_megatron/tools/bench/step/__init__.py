@@ -1,1 +1,1 @@
-"""Time and memory of a training step, beside the step of Megatron-Core and an older state of this package."""
+"""Time and memory of a training step, compared with Megatron-Core and an older version."""

@@ -1,4 +1,4 @@
-"""Finds the source of an older state of this project."""
+"""Finds the source of an older version of this project."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from pathlib import Path
 
 
 def own_root() -> Path:
-    """The folder that this package is imported from."""
+    """The folder of this package's import."""
     return Path(__file__).parents[4]
 
 
 @contextmanager
 def source_of(state: str) -> Iterator[Path | None]:
-    """Within the block there is a folder with the package as it was in ``state``; None for ``none``.
+    """A folder with the package as of ``state``, a folder or a git revision (extracted to a temporary folder); None for
+    ``none``.
 
-    ``state`` is a folder that has it, or a git revision of this checkout, whose files are put into a temporary folder.
-
-    Raises ValueError if there is no such folder or revision.
+    Raises ValueError for a missing folder or revision.
     """
     if state == "none":
         yield None

@@ -1,9 +1,8 @@
-"""Megatron-Core's own training step on an engine's model, tokens and micro-batches, as its ``pretrain_gpt.py`` makes one.
+"""Megatron-Core's training step, as ``pretrain_gpt.py`` makes it, on an engine's model, tokens and micro-batches.
 
-Its GPTModel with labels, and so its own vocabulary-parallel cross-entropy; its schedule with its scaling of the loss; its
-gradient buffers, reductions and optimizer. What a data loader would prepare is prepared before a time is taken. Its local
-attention takes no packed sequences: a step is either packed, with this project's attention, or in right-padded rows, as many
-tokens long as the micro-batch's longest sequence, with Megatron's.
+It uses Megatron's cross-entropy, schedule with loss scaling, gradient buffers, reductions and optimizer. Data is prepared
+before timing. Its local attention takes no packed sequences: a step is packed with this project's attention, or in
+right-padded rows with Megatron's.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tepo_megatron.trainer.megatron.policy.policy import PolicyBuilder
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """What Megatron's model takes: rows [b, s], or one row of packed sequences."""
+    """Rows [b, s], or one row of packed sequences."""
 
     tokens: Tensor
     labels: Tensor
@@ -44,7 +43,7 @@ class _MicroBatch:
 
 
 class _PackedBuilder(PolicyBuilder):
-    """A mean loss over tokens, micro-batches and ranks, as pretrain_gpt has it, where ours is a sum (``step/update.py``)."""
+    """A mean loss over tokens, micro-batches and ranks, as in pretrain_gpt; ours is a sum (``step/update.py``)."""
 
     def _chunks(self) -> tuple[TransformerConfig, list[GPTModel]]:
         megatron, chunks = super()._chunks()
@@ -53,8 +52,6 @@ class _PackedBuilder(PolicyBuilder):
 
 
 class _RowsBuilder(_PackedBuilder):
-    """Megatron's own attention, which has no parameters."""
-
     def _chunks(self) -> tuple[TransformerConfig, list[GPTModel]]:
         megatron, chunks = super()._chunks()
         for chunk in chunks:
@@ -65,7 +62,7 @@ class _RowsBuilder(_PackedBuilder):
 
 
 class MegatronStep:
-    """A ``step_rank.Method``. The weights are the engine's, as they were loaded."""
+    """A ``step_rank.Method`` on the engine's initial weights."""
 
     def __init__(self, engine: Engine, *, rows: bool) -> None:
         self.engine, self.rows = engine, rows
@@ -83,13 +80,13 @@ class MegatronStep:
         return [make(batch.select(sequences)) for sequences in self.engine.forward.micro_batches(batch)]
 
     def score(self, data: list[_MicroBatch]) -> tuple[list[_MicroBatch], float | None]:
-        """Megatron's schedule forward only, each token's loss kept."""
+        """Megatron's schedule, forward only; keeps each token's loss."""
         with torch.no_grad():
             retained = self._run(data, forward_only=True)
         return data, self._mean_loss(retained)
 
     def update(self, scored: list[_MicroBatch]) -> None:
-        """The order of ``train_step`` in Megatron's own loop, with what that reduces over ranks for its log."""
+        """Megatron's ``train_step``, with its reductions for the log."""
         for ddp in self.policy.ddp:
             ddp.zero_grad_buffer()
         self.policy.optimizer.zero_grad()
@@ -122,14 +119,13 @@ class MegatronStep:
         output = model(micro.tokens, micro.positions, micro.attention_mask, labels=micro.labels, packed_seq_params=micro.packed)
 
         def loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            """pretrain_gpt's ``loss_func``; it also keeps each token's loss, of which an RL step makes log-probs."""
+            """pretrain_gpt's ``loss_func``; it also keeps token losses, from which an RL step makes log-probs."""
             total, count = (losses.view(-1) * micro.loss_mask.view(-1)).sum(), micro.loss_mask.sum().int()
             return total, count, {"report": torch.stack([total.detach(), count.to(total.dtype)]), "losses": losses.detach()}
 
         return output, loss
 
     def _mean_loss(self, retained: list[dict[str, Tensor]]) -> float | None:
-        """The mean loss over micro-batches and data-parallel ranks, on the last stage."""
         if not retained:
             return None
         report = torch.stack([micro["report"] for micro in retained]).sum(0)

@@ -1,4 +1,4 @@
-"""Measures training steps on ranks of this machine's CPU, beside Megatron-Core's own and those of an older state."""
+"""Compares training steps on this machine's CPU with Megatron-Core's and an older version's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tepo_megatron.tools.bench.step.step_data import draw_lengths, rank_argument
 from tepo_megatron.tools.results import markdown, write_report
 
 BEFORE = "f25011252ef0de80c74794d9c16986690b4bb9a2"
-"""The last commit whose pipelines padded every micro-batch to the longest, and which balanced micro-batches by tokens alone."""
+"""The last commit that padded every pipeline micro-batch to the longest, and balanced micro-batches by tokens alone."""
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5}
 SIZES: dict[str, dict[str, Any]] = {
@@ -34,16 +34,16 @@ SIZES: dict[str, dict[str, Any]] = {
 """``config.json`` of the models: 0.6 and 7 million parameters."""
 
 AGREEMENT = 1e-3
-"""Nats by which the mean log-probs of two methods may differ; the same float32 weights differ by rounding, about 1e-6."""
+"""Allowed difference of two methods' mean log-probs in nats; rounding of float32 gives about 1e-6."""
 
 
 def run(setting: StepSetting, before: str, *, say: Callable[[str], None] = lambda line: None) -> list[StepMeasurement]:
-    """Measures every layout on every ratio; all methods take turns, step by step, on the same weights and tokens.
+    """Measure every layout on every ratio; methods alternate at each step, on the same weights and tokens.
 
-    ``before``: a git revision, the folder of another checkout, or ``none``. ``say`` gets a line for each layout and ratio.
+    ``before``: a git revision, another checkout's folder, or ``none``. ``say`` gets a line for each layout and ratio.
 
-    Raises ValueError for a setting that cannot be measured or a ``before`` that is not there, RuntimeError if a rank fails, or
-    if two methods disagree about the log-probs.
+    Raises ValueError for an invalid setting or missing ``before``, RuntimeError if a rank fails or two methods' log-probs
+    differ.
     """
     from tepo_megatron.config import RunConfig
     from tepo_megatron.tools.bench.recipe_run import make_model
@@ -66,7 +66,7 @@ def run(setting: StepSetting, before: str, *, say: Callable[[str], None] = lambd
 def _measure_layout(
     setting: StepSetting, layout: str, model: Path, older: Path | None, say: Callable[[str], None]
 ) -> list[StepMeasurement]:
-    """Two worlds of ranks, of this state and of the older one; while the ranks of one compute, those of the other wait."""
+    """Uses two worlds of ranks, of this and the older version; one waits while the other computes."""
     from tepo_megatron.tools.bench.step.step_world import World
 
     with ExitStack() as stack:
@@ -104,7 +104,7 @@ def _measure_ratio(setting: StepSetting, layout: str, ratio: float, worlds: dict
 
 
 def _turns(methods: Sequence[str], repeats: int) -> Iterator[str]:
-    """All methods in each repeat, each time beginning with another."""
+    """All methods in each repeat, in rotated order."""
     for repeat in range(repeats):
         shift = repeat % len(methods)
         yield from (*methods[shift:], *methods[:shift])
@@ -114,11 +114,11 @@ COLUMNS = (
     *("ranks", "longest / mean", "method", "update, tokens/s", "scores + update, tokens/s"),
     *("ours ÷ it, update", "ours ÷ it, scores + update", "ours with scores ÷ its update", "peak MiB"),
 )
-"""Ratios are of tokens/s, ours over the row's: the median of the pairs of one repeat, and their range."""
+"""Ratios of tokens/s, ours over the row's: median and range over pairs in one repeat."""
 
 
 def table(results: Sequence[StepMeasurement]) -> list[tuple[str, ...]]:
-    """Returns the rows of the table; layout and ratio stand in the first of their rows."""
+    """Layout and ratio are in their first row only."""
     rows: list[tuple[str, ...]] = []
     for row in results:
         ours = next(r for r in results if (r.layout, r.ratio, r.method) == (row.layout, row.ratio, OURS))
@@ -137,13 +137,12 @@ def _cells(row: StepMeasurement, ours: StepMeasurement) -> tuple[str, ...]:
 
 
 def _spread(theirs: Sequence[float], ours: Sequence[float]) -> str:
-    """Median, least and greatest of the ratios of tokens/s within each repeat."""
     ratios = [their / our for their, our in zip(theirs, ours, strict=True)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
 
 
 def write_results(results: Sequence[StepMeasurement], folder: Path, setting: StepSetting, before: str) -> tuple[Path, Path]:
-    """Writes ``step-<size>.json`` and ``.md`` with date, machine and versions; returns both paths."""
+    """Write ``step-<size>.json`` and ``.md`` with date, machine and versions; return both paths."""
     record = {"setting": asdict(setting), "before": before, "results": [asdict(row) for row in results]}
     note = f"median of {setting.repeats}, least and greatest in brackets · before: {before[:9]}"
     packages = ("torch", "megatron-core", "tepo-megatron")

@@ -1,4 +1,4 @@
-"""What the ranks of ``tepo bench step`` compute on: the lengths of the sequences, and the run's configuration."""
+"""Data of ``tepo bench step``: sequence lengths, and the run's configuration."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from tepo_megatron.tools.bench.settings import StepSetting
 
 GROUP, PROMPT = 4, 4
-"""Samples of one prompt, and its tokens."""
+"""Samples of a prompt, and its tokens."""
 
 _WIDEST = 20.0
 """Standard deviation of the logarithms beyond which one sequence has nearly all tokens."""
 
 
 def draw_lengths(setting: StepSetting, ratio: float) -> list[int]:
-    """Returns the tokens of each sequence, prompt included: quantiles of a lognormal distribution whose longest is ``ratio``
-    times the mean, in a random order that is always the same.
+    """Tokens of each sequence with prompt: lognormal quantiles whose longest is ``ratio`` times the mean, in a fixed random
+    order.
 
-    Raises ValueError for a ratio below 1, one that so few sequences cannot have, or sequences that make no whole groups.
+    Raises ValueError for a ratio below 1, one out of reach of so few sequences, or sequences that do not fill groups.
     """
     if setting.sequences % GROUP:
         raise ValueError(f"--sequences {setting.sequences} must be a multiple of {GROUP}, the size of a group")
@@ -41,7 +41,6 @@ def draw_lengths(setting: StepSetting, ratio: float) -> list[int]:
 
 
 def _shares(count: int, sigma: float) -> list[float]:
-    """Quantiles of a lognormal distribution over their mean."""
     logs = [sigma * NormalDist().inv_cdf((index + 0.5) / count) for index in range(count)]
     values = [math.exp(log - max(logs)) for log in logs]
     mean = sum(values) / count
@@ -53,9 +52,9 @@ def _ratio(count: int, sigma: float) -> float:
 
 
 def rank_arguments(setting: StepSetting, layout: str) -> dict[str, Any]:
-    """Returns what a rank is told, as JSON carries it: the configuration of the run, and the lengths for each ratio.
+    """JSON for a rank: the run's configuration, and the lengths for each ratio.
 
-    Raises ValueError for a layout that is not made of sizes such as tp2.
+    Raises ValueError for a layout not made of sizes such as tp2.
     """
     sizes = re.findall(r"(tp|pp|dp|cp)(\d+)", layout)
     if not sizes or "".join(name + size for name, size in sizes) != layout:

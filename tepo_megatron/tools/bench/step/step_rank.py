@@ -1,7 +1,7 @@
-"""One rank of ``tepo bench step``, as a script: the package that it imports may be another checkout's.
+"""One rank of ``tepo bench step``, as a script, since its package may be another checkout's.
 
-So it uses only what both have: the configuration, ``Engine``'s methods, ``Rollout``. It reads requests as lines of JSON from
-standard input, and answers each with a line into the file descriptor that its second argument names.
+It uses only what both versions have: the configuration, ``Engine``'s methods, ``Rollout``. Requests are JSON lines on standard
+input; answers go to the file descriptor in its second argument.
 """
 
 from __future__ import annotations
@@ -30,20 +30,18 @@ R = TypeVar("R")
 
 
 class Method(Protocol):
-    """A way to make a training step. Every rank calls; ``data`` is what ``load`` returned."""
+    """A way to make a training step. Every rank calls; ``data`` comes from ``load``."""
 
     def load(self, rollouts: list[Rollout]) -> Any: ...
 
     def score(self, data: Any) -> tuple[Any, float | None]:
-        """A forward pass. Returns what ``update`` takes, and the mean negative log-prob of the response tokens where known."""
+        """A forward pass. Returns the input of ``update``, and the mean negative log-prob of response tokens if known."""
 
     def update(self, scored: Any) -> None:
         """Forward, backward and optimizer step."""
 
 
 class _Ours:
-    """This project's step: log-probs and entropies of the old policy, then an update with the configuration's objective."""
-
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
@@ -62,7 +60,7 @@ class _Ours:
 
 
 def _make_rollouts(lengths: list[int], vocab_size: int, *, group: int, prompt: int) -> list[Rollout]:
-    """Returns random responses in groups, every second one rewarded; ``lengths`` include the ``prompt`` tokens."""
+    """Random responses in groups, every second one rewarded; ``lengths`` include the ``prompt`` tokens."""
     generator = torch.Generator().manual_seed(1)
     rollouts = []
     for number, length in enumerate(lengths):
@@ -83,7 +81,7 @@ def _make_rollouts(lengths: list[int], vocab_size: int, *, group: int, prompt: i
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Runs ``work``; returns the most bytes of the CPU that torch held during it beyond what it held before."""
+    """Most bytes of the CPU that torch allocated during ``work`` beyond those before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     held, peak = 0, 0
@@ -95,7 +93,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 def timed(work: Callable[[], R]) -> tuple[R, float]:
-    """Runs ``work`` on all ranks at once; returns its result and the seconds of this rank."""
+    """The result of ``work`` and this rank's seconds; all ranks run it at once."""
     dist.barrier()
     start = time.perf_counter()
     result = work()
@@ -111,7 +109,7 @@ def _make_method(name: str, engine: Engine) -> Method:
 
 
 def main(arguments: dict[str, Any], reply: int) -> None:
-    """Makes the engine, then one step for each request: ``method``, ``ratio``, ``memory`` (whether that is asked, not time)."""
+    """Make the engine, then one step per request: ``method``, ``ratio``, ``memory`` (measure memory instead of time)."""
     warnings.simplefilter("ignore")  # Megatron's, about accelerators that are not measured here
     from tepo_megatron.trainer.megatron.engine import Engine
 

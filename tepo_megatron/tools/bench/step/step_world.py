@@ -1,4 +1,4 @@
-"""The parent's side of the ranks of ``tepo bench step``: processes of one thread each, asked for one step at a time."""
+"""The parent of ``tepo bench step``'s single-threaded ranks, which it asks for one step at a time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tepo_megatron.tools.bench.step.step_data import rank_arguments
 _SCRIPT = Path(__file__).with_name("step_rank.py")
 
 _END_S = 20.0
-"""Seconds that ranks have to end by themselves."""
+"""Seconds for ranks to exit by themselves."""
 
 
 class World:
-    """The ranks of one layout, with the package from ``root``; between steps they wait, and use no processor."""
+    """Ranks of one layout, with the package from ``root``; between steps they use no processor."""
 
     def __init__(self, root: Path, model: Path, setting: StepSetting, layout: str) -> None:
         self.layout = layout
@@ -67,9 +67,9 @@ class World:
         return self.folder / f"rank{rank}.log"
 
     def step(self, method: str, ratio: float, *, memory: bool) -> dict[str, float]:
-        """Has all ranks make one step; of each figure the largest of the ranks.
+        """One step on all ranks; the largest of each figure.
 
-        Raises RuntimeError with the last line that a rank wrote, if one ended.
+        Raises RuntimeError with a rank's last line if it ended.
         """
         for rank, process in enumerate(self.ranks):
             assert process.stdin is not None
@@ -93,7 +93,7 @@ class World:
         return RuntimeError(f"{self.layout}: rank {rank} ended with exit code {code}: {said[-1]}")
 
     def close(self) -> None:
-        """Ends the ranks, which end when nothing more can be asked of them."""
+        """End the ranks."""
         for process in self.ranks:
             assert process.stdin is not None
             try:

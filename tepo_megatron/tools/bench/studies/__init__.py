@@ -1,1 +1,1 @@
-"""Single measurements that a page quotes, each a module to run: ``python -m tepo_megatron.tools.bench.studies.NAME``."""
+"""Single measurements that a page quotes, run by ``python -m tepo_megatron.tools.bench.studies.NAME``."""

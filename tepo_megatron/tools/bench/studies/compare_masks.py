@@ -1,11 +1,11 @@
-"""How far the three interpretations of "the entropy falls" agree on the recorded rollouts of a run.
+"""How far the three interpretations of "the entropy falls" agree on a run's recorded rollouts.
 
     tepo train examples/tiny/run.yaml output=out/tiny rollout.record=true train.steps=10
     python -m tepo_megatron.tools.bench.studies.compare_masks out/tiny --steps 10
 
-Goes through the run's first steps again from its first weights, on one rank and without servers: the run's own objective trains
-on the rollouts that were recorded, and at every update all three ways of `objective.kl_mask.falling` choose their tokens. Only
-tokens with a positive advantage can be chosen, so all shares are shares of these. Writes Markdown and JSON to --output.
+It repeats the run's first steps from its first weights, on one rank without servers. At every update all three ways of
+`objective.kl_mask.falling` choose tokens. Shares are of tokens with a positive advantage, the only candidates. Writes Markdown
+and JSON to --output.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ PAIRS = tuple(combinations(range(len(WAYS)), 2))
 
 @dataclass(frozen=True)
 class _Watched(Objective):
-    """A run's objective, which also notes what every way would choose."""
+    """A run's objective that also records the tokens that every way would choose."""
 
     noted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Of each micro-batch, for its A tokens with a positive advantage: bool [3, A], the entropy of π_old [A]."""
+    """Of each micro-batch, for its A tokens with positive advantage: bool [3, A], π_old's entropy [A]."""
 
     tolerances: list[float] = field(default_factory=list)
-    """Of each optimizer step, what ``measured`` takes for rounding, in nats."""
+    """Rounding, in nats, that ``measured`` allows at each optimizer step."""
 
     @property
     def needs_entropy_slope(self) -> bool:
@@ -67,7 +67,7 @@ class _Watched(Objective):
 
 
 def replay(config: RunConfig, rollouts: Path, steps: int) -> list[list[tuple[Tensor, Tensor]]]:
-    """What `_Watched` noted, by the number of the update within its step: of each step one pair for each."""
+    """Number of the update within its step → one `_Watched` pair per step."""
     from tepo_megatron.trainer.megatron.engine import Engine
 
     watched = _Watched(config.objective)
@@ -92,7 +92,7 @@ def join(noted: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def describe(chosen_3A: Tensor, entropy_A: Tensor) -> dict[str, Any]:
-    """Shares of the tokens: chosen by each way, decided alike by two of them, and chosen by both where either chooses."""
+    """Shares of tokens: chosen by each way, decided equally by two, and chosen by both if either chooses."""
     tokens = entropy_A.numel()
     shares = chosen_3A.double().mean(1).tolist() if tokens else [float("nan")] * len(WAYS)
     alike, overlap = {}, {}
@@ -107,14 +107,12 @@ def describe(chosen_3A: Tensor, entropy_A: Tensor) -> dict[str, Any]:
 
 
 def by_entropy(chosen_3A: Tensor, entropy_A: Tensor, quantiles: int) -> list[dict[str, Any]]:
-    """`describe` for equal parts of the tokens, from the least entropy of π_old to the most."""
+    """`describe` for equal parts of the tokens, by increasing entropy of π_old."""
     order = entropy_A.argsort(stable=True)
     return [describe(chosen_3A[:, part], entropy_A[part]) for part in order.tensor_split(quantiles)]
 
 
 def tables(updates: Sequence[dict[str, Any]], later: dict[str, Any], quantiles: Sequence[dict[str, Any]]) -> str:
-    """The report's tables, in Markdown."""
-
     def percent(share: float) -> str:
         return "–" if share != share else f"{share:.1%}"
 

@@ -1,12 +1,11 @@
-"""`sync` beside `overlap` where lengths have a heavy tail: seconds for each response token that is trained on, and idle shares.
+"""Compares `sync` and `overlap` on heavy-tailed lengths: seconds per trained response token, and idle shares.
 
     python -m tepo_megatron.tools.bench.studies.compare_schedules --repeats 3
 
-The lengths are constructed: a model of the tiny one's shape attends to the first digit of the prompt, and ends a response with
-a probability that this digit sets, so that one prompt in ten has responses twenty times as long. Both schedules train it on the
-same problems, in the same number of steps, in alternation; with a learning rate of next to nothing it stays as it is. Equal
-work is equal tokens: what is unfinished when an overlapped run ends was sampled for nothing, and is time without tokens.
-Writes Markdown and JSON to --output.
+The lengths are constructed: a model of the tiny one's shape attends to the prompt's first digit, which sets the probability
+that a response ends. One prompt in ten has responses twenty times as long. Schedules alternate, with equal problems and steps;
+the learning rate is so small that the model stays as it is. Equal work means equal tokens: an overlapped run's unfinished
+samples at its end are time without tokens. Writes Markdown and JSON to --output.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.layouts import tensor_shapes
 
 LONG, SHORT = "9", "1"
-"""First digit of a prompt with long, and with short responses."""
+"""First digit of prompts with long and with short responses."""
 
 EVERY = 10
-"""One prompt in so many is long."""
+"""One prompt in this many is long."""
 
 CONSTANT, IS_CLASS, IS_LONG, IS_SHORT, TO_LONG, TO_SHORT = range(6)
-"""What a coordinate of the hidden state says; the last two are written by the attention."""
+"""Meanings of the hidden state's coordinates; attention writes the last two."""
 
 
 def _make_model(folder: Path, *, mean_long: float, mean_short: float) -> Path:
-    """A Llama folder, of the tiny model's shape and tokenizer, whose responses are of geometric length with these means."""
+    """Response lengths are geometric with these means."""
     source = resolve_model_path("builtin:tiny")
     shutil.copytree(source, folder)
     config = json.loads((source / "config.json").read_text()) | {"max_position_embeddings": 1024}
@@ -91,7 +90,7 @@ def _attend(tensors: dict[str, Tensor], config: dict[str, Any], long: int, short
 
 
 def _write_problems(path: Path, count: int) -> Path:
-    """One prompt in ten is long; the digits after the first tell the others apart."""
+    """One prompt in ten is long; the digits after the first make prompts unique."""
     with path.open("w") as file:
         for number in range(count):
             digit = LONG if number % EVERY == 0 else SHORT
@@ -102,7 +101,7 @@ def _write_problems(path: Path, count: int) -> Path:
 
 @dataclass(frozen=True)
 class _Measured:
-    """Of a run's steps but the first: seconds, response tokens trained on, and the means of its idle shares."""
+    """Without the first step: seconds, response tokens trained on, and mean idle shares."""
 
     seconds: float
     tokens: float
@@ -116,7 +115,6 @@ class _Measured:
 
 
 def _run_schedule(schedule: str, model: Path, problems: Path, output: Path, given: argparse.Namespace) -> _Measured:
-    """A run of `tepo train`, and what its rows say."""
     settings = [
         f"model.path={model}",
         f"data.train={problems}",

@@ -1,12 +1,11 @@
-"""Memory and time of `engine.head = fused` beside `logits`: scores and gradients of one micro-batch, on one rank.
+"""Memory and time of `engine.head = fused` and `logits`: scores and gradients of one micro-batch, on one rank.
 
     python -m tepo_megatron.tools.bench.studies.measure_head   # a CPU: 8 192 tokens, vocabulary 128 256, both dtypes
     python -m tepo_megatron.tools.bench.studies.measure_head --hidden 4096 --dtypes bfloat16   # on a GPU
 
-A random Llama of one layer is scored and differentiated by the engine as in a run, all tokens in one micro-batch. Every head
-is measured in a process of its own, in turn, and the best of the repeats counts. Peaks are what a pass adds to what is held
-before it: of the resident set on a CPU (malloc returns freed memory at once), of the allocator on a GPU. Writes Markdown and
-JSON to --output.
+The engine scores and differentiates a random one-layer Llama, all tokens in one micro-batch. Each head runs in its own
+process, in turn; the best repeat counts. Peaks are memory that a pass adds: of the resident set on a CPU (malloc returns freed
+memory at once), of the allocator on a GPU. Writes Markdown and JSON to --output.
 """
 
 from __future__ import annotations
@@ -51,12 +50,10 @@ class _Setting:
 
     @property
     def logits(self) -> int:
-        """Bytes of the micro-batch's logits."""
         return self.tokens * self.vocab * (4 if self.dtype == "float32" else 2)
 
 
 def _write_random_model(folder: Path, setting: _Setting) -> None:
-    """A Llama of one layer, without tokenizer."""
     config = {"architectures": ["LlamaForCausalLM"], "vocab_size": setting.vocab, "hidden_size": setting.hidden}
     config |= {"intermediate_size": 2 * setting.hidden, "num_hidden_layers": 1, "tie_word_embeddings": False}
     config |= {"num_attention_heads": setting.hidden // 64, "num_key_value_heads": 1, "max_position_embeddings": setting.tokens}
@@ -80,13 +77,11 @@ def rollouts(setting: _Setting) -> list[Rollout]:
 
 
 class _Meter:
-    """Takes time and peak of a pass."""
-
     def __init__(self) -> None:
         self.on_gpu = torch.cuda.is_available()
 
     def measure(self, work: Callable[[], object]) -> dict[str, float]:
-        """Returns seconds (on a CPU those of this process alone), and the most bytes that were held beyond those before."""
+        """Seconds (on a CPU, of this process alone), and the most bytes beyond those held before."""
         gc.collect()
         before = self._reset()
         clock = time.perf_counter if self.on_gpu else time.process_time  # the thread's own time, whoever else uses the CPU
@@ -112,7 +107,7 @@ def _resident(kind: str) -> int:
 
 
 def child(setting: _Setting, head: str, model: Path) -> dict[str, dict[str, float]]:
-    """Measures both passes once each after one that loads libraries; in this process."""
+    """Measure both passes once in this process, after one that loads libraries."""
     from tepo_megatron.trainer.megatron.engine import Engine
 
     warnings.filterwarnings("ignore")
@@ -140,7 +135,7 @@ def child(setting: _Setting, head: str, model: Path) -> dict[str, dict[str, floa
 
 
 def measure(setting: _Setting, repeats: int) -> dict[str, dict[str, dict[str, float]]]:
-    """head → pass → the least seconds and the least peak of the repeats."""
+    """head → pass → least seconds and least peak of the repeats."""
     result: dict[str, list[dict[str, dict[str, float]]]] = {head: [] for head in HEADS}
     with tempfile.TemporaryDirectory() as folder:
         _write_random_model(Path(folder), setting)

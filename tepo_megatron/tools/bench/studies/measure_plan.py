@@ -1,9 +1,9 @@
-"""The terms of a plan beside what engines on CPU ranks really hold and write, and the rates that a plan takes for granted.
+"""Compares a plan's terms with what engines on CPU ranks hold and write, and its assumed rates with measured ones.
 
     python -m tepo_megatron.tools.bench.studies.measure_plan     # two ranks, a minute
 
-Bytes are counted tensor by tensor after one update, and file by file after a checkpoint; nothing of them depends on the
-machine. Rates are those of one core of this one. Writes Markdown and JSON to --output.
+Bytes are counted by tensor after one update, and by file after a checkpoint; they do not depend on the machine. Rates are of
+one core. Writes Markdown and JSON to --output.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class _Term:
-    """``planned`` and ``counted``: bytes of the rank with most, or of all ranks together for what is on disk."""
+    """``planned`` and ``counted``: bytes of the rank with most, or of all ranks for disk."""
 
     run: str
     term: str
@@ -101,12 +101,12 @@ def _draw_rollouts(sequences: int, tokens: int) -> list[Rollout]:
 
 
 def held(tensors: Iterable[Tensor]) -> int:
-    """Bytes of their storages, each once."""
+    """Bytes of their storages, each counted once."""
     return sum({item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in tensors}.values())
 
 
 def counts(config: RunConfig, folder: Path) -> dict[str, int]:
-    """Bytes that this rank holds and writes, by the terms of a plan. Every rank calls, in a process group that is there."""
+    """Bytes that this rank holds and writes, by plan term. Every rank calls, in an existing process group."""
     from megatron.core import parallel_state
 
     from tepo_megatron.trainer.megatron.engine import Engine
@@ -133,7 +133,7 @@ def counts(config: RunConfig, folder: Path) -> dict[str, int]:
 
 
 def compare(name: str, config: RunConfig, ranks: list[Mapping[str, int]]) -> Iterator[_Term]:
-    """``ranks``: what :func:`counts` has found on each. Of states on the host it finds 12 bytes, without their gradients."""
+    """``ranks``: :func:`counts` of each. For states on the host it counts 12 bytes, without gradients."""
     spec, _ = resolve_spec(config.model.path)
     step = SEQUENCES * TOKENS
     stages = range(config.engine.parallel.pp)
@@ -149,13 +149,13 @@ def compare(name: str, config: RunConfig, ranks: list[Mapping[str, int]]) -> Ite
 
 
 def worst(terms: list[_Term]) -> list[_Term]:
-    """Of each term the run with the largest error."""
+    """For each term, the run with the largest error."""
     names = dict.fromkeys(item.term for item in terms)
     return [max((item for item in terms if item.term == name), key=lambda item: abs(item.error)) for name in names]
 
 
 def rates() -> Iterator[tuple[str, float, float]]:
-    """Yields (what, the plan's seconds, measured seconds) for a part of the work of one core."""
+    """Yield (name, the plan's seconds, measured seconds) for a part of one core's work."""
     rollouts, raw = _draw_rollouts(256, 512), bytes(2**27)
     packed = sum(len(item.response_ids) for item in rollouts)
     yield "packing a sampled token, µs", PACK_SECONDS_PER_TOKEN * 1e6, best(lambda: pack(rollouts)) / packed * 1e6
@@ -174,7 +174,7 @@ def rates() -> Iterator[tuple[str, float, float]]:
 
 
 def best(work: Callable[[], object], repeats: int = 3) -> float:
-    """CPU seconds of the quickest of some."""
+    """CPU seconds of the quickest repeat."""
     result = []
     for _ in range(repeats):
         began = time.process_time()
@@ -184,7 +184,6 @@ def best(work: Callable[[], object], repeats: int = 3) -> float:
 
 
 def _rank_main(folder: Path) -> None:
-    """What each of the two ranks does."""
     import torch.distributed as dist
 
     warnings.filterwarnings("ignore")
