@@ -1,8 +1,7 @@
-"""The alternatives for the four choices that an objective is composed of: advantage, ratio, trust region, aggregation.
+"""The four choices of an objective: advantage, ratio, trust region, aggregation.
 
-A field whose docstring says *our interpretation* fills a gap that the TEPO papers leave open
-(docs/reference/tepo.md).
-π_θ is the policy that is trained, π_old the policy before the update, δ = log π_θ − log π_old at a token of a response.
+A docstring with *our interpretation* fills a gap of the TEPO papers (docs/reference/tepo.md).
+π_θ is the trained policy, π_old the policy before the update, δ = log π_θ − log π_old at a response token.
 """
 
 import math
@@ -16,8 +15,6 @@ from tepo_megatron.config.objective.custom import CustomSlot, OwnAdvantage, OwnA
 
 
 class _LowHigh(ObjectiveSection):
-    """A trust region whose bounds are the fields ``low`` and ``high``."""
-
     @property
     def noise_bounds(self) -> tuple[NoiseBound, ...]:
         advice = "some are clipped by chance; set it higher, or train in a finer dtype"
@@ -26,13 +23,13 @@ class _LowHigh(ObjectiveSection):
 
 
 class _Range(_LowHigh):
-    """The interval [1 − low, 1 + high] for a ratio: about 0.2 for token ratios, 3e-4 for length-normalised sequence ratios."""
+    """The interval [1 − low, 1 + high] for a ratio."""
 
     low: NonNegativeFloat
-    """The clip begins below a ratio of 1 − low: about 0.2 for token ratios, 3e-4 for length-normalised sequence ratios."""
+    """Clips below a ratio of 1 − low: about 0.2 for token ratios, 3e-4 for length-normalised sequence ratios."""
 
     high: NonNegativeFloat
-    """The clip begins above a ratio of 1 + high: about 0.2 for token ratios, 4e-4 for length-normalised sequence ratios."""
+    """Clips above a ratio of 1 + high: about 0.2 for token ratios, 4e-4 for length-normalised sequence ratios."""
 
     @property
     def turning_points(self) -> tuple[float, ...]:
@@ -54,7 +51,7 @@ class Clip(_Range):
 
     kind: Literal["clip"] = "clip"
     dual: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip: where A < 0 the surrogate is no lower than ``dual`` · A, however large the ratio; null: no such bound."""
+    """Dual clip: if A < 0 the surrogate is at least ``dual`` · A, for any ratio; null: no such bound."""
 
     @property
     def turning_points(self) -> tuple[float, ...]:
@@ -66,13 +63,13 @@ class ClipCov(_Range):
 
     kind: Literal["clip_cov"] = "clip_cov"
     fraction: Annotated[float, Field(gt=0, le=1)] = 2e-4
-    """Tokens that lose their gradient, as a share of all response tokens of the step; at least one if there is a candidate."""
+    """Share of the step's response tokens that lose their gradient; at least one if there is a candidate."""
 
     cov_low: float = 1.0
-    """Candidates have a covariance statistic of at least this: (log π_old − mean)(A − mean), means over the step's tokens."""
+    """Lower bound of candidates' covariance: (log π_old − mean)(A − mean), means over the step's tokens."""
 
     cov_high: float = 5.0
-    """Candidates have a covariance statistic of at most this."""
+    """Upper bound of candidates' covariance."""
 
     @property
     def selects_tokens(self) -> bool:
@@ -86,11 +83,11 @@ class ClipCov(_Range):
 
 
 class ClipWeight(_LowHigh):
-    """The ratio as a detached weight of the log-probability, bounded above (CISPO)."""
+    """The ratio as detached weight of the log-probability, bounded above (CISPO)."""
 
     kind: Literal["clip_weight"] = "clip_weight"
     low: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """The weight is at least 1 − low; null: no lower bound."""
+    """The weight is at least 1 − low; null: unbounded."""
 
     high: NonNegativeFloat = 4.0
     """The weight is at most 1 + high. The value is ours, to be tuned."""
@@ -107,15 +104,15 @@ class NoTrustRegion(ObjectiveSection):
 
 
 class LogClip(_LowHigh):
-    """δ of a token is bounded before the ratio is formed, on the side that its advantage favours: min(δ, high) where A > 0,
-    max(δ, −low) where A < 0. With a sequence ratio that is GMPO's clip."""
+    """δ of a token is bounded before the ratio, on the side that its advantage favours: min(δ, high) if A > 0, max(δ, −low) if
+    A < 0. With a sequence ratio this is GMPO's clip."""
 
     kind: Literal["log_clip"] = "log_clip"
     low: NonNegativeFloat = 0.4
-    """Where A < 0, δ counts as no less than −low."""
+    """If A < 0, δ counts as at least −low."""
 
     high: NonNegativeFloat = 0.4
-    """Where A > 0, δ counts as no more than high."""
+    """If A > 0, δ counts as at most high."""
 
     @property
     def turning_points(self) -> tuple[float, ...]:
@@ -123,11 +120,11 @@ class LogClip(_LowHigh):
 
 
 class LengthClip(ObjectiveSection):
-    """The logarithm of an un-normalised sequence ratio is kept within ±width · √T_i, T_i response tokens (FSPO)."""
+    """Bounds the log of an un-normalised sequence ratio to ±width · √T_i, T_i response tokens (FSPO)."""
 
     kind: Literal["length_clip"] = "length_clip"
     width: PositiveFloat = 0.03
-    """The largest logarithm, either way, of a response of one token. The value is ours, to be tuned."""
+    """Largest log-ratio, either way, of a one-token response. The value is ours, to be tuned."""
 
     @property
     def turning_points(self) -> tuple[float, ...]:
@@ -135,29 +132,29 @@ class LengthClip(ObjectiveSection):
 
 
 class SoftGate(ObjectiveSection):
-    """4/τ · σ(τ (ratio − 1)) · A: no bound; the gradient is the ratio's at 1 and fades on either side of it (SAPO)."""
+    """4/τ · σ(τ (ratio − 1)) · A: unbounded; the gradient is the ratio's at 1 and fades on either side (SAPO)."""
 
     kind: Literal["soft_gate"] = "soft_gate"
     tau_positive: PositiveFloat = 1.0
-    """τ where A > 0: the larger, the sooner the gradient fades."""
+    """τ if A > 0: larger values fade the gradient sooner."""
 
     tau_negative: PositiveFloat = 1.05
-    """τ where A ≤ 0."""
+    """τ if A ≤ 0."""
 
 
 class Divergence(ObjectiveSection):
-    """sg[min(ratio, cap)] · A · log π_θ, and nothing of a token whose probability has gone too far the way that its advantage
-    favours (DPPO). Far is a divergence of two distributions, this token or any other: p of π_θ and p of π_old."""
+    """sg[min(ratio, cap)] · A · log π_θ, except for tokens whose probability went too far the way their advantage favours
+    (DPPO). Distance: a divergence of two distributions, this token or any other: p of π_θ and p of π_old."""
 
     kind: Literal["divergence"] = "divergence"
     measure: Literal["tv", "kl"]
     """``tv``: |p − p_old|; ``kl``: p_old log(p_old/p) + (1 − p_old) log((1 − p_old)/(1 − p))."""
 
     threshold: PositiveFloat
-    """The largest divergence at which a token counts: about 0.2 for ``tv``, 0.05 for ``kl``."""
+    """Largest divergence at which a token counts: about 0.2 for ``tv``, 0.05 for ``kl``."""
 
     cap: PositiveFloat = 20.0
-    """The largest weight; larger ratios are set to it."""
+    """Largest weight; larger ratios are set to it."""
 
 
 TrustRegion = Annotated[
@@ -167,16 +164,16 @@ TrustRegion = Annotated[
 
 
 class OverlongPenaltyConfig(Section):
-    """DAPO's soft penalty for long responses, added to the reward before the advantage is formed."""
+    """DAPO's soft penalty for long responses, added to the reward before the advantage."""
 
     max_tokens: PositiveInt
-    """Response tokens from which on a response gets the whole penalty."""
+    """Response tokens from which on the whole penalty applies."""
 
     buffer_tokens: PositiveInt
-    """The penalty grows linearly, from 0, over the last so many tokens before ``max_tokens``."""
+    """Tokens before ``max_tokens`` over which the penalty grows linearly from 0."""
 
     penalty: PositiveFloat = 1.0
-    """What a response of ``max_tokens`` tokens or more loses of its reward."""
+    """Reward lost by a response of ``max_tokens`` or more."""
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> Self:
@@ -189,7 +186,7 @@ class OverlongPenaltyConfig(Section):
 
 class _Advantage(ObjectiveSection):
     overlong: OverlongPenaltyConfig | None = None
-    """Lowers the reward of long responses before the advantage is formed (DAPO); null: off."""
+    """Lowers rewards of long responses before the advantage (DAPO); null: off."""
 
 
 class GroupAdvantage(_Advantage):
@@ -197,10 +194,10 @@ class GroupAdvantage(_Advantage):
 
     kind: Literal["group"] = "group"
     std: Literal["sample", "population"] = "sample"
-    """Divisor of the variance over a group of G responses: ``sample`` G − 1, ``population`` G. Our interpretation: G − 1."""
+    """Divisor of the variance over G responses: ``sample`` G − 1, ``population`` G. Our interpretation: G − 1."""
 
     eps: PositiveFloat = 1e-6
-    """Added to the standard deviation before the division. Our interpretation: the sources give no value."""
+    """Added to the standard deviation. Our interpretation: the sources give no value."""
 
 
 class NoStdAdvantage(_Advantage):
@@ -210,7 +207,7 @@ class NoStdAdvantage(_Advantage):
 
 
 class LeaveOneOutAdvantage(_Advantage):
-    """Reward minus the mean of the other rewards of the group."""
+    """Reward minus the mean of the group's other rewards."""
 
     kind: Literal["leave_one_out"] = "leave_one_out"
 
@@ -222,42 +219,41 @@ class DivideByMeanAdvantage(ObjectiveSection):
 
 
 class WhitenedAdvantage(_Advantage):
-    """Reward minus the group's mean, then whitened over the whole rollout batch (REINFORCE++ with baseline)."""
+    """Reward minus the group's mean, then whitened over the rollout batch (REINFORCE++ with baseline)."""
 
     kind: Literal["whitened"] = "whitened"
     over: Literal["responses", "tokens"] = "responses"
-    """Whose mean and standard deviation: ``responses`` weighs each response once, as the paper does; ``tokens`` by its number
-    of response tokens, as verl does."""
+    """Mean and standard deviation: ``responses`` weighs each response once, as the paper; ``tokens`` by its response tokens, as
+    verl."""
 
     eps: PositiveFloat = 1e-6
-    """Added to the batch's standard deviation before the division."""
+    """Added to the batch's standard deviation."""
 
 
 class GDPOAdvantage(ObjectiveSection):
-    """Several rewards for each response, the components that ``reward.verifier`` returns: each is normalised in its group as
-    kind ``group`` does, then their weighted sum is divided by its standard deviation over the whole rollout batch (GDPO). A
-    length penalty is one of the rewards."""
+    """Several rewards per response, components of ``reward.verifier``: each is normalised as kind ``group`` does, then their
+    weighted sum is divided by its standard deviation over the rollout batch (GDPO). A length penalty is one of them."""
 
     kind: Literal["gdpo"] = "gdpo"
     weights: Annotated[tuple[PositiveFloat, ...], Field(min_length=2)] | None = None
-    """One for each component, in the order of ``reward.weights``; only their proportions count. null: all weigh the same."""
+    """One per component, in the order of ``reward.weights``; only proportions count. null: all equal."""
 
     std: Literal["sample", "population"] = "sample"
     """Divisor of a variance over n responses: ``sample`` n − 1, ``population`` n."""
 
     eps: PositiveFloat = 1e-6
-    """Added to each standard deviation before a division."""
+    """Added to each standard deviation."""
 
 
 class TokenRatio(ObjectiveSection):
-    """π_θ / π_old of each token by itself: exp(δ)."""
+    """π_θ / π_old of each token alone: exp(δ)."""
 
     noise: ClassVar[str] = "ratio"
     kind: Literal["token"] = "token"
 
 
 class SequenceRatio(ObjectiveSection):
-    """One ratio s_i for all tokens of response i, through which they also share one gradient (GSPO)."""
+    """One ratio s_i for all tokens of response i, which then share one gradient (GSPO)."""
 
     noise: ClassVar[str] = "sequence_ratio"
     kind: Literal["sequence"] = "sequence"
@@ -266,7 +262,7 @@ class SequenceRatio(ObjectiveSection):
 
 
 class SequenceTokenRatio(ObjectiveSection):
-    """The value of the sequence ratio, with each token's own gradient: sg[s_i] · exp(δ − sg[δ]); sg stops the gradient."""
+    """The sequence ratio's value with each token's own gradient: sg[s_i] · exp(δ − sg[δ]); sg stops the gradient."""
 
     noise: ClassVar[str] = "sequence_ratio"
     kind: Literal["sequence_token"] = "sequence_token"
@@ -275,35 +271,35 @@ class SequenceTokenRatio(ObjectiveSection):
 
 
 class PowerMeanRatio(ObjectiveSection):
-    """One ratio for all tokens of a response: the power mean of its token ratios, (Σ_t exp(p δ) / T_i)^(1/p) (HölderPO)."""
+    """One ratio for a response's tokens: the power mean of their ratios, (Σ_t exp(p δ) / T_i)^(1/p) (HölderPO)."""
 
     noise: ClassVar[str] = "ratio"
     kind: Literal["power_mean"] = "power_mean"
     p: Annotated[float, Field(ge=-10, le=10)]
-    """1: the arithmetic mean; 0: the geometric mean, as in GSPO. The larger, the more the largest ratios count."""
+    """1: the arithmetic mean; 0: the geometric mean, as in GSPO. Larger p gives the largest ratios more weight."""
 
 
 class TokenMean(ObjectiveSection):
-    """Sum over response tokens, divided by their number in the whole optimizer step."""
+    """Sum over response tokens, divided by their number in the optimizer step."""
 
     kind: Literal["token_mean"] = "token_mean"
 
 
 class SequenceMean(ObjectiveSection):
-    """Mean over the sequences of the optimizer step of each sequence's mean over its response tokens."""
+    """Mean over the optimizer step's sequences of their means over response tokens."""
 
     kind: Literal["sequence_mean"] = "sequence_mean"
 
 
 class ConstantSum(ObjectiveSection):
-    """Sum over response tokens, divided by a constant that does not depend on how long the responses turned out."""
+    """Sum over response tokens, divided by a constant independent of response lengths."""
 
     kind: Literal["constant"] = "constant"
     constant: PositiveFloat = 1024.0
-    """The divisor, in tokens; usually the longest response allowed (``rollout.sampling.max_new_tokens``)."""
+    """The divisor, in tokens; usually the longest response (``rollout.sampling.max_new_tokens``)."""
 
     per: Literal["sequence", "step"] = "sequence"
-    """``sequence``: the divisor is the constant times the sequences of the optimizer step; ``step``: the constant alone."""
+    """``sequence``: the constant times the optimizer step's sequences; ``step``: the constant alone."""
 
 
 Advantage = Annotated[

@@ -1,8 +1,7 @@
-"""What may stand beside the four choices of an objective: KL terms, an entropy bonus, a correction for the sampler.
+"""Optional terms of an objective: KL, entropy bonus, corrections for the sampler.
 
-A field whose docstring says *our interpretation* fills a gap that the TEPO papers leave open
-(docs/reference/tepo.md).
-π_θ is the policy that is trained, π_old the policy before the update, δ = log π_θ − log π_old at a token of a response.
+A docstring with *our interpretation* fills a gap of the TEPO papers (docs/reference/tepo.md).
+π_θ is the trained policy, π_old the policy before the update, δ = log π_θ − log π_old at a response token.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -20,20 +19,17 @@ def _acts(coefficient: Any) -> Any:
 
 
 Coefficient = Annotated[PositiveFloat, BeforeValidator(_acts)]
-"""What a term is multiplied by."""
 
 
 class KLTerm(ObjectiveSection):
-    """The fields of every KL term."""
-
     coefficient: Coefficient
-    """What the KL is multiplied by before it is subtracted from the surrogate."""
+    """Factor of the KL, which is subtracted from the surrogate."""
 
     estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """KL of a token from d = log π_θ − log q of the sampled token: k1 = d, k2 = d²/2, k3 = exp(−d) − 1 + d, abs = |d|."""
 
     against: Literal["old", "reference"] = "old"
-    """q: ``old`` is π_old, the policy before the update; ``reference`` a frozen copy of the run's first weights."""
+    """q: ``old`` is π_old, the policy before the update; ``reference`` a frozen copy of the first weights."""
 
     weight: Literal["importance", "none"] = "none"
     """``importance`` multiplies by π_θ/π_old, with gradient, so that the mean over samples of π_old estimates KL(π_θ‖q)."""
@@ -44,34 +40,33 @@ class KLTerm(ObjectiveSection):
 
 
 class KLMask(KLTerm):
-    """TEPO's token-level KL mask: a KL penalty on the response tokens with a positive advantage and falling entropy only."""
+    """TEPO's token-level KL mask: a KL penalty only on response tokens with positive advantage and falling entropy."""
 
     coefficient: Coefficient = 1.0
-    """β, which the KL is multiplied by. Our interpretation, no value is known: at 1 the penalty's gradient is as large as the
-    surrogate's where r · δ equals the ratio times A, r = π_θ/π_old."""
+    """β, factor of the KL. Our interpretation, no value is known: at 1 the penalty's gradient equals the surrogate's if r · δ
+    is the ratio times A, r = π_θ/π_old."""
 
     estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """KL of a token from d = log π_θ − log q of the sampled token: k1 = d, k2 = d²/2, k3 = exp(−d) − 1 + d, abs = |d|. Our
     interpretation: k3."""
 
     against: Literal["old", "reference"] = "old"
-    """q: ``old`` is π_old, the policy before the update; ``reference`` a frozen copy of the run's first weights. Our
-    interpretation: π_old."""
+    """q: ``old`` is π_old, the policy before the update; ``reference`` a frozen copy of the first weights. Our interpretation:
+    π_old."""
 
     weight: Literal["importance", "none"] = "importance"
-    """``importance`` multiplies by r = π_θ/π_old, with gradient. Our interpretation: with k3 against π_old the penalty is then
-    r · δ − r + 1, unbiased for KL(π_θ‖π_old) under samples of π_old."""
+    """``importance`` multiplies by r = π_θ/π_old, with gradient. Our interpretation: k3 against π_old is then r · δ − r + 1,
+    unbiased for KL(π_θ‖π_old) under samples of π_old."""
 
     falling: Literal["measured", "covariance", "first_order"] = "measured"
-    """How ΔH < 0 is decided at a token. ``measured``: the entropy of π_θ over the whole vocabulary is below that of π_old;
-    ``covariance``: predicted, where (log π_old − mean)(A − mean) > 0; ``first_order``: a policy-gradient step on the token
-    lowers the entropy of π_θ to first order, which is exact also where bf16 drowns what is measured. Our interpretation:
-    ``measured``."""
+    """Criterion for ΔH < 0 at a token. ``measured``: the full-vocabulary entropy of π_θ is below that of π_old; ``covariance``:
+    predicted, if (log π_old − mean)(A − mean) > 0; ``first_order``: a policy-gradient step on the token lowers the entropy of
+    π_θ to first order, exact even if bf16 drowns measurements. Our interpretation: ``measured``."""
 
     tolerance: NonNegativeFloat | Literal["auto"] = "auto"
-    """``measured`` only: the entropy has to fall by more than this, in nats. ``auto``: by more than the rounding noise that the
-    run measures, twice the 99th percentile of ``entropy/noise`` (``engine.noise_every``), and by 1e-5 at least, which is above
-    the rounding of fp32. Our interpretation: ``auto``."""
+    """``measured`` only: least fall of the entropy, in nats. ``auto``: more than the measured rounding noise, twice the 99th
+    percentile of ``entropy/noise`` (``engine.noise_every``), and at least 1e-5, above fp32 rounding. Our interpretation:
+    ``auto``."""
 
     @property
     def selects_tokens(self) -> bool:
@@ -109,10 +104,10 @@ class KL(KLTerm):
     """A KL penalty on every response token."""
 
     coefficient: Coefficient = 0.04
-    """What the KL is multiplied by before it is subtracted from the surrogate; 0.04 is the value of the GRPO paper."""
+    """Factor of the KL, which is subtracted from the surrogate; 0.04 is the GRPO paper's."""
 
     against: Literal["old", "reference"] = "reference"
-    """q: ``old`` is π_old, the policy before the update; ``reference`` a frozen copy of the run's first weights."""
+    """q: ``old`` is π_old, the policy before the update; ``reference`` a frozen copy of the first weights."""
 
     @property
     def turning_points(self) -> tuple[float, ...]:
@@ -123,13 +118,13 @@ class KLCov(KLTerm):
     """A KL penalty on the response tokens of highest covariance (KL-Cov)."""
 
     coefficient: Coefficient = 1.0
-    """What the KL is multiplied by before it is subtracted from the surrogate."""
+    """Factor of the KL, which is subtracted from the surrogate."""
 
     estimator: Literal["k1", "k2", "k3", "abs"] = "abs"
     """KL of a token from d = log π_θ − log q of the sampled token: k1 = d, k2 = d²/2, k3 = exp(−d) − 1 + d, abs = |d|."""
 
     fraction: Annotated[float, Field(gt=0, le=1)] = 2e-4
-    """Penalised tokens, as a share of all response tokens of the step; at least one if any covariance is positive."""
+    """Penalised share of the step's response tokens; at least one if any covariance is positive."""
 
     @property
     def selects_tokens(self) -> bool:
@@ -147,26 +142,25 @@ class FixedEntropyBonus(_EntropyBonus):
 
     kind: Literal["fixed"] = "fixed"
     coefficient: Coefficient
-    """What the entropy of a token, in nats, is multiplied by."""
+    """Factor of a token's entropy in nats."""
 
 
 class AdaptiveEntropyBonus(_EntropyBonus):
-    """A bonus that fades as the entropy of the pre-update policy rises to the target.
+    """A bonus that fades as the pre-update policy's entropy rises to the target.
 
-    The factor is coefficient · clip((target − H_old) / target, 0, 1), H_old the mean over the response tokens of the optimizer
-    step. Our interpretation of "adaptive token-level entropy regularization". It has no state, so a resume changes nothing.
+    The factor is coefficient · clip((target − H_old) / target, 0, 1), H_old the mean over the optimizer step's response tokens.
+    Our interpretation of "adaptive token-level entropy regularization". Stateless, so a resume changes nothing.
     """
 
     kind: Literal["adaptive"] = "adaptive"
     coefficient: Coefficient
-    """The largest value of the coefficient, reached where the entropy of π_old is 0."""
+    """Largest factor, reached if the entropy of π_old is 0."""
 
     target: PositiveFloat
-    """The mean entropy of π_old from which on there is no bonus, in nats per token."""
+    """Mean entropy of π_old from which on there is no bonus, in nats per token."""
 
 
 Level = Literal["token", "sequence", "geometric"]
-"""Of what the ratio of two policies is taken."""
 
 
 class Truncate(ObjectiveSection):
@@ -174,26 +168,26 @@ class Truncate(ObjectiveSection):
 
     kind: Literal["truncate"] = "truncate"
     level: Level = "token"
-    """``token``: each token has its own weight; ``sequence``: all tokens of a response have the product of their weights;
-    ``geometric``: their geometric mean."""
+    """``token``: each token has its weight; ``sequence``: a response's tokens have the product; ``geometric``: their geometric
+    mean."""
 
     cap: PositiveFloat = 2.0
-    """The largest weight; larger ones are set to it."""
+    """Largest weight; larger ones are set to it."""
 
 
 class MaskOutside(ObjectiveSection):
-    """Importance weights π_old / π_sampler, 0 where they lie outside [low, high], detached (IcePop)."""
+    """Importance weights π_old / π_sampler, 0 outside [low, high], detached (IcePop)."""
 
     kind: Literal["mask"] = "mask"
     level: Level = "token"
-    """``token``: each token has its own weight; ``sequence``: all tokens of a response have the product of their weights;
-    ``geometric``: their geometric mean."""
+    """``token``: each token has its weight; ``sequence``: a response's tokens have the product; ``geometric``: their geometric
+    mean."""
 
     low: NonNegativeFloat = 0.5
-    """The smallest weight that is kept."""
+    """Smallest weight kept."""
 
     high: PositiveFloat = 5.0
-    """The largest weight that is kept."""
+    """Largest weight kept."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -203,18 +197,18 @@ class MaskOutside(ObjectiveSection):
 
 
 class Rejection(ObjectiveSection):
-    """No gradient for what the sampler drew with a probability too far from the trainer's: where π_old / π_sampler lies outside
-    [low, high]. What is kept has its weight unchanged, so that a ``mismatch`` may stand beside it."""
+    """No gradient if π_old / π_sampler is outside [low, high]: the sampler's probability is too far from the trainer's. Other
+    weights stay, so that a ``mismatch`` may be added."""
 
     level: Level = "geometric"
-    """``token``: each token by its own ratio; ``sequence``: a response by the product of its tokens' ratios; ``geometric``: by
-    their geometric mean, which does not depend on the length."""
+    """``token``: each token by its ratio; ``sequence``: a response by the product of its ratios; ``geometric``: by their
+    geometric mean, independent of length."""
 
     low: NonNegativeFloat
-    """The smallest ratio that is kept: about 0.999 for ``geometric``, 0.5 for the others."""
+    """Smallest ratio kept: about 0.999 for ``geometric``, 0.5 for the others."""
 
     high: PositiveFloat
-    """The largest ratio that is kept: about 1.001 for ``geometric``, 2 for the others."""
+    """Largest ratio kept: about 1.001 for ``geometric``, 2 for the others."""
 
     @property
     def selects_tokens(self) -> bool:
@@ -228,10 +222,10 @@ class Rejection(ObjectiveSection):
 
 
 class OffPolicySequenceMask(ObjectiveSection):
-    """No gradient for a response of negative advantage from which the policy has already moved away (OPSM)."""
+    """No gradient for responses of negative advantage that the policy has left (OPSM)."""
 
     delta: PositiveFloat = 1e-4
-    """The mean over its tokens of log π_old − log π_θ, in nats, above which a response is left out."""
+    """Mean over its tokens of log π_old − log π_θ, in nats, above which a response is left out."""
 
     @property
     def selects_tokens(self) -> bool:
@@ -239,11 +233,11 @@ class OffPolicySequenceMask(ObjectiveSection):
 
 
 class SecondMomentMask(ObjectiveSection):
-    """No gradient for the tokens with the largest (log π_old − log π_sampler)², as few as bring the mean of the others to the
-    threshold (M2PO)."""
+    """No gradient for the fewest tokens, of largest (log π_old − log π_sampler)², that bring the others' mean to the threshold
+    (M2PO)."""
 
     threshold: PositiveFloat = 0.04
-    """The largest mean of (log π_old − log π_sampler)² over the tokens that are kept."""
+    """Largest mean of (log π_old − log π_sampler)² over kept tokens."""
 
     @property
     def selects_tokens(self) -> bool:
