@@ -1,1 +1,1 @@
-"""The command ``tepo``, one file for each sub-command. Imports of torch are inside functions, so that help is instant."""
+"""The command ``tepo``, one file per sub-command. Functions import torch, so that help is instant."""

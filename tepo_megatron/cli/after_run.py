@@ -110,7 +110,6 @@ def plot(
 
 
 def _distinct_names(files: list[Path]) -> list[str]:
-    """The names of the folders, or their paths where two names are the same."""
     folders = [file.resolve().parent for file in files]
     names = [folder.name for folder in folders]
     return names if len(set(names)) == len(names) else [str(file.parent) for file in files]

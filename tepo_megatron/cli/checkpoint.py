@@ -20,7 +20,7 @@ app = typer.Typer(no_args_is_help=True, help="A run's checkpoints: list them, re
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's output folder, or its checkpoints folder.")]
 
 _SETTLED_S = 60.0
-"""Seconds without a change after which an unfinished checkpoint is taken for one that nobody is writing."""
+"""Seconds without a change after which an unfinished checkpoint counts as abandoned."""
 
 
 @app.callback()
@@ -154,7 +154,7 @@ def _layout(state: dict[str, Any]) -> str:
 
 
 def _verify(path: Path) -> tuple[str, tuple[str, ...]]:
-    """What was found, and what is wrong."""
+    """(findings, damage), in words."""
     from tepo_megatron.trainer.checkpoints.folder import manifest_of
     from tepo_megatron.weights.storage.manifest import DamagedCheckpoint, check_whole
 
@@ -168,7 +168,7 @@ def _verify(path: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def _damage(path: Path, *, thoroughly: bool) -> str | None:
-    """What is wrong with a checkpoint, if anything; ``thoroughly``: its shards are read too."""
+    """Damage of a checkpoint, if any; ``thoroughly`` also reads its shards."""
     from tepo_megatron.trainer.checkpoints.folder import manifest_of
     from tepo_megatron.weights.storage.manifest import DamagedCheckpoint, check_whole
 
@@ -189,7 +189,7 @@ def _bytes_below(path: Path) -> int:
 
 
 def _changed(path: Path) -> float:
-    """When a folder or anything in it last changed, in seconds since 1970."""
+    """Time of the last change in a folder, in seconds since 1970."""
     return max(item.stat().st_mtime for item in [path, *path.rglob("*")])
 
 
@@ -262,7 +262,6 @@ def export_command(
 
 @contextmanager
 def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal, removed at the end; nothing in a file or a pipe."""
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn

@@ -1,4 +1,4 @@
-"""``tepo config`` and ``tepo plan``: the fields of a run, and what the run needs."""
+"""``tepo config`` and ``tepo plan``: a run's fields, and its needs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,6 @@ def show_schema(
 
 
 def _schema_table(rows: Sequence[SchemaRow]) -> Table:
-    """One row for each field: its path, what it takes, its default, what it means."""
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table

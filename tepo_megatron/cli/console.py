@@ -1,4 +1,4 @@
-"""What commands print: tables, JSON, and errors that are sentences for the user."""
+"""Output of commands: tables, JSON, and errors as sentences for the user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def console() -> Console:
-    """Returns Rich's console on standard output."""
+    """Rich's console on standard output."""
     from rich.console import Console
 
     # In a pipe there is no width to fit into: cells are better whole than cut.
@@ -27,12 +27,11 @@ def console() -> Console:
 
 
 def show(renderable: Any) -> None:
-    """Prints a table, or anything else that Rich renders."""
     console().print(renderable)
 
 
 def print_json(value: Any) -> None:
-    """Prints a value of JSON, and nothing else: what a command says beside it goes to standard error."""
+    """Print JSON alone; other output of a command goes to standard error."""
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
     sys.stdout.flush()
 
@@ -45,7 +44,7 @@ def as_records(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[di
 def show_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None, as_json: bool = False
 ) -> None:
-    """Prints rows of figures, the first column aligned to the left, the others to the right; as JSON a list of objects."""
+    """Print rows: first column left-aligned, others right-aligned; as JSON, a list of objects."""
     if as_json:
         print_json(as_records(columns, rows))
         return
@@ -62,7 +61,7 @@ def show_table(
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Turns an error that is a sentence for the user into that sentence on standard error and exit code 1; Ctrl-C into 130."""
+    """Turn user errors into a sentence on standard error and exit code 1, and Ctrl-C into 130."""
     try:
         yield
     except typer.Exit:  # a RuntimeError by its type

@@ -1,4 +1,4 @@
-"""``tepo data``: the problems of a run as the model will read them, and published benchmarks. No server is started."""
+"""``tepo data``: a run's problems as the model reads them, and published benchmarks. Starts no server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tepo sweep`` and ``tepo faults``: many runs by one command."""
+"""``tepo sweep`` and ``tepo faults``: many runs from one command."""
 
 from __future__ import annotations
 

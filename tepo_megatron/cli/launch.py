@@ -141,7 +141,6 @@ def cancel(run: RunFile, overrides: Overrides = None) -> None:
 
 
 def _load(path: Path, overrides: Sequence[str], *, trains: bool = False) -> RunConfig:
-    """Loads the run as the nodes will read it."""
     from tepo_megatron.config.loading.load import load_run
     from tepo_megatron.launch.job import on_nodes
 

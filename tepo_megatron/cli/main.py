@@ -1,4 +1,4 @@
-"""Puts the command ``tepo`` together from its sub-commands."""
+"""Assembles the command ``tepo`` from its sub-commands."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Runs ``tepo``; the entry point of the console script."""
+    """The console script's entry point."""
     app()
 
 
 def _lazy(name: str, target: str, text: str, default: str | None = None) -> None:
-    """Mounts the Typer app ``module:attribute`` as ``tepo <name>``; its module is imported when ``tepo <name>`` is.
-    ``default`` is the command that is meant where the first word names none.
-    """
+    """Mount the Typer app ``module:attribute`` as ``tepo <name>``, imported on use; ``default`` is the command if the first
+    word names none."""
 
     class Lazy(TyperGroup):
         def _load(self) -> TyperGroup:

@@ -1,4 +1,4 @@
-"""``tepo objective``: presets and plugins as tables (no torch), one objective in full, and the rules that it keeps."""
+"""``tepo objective``: presets and plugins as tables (no torch), one objective in full, and its rules."""
 
 from __future__ import annotations
 
@@ -180,7 +180,6 @@ def _record(preset: Preset, config: ObjectiveConfig) -> dict[str, Any]:
 
 
 def _preset_table(presets: Mapping[str, Preset], configs: Mapping[str, ObjectiveConfig]) -> Table:
-    """One row for each preset. Field names are those of the configuration below ``objective``."""
     table = _table("preset", "what is maximised; ÷ its denominator", "source", "composed of", keep="preset")
     for name, preset in presets.items():
         config = configs[name].model_dump(exclude_none=True)
@@ -191,7 +190,6 @@ def _preset_table(presets: Mapping[str, Preset], configs: Mapping[str, Objective
 
 
 def _correction_table() -> Table:
-    """One row for each correction that goes beside a preset."""
     table = _table(
         "for a sampler that differs", "times the surrogate, w = π_old / π_sampler", "source", "fields", keep="source"
     )
@@ -202,7 +200,6 @@ def _correction_table() -> Table:
 
 
 def _plugin_table(plugin: Plugin) -> Table:
-    """The kinds of a plugin and their fields."""
     table = _table("field", "default", "meaning", keep="field")
     table.title, table.title_justify = f"{_plain(plugin.name)}, digest {plugin.digest}", "left"
     for field, default, meaning in _kind_rows(plugin):
@@ -211,7 +208,6 @@ def _plugin_table(plugin: Plugin) -> Table:
 
 
 def _field_table(config: ObjectiveConfig, name: str, preset: Preset) -> Table:
-    """Every field of the sections that are on, with its value and what it means; sections that are off in one row."""
     table = _table("field", "value", "meaning", keep="field")
     table.title, table.title_justify = f"{_plain(name)}: {_plain(preset.formula)}\n{_plain(preset.source)}", "left"
     for path, value, meaning in _fields(config):
@@ -220,7 +216,6 @@ def _field_table(config: ObjectiveConfig, name: str, preset: Preset) -> Table:
 
 
 def _fields(section: Section, path: str = "objective") -> Iterator[tuple[str, str, str]]:
-    """(dotted path, value, meaning) of each field; a section's row has its kind as the value and the kind's meaning."""
     for name, field in type(section).model_fields.items():
         value, here = getattr(section, name), f"{path}.{name}"
         if name == "kind":
@@ -233,7 +228,6 @@ def _fields(section: Section, path: str = "objective") -> Iterator[tuple[str, st
 
 
 def _table(*columns: str, keep: str) -> Table:
-    """An empty table whose column ``keep`` is never broken over lines."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -244,7 +238,7 @@ def _table(*columns: str, keep: str) -> Table:
 
 
 def _plain(text: str) -> str:
-    """A docstring or formula on one line; no bracket of it is taken for a style."""
+    """One line, with brackets escaped from Rich's styles."""
     from rich.markup import escape
 
     return escape(" ".join(text.replace("``", "`").split()))
@@ -255,7 +249,6 @@ def _number(value: Any) -> str:
 
 
 def _say(section: Mapping[str, Any]) -> str:
-    """A section of the configuration in a few words: its kind, then its other fields."""
     values = [f"{key} {_number(value)}" for key, value in section.items() if key != "kind"]
     kind = section.get("kind")
     if not values:
@@ -268,7 +261,7 @@ YLABEL = "gradient weight ∂J/∂log π"
 
 
 class Curve(NamedTuple):
-    """One line of the picture; ``mark`` is its character in a terminal."""
+    """``mark`` is its character in a terminal."""
 
     label: str
     mark: str
@@ -277,7 +270,7 @@ class Curve(NamedTuple):
 
 
 def curves(weights: GradientWeights) -> list[Curve]:
-    """A > 0 and A < 0, and A > 0 with falling entropy where that differs."""
+    """A > 0 and A < 0, and A > 0 with falling entropy if that differs."""
     result = [
         Curve("A = 1", "+", "#2b6cb0", weights.positive_N.tolist()),
         Curve("A = −1", "o", "#d9480f", weights.negative_N.tolist()),
@@ -288,7 +281,7 @@ def curves(weights: GradientWeights) -> list[Curve]:
 
 
 def text_plot(xs: Sequence[float], lines: Sequence[Curve], *, width: int = 72, height: int = 17) -> str:
-    """The curves on a grid of characters, the first on top; x from the first to the last of ``xs``, which are in order."""
+    """Curves as characters, the first on top; ``xs`` is sorted."""
     low, high = _span(lines)
     grid = [[" "] * width for _ in range(height)]
 
@@ -312,7 +305,7 @@ def text_plot(xs: Sequence[float], lines: Sequence[Curve], *, width: int = 72, h
 
 
 def draw(xs: Sequence[float], lines: Sequence[Curve], png: Path, title: str) -> None:
-    """The curves as a PNG of 1200×750; folders on the way are made."""
+    """A PNG of 1200×750; makes missing folders."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -339,16 +332,16 @@ def _span(lines: Sequence[Curve]) -> tuple[float, float]:
 
 
 _TRIED = (1.0, 0.1, 0.5, 2.0, 0.01, 10.0, 1)
-"""Values for fields without a default, where a kind is checked by itself."""
+"""Values for fields without a default when a kind is checked alone."""
 
 
 def _find_preset(name: str) -> Preset | None:
-    """What a preset says, a row of the table or a file; None for what is neither, which may be a plugin."""
+    """By name or file; None for anything else, which may be a plugin."""
     return read_preset(name).preset if is_preset_file(name) else PRESETS.get(name)
 
 
 def _find_plugin(name: str) -> Plugin:
-    """A plugin by its file or module; ValueError that says what would be there where it is none."""
+    """By file or module; raises ValueError that describes a plugin."""
     if not name.endswith(".py") and "." not in name:
         raise ValueError(
             f"{name} is no preset; there are {', '.join(PRESETS)}, or give a file: my_preset.yaml, my_objective.py"
@@ -357,7 +350,6 @@ def _find_plugin(name: str) -> Plugin:
 
 
 def _kind_rows(plugin: Plugin) -> Iterator[tuple[str, str, str]]:
-    """(field, default, meaning) of every kind of a plugin and of its fields."""
     for kind in plugin.kinds:
         yield f"objective.{kind.slot}.kind = {kind_name(kind)}", "", kind.__doc__ or ""
         for name, field in kind.model_fields.items():
@@ -367,13 +359,12 @@ def _kind_rows(plugin: Plugin) -> Iterator[tuple[str, str, str]]:
 
 
 def _kind_records(plugin: Plugin) -> dict[str, Any]:
-    """A plugin for tools."""
     fields = [{"field": field, "default": default, "meaning": meaning} for field, default, meaning in _kind_rows(plugin)]
     return {"digest": plugin.digest, "fields": fields}
 
 
 def _objectives_of(target: str, preset: str) -> Iterator[tuple[str, ObjectiveConfig]]:
-    """What there is to check in a target, with a label: a preset as it is; of a plugin each kind, over ``preset``."""
+    """(label, objective): a preset as it is; each kind of a plugin, over ``preset``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a range that belongs to another ratio is no fault of a kind
         if _find_preset(target) is not None:
@@ -385,7 +376,7 @@ def _objectives_of(target: str, preset: str) -> Iterator[tuple[str, ObjectiveCon
 
 
 def _notes_on(plugins: Iterable[str]) -> list[str]:
-    """A sentence for each plugin that cannot be read where there is no torch."""
+    """A sentence for each plugin that cannot be read without torch."""
     script = "import sys; sys.modules['torch'] = None\n" + (
         "from tepo_megatron.config.objective.custom import load_plugin; load_plugin(sys.argv[1])"
     )

@@ -1,4 +1,4 @@
-"""The arguments that many commands share: a run's file, dotted overrides and the configuration that they give; ``--json``."""
+"""Arguments of many commands: a run's file, dotted overrides, their configuration; ``--json``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def complete_setting(incomplete: str) -> list[str]:
-    """The settings that begin so, for a shell's completion: ``optimizer.l`` → ``optimizer.lr=``; after ``=`` what they take."""
+    """Completions for a shell: ``optimizer.l`` → ``optimizer.lr=``; after ``=`` the possible values."""
     from tepo_megatron.config.loading.schema import schema_rows
 
     name, equals, _ = incomplete.partition("=")
@@ -38,9 +38,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="For tools.")]
 
 
 def split_run(run: Path | None, overrides: Sequence[str] | None) -> tuple[Path | None, list[str]]:
-    """The run's file, if there is one, and the overrides: a first word such as ``model.path=…`` is an override.
+    """The run's file, if any, and the overrides: a first word such as ``model.path=…`` is an override.
 
-    Raises ValueError where neither is given.
+    Raises ValueError if neither is given.
     """
     given = list(overrides or ())
     if run is not None and "=" in str(run) and not run.exists():
@@ -54,7 +54,7 @@ def split_run(run: Path | None, overrides: Sequence[str] | None) -> tuple[Path |
 
 
 def load_config(run: Path | None, overrides: Sequence[str]) -> RunConfig:
-    """``load_run``, with its warnings as sentences, said by one process of a run."""
+    """``load_run`` with warnings as sentences, printed by one process only."""
     from tepo_megatron.config.loading.load import load_run
 
     with warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,4 @@
-"""``tepo reshard plan``: what a weight sync moves over which links, from the plan that the sync would follow."""
+"""``tepo reshard plan``: the traffic of a weight sync on each link, from the sync's own plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tepo samples``: what a model answered, and why it got its reward."""
+"""``tepo samples``: a model's answers, and reasons for their rewards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tepo_megatron.runtime.files import parse_samples
 Row = Mapping[str, Any]
 
 HELDOUT, TRAIN = "samples.jsonl", "train_samples.jsonl"
-"""What a run writes of its evaluations, and of its training steps (``log.train_samples``)."""
+"""A run's files of evaluations, and of training steps (``log.train_samples``)."""
 
 
 def samples(
@@ -57,7 +57,6 @@ def samples(
 
 
 def _find_samples(output: Path, *, train: bool) -> Path:
-    """The file of samples. Raises ValueError that says where samples come from where there is none."""
     if output.is_file():
         return output
     name = TRAIN if train else HELDOUT
@@ -73,7 +72,7 @@ def _find_samples(output: Path, *, train: bool) -> Path:
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of samples; a last line that was cut off is left out. Raises ValueError with the line that is none."""
+    """Skips a cut-off last line. Raises ValueError with the number of an invalid line."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     return list(parse_samples(path, lines[:-1]))
 
@@ -88,7 +87,7 @@ def _of_set(rows: list[dict[str, Any]], path: Path, name: str | None) -> list[di
 def chosen(
     rows: Sequence[dict[str, Any]], path: Path, *, step: int | None, wrong: bool, problem: str | None
 ) -> Iterator[dict[str, Any]]:
-    """The rows of one step, or of one problem. Raises ValueError where there is none, and says which there are."""
+    """Rows of one step or problem. Raises ValueError if there is none, and lists the existing ones."""
     steps = sorted({row.get("step", 0) for row in rows})
     if step is not None and step not in steps:
         raise ValueError(f"{path} has nothing of step {step}; it has the steps {', '.join(map(str, steps)) or '(none)'}")
@@ -106,7 +105,7 @@ def chosen(
 
 
 def responses(row: Row) -> list[tuple[str, Row]]:
-    """A row's responses, each with what it is called: greedy and samples of an evaluation, or the one of a training step."""
+    """(name, response): greedy and samples of an evaluation, or a training step's one."""
     if "response" in row:
         return [("response", row)]
     greedy = [("greedy", row["greedy"])] if row.get("greedy") else []
@@ -114,12 +113,12 @@ def responses(row: Row) -> list[tuple[str, Row]]:
 
 
 def _is_correct(response: Row) -> bool:
-    """As the evaluation judged it; in training, and in files of earlier versions, by a reward of 1."""
+    """As the evaluation judged; in training and older files, by a reward of 1."""
     return bool(response.get("correct", (response.get("reward") or 0) >= 1))
 
 
 def text_of(row: Row) -> str:
-    """A problem with its responses, as text for a terminal."""
+    """A problem with its responses, for a terminal."""
     head = f"── step {row['step']} · " if "step" in row else "── "
     head += f"{row['set']} · " if "set" in row else ""
     source = str(row.get("source") or "")
@@ -131,7 +130,6 @@ def text_of(row: Row) -> str:
 
 
 def _transcript(response: Row) -> list[str]:
-    """What the model wrote; with an environment both sides in turn."""
     if "turns" not in response:
         return [_block(response.get("response"))]
     return [line for turn in response["turns"] for line in (f"  {_safe(str(turn['by']))}:", _block(turn["text"]))]
@@ -158,5 +156,5 @@ def _block(text: object) -> str:
 
 
 def _safe(text: str) -> str:
-    """What a model writes may hold commands to the terminal: they are shown, not obeyed."""
+    """Escape terminal commands in the model's text."""
     return "".join(item if item.isprintable() or item in "\n\t" else f"\\u{ord(item):04x}" for item in text)

@@ -112,7 +112,6 @@ def _figure(value: float | None) -> str:
 
 
 def _short(text: str, most: int = _WIDEST) -> str:
-    """On one line, and no bracket of it taken for a style."""
     from rich.markup import escape
 
     line = " ".join(text.split())

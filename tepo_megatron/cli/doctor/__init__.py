@@ -1,1 +1,1 @@
-"""``tepo doctor``: what this machine and environment have, what is missing, and what it would enable."""
+"""``tepo doctor``: what this machine has and lacks, and what that enables."""

@@ -1,4 +1,4 @@
-"""``tepo doctor``: what this machine and environment have, what is missing, and what it would enable."""
+"""The command ``tepo doctor``."""
 
 from __future__ import annotations
 

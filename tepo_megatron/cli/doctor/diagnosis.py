@@ -1,4 +1,4 @@
-"""What a check of ``tepo doctor`` reports."""
+"""Results of ``tepo doctor``'s checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Status = Literal["ok", "warn", "missing", "fail"]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of one check: ``detail`` is a version or a measure, ``advice`` what it enables or how to correct it."""
+    """``detail`` is a version or measurement, ``advice`` what it enables or how to correct it."""
 
     name: str
     status: Status
@@ -23,7 +23,7 @@ class Diagnosis:
 
 
 def diagnose(checks: Sequence[Callable[[], Diagnosis]]) -> list[Diagnosis]:
-    """Runs every check. A check that raises is reported with its error, and the others still run."""
+    """Run every check; one that raises is reported with its error."""
     results = []
     for check in checks:
         try:
@@ -35,7 +35,7 @@ def diagnose(checks: Sequence[Callable[[], Diagnosis]]) -> list[Diagnosis]:
 
 
 def is_fit(checks: Sequence[Diagnosis]) -> bool:
-    """Whether nothing that a run on CPU needs is missing or broken."""
+    """Whether everything that a CPU run needs is present and works."""
     return not any(check.needed and check.status in ("missing", "fail") for check in checks)
 
 

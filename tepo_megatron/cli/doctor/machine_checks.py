@@ -1,6 +1,6 @@
-"""The checks of ``tepo doctor``, one function each: of distributions by their metadata, of the machine by asking the system.
+"""``tepo doctor``'s checks of distributions, by metadata, and of the machine; nothing checked is imported.
 
-A check returns a ``Check``; to add one, write it and put it into ``CHECKS``. Nothing that is looked at is imported.
+A check returns a ``Diagnosis``; add new ones to ``CHECKS``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ def _python() -> Diagnosis:
 
 
 def _dependencies() -> Diagnosis:
-    """Compares our own requirements with what is installed."""
     wrong = []
     for expected in requirements_of(_OURS):
         version = installed_version(expected.name)
@@ -70,7 +69,6 @@ def _torch() -> Diagnosis:
 
 
 def _pinned(name: str, distribution: str, advice: str) -> Diagnosis:
-    """Checks a distribution that our metadata requires against the range that it gives."""
     version = installed_version(distribution)
     expected = next((item.specifier for item in requirements_of(_OURS) if item.name == distribution), None)
     if version is None:
@@ -128,7 +126,6 @@ def _nemo_run() -> Diagnosis:
 
 
 def _launcher() -> Diagnosis:
-    """Checks NeMo-Run, which submitting jobs needs."""
     version = installed_version("nemo-run")
     if version is None:
         return Diagnosis("nemo-run", "missing", "", "run scripts/setup_launch.sh, and use .venv-launch/bin/tepo", needed=True)
@@ -159,7 +156,7 @@ def _cores() -> Diagnosis:
 
 
 def _memory() -> Diagnosis:
-    """Says how much memory the machine has, or the container if that has less."""
+    """The container's limit counts if it is smaller."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()).isdigit():
@@ -200,7 +197,7 @@ def _shared_memory() -> Diagnosis:
 
 
 def _verifiers() -> Diagnosis:
-    """Whether the kernel lets verifiers run without network; their other limits it grants everywhere on Linux."""
+    """Only the network limit depends on the kernel; Linux grants the other limits everywhere."""
     probe = "from tepo_megatron.runtime.workers.child import leave_network; print(leave_network() or '')"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False)
     why = done.stdout.strip() or done.stderr.strip().rpartition("\n")[2]
@@ -215,7 +212,6 @@ def _verifiers() -> Diagnosis:
 
 
 def _loopback() -> Diagnosis:
-    """Checks that a process can listen on 127.0.0.1 and be reached there."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -241,7 +237,7 @@ def _transformer_engine() -> Diagnosis:
 
 
 def _apex() -> Diagnosis:
-    """Checks that a package named apex is NVIDIA's: the project of that name on PyPI has no fused optimizers."""
+    """PyPI's project named apex is not NVIDIA's and has no fused optimizers."""
     version = installed_version("apex")
     if version is None:
         return Diagnosis("apex", "missing", "", "optional on GPU; built from NVIDIA's source, never from PyPI")
@@ -253,7 +249,7 @@ def _apex() -> Diagnosis:
 
 
 def _kernels() -> Diagnosis:
-    """Says whose Adam and norm a run will use, by what is installed; the engine itself also tries the import."""
+    """By installed packages; the engine also tries the import."""
     result = packages.installed_packages()
     adam, why_adam = packages.adam_kernel(result)
     norm, why_norm = packages.norm_kernel("te" if result.te is not None and has_gpu() else "local")
@@ -283,7 +279,7 @@ CHECKS: tuple[Callable[[], Diagnosis], ...] = (
     _verifiers,
     _loopback,
 )
-"""The checks of every machine, in the order of the table."""
+"""Checks of every machine, in the table's order."""
 
 LAUNCH_CHECKS: tuple[Callable[[], Diagnosis], ...] = (_python, _launcher, _slurm, _disk)
-"""The checks of a machine that submits jobs, which needs neither torch nor vLLM."""
+"""Checks of a machine that submits jobs: it needs neither torch nor vLLM."""

@@ -1,4 +1,4 @@
-"""The checks of ``tepo doctor --nodes n1,n2``: whether each node answers, and how far its clock is from this machine's."""
+"""Checks of ``tepo doctor --nodes n1,n2``: each node's answer, and its clock's offset from this machine's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _ClockOffset:
 
 
 def node_names(text: str) -> list[str]:
-    """Returns the names in ``n1,n2``, each once. Raises ValueError for what is not a name, such as a host list of Slurm."""
+    """The distinct names in ``n1,n2``. Raises ValueError for anything else, such as Slurm's host lists."""
     names = list(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
     if not names or not all(_NAME.fullmatch(name) for name in names):
         raise ValueError(
@@ -38,10 +38,10 @@ def node_names(text: str) -> list[str]:
 
 
 def node_checks(nodes: Sequence[str], timeout_s: float = 5.0) -> list[Diagnosis]:
-    """Checks all nodes in parallel, and returns one check for each.
+    """Check all nodes in parallel; one result each.
 
-    A node is asked for its time through ``srun`` inside an allocation of Slurm (``SLURM_JOB_ID`` is set), else through ``ssh``.
-    It needs only GNU's ``date``. ``timeout_s`` bounds one answer.
+    A node's time comes from GNU ``date``, through ``srun`` inside a Slurm allocation (``SLURM_JOB_ID``), else through ``ssh``.
+    ``timeout_s`` limits one answer.
     """
     with ThreadPoolExecutor(max_workers=min(32, len(nodes))) as pool:
         return list(pool.map(lambda node: _check(node, timeout_s), nodes))
@@ -65,7 +65,6 @@ def _check(node: str, timeout_s: float) -> Diagnosis:
 
 
 def _command(node: str, timeout_s: float) -> list[str]:
-    """The command that prints the node's time in seconds since 1970."""
     if _in_allocation():
         reach = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
     else:
@@ -86,7 +85,7 @@ def _in_allocation() -> bool:
 
 
 def _offset(command: Sequence[str], timeout_s: float) -> _ClockOffset:
-    """Asks for the node's time once. It was read between start and end of the command: assume the middle, as NTP does."""
+    """The node read its clock between start and end of the command: assume the middle, as NTP does."""
     start = time.time()
     answer = _output(command, timeout_s)
     end = time.time()
@@ -98,7 +97,7 @@ def _offset(command: Sequence[str], timeout_s: float) -> _ClockOffset:
 
 
 def _output(command: Sequence[str], timeout_s: float) -> str:
-    """Returns what the command prints. Raises RuntimeError with its last line if it fails, hangs or is not installed."""
+    """Raises RuntimeError with the last line of a command that fails, hangs or is not installed."""
     try:
         process = subprocess.Popen(
             command,

@@ -1,4 +1,4 @@
-"""The checks of ``tepo doctor --run RUN.yaml``: the run's own list (``run/checks.py``), data and verifier, disk and servers."""
+"""Checks of ``tepo doctor --run RUN.yaml``: the run's list (``run/checks.py``), data, verifier, disk and servers."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ from tepo_megatron.tasks.reward.verifier_task import VerifierTask, reward_config
 
 _GIB = 2**30
 _BYTES_PER_CHECKPOINT_BYTE = 8
-"""Disk space of a checkpoint over the size of the model's files: fp32 weights and two fp32 moments are 6 times bf16 files; the
-exported model is 1; rounded up.
-"""
+"""Checkpoint's disk space over the model files': fp32 weights and two fp32 moments are 6 times bf16 files, the export is 1;
+rounded up."""
 
 
 def run_checks(config: RunConfig) -> list[Callable[[], Diagnosis]]:
-    """Returns the checks of one run, to be called later. A replayed run samples and scores nothing: its data are not read."""
+    """Checks of a run, to be called later. A replayed run reads no data."""
     checks: dict[str, Callable[[], Diagnosis]] = {"output": partial(_output_disk, config)}
     server = config.rollout.server
     if server.placement == "external":
@@ -77,7 +76,6 @@ def _diagnosis_of(check: NamedCheck[RunSubject], run: RunSubject) -> Diagnosis:
 
 
 def _output_disk(config: RunConfig) -> Diagnosis:
-    """Whether the output's disk takes the checkpoints that the run keeps."""
     folder = config.output.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -94,14 +92,13 @@ def _output_disk(config: RunConfig) -> Diagnosis:
 
 
 def _kept_checkpoints(train: TrainConfig) -> int:
-    """The most checkpoints that a run has in the end: the newest, those of every so many steps, and the best."""
+    """The newest, every n-th step's, and the best."""
     # Those that only the clock has written fall on such a step by chance.
     for_good = train.steps // math.lcm(train.keep_every, train.save_every) if train.keep_every and train.save_every else 0
     return min(train.steps, train.keep_checkpoints + for_good + (train.keep_best is not None))
 
 
 def _server_port(config: RunConfig) -> Diagnosis:
-    """Whether the first port that the servers try is free."""
     host, port = config.rollout.server.host, config.rollout.server.port
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -114,13 +111,12 @@ def _server_port(config: RunConfig) -> Diagnosis:
 
 
 def _no_server(config: RunConfig) -> Diagnosis:
-    """One check instead of many where no external server has registered at all."""
+    """One check replaces many if no external server has registered."""
     detail = f"no server is registered in {config.rollout.server.registry}"
     return Diagnosis("servers", "missing", detail, "start 'tepo serve' on their nodes, with this registry", needed=True)
 
 
 def _external_server(config: RunConfig, index: int) -> Diagnosis:
-    """Whether a server that ``tepo serve`` has registered can be reached from here, and how fast it answers."""
     name, registry = f"server {index}", config.rollout.server.registry
     result = registered(registry, index) if registry is not None else None
     if result is None:
@@ -137,7 +133,6 @@ def _external_server(config: RunConfig, index: int) -> Diagnosis:
 
 
 def _model_and_data(config: RunConfig) -> Diagnosis:
-    """Whether model folder, tokenizer and problems can be read, and prompts leave room for a response."""
     try:
         inputs = read_inputs(config, resolve_model_path(config.model.path))
     except ValueError as error:
@@ -158,7 +153,6 @@ def _model_and_data(config: RunConfig) -> Diagnosis:
 
 
 def _environment(config: EnvironmentConfig, sampling: SamplingConfig) -> Diagnosis:
-    """Whether the environment can be made, in a process with the run's limits or on its servers."""
     try:
         with closing(open_host(config, sampling)) as host:
             notice = host.notice or ""
@@ -168,7 +162,6 @@ def _environment(config: EnvironmentConfig, sampling: SamplingConfig) -> Diagnos
 
 
 def _verifier(config: RunConfig) -> Diagnosis:
-    """Whether the verifier scores answers of the data, in a process with the run's limits."""
     if config.environment is not None:
         return _environment(config.environment, config.rollout.sampling)
     try:

@@ -1,4 +1,4 @@
-"""``tepo init``: asks what there is, and writes a run's file."""
+"""``tepo init``: asks questions and writes a run's file."""
 
 from __future__ import annotations
 
@@ -82,7 +82,6 @@ def init(
 
 
 def _read(tokenizer: Tokenizer, problem: Problem) -> str:
-    """The prompt as the model reads it, in one line."""
     from tepo_megatron.tasks.data.prompts import encode_prompt
 
     return tokenizer.show(encode_prompt(tokenizer, problem))[:200].replace("\n", "\\n")
@@ -120,5 +119,4 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def _gpus_here() -> int:
-    """How many GPUs NVIDIA's driver shows, without torch."""
     return sum(name.removeprefix("nvidia").isdecimal() for name in os.listdir("/dev") if name.startswith("nvidia"))

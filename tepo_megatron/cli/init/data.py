@@ -1,4 +1,4 @@
-"""What ``tepo init`` asks about problems: files, splits, what their columns are called, the chat template."""
+"""``tepo init``'s questions about problems: files, splits, columns, chat template."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 NONE = "-"
-"""The answer that there are no held-out problems."""
+"""Answers that there are no held-out problems."""
 
 _EVALUATED = ("test", "validation", "valid", "dev", "eval")
-"""Splits that are held out where a folder has one of them, the first before the others."""
+"""Names of held-out splits, in order of preference."""
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What the command's options say; None is asked."""
+    """The command's options; None is asked."""
 
     train: str | None
     heldout: str | None
@@ -36,15 +36,13 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class _FoundData:
-    """The section ``data`` of the run's file, and the problems that it stands for."""
-
     section: dict[str, Any]
     train: list[Problem]
     heldout: list[Problem]
 
 
 def ask_data(options: DataOptions, tokenizer: Tokenizer) -> _FoundData:
-    """Asks for whatever ``options`` leaves open. Raises ValueError for problems that cannot be read."""
+    """Ask for what ``options`` leaves open. Raises ValueError for unreadable problems."""
     what = "a file (JSON lines, JSON, CSV, Parquet), a folder of a data set, or builtin:addition"
     path = ask(f"Training problems: {what}", options.train, "--train", _path)
     split = _ask_split(path, options.split, "--split", default=None)
@@ -65,7 +63,7 @@ def ask_data(options: DataOptions, tokenizer: Tokenizer) -> _FoundData:
 
 
 def _path(answer: str) -> str:
-    """A path at which something is that can be read; what its rows hold is looked at when their columns are known."""
+    """Checks only existence and format; rows are read once their columns are known."""
     from tepo_megatron.tasks.data.problems import load_problems
     from tepo_megatron.tasks.data.rows import splits_of
 
@@ -86,7 +84,6 @@ def _ask_split(path: str, given: str | None, option: str, *, default: str | None
 
 
 def _ask_columns(path: str, split: str | None, options: DataOptions) -> dict[str, str]:
-    """``data.fields``: the columns of prompt and answer, where they are not called so."""
     from tepo_megatron.tasks.data.rows import first_columns
 
     columns = [] if path.startswith("builtin:") else first_columns(Path(path).expanduser(), split)
@@ -102,7 +99,7 @@ def _ask_columns(path: str, split: str | None, options: DataOptions) -> dict[str
 
 
 def _ask_heldout(options: DataOptions, train: str, split: str | None) -> str | list[dict[str, str]] | None:
-    """The held-out problems as in the run's file. Where the training problems are a split, another one is proposed."""
+    """Proposes another split if the training problems are a split."""
     from tepo_megatron.tasks.data.rows import splits_of
 
     others = [] if split is None else [item for item in splits_of(Path(train).expanduser()) if item != split]
@@ -124,7 +121,6 @@ def _ask_heldout(options: DataOptions, train: str, split: str | None) -> str | l
 
 
 def _ask_template(given: bool | None, tokenizer: Tokenizer, problems: Sequence[Problem]) -> bool:
-    """Whether prompts that are plain text are put into the chat template."""
     plain = next((problem for problem in problems if not problem.messages), None)
     if plain is None:
         return False
@@ -140,7 +136,7 @@ def _ask_template(given: bool | None, tokenizer: Tokenizer, problems: Sequence[P
 
 
 def _one_of(known: Sequence[str], what: str) -> Callable[[str], str]:
-    """A check that an answer is one of these; a column may also be a key within one, ``a.b``."""
+    """A column may be a key within one, ``a.b``."""
 
     def check(answer: str) -> str:
         if answer not in known and answer.partition(".")[0] not in known:
@@ -173,9 +169,7 @@ T = TypeVar("T")
 
 
 def ask(question: str, given: object, option: str, check: Callable[[str], T], *, default: str | None = None) -> T:
-    """The checked value of an option, or of an answer, which is asked for until it can be used. Where nobody answers, the
-    default; ValueError where there is none.
-    """
+    """The checked option, or an answer, asked until valid. If nobody answers: the default, or ValueError."""
     if given is not None:
         return check(str(given))
     while True:

@@ -1,4 +1,4 @@
-"""The run's file that ``tepo init`` writes: a layout that fits, lengths that the model takes, and a comment at each choice."""
+"""``tepo init``'s run file: a layout that fits, lengths that the model takes, a comment at each choice."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from tepo_megatron.core.problem import Problem
 
 _LONGEST_RESPONSE = 1024
-"""What a response may take where the model takes more; the first thing to change for a task of one's own."""
+"""Limit on the response for models that allow more; the first setting to change for your own task."""
 
 _SMALL = 100_000_000
-"""Parameters below which a learning rate for billions of them would hardly move the weights."""
+"""Smaller models hardly learn with a learning rate meant for billions of parameters."""
 
 _COMMENTS = {
     "model": "a Hugging Face folder: config.json, safetensors, tokenizer",
@@ -30,7 +30,7 @@ _COMMENTS = {
 
 @dataclass(frozen=True)
 class Answers:
-    """What there is: ``data`` is that section of the run's file, ``problems`` are all that it stands for."""
+    """``data`` is that section of the run's file, ``problems`` its problems."""
 
     model: str
     data: Mapping[str, Any]
@@ -42,9 +42,8 @@ class Answers:
 
 
 def run_text(answers: Answers) -> str:
-    """Returns the run's file. Raises ValueError for a prompt that does not fit into the model, GPUs without a simple layout,
-    and a run that its model does not allow.
-    """
+    """Raises ValueError for a prompt too long for the model, GPUs without a simple layout, and a run that the model does not
+    allow."""
     from tepo_megatron.config import RunConfig
     from tepo_megatron.plan.shapes import model_parameters
     from tepo_megatron.run.checks import verify_model
@@ -88,7 +87,7 @@ def run_text(answers: Answers) -> str:
 
 
 def _first_that_fits(run: dict[str, Any], answers: Answers) -> dict[str, Any]:
-    """The run on the fewest tensor-parallel ranks on which the plan says that trainer and servers fit."""
+    """Fewest tensor-parallel ranks for which the plan fits trainer and servers."""
     from tepo_megatron.config import RunConfig
     from tepo_megatron.plan import make_plan
 
@@ -108,9 +107,8 @@ def _first_that_fits(run: dict[str, Any], answers: Answers) -> dict[str, Any]:
 
 
 def _laid_out(run: dict[str, Any], tp: int, *, gpus: int, nodes: int) -> dict[str, Any] | None:
-    """Half of the GPUs, or of the nodes, train, and the others serve; a single GPU does both in turn. None where ``tp`` does
-    not divide them.
-    """
+    """Half of the GPUs, or nodes, train, the others serve; a single GPU does both in turn. None if ``tp`` does not divide
+    them."""
     training = gpus * (nodes // 2) if nodes > 1 else max(1, gpus // 2)
     serving = gpus * nodes - training
     if training % tp or serving % tp:
@@ -142,5 +140,5 @@ def _as_yaml(run: dict[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    """JSON, which YAML reads; of a number such as 5e-05 YAML needs the point (5.0e-05)."""
+    """JSON, which YAML reads if 5e-05 has a point (5.0e-05)."""
     return f"{value:.1e}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
