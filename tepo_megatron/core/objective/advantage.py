@@ -17,21 +17,14 @@ def group_advantages(
     std: Literal["sample", "population"] = "sample",
     eps: float = 1e-6,
 ) -> Tensor:
-    """One advantage per sequence, relative to the sequences of the same group, wherever they stand and however many they are.
+    """Returns one advantage per sequence, relative to the sequences with the same number in ``groups_S`` (int64 [S]).
 
-    ``group`` is (R − mean) / (std + eps) (equation 1); ``no_std`` is R − mean (Dr.GRPO); ``leave_one_out`` is R
-    minus the mean of the others (RLOO); ``divide_by_mean`` is (R − mean) / mean (MaxRL). Sequences of a group whose rewards are
-    all equal, and of a group of one, get exactly 0.
-
-    Args:
-        rewards_S: float [S].
-        groups_S: int64 [S], any numbers; equal numbers make a group.
-
-    Returns:
-        fp32 [S] (fp64 for fp64 rewards), detached.
+    ``group`` is (R − mean) / (std + eps) (equation 1); ``no_std`` is R − mean (Dr.GRPO); ``leave_one_out`` is R minus the mean
+    of the others (RLOO); ``divide_by_mean`` is (R − mean) / mean (MaxRL). A group of equal rewards, or of one sequence, gets
+    exactly 0. The result is detached, fp32 [S] (fp64 for fp64 rewards).
 
     Raises:
-        ValueError: shapes differ, a reward is not finite, or it is negative where the mean is divided by.
+        ValueError: shapes differ, a reward is not finite, or a mean is divided by and a reward is negative.
     """
     if rewards_S.ndim != 1 or rewards_S.shape != groups_S.shape:
         raise ValueError(
@@ -80,14 +73,11 @@ def whitened_advantages(
     over: Literal["responses", "tokens"] = "responses",
     eps: float = 1e-6,
 ) -> Tensor:
-    """R minus the group's mean, whitened over the batch: (x − mean) / (sample std + eps) (REINFORCE++ with baseline, arXiv
-    2501.03262).
+    """Returns x = R − group mean, whitened: (x − mean) / (sample std + eps) (REINFORCE++ with baseline, arXiv 2501.03262).
 
-    ``responses``: every response counts once; the mean is then 0, whatever the groups, and a group of equal rewards keeps its
-    exact 0. ``tokens``: every response counts ``lengths_S`` (int64 [S], its response tokens) times, as in verl; responses of a
-    group of equal rewards then get the batch's offset.
-
-    Args and returns else as `group_advantages`, which it raises for.
+    ``responses``: every response counts once, so a group of equal rewards keeps its exact 0. ``tokens``: a response counts
+    ``lengths_S`` (int64 [S]) times, as in verl; groups of equal rewards then get the batch's offset. Arguments, results and
+    errors are otherwise those of `group_advantages`.
     """
     dtype = torch.promote_types(rewards_S.dtype, torch.float32)
     centred_S = group_advantages(rewards_S.double(), groups_S, kind="no_std")
@@ -106,16 +96,11 @@ def gdpo_advantages(
     std: Literal["sample", "population"] = "sample",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Σ_k w_k (R_k − mean) / (std + eps) within groups, divided by its standard deviation over the batch + eps (GDPO, arXiv
-    2601.05242). The mean over the batch, which the paper subtracts, is 0 already, since it is so in every group.
+    """Returns Σ_k w_k (R_k − mean) / (std + eps) in groups, over its deviation in the batch + eps (GDPO, arXiv 2601.05242).
 
-    Args:
-        rewards_SK: float [S, K], K rewards for each response.
-        groups_S: int64 [S], any numbers; equal numbers make a group.
-        weights: K numbers, of which only the proportions count; ``None``: all 1.
-
-    Returns:
-        fp32 [S] (fp64 for fp64 rewards), detached; exactly 0 in a group in which every reward is the same for all.
+    The paper also subtracts the mean over the batch, which is 0 already. ``rewards_SK`` is float [S, K]; only proportions of
+    ``weights`` count, default 1. The result is detached, fp32 [S] (fp64 for fp64 rewards), and 0 if all rewards of a group are
+    equal.
 
     Raises:
         ValueError: shapes differ, or a reward is not finite.
@@ -133,12 +118,12 @@ def gdpo_advantages(
 
 
 def _deviation(centred_S: Tensor, count_S: Tensor, *, degrees: int) -> Tensor:
-    """The standard deviation of values of mean 0, each counted so often; a scalar."""
     return ((count_S * centred_S**2).sum() / (count_S.sum() - degrees).clamp(min=1)).sqrt()
 
 
 def overlong_penalty(response_lengths_S: Tensor, *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0) -> Tensor:
-    """DAPO's soft penalty, to be added to the rewards: 0 up to ``max_tokens − buffer_tokens`` response tokens, then falling
-    linearly to ``−penalty`` at ``max_tokens`` and staying there. Lengths int64 [S] in, fp32 [S] out."""
+    """Returns DAPO's penalty, fp32 [S], to add to the rewards: 0 up to ``max_tokens − buffer_tokens`` response tokens, then
+    falling linearly to ``−penalty`` at ``max_tokens``.
+    """
     over_S = response_lengths_S.float() - (max_tokens - buffer_tokens)
     return -penalty * (over_S / buffer_tokens).clamp(0.0, 1.0)

@@ -1,7 +1,7 @@
-"""The objective of one optimizer step, composed of its four choices and further terms.
+"""The objective of one optimizer step.
 
-Every term (surrogate, KL, entropy bonus) is summed with the same weights and divided by the same denominator, so a coefficient
-means the same under every aggregation (docs/reference/tepo.md, "Surrogate and aggregation").
+All terms have the same weights and denominator, so a coefficient means the same under every aggregation
+(docs/reference/tepo.md).
 """
 
 from __future__ import annotations
@@ -37,33 +37,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepContext:
-    """Statistics of the whole mini-batch of one optimizer step, the same for all its micro-batches and ranks. Detached."""
+    """Statistics of the whole mini-batch of one optimizer step, equal for all micro-batches and ranks. Detached."""
 
     denominator: Tensor
-    """Scalar by which the sum of all numerators is divided, once."""
+    """Scalar; divides the sum of all numerators once."""
     logprob_mean: Tensor
-    """Mean of log π_old over response tokens; scalar, like the next."""
+    """Scalar: mean of log π_old over response tokens."""
     advantage_mean: Tensor
     effective_samples: Tensor
-    """Effective sample size of π_old/π_sampler, as a share of the response tokens."""
+    """Scalar: effective sample size of π_old/π_sampler, as a share of the response tokens."""
     entropy_coefficient: float
-    """The coefficient of the entropy bonus in this step; 0 without a bonus."""
+    """Coefficient of the entropy bonus in this step; 0 without a bonus."""
     mechanisms: tuple[Mechanism, ...]
-    """The KL terms and token-level mechanisms, each with its statistics of the whole mini-batch."""
+    """KL terms and token-level mechanisms, with their statistics of the mini-batch."""
 
 
 def _prepare_step(config: ObjectiveConfig, batch: Batch, *, entropy_noise: float = 0.0) -> StepContext:
-    """The context of one optimizer step. Pure, without a collective: every rank has the whole mini-batch and gets the same.
-
-    Args:
-        batch: all sequences of the optimizer step, of all data-parallel ranks, with ``advantages_S`` and ``old_logprobs_T``;
-            ``old_entropy_T`` and ``reference_logprobs_T`` if the objective needs them.
-        entropy_noise: rounding noise between two entropies of one token under the same weights, in nats.
-
-    Raises:
-        ValueError: a field is missing or has another shape, a log-probability at a response token is not finite, or there is no
-            response token.
-    """
     check_step(batch, reference=config.needs_reference)
     assert batch.advantages_S is not None
     assert batch.old_logprobs_T is not None
@@ -94,7 +83,6 @@ def _prepare_step(config: ObjectiveConfig, batch: Batch, *, entropy_noise: float
 
 
 def _token_weights(aggregation: Aggregation, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
-    """The weight of each token in the numerator, [T]: 0 outside the mask, else 1, or 1/T_i for a mean of sequence means."""
     if isinstance(aggregation, OwnAggregation):
         return custom_token_weights(aggregation, lengths_S, index_T, mask_T)
     if aggregation.kind != "sequence_mean":
@@ -103,14 +91,7 @@ def _token_weights(aggregation: Aggregation, mask_T: Tensor, lengths_S: Tensor, 
 
 
 def _step_denominator(aggregation: Aggregation, lengths_S: Tensor) -> Tensor:
-    """The divisor of the sum of all numerators; a scalar.
-
-    ``lengths_S`` counts the response tokens of every sequence of the optimizer step, of all data-parallel ranks. Sequences
-    without one (padding) do not count.
-
-    Raises:
-        ValueError: the step has no response token.
-    """
+    """Sequences without response tokens (padding) do not count."""
     sequences = (lengths_S > 0).sum().to(lengths_S.dtype)
     if not sequences:
         raise ValueError("no sequence of this optimizer step has a response token; leave the step out, or look at loss_mask_T")
@@ -124,7 +105,7 @@ def _step_denominator(aggregation: Aggregation, lengths_S: Tensor) -> Tensor:
 
 
 def _entropy_coefficient(bonus: EntropyBonus | None, old_entropy_mean: Tensor | None) -> float:
-    """The coefficient for one optimizer step; ``adaptive`` falls as the mean entropy of π_old rises (equation 13)."""
+    """With ``adaptive`` it falls as the mean entropy of π_old rises (equation 13)."""
     if bonus is None:
         return 0.0
     if bonus.kind == "fixed":
@@ -141,33 +122,29 @@ def build_objective(config: ObjectiveConfig) -> Objective:
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss over batches of sequences. It holds no state: the same batch and scores give the same output.
+    """A loss over batches of sequences, without state: the same batch and scores give the same output.
 
-    The order of a step: ``advantages`` of the whole rollout batch; then for each optimizer step ``prepare`` on its whole
-    mini-batch; then a call for each micro-batch; then the numerators' sum over micro-batches and ranks, divided once by the
-    denominator.
+    Order of a step: ``advantages`` of the whole rollout batch; for each optimizer step ``prepare`` on its whole mini-batch; a
+    call for each micro-batch; the numerators' sum over micro-batches and ranks, divided once by the denominator.
     """
 
     config: ObjectiveConfig
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """Whether the gradient flows through ``TokenScores.entropy``; without, the scores' backward is cheaper."""
+        """Whether the gradient flows through ``TokenScores.entropy``. If not, the scores' backward pass is cheaper."""
         return "entropy_gradient" in self.config.needs
 
     @property
     def needs_entropy_slope(self) -> bool:
-        """Whether scores of a micro-batch need ``TokenScores.entropy_slope``."""
         return "entropy_slope" in self.config.needs
 
     @property
     def needs_reference(self) -> bool:
-        """Whether batches need ``reference_logprobs_T``."""
         return self.config.needs_reference
 
     def advantages(self, batch: Batch) -> Tensor:
-        """Advantages fp32 [S] of the whole rollout batch, from ``rewards_S``, ``groups_S`` and the response lengths; with kind
-        ``gdpo`` from ``reward_parts_SK``, where there is one."""
+        """Returns fp32 [S] for the whole rollout batch; kind ``gdpo`` uses ``reward_parts_SK`` if there are any."""
         choice, groups_S = self.config.advantage, batch.groups_S
         if isinstance(choice, OwnAdvantage):
             return custom_advantages(choice, batch)
@@ -189,19 +166,26 @@ class Objective:
         return group_advantages(rewards_S, groups_S, kind=choice.kind)
 
     def prepare(self, batch: Batch, *, entropy_noise: float = 0.0) -> StepContext:
-        """Denominator and statistics of one optimizer step, from its whole mini-batch; see `_prepare_step`."""
+        """Computes denominator and statistics of one optimizer step. No collective: every rank passes the whole mini-batch.
+
+        Args:
+            batch: all sequences of the step, of all data-parallel ranks, with ``advantages_S`` and ``old_logprobs_T``;
+                ``old_entropy_T`` and ``reference_logprobs_T`` if the objective needs them.
+            entropy_noise: rounding noise between two entropies of one token under the same weights, in nats.
+
+        Raises:
+            ValueError: a field is missing or has another shape, a log-probability at a response token is not finite, or there
+                is no response token.
+        """
         return _prepare_step(self.config, batch, entropy_noise=entropy_noise)
 
     def __call__(self, scores: TokenScores, batch: Batch, context: StepContext) -> ObjectiveOutput:
-        """A micro-batch's share of the loss.
+        """Returns a micro-batch's share of the loss: ``numerator`` differentiable in ``scores``, metrics over response tokens.
 
         Args:
-            scores: [T], what the policy being trained gave; values outside the loss mask are not read.
-            batch: the micro-batch, of whole sequences. Those without a response token change nothing.
-            context: what ``prepare`` gave for the optimizer step that the micro-batch belongs to.
-
-        Returns:
-            numerator differentiable in ``scores``; metrics as (sum, number of response tokens).
+            scores: [T], of the policy being trained; values outside the loss mask are not read.
+            batch: whole sequences. Those without a response token change nothing.
+            context: the result of ``prepare`` for this optimizer step.
 
         Raises:
             ValueError: shapes differ, or a score at a response token is not finite.
@@ -227,7 +211,7 @@ class Objective:
         return ObjectiveOutput(numerator, context.denominator, metrics, extrema, token_values(values, ratio_T, masked_T))
 
     def token_values(self, scores: TokenScores, batch: Batch, context: StepContext) -> TokenValues:
-        """What a micro-batch's share of the loss is computed from, and what mechanisms choose tokens by; see ``__call__``."""
+        """Returns the inputs of the surrogate and of mechanisms, as ``__call__`` computes them."""
         mask_T, index_T = batch.loss_mask_T, batch.sequence_index_T
         assert batch.advantages_S is not None
         assert batch.old_logprobs_T is not None

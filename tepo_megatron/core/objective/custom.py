@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 
 def custom_advantages(kind: OwnAdvantage, batch: Batch) -> Tensor:
-    """Advantages of a whole rollout batch: fp32 [S] (fp64 for fp64 rewards), detached."""
+    """Returns fp32 [S] (fp64 for fp64 rewards), detached."""
     values = _check(kind, kind.advantages(batch), "advantages", batch.rewards_S, "response")
     return values.detach().to(torch.promote_types(batch.rewards_S.dtype, torch.float32))
 
 
 def custom_log_ratio(kind: OwnRatio, values: TokenValues, delta_T: Tensor) -> Tensor:
-    """The logarithm of the ratio at every token, [T], 0 outside the loss mask; ``delta_T`` replaces that of ``values``."""
+    """Returns [T], 0 outside the loss mask; ``delta_T`` replaces that of ``values``."""
     log_ratio_T = _check(kind, kind.log_ratio(replace(values, delta_T=delta_T)), "log_ratio", delta_T, "token")
     return torch.where(values.mask_T, log_ratio_T, 0.0)
 
 
 def custom_token_weights(kind: OwnAggregation, lengths_S: Tensor, index_T: Tensor, mask_T: Tensor) -> Tensor:
-    """The weight of each token in the numerator, [T]; 0 outside the loss mask."""
+    """Returns [T], 0 outside the loss mask."""
     weights_S = _check(kind, kind.sequence_weights(lengths_S), "sequence_weights", lengths_S, "sequence")
     return torch.where(mask_T, weights_S.detach()[index_T], 0.0)
 
 
 def custom_denominator(kind: OwnAggregation, lengths_S: Tensor) -> Tensor:
-    """The divisor of a step; a positive scalar of the dtype of ``lengths_S``."""
+    """Raises ValueError unless the divisor is a positive scalar."""
     divisor = torch.as_tensor(kind.denominator(lengths_S), dtype=lengths_S.dtype, device=lengths_S.device).detach()
     if divisor.ndim or not divisor.isfinite() or divisor <= 0:
         raise ValueError(
@@ -44,17 +44,16 @@ def custom_denominator(kind: OwnAggregation, lengths_S: Tensor) -> Tensor:
 
 
 def custom_weights(kind: OwnMismatch, values: TokenValues) -> Tensor:
-    """The factor of the surrogate, [T], detached."""
+    """Returns [T], detached."""
     return _check(kind, kind.importance_weights(values), "importance_weights", values.delta_T, "token").detach()
 
 
 def check_token_mask(kind: CustomKind, chosen: Any, values: TokenValues) -> Tensor:
-    """The result of ``choose``, bool [T], within the loss mask."""
+    """Returns bool [T] within the loss mask."""
     return _check(kind, chosen, "choose", values.mask_T, "token") & values.mask_T
 
 
 def check_token_values(kind: CustomKind, result: Any, method: str, values: TokenValues) -> Tensor:
-    """The result of a method with a value for every token, [T]."""
     return _check(kind, result, method, values.delta_T, "token")
 
 

@@ -22,7 +22,7 @@ _FALL = 0.1  # of the entropy, in nats
 
 @dataclass(frozen=True)
 class GradientWeights:
-    """∂J/∂log π_θ of a response of one token, times the denominator, at N ratios: fp64 [N] each."""
+    """∂J/∂log π_θ of a one-token response, times the denominator, at N ratios: fp64 [N] each."""
 
     ratios_N: Tensor
     positive_N: Tensor
@@ -30,14 +30,13 @@ class GradientWeights:
     negative_N: Tensor
     """With A = −1."""
     falling_N: Tensor
-    """With A = 1 and falling entropy; differs from ``positive_N`` only under a KL mask that measures the entropy."""
+    """With A = 1 and falling entropy; only a KL mask that measures the entropy makes a difference."""
 
 
 def gradient_weights(config: ObjectiveConfig, log_ratios_N: Tensor) -> GradientWeights:
-    """The push of ``config`` at these log-ratios of a token, fp64 [N], whose probability under π_old is 0.1.
+    """Returns the push at log-ratios fp64 [N] of a token with probability 0.1 under π_old.
 
-    A response of one token has its token ratio for every kind of ratio. The sampler and the reference model are π_old, and all
-    tokens of a step are equal, so that mechanisms that choose by a covariance or by a difference to the sampler choose nothing.
+    Sampler and reference model are π_old and all tokens equal, so mechanisms that choose by covariance or mismatch choose none.
     """
     push = {
         (sign, fall): _push(config, log_ratios_N.double(), sign, fall) for sign, fall in ((1.0, 0.0), (-1.0, 0.0), (1.0, _FALL))
@@ -46,7 +45,7 @@ def gradient_weights(config: ObjectiveConfig, log_ratios_N: Tensor) -> GradientW
 
 
 def telling_log_ratios(config: ObjectiveConfig, count: int = 201) -> Tensor:
-    """Log-ratios around 0, fp64 [count], wide enough for the bounds of the trust region, or for a KL term, to be seen."""
+    """Returns log-ratios around 0, fp64 [count], wide enough to show the bounds of trust region and KL terms."""
     points = config.trust_region.turning_points or (0.6,)
     others = (section.turning_points for name, section in config.sections.items() if name != "trust_region")
     widest_point = max(*points, *chain.from_iterable(others), 0.0)

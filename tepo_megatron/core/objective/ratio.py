@@ -1,4 +1,4 @@
-"""Ratios of two policies, of tokens and of sequences: π_θ / π_old, and π_old / π_sampler. S sequences, T packed tokens.
+"""Ratios π_θ / π_old and π_old / π_sampler, of tokens and of sequences. S sequences, T packed tokens.
 
 Formulas: docs/reference/tepo.md, "Sequence likelihood". δ = log π_θ − log π_old at the sampled token, 0 outside the loss mask.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def sequence_sum(values_T: Tensor, sequence_index_T: Tensor, num_sequences: int) -> Tensor:
-    """Sum of the token values of each sequence: [T] in, [S] out, differentiable. Sequences are whole."""
+    """Sums the token values [T] of each whole sequence; returns [S], differentiable."""
     return values_T.new_zeros(num_sequences).index_add(0, sequence_index_T, values_T)
 
 
@@ -30,22 +30,22 @@ def over_sequence(
     index_T: Tensor,
     lengths_S: Tensor,
 ) -> Tensor:
-    """The sum (``sequence``) or the mean (``geometric``: of logarithms) over the response tokens of each sequence, at each of
-    its tokens; [T]. ``values_T`` is 0 outside the mask, ``lengths_S`` counts response tokens."""
+    """Returns the sum (``sequence``) or mean (``geometric``) of each sequence at each of its tokens: [T]. ``values_T`` is 0
+    outside the mask.
+    """
     sums_S = sequence_sum(values_T, index_T, lengths_S.numel())
     return (sums_S if level == "sequence" else sums_S / lengths_S.clamp(min=1))[index_T]
 
 
 def policy_log_ratio(ratio: BuiltinRatio, delta_T: Tensor, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
-    """The logarithm of the ratio at every token, [T], differentiable in ``delta_T``.
+    """Returns the logarithm of the ratio at every token, [T], differentiable in ``delta_T``.
 
     - ``token``: δ_it.
-    - ``sequence``: log s_i = Σ_t δ_it / T_i at every token of sequence i (equation 3), or Σ_t δ_it un-normalised.
-    - ``sequence_token``: sg[log s_i] + δ_it − sg[δ_it], the same value, through which each token gets its own gradient
-      (equation 4).
-    - ``power_mean``: log (Σ_t exp(p δ_it) / T_i)^(1/p), see `log_power_mean`; for p = 0 that of ``sequence``.
+    - ``sequence``: log s_i = Σ_t δ_it / T_i (equation 3), or Σ_t δ_it un-normalised.
+    - ``sequence_token``: sg[log s_i] + δ_it − sg[δ_it]: the same value, but each token gets its own gradient (equation 4).
+    - ``power_mean``: log (Σ_t exp(p δ_it) / T_i)^(1/p); for p = 0 that of ``sequence``.
 
-    ``lengths_S`` counts the model's response tokens of the whole sequences, T_i; ``mask_T`` (bool) marks those in ``delta_T``.
+    ``lengths_S`` counts the response tokens of whole sequences, T_i; ``mask_T`` is bool.
     """
     if ratio.kind == "token":
         return delta_T
@@ -60,11 +60,10 @@ def policy_log_ratio(ratio: BuiltinRatio, delta_T: Tensor, mask_T: Tensor, lengt
 
 
 def log_power_mean(p: float, delta_T: Tensor, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
-    """log of the power mean of the token ratios of each sequence, at each of its tokens; [T], differentiable (HölderPO).
+    """Returns the log of the power mean of a sequence's token ratios, at each token; [T], differentiable (HölderPO).
 
-    The ratios are divided by their geometric mean before they are raised to the power: the mean of the powers is then at least
-    1, whatever p and δ, and its logarithm exact also near p = 0, where it fades. In fp64, since exp(p δ) of |p| ≤ 10 leaves
-    fp32 at |δ| = 9. The gradient at token t is r_t^p / Σ_u r_u^p.
+    Ratios are first divided by their geometric mean: the mean of their powers is then at least 1, and its logarithm exact also
+    near p = 0. fp64, since exp(p δ) of |p| ≤ 10 leaves fp32 at |δ| = 9.
     """
     mean_T = over_sequence(delta_T, "geometric", index_T, lengths_S)
     if p == 0:
@@ -76,18 +75,16 @@ def log_power_mean(p: float, delta_T: Tensor, mask_T: Tensor, lengths_S: Tensor,
 
 
 def sampler_weights(correction: Mismatch, values: TokenValues) -> Tensor:
-    """The factor of the surrogate of a micro-batch, [T], detached."""
     if isinstance(correction, OwnMismatch):
         return custom_weights(correction, values)
     return mismatch_weights(correction, values.mismatch_T, values.index_T, values.lengths_S)
 
 
 def mismatch_weights(correction: Truncate | MaskOutside, difference_T: Tensor, index_T: Tensor, lengths_S: Tensor) -> Tensor:
-    """π_old / π_sampler of each token, or of each sequence as the product or the geometric mean over its tokens: bounded above
-    by ``cap`` (truncated importance sampling), or 0 outside [low, high] (masked importance sampling, IcePop).
+    """Returns π_old / π_sampler of each token or sequence, at most ``cap`` (truncated importance sampling) or 0 outside [low,
+    high] (IcePop).
 
-    ``difference_T`` is log π_old − log π_sampler, 0 outside the loss mask; ``lengths_S`` counts response tokens. The weights
-    multiply the surrogate, nothing else.
+    ``difference_T`` is log π_old − log π_sampler, 0 outside the loss mask. The weights multiply the surrogate only.
     """
     weight_T = log_weights(correction.level, difference_T, index_T, lengths_S).exp()
     if correction.kind == "truncate":
@@ -98,13 +95,13 @@ def mismatch_weights(correction: Truncate | MaskOutside, difference_T: Tensor, i
 
 
 def log_weights(level: Level, difference_T: Tensor, index_T: Tensor, lengths_S: Tensor) -> Tensor:
-    """log π_old − log π_sampler at each token: its own, or the sum or the mean over its sequence; detached."""
+    """Returns log π_old − log π_sampler: the token's own, or the sum or mean over its sequence; detached."""
     difference_T = difference_T.detach()
     return difference_T if level == "token" else over_sequence(difference_T, level, index_T, lengths_S)
 
 
 def effective_sample_share(difference_T: Tensor) -> Tensor:
-    """(Σw)² / (N Σw²) of w = π_old / π_sampler over N tokens: 1 where all weights are equal; a scalar, 1 for N = 0."""
+    """Returns (Σw)² / (N Σw²) of w = π_old / π_sampler over N tokens; a scalar, 1 for N = 0."""
     if not difference_T.numel():
         return difference_T.new_ones(())
     weight_T = (difference_T.double() - difference_T.double().max()).exp()  # the share does not change with the scale

@@ -1,5 +1,4 @@
-"""Trust regions of the ratio (docs/reference/tepo.md, equation 5, and "The other presets"). All values [T], floating point
-but for masks; what is a ``Surrogate`` is to be maximised."""
+"""Trust regions of the ratio (docs/reference/tepo.md, equation 5, and "The other presets"). All values are [T]."""
 
 from __future__ import annotations
 
@@ -19,17 +18,16 @@ if TYPE_CHECKING:
 
 
 class Surrogate(NamedTuple):
-    """What is maximised at each token, and where a bound of the trust region was active."""
+    """What is maximised at each token, and whether a bound of the trust region was active."""
 
     value_T: Tensor
     clipped_low_T: Tensor
     """bool: the lower bound removed the gradient of this token's ratio."""
     clipped_high_T: Tensor
-    """bool: the upper bound did."""
 
 
 def clipped(ratio_T: Tensor, advantage_T: Tensor, low: float, high: float, dual: float | None = None) -> Surrogate:
-    """min(r A, clip(r, 1 − low, 1 + high) A); with ``dual``, at least dual · A where A < 0."""
+    """Computes min(r A, clip(r, 1 − low, 1 + high) A); with ``dual``, at least dual · A if A < 0."""
     # The minimum makes the clip one-sided: it holds only where the ratio has moved the way that the advantage asks for.
     value_T = torch.minimum(ratio_T * advantage_T, ratio_T.clamp(1 - low, 1 + high) * advantage_T)
     above_T = (ratio_T > 1 + high) & (advantage_T > 0)
@@ -42,17 +40,14 @@ def clipped(ratio_T: Tensor, advantage_T: Tensor, low: float, high: float, dual:
 
 
 def weighted_logprob(ratio_T: Tensor, logprob_T: Tensor, advantage_T: Tensor, low: float | None, high: float) -> Surrogate:
-    """sg[clip(r)] · A · log π: no token loses its gradient, its weight is bounded (CISPO)."""
+    """Computes sg[clip(r)] · A · log π: no token loses its gradient, its weight is bounded (CISPO)."""
     ratio_T = ratio_T.detach()
     weight_T = ratio_T.clamp(None if low is None else 1 - low, 1 + high)
     return Surrogate(weight_T * advantage_T * logprob_T, ratio_T < weight_T, ratio_T > weight_T)
 
 
 def soft_gated(ratio_T: Tensor, advantage_T: Tensor, tau_positive: float, tau_negative: float) -> Surrogate:
-    """4/τ · σ(τ (r − 1)) · A, τ by the sign of A; no bound holds anywhere (SAPO, arXiv 2511.20347).
-
-    Its derivative by r is 4 σ(x)(1 − σ(x)) · A at x = τ (r − 1): A at r = 1, and less on either side.
-    """
+    """Computes 4/τ · σ(τ (r − 1)) · A, τ by the sign of A; no bound (SAPO, arXiv 2511.20347)."""
     tau_T = torch.where(advantage_T > 0, ratio_T.new_tensor(tau_positive), ratio_T.new_tensor(tau_negative))
     never_T = torch.zeros_like(advantage_T, dtype=torch.bool)
     return Surrogate(4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * advantage_T, never_T, never_T)
@@ -61,9 +56,9 @@ def soft_gated(ratio_T: Tensor, advantage_T: Tensor, tau_positive: float, tau_ne
 def within_divergence(
     region: Divergence, ratio_T: Tensor, logprob_T: Tensor, old_logprob_T: Tensor, advantage_T: Tensor
 ) -> Surrogate:
-    """sg[min(r, cap)] · A · log π, 0 if the probability moved too far in the direction of A (DPPO, arXiv 2602.04879).
+    """Computes sg[min(r, cap)] · A · log π, 0 if the probability moved too far in the direction of A (DPPO, arXiv 2602.04879).
 
-    Too far: the divergence of (p, 1 − p) from (p_old, 1 − p_old) is above the threshold, p = exp(log π).
+    Too far: the divergence of (p, 1 − p) from (p_old, 1 − p_old) is above the threshold.
     """
     with torch.no_grad():
         moved_T = logprob_T.exp() - old_logprob_T.exp()
@@ -75,8 +70,7 @@ def within_divergence(
 
 
 def binary_kl(from_logprob_T: Tensor, to_logprob_T: Tensor) -> Tensor:
-    """KL of (q, 1 − q) from (p, 1 − p), q = exp(first), p = exp(second); finite also at probabilities of 1 and above it by a
-    rounding."""
+    """Computes the KL of (q, 1 − q) from (p, 1 − p), q = exp(first), p = exp(second); finite also if rounding gives p ≥ 1."""
     tiny = torch.finfo(from_logprob_T.dtype).eps
     rest_from_T, rest_to_T = (-torch.expm1(logprob_T).clamp(max=-tiny) for logprob_T in (from_logprob_T, to_logprob_T))
     within_T = from_logprob_T.exp() * (from_logprob_T - to_logprob_T)
@@ -84,30 +78,29 @@ def binary_kl(from_logprob_T: Tensor, to_logprob_T: Tensor) -> Tensor:
 
 
 class _Bounded(NamedTuple):
-    """Bounded logarithms, and where a bound was active."""
-
     log_T: Tensor
     low_T: Tensor
     high_T: Tensor
 
 
 def clip_logs(delta_T: Tensor, advantage_T: Tensor, low: float, high: float) -> _Bounded:
-    """min(δ, high) where A > 0, max(δ, −low) where A < 0, δ where A = 0 (GMPO, arXiv 2507.20673)."""
+    """Computes min(δ, high) if A > 0, max(δ, −low) if A < 0, δ if A = 0 (GMPO, arXiv 2507.20673)."""
     high_T, low_T = (delta_T > high) & (advantage_T > 0), (delta_T < -low) & (advantage_T < 0)
     # in place of the bounded ones stand constants, which have no gradient
     return _Bounded(torch.where(high_T, high, torch.where(low_T, -low, delta_T)), low_T, high_T)
 
 
 def clip_by_length(log_ratio_T: Tensor, lengths_T: Tensor, width: float) -> _Bounded:
-    """log of the sequence's ratio, kept within ±width · √T_i, whatever the advantage (FSPO, arXiv 2509.09177)."""
+    """Keeps the log of the sequence's ratio within ±width · √T_i, whatever the advantage (FSPO, arXiv 2509.09177)."""
     most_T = width * lengths_T.sqrt()
     bounded_T = log_ratio_T.clamp(-most_T, most_T)
     return _Bounded(bounded_T, log_ratio_T < -most_T, log_ratio_T > most_T)
 
 
 def bounded_ratio(config: ObjectiveConfig, values: TokenValues) -> tuple[Tensor, _Bounded]:
-    """The ratio at every token, [T], with the bounds of those regions that act on logarithms: before a sequence's ratio is
-    formed (`clip_logs`) or after (`clip_by_length`). Other regions act on the ratio, in `surrogate`."""
+    """Returns the ratio [T], with bounds that act on logarithms, before (`clip_logs`) or after (`clip_by_length`) a sequence's
+    ratio is formed.
+    """
     region = None if isinstance(config.trust_region, OwnTrustRegion) else config.trust_region
     never_T = torch.zeros_like(values.mask_T)
     held = _Bounded(values.delta_T, never_T, never_T)
@@ -127,9 +120,8 @@ def bounded_ratio(config: ObjectiveConfig, values: TokenValues) -> tuple[Tensor,
 def surrogate(
     region: TrustRegion, ratio_T: Tensor, values: TokenValues, detached_T: Tensor | None, bounded: _Bounded
 ) -> Surrogate:
-    """The surrogate under a trust region, from the results of `bounded_ratio`.
-
-    ``detached_T`` (bool) marks the tokens that a mechanism deprives of their gradient; their value stays as it is.
+    """Computes the surrogate from the results of `bounded_ratio`. ``detached_T`` (bool): tokens that lose their gradient, not
+    their value.
     """
     if isinstance(region, OwnTrustRegion):
         return _custom_surrogate(region, ratio_T, values, detached_T)

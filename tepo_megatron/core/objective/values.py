@@ -1,8 +1,7 @@
 """The inputs of the objective's terms: checks, statistics of a step, values of a micro-batch.
 
-The covariance of log-probability and advantage (docs/reference/tepo.md, equation 10) is c_it = (log π_old(y_it) − mean)(A_i −
-mean), means over all response tokens of the optimizer step. Our interpretation takes π_old, from which the tokens were drawn: a
-choice made by c is then one for the whole step, however it is cut.
+The covariance (docs/reference/tepo.md, equation 10) is c_it = (log π_old(y_it) − mean)(A_i − mean), means over all response
+tokens of the optimizer step. With π_old a choice by c holds for the whole step, however it is cut.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepValues:
-    """The R response tokens of the whole mini-batch of one optimizer step: [R] each, detached, the same on all ranks."""
+    """The R response tokens of the mini-batch of one optimizer step: [R], detached, the same on all ranks."""
 
     old_logprob_R: Tensor
     """log π_old of the label."""
@@ -29,61 +28,54 @@ class StepValues:
     mismatch_R: Tensor
     """log π_old − log π_sampler."""
     covariance_R: Tensor
-    """The covariance statistic."""
     old_entropy_R: Tensor | None
-    """H(π_old) of the full distribution, in nats."""
+    """In nats, of the full distribution."""
     entropy_noise: float = 0.0
-    """Rounding noise between two entropies of a token under the same weights, in nats; 0 if not measured."""
+    """Nats between two entropies of a token under the same weights; 0 if not measured."""
 
 
 @dataclass(frozen=True)
 class TokenValues:
-    """The T tokens of a micro-batch: [T] each, zero outside the loss mask except ``index_T``, ``labels_T`` and
-    ``covariance_T``; and the lengths of their S sequences.
-    """
+    """The T tokens of a micro-batch: [T], zero outside the loss mask except ``index_T``, ``labels_T`` and ``covariance_T``."""
 
     mask_T: Tensor
     """bool: the response tokens."""
     index_T: Tensor
-    """int64: the sequence that the token belongs to."""
+    """int64: the token's sequence."""
     labels_T: Tensor
     advantage_T: Tensor
     logprob_T: Tensor
-    """log π_θ of the label; the gradient flows through it."""
+    """log π_θ of the label, with gradient."""
     old_logprob_T: Tensor
     delta_T: Tensor
     """log π_θ − log π_old."""
     reference_delta_T: Tensor | None
-    """log π_θ − log π_ref, if the objective needs a reference model."""
+    """log π_θ − log π_ref."""
     entropy_T: Tensor
     """H(π_θ) of the full distribution, in nats."""
     entropy_change_T: Tensor | None
     """H(π_θ) − H(π_old), detached."""
     entropy_slope_T: Tensor | None
-    """The slope of H(π_θ) along a policy-gradient step on the label, see `TokenScores`; if the objective needs it."""
+    """Slope of H(π_θ) along a policy-gradient step on the label, see `TokenScores`."""
     mismatch_T: Tensor
     """log π_old − log π_sampler."""
     covariance_T: Tensor
-    """The covariance statistic; detached."""
     lengths_S: Tensor
-    """The response tokens of each sequence, floating point."""
+    """Response tokens of each sequence, floating point."""
 
 
 def covariance_statistic(logprob_T: Tensor, advantage_T: Tensor, logprob_mean: Tensor, advantage_mean: Tensor) -> Tensor:
-    """c [T]; only element-wise operations, so a token's value is the same in every micro-batch, bit for bit."""
+    """Element-wise, so that a token has the same bits in every micro-batch."""
     return (logprob_T - logprob_mean) * (advantage_T - advantage_mean)
 
 
 def exact_mean(values_T: Tensor) -> Tensor:
-    """The mean in fp64, rounded back, so that equal fp32 values have a mean equal to them; a scalar.
-
-    Otherwise c would be a rounding error instead of 0 where all advantages are equal, and its sign would choose tokens.
-    """
+    """Computes in fp64, so that equal values have a mean equal to them; otherwise rounding errors of c would choose tokens."""
     return values_T.double().mean().to(values_T.dtype)
 
 
 def token_count(fraction: float, tokens: int) -> int:
-    """``fraction`` × ``tokens``, rounded down, at least 1, at most all."""
+    """Rounds down, but returns at least 1 and at most ``tokens``."""
     return min(max(int(fraction * tokens), 1), tokens)
 
 

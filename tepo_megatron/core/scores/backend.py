@@ -23,10 +23,10 @@ _IN_TORCH, _IN_CPP = RowSweeps(sweep), RowSweeps(native)
 
 
 class Backend(Protocol):
-    """Computes the two passes over one shard [T, Vp], padding columns and rows that are not scored included. No collective."""
+    """Computes the two passes over one shard [T, Vp], with padding columns and rows that are not scored. No collective."""
 
     def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
-        """Writes the packed statistics of the scored rows (see `combine`) into a contiguous [R, K], fp32 (fp64 for fp64)."""
+        """Writes the scored rows' packed statistics (see `combine`) into a contiguous [R, K], fp32 (fp64 for fp64)."""
 
     def gradient(
         self,
@@ -37,20 +37,18 @@ class Backend(Protocol):
         grad_entropy_T: Tensor | None,
         out_TVp: Tensor,
     ) -> None:
-        """Writes the gradient with respect to the logits to all of ``out_TVp``, zeros for padding and masked rows included.
+        """Writes the gradient to all of ``out_TVp``, zeros for padding and masked rows; it may be the logits themselves.
 
-        ``out_TVp`` may be the logits themselves. One of the two gradients of the tokens' scores [T] may be None.
+        One of the two gradients of the tokens' scores [T] may be None.
         """
 
 
 def get_backend(name: BackendName, device: torch.device, *, kept: bool = False) -> Backend:
-    """Returns the backend of that name for logits on ``device``; with ``kept`` the one for distributions over a few tokens of
-    the vocabulary (`kept`), where the name is only checked.
+    """Returns the backend for logits on ``device``; with ``kept`` the one for distributions over a few tokens.
 
-    ``torch`` works everywhere. ``cpp`` is for logits on CPU and needs a C++ compiler on its first use. ``triton`` is for GPUs
-    (and for CPU in Triton's interpreter, which is for tests). ``auto`` is ``triton`` on a GPU where Triton is installed (CUDA
-    builds of torch for Linux bring it), ``cpp`` on a CPU where it can be compiled, and ``torch`` otherwise; on a CPU a sentence
-    in the log then says why.
+    ``torch`` works everywhere. ``cpp`` is for CPUs and needs a C++ compiler on first use. ``triton`` is for GPUs (on CPU:
+    Triton's interpreter, for tests). ``auto`` is ``triton`` on a GPU with Triton, ``cpp`` on a CPU if it compiles, else
+    ``torch``.
 
     Raises:
         ValueError: the name is unknown, or the backend is not for this device or not installed.
@@ -76,7 +74,7 @@ def _named(name: BackendName, device: torch.device) -> Backend:
 
 @functools.cache
 def _fastest_on_cpu() -> BackendName:
-    """Says once why it is torch, where it is."""
+    """Logs once why it is torch."""
     why_not = native.why_not()
     if why_not is None:
         return "cpp"

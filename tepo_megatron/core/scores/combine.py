@@ -1,8 +1,7 @@
-"""Combines the shards' statistics of each row to log-prob and entropy: the one collective of the forward.
+"""Combines the shards' statistics of each row to log-prob and entropy: the one collective of the forward pass.
 
-A shard packs its statistics of a row as K = 4 numbers: m = max x, s = Σ e^t, u = Σ e^t·t, y = x of the label (0 where another
-shard has it), with t = (x − m)/temperature. The maximum and the sums are over the columns that are not padding. The slope of
-the entropy takes two more, Σ e^2t and Σ e^2t·t: then K = 6.
+A shard packs K = 4 numbers per row: m = max x, s = Σ e^t, u = Σ e^t·t, y = x of the label (0 if another shard has it), with t =
+(x − m)/temperature, without padding columns. The slope of the entropy adds Σ e^2t and Σ e^2t·t: K = 6.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def all_gather(local: Tensor, group: ProcessGroup) -> Tensor:
-    """Concatenates the ranks' tensors [n, …] to [p·n, …], on every rank."""
+    """Concatenates the ranks' [n, …] to [p·n, …]."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the second is deprecated from 2.13 on
     gathered = local.new_empty(local.shape[0] * dist.get_world_size(group), *local.shape[1:])
     gather(gathered, local.contiguous(), group=group)
@@ -28,7 +27,7 @@ def all_gather(local: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(values: Tensor, group: ProcessGroup) -> Tensor:
-    """Sums [p·n, …] over the ranks; rank r gets the r-th part [n, …] of the sum."""
+    """Sums [p·n, …] over the ranks; rank r gets part r, [n, …]."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     local = values.new_empty(values.shape[0] // dist.get_world_size(group), *values.shape[1:])
     scatter(local, values.contiguous(), group=group)
@@ -36,7 +35,7 @@ def reduce_scatter(values: Tensor, group: ProcessGroup) -> Tensor:
 
 
 EMPTY_MAX = -1e30
-"""The maximum of a shard without any finite logit. It is finite, since −inf · 0 is NaN."""
+"""Maximum of a shard without a finite logit; finite, since −inf · 0 is NaN."""
 
 
 class RowScores(NamedTuple):
@@ -45,22 +44,18 @@ class RowScores(NamedTuple):
     logprob_R: Tensor
     entropy_R: Tensor
     max_R: Tensor
-    """The largest logit of the whole vocabulary, not divided by the temperature."""
+    """Largest logit of the whole vocabulary, not divided by the temperature."""
     log_sum_R: Tensor
-    """log Σ exp((x − max)/temperature) over the whole vocabulary; kept apart from the maximum, because adding the two would
-    round."""
+    """log Σ exp((x − max)/temperature); adding the maximum would round."""
 
 
 def combine(
     stats_RK: Tensor, rows_R: Tensor | None, temperature: float, tp_group: ProcessGroup | None
 ) -> tuple[RowScores, Tensor | None]:
-    """Gathers the shards' statistics (all ranks of the group call) and combines them; every rank returns the same.
+    """Gathers the shards' statistics and combines them. All ranks of the group call and get the same.
 
-    Returns:
-        the scores, and with K = 6 the slope of the entropy [R], see `TokenScores`.
-
-    Raises:
-        ValueError: on all ranks, if a row has NaN or +inf, or only −inf.
+    Returns the scores, and with K = 6 the slope of the entropy [R]. Raises ValueError on all ranks if a row has NaN or +inf, or
+    only −inf.
     """
     stats_pRK = stats_RK.unsqueeze(0)
     if tp_group is not None and stats_RK.numel():
@@ -81,14 +76,14 @@ def combine(
 def _entropy_slope(
     sum_R: Tensor, weighted_R: Tensor, square_R: Tensor, weighted_square_R: Tensor, label_t_R: Tensor, logprob_R: Tensor
 ) -> Tensor:
-    """Computes Σ_j p_j² (log p_j + H) − p_k (log p_k + H) of the label k, where log p + H is t less its mean under p."""
+    """log p + H is t less its mean under p."""
     mean_R, label_p_R = weighted_R / sum_R, logprob_R.exp()
     label_term_R = torch.where(label_p_R > 0, label_p_R * (label_t_R - mean_R), 0.0)  # a label of −inf: not 0 · inf
     return (weighted_square_R - mean_R * square_R) / sum_R.square() - label_term_R
 
 
 def merge(stats_pRK: Tensor, temperature: float) -> Tensor:
-    """Merges the packed statistics of p disjoint sets of columns, [p, R, K], to those of their union, [R, K]."""
+    """Merges the statistics of p disjoint sets of columns, [p, R, K], to [R, K]."""
     max_pR, sum_pR, weighted_pR, label_pR, *squares = stats_pRK.unbind(-1)
     max_R = max_pR.amax(0)
     shift_pR = (max_pR - max_R) / temperature

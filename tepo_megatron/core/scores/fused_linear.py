@@ -1,4 +1,4 @@
-"""Computes log-prob and entropy from hidden states and a shard of the head's weight, with the logits of one chunk at a time."""
+"""Computes log-prob and entropy from hidden states and a shard of the head, with one chunk's logits at a time."""
 
 from __future__ import annotations
 
@@ -40,27 +40,24 @@ def fused_linear_logprob_and_entropy(
     gradient_accumulation_fusion: bool = False,
     backend: BackendName = "auto",
 ) -> TokenScores:
-    """`logprob_and_entropy` of ``hidden @ weightᵀ`` without ever holding the logits.
+    """Computes `logprob_and_entropy` of ``hidden @ weightᵀ`` without ever holding all logits.
 
     All ranks of ``tp_group`` call, forward and backward. Forward: one all-gather of 16 bytes (24 with the entropy's slope) per
-    scored token and rank.
-    Backward: the logits are computed again; one all-reduce sums the hidden states' gradient over the vocabulary shards, as
-    after any column-parallel linear. Under sequence parallelism the hidden states are all-gathered forward and again backward,
-    and their gradient is reduce-scattered instead. Arguments that are not listed are those of `logprob_and_entropy`.
+    scored token and rank. Backward: the logits are computed again, and one all-reduce sums the hidden states' gradient. Under
+    sequence parallelism the hidden states are all-gathered in both passes, and their gradient is reduce-scattered instead.
+    Other arguments are those of `logprob_and_entropy`.
 
     Args:
         hidden_TH: [T, H], the same on all ranks; with ``sequence_parallel`` this rank's rows, [T/p, H].
-        weight_VpH: [V/p, H], rank r's rows of the head, in the hidden states' dtype. The logits of a chunk have that dtype too,
-            so the scores are those of the unfused head.
-        labels_T: int64 [T], all tokens' also under sequence parallelism; likewise ``mask_T`` and ``kept_TK``.
-        gradient_accumulation_fusion: as in Megatron's linears: add the weight's gradient to ``weight_VpH.main_grad``
-            (fp32 [V/p, H], where Megatron's DDP has given the weight one), and mark it with ``grad_added_to_main_grad``. What
-            autograd then gets for the weight is there to run its hooks and has no meaning. A weight marked with
-            ``zero_out_wgrad`` is another layer's too (tied embeddings), and autograd gets that layer's gradient alone.
+        weight_VpH: [V/p, H], rank r's rows of the head, in the hidden states' dtype, which the logits have too.
+        labels_T: int64 [T], all tokens', also under sequence parallelism; likewise ``mask_T`` and ``kept_TK``.
+        gradient_accumulation_fusion: as in Megatron's linears: add the weight's gradient to ``weight_VpH.main_grad`` (fp32
+            [V/p, H], if DDP gave the weight one), and set ``grad_added_to_main_grad``. Autograd's gradient then only runs
+            hooks; for a weight marked ``zero_out_wgrad`` (tied embeddings) it is the other layer's.
 
     Returns:
-        fp32 [T] each (fp64 for fp64 input), the same on all ranks, differentiable (once) in hidden states and weight, but for
-        the slope. The weight's gradient is accumulated over the chunks in fp32, products of narrower dtypes unrounded.
+        fp32 [T] each (fp64 for fp64 input), the same on all ranks, differentiable once in hidden states and weight, except the
+            slope. The weight's gradient is accumulated over the chunks in fp32.
 
     Raises:
         ValueError: as `logprob_and_entropy`, or hidden states and weight do not fit together.
@@ -163,7 +160,7 @@ def _add_gradients(
     grad_entropy_R: Tensor | None,
     grad_weight_VpH: Tensor | None,
 ) -> Tensor:
-    """Adds the weight's gradient to ``grad_weight_VpH``; returns the hidden states' [R, H], this vocabulary shard's share."""
+    """Adds to ``grad_weight_VpH``; returns this vocabulary shard's share of the hidden states' gradient, [R, H]."""
     grad_hidden_RH = torch.empty_like(hidden_RH)
     for index, chunk, logits_cVp in _chunks(hidden_RH, weight_VpH, scoring):
         # The logits are computed again rather than kept: keeping them is what this function avoids.
@@ -183,17 +180,15 @@ def _add_gradients(
 
 
 def _placeholder(parameter: Any) -> Tensor | None:
-    """Marks a weight whose gradient is in ``main_grad`` already, and returns what autograd gets in its place.
-
-    It is a tensor of the weight's shape, not written to: DDP's hook expects a gradient, and on a GPU autograd would run the
-    hook in another thread without one. A tied weight has the embedding's gradient, which the hook must still add.
+    """DDP's hook expects a gradient, and on a GPU autograd would run the hook in another thread without one. A tied weight has
+    the embedding's gradient, which the hook must still add.
     """
     parameter.grad_added_to_main_grad = True
     return None if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like(parameter)
 
 
 def _chunks(hidden_RH: Tensor, weight_VpH: Tensor, scoring: Scoring) -> Iterator[tuple[slice, Scoring, Tensor]]:
-    """Cuts the scored rows into chunks: yields a range of rows, its own `Scoring`, and a buffer for its logits, reused."""
+    """Yields a range of scored rows, its own `Scoring`, and a reused buffer for its logits."""
     width = weight_VpH.shape[0]
     budget = _CHUNK_BYTES.get(hidden_RH.device.type, _CHUNK_BYTES_ACCELERATOR)
     size = max(16, budget // (width * hidden_RH.dtype.itemsize))
@@ -207,7 +202,7 @@ def _chunks(hidden_RH: Tensor, weight_VpH: Tensor, scoring: Scoring) -> Iterator
 
 
 def _add_product(sum_VH: Tensor, left_Vc: Tensor, right_cH: Tensor) -> None:
-    """Adds a matrix product to ``sum_VH``, in its dtype; where it is wider than the factors', nothing is rounded to theirs."""
+    """Adds in the dtype of ``sum_VH``, so that products of narrower factors are not rounded."""
     if sum_VH.dtype == left_Vc.dtype:
         sum_VH.addmm_(left_Vc, right_cH)
     elif sum_VH.is_cuda:
@@ -220,12 +215,10 @@ def _add_product(sum_VH: Tensor, left_Vc: Tensor, right_cH: Tensor) -> None:
 
 
 def _gather(hidden: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Gathers sequence-parallel shards [T/p, H] to [T, H]; without a group returns the input."""
     return hidden if group is None else all_gather(hidden, group)
 
 
 def _sum_over_shards(grad_TH: Tensor, tp_group: ProcessGroup | None, scatter_group: ProcessGroup | None) -> Tensor:
-    """Sums the hidden states' gradient, to which every vocabulary shard contributed; under SP keeps this rank's rows."""
     if tp_group is None or not grad_TH.numel():
         return grad_TH
     if scatter_group is None:

@@ -1,8 +1,7 @@
-"""Sweeps over a shard on a CPU in C++, with one pass each: compiled on first use, several times faster than `sweep`.
+"""Sweeps over a shard on a CPU in C++, several times faster than `torch_sweep`.
 
-``sweep.cpp`` is compiled for this machine's processor by ``c++`` (or the compiler that ``CXX`` names) and kept below the user's
-cache folder, under a name that changes with source, compiler and processor. It links nothing of torch, so it outlives an update
-of it.
+``sweep.cpp`` is compiled on first use by ``c++`` (or ``CXX``) and kept in the user's cache folder under a name that depends on
+source, compiler and processor. It links nothing of torch.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _BACKWARD = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT, *(_POINTER,) * 6, 
 
 
 def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_RK: Tensor) -> None:
-    """As `torch_sweep.forward`, which it calls for fp64 logits."""
+    """Works as `torch_sweep.forward`, which it calls for fp64 logits."""
     if logits_TV.dtype not in _NAMES:
         return sweep.forward(logits_TV, rows_R, temperature, stats_RK)
     logits_TV = _with_dense_rows(logits_TV)
@@ -78,7 +77,7 @@ def backward(
     grad_entropy_R: Tensor | None,
     out_TV: Tensor,
 ) -> None:
-    """As `torch_sweep.backward`, which it calls for fp64 logits."""
+    """Works as `torch_sweep.backward`, which it calls for fp64 logits."""
     if logits_TV.dtype not in _NAMES:
         return sweep.backward(logits_TV, rows_R, temperature, scores, labels, grad_logprob_R, grad_entropy_R, out_TV)
     logits_TV = _with_dense_rows(logits_TV)
@@ -116,12 +115,12 @@ def _with_dense_rows(logits_TV: Tensor) -> Tensor:
 
 
 def _part_of(values_TV: Tensor, rows_R: Tensor | None, index: slice) -> tuple[Tensor, int | None]:
-    """Returns where a part of the scored rows starts, and the address of its row numbers (None if all rows are scored)."""
+    """Returns the start of a part of the scored rows, and the address of its row numbers (None: all rows)."""
     return (values_TV[index], None) if rows_R is None else (values_TV, rows_R[index].data_ptr())
 
 
 def _in_parts(part: Callable[[slice], None], count: int) -> None:
-    """Runs parts of the rows in as many threads as torch has, in parallel, since ctypes releases the interpreter's lock."""
+    """Threads run in parallel, since ctypes releases the interpreter's lock."""
     threads = min(torch.get_num_threads(), max(count, 1))
     cuts = [count * number // threads for number in range(threads + 1)]
     parts = [slice(first, last) for first, last in itertools.pairwise(cuts)]
@@ -134,12 +133,7 @@ def _in_parts(part: Callable[[slice], None], count: int) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """Loads the compiled sweeps, compiling them first if there is no library for this source, compiler and processor.
-
-    Raises:
-        RuntimeError: there is no compiler, or it refuses; the cache folder does not take the library or give it to run, or
-            others than this user may write there.
-    """
+    """Raises RuntimeError without a working compiler, or if others than this user may write to the cache folder."""
     source = Path(__file__).with_name("sweep.cpp")
     compiler = os.environ.get("CXX", "c++")
     target = _run([compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])  # names compiler and processor
@@ -161,7 +155,6 @@ def _library() -> ctypes.CDLL:
 
 
 def _refuse_others(path: Path) -> None:
-    """Raises RuntimeError if another user owns the folder or the library in it, or may write to it."""
     result = path.stat()
     if result.st_uid != os.geteuid() or result.st_mode & 0o022:
         raise RuntimeError(
@@ -171,7 +164,7 @@ def _refuse_others(path: Path) -> None:
 
 
 def _build(command: list[str], library: Path) -> None:
-    """Compiles it, or waits for another process that does. An interruption leaves no partial library."""
+    """Waits for another process that compiles it. An interruption leaves no partial library."""
     with (library.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library.exists():
@@ -184,7 +177,7 @@ def _build(command: list[str], library: Path) -> None:
 
 
 def why_not() -> str | None:
-    """Compiles the sweeps if needed; returns a sentence if that is not possible, else None."""
+    """Compiles the sweeps if needed; returns the reason if that is not possible, else None."""
     try:
         _library()
     except RuntimeError as error:

@@ -31,35 +31,32 @@ def logprob_and_entropy(
     kept_TK: Tensor | None = None,
     backend: BackendName = "auto",
 ) -> TokenScores:
-    """Computes the log-probability of each label, and the entropy of the whole distribution softmax(logits / temperature);
-    where asked for, also how a policy-gradient step on the label would change that entropy.
+    """Computes each label's log-probability and the entropy of the whole distribution softmax(logits / temperature).
 
-    Every rank of ``tp_group`` calls, with its own columns of the same rows and otherwise the same arguments, and gets the same
-    result. One all-gather of 16 bytes (24 with the slope) per scored token and rank forward, no collective backward. The
-    logits are upcast chunk by chunk and left as they are; beyond the outputs, memory grows by a workspace of fixed size, and by
-    the gradient.
+    Every rank of ``tp_group`` calls, with its own columns and otherwise the same arguments, and gets the same result. Forward:
+    one all-gather of 16 bytes (24 with the slope) per scored token. Backward: no collective. Besides the outputs, memory grows
+    by the gradient and a workspace of fixed size.
 
     Args:
-        logits_TVp: bf16, fp16, fp32 (or fp64) [T, V/p], rank r's columns from r·V/p on; −inf is probability 0.
+        logits_TVp: bf16, fp16, fp32 or fp64 [T, V/p], rank r's columns from r·V/p on; −inf is probability 0.
         labels_T: int64 [T], the same on all ranks, numbered over the whole vocabulary.
         tp_group: the tensor-parallel group; None for a vocabulary in one piece.
         temperature: divides the logits, after the upcast.
-        vocab_size: the true size V; columns from it on are padding, excluded whatever they hold. Default: no padding.
+        vocab_size: the true size V; columns from it on are padding and ignored. Default: no padding.
         mask_T: bool [T]; tokens outside are not read, score 0, and get gradient 0.
-        inplace_backward: write the gradient over the logits' storage. For logits that nothing else reads after the loss.
-        entropy_slope: compute `TokenScores.entropy_slope` in the same sweep, for the logits divided by the temperature.
-        kept_TK: int32 or int64 [T, K], the same on all ranks: the tokens beside the label that the distribution at t is over,
-            each once, -1 where there are fewer than K. All scores are then of the softmax over label and kept tokens, and
-            nothing else is read or gets a gradient. None: the whole vocabulary.
-        backend: ``torch``; ``cpp`` for logits on CPU, several times faster, compiled on first use; ``triton`` for logits on a
-            GPU; ``auto``: ``triton`` on a GPU where Triton is installed, ``cpp`` on a CPU with a C++ compiler, else ``torch``.
+        inplace_backward: write the gradient over the logits' storage, if nothing else reads them after the loss.
+        entropy_slope: also compute `TokenScores.entropy_slope`, for the logits divided by the temperature.
+        kept_TK: int32 or int64 [T, K], the same on all ranks: the other tokens of the distribution at t, each once, padded with
+            -1. The softmax is then over label and kept tokens only. None: the whole vocabulary.
+        backend: ``torch``; ``cpp`` for CPUs, several times faster, compiled on first use; ``triton`` for GPUs; ``auto``: the
+            fastest that works.
 
     Returns:
-        fp32 [T] each (fp64 for fp64 logits), natural logarithm, differentiable (once) in the logits, but for the slope.
+        fp32 [T] each (fp64 for fp64 logits), natural logarithm, differentiable once in the logits, except the slope.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, a label or kept token is outside [0, V), a scored row has NaN, +inf, or only
-            −inf logits; the last three are raised on all ranks of the group alike.
+        ValueError: shapes or dtypes do not fit, a label or kept token is outside [0, V), or a scored row has NaN, +inf, or only
+            −inf logits (raised on all ranks).
     """
     if logits_TVp.ndim != 2 or not logits_TVp.is_floating_point():
         raise ValueError(

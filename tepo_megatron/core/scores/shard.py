@@ -1,7 +1,7 @@
 """The columns of the vocabulary on a rank, the rows to score, and checks of the arguments.
 
-Axes: T tokens, R scored tokens (those in the mask), V true vocabulary, p tensor-parallel size, Vp columns per rank, padding
-included: rank r holds columns [r·Vp, (r+1)·Vp), of which those from V on are padding.
+T tokens, R scored tokens, V true vocabulary, p tensor-parallel size, Vp columns per rank with padding: rank r holds columns
+[r·Vp, (r+1)·Vp), and those from V on are padding.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ if TYPE_CHECKING:
 
 
 class LocalLabels(NamedTuple):
-    """The labels of the scored rows, in the columns of one shard."""
+    """Labels of the scored rows, in the columns of one shard."""
 
     column_R: Tensor
-    """int64 [R]: the label's column in this shard; 0 if another shard has the label."""
+    """int64 [R]; 0 if another shard has the label."""
     inside_R: Tensor
-    """bool [R]: whether this shard has the label."""
+    """bool [R]: whether this shard has it."""
 
 
 class _KeptColumns(NamedTuple):
-    """The tokens next to the labels in a sampler's mask, K at most, in the columns of one shard."""
+    """The same for the other tokens in a sampler's mask, [R, K]."""
 
     column_RK: Tensor
-    """int64 [R, K]; 0 if another shard has the token, or there is none."""
     inside_RK: Tensor
-    """bool [R, K]: whether this shard has the token."""
 
     def of(self, rows: slice) -> _KeptColumns:
         return _KeptColumns(self.column_RK[rows], self.inside_RK[rows])
@@ -40,29 +38,27 @@ class _KeptColumns(NamedTuple):
 
 @dataclass(frozen=True)
 class Scoring:
-    """The arguments of one call on this rank, checked: its columns, the rows to score, their labels."""
+    """The checked arguments of one call on this rank."""
 
     tp_group: ProcessGroup | None
     temperature: float
     columns: int
-    """Columns of this shard that are not padding, at its start; 0 if the whole shard is padding."""
+    """Columns without padding, which is at the end."""
     tokens: int
     rows_R: Tensor | None
-    """Indices of the scored rows, int64; None if all are scored."""
+    """int64 indices of the scored rows; None if all are scored."""
     labels: LocalLabels
     entropy_slope: bool = False
-    """Whether to compute the slope of the entropy."""
     kept: _KeptColumns | None = None
-    """The support of the distribution next to the labels; None: the whole vocabulary."""
+    """None: the whole vocabulary."""
 
     @property
     def statistics(self) -> int:
-        """K, the numbers that `combine` takes of a row: 4, or 6 for the slope of the entropy."""
+        """K of `combine`."""
         return 6 if self.entropy_slope else 4
 
     @property
     def count(self) -> int:
-        """R, the number of scored rows."""
         return self.labels.column_R.numel()
 
 
@@ -78,12 +74,7 @@ def plan_scoring(
     entropy_slope: bool,
     kept_TK: Tensor | None = None,
 ) -> Scoring:
-    """Checks the arguments of a call on ``tokens`` rows and a shard ``width`` columns wide, padding included.
-
-    Raises:
-        ValueError: temperature, vocabulary size, shapes, dtypes, a label or a kept token are impossible; each message says what
-            to do.
-    """
+    """Checks the arguments of a call on ``tokens`` rows and a shard of ``width`` columns with padding. Raises ValueError."""
     rank, world = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
     vocab_size = width * world if vocab_size is None else vocab_size
     if not 0 < vocab_size <= width * world:
@@ -108,7 +99,7 @@ def plan_scoring(
 
 
 def _local(ids: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Columns of tokens in the shard that begins at ``first``, 0 where they are in none of its, and whether they are."""
+    """Returns columns in the shard that begins at ``first``, 0 for tokens of other shards, and whether they are in it."""
     column = ids - first
     inside = (column >= 0) & (column < columns) & (ids >= 0)
     return torch.where(inside, column, 0), inside
@@ -156,12 +147,12 @@ def _check_kept(kept_RK: Tensor, labels_R: Tensor, rows_R: Tensor | None, vocab_
 
 
 def to_tokens(values_R: Tensor, scoring: Scoring) -> Tensor:
-    """Scatters values of the scored rows [R] to their tokens [T], 0 elsewhere."""
+    """Scatters [R] to [T], 0 elsewhere."""
     if scoring.rows_R is None:
         return values_R
     return values_R.new_zeros(scoring.tokens).index_copy(0, scoring.rows_R, values_R)
 
 
 def of_rows(values_T: Tensor, scoring: Scoring) -> Tensor:
-    """Gathers values of the scored rows [R] from those of all tokens [T]."""
+    """Gathers [R] from [T]."""
     return values_T if scoring.rows_R is None else values_T[scoring.rows_R]

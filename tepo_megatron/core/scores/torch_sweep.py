@@ -1,8 +1,7 @@
-"""Sweeps over a shard of logits in plain torch, in chunks of rows that fit the cache. This backend works everywhere.
+"""Sweeps over a shard of logits in plain torch, in chunks of rows that fit the cache.
 
-Nothing of the logits' size is ever held in fp32: a chunk is upcast into a workspace, used, and overwritten by the next. exp
-is computed as exp2, which is several times faster on CPU. Axes: T rows of logits, R scored ones, c those of a chunk, V columns
-that are no padding, at least one.
+Only a chunk is held in fp32. exp is computed as exp2, which is several times faster on CPU. T rows of logits, R scored ones, c
+rows of a chunk, V ≥ 1 columns without padding.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tepo_megatron.core.scores.shard import LocalLabels, Scoring, of_rows
 
 _LOG2_E = math.log2(math.e)
 _FAR_BELOW = -1e4
-"""Stands for −inf in an exponent: 2 to it is 0, and 0 times it is 0, while 0 · −inf is NaN."""
+"""Stands for −inf in an exponent: 0 · −inf is NaN."""
 
 _WORKSPACE_BYTES = {"cpu": 768 * 1024}  # beside the rows themselves in a second-level cache
 _WORKSPACE_BYTES_ACCELERATOR = 128 * 1024 * 1024  # where a chunk must be large enough to fill the device
@@ -28,14 +27,12 @@ _FEW_ROWS = 8
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype to compute in: fp32 for bf16, fp16 and fp32; fp64 for fp64."""
+    """Returns fp32 for bf16, fp16 and fp32; fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_RK: Tensor) -> None:
-    """Writes maximum, Σ e^t and Σ e^t·t of each scored row to ``stats_RK[:, :3]``, as `combine` takes them; with K = 6 also
-    Σ e^2t and Σ e^2t·t to ``stats_RK[:, 4:]``.
-    """
+    """Writes the statistics of `combine` to ``stats_RK``, except the label's logit."""
     workspace = _workspace(logits_TV)
     for index, where in _chunks(rows_R, logits_TV.shape[0], workspace.shape[1]):
         t_cV, e_cV = workspace[:, : index.stop - index.start]
@@ -59,7 +56,7 @@ def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_
 
 
 def _inner(a_cV: Tensor, b_cV: Tensor) -> Tensor:
-    """Returns Σ a·b of each row without writing the products: for few and long rows."""
+    """Avoids writing the products: for few and long rows."""
     return torch.stack([torch.dot(a_V, b_V) for a_V, b_V in zip(a_cV, b_cV, strict=True)])
 
 
@@ -75,8 +72,7 @@ def backward(
 ) -> None:
     """Writes the gradient of the scored rows into ``out_TV``, which may be the logits themselves.
 
-    With p = e^t / S and log p = t − log S the gradient is (grad_logprob · (1[label] − p) − grad_entropy · p (log p + H)) /
-    temperature.
+    With p = e^t / S and log p = t − log S it is (grad_logprob · (1[label] − p) − grad_entropy · p (log p + H)) / temperature.
     """
     # As a function of t alone it is e^t · (constant + slope · t), and at_label more in the label's column: one product a logit.
     scale_R = (-scores.log_sum_R).exp() / temperature
@@ -109,7 +105,7 @@ def _exponents(source_cV: Tensor, max_c1: Tensor, temperature: float, out_cV: Te
 
 
 def _workspace(logits_TV: Tensor) -> Tensor:
-    """Returns two buffers of one chunk each, [2, rows of a chunk, V]."""
+    """Returns [2, rows of a chunk, V]."""
     dtype, columns = compute_dtype(logits_TV.dtype), logits_TV.shape[1]
     budget = _WORKSPACE_BYTES.get(logits_TV.device.type, _WORKSPACE_BYTES_ACCELERATOR)
     rows = max(1, min(budget // (2 * dtype.itemsize * columns), logits_TV.shape[0]))
@@ -117,7 +113,7 @@ def _workspace(logits_TV: Tensor) -> Tensor:
 
 
 def _chunks(rows_R: Tensor | None, tokens: int, size: int) -> Iterator[tuple[slice, slice | Tensor]]:
-    """Cuts the scored rows into chunks: yields each one's range among the R scored rows, and its index among the T rows."""
+    """Yields ranges among the R scored rows, and their indices among the T rows."""
     count = tokens if rows_R is None else rows_R.numel()
     places = None if rows_R is None else rows_R.cpu()
     for start in range(0, count, size):
@@ -132,7 +128,7 @@ def _chunks(rows_R: Tensor | None, tokens: int, size: int) -> Iterator[tuple[sli
 
 
 class _Sweep(Protocol):
-    """The two functions of `sweep`, which say what they read and write, or of another module that does the same."""
+    """The interface of `torch_sweep` and `native`."""
 
     def forward(self, logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_RK: Tensor) -> None: ...
 

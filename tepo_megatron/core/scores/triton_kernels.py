@@ -1,9 +1,8 @@
 """Triton kernels for the two passes over a shard of logits. `triton_sweep` launches them.
 
-A program takes a row, or a part of one where there are fewer rows than the device can hold programs. Its columns come in tiles
-[VECTORS, THREADS, VECTOR]: a thread loads VECTOR neighbours with one instruction (16 bytes), THREADS side by side, VECTORS
-times. Forward, every thread keeps a maximum and sums of its own, which meet once, at the end: no barrier in the loop, and one
-exp2 per logit. While programs wait for their loads, others on the same processor compute.
+A program takes a row, or a part of one if rows are few. A tile of columns is [VECTORS, THREADS, VECTOR]: a thread loads VECTOR
+neighbours with one instruction (16 bytes), THREADS side by side, VECTORS times. Forward, threads merge their own maxima and
+sums once, at the end: no barrier in the loop, one exp2 per logit.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 _LN_2 = tl.constexpr(math.log(2.0))
 _EMPTY = tl.constexpr(EMPTY_MAX)
 _FAR_BELOW = tl.constexpr(-1e4)
-"""Replaces −inf in an exponent, as in `sweep`."""
 
 
 @triton.jit
 def _tile(VECTORS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr) -> tl.tensor:
-    """Returns the columns of a tile [VECTORS, THREADS, VECTOR], counted from its first."""
     vectors = tl.arange(0, VECTORS)[:, None, None] * (THREADS * VECTOR)
     threads = tl.arange(0, THREADS)[None, :, None] * VECTOR
     return vectors + threads + tl.arange(0, VECTOR)[None, None, :]
@@ -32,7 +29,7 @@ def _tile(VECTORS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr) ->
 
 @triton.jit
 def _at(row: tl.tensor, columns: tl.tensor, stride: int) -> tl.tensor:
-    """Returns the addresses of a row's columns; in int64, since neighbours in a row may be far apart."""
+    """In int64, since neighbours in a row may be far apart."""
     return row + columns.to(tl.int64) * stride
 
 
@@ -44,9 +41,8 @@ def _exponents(x: tl.tensor, highest: tl.tensor, to_log2: float) -> tl.tensor:
 
 @triton.jit
 def _add_tile(x: tl.tensor, sums: tl.tuple, to_log2: float, SQUARES: tl.constexpr) -> tl.tuple:
-    """Adds a tile to the threads' maxima, Σ e^t and Σ e^t·t [THREADS]; t is in units of log 2 here.
-
-    With SQUARES also to Σ e^2t and Σ e^2t·t; without, they stay 0 and take no instruction.
+    """Adds a tile to the threads' maxima, Σ e^t and Σ e^t·t [THREADS]; with SQUARES also Σ e^2t and Σ e^2t·t. t is in units of
+    log 2.
     """
     highest, total, weighted, square, weighted_square = sums
     higher = tl.maximum(highest, tl.max(tl.max(x, 2), 0))
@@ -132,9 +128,7 @@ def _gradient_terms(
     grad_entropy: tl.tensor,
     per_temperature: float,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Returns (constant, slope, at_label) of a row: its gradient is e^t · (constant + slope · t), and at_label more in the
-    label's column, as in `sweep.backward`.
-    """
+    """Returns (constant, slope, at_label): the gradient is e^t · (constant + slope · t), plus at_label in its column."""
     log_sum = tl.load(log_sums + r)
     scale = tl.exp2(-log_sum * _LOG2_E) * per_temperature
     constant, slope, at_label = 0.0, 0.0, 0.0
@@ -158,7 +152,7 @@ def _gradient_tile(
     label: tl.tensor,
     terms: tl.tuple,
 ) -> tl.tensor:
-    """Returns the gradient of a tile in fp32, so that the label's term is added before the result is rounded."""
+    """In fp32, so that the label's term is added before the result is rounded."""
     constant, slope, at_label = terms
     t = _exponents(x, highest, to_log2)
     return tl.exp2(t) * (constant + slope * t) + tl.where(places == label, at_label, 0.0)
@@ -189,7 +183,7 @@ def gradient_kernel(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> None:
-    """Program (token, j) writes part j of the token's gradient, see `sweep.backward`, and zeros where there is none."""
+    """Program (token, j) writes part j of the token's gradient, see `torch_sweep.backward`, or zeros."""
     TILE: tl.constexpr = VECTORS * THREADS * VECTOR
     token, part = tl.program_id(0), tl.program_id(1)
     r = token

@@ -1,7 +1,7 @@
 """Launches `triton_kernels`: the two passes over a shard of logits on a GPU.
 
-The logits are read once forward, read and written once backward. No atomics and no tuning at run time: the same input gives the
-same bits. Axes: T rows of logits, R scored ones, Vp columns of this shard, J parts of a row.
+No atomics and no tuning at run time: the same input gives the same bits. T rows, R scored ones, Vp columns of this shard, J
+parts of a row.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from tepo_megatron.core.scores.torch_sweep import RowSweeps
 _LOG2_E = math.log2(math.e)
 _VECTOR_BYTES = 16
 _ELEMENTS = 16
-"""Elements of a tile that a thread has: two vectors in bf16. The forward then needs 32 registers, so that all threads of a
-processor fit.
-"""
+"""Elements of a tile per thread: two vectors in bf16. The forward pass then needs 32 registers, so all threads fit."""
 _WIDE = 32768
-"""Rows of so many columns get 8 warps; shorter ones 4, since every warp pays the fixed cost of a row."""
+"""Columns from which a row gets 8 warps, not 4, since every warp pays the fixed cost of a row."""
 _WARPS_PER_PROCESSOR = 64
 _in_torch = RowSweeps(sweep)  # for fp64 logits
 
@@ -36,9 +34,9 @@ class _Grid(NamedTuple):
     """How rows are cut into programs, and a program's columns into tiles."""
 
     parts: int
-    """J, the number of programs that share a row."""
+    """J, the programs that share a row."""
     span: int
-    """Columns of a part, a multiple of a tile's columns."""
+    """Columns of a part, a multiple of a tile's."""
     threads: int
     vector: int
     """Elements that a thread loads at once."""
@@ -54,12 +52,12 @@ class _Grid(NamedTuple):
 
 
 def is_interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels, on CPU: TRITON_INTERPRET=1 was set when `triton_kernels` was imported."""
+    """Returns whether TRITON_INTERPRET=1 was set when `triton_kernels` was imported."""
     return not isinstance(triton_kernels.statistics_kernel, triton.JITFunction)
 
 
 def statistics(logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
-    """`Backend.statistics` in one launch (a few small ones more for parts of rows). fp64 goes to `sweep`."""
+    """Implements `Backend.statistics` in one launch (more for parts of rows). fp64 uses `torch_sweep`."""
     if logits_TVp.dtype == torch.float64:
         return _in_torch.statistics(logits_TVp, scoring, stats_RK)
     if not scoring.count:
@@ -93,7 +91,7 @@ def gradient(
     grad_entropy_T: Tensor | None,
     out_TVp: Tensor,
 ) -> None:
-    """`Backend.gradient` in one launch, zeros of masked rows and padding included. fp64 goes to `sweep`."""
+    """Implements `Backend.gradient` in one launch. fp64 uses `torch_sweep`."""
     if logits_TVp.dtype == torch.float64:
         return _in_torch.gradient(logits_TVp, scoring, scores, grad_logprob_T, grad_entropy_T, out_TVp)
     if not scoring.count:
@@ -124,7 +122,7 @@ def gradient(
 
 
 def _numbers(scoring: Scoring) -> Tensor | None:
-    """Returns int32 [T]: the number of a token's row among the scored ones, −1 for none; None if all tokens are scored."""
+    """Returns int32 [T]: the token's row among the scored ones, −1 for none; None if all are scored."""
     rows_R = scoring.rows_R
     if rows_R is None:
         return None
@@ -133,9 +131,8 @@ def _numbers(scoring: Scoring) -> Tensor | None:
 
 
 def _cut(logits_TVp: Tensor, rows: int, columns: int) -> _Grid:
-    """Chooses one program for each row, or several where the device would have idle processors.
-
-    The choice depends on shape, dtype and device alone, so that the same input gives the same bits.
+    """Gives a row several programs if the device would have idle processors. Depends only on shape, dtype and device, so that
+    the same input gives the same bits.
     """
     if logits_TVp.is_cuda:
         threads = 128 if columns < _WIDE else 256
@@ -150,5 +147,5 @@ def _cut(logits_TVp: Tensor, rows: int, columns: int) -> _Grid:
 
 
 def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """A context in which the tensor's device is torch's current one, on which Triton launches."""
+    """Triton launches on torch's current device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

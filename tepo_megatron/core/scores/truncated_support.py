@@ -1,7 +1,7 @@
-"""Scores over the few tokens of a sampler's mask, in plain torch: other columns of a row are not read.
+"""Scores over the few tokens of a sampler's mask, in plain torch.
 
-The label and the kept columns of a row become a row of their own, [R, 1 + K], the label first. A column of another shard, or of
-none, is −inf there, so that the shards' statistics combine as those of whole rows do.
+The label and the kept columns make a row [R, 1 + K], label first, with −inf for columns of another shard, so that shards
+combine as whole rows do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tepo_megatron.core.scores.shard import LocalLabels, Scoring, of_rows
 
 
 def statistics(logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
-    """`Backend.statistics` for a distribution over the kept tokens."""
+    """Implements `Backend.statistics`."""
     if not scoring.count:
         return
     picked_RC, _, inside_RC = _pick(logits_TVp, scoring)
@@ -31,7 +31,7 @@ def gradient(
     grad_entropy_T: Tensor | None,
     out_TVp: Tensor,
 ) -> None:
-    """`Backend.gradient`: zeros except in the columns of kept tokens."""
+    """Implements `Backend.gradient`: zeros except in the columns of kept tokens."""
     if not scoring.count:
         out_TVp.zero_()
         return
@@ -46,9 +46,7 @@ def gradient(
 
 
 def _pick(logits_TVp: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]:
-    """The logits of labels and kept tokens [R, 1 + K], −inf where this shard has not got them; their columns, and whether they
-    are inside this shard.
-    """
+    """Returns logits [R, 1 + K], −inf outside this shard; their columns; and whether they are inside."""
     assert scoring.kept is not None
     column_RC = torch.cat([scoring.labels.column_R.unsqueeze(1), scoring.kept.column_RK], 1)
     inside_RC = torch.cat([scoring.labels.inside_R.unsqueeze(1), scoring.kept.inside_RK], 1)
@@ -57,6 +55,5 @@ def _pick(logits_TVp: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _rows(scoring: Scoring, logits_TVp: Tensor) -> Tensor:
-    """The numbers of the scored rows, [R, 1]."""
     rows_R = torch.arange(scoring.count, device=logits_TVp.device) if scoring.rows_R is None else scoring.rows_R
     return rows_R.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""All checks of one objective, for the command ``tepo objective check`` and for a user's own test."""
+"""All checks of one objective, for ``tepo objective check`` and a user's own test."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Steps = Sequence[tuple[Batch, TokenScores]]
 
 
 class Finding(NamedTuple):
-    """A rule, and how the objective breaks it; ``problem`` is empty if it does not."""
+    """``problem``: how the objective breaks the rule; empty if it does not."""
 
     rule: str
     problem: str
@@ -40,11 +40,11 @@ class Finding(NamedTuple):
 def check_objective(config: ObjectiveConfig, *, steps: int = _STEPS, reward_parts: int = 2) -> None:
     """Checks that an objective keeps the rules of every objective (docs/guides/own-objective.md), on a CPU in float64.
 
-    For a test: ``check_objective(ObjectiveConfig(preset="my_preset.yaml"))``.
+    In a test: ``check_objective(ObjectiveConfig(preset="my_preset.yaml"))``.
 
     Args:
-        steps: random optimizer steps that each rule is checked on; always the same ones.
-        reward_parts: the components of each reward, K of ``Batch.reward_parts_SK``.
+        steps: number of random optimizer steps; always the same ones.
+        reward_parts: K of ``Batch.reward_parts_SK``.
 
     Raises:
         ValueError: a rule is broken; for each such rule a sentence with the two numbers that should be equal.
@@ -56,7 +56,7 @@ def check_objective(config: ObjectiveConfig, *, steps: int = _STEPS, reward_part
 
 
 def run_checks(config: ObjectiveConfig, *, steps: int = _STEPS, reward_parts: int = 2) -> list[Finding]:
-    """The finding of every rule; only the first one if the objective cannot be computed at all."""
+    """Returns only the first finding if the objective cannot be computed at all."""
     findings = list(check_invariance(config, steps=steps, reward_parts=reward_parts))
     if findings[0].problem:
         return findings
@@ -73,7 +73,7 @@ def run_checks(config: ObjectiveConfig, *, steps: int = _STEPS, reward_parts: in
 
 
 def check_invariance(config: ObjectiveConfig, *, steps: int = _STEPS, reward_parts: int = 2) -> Iterator[Finding]:
-    """The rules about what must not matter, each on ``steps`` random steps; a run with plugins checks them before it starts."""
+    """Checks what must not matter on ``steps`` random steps, as a run with plugins does before it starts."""
     objective, checked = build_objective(config), list(random_steps(steps, parts=reward_parts))
     for rule, check in _RULES.items():
         problems = (_problem(partial(check, objective, *step, number)) for number, step in enumerate(checked))
@@ -118,7 +118,7 @@ def _parts(order: list[int], size: int) -> list[list[int]]:
 
 
 def _problem(check: Callable[[], object]) -> str:
-    """The sentence of a broken rule, or the error of the user's code; empty if there is neither."""
+    """Returns a broken rule or an error of the user's code as a sentence, or an empty string."""
     try:
         check()
     except ObjectiveError as error:
@@ -131,7 +131,6 @@ def _problem(check: Callable[[], object]) -> str:
 
 
 def outcome(config: ObjectiveConfig, steps: Steps) -> list[Tensor]:
-    """Advantages, losses, gradients and metrics of these steps."""
     objective, values = build_objective(config), []
     for batch, scores in steps:
         loss, gradients, metrics, extrema = whole(objective, batch, scores)
@@ -141,14 +140,13 @@ def outcome(config: ObjectiveConfig, steps: Steps) -> list[Tensor]:
 
 
 def differ(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    """Whether two outcomes differ by more than rounding."""
     if len(left) != len(right):
         return True
     return any(not torch.allclose(a, b, rtol=1e-9, atol=1e-13, equal_nan=True) for a, b in zip(left, right, strict=True))
 
 
 def other_values(node: dict[str, Any], value: Any) -> Iterator[Any]:
-    """Other values to try for a field that is no section, from its JSON schema."""
+    """Yields values to try for a field, from its JSON schema."""
     for option in node.get("anyOf") or [node]:
         if "enum" in option:
             yield from option["enum"]
@@ -165,7 +163,7 @@ def other_values(node: dict[str, Any], value: Any) -> Iterator[Any]:
 
 
 def is_choice(value: Any) -> bool:
-    """Whether a value is one of a few, each of which has to act. Of numbers one is enough: a bound may have no effect."""
+    """Returns whether each value has to act. Of numbers one is enough: a bound may have no effect."""
     return isinstance(value, bool) or not isinstance(value, float | int)
 
 
@@ -176,7 +174,7 @@ def _check_acts(config: ObjectiveConfig, kind: CustomKind, steps: Steps) -> None
 
 
 def _check_fields(config: ObjectiveConfig, kind: CustomKind, steps: Steps) -> None:
-    """Another value of each field of the kind changes the outcome of some step, or is refused."""
+    """Another value of each field must change the outcome of some step, or be refused."""
     expected = outcome(config, steps)
 
     def acts(path: tuple[str, ...], other: Any) -> bool:
@@ -209,7 +207,6 @@ def _check_round_trip(config: ObjectiveConfig) -> None:
 
 
 def _leaves(section: Section, schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any], Any]]:
-    """Every field that is no section: its path, its schema, its value."""
     for name, node in schema.get("properties", {}).items():
         value = getattr(section, name)
         if isinstance(value, Section):
@@ -221,7 +218,7 @@ def _leaves(section: Section, schema: dict[str, Any]) -> Iterator[tuple[tuple[st
 
 
 def _changed(section: Section, path: tuple[str, ...], value: Any) -> Section | None:
-    """The section with another value of a field; None if it is refused."""
+    """Returns None if the value is refused."""
     changed = section.model_dump()
     inner = changed
     for name in path[:-1]:

@@ -1,7 +1,6 @@
-"""What must not matter to an objective: the order of sequences, how they are cut into micro-batches and ranks, padding.
+"""What must not matter to an objective. Each check raises ``ObjectiveError`` with the two numbers that should be equal.
 
-Each check raises ``ObjectiveError`` with the two numbers that should be equal. Steps are in float64, so that any difference
-beyond rounding is seen.
+Steps are in float64, so that any difference beyond rounding is seen.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def check_finite(objective: Objective, batch: Batch, scores: TokenScores) -> Non
 
 
 def check_deterministic(objective: Objective, batch: Batch, scores: TokenScores) -> None:
-    """The same step gives the same result to the last bit, and no random number is drawn."""
+    """The same step gives the same bits, and no random number is drawn."""
     before = torch.get_rng_state()
     first, second = whole(objective, batch, scores), whole(objective, batch, scores)
     advice = (
@@ -67,7 +66,7 @@ def check_deterministic(objective: Objective, batch: Batch, scores: TokenScores)
 
 
 def check_order(objective: Objective, batch: Batch, scores: TokenScores, order: Sequence[int]) -> None:
-    """The sequences of a step in another order: the same loss, gradients and metrics; each keeps its advantage."""
+    """The sequences in another order give the same loss, gradients and metrics; each keeps its advantage."""
     shuffled, shuffled_scores = pick(batch, scores, order)
     advantages_S = objective.advantages(shuffled)
     pairs = zip(objective.advantages(batch)[list(order)].tolist(), advantages_S.tolist(), strict=True)
@@ -84,7 +83,7 @@ def check_order(objective: Objective, batch: Batch, scores: TokenScores, order: 
 
 
 def check_cuts(objective: Objective, batch: Batch, scores: TokenScores, parts: Sequence[Sequence[int]]) -> None:
-    """The sequences of a step in micro-batches, by their numbers: the same loss, gradients and metrics as in one."""
+    """Micro-batches give the same loss, gradients and metrics as one piece. ``parts``: numbers of sequences."""
     ready = batch.with_(advantages_S=objective.advantages(batch))
     context = objective.prepare(ready)
     outputs = []
@@ -102,7 +101,7 @@ def check_cuts(objective: Objective, batch: Batch, scores: TokenScores, parts: S
 
 
 def check_ranks(objective: Objective, batch: Batch, scores: TokenScores, parts: Sequence[Sequence[int]]) -> None:
-    """As `check_cuts`, with each part on a data-parallel rank, which has prepared its own copy of the whole mini-batch."""
+    """As `check_cuts`, with each part on a data-parallel rank that prepares its own copy of the mini-batch."""
     ready = batch.with_(advantages_S=objective.advantages(batch))
     outputs = []
     for part in parts:
@@ -121,7 +120,7 @@ def check_ranks(objective: Objective, batch: Batch, scores: TokenScores, parts: 
 
 
 def check_context_parallel(objective: Objective, batch: Batch, scores: TokenScores) -> None:
-    """Two ranks that compute half of the tokens each, and the loss of all: their gradients add up to the gradient."""
+    """Two ranks compute half of the tokens each, and the loss of all: their gradients add up."""
     expected = whole(objective, batch, scores)
     ready = batch.with_(advantages_S=objective.advantages(batch))
     parts = []
@@ -138,7 +137,8 @@ def check_context_parallel(objective: Objective, batch: Batch, scores: TokenScor
 
 def check_padding(objective: Objective, batch: Batch, scores: TokenScores, tokens: int = 3) -> None:
     """A trailing sequence outside the mask changes nothing, with zeros, NaN or −inf as scores, in the step or only in the
-    micro-batch; and a micro-batch of padding alone adds nothing."""
+    micro-batch; a micro-batch of padding adds nothing.
+    """
     ready = batch.with_(advantages_S=objective.advantages(batch))
     context = objective.prepare(ready)
     expected = summary([objective(scores, ready, context)], scores)
@@ -161,7 +161,6 @@ def check_padding(objective: Objective, batch: Batch, scores: TokenScores, token
 
 
 def _pad(batch: Batch, tokens: int, fill: float) -> Batch:
-    """The batch with one more sequence, of tokens outside the loss mask with ``fill`` as values."""
     longer: dict[str, Tensor] = {}
     for name, values in vars(batch).items():
         if name.endswith("_T") and values is not None:
@@ -182,7 +181,6 @@ def _compare(
     rtol: float = _RTOL,
     atol: float = _ATOL,
 ) -> None:
-    """Raises ObjectiveError with the first two numbers that differ by more than rounding."""
     pairs = [("the loss", expected.loss, outcome.loss)]
     for name, left_T, right_T in zip(("log-prob", "entropy"), expected.gradients, outcome.gradients, strict=True):
         pairs.append((f"the gradient by the {name}", left_T, right_T))

@@ -1,4 +1,4 @@
-"""Random optimizer steps in float64, and the outcome of an objective on them: as a whole, and in pieces."""
+"""Random optimizer steps in float64, and the outcome of an objective on them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class StepOutcome(NamedTuple):
     loss: Tensor
     gradients: tuple[Tensor, ...]
-    """Of the loss, by log-probs and by entropies: [T] each."""
+    """By log-probs and by entropies: [T] each."""
     metrics: Mapping[str, Tensor]
     """(sum, count) by name, [2]."""
     extrema: Mapping[str, Tensor]
@@ -32,9 +32,9 @@ def make_step(
     groups: Sequence[int] | None = None,
     parts: int = 2,
 ) -> tuple[Batch, TokenScores]:
-    """A step in fp64 whose sequence i has ``len(masks[i])`` tokens, and scores of a policy ``spread`` away from the old.
+    """Makes an fp64 step whose sequence i has ``len(masks[i])`` tokens, and scores of a policy ``spread`` away from the old.
 
-    Without ``groups`` two sequences make one; without ``rewards`` they are random, and have ``parts`` components.
+    Without ``groups`` two sequences make one; random rewards have ``parts`` components.
     """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([len(mask) for mask in masks])
@@ -67,8 +67,7 @@ def make_step(
 
 
 def random_steps(count: int, *, parts: int = 2) -> Iterator[tuple[Batch, TokenScores]]:
-    """Steps of 2 to 6 sequences of 1 to 7 tokens, prompts, responses, holes and sequences without a response among them, near
-    to the old policy and far from it; always the same."""
+    """Yields steps of 2 to 6 sequences of 1 to 7 tokens, with holes and sequences without a response; always the same."""
     for seed in range(count):
         generator = torch.Generator().manual_seed(seed)
         sizes = torch.randint(1, 8, (2 + seed % 5,), generator=generator).tolist()
@@ -78,8 +77,9 @@ def random_steps(count: int, *, parts: int = 2) -> Iterator[tuple[Batch, TokenSc
 
 
 def telling_steps(*, parts: int = 2) -> list[tuple[Batch, TokenScores]]:
-    """Steps near to the old policy and far from it, of likely and unlikely tokens, with a sampler that is often far off: what a
-    field of an objective changes is seen in one of them."""
+    """Makes steps near and far from the old policy, with likely and unlikely tokens and a sampler far off: any field of an
+    objective changes one of them.
+    """
     rows = [[True] * 6, [True, False, True, True], [False] + [True] * 4, [True], [False, False], [True] * 3, [True, True]]
     made = []
     for seed, spread, scale in ((0, 1e-3, 6), (1, 0.3, 6), (2, 1.0, 6), (4, 0.3, 6), (7, 0.6, 1)):
@@ -100,13 +100,13 @@ def telling_steps(*, parts: int = 2) -> list[tuple[Batch, TokenScores]]:
 
 
 def whole(objective: Objective, batch: Batch, scores: TokenScores) -> StepOutcome:
-    """Loss, gradients and metrics of a step in one piece; the batch gets its advantages."""
+    """Computes a step in one piece, with its advantages."""
     batch = batch.with_(advantages_S=objective.advantages(batch))
     return summary([objective(scores, batch, objective.prepare(batch))], scores)
 
 
 def summary(outputs: Sequence[ObjectiveOutput], scores: TokenScores) -> StepOutcome:
-    """The outcome of a step whose pieces gave these outputs."""
+    """Adds up the pieces of a step."""
     loss = torch.stack([output.numerator / output.denominator for output in outputs]).sum()
     gradients = torch.autograd.grad(loss, (scores.logprob, scores.entropy), allow_unused=True, materialize_grads=True)
     names = outputs[0].metrics
@@ -119,7 +119,6 @@ def summary(outputs: Sequence[ObjectiveOutput], scores: TokenScores) -> StepOutc
 
 
 def pick(batch: Batch, scores: TokenScores, sequences: Sequence[int]) -> tuple[Batch, TokenScores]:
-    """The sequences of a step, in this order, with their scores."""
     at_T = batch.token_index(sequences)
     slope = scores.entropy_slope
     return batch.select(sequences), TokenScores(

@@ -40,11 +40,11 @@ MECHANISMS: tuple[type[Mechanism], ...] = (
     CustomMask,
     CustomPenalty,
 )
-"""Penalties are added up in this order, so a new one goes last: sums then keep their last bit."""
+"""Penalties are added in this order: a new one goes last, so that sums keep their last bit."""
 
 
 def prepare_mechanisms(config: ObjectiveConfig, step: StepValues) -> tuple[Mechanism, ...]:
-    """The mechanisms that are on, prepared for one optimizer step."""
+    """Skips mechanisms that are off."""
     prepared = (kind.prepare(config, step) for kind in MECHANISMS)
     return tuple(mechanism for mechanism in prepared if mechanism is not None)
 
@@ -55,14 +55,14 @@ def choose_tokens(mechanisms: Sequence[Mechanism], values: TokenValues) -> _Choi
 
 @dataclass(frozen=True)
 class _Choices:
-    """The mechanisms of a step, each with the tokens that it chose in one micro-batch (``None``: every response token)."""
+    """Mechanisms with the tokens that they chose in one micro-batch (``None``: every response token)."""
 
     values: TokenValues
     pairs: tuple[tuple[Mechanism, Tensor | None], ...]
 
     @property
     def chosen_T(self) -> Tensor:
-        """bool [T]: the tokens that some mechanism chose; not those of one that acts on all response tokens."""
+        """bool [T], without mechanisms that act on all response tokens."""
         union_T = torch.zeros_like(self.values.mask_T)
         for _, chosen_T in self.pairs:
             if chosen_T is not None:
@@ -71,7 +71,7 @@ class _Choices:
 
     @property
     def detached_T(self) -> Tensor | None:
-        """bool [T]: the tokens at which the surrogate has no gradient; ``None`` if no mechanism takes any."""
+        """bool [T]: tokens without a gradient of the surrogate; ``None`` if there are none."""
         detached_T = None
         for mechanism, chosen_T in self.pairs:
             if mechanism.takes_gradient:
@@ -80,7 +80,7 @@ class _Choices:
         return detached_T
 
     def penalty_T(self) -> Tensor:
-        """The sum of all penalties [T], each at its own tokens and 0 elsewhere; differentiable."""
+        """Sums all penalties [T], each at its own tokens; differentiable."""
         total_T = torch.zeros_like(self.values.delta_T)
         for mechanism, chosen_T in self.pairs:
             penalty_T = mechanism.penalty(self.values)

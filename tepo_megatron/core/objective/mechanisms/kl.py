@@ -24,7 +24,7 @@ LEAST_TOLERANCE = 1e-5
 
 
 def kl_estimate(difference_T: Tensor, estimator: Literal["k1", "k2", "k3", "abs"]) -> Tensor:
-    """Per-token estimate of KL(π_θ‖q) for tokens drawn from π_θ; ``difference_T`` is d = log π_θ − log q at the drawn token.
+    """Estimates KL(π_θ‖q) per token drawn from π_θ; ``difference_T`` is d = log π_θ − log q.
 
     k1 = d (unbiased), k2 = d²/2, k3 = exp(−d) − 1 + d (unbiased, never negative), abs = |d|.
     """
@@ -38,11 +38,11 @@ def kl_estimate(difference_T: Tensor, estimator: Literal["k1", "k2", "k3", "abs"
 
 
 def kl_penalty(term: KLTerm, delta_T: Tensor, reference_delta_T: Tensor | None) -> Tensor:
-    """The KL values of one term times its coefficient, not yet masked.
+    """Returns KL values times the coefficient, not masked; ``delta_T`` is log π_θ − log π_old, ``reference_delta_T`` log π_θ −
+    log π_ref.
 
-    ``delta_T`` is log π_θ − log π_old, ``reference_delta_T`` log π_θ − log π_ref. With ``weight = importance`` the estimate is
-    multiplied by exp(δ), gradient included: its mean over tokens of π_old is then that of the estimator over tokens of π_θ.
-    For k3 against π_old that is r δ − r + 1, unbiased for KL(π_θ‖π_old) (docs/reference/tepo.md, equation 8).
+    ``weight = importance`` multiplies by exp(δ), gradient included, since tokens are drawn from π_old. For k3 against π_old
+    that is r δ − r + 1, unbiased for KL(π_θ‖π_old) (docs/reference/tepo.md, equation 8).
     """
     difference_T = delta_T if term.against == "old" else reference_delta_T
     assert difference_T is not None
@@ -52,7 +52,7 @@ def kl_penalty(term: KLTerm, delta_T: Tensor, reference_delta_T: Tensor | None) 
 
 @dataclass(frozen=True)
 class KLPenalty(Mechanism):
-    """coefficient · KL at every response token."""
+    """Subtracts coefficient · KL at every response token."""
 
     term: KL
 
@@ -67,11 +67,11 @@ class KLPenalty(Mechanism):
 
 @dataclass(frozen=True)
 class KLCovPenalty(Mechanism):
-    """coefficient · KL at the ``fraction`` of the step's response tokens with the highest covariance, if that is positive."""
+    """Subtracts coefficient · KL at the ``fraction`` of the step's response tokens with the highest covariance, if positive."""
 
     term: KLCov
     threshold: Tensor
-    """Scalar: the smallest covariance statistic of a penalised token."""
+    """Scalar: the smallest covariance of a penalised token."""
 
     @classmethod
     def prepare(cls, config: ObjectiveConfig, step: StepValues) -> KLCovPenalty | None:
@@ -90,7 +90,7 @@ class KLCovPenalty(Mechanism):
 
 @dataclass(frozen=True)
 class KLMaskPenalty(Mechanism):
-    """β · KL at response tokens with a positive advantage and falling entropy (docs/reference/tepo.md, equations 6 and 7)."""
+    """Subtracts β · KL at response tokens with A > 0 and falling entropy (docs/reference/tepo.md, equations 6 and 7)."""
 
     term: KLMask
     tolerance: float
@@ -104,11 +104,7 @@ class KLMaskPenalty(Mechanism):
         return cls(config.kl_mask, measured if config.kl_mask.tolerance == "auto" else config.kl_mask.tolerance)
 
     def choose(self, values: TokenValues) -> Tensor:
-        """M_it = 1[A_i > 0] · 1[ΔH_it < 0].
-
-        Raises:
-            ValueError: ΔH is measured without H(π_old), or predicted without the slope of the entropy.
-        """
+        """Raises ValueError if ΔH is measured without H(π_old), or predicted without the slope of the entropy."""
         return values.mask_T & (values.advantage_T > 0) & _FALLING[self.term.falling](values, self.tolerance)
 
     def penalty(self, values: TokenValues) -> Tensor:
@@ -116,7 +112,7 @@ class KLMaskPenalty(Mechanism):
 
 
 def _measured(values: TokenValues, tolerance: float) -> Tensor:
-    """1[ΔH < −tolerance], ΔH = H(π_θ) − H(π_old) of the full distributions (our interpretation ``measured``)."""
+    """Our interpretation ``measured``: H(π_θ) − H(π_old) < −tolerance."""
     if values.entropy_change_T is None:
         raise ValueError(
             "objective.kl_mask.falling = 'measured' needs old_entropy_T; score the batch before the step, or "
@@ -128,15 +124,13 @@ def _measured(values: TokenValues, tolerance: float) -> Tensor:
 
 
 def _covariance(values: TokenValues, tolerance: float) -> Tensor:
-    """1[c > 0] of the covariance statistic, which predicts ΔH < 0 (our interpretation ``covariance``)."""
+    """Our interpretation ``covariance``: c > 0 predicts ΔH < 0."""
     del tolerance
     return values.covariance_T > 0
 
 
 def _first_order(values: TokenValues, tolerance: float) -> Tensor:
-    """1[A · slope < 0]: a step on the token, of size A · ratio with a positive ratio, lowers H(π_θ) to first order
-    (our interpretation ``first_order``).
-    """
+    """Our interpretation ``first_order``: a step on the token, of size A · ratio, lowers H(π_θ)."""
     del tolerance
     if values.entropy_slope_T is None:
         raise ValueError(
@@ -147,4 +141,3 @@ def _first_order(values: TokenValues, tolerance: float) -> Tensor:
 
 
 _FALLING = {"measured": _measured, "covariance": _covariance, "first_order": _first_order}
-"""The decisions that ΔH < 0, bool [T], by ``objective.kl_mask.falling``."""

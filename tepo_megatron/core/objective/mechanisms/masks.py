@@ -1,4 +1,4 @@
-"""Mechanisms that take the gradient of tokens: Clip-Cov, rejection, OPSM, M2PO; and custom masks and penalties."""
+"""Mechanisms that take the gradient of tokens, and custom masks and penalties."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClipCovDetach(Mechanism):
-    """Takes the gradient of a ``fraction`` of the step's response tokens, drawn from those with a covariance in a range."""
+    """Draws a ``fraction`` of the step's response tokens from those with a covariance in a range."""
 
     takes_gradient: ClassVar[bool] = True
     region: ClipCov
     highest_ticket: int
-    """Candidates with a ticket of at most this are drawn; −1 without candidates."""
+    """Candidates with at most this ticket are drawn; −1 without candidates."""
 
     @classmethod
     def prepare(cls, config: ObjectiveConfig, step: StepValues) -> ClipCovDetach | None:
@@ -49,16 +49,15 @@ def _candidates(region: ClipCov, covariance_T: Tensor) -> Tensor:
 
 
 def lottery_threshold(candidates_R: Tensor, tickets_R: Tensor, fraction: float) -> int:
-    """The highest ticket that wins when a ``fraction`` of all tokens is drawn from the candidates; −1 without any."""
+    """Returns the highest winning ticket if a ``fraction`` of all tokens is drawn from candidates; −1 without any."""
     drawn = tickets_R[candidates_R].sort().values[: token_count(fraction, candidates_R.numel())]
     return int(drawn[-1]) if drawn.numel() else -1
 
 
 def tickets(logprob_T: Tensor, advantage_T: Tensor, labels_T: Tensor) -> Tensor:
-    """A pseudo-random number in [0, 2³²) for each token, int64, from its values and not from its position.
+    """Hashes the token's values to int64 in [0, 2³²).
 
-    The lottery so draws the same tokens for any order of sequences, micro-batches and ranks, and again after a resume. A
-    generator's state would depend on all of them.
+    The draw then does not depend on the order of sequences, micro-batches and ranks, nor on a resume, as a generator's would.
     """
     hashed_T = torch.zeros_like(labels_T)
     for part_T in (labels_T, logprob_T.float().view(torch.int32).long(), advantage_T.float().view(torch.int32).long()):
@@ -72,7 +71,7 @@ def tickets(logprob_T: Tensor, advantage_T: Tensor, labels_T: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RejectionMask(Mechanism):
-    """Takes the gradient of tokens, or whole responses, whose π_old / π_sampler is outside a range."""
+    """Chooses tokens, or whole responses, with π_old / π_sampler outside a range."""
 
     takes_gradient: ClassVar[bool] = True
     term: Rejection
@@ -91,7 +90,7 @@ class RejectionMask(Mechanism):
 
 @dataclass(frozen=True)
 class OffPolicySequences(Mechanism):
-    """Takes the gradient of responses with A < 0 whose mean of log π_old − log π_θ is above ``delta``."""
+    """Chooses responses with A < 0 and a mean of log π_old − log π_θ above ``delta``."""
 
     takes_gradient: ClassVar[bool] = True
     term: OffPolicySequenceMask
@@ -108,7 +107,7 @@ class OffPolicySequences(Mechanism):
 
 @dataclass(frozen=True)
 class LargestSecondMoments(Mechanism):
-    """Takes the gradient of the tokens with the largest (log π_old − log π_sampler)² of the step."""
+    """Chooses the tokens with the largest (log π_old − log π_sampler)² of the step."""
 
     takes_gradient: ClassVar[bool] = True
     bound: Tensor
@@ -123,8 +122,9 @@ class LargestSecondMoments(Mechanism):
 
 
 def smallest_excluded(squares_R: Tensor, threshold: float) -> Tensor:
-    """The smallest value that has to go, with its equals, for the mean of the others to be at most ``threshold``; a scalar, inf
-    if none has to go. By value and not by place, so that the order of the tokens does not matter."""
+    """Returns the smallest value to leave out, with its equals, so that the others' mean is at most ``threshold``; a scalar,
+    inf if none. The order of tokens does not matter.
+    """
     ordered_R = squares_R.sort().values
     means_R = ordered_R.double().cumsum(0) / torch.arange(1, ordered_R.numel() + 1, device=ordered_R.device)
     over_R = means_R > threshold  # means of ever larger values only grow, so this is a tail
@@ -133,12 +133,9 @@ def smallest_excluded(squares_R: Tensor, threshold: float) -> Tensor:
 
 @dataclass(frozen=True)
 class CustomMask(Mechanism):
-    """Takes the gradient of the tokens that ``objective.mask`` chooses."""
-
     takes_gradient: ClassVar[bool] = True
     term: OwnMask
     statistics: Any
-    """The result of the term's ``prepare``."""
 
     @classmethod
     def prepare(cls, config: ObjectiveConfig, step: StepValues) -> CustomMask | None:
@@ -150,11 +147,8 @@ class CustomMask(Mechanism):
 
 @dataclass(frozen=True)
 class CustomPenalty(Mechanism):
-    """Subtracts ``objective.penalty`` at the tokens that it chooses."""
-
     term: OwnPenalty
     statistics: Any
-    """The result of the term's ``prepare``."""
 
     @classmethod
     def prepare(cls, config: ObjectiveConfig, step: StepValues) -> CustomPenalty | None:

@@ -14,35 +14,33 @@ if TYPE_CHECKING:
 class Mechanism:
     """Acts on chosen tokens: takes their gradient, or subtracts a penalty. Subclasses are frozen dataclasses.
 
-    A choice must not depend on how the step is cut into micro-batches or ranks. Statistics of the whole step (a threshold, for
-    example) are therefore computed once, in ``prepare``, and stored as a field. What a mechanism needs of a step beside
-    log-probs and entropies, and its bounds, its section states (``config/objective/base.py``).
+    A choice must not depend on how the step is cut into micro-batches or ranks: ``prepare`` computes statistics of the whole
+    step, such as a threshold. The mechanism's config section states further needs and its bounds
+    (``config/objective/base.py``).
     """
 
     takes_gradient: ClassVar[bool] = False
-    """Whether the surrogate has no gradient at the chosen tokens. Its value there stays."""
+    """Whether the surrogate keeps its value but has no gradient at the chosen tokens."""
 
     @classmethod
     def prepare(cls, config: ObjectiveConfig, step: StepValues) -> Self | None:
-        """The mechanism for one optimizer step, from the response tokens of its whole mini-batch; ``None`` if switched off.
+        """Makes the mechanism for one optimizer step from its whole mini-batch; ``None`` if it is off.
 
-        Pure and without a collective: every rank has the same mini-batch and gets the same result.
+        No collective: every rank has the same mini-batch and gets the same result.
         """
         raise NotImplementedError
 
     def choose(self, values: TokenValues) -> Tensor | None:
-        """Its tokens of a micro-batch, bool [T] within ``values.mask_T``; ``None``: every response token.
-
-        Raises:
-            ValueError: the batch lacks an input of the choice.
+        """Returns bool [T] within ``values.mask_T``; ``None``: every response token. Raises ValueError if the batch lacks an
+        input.
         """
         del values
         return None
 
     def penalty(self, values: TokenValues) -> Tensor | None:
-        """What is subtracted from the surrogate at the chosen tokens: [T], coefficient included, differentiable; or ``None``.
+        """Returns what is subtracted at the chosen tokens: [T], coefficient included, differentiable; or ``None``.
 
-        It is ignored at the other tokens, but must be finite there in value and gradient.
+        It is ignored at other tokens, but must be finite there in value and gradient.
         """
         del values
         return None
