@@ -2,9 +2,8 @@
 
 The first line is ``{"format": 3, "step": 12, "rollouts": 512, …, "sha256": "…"}``, with a digest of all else in the file; each
 other line is one rollout. Token ids are base64 of little-endian int32, log-probs of float32; ``versions`` are (first token,
-step, digest) of the weights. Optional: ``routed_experts`` (shape, dtype, base64), ``loss_mask`` (base64, one bit per response
-token, 1 for the model's) and ``sampling_mask`` (counts and ids in base64). Formats 1 (no digest) and 2 had numbers instead of
-base64 and one version; they are read too.
+step, digest). Optional: ``routed_experts``, ``loss_mask`` (one bit per response token, 1 for the model's) and
+``sampling_mask``. Formats 1 (no digest) and 2 had lists of numbers and one version; they are read too.
 """
 
 from __future__ import annotations
@@ -124,9 +123,7 @@ class _OldLine(_Common):
 
 @dataclass(frozen=True)
 class Record:
-    """A step's rollouts. ``drawn_by`` names their weights and settings, as the writer numbers them; ``failed_rewards`` counts
-    failed verifiers.
-    """
+    """``drawn_by`` names the weights and settings, as the writer numbers them; ``failed_rewards`` counts failed verifiers."""
 
     rollouts: list[Rollout]
     drawn_by: str = ""
@@ -134,7 +131,7 @@ class Record:
 
 
 def record_path(folder: Path, step: int) -> Path:
-    """The file of a step's rollouts, such as ``<folder>/step_0000012.jsonl``."""
+    """Such as ``<folder>/step_0000012.jsonl``."""
     return folder / f"step_{step:07d}.jsonl"
 
 
@@ -147,9 +144,8 @@ def write_rollouts(
     failed_rewards: int = 0,
     flush: bool = True,
 ) -> Path:
-    """Writes a step's rollouts and returns the file, which appears under its name only when it is whole and on disk.
-
-    Without ``flush`` it survives the process, but perhaps not the machine. Raises OSError if the folder cannot be written.
+    """Returns the file, which appears under its name only when it is whole and on disk. Without ``flush`` it survives the
+    process, but perhaps not the machine. Raises OSError.
     """
     path = record_path(folder, step)
     head = {"format": FORMAT, "step": step, "rollouts": len(rollouts), "drawn_by": drawn_by, "failed_rewards": failed_rewards}
@@ -160,7 +156,7 @@ def write_rollouts(
 
 
 def link_record(path: Path, folder: Path) -> None:
-    """Puts a record into another folder too, as a hard link if the file system has them. Raises OSError."""
+    """Puts a record into another folder too, by a hard link if possible. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / path.name
     if target.exists() and target.samefile(path):
@@ -175,7 +171,7 @@ def link_record(path: Path, folder: Path) -> None:
 
 
 def read_rollouts(folder: Path, step: int) -> list[Rollout]:
-    """Reads what :func:`write_rollouts` wrote. Raises ValueError with file and line if it is missing, cut or damaged."""
+    """Raises ValueError with file and line if the record is missing, cut or damaged."""
     return read_record(folder, step).rollouts
 
 
@@ -279,8 +275,8 @@ def check_rollouts(
 ) -> None:
     """Raises ValueError with ``path``, line and fault if a step cannot be trained on these rollouts.
 
-    There must be ``samples`` responses to each of ``prompts`` prompts, group by group, drawn by weights of the step or of up to
-    ``stalest`` steps before, with finite log-probs, and a finite reward or None if it could not be scored.
+    There must be ``samples`` responses to each of ``prompts`` prompts, group by group, by weights of the step or up to
+    ``stalest`` before, with finite log-probs and rewards (or None).
     """
     for number, rollout in enumerate(rollouts):
         for fault in _faults(rollout, step, stalest, vocab_size):
@@ -296,7 +292,7 @@ def check_rollouts(
 
 
 def rollout_fault(rollout: Rollout, step: int, *, vocab_size: int, stalest: int = 0) -> str | None:
-    """Why a rollout drawn by the weights of ``step``, or up to ``stalest`` versions older, is not usable; or None."""
+    """Why a rollout by the weights of ``step``, or up to ``stalest`` versions older, is not usable; or None."""
     stale = [version.step for _, version in rollout.versions if not step - stalest <= version.step <= step]
     if stale:
         return f"drawn by the weights of step {stale[0]}, not of step {step}"

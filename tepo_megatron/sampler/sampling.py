@@ -1,4 +1,4 @@
-"""Settings and seeds of samples (decision 006), and how the parts of a response are joined."""
+"""Settings and seeds of samples (decision 006), and how parts of a response are joined."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NO_TOKENS = token_ids(())
 
 
 class SamplingSettings(Protocol):
-    """Settings of sampling, as ``SamplingConfig`` has them."""
+    """As ``SamplingConfig`` has them."""
 
     @property
     def temperature(self) -> float: ...
@@ -40,8 +40,8 @@ class SamplingSettings(Protocol):
 
 
 class Sampling(NamedTuple):
-    """How responses are drawn. ``temperature`` 0 is greedy; any of ``stop_token_ids`` ends a response, as its last id, and so
-    does the token that completes any of ``stop``. The other fields are those of ``SamplingConfig``.
+    """``temperature`` 0 is greedy. A response ends with any of ``stop_token_ids``, or with the token that completes any of
+    ``stop``. The other fields are those of ``SamplingConfig``.
     """
 
     temperature: float
@@ -53,7 +53,7 @@ class Sampling(NamedTuple):
     stop: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()
     sampling_mask: bool = False
-    """Whether responses have a ``sampling_mask``, which needs ``top_k``."""
+    """Needs ``top_k``."""
 
     @classmethod
     def of(cls, settings: SamplingSettings, stop_token_ids: tuple[int, ...], *, sampling_mask: bool = False) -> Sampling:
@@ -61,19 +61,19 @@ class Sampling(NamedTuple):
         return cls(settings.temperature, settings.max_new_tokens, stop_token_ids, sampling_mask=sampling_mask, **given)
 
     def parameters(self) -> dict[str, Any]:
-        """vLLM's sampling parameters, without those at their defaults."""
+        """vLLM's sampling parameters, without defaults."""
         return {"temperature": self.temperature, "stop_token_ids": list(self.stop_token_ids), **truncation_of(self)}
 
 
 def truncation_of(settings: SamplingSettings) -> dict[str, Any]:
-    """The settings of truncation and of the end of a response, as keyword arguments, without those at their defaults."""
+    """The keyword arguments of truncation and of a response's end, without defaults."""
     usual, names = Sampling._field_defaults, ("top_p", "top_k", "min_p", "stop", "bad_words")
     return {name: value for name in names if (value := getattr(settings, name)) != usual[name]}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample of a prompt. ``seed`` is None if nothing is drawn; ``prefix`` was drawn before, and new tokens follow it."""
+    """``seed`` is None if nothing is drawn; new tokens follow ``prefix``."""
 
     index: int
     seed: int | None
@@ -82,10 +82,8 @@ class Sample:
 
 
 def make_sample(index: int, seed: int, sampling: Sampling, part: Response | None = None) -> Sample:
-    """Sample ``index`` of a group with the seed ``seed``. Its seed is seed + index, as vLLM would choose.
-
-    A sample that continues ``part`` has another seed: the same one would draw the numbers of the first tokens again. Raises
-    ValueError if ``part`` leaves no room.
+    """Sample ``index`` has the seed ``seed`` + index, as in vLLM; a continued one another, since the same would repeat the
+    numbers of its first tokens. Raises ValueError if ``part`` leaves no room.
     """
     done = _NO_TOKENS if part is None else part.response_ids
     room = sampling.max_new_tokens - done.size
@@ -96,7 +94,7 @@ def make_sample(index: int, seed: int, sampling: Sampling, part: Response | None
 
 
 def prompt_seed(seed: int, prompt: int) -> int:
-    """A seed of 62 bits for the prompt's group, unrelated to those of its neighbours."""
+    """62 bits, unrelated to the seeds of neighbouring prompts."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{prompt}".encode(), digest_size=8).digest()) >> 2
 
 
@@ -121,7 +119,7 @@ def join_parts(part: Response | None, rest: Response) -> Response:
 
 
 def append_observation(part: Response | None, ids: TokenIds) -> Response:
-    """Appends an environment's tokens to ``part`` (None before the first token), with finish reason ``abort``.
+    """Appends an environment's tokens to ``part``, with finish reason ``abort``.
 
     They have log-probs of 0, are outside the loss mask, and count to the weights before them.
     """
@@ -150,7 +148,7 @@ def _mask_of(response: Response) -> LossMask:
 
 
 def _joined_routes(part: Response, rest: Response) -> Routes | None:
-    """The rest's record begins with the part again, computed again, maybe by newer weights: the part's own record counts."""
+    """The rest's record begins with the part again, maybe by newer weights: the part's own record counts."""
     before, after = part.routed_experts, rest.routed_experts
     if after is None or (before is None and part.versions):
         return None

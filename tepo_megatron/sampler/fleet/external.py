@@ -1,4 +1,4 @@
-"""The trainer's side of servers that ``tepo serve`` runs on other nodes: found in a registry on the shared disk."""
+"""Servers that ``tepo serve`` runs on other nodes, registered on the shared disk."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True)
 class Registration:
-    """The address of a server and a name of this life, which its next life does not have."""
+    """``life`` differs between the lives of one server."""
 
     url: str
     life: str
 
 
 def shared_key(folder: Path) -> str:
-    """The key of the folder's servers: the first caller makes it; only its owner can read it.
+    """The key of the folder's servers, which the first caller makes.
 
     Raises RuntimeError if the folder cannot be written, or if another user can write it or read the key.
     """
@@ -81,14 +81,14 @@ def register(folder: Path, index: int, registration: Registration) -> None:
 
 
 def registered(folder: Path, index: int) -> Registration | None:
-    """Returns the newest registration of server ``index``, if any."""
+    """Returns the newest registration of server ``index``."""
     with suppress(FileNotFoundError):
         return Registration(**json.loads((folder / f"server-{index}.json").read_text()))
     return None
 
 
 def claim(folder: Path, index: int, life: str) -> bool:
-    """Takes this life of server ``index`` for one trainer. False if another has it: the server may hold that one's weights."""
+    """False if another trainer has this life: the server may hold that one's weights."""
     try:
         (folder / f"server-{index}.{life}.claimed").touch(exist_ok=False)
     except FileExistsError:
@@ -110,7 +110,7 @@ def is_retired(folder: Path, index: int, life: str) -> bool:
 def with_own_address(config: ServerConfig) -> ServerConfig:
     """Sets ``host`` to this machine's address on the nodes' inner network.
 
-    Raises ValueError if the interface has no IPv4 address, or if others cannot reach the address of this machine's name.
+    Raises ValueError if the interface has no IPv4 address, or if others cannot reach this machine's.
     """
     if config.interface is not None:
         return config.model_copy(update={"host": _interface_address(config.interface)})
@@ -153,8 +153,7 @@ _POLL_INTERVAL_S = 0.5
 class ExternalServer:
     """Has the methods of ``Server``; ``start`` and ``stop`` only decide whether to wait for a server.
 
-    Starting a failed server again retires it: its node ends it, starts another and registers that. ``log`` is the node's file
-    on the shared disk.
+    Starting a failed server again retires it: its node starts another and registers that. ``log`` is the node's file.
     """
 
     def __init__(self, config: ServerConfig, *, folder: Path, index: int, log: Path) -> None:
@@ -166,16 +165,13 @@ class ExternalServer:
 
     @property
     def url(self) -> str:
-        """Empty without a server in use."""
         return self._current.url if self._current else ""
 
     @property
     def alive(self) -> bool:
-        """Whether a server is in use; it may not answer."""
         return self._current is not None
 
     def start(self, taken: Collection[int] = ()) -> None:
-        """From here on a server is wanted, another one than before. Ignores ``taken``."""
         if self._current is not None:
             self._retired, self._current = self._current.life, None
         if self._retired:
@@ -183,7 +179,7 @@ class ExternalServer:
         self._wanted = True
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Waits until the node has registered a server that answers. Raises RuntimeError after the time-out or :meth:`stop`."""
+        """Raises RuntimeError after the time-out or :meth:`stop`."""
         timeout_s = self.config.start_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         while self._wanted:
@@ -204,22 +200,19 @@ class ExternalServer:
         raise RuntimeError(f"waiting for external rollout server {self._index} was ended")
 
     def healthy(self) -> bool:
-        """Whether the server in use answers that its engine works."""
         return self._current is not None and _is_healthy(self._current)
 
     def stop(self) -> None:
-        """From here on no server is wanted. The node leaves it running."""
         self._wanted = False
         if self._current is not None:
             self._retired, self._current = self._current.life, None
 
     def log_end(self, lines: int = 0) -> str:
-        """Where the server's log is, for messages."""
         return f"Its log is {self.log}"
 
 
 def external_servers(config: ServerConfig, log_dir: Path) -> tuple[ServerConfig, str, list[ExternalServer]]:
-    """Returns the config with this machine's address as ``host``, the registry's key, and a stand-in for each server."""
+    """Returns the config with this machine's address as ``host``, the key, and the servers."""
     config = with_own_address(config)
     folder = config.registry
     assert folder is not None
@@ -238,10 +231,10 @@ _WATCH_INTERVAL_S = 1.0
 
 
 class Node:
-    """The servers of node ``node`` of ``nodes``: an equal share of ``rollout.server.count``.
+    """An equal share of ``rollout.server.count`` servers, for node ``node`` of ``nodes``.
 
-    Entering starts the servers and registers each when it answers; leaving ends them. Until the trainer sends weights, a server
-    has those of the model's folder or none (``rollout.server.load_format``).
+    A context manager. It registers each server when it answers; until the trainer sends weights, ``rollout.server.load_format``
+    decides whether a server has any.
     """
 
     def __init__(self, config: RunConfig, *, model_dir: Path, node: int, nodes: int) -> None:
@@ -288,7 +281,7 @@ class Node:
             server.stop()
 
     def watch(self) -> None:
-        """Replaces servers that died or that the trainer retired, until interrupted.
+        """Replaces dead and retired servers until interrupted.
 
         Raises RuntimeError with the end of a log if a server does not start, or after more than ``rollout.server.max_restarts``
         times the servers of this node.

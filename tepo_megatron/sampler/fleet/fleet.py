@@ -29,10 +29,9 @@ T = TypeVar("T")
 class Fleet(Roster):
     """A ``Sampler`` of ``config.count`` vLLM servers; ``protocol.SamplerOptions`` has its other arguments.
 
-    By default the servers are processes of this machine, on GPUs from ``first_gpu`` on. ``config.placement = "external"``:
-    starting waits for those of ``tepo serve``, and stopping leaves them running. ``"colocated"``: they share the trainer's GPUs
-    and sleep after starting, reviving and :meth:`sleep`, and after an update until :meth:`wake_up`. ``log_dir`` gets a
-    ``server-N.log`` of each.
+    By default it starts them on this machine. ``config.placement = "external"``: it waits for those of ``tepo serve``, and
+    leaves them running. ``"colocated"``: they share the trainer's GPUs and sleep after starting, reviving and an update, until
+    :meth:`wake_up`.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Notices a server that makes no progress although responses are outstanding."""
+"""Notices a server without progress although responses are outstanding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from tepo_megatron.sampler.vllm.client.connection import ServerGone, ServerSilent
 
 _PROBES = 20
-"""At least this many probes of a server within the time-out."""
+"""Least number of probes within the time-out."""
 
 _MAX_INTERVAL_S = 5.0
 
@@ -20,11 +20,10 @@ def interval_s(timeout_s: float) -> float:
 
 
 class ProgressWatch:
-    """Calls ``probe`` of one server repeatedly and measures the time since its answer last changed.
+    """Calls ``probe`` of one server repeatedly and measures the time since its answer last changed. Used by one thread.
 
-    It counts only time in which this process ran, so that a suspended machine or a stopped trainer blames no server. ``probe``
-    runs in another thread; it raises ServerSilent without an answer, ServerGone for a dead server. :meth:`look` calls
-    ``on_move`` when the answer has changed. Used by one thread.
+    It counts only time in which this process ran, so that a stopped trainer blames no server. ``probe`` runs in another thread
+    and raises ServerSilent or ServerGone. :meth:`look` calls ``on_move`` when the answer has changed.
     """
 
     def __init__(

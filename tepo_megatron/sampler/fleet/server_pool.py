@@ -1,4 +1,4 @@
-"""The servers of a fleet as processes: started, watched and restarted up to a limit; and their clients."""
+"""The servers of a fleet: started, watched and restarted; and their clients."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from tepo_megatron.weights.architecture import read_model_spec
 
 @dataclass
 class Restarts:
-    """Counts restarts of all servers of a run; at most ``most``."""
+    """Counts the restarts of a run, at most ``most``."""
 
     most: int
     done: int = 0
     first_cause: str = ""
 
     def blame(self, cause: object) -> None:
-        """Remembers why the first server failed: later failures may be consequences."""
+        """Keeps the first cause, since later ones may be consequences."""
         self.first_cause = self.first_cause or str(cause).partition("\n")[0]
 
     def add(self, count: int, logs: str) -> None:
-        """Counts restarts before they are made. Raises RuntimeError, with the end of the logs, if they are too many."""
+        """Call it before the restarts. Raises RuntimeError, with the end of the logs, if they are too many."""
         if self.done + count > self.most:
             first = f" The first failure was: {self.first_cause}." if self.first_cause else ""
             raise RuntimeError(
@@ -54,9 +54,9 @@ class Restarts:
 
 
 class Roster:
-    """The part of a ``Fleet`` below sampling and updates, with the same arguments.
+    """The part of a ``Fleet`` below sampling and updates.
 
-    ``_version`` is that of the weights of all servers but those in ``_lost``.
+    All servers but those in ``_lost`` have the weights ``_version``.
     """
 
     def __init__(
@@ -102,20 +102,19 @@ class Roster:
         self._restarts_told = 0
         self._counts = dict.fromkeys(FAULT_FIGURES, 0)
         self._lost: dict[int, Future[None] | None] = {}
-        """Servers that do not sample until the next update, by number; with the running start of their replacement."""
+        """Servers that do not sample until the next update, by number; with the start of their replacement."""
         self._replaced: set[int] = set()
         """Servers that were replaced and get their first weights from the running update."""
         self._revived = False
-        """Whether some servers were restarted, so that all wait for the next update."""
+        """Whether all servers wait for the next update, since some were restarted."""
         self._replacing = ThreadPoolExecutor(1, thread_name_prefix="replace-server")
         # start() may run in another thread than stop(): without the lock a server could be started after all were stopped.
         self._spawning = threading.Lock()
         self._stopped = False
         self._published: list[WeightsVersion] = [INITIAL_WEIGHTS]
         self._common = 1
-        """How many of the published weights come from finished updates."""
+        """How many of ``_published`` come from finished updates."""
         self.updating = False
-        """Whether a weight update is running, for which the servers hold their requests."""
         # A stream of samples may lose a server in one thread while another updates weights.
         self._changing = threading.RLock()
 
@@ -129,11 +128,9 @@ class Roster:
         return [Lane(index, client, pool, server.healthy) for index, (server, client, pool) in parts if index not in away]
 
     def published(self) -> int:
-        """How many weights the servers have been given so far, including the ones that all have now."""
         return self._common
 
     def versions(self, since: int) -> list[WeightsVersion]:
-        """The weights that were given to the servers: the last of the first ``since``, and all after it."""
         return self._published[since - 1 :]
 
     def count_retried(self, requests: int) -> None:
@@ -141,7 +138,7 @@ class Roster:
 
     @contextmanager
     def _announced(self, version: WeightsVersion) -> Iterator[None]:
-        """During an update: some servers may already draw with the new weights."""
+        """During an update some servers may already draw with the new weights."""
         self._published.append(version)
         self.updating = True
         try:
@@ -161,10 +158,8 @@ class Roster:
         self._disconnect()
 
     def lose(self, lane: Lane, cause: ServerFault) -> None:
-        """Ends a server that is dead, hangs or answers wrongly, and starts its replacement, which gets weights with the next
-        update.
-
-        Raises ServerDied if no other server samples, or if servers share the trainer's GPUs and must start together.
+        """The replacement gets weights with the next update. Raises ServerDied if no other server samples, or if servers share
+        the trainer's GPUs and must start together.
         """
         with self._changing:
             # Not replaced meanwhile, nor lost by another stream, that of an evaluation for example.
@@ -190,7 +185,6 @@ class Roster:
             self._counts["servers/timeouts"] += 1
 
     def figures(self) -> dict[str, float]:
-        """Since the last call: restarts of servers, servers that hung, requests that were repeated."""
         done = self._restarts.done
         counts = {"servers/restarts": done - self._restarts_told, **self._counts}
         self._restarts_told, self._counts = done, dict.fromkeys(FAULT_FIGURES, 0)
@@ -271,7 +265,6 @@ class Roster:
         return ThreadPoolExecutor(connections(self._config), thread_name_prefix="rollout")
 
     def _disconnect(self) -> None:
-        """Requests that other threads wait for fail."""
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
         for client in self._clients:
@@ -279,7 +272,6 @@ class Roster:
         self._clients, self._pools = [], []
 
     def raise_if_dead(self, cause: Exception) -> None:
-        """Raises ServerDied if ``cause`` is the consequence of a dead server."""
         if isinstance(cause, ServerDied):
             return
         away = self._lost.keys() | self._replaced
@@ -312,9 +304,8 @@ def make_servers(
 ) -> tuple[ServerConfig, str, Sequence[Server | ExternalServer]]:
     """Returns the config with the servers' address, their key, and the servers, not started yet.
 
-    Servers of this machine take ``config.tp`` GPUs each, from ``first_gpu`` on. ``trained``: a weight update comes before the
-    first sample; ``adapter_rank``: it brings adapters of this rank; ``tokenizer``: servers load the model's. Raises ValueError
-    if this machine has too few resources left.
+    The options are those of ``protocol.SamplerOptions``. Servers of this machine take ``config.tp`` GPUs each, from
+    ``first_gpu`` on. Raises ValueError if this machine has too few resources left.
     """
     if config.placement == "external":
         return external_servers(config, log_dir)

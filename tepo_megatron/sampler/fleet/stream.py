@@ -1,4 +1,4 @@
-"""A stream of samples: requests spread over servers, and repeated at another server after a fault."""
+"""A stream of samples: spreads requests over servers and repeats failed ones."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tepo_megatron.sampler.vllm.client.connection import ServerFault, ServerGone
 
 @dataclass
 class Lane:
-    """One server that samples. ``index`` is its number in the fleet; ``pool`` has threads for its requests alone, so that a
-    hanging server does not block the others'.
+    """A server that samples. ``index`` is its number in the fleet. It has its own ``pool`` of threads, so that a hanging server
+    does not block others.
     """
 
     index: int
@@ -37,9 +37,9 @@ class Lane:
     samples: int = 0
     """Outstanding ones."""
     tokens: int = 0
-    """Upper bound for the prompts and responses of the outstanding samples."""
+    """Upper bound for the outstanding samples, prompts included."""
     faults: int = 0
-    """Consecutive faults."""
+    """Consecutive ones."""
 
 
 class Host(Protocol):
@@ -47,7 +47,7 @@ class Host(Protocol):
 
     @property
     def updating(self) -> bool:
-        """Whether a weight update is running, for which the servers hold their requests."""
+        """Whether servers hold their requests for a weight update."""
 
     def lanes(self) -> Sequence[Lane]:
         """The servers that sample, as new objects."""
@@ -68,7 +68,7 @@ class Host(Protocol):
 
 
 FIRST_PAUSE_S = 0.1
-"""Pause before the first repetition of a request; it doubles each time, up to ``_LAST_PAUSE_S``."""
+"""It doubles with each repetition of a request, up to ``_LAST_PAUSE_S``."""
 
 _LAST_PAUSE_S = 5.0
 
@@ -76,10 +76,9 @@ _QUEUE_FACTOR = 2
 """A server gets up to this times the samples that it draws at once; the others wait here for the first server with room."""
 
 _ABORT_INTERVAL_S = 0.5
-"""Time between two abort requests to a server."""
 
 _ABORT_TIMEOUT_S = 30.0
-"""Time that servers have to send the parts of aborted responses."""
+"""Time for servers to send the parts of aborted responses."""
 
 
 @dataclass
@@ -103,11 +102,11 @@ class _Request:
 
 @dataclass
 class _Event:
-    """From a server's thread: a response, the end of a request, or its error."""
+    """A response, the end of a request, or its error."""
 
     request: _Request
     name: str
-    """The request's name when it was sent; a repeated request has another one."""
+    """A repeated request has another name."""
     index: int = -1
     response: Response | None = None
     error: BaseException | None = None
@@ -117,9 +116,9 @@ class _Event:
 class FleetStream:
     """A ``SampleStream`` over the servers of ``host``.
 
-    A request goes to the server with the fewest outstanding tokens. A failed request is repeated at most ``max_retries`` times,
-    at another server if there is one. The stream gives up a server (``host.lose``) after more than ``max_retries`` faults in a
-    row, when it is dead, or when it is silent for ``timeout_s`` seconds. ``at_once``: samples that a server draws at a time.
+    A request goes to the server with the fewest outstanding tokens, and is repeated at most ``max_retries`` times. The stream
+    gives up a server (``host.lose``) after more than ``max_retries`` faults in a row, if it is dead, or if it is silent for
+    ``timeout_s`` seconds. ``at_once``: samples that a server draws at a time.
     """
 
     host: Host

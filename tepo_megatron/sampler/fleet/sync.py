@@ -1,8 +1,7 @@
-"""Puts the trainer's weights into running servers: pause, transfer, finish, forget the prefix cache, resume.
+"""Puts the trainer's weights into running servers, which hold responses in progress and continue them with the new weights.
 
-Servers hold responses in progress and continue them with the new weights. Servers that share the trainer's GPUs sleep instead
-of pausing; they get memory for weights only, and no cache until the trainer has made room. After a failure the weights are
-undefined: the servers must be restarted, and a new sync made.
+Servers on the trainer's GPUs sleep instead of pausing, and get no cache until the trainer has made room. After a failure the
+weights are undefined: the servers must be restarted, and a new sync made.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 T = TypeVar("T")
 
 LOOK_S = 2.0
-"""Time between two health checks of a server that has not answered a request of an update."""
+"""Time between two health checks of a server that is silent in an update."""
 
 
 class WeightSync(ABC):
     """The servers' part of an update. The first update forms the transfer group. All errors are RuntimeErrors; ServerSilent if
     a server hangs.
 
-    ``host`` is an address of this machine that the servers reach; ``tp`` the workers of each; ``timeout_s`` bounds every
-    message; ``answer_timeout_s`` (default the same) the time for a server's answer after this side has sent its weights;
-    ``asleep``: servers sleep before every update. ``keep_cache``: held responses keep their keys and values.
+    ``host`` is an address of this machine that servers reach; ``tp`` the workers of each; ``timeout_s`` bounds every message;
+    ``answer_timeout_s`` an answer after all weights are sent. ``asleep``: servers sleep before every update. ``keep_cache``:
+    held responses keep their keys and values.
     """
 
     def __init__(
@@ -55,13 +54,13 @@ class WeightSync(ABC):
         self._pool = ThreadPoolExecutor(len(self._clients) + 1, thread_name_prefix="weight-sync")
 
     def close(self) -> None:
-        """Closes the group. Running requests continue in their threads until they are answered or time out."""
+        """Running requests continue in their threads until they are answered or time out."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._close_group()
 
     @abstractmethod
     def _close_group(self) -> None:
-        """Closes the connections to the workers, so that what they still wait for fails."""
+        """What the workers still wait for then fails."""
 
     def _start_update(self) -> None:
         if self._asleep:
@@ -81,9 +80,7 @@ class WeightSync(ABC):
         sharded: bool,
         adapters: bool = False,
     ) -> T:
-        """Makes all workers and, by ``enter``, this process join the group; returns what ``enter`` returns. ``leave`` tells
-        waiting members that nobody will come.
-        """
+        """Returns what ``enter``, by which this process joins, returns. ``leave`` tells waiting members that nobody comes."""
         joining = [
             self._pool.submit(
                 client.init_weight_transfer,
@@ -109,7 +106,7 @@ class WeightSync(ABC):
         return own.result()
 
     def _transfer(self, receive: Callable[[Client], None], send: Callable[[Callable[[], bool]], None]) -> None:
-        """Servers ``receive`` while this process does ``send``, which may ask whether a server has failed."""
+        """``send`` gets a function that tells whether a server has failed."""
         receiving = [self._pool.submit(receive, client) for client in self._clients]
         failed: RuntimeError | None = None
         try:
@@ -126,7 +123,7 @@ class WeightSync(ABC):
         raise _failure(_causes(receiving) or str(failed or ""), receiving, self._silent(receiving)) from failed
 
     def _await_answers(self, requests: Sequence[Future[None]]) -> None:
-        """Gives servers that wait for members that left the time of one message to report it."""
+        """Gives servers that wait for a member that left the time of one message to report it."""
         wait(requests, self._timeout_s)
 
     def _silent(self, requests: Sequence[Future[None]]) -> list[str]:
@@ -165,7 +162,7 @@ class BroadcastSync(WeightSync):
     _adapters = False
 
     def update_weights(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
-        """Sends all tensors of the manifest, in order; every server uses them from its next token on.
+        """Sends all tensors of the manifest, in order.
 
         Raises RuntimeError naming the server and the tensor when either side fails, within about the time-out.
         """
@@ -197,7 +194,7 @@ class BroadcastSync(WeightSync):
 
 
 class AdapterSync(BroadcastSync):
-    """As :class:`BroadcastSync`, for LoRA adapters of the servers' weights."""
+    """As :class:`BroadcastSync`, for LoRA adapters."""
 
     _adapters = True
 
@@ -216,14 +213,12 @@ class AdapterSync(BroadcastSync):
 
 
 class ShardSync(WeightSync):
-    """Sends shards from every trainer rank to the workers that need them. Rank 0 calls; the others ``update_as_non_root``."""
+    """Sends shards from every trainer rank. Rank 0 calls; the others ``update_as_non_root``."""
 
     _sender: ShardSender | None = None
 
     def update_weights(self, version: WeightsVersion, sender: ShardSender) -> None:
-        """Has all trainer ranks send; every server uses the weights from its next token on.
-
-        Raises RuntimeError naming the server, the tensor and the ranks when anything fails, within about the time-out. The
+        """Raises RuntimeError naming the server, the tensor and the ranks when anything fails, within about the time-out. The
         caller must always call ``sender.finish_update`` afterwards, since the other ranks wait for it.
         """
         if self._sender is None:
@@ -251,8 +246,8 @@ class ShardSync(WeightSync):
 
 
 def _end_if_gone(client: Client) -> None:
-    """Raises ServerGone if a server reports a dead engine or refuses connections: it would never answer the request that the
-    engine had when it died. A silent server may be slow.
+    """Raises ServerGone if a server reports a dead engine or refuses connections: it would never answer its request. A silent
+    server may be slow.
     """
     try:
         client.progress()

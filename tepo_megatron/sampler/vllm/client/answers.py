@@ -1,4 +1,4 @@
-"""Reads a server's answers and refuses wrong ones, which must not reach the trainer."""
+"""Reads a server's answers; no wrong one may reach the trainer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.expert_routes import routes_dtype, routes_fault
 
 FINISHED = ("stop", "length")
-"""The reasons for which a response may end; ``error`` is a server's fault, ``abort`` was requested."""
+"""``error`` is a server's fault, ``abort`` was requested."""
 
 ABORTED = "abort"
 
 ROUNDING = 1e-3
-"""Nats by which a log-prob may be above 0: the log-softmax of an almost certain token rounds."""
+"""Nats by which a log-prob may be above 0, since log-softmax rounds."""
 
 Labels = Mapping[str, WeightsVersion]
 """The weights that may draw tokens, oldest first, under each name that the server may have for them."""
@@ -47,8 +47,8 @@ class FailedAnswer(ValueError):  # noqa: N818
 def read_frames(pieces: Iterable[bytes], wanted: Sequence[int]) -> Iterator[Frame]:
     """Yields the frames of the samples ``wanted`` as they come.
 
-    Raises BadAnswer for a malformed frame and for an unrequested, repeated or missing response; FailedAnswer if the server
-    reports an error.
+    Raises BadAnswer for a malformed frame and for an unrequested, repeated or missing response; FailedAnswer for a server's
+    error.
     """
     missing, reader = set(wanted), FrameReader()
     try:
@@ -74,7 +74,7 @@ def read_frames(pieces: Iterable[bytes], wanted: Sequence[int]) -> Iterator[Fram
 
 @dataclass(frozen=True)
 class Routed:
-    """The model and the number of tokens before the response, which its record of experts must fit."""
+    """The model and the tokens before the response, for its record of experts."""
 
     spec: ModelSpec
     before: int
@@ -90,11 +90,11 @@ def read_response(
     routed: Routed | None = None,
     sampling_mask: bool = False,
 ) -> Response | None:
-    """The response of a frame; None if it was aborted before its first token. ``part``: it may have been aborted. ``routed``,
-    ``sampling_mask``: it must have these records.
+    """Returns None if the response was aborted before its first token, which ``part`` allows. ``routed``, ``sampling_mask``: it
+    must have these records.
 
-    Raises BadAnswer for a malformed response, tokens outside of the vocabulary (``None``: unknown), no or more than
-    ``max_new_tokens`` tokens, invalid log-probs or records; OtherWeights if a token is of weights that are not in ``labels``.
+    Raises BadAnswer for a malformed response, tokens outside of the vocabulary (``None``: unknown), too few or many tokens, or
+    invalid log-probs or records; OtherWeights for weights that are not in ``labels``.
     """
     head, ids, logprobs = frame.head, frame.ids, frame.logprobs
     if ids.size != logprobs.size:
@@ -120,7 +120,7 @@ def read_response(
 
 
 def read_spans(spans: Sequence[tuple[Any, Any]], tokens: int, labels: Labels) -> Spans:
-    """Returns the versions of ``tokens`` tokens; ``spans`` are (first token, the server's name for the weights).
+    """Reads ``spans`` of (first token, the server's name for the weights).
 
     Raises OtherWeights for a name that is not in ``labels``, BadAnswer if spans or versions are out of order.
     """
@@ -174,7 +174,7 @@ def _check_logprobs(logprobs: Logprobs) -> None:
 
 
 def read_prompt_logprobs(reply: Any, prompt: Sequence[int]) -> list[float]:
-    """The log-probs of all tokens of ``prompt`` but the first. Raises BadAnswer if they belong to another prompt."""
+    """Natural log-probs of all tokens but the first. Raises BadAnswer if they belong to another prompt."""
     try:
         scored = reply["prompt_logprobs"][1:]
         return [float(scores[str(token)]["logprob"]) for token, scores in zip(prompt[1:], scored, strict=True)]

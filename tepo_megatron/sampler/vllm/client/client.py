@@ -35,13 +35,13 @@ SLEEPS = frozenset({"weights", "kv_cache"})
 
 
 GENERATE = "/inference/v1/generate"
-"""vLLM's route for token ids; it scores prompts here. Responses come from our plugin's route (``frames``)."""
+"""vLLM's route for token ids, which scores prompts here."""
 
 PROGRESS = "/progress"
-"""Our plugin's route: the number of requests and tokens on the server, which changes as long as it samples."""
+"""Our plugin's route: its answer changes as long as the server samples."""
 
 _FIRST = -1
-"""vLLM's priority of a canary's requests, which pass all waiting samples; that of samples is 0."""
+"""vLLM's priority of requests that pass all waiting samples; that of samples is 0."""
 
 _INITIAL_LABEL = "default"
 """vLLM's name for weights that were never updated."""
@@ -52,9 +52,9 @@ class Client(Connection):
 
     A refused request raises RuntimeError with the address and the server's message: ServerFault if the server cannot be
     reached, fails (status 5xx) or answers wrongly, ServerSilent after ``timeout_s`` seconds. Samples and the receiving of
-    weights have no time limit: their caller watches the progress and ends them by :meth:`close`. ``asleep`` is the GPU memory
-    that the server has freed; ``vocab_size`` is None if unknown. ``routed``: the model, if responses must have their experts.
-    ``versions_apart``: only requests of the same version share cached prompts, for servers that keep their cache in an update.
+    weights have no time limit: their caller watches the progress and ends them by :meth:`close`. ``asleep`` is the memory that
+    the server has freed; ``vocab_size`` is None if unknown. ``routed``: the model, if responses must have their experts.
+    ``versions_apart``: only requests of the same version share cached prompts.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Client(Connection):
         self._routed = routed
 
     def progress(self) -> object:
-        """A value that changes whenever the server makes a token or ends a request; None if it cannot tell.
+        """A value that changes with every token and request; None if the server cannot tell.
 
-        Raises ServerGone if the server says that it is unhealthy or refuses the connection, ServerSilent without an answer.
+        Raises ServerGone if the server is unhealthy or refuses the connection, ServerSilent without an answer.
         """
         limit = min(self._timeout_s, HEALTH_TIMEOUT_S)
         traced = {"trace": self._note_socket}
@@ -108,9 +108,7 @@ class Client(Connection):
         first: bool = False,
     ) -> list[Response]:
         """Draws ``n`` responses; sample j has the seed ``seed`` + j. ``from_cache``: the prefix cache may be used. ``first``:
-        before all that waits.
-
-        Raises as :meth:`draw`; all tokens must be of ``version``.
+        before all that waits. Raises as :meth:`draw`.
         """
         samples = [Sample(at, None if seed is None else seed + at, max_new_tokens) for at in range(n)]
         sampling = Sampling(temperature, max_new_tokens, tuple(stop_token_ids))
@@ -130,12 +128,11 @@ class Client(Connection):
         first: bool = False,
         ended: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, Response]]:
-        """Yields (sample, response) as samples finish. ``versions`` returns the weights that may draw tokens, oldest first; it
-        is called for each response. ``ended`` tells whether :meth:`abort` was called for ``name``: then unfinished samples with
-        tokens come in part.
+        """Yields (sample, response) as samples finish. ``versions`` returns the weights that may draw tokens, oldest first, for
+        each response. ``ended`` tells whether :meth:`abort` was called for ``name``: then unfinished samples with tokens come
+        in part.
 
-        Raises ServerFault for a wrong (``answers``) or cut answer, RuntimeError if a token is of weights that are not in
-        ``versions``.
+        Raises ServerFault for a wrong or cut answer, RuntimeError if a token is of weights that are not in ``versions``.
         """
         self._check_awake()
         body = {
@@ -184,11 +181,11 @@ class Client(Connection):
             ) from error
 
     def abort(self, names: Sequence[str]) -> None:
-        """Ends the samples of these requests; their parts are answered."""
+        """Ends these requests; their parts are answered."""
         self._post(ABORT, {"ids": list(names)})
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
-        """The natural log-probs of all tokens of ``prompt`` but the first, at temperature 1. Passes all waiting samples."""
+        """The natural log-probs of all tokens but the first, at temperature 1. Passes all waiting samples."""
         self._check_awake()
         # prompt_logprobs = 0: only those of the prompt's own tokens; vLLM applies no temperature to them
         sampling = {"max_tokens": 1, "prompt_logprobs": 0}
@@ -200,8 +197,8 @@ class Client(Connection):
             raise ServerFault(f"{self.url} {error} (POST {GENERATE})", url=self.url) from error
 
     def cached_logprobs(self, prompt: Sequence[int], n: int, version: WeightsVersion) -> tuple[list[float], list[float]]:
-        """Draws up to ``n`` tokens after ``prompt``; their log-probs with the prefix cache and without it. Natural logarithms,
-        temperature 1. Passes all waiting samples.
+        """Draws up to ``n`` tokens; their natural log-probs with the prefix cache and without, at temperature 1. Passes all
+        waiting samples.
         """
         # Drawn, and not the likeliest: log-probs near 0 say little. The same seed draws the same tokens.
         through, fresh = (
@@ -223,15 +220,15 @@ class Client(Connection):
         return through.logprobs[:same].tolist(), fresh.logprobs[:same].tolist()
 
     def pause(self, *, keep_cache: bool = False) -> None:
-        """Holds requests where they are. ``keep_cache``: with their keys and values, which are otherwise computed again."""
+        """Holds requests where they are. Without ``keep_cache`` their keys and values are computed again."""
         self._post("/pause?mode=keep" + ("&clear_cache=false" if keep_cache else ""))
 
     def resume(self) -> None:
         self._post("/resume")
 
     def sleep(self) -> None:
-        """Frees the GPU, by vLLM's level 2: requests end, and new weights must come before the next sample. Level 1 would keep
-        a copy of weights that the next update replaces.
+        """Ends requests and frees the GPU, by vLLM's level 2. Level 1 would keep a copy of weights that the next update
+        replaces.
         """
         self._post("/sleep?level=2")
         self.asleep = SLEEPS
@@ -244,7 +241,7 @@ class Client(Connection):
             self.asleep -= set(tags)
 
     def reset_prefix_cache(self) -> None:
-        """Drops keys and values of older weights. RuntimeError if the server could not."""
+        """Raises RuntimeError if the server could not."""
         if self._post("/reset_prefix_cache").get("success") is False:
             raise RuntimeError(
                 f"{self.url} did not forget its prefix cache, since requests hold blocks of it; samples that begin as earlier "
@@ -278,11 +275,11 @@ class Client(Connection):
         self._post("/start_weight_update")
 
     def receive_shards(self) -> None:
-        """Returns when the workers have loaded their shards and found the digests to agree."""
+        """Returns when the workers have loaded their shards and compared the digests."""
         self._post("/update_weights", {"update_info": {}}, self._unbounded)
 
     def receive_tensors(self, manifest: TensorManifest) -> None:
-        """Returns when the workers have loaded the full tensors of the manifest."""
+        """Returns when the workers have loaded the full tensors."""
         tensors = [[name, list(shape), dtype] for name, shape, dtype in manifest]
         self._post("/update_weights", {"update_info": {"manifest": tensors}}, self._unbounded)
 
@@ -317,5 +314,4 @@ def _labels(version: WeightsVersion) -> list[str]:
 
 
 def _label(version: WeightsVersion) -> str:
-    """vLLM's name of the version."""
     return f"{version.step}:{version.digest}"

@@ -1,4 +1,4 @@
-"""The HTTP connections to one server, with errors by kind of fault."""
+"""HTTP connections to one server, with errors by kind of fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tepo_megatron.sampler.vllm.server.server_program import IDLE_CONNECTION_S
 
 
 class ServerFault(RuntimeError):  # noqa: N818
-    """A server gave no answer or a wrong one. Another server, or a second try, may succeed. ``url`` is the server's address."""
+    """A server gave no answer or a wrong one. Another server, or a second try, may succeed."""
 
     def __init__(self, message: str, *, url: str = "") -> None:
         super().__init__(message)
@@ -22,7 +22,7 @@ class ServerFault(RuntimeError):  # noqa: N818
 
 
 class ServerSilent(ServerFault):
-    """A server hangs: no answer or progress within ``rollout.server.request_timeout_s``. Its processes may still live."""
+    """No answer or progress within ``rollout.server.request_timeout_s``. The server's processes may still live."""
 
 
 class ServerGone(ServerFault):
@@ -33,7 +33,7 @@ class Connection:
     """POST requests with the run's ``key``, from several threads, with ``timeout_s`` seconds for an answer.
 
     Raises ServerSilent after that, ServerFault if the server cannot be reached, fails (status 5xx) or does not answer with
-    JSON, and RuntimeError if it refuses the request; each with the address and the server's message.
+    JSON, and RuntimeError for a refusal; each with the address and the server's message.
     """
 
     def __init__(self, url: str, key: str, timeout_s: float) -> None:
@@ -60,7 +60,6 @@ class Connection:
         self._http.close()
 
     def _note_socket(self, event: str, info: dict[str, Any]) -> None:
-        """httpcore calls it for each of its events."""
         if event == "connection.connect_tcp.complete":
             with self._lock:
                 self._sockets = {old for old in self._sockets if old.fileno() >= 0}
