@@ -31,7 +31,7 @@ class FieldsConfig(Section):
 
 
 class PromptsConfig(Section):
-    """How lines of a file become prompts; ``data`` sets this for all files, each source may override it."""
+    """How lines of a file become prompts; a source may override ``data``."""
 
     template: str | None = None
     r"""Makes a prompt of a line: text with columns in braces, such as ``"{prompt}\nAnswer:"``; ``{{`` is a brace. null: the
@@ -136,12 +136,12 @@ Sources = str | tuple[SourceConfig, ...]
 
 class DataConfig(PromptsConfig):
     train: Sources = "builtin:addition"
-    """Problems to train on: ``builtin:NAME``, or a file or folder with ``prompt``, ``answer`` and optionally ``id``. Or a list
-    of sources (``path``, ``weight``, ``verifier`` and others: docs/guides/data.md)."""
+    """Problems to train on: ``builtin:NAME``, or a file or folder with ``prompt``, ``answer`` and optionally ``id``; or a list
+    of sources (``path``, ``weight``, ``verifier``, …: docs/guides/data.md)."""
 
     heldout: Sources | None = "builtin:addition-heldout"
-    """Problems for evaluation, in the same form, never trained on; weights do not count. null: no evaluation, the default if
-    ``train`` is your own file, since built-in problems go only with built-in ones."""
+    """Problems for evaluation, never trained on; weights do not count. null: none, the default if ``train`` is your own, since
+    built-in problems go only with built-in ones."""
 
     chat_template: bool = False
     """Wrap each prompt in the tokenizer's chat template as a user message; prompts of messages always are."""
@@ -150,14 +150,14 @@ class DataConfig(PromptsConfig):
     """Column names of the files."""
 
     filter: tuple[str, ...] = ()
-    """Filters of training problems; all must keep a problem: ``unique`` (drops a repeated prompt of its source), ``number``
-    (drops an answer without a number), or a custom function ``(problem) -> bool``, true to keep it, as
-    ``path/file.py:function`` or ``package.module:function``."""
+    """Filters of training problems; all must keep a problem: ``unique`` (no repeated prompt in a source), ``number`` (the
+    answer has a number), or a custom function ``(problem) -> bool``, true to keep it, as ``path/file.py:function`` or
+    ``package.module:function``."""
 
     order: str = "shuffled"
-    """Order of a source's problems in each pass: ``shuffled`` (by ``seed``, differently in each pass), ``as_given`` (as in the
-    file), ``shortest_first`` (by the prompt's characters), or a custom function ``(problem) -> float`` as
-    ``path/file.py:function``, smallest first, equal ones shuffled. Sources always alternate by weight."""
+    """Order of a source's problems in each pass: ``shuffled`` (by ``seed``, new in each pass), ``as_given``, ``shortest_first``
+    (by characters of the prompt), or a custom function ``(problem) -> float`` as ``path/file.py:function``, smallest first,
+    equal ones shuffled. Sources always alternate by weight."""
 
     max_prompt_tokens: PositiveInt | None = None
     """Largest prompt in tokens; problems with longer ones are left out, and counted. Default: no bound."""

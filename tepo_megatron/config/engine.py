@@ -18,25 +18,23 @@ class ParallelConfig(Section):
     """Data-parallel size. The world is tp × pp × cp × dp processes."""
 
     vpp: PositiveInt = 1
-    """Virtual pipeline stages per rank: its layers are cut into this many alternating chunks (interleaved 1F1B). Idle time is
-    divided by vpp; activations travel vpp times as often. More than 1 needs pp > 1 and at least dp × pp sequences per
-    mini-batch: micro-batches pass in groups of pp."""
+    """Virtual pipeline stages: a rank's layers are cut into this many alternating chunks (interleaved 1F1B). Divides idle time
+    by vpp and multiplies transfers by it. More than 1 needs pp > 1 and at least dp × pp sequences per mini-batch."""
 
     num_layers_in_first_pipeline_stage: PositiveInt | None = None
-    """Layers of the first stage, which also has the embedding; middle stages share the rest evenly. Default: as every other
-    stage."""
+    """Layers of the first stage (with the embedding); middle stages share the rest evenly. Default: as every other stage."""
 
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
-    """Layers of the last stage, which also has the head. Default: as every other stage."""
+    """Layers of the last stage (with the head). Default: as every other stage."""
 
     cp: PositiveInt = 1
-    """Context-parallel size: ranks that share the tokens of every sequence, if its activations do not fit one rank
-    (docs/reference/context.md). Sequences are padded to a multiple of 2 cp."""
+    """Context-parallel size: ranks that share the tokens of every sequence, for long responses (docs/reference/context.md).
+    Sequences are padded to a multiple of 2 cp."""
 
     cp_comm_type: Literal["p2p", "a2a"] = "p2p"
-    """Exchange between context-parallel ranks in Transformer Engine's attention. ``p2p``: keys and values pass round a ring,
-    overlapped with computation. ``a2a``: tokens are traded for heads; cp must divide a rank's key/value heads. Not run on a GPU
-    yet. A CPU gathers keys and values."""
+    """Exchange of context-parallel ranks in Transformer Engine's attention. ``p2p``: keys and values pass round a ring during
+    the computation. ``a2a``: ranks trade tokens for heads; cp must divide a rank's key/value heads. A CPU gathers keys and
+    values. Not run on a GPU yet."""
 
     ep: PositiveInt = 1
     """Expert-parallel size: ranks, of tp × cp × dp, that share the experts."""
@@ -103,9 +101,9 @@ Recipe = Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"]
 
 class Fp8Config(Section):
     recipe: Recipe = "none"
-    """FP8 scaling of the inputs of the layers' matrix products. ``delayed``: one scale per tensor, from earlier steps;
-    ``tensorwise``: one per tensor, from its own values; ``blockwise``: one per 128 values (Hopper); ``mxfp8``: one per 32
-    values (Blackwell); ``none``: no FP8. Not run on a GPU yet."""
+    """FP8 scaling of the layers' matrix products. ``delayed``: one scale per tensor, from earlier steps; ``tensorwise``: one
+    per tensor, from its values; ``blockwise``: one per 128 values (Hopper); ``mxfp8``: one per 32 values (Blackwell); ``none``:
+    no FP8. Not run on a GPU yet."""
 
     format: Literal["e4m3", "hybrid"] = "hybrid"
     """``e4m3`` for everything; ``hybrid``: E4M3 forward, and E5M2 (more range) for gradients."""
@@ -168,9 +166,8 @@ _KIND_OF = {"coefficient": "aux_loss", "update_rate": "expert_bias"}
 
 class MoeBalanceConfig(Section):
     kind: Literal["none", "aux_loss", "expert_bias"] = "none"
-    """``none``: updates follow the objective alone. ``aux_loss``: an auxiliary loss on the routers, over the mini-batch.
-    ``expert_bias``: a bias per expert in the choice of experts, moved against its load after each update (DeepSeek-V3), for
-    families whose servers have it too."""
+    """``none``: no balance. ``aux_loss``: an auxiliary loss on the routers, over the mini-batch. ``expert_bias``: a bias per
+    expert, moved against its load after each update (DeepSeek-V3), for families whose servers have it too."""
 
     coefficient: Annotated[float, Field(gt=0, le=1)] = 1e-3
     """``aux_loss`` only: factor of each layer's loss, which is 1 at even load. It competes with the objective; pre-training
@@ -196,22 +193,21 @@ class EngineConfig(Section):
     """Device of the trainer; ``auto`` is CUDA if torch sees a GPU. CUDA has not been run on a GPU yet."""
 
     cpu_threads: PositiveInt | Literal["auto"] | None = None
-    """On a CPU: torch's threads per rank. ``auto``: the machine's cores divided by its ranks with ``train.schedule = sync``,
-    when servers wait; with ``overlap`` the cores that servers leave. Default: ``OMP_NUM_THREADS``, else 1, since the number of
-    threads changes rounding."""
+    """Torch's threads per rank on a CPU. ``auto``: an equal share of the cores with ``train.schedule = sync``; with ``overlap``
+    of those that servers leave. Default: ``OMP_NUM_THREADS``, else 1. The number changes rounding."""
 
     layers: Literal["auto", "te", "local"] = "auto"
-    """``te``: Transformer Engine's fused layers, on a GPU, without which the run stops; ``local``: Megatron-Core's layers with
-    torch's attention and norm, anywhere. ``auto``: ``te`` on a GPU, ``local`` on a CPU."""
+    """``te``: Transformer Engine's fused layers (GPU only); the run stops if it is missing. ``local``: Megatron-Core's layers
+    with torch's attention and norm. ``auto``: ``te`` on a GPU, ``local`` on a CPU."""
 
     fp8: Fp8Config = Fp8Config()
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Fraction of a GPU's memory that the trainer may allocate; more fails. ``memory/peak_gib`` is its use. Colocated sleeping
-    servers keep some memory too."""
+    """Fraction of a GPU's memory that the trainer may allocate; ``memory/peak_gib`` is its use. Sleeping colocated servers keep
+    some memory too."""
 
     check_memory: bool = True
-    """Refuse a run that needs more memory than its GPUs have (docs/reference/plan.md), before building it. ``false``: warn
-    only."""
+    """Refuse a run that needs more memory than its GPUs have, before building it (docs/reference/plan.md). ``false``: only
+    warn."""
 
     parallel: ParallelConfig = ParallelConfig()
 
@@ -225,35 +221,34 @@ class EngineConfig(Section):
     every layer's. Saves memory, costs time."""
 
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
-    """Modules of ``recompute = selective``, by Megatron-Core's names. ``core_attn``: attention without projections; ``mlp``:
-    the MLP of a dense model; with experts ``moe`` (router, experts, exchange), or, with Transformer Engine's layers,
-    ``moe_act`` (the experts' activation) and ``layernorm`` (the norm before the router)."""
+    """Modules of ``recompute = selective``, by Megatron-Core's names. ``core_attn``: attention without projections; ``mlp``: a
+    dense MLP; with experts ``moe`` (router, experts, exchange), or, with Transformer Engine, ``moe_act`` (the experts'
+    activation) and ``layernorm`` (before the router)."""
 
     overlap_grad_reduce: bool = False
     """Reduce gradients between data-parallel ranks, bucket by bucket, during the last micro-batch's backward pass. Not run on a
     GPU yet."""
 
     overlap_param_gather: bool = False
-    """Gather weights that the distributed optimizer updated during the next forward pass; at once after a step's last update.
-    Needs ``overlap_grad_reduce`` and ``optimizer.distributed``. Not run on a GPU yet."""
+    """Gather updated weights of the distributed optimizer during the next mini-batch's forward pass, but at once after a step's
+    last update. Needs ``overlap_grad_reduce`` and ``optimizer.distributed``. Not run on a GPU yet."""
 
     bucket_size: PositiveInt | None = None
     """Parameters per bucket of ``overlap_grad_reduce``. Default: Megatron's, the larger of 40 million and a million per
     data-parallel rank."""
 
     head: Literal["logits", "fused"] = "logits"
-    """``logits``: the head gives a whole micro-batch's logits, and scores follow. ``fused``: head and scores together, a chunk
-    of tokens at a time: no rank holds ``micro_batch_tokens`` × vocabulary / ``tp`` logits, and the backward pass repeats the
-    product. ``logits`` is faster if there is memory."""
+    """``logits``: scores follow from a whole micro-batch's logits. ``fused``: head and scores run together on chunks of tokens:
+    no rank holds ``micro_batch_tokens`` × vocabulary / ``tp`` logits, but the backward pass repeats the product. ``logits`` is
+    faster if memory suffices."""
 
     score_backend: Literal["auto", "torch", "cpp", "triton"] = "auto"
-    """Implementation of log-probs and entropies: ``cpp`` on a CPU with a C++ compiler, ``triton`` on a GPU, ``torch`` anywhere.
-    ``auto``: ``triton`` if installed on a GPU, ``cpp`` if it compiles on a CPU, else ``torch``. They agree to fp32 rounding;
-    each is reproducible bit for bit."""
+    """Implementation of log-probs and entropies: ``cpp`` (CPU with a C++ compiler), ``triton`` (GPU) or ``torch``. ``auto``:
+    ``triton`` or ``cpp`` if available, else ``torch``. They agree to fp32 rounding; each repeats its bits."""
 
     noise_every: NonNegativeInt = 50
-    """Steps between measurements of rounding noise, from the first step: a few sequences are scored twice in different
-    micro-batches. Gives ``entropy/noise``, ``ratio/noise`` and ``sequence_ratio/noise``. 0: never."""
+    """Steps between measurements of rounding noise, from the first step: a few sequences are scored twice. Gives
+    ``entropy/noise``, ``ratio/noise`` and ``sequence_ratio/noise``. 0: never."""
 
     noise_sequences: PositiveInt = 8
     """Sequences scored twice, from shortest to longest; a multiple of the data-parallel size."""

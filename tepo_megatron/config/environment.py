@@ -33,12 +33,12 @@ class AgentConfig(Section):
     """How an agent's requests become an episode, with ``adapter: agent`` and the agent as ``name``."""
 
     history: Literal["fail", "restart"] = "fail"
-    """For an agent that changes its conversation's history (edits, summaries, a second conversation). ``fail``: the episode
-    fails, with a reason. ``restart``: it starts again with these messages; earlier turns are not trained on."""
+    """If an agent changes its conversation's history (edits, summaries, a second conversation). ``fail``: the episode fails.
+    ``restart``: it starts again with these messages; earlier turns are not trained on."""
 
     ignore: tuple[Ignorable, ...] = ()
-    """Request fields that are ignored because the run decides them, such as temperature, seed or response format. Others that
-    change the output are refused."""
+    """Request fields to ignore, such as temperature or seed, because the run decides them. Others that change the output are
+    refused."""
 
     verifier: str | None = None
     """Rates the last answer if the agent returns no reward: as ``reward.verifier``, of one response."""
@@ -74,9 +74,9 @@ OUTSIDE = "outside"
 
 
 class EnvironmentConfig(Section):
-    """Episodes of several turns: the model writes, the environment answers, until done. Only the model's tokens are trained on.
-    The environment gives rewards; ``reward.weights``, ``failed_reward`` and ``max_failed`` apply. Protocol:
-    docs/guides/environments.md."""
+    """Episodes of several turns: the model writes, the environment answers, until done. Only the model's tokens are trained
+    on. The environment gives rewards; ``reward.weights``, ``failed_reward`` and ``max_failed`` apply
+    (docs/guides/environments.md)."""
 
     name: str
     """``guess_number``, ``calculator``, ``python``, or a custom class: ``path/file.py:Class`` or ``package.module:Class``; with
@@ -86,8 +86,8 @@ class EnvironmentConfig(Section):
     """Keyword arguments of the class, made once per episode. No secrets: the run's folder keeps its configuration."""
 
     adapter: Literal["none", "gymnasium", "skyrl_gym", "openenv", "agent"] = "none"
-    """Interface of ``name``: ``none`` is this package's; ``agent`` a function that calls the model over the OpenAI protocol
-    (docs/guides/agents.md); others are these libraries' (text environments)."""
+    """Interface of ``name``: ``none`` is this package's; ``agent`` a function that calls the model by the OpenAI protocol
+    (docs/guides/agents.md); others are of text environments of these libraries."""
 
     agent: AgentConfig | None = None
     """Settings for ``adapter: agent``. null: the defaults."""
@@ -96,8 +96,8 @@ class EnvironmentConfig(Section):
     """Most turns of the model per episode; a longer one is cut."""
 
     max_tokens: PositiveInt | None = None
-    """Most tokens of an episode after the prompt, model's and environment's; a longer one is cut. Default: the model's limit.
-    One turn has at most ``rollout.sampling.max_new_tokens``."""
+    """Most tokens of an episode after the prompt; a longer one is cut. Default: the model's limit. A turn has at most
+    ``rollout.sampling.max_new_tokens``."""
 
     workers: PositiveInt = 1
     """Processes that run environments, next to rank 0 or in each of ``servers``."""
@@ -110,19 +110,19 @@ class EnvironmentConfig(Section):
     """Seconds per ``reset`` or ``step``; an episode that needs more fails."""
 
     memory_mb: PositiveInt = 1024
-    """A worker's memory for all its episodes, in 10⁶ bytes, beyond that after the environment's import. An episode that needs
-    more fails. Linux only."""
+    """A worker's memory for all its episodes, in 10⁶ bytes, beyond that after the import. An episode that needs more fails.
+    Linux only."""
 
     file_mb: PositiveInt = 256
     """Largest file that an environment may write, in 10⁶ bytes."""
 
     network: bool | None = None
-    """Network access, also to this machine. null: only custom environments have it. false removes it if the kernel allows;
-    ``tepo doctor`` tests that."""
+    """Network access, this machine included. null: only for custom environments. false removes it if the kernel allows; ``tepo
+    doctor`` tests that."""
 
     max_restarts: NonNegativeInt = 1
-    """Restarts, alone in a worker, of an episode that may have ended its worker; then it fails. The worker's other episodes
-    always restart."""
+    """Restarts, alone in a worker, of an episode that may have ended its worker; then it fails. Its other episodes always
+    restart."""
 
     run_code: bool = False
     """Lets ``python`` run the model's programs: in a limited process, without network, in a temporary folder. This is no

@@ -11,8 +11,8 @@ from tepo_megatron.config.data import FieldsConfig, PromptsConfig
 
 
 class SetSamplingConfig(Section):
-    """Sampling for a set; defaults are those of ``rollout.sampling``. The greedy response uses only the length. Any truncation
-    is possible, since nothing is trained on."""
+    """Sampling for a set; defaults are those of ``rollout.sampling``. Greedy uses only the length. Any truncation is possible,
+    since nothing is trained on."""
 
     temperature: Annotated[float | None, Field(ge=0.01, le=2)] = None
     """Sampling temperature. Default: ``rollout.sampling.temperature``."""
@@ -21,7 +21,7 @@ class SetSamplingConfig(Section):
     """Largest response in tokens. Default: ``rollout.sampling.max_new_tokens``."""
 
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    """Nucleus sampling: likeliest tokens whose probabilities reach this sum; 1: all. Default: ``rollout.sampling.top_p``."""
+    """Nucleus sampling: probability that the kept tokens reach; 1: all. Default: ``rollout.sampling.top_p``."""
 
     top_k: NonNegativeInt | None = None
     """This many likeliest tokens; 0: all. Default: ``rollout.sampling.top_k``."""
@@ -105,12 +105,12 @@ class EvaluateConfig(Section):
     """Use the first so many held-out problems. Default: all."""
 
     samples: NonNegativeInt = 4
-    """k, samples per problem for avg@k and pass@k, drawn as in training (``rollout.sampling``); 0: greedy only. Training's stop
-    strings and bad words apply to greedy too."""
+    """k, samples per problem for avg@k and pass@k, by ``rollout.sampling``; 0: greedy only. Its stop strings and bad words
+    apply to greedy too."""
 
     correct_at: Annotated[float, Field(allow_inf_nan=False)] = 1.0
-    """A response is correct if its reward is at least this. Lower it for rewards that seldom reach 1; mean rewards
-    (``heldout/…``) do not depend on it."""
+    """A response is correct from this reward on. Lower it for rewards that seldom reach 1; mean rewards (``heldout/…``) do not
+    depend on it."""
 
     show: NonNegativeInt = 32
     """First problems of each evaluation written to ``samples.jsonl``, with responses, rewards and failures; ``tepo samples``

@@ -9,16 +9,16 @@ from tepo_megatron.config.base import Seconds, Section
 
 
 class SpeculativeConfig(Section):
-    """Speculative decoding: n-grams of prompt and response, or a draft model, guess the next tokens, and the model checks all
-    guesses in one pass. The distribution of samples stays the same, the samples do not. Pays if guesses are good and few
-    sequences are decoded at a time."""
+    """Speculative decoding: n-grams or a draft model guess the next tokens, and the model checks all guesses in one pass. The
+    distribution of samples stays the same, the samples do not. Pays if guesses are good and few sequences are decoded at a
+    time."""
 
     num_speculative_tokens: PositiveInt = 4
     """Most tokens guessed at a time. Wrong guesses cost time."""
 
     draft_model: Path | None = None
     """Folder of a smaller Hugging Face model with the policy's vocabulary. Weight updates do not change it, so its guesses get
-    worse as the policy moves. Default: n-grams guess."""
+    worse. Default: n-grams."""
 
     prompt_lookup_min: PositiveInt = 2
     """Shortest n-gram looked up, in tokens."""
@@ -46,16 +46,16 @@ class SpeculativeConfig(Section):
 
 class ServerConfig(Section):
     placement: Literal["local", "colocated", "external"] = "local"
-    """``local``: the trainer starts servers on its machine's free GPUs. ``colocated``: on its own GPUs, in turns, on one
-    machine; not run on a GPU yet. ``external``: ``tepo serve`` runs them elsewhere, listed in ``registry``; ``tepo launch``
-    sets both if a run has nodes for rollouts."""
+    """``local``: the trainer starts servers on free GPUs of its machine. ``colocated``: on its own GPUs, in turns, on one
+    machine; not run on a GPU yet. ``external``: by ``tepo serve``, listed in ``registry``; ``tepo launch`` sets both for runs
+    with rollout nodes."""
 
     registry: Path | None = None
     """Folder on a disk that all nodes share, with the external servers' addresses and the run's key."""
 
     interface: str | None = None
-    """Interface of the nodes' inner network, such as ib0; external servers listen only there. Default: the address of the
-    node's host name."""
+    """Interface of the nodes' inner network that external servers listen on, such as ib0. Default: the address of the node's
+    host name."""
 
     count: PositiveInt = 1
     """Servers; prompts are spread over them."""
@@ -64,7 +64,7 @@ class ServerConfig(Section):
     """Tensor-parallel size of each server."""
 
     host: str = "127.0.0.1"
-    """Address of this machine that local servers listen on, not a wildcard. Anyone with access and the run's key can change the
+    """Address of this machine for local servers, no wildcard. Anyone who reaches it with the run's key can change the
     weights."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -74,8 +74,8 @@ class ServerConfig(Section):
     """Dtype of weights and activations in the servers; ``auto`` is ``model.dtype``."""
 
     quantization: Literal["none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"] = "none"
-    """Quantisation of the servers' linear weights, with a scale per tensor, output channel or block of 128 × 128: vLLM's online
-    quantization. Needs dtype bfloat16."""
+    """vLLM's online quantisation of the linear weights, with a scale per tensor, output channel or block of 128 × 128. Needs
+    dtype bfloat16."""
 
     max_model_len: PositiveInt | None = None
     """Largest length of prompt and response together, in tokens. Default: the limit of the model's config."""
@@ -90,36 +90,34 @@ class ServerConfig(Section):
     """KV cache memory of a worker without GPU, in GiB."""
 
     cpu_threads: str = "auto"
-    """Without GPU: cores of each worker, in the form of ``VLLM_CPU_OMP_THREADS_BIND``, such as ``0``, ``0-3`` or ``0|1`` for
-    two workers. ``auto``: one each. ``all``: workers share all cores, for servers that sample while the trainer waits
-    (``train.schedule = sync``)."""
+    """Without GPU: cores of each worker as in ``VLLM_CPU_OMP_THREADS_BIND``, such as ``0``, ``0-3`` or ``0|1`` for two workers.
+    ``auto``: one each. ``all``: workers share all cores, for ``train.schedule = sync``."""
 
     load_format: Literal["auto", "dummy", "model"] = "auto"
-    """A server's first weights. ``dummy``: meaningless numbers, read from no disk; it samples only after the trainer has sent
-    weights. ``model``: those of ``model.path``, read by every server. ``auto``: ``dummy`` in training and in tepo serve if
-    transfer is ``reshard``, whose plan proves that every parameter is filled, without draft model; else ``model``."""
+    """A server's first weights. ``dummy``: meaningless numbers; it samples only after the trainer has sent weights. ``model``:
+    those of ``model.path``, read by every server. ``auto``: ``dummy`` in training and tepo serve, if transfer is ``reshard``
+    (whose plan fills every parameter) and there is no draft model; else ``model``."""
 
     start_timeout_s: Seconds = 900.0
-    """Seconds from a server's start to its first answer: usually 15 to 60. A server that ends is noticed at once, so this
-    bounds only a hanging one. Large models may need more, for a slow disk or compiling kernels."""
+    """Seconds from a server's start to its first answer: usually 15 to 60. It bounds only a hanging server, since an end is
+    noticed at once. A slow disk or compiling kernels may need more."""
 
     request_timeout_s: Seconds = 300.0
-    """Seconds without an answer, or while sampling without a new token of any request; a response may take longer. Then the
-    server is killed and restarted. The default is vLLM's limit for one step of its workers."""
+    """Seconds without an answer, or while sampling without any new token; then the server is restarted. A response may take
+    longer. The default is vLLM's limit for one step of its workers."""
 
     max_retries: NonNegativeInt = 3
-    """Retries of a sample request, on another server if possible, after an invalid answer: malformed, status 5xx, broken
-    connection. More consecutive failures restart the server; 0: at once."""
+    """Retries of a sample request, on another server if possible, after an invalid answer (malformed, status 5xx, broken
+    connection). After more failures in a row the server is restarted; 0: at once."""
 
     transfer: Literal["reshard", "gather"] = "reshard"
-    """How weights reach the servers. ``reshard``: every trainer rank sends its shards straight to the workers. ``gather``: rank
-    0 gathers each full tensor and broadcasts it, for models without a vLLM entry in the table of ``weights/layouts``."""
+    """How weights reach the servers. ``reshard``: trainer ranks send their shards straight to the workers. ``gather``: rank 0
+    gathers and broadcasts each full tensor, for models without a vLLM entry in ``weights/layouts``."""
 
     transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
-    """Transport of shards. ``gloo``: sockets, through host memory. ``nccl``: GPU to GPU, if trainer and servers have separate
-    GPUs. ``ipc``: within a GPU, if colocated; other shards go by NCCL through the trainer's rank there. ``auto``: ``gloo`` if
-    the trainer runs on a CPU or a server uses one of its GPUs, ``ipc`` if colocated, else ``nccl``. NCCL and IPC have not been
-    run on a GPU yet."""
+    """Transport of shards. ``gloo``: sockets, through host memory. ``nccl``: between separate GPUs. ``ipc``: within a colocated
+    GPU; other shards go by NCCL through the trainer's rank there. ``auto``: ``gloo`` if the trainer is on a CPU or shares a GPU
+    with a server, ``ipc`` if colocated, else ``nccl``. NCCL and IPC have not been run on a GPU yet."""
 
     transfer_timeout_s: Seconds = 120.0
     """Seconds for one message of a weight update; after them the update fails."""
@@ -132,9 +130,8 @@ class ServerConfig(Section):
     """Speculative decoding; ``{}``: n-grams with the defaults. Default: none. Not run on a GPU yet."""
 
     routing_replay: bool = False
-    """For models with experts: servers return each token's experts, and the trainer replays them in scores and updates, so that
-    both use the same (docs/reference/moe.md). Costs layers × experts per token bytes per token. With ``rollout.replay``
-    recorded rollouts must have them."""
+    """Servers return each token's experts, which the trainer replays in scores and updates (docs/reference/moe.md). Costs
+    layers × experts per token bytes per token. With ``rollout.replay`` recorded rollouts must have them."""
 
     extra_args: tuple[str, ...] = ()
     """Further arguments of ``vllm.entrypoints.openai.api_server``, as on its command line."""

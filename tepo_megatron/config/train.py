@@ -57,39 +57,37 @@ class TrainConfig(Section):
     """K, optimizer steps per batch of rollouts, each on an equal part of the responses."""
 
     schedule: Literal["sync", "overlap"] = "sync"
-    """``sync``: trainer and servers wait for each other. ``overlap``: servers sample ahead while the trainer trains, and
-    receive new weights within responses; rollouts are then of older weights, which ``objective.mismatch`` corrects."""
+    """``sync``: trainer and servers wait for each other. ``overlap``: servers sample ahead, and receive new weights within
+    responses; rollouts then come from older weights, which ``objective.mismatch`` corrects."""
 
     max_staleness: Annotated[int, Field(ge=1, le=64)] = 1
-    """``overlap`` only: largest age of the weights that drew a token, in versions of the trainer's. Servers sample as many
-    steps ahead. More hides longer responses and is further off-policy."""
+    """``overlap`` only: largest age of the weights that drew a token, in versions of the trainer's weights; servers sample as
+    many steps ahead. A larger value hides longer responses but is further off-policy."""
 
     stale: Literal["drop", "keep"] = "drop"
-    """``overlap`` only: groups older than ``max_staleness`` at their turn. ``drop``: not trained on, and counted; slow prompts
-    are then trained on less. ``keep``: trained on, with correction."""
+    """``overlap`` only: groups older than ``max_staleness``. ``drop``: count them without training, so that slow prompts count
+    less. ``keep``: train on them, with correction."""
 
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """``overlap`` only: keys and values of responses unfinished at a weight update. ``recompute``: by the new weights, so that
-    the trainer's policy draws later tokens. ``keep``: saves time; no single policy draws later tokens, whose log-probs the
-    server returns."""
+    """``overlap`` only: keys and values of unfinished responses at a weight update. ``recompute``: with the new weights, so
+    that later tokens follow the trainer's policy. ``keep``: faster, but later tokens follow no single policy; the server
+    returns their log-probs."""
 
     max_skipped: NonNegativeInt = 8
-    """Most consecutive optimizer steps skipped for a loss or gradient that is not finite; one more stops the run. A bad batch
-    costs up to ``minibatches``. Skipped batches are kept in ``<output>/skipped``. 0: the first one stops the run."""
+    """Most consecutive optimizer steps skipped for a non-finite loss or gradient; one more stops the run. A bad batch costs up
+    to ``minibatches``. Skipped batches go to ``<output>/skipped``. 0: the first one stops the run."""
 
     hang_timeout_s: Annotated[float, Field(ge=60, allow_inf_nan=False)] = 1800.0
     """Seconds without progress of a trainer rank until the job ends as hanging, with a report in ``<output>/logs/hang-….txt``.
-    Progress: a new phase, a micro-batch, an answered prompt, new tokens of a server; time-outs of servers and verifiers that a
-    rank waits for are added. It must exceed a micro-batch, a checkpoint, and a rank's start. A rank stopped by a signal hangs
-    after 30 seconds."""
+    Progress: a phase, a micro-batch, an answered prompt, a server's tokens; time-outs of awaited servers and verifiers are
+    added. It must exceed a micro-batch, a checkpoint, and a rank's start. For a rank stopped by a signal it is 30 seconds."""
 
     save_every: NonNegativeInt = 0
     """Steps between checkpoints; one is always written at the end, also by signal. 0: no others by count."""
 
     async_save: bool = False
-    """Train on while a checkpoint is written: each rank copies its states to host memory (12 bytes a parameter), and a thread
-    writes them. Only a complete checkpoint counts; after an earlier kill the run resumes from the previous one. For models with
-    slow checkpoints."""
+    """Train on while a thread writes the checkpoint from host memory (12 bytes a parameter). Only a complete checkpoint counts;
+    after an earlier kill the run resumes from the previous one. For slow checkpoints."""
 
     save_minutes: float = Field(default=30.0, ge=0, allow_inf_nan=False)
     """Minutes after which the next step ends with a checkpoint, whatever ``save_every``: the most that a failing machine costs.
@@ -105,8 +103,8 @@ class TrainConfig(Section):
     """Also keep the checkpoint that is best by a metric of its step. Default: none."""
 
     resume: bool | Literal["auto"] = False
-    """Continue from the newest whole checkpoint in the output folder, skipping damaged ones; refused without one. auto: else
-    start from the beginning, for automatic restarts; metrics of a run without checkpoint are renamed."""
+    """Continue from the newest whole checkpoint in the output folder; without one the run is refused. auto: without one start
+    from the beginning, for automatic restarts; its old metrics are renamed."""
 
     callbacks: tuple[str | CallbackConfig, ...] = ()
     """Custom code on rank 0 that receives rollouts, evaluations, checkpoints and metrics, and may end the run:
@@ -114,24 +112,24 @@ class TrainConfig(Section):
     3}}`` (docs/guides/from-python.md)."""
 
     grace_s: _Seconds = 60.0
-    """Seconds from SIGTERM to the end of every process. A checkpoint is written within them, after the step's updates if there
-    is time, else at once. At most the time before SIGKILL (Slurm: KillWait, or a partition's GraceTime)."""
+    """Seconds from SIGTERM to the end of all processes, a checkpoint included: after the step's updates if time allows, else at
+    once. At most the time before SIGKILL (Slurm: KillWait, or a partition's GraceTime)."""
 
     warning_s: _Seconds = 300.0
-    """The same for SIGUSR1, Slurm's warning, which ``tepo launch`` requests this long, plus half a minute for the job's end,
-    before the time limit."""
+    """The same for SIGUSR1, Slurm's warning; ``tepo launch`` asks for it this long, plus half a minute, before the time
+    limit."""
 
     rollback: RollbackConfig | None = None
     """Return to the newest checkpoint, without the step's batch, if a metric explodes. Needs ``save_every``. Off by default: a
     tight bound throws work away."""
 
     resume_from: str | None = None
-    """Continue from this checkpoint: a name in the output folder (``step_000040``), or a path. Later checkpoints there are set
-    aside. Needs ``resume``. Default: the newest."""
+    """Continue from this checkpoint: a name in the output folder (``step_000040``) or a path. Later ones there are set aside.
+    Needs ``resume``. Default: the newest."""
 
     allow_change: tuple[str, ...] = ()
     """Fields or sections that may differ from the checkpoint's run, such as ``[seed, objective.kl]``. Other differences are
-    refused, except those that only move or lengthen the run."""
+    refused, unless they only move or lengthen the run."""
 
     @model_validator(mode="after")
     def _there_is_something_to_go_back_to(self) -> "TrainConfig":

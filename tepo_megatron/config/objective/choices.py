@@ -239,7 +239,7 @@ class GDPOAdvantage(ObjectiveSection):
     """One per component, in the order of ``reward.weights``; only proportions count. null: all equal."""
 
     std: Literal["sample", "population"] = "sample"
-    """Divisor of a variance over n responses: ``sample`` n − 1, ``population`` n."""
+    """Divisor of a variance of n responses: ``sample`` n − 1, ``population`` n."""
 
     eps: PositiveFloat = 1e-6
     """Added to each standard deviation."""

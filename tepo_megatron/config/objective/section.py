@@ -47,12 +47,12 @@ class ObjectiveConfig(Section):
     """
 
     preset: str = "tepo"
-    """A name of ``tepo objective list``, or your own file ``path/my_preset.yaml``, laid over the preset that it names. In a
-    run's file the path is relative to that file."""
+    """A name from ``tepo objective list``, or your file ``path/my_preset.yaml`` (relative to the run's file), which is laid
+    over the preset that it names."""
 
     plugins: tuple[str, ...] = ()
-    """Your modules with kinds for the sections below: ``path/my_objective.py``, relative to the run's file, or an installed
-    module's name. Imported wherever the run's file is read (docs/guides/own-objective.md)."""
+    """Your modules with kinds for the sections below: ``path/my_objective.py`` (relative to the run's file), or an installed
+    module. Reading the run's file imports them (docs/guides/own-objective.md)."""
 
     advantage: Advantage = GroupAdvantage()
     """How the rewards of a prompt's responses become advantages A, one per response."""

@@ -47,12 +47,10 @@ class KLMask(KLTerm):
     is the ratio times A, r = π_θ/π_old."""
 
     estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """KL of a token from d = log π_θ − log q of the sampled token: k1 = d, k2 = d²/2, k3 = exp(−d) − 1 + d, abs = |d|. Our
-    interpretation: k3."""
+    """As ``objective.kl.estimator``. Our interpretation: k3."""
 
     against: Literal["old", "reference"] = "old"
-    """q: ``old`` is π_old, the policy before the update; ``reference`` a frozen copy of the first weights. Our interpretation:
-    π_old."""
+    """As ``objective.kl.against``. Our interpretation: π_old."""
 
     weight: Literal["importance", "none"] = "importance"
     """``importance`` multiplies by r = π_θ/π_old, with gradient. Our interpretation: k3 against π_old is then r · δ − r + 1,
@@ -121,7 +119,7 @@ class KLCov(KLTerm):
     """Factor of the KL, which is subtracted from the surrogate."""
 
     estimator: Literal["k1", "k2", "k3", "abs"] = "abs"
-    """KL of a token from d = log π_θ − log q of the sampled token: k1 = d, k2 = d²/2, k3 = exp(−d) − 1 + d, abs = |d|."""
+    """As ``objective.kl.estimator``."""
 
     fraction: Annotated[float, Field(gt=0, le=1)] = 2e-4
     """Penalised share of the step's response tokens; at least one if any covariance is positive."""
@@ -180,8 +178,7 @@ class MaskOutside(ObjectiveSection):
 
     kind: Literal["mask"] = "mask"
     level: Level = "token"
-    """``token``: each token has its weight; ``sequence``: a response's tokens have the product; ``geometric``: their geometric
-    mean."""
+    """As for kind ``truncate``."""
 
     low: NonNegativeFloat = 0.5
     """Smallest weight kept."""
