@@ -1,7 +1,7 @@
-"""``tepo_megatron.train(…)``: a run from a script or a notebook, by the code that runs ``tepo train``.
+"""``tepo_megatron.train(…)``: a run from a script or a notebook, by the code of ``tepo train``.
 
-Three ways, chosen by what is there. Under torchrun this process is one rank. A world of one rank is this process itself. A
-larger one is processes of its own, started as ``tepo train`` starts them, which know functions by their names only.
+Under torchrun this process is one rank. A world of one rank is this process. A larger world gets its own processes, which know
+functions by name only.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _train_here(brought: Brought) -> None:
 
 @contextmanager
 def _own_process() -> Iterator[None]:
-    """What a rank of a run finds, and this process has back afterwards: one thread a rank, gloo by the loopback interface."""
+    """A run's settings of this process, undone afterwards: one thread a rank, gloo on the loopback interface."""
     import torch
 
     environment, threads = dict(os.environ), torch.get_num_threads()
@@ -124,8 +124,8 @@ def _train_in_ranks(brought: Brought) -> None:
 class TrainResult:
     """A run that ended well. Everything is also in its folder, ``output``.
 
-    ``rows``: the rows of metrics, one a step, the oldest first, step 0 being the evaluation before the first. ``model``: the
-    trained model as a Hugging Face folder. ``config``: as it was run.
+    ``rows``: the rows of metrics, one per step, oldest first; step 0 is the evaluation before the first. ``model``: the trained
+    model as a Hugging Face folder. ``config``: the configuration of the run.
     """
 
     output: Path
@@ -135,13 +135,13 @@ class TrainResult:
 
     @property
     def step(self) -> int:
-        """Completed steps; fewer than ``train.steps`` where a callback ended the run."""
+        """Completed steps; fewer than ``train.steps`` if a callback ended the run."""
         return int(self.rows[-1]["step"])
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
-        """The steps that have a metric, and its values there: two lists to plot.
+        """Returns the steps that have a metric, and its values: two lists to plot.
 
-        Raises KeyError, with names that are near, where no row has it.
+        Raises KeyError, with similar names, if no row has it.
         """
         found = [(row["step"], row[name]) for row in self.rows if row.get(name) is not None]
         if not found:
@@ -149,13 +149,14 @@ class TrainResult:
         return [step for step, _ in found], [value for _, value in found]
 
     def best(self, name: str = "accuracy/greedy", choose: Callable[..., Any] = max) -> Mapping[str, Any]:
-        """The row with the largest value of a metric (``choose=min``: the smallest), the first of them. KeyError as above."""
+        """Returns the first row with the largest value of a metric (``choose=min``: the smallest). Raises KeyError as
+        :meth:`column`.
+        """
         self.column(name)
         row: Mapping[str, Any] = choose((row for row in self.rows if row.get(name) is not None), key=lambda row: row[name])
         return row
 
 
 def read_result(config: RunConfig) -> TrainResult:
-    """What the run of ``config`` has left in its folder."""
     output = config.output
     return TrainResult(output, output / "model", config, read_metrics(output / "metrics.jsonl"))

@@ -1,6 +1,6 @@
-"""The checks of a run before anything is started, by name: ``tepo train`` stops at the first, ``tepo doctor`` reports all.
+"""The named checks of a run before anything starts: ``tepo train`` stops at the first, ``tepo doctor`` reports all.
 
-To add a check, write a function that raises ValueError with a sentence, and give it a name in ``RUN_CHECKS``.
+To add a check, write a function that raises ValueError with a sentence, and name it in ``RUN_CHECKS``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tepo_megatron.weights.storage.stored import open_weights
 
 @dataclass(frozen=True)
 class RunSubject:
-    """A run as the checks see it. ``model_dir`` raises ValueError if the model's folder is incomplete."""
+    """A run to check. ``model_dir`` raises ValueError if the model's folder is incomplete."""
 
     config: RunConfig
     machine: Machine
@@ -51,7 +51,7 @@ class RunSubject:
 
 
 def check_model(config: RunConfig) -> Path:
-    """Returns the model folder. Raises ValueError for the first check of the run that fails. Every rank calls."""
+    """Returns the model folder. Raises ValueError for the run's first failed check. Every rank calls."""
     run = RunSubject(config, this_machine())
     model_dir = run.model_dir
     verify_all(RUN_CHECKS, run)
@@ -59,13 +59,13 @@ def check_model(config: RunConfig) -> Path:
 
 
 def verify_model(config: RunConfig) -> None:
-    """Raises ValueError for the first check that the run's model fails, whatever machine the run is for."""
+    """Raises ValueError for the model's first failed check, independent of the machine."""
     verify_all((check for check in RUN_CHECKS if check.needs <= {MODEL}), RunSubject(config, this_machine()))
 
 
 def check_adapters(lora: LoraConfig, spec: ModelSpec) -> None:
-    """Raises ValueError for target modules that the model does not have, a folder of other adapters, and adapters of experts
-    that servers would have to compute.
+    """Raises ValueError for unknown target modules, a folder of other adapters, and adapters of experts that servers would have
+    to compute.
     """
     shapes = tensor_shapes(spec)
     expected = adapter_shapes(shapes, adapted_tensors(shapes, lora.target_modules), lora.rank)

@@ -1,10 +1,8 @@
-"""Comparisons of the trainer's log-probs with the servers': of a canary prompt, of tokens after a cached prompt, of all
-rollouts.
+"""Compares the trainer's log-probs (natural) with the servers': of a canary prompt, after a cached prompt, of all rollouts.
 
-Digests show that weights arrived; these checks show that the servers compute with them what the trainer computes. Log-probs are
-natural logarithms. A canary prompt is scored under temperature 1, all tokens but the first, never from a prefix cache; so a
-server also draws tokens after a longer prompt twice, with its prefix cache and without. Rollouts have both sides' log-probs
-anyway, and show more: every layer, head and expert that the samples use, the run's temperature, and the caches.
+Digests show that weights arrived; these checks show that servers compute with them. A canary prompt is scored under temperature
+1, all tokens but the first, never from a prefix cache; so a server also draws tokens after a longer prompt with and without its
+prefix cache. Rollouts cover every layer, head and expert in use, the run's temperature, and the caches.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from tepo_megatron.weights.architecture import ModelSpec
 
 
 class Canaries:
-    """A run's checks. Each raises RuntimeError if trainer and servers are too far apart."""
+    """A run's checks; each raises RuntimeError if trainer and servers differ too much."""
 
     def __init__(self, config: RunConfig, spec: ModelSpec) -> None:
         self._config = config
@@ -39,8 +37,8 @@ class Canaries:
     def check_servers(
         self, fleet: Sampler, step: int, prompt: Sequence[int], logprobs: Sequence[float], *, is_logged: bool
     ) -> None:
-        """Checks the canary prompt, whose trainer's ``logprobs`` these are, and the prefix caches. ``is_logged``: the step has
-        its row already.
+        """Checks the canary prompt, with the trainer's ``logprobs``, and the prefix caches. ``is_logged``: the step's row is
+        written.
         """
         started = time.perf_counter()
         gap = self._canary.check(step, prompt, logprobs, fleet.prompt_logprobs(prompt))
@@ -51,8 +49,8 @@ class Canaries:
             self._figures |= {"canary/max_logprob_gap": gap, "canary/cache_gap": cache_gap, "time/canary": seconds}
 
     def check_rollouts(self, step: int, parts: Sequence[Batch], rollouts: Sequence[Rollout]) -> None:
-        """Compares log-probs of the step's scored mini-batches, of tokens that the present weights drew. ``rollouts``: all of
-        the step, in the order in which they were packed.
+        """Compares log-probs in scored mini-batches, of tokens from the present weights. ``rollouts``: the whole step in
+        packing order.
         """
         config = self._config
         # Replayed rollouts may be another run's, and kept caches have keys and values of older weights: figures only.
@@ -67,14 +65,14 @@ class Canaries:
         self._figures |= check_agreement(step, parts, tolerance=limit, token_tolerance=tolerance(config), fresh=fresh)
 
     def take_figures(self) -> dict[str, float]:
-        """Figures of the checks since the last call, for a row."""
+        """Figures since the last call."""
         figures, self._figures = self._figures, {}
         return figures
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Differences of log-probs, in nats, over the ``tokens`` response tokens of a group."""
+    """Differences of log-probs, in nats, over a group's ``tokens`` response tokens."""
 
     group: int
     tokens: int
@@ -83,8 +81,8 @@ class Agreement:
 
 
 def agreements(parts: Sequence[Batch], fresh: Sequence[Tensor] | None = None) -> list[Agreement]:
-    """One for each group in the scored mini-batches ``parts``. A non-finite log-prob of the sampler counts as inf. Tokens with
-    a non-finite log-prob of the trainer are left out: the update checks them.
+    """One per group in the scored mini-batches ``parts``. A non-finite log-prob of the sampler counts as inf; tokens with one
+    of the trainer are left out, since the update checks them.
 
     ``fresh``: for each part the tokens that the trainer's present weights drew, bool [T]; None: all.
     """
@@ -112,10 +110,10 @@ def agreements(parts: Sequence[Batch], fresh: Sequence[Tensor] | None = None) ->
 def check_agreement(
     step: int, parts: Sequence[Batch], *, tolerance: float, token_tolerance: float, fresh: Sequence[Tensor] | None = None
 ) -> dict[str, float]:
-    """Figures of the agreement between sampler and trainer. Arguments as of :func:`agreements`.
+    """Returns figures; arguments as of :func:`agreements`.
 
-    The mean difference of each group may be ``tolerance`` nats plus ``token_tolerance`` divided by its number of tokens, so
-    that one rare token of a short response is no alarm. Raises RuntimeError with the worst group if one exceeds that.
+    A group's mean difference may be ``tolerance`` nats plus ``token_tolerance`` divided by its tokens, so that one rare token
+    of a short response is no alarm. Raises RuntimeError with the worst group beyond that.
     """
     groups = agreements(parts, fresh)
     if not groups:
@@ -140,16 +138,16 @@ def check_agreement(
 
 LENGTH = 32
 STALE_SHARE = 0.01
-"""A server is stale if its log-probs are the same to the bit while the trainer's have moved by this share of the tolerance."""
+"""A server is stale if its log-probs stay the same to the bit while the trainer's move by this share of the tolerance."""
 
 CACHED_TOKENS = 16
-"""Tokens drawn after the prompt for the caches."""
+"""Number of tokens drawn after the prompt for the caches."""
 
 CACHE_SHARE = 0.02
 """Largest gap between cached and uncached log-probs, as a share of the tolerance. Measured: 0 in float32 and bfloat16."""
 
 CACHED_LENGTH = 257
-"""Tokens of the prompt for the caches: two blocks of vLLM's on a CPU (128; 16 on a GPU), and the last token, never cached."""
+"""Tokens: two blocks of vLLM on a CPU (128; 16 on a GPU), and the last token, never cached."""
 
 _TOLERANCES = {"float32": 1e-3, "bfloat16": 0.5}
 _QUANTISED_TOLERANCE = 2.0
@@ -157,19 +155,19 @@ _QUANTISED_TOLERANCE = 2.0
 
 _MEAN_TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1}
 _QUANTISED_MEAN_TOLERANCE = 1.0
-"""Nats, of the mean over the tokens of a group of rollouts: docs/reference/numerics.md."""
+"""Nats, mean over the tokens of a group of rollouts: docs/reference/numerics.md."""
 
 
 def canary_prompt(vocab_size: int, limit: int) -> tuple[int, ...]:
-    """Token ids spread over the vocabulary by a fixed rule, at most ``limit`` − 1. Rows of embedding and head in wrong places
-    show, and no log-prob is near 0, where differences vanish.
+    """At most ``limit`` − 1 token ids spread over the vocabulary by a fixed rule. They reveal misplaced rows of embedding and
+    head, and no log-prob is near 0, where differences vanish.
     """
     return _tokens("canary", max(2, min(LENGTH, limit - 1)), vocab_size)  # the server samples a token after it
 
 
 def cached_prompt(vocab_size: int, limit: int) -> tuple[int, ...]:
-    """As :func:`canary_prompt`, long enough for blocks of a prefix cache. It is the same after every sync, so that a server
-    would use blocks of older weights.
+    """As :func:`canary_prompt`, longer than blocks of a prefix cache; the same after every sync, to find blocks of older
+    weights.
     """
     return _tokens("cached canary", max(2, min(CACHED_LENGTH, limit - CACHED_TOKENS - 1)), vocab_size)
 
@@ -180,7 +178,7 @@ def _tokens(name: str, length: int, vocab_size: int) -> tuple[int, ...]:
 
 
 def due_prompt(config: RunConfig, spec: ModelSpec, *, sync: int) -> tuple[int, ...] | None:
-    """The prompt that both sides score after weight update number ``sync``, from 0; None if none is due."""
+    """The prompt to score after weight update ``sync`` (from 0); None if none is due."""
     rollout = config.rollout
     if rollout.replay is not None or not rollout.canary.every or sync % rollout.canary.every:
         return None
@@ -191,14 +189,14 @@ def due_prompt(config: RunConfig, spec: ModelSpec, *, sync: int) -> tuple[int, .
 
 
 def tolerance(config: RunConfig) -> float:
-    """The largest gap of a canary token in nats: the run's, or the default of the coarser of both sides' number formats."""
+    """Largest gap of a canary token in nats: the run's, or the default of the coarser of both sides' number formats."""
     if config.rollout.canary.tolerance is not None:
         return config.rollout.canary.tolerance
     return _coarser(config, _TOLERANCES, _QUANTISED_TOLERANCE)
 
 
 def rollouts_tolerance(config: RunConfig) -> float:
-    """The largest mean gap over a group's tokens in nats, chosen as in :func:`tolerance`."""
+    """Largest mean gap over a group's tokens in nats, chosen as in :func:`tolerance`."""
     if config.rollout.canary.rollouts_tolerance is not None:
         return config.rollout.canary.rollouts_tolerance
     return _coarser(config, _MEAN_TOLERANCES, _QUANTISED_MEAN_TOLERANCE)
@@ -212,19 +210,19 @@ def _coarser(config: RunConfig, by_dtype: Mapping[str, float], quantised: float)
 
 
 class Canary:
-    """Compares log-probs, which may be ``tolerance`` nats apart. It remembers how long a server's have been the same: this
-    shows old weights, even if a single update moves log-probs very little.
+    """Compares log-probs, with ``tolerance`` in nats. It remembers how long a server's stay the same, which reveals old weights
+    even if single updates move log-probs little.
     """
 
     def __init__(self, tolerance: float) -> None:
         self._tolerance = tolerance
         self._since: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
-        """Address → its log-probs, and the trainer's when they first were these."""
+        """Address → its log-probs, and the trainer's when these were first seen."""
 
     def check(self, step: int, prompt: Sequence[int], ours: Sequence[float], theirs: Mapping[str, Sequence[float]]) -> float:
-        """The largest gap, in nats, between the trainer's log-probs and those of the servers (by address).
+        """Returns the largest gap, in nats, between the trainer's log-probs and the servers' (by address).
 
-        Raises RuntimeError with prompt and worst token for servers beyond the tolerance, and for those with old weights.
+        Raises RuntimeError, with prompt and worst token, for servers beyond the tolerance or with old weights.
         """
         worst = {url: _worst(ours, logprobs) for url, logprobs in theirs.items()}
         wrong = [
@@ -247,8 +245,8 @@ class Canary:
         return max(gap for gap, _ in worst.values())
 
     def check_cache(self, step: int, pairs: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> float:
-        """The largest gap, in nats, between log-probs of tokens after a prompt with the prefix cache and without; ``pairs``:
-        address → both. Raises RuntimeError for servers where it is more than ``CACHE_SHARE`` of the tolerance.
+        """Returns the largest gap, in nats, between log-probs with the prefix cache and without; ``pairs``: address → both.
+        Raises RuntimeError if it exceeds ``CACHE_SHARE`` of the tolerance.
         """
         limit = CACHE_SHARE * self._tolerance
         worst = {url: _worst(fresh, through) for url, (through, fresh) in pairs.items() if fresh}
@@ -267,7 +265,6 @@ class Canary:
         return max((gap for gap, _ in worst.values()), default=0.0)
 
     def _moved(self, ours: Sequence[float], theirs: Mapping[str, Sequence[float]]) -> dict[str, float]:
-        """How far the trainer's log-probs have moved while a server's were the same, in nats."""
         for url, logprobs in theirs.items():
             if url not in self._since or self._since[url][0] != logprobs:
                 self._since[url] = (logprobs, ours)

@@ -1,4 +1,4 @@
-"""The algorithm, as every rank runs it. Rank 0 alone talks to servers, verifiers and files: its ``Rank0`` does."""
+"""The algorithm, as every rank runs it. Only rank 0 reaches servers, verifiers and files, by ``Rank0``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass
 class Loop:
-    """One run, from ``step`` completed steps to ``config.train.steps``. ``rank0`` is None on all other ranks."""
+    """A run from ``step`` completed steps to ``config.train.steps``. ``rank0`` is None on other ranks."""
 
     config: RunConfig
     engine: Trainer
@@ -39,7 +39,7 @@ class Loop:
     heartbeat: Heartbeat
     step: int = 0
     updates_sent: int = 0
-    """Weight updates that reached every server; one that a server's death repeated counts once."""
+    """Weight updates that reached every server; a repeated one counts once."""
     skipped: SkippedUpdates = field(init=False)
     rollback: Rollback = field(init=False)
     leaving: Leaving = field(init=False)
@@ -52,9 +52,9 @@ class Loop:
         self.rollback = Rollback(self.config.train.rollback)
 
     def run(self) -> None:
-        """Every rank calls. Afterwards the trainer has its GPUs, and everything on them.
+        """Runs to the end; every rank calls. The trainer is onloaded afterwards.
 
-        Raises StopRequested on every rank after a signal, once what was trained since the last checkpoint is saved.
+        Raises StopRequested on every rank after a signal, once unsaved steps are saved.
         """
         try:
             self.run_steps()
@@ -80,7 +80,7 @@ class Loop:
             self.finish_save()
 
     def train_step(self) -> None:
-        """Sample, reward, score, update K times, save if due, update the servers' weights, evaluate if due."""
+        """Samples, rewards, scores, updates K times, saves if due, updates the servers' weights, evaluates if due."""
         engine = self.engine
         rollouts = self.with_servers(lambda rank0: rank0.collect(self.step))
         with self.phase("score"):
@@ -112,8 +112,8 @@ class Loop:
         self.log(row)
 
     def go_back(self, reason: str) -> bool:
-        """Trainer and servers get the weights of the newest whole checkpoint again, and the run goes on from its step with
-        other prompts; not where there is no checkpoint yet. Raises RuntimeError where none is whole, or it was done too often.
+        """Restores the newest whole checkpoint in trainer and servers; the run continues from its step with other prompts. Does
+        nothing without a checkpoint. Raises RuntimeError if none is whole, or after too many returns.
         """
         self.finish_save()
         found = newest_whole(self.config, self.engine, reason)
@@ -130,15 +130,15 @@ class Loop:
         return True
 
     def update_weights(self) -> None:
-        """The servers' weights become the trainer's, and a canary shows that they do; every later rollout carries their
-        version. A server that dies under it is revived, and gets them too. GPUs that both use are the servers' afterwards.
+        """Sends the trainer's weights to the servers, verified by a canary; later rollouts carry their version. A server that
+        dies is revived and updated too. Shared GPUs are the servers' afterwards.
         """
         while not self.try_update_weights():
             continue
         self.updates_sent += 1
 
     def try_update_weights(self) -> bool:
-        """Whether all servers have the weights and sample; not if one died under it, which has been revived."""
+        """Whether all servers have the weights and sample; false if one died and was revived."""
         engine = self.engine
         with self.phase("sync"):
             engine.onload_weights_only()
@@ -155,14 +155,14 @@ class Loop:
             return scored is None or self.canary_agrees(*scored)
 
     def score_canary(self) -> tuple[Sequence[int], Sequence[float]] | None:
-        """The canary prompt and the trainer's log-probs of its tokens but the first, where they are due."""
+        """Returns the canary prompt and the trainer's log-probs of all its tokens but the first, if due."""
         # By the step, so that a resumed run checks, and logs, after the same steps; and servers that have just started, always.
         sync = self.step if self.updates_sent else 0
         prompt = due_prompt(self.config, self.engine.spec, sync=sync)
         return None if prompt is None else (prompt, self.engine.prompt_logprobs(prompt))
 
     def canary_agrees(self, prompt: Sequence[int], logprobs: Sequence[float]) -> bool:
-        """The servers score the prompt too; a difference stops the run. False if a server died under it."""
+        """Lets the servers score the prompt; raises RuntimeError for a difference. False if a server died."""
 
         def check(rank0: Rank0) -> bool:
             return rank0.servers.run_or_revive(lambda: rank0.check_canary(self.step, prompt, logprobs))[1]
@@ -170,7 +170,7 @@ class Loop:
         return not self.from_root(check)
 
     def onload_trainer(self) -> None:
-        """Servers on the trainer's GPUs sleep, and what it needs for training is onloaded. Elsewhere it is there anyway."""
+        """Puts servers on the trainer's GPUs to sleep, and onloads the trainer."""
         self.from_root(lambda rank0: rank0.servers.sleep())
         self.engine.onload()
 
@@ -179,19 +179,19 @@ class Loop:
         return bool(every) and self.step % every == 0
 
     def evaluate(self) -> None:
-        """Where it is due."""
+        """Evaluates if due."""
         if self.config.evaluate.any_due(self.step, self.config.train.steps):
             self.with_servers(lambda rank0: rank0.evaluate(self.step))
 
     def save_if_due(self) -> None:
-        """Right after an update, while the GPUs are the trainer's, and before a server can end the run."""
+        """Saves right after an update, while the GPUs are the trainer's, before a server can end the run."""
         config = self.config.train
         by_count = self.step == config.steps or (config.save_every and self.step % config.save_every == 0)
         if by_count or self.from_root(lambda _: self.leaving.save_is_due(config.save_minutes)):
             self.save()
 
     def save(self) -> None:
-        """Training goes on beside it with ``train.async_save``; until ``finish_save`` it counts as not saved."""
+        """With ``train.async_save`` training continues meanwhile; a checkpoint counts as saved only after ``finish_save``."""
         self.finish_save()
         folder, background = self.config.output / "checkpoints", self.config.train.async_save
         state = self.on_root(lambda rank0: rank0.state()) or {}
@@ -200,15 +200,13 @@ class Loop:
             self.finish_save()
 
     def finish_save(self, *, wait: bool = True) -> None:
-        """Gives a checkpoint that was begun its name. Nothing where there is none, or ``wait`` is false and it is still being
-        written.
-        """
+        """Names a finished checkpoint. Does nothing without one, or if ``wait`` is false and it is still being written."""
         saved = self.engine.checkpoints.finish(wait=wait)
         if saved is not None:
             self.leaving.saved(saved.step, stage_s=saved.stage_s, write_s=saved.write_s, waited_s=saved.waited_s)
 
     def save_before_leaving(self, stop: StopRequested) -> None:
-        """Saves what was trained since the last checkpoint. A step that was begun is dropped: its problems are drawn again."""
+        """Saves what was trained since the last checkpoint. A started step is dropped: its problems are drawn again."""
         self.finish_save()
         engine, found = self.engine, self.leaving.saved_step
         self.on_root(lambda rank0: rank0.collector.drop_step(self.step))
@@ -236,8 +234,8 @@ class Loop:
         return contextlib.nullcontext()
 
     def with_servers(self, work: Callable[[Rank0], T | None]) -> T | None:
-        """Rank 0 does the work. If a server died under it, it is revived, all ranks update its weights, and the work is
-        repeated. Other ranks return None.
+        """Runs the work on rank 0. If a server dies, it is revived, all ranks update its weights, and the work is repeated.
+        Other ranks return None.
         """
         results: list[T | None] = []
 
@@ -251,18 +249,18 @@ class Loop:
         return results[-1] if results else None
 
     def on_root(self, work: Callable[[Rank0], T]) -> T | None:
-        """Rank 0 works, and no rank waits; other ranks return None."""
+        """Runs the work on rank 0, and no rank waits; other ranks return None."""
         return None if self.rank0 is None else work(self.rank0)
 
     def safe_point(self, *, unless: Callable[[], bool] = bool) -> None:
-        """If a signal has asked rank 0 to stop, every rank raises StopRequested, except if ``unless`` is true on rank 0. Every
-        rank calls.
+        """Raises StopRequested on every rank if a signal asked rank 0 to stop, unless ``unless`` is true on rank 0. Every rank
+        calls.
         """
         self.from_root(lambda rank0: None, unless=unless)
 
     def from_root(self, work: Callable[[Rank0], T], *, unless: Callable[[], bool] = bool) -> T | None:
-        """Rank 0 works, and every rank returns its result, which is anything that JSON carries. Every rank calls. It is a
-        :meth:`safe_point`, also in the middle of the work.
+        """Every rank returns the result, JSON values, of rank 0's work. Every rank calls. It is a :meth:`safe_point`, also
+        during the work.
         """
         answer: T | None = None
         with contextlib.suppress(StopRequested):  # rank 0 tells all below

@@ -1,7 +1,7 @@
-"""What a program gives to ``tepo_megatron.train``, as a configuration and what no configuration can hold.
+"""The arguments of ``tepo_megatron.train`` as a configuration, and objects that none can hold.
 
-A function that another process can import goes by its name, so that ``resolved.yaml`` says what was run. One that only this
-process has (of a notebook's cell, of the script itself, a closure) goes as it is. Nothing is pickled.
+A function that other processes can import goes by its name, so that ``resolved.yaml`` says what was run; others go as they are.
+Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Brought:
     extensions: Extensions
 
     def named_everywhere(self) -> RunConfig:
-        """The configuration for processes that have none of the objects. Raises ValueError for one that has no name."""
+        """The configuration for processes without the objects. Raises ValueError for an object without a name."""
         ranks = self.config.engine.parallel.world_size
         if self.extensions.reward is not None:
             raise ValueError(_unreachable(f"reward={_called(self.extensions.reward)}", "the function by its name", ranks))
@@ -57,7 +57,7 @@ def bring(
     env: Any = None,
     resume: bool | str = False,
 ) -> Brought:
-    """The arguments of ``api.train`` as they are run. Raises ConfigError or ValueError where they cannot be."""
+    """The arguments of ``api.train``. Raises ConfigError or ValueError."""
     given = dict(config) if isinstance(config, Mapping) else {}
     given |= settings
     forked = None
@@ -108,10 +108,9 @@ def configure(base: RunConfig | str | Path | None, settings: Mapping[str, Any]) 
 
 
 def address(thing: object) -> str | None:
-    """Under which name another process can import a function or class, as ``module:name`` or ``path/file.py:name``; None where
-    only this process has it.
+    """``module:name`` or ``path/file.py:name`` by which other processes can import a function or class; None if none can.
 
-    A module of no package goes by its file, since where it was found may be in no other process's path.
+    A module without a package goes by its file: other processes may lack its path.
     """
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
     loaded = sys.modules.get(module or "")
@@ -138,7 +137,6 @@ def _with_callbacks(config: RunConfig, names: Sequence[str | Mapping[str, Any]])
 
 
 def _called(thing: object) -> str:
-    """What a function or object is called, as part of a name."""
     name = str(getattr(thing, "__qualname__", type(thing).__qualname__)).rpartition(".")[2]
     return re.sub(r"\W", "", name) or "function"
 
@@ -161,7 +159,7 @@ def _check_forks(reward: object) -> None:
 
 
 def _as_yaml(value: object) -> str:
-    """JSON is YAML but for characters that YAML does not take as they are, and writes in eight digits."""
+    """YAML does not take all characters of JSON as they are, and writes some in eight digits."""
     text = json.dumps(value, ensure_ascii=False, default=_as_json)
     return "".join(each if " " <= each <= "~" else f"\\U{ord(each):08x}" for each in text)
 
@@ -178,9 +176,8 @@ def _as_json(value: object) -> Any:
 
 @dataclass(frozen=True)
 class Extensions:
-    """Objects of this process, on rank 0. ``callbacks`` come after those of ``train.callbacks``.
-    ``reward``: the verifier, where it is no name that others can import; its workers are forks of this process.
-    ``collect``: a generation step (``rollout.collect``) of the same kind.
+    """Rank 0's objects. ``callbacks`` follow those of ``train.callbacks``. ``reward``, ``collect``: a verifier, in forks of
+    this process, and a generation step, if others cannot import them by name.
     """
 
     callbacks: Sequence[object] = ()
@@ -189,4 +186,3 @@ class Extensions:
 
 
 NO_EXTENSIONS = Extensions()
-"""Of a run that its configuration describes."""

@@ -1,4 +1,4 @@
-"""What rank 0 does besides training: it collects rollouts, evaluates, checks, and writes the run's output."""
+"""Rank 0's work besides training: it collects rollouts, evaluates, checks, and writes the run's output."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ _WAITS_FOR = {
 
 
 class Rank0:
-    """Rank 0's part of a run: ``servers``, ``collector`` (of rollouts), ``checks`` and ``output``. It closes ``task``, and not
-    ``pools``, the verifiers of evaluation sets.
-    """
+    """Rank 0's part of a run. It closes ``task``, and not ``pools``, the verifiers of evaluation sets."""
 
     def __init__(
         self,
@@ -100,7 +98,7 @@ class Rank0:
     # -- rollouts --------------------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> list[Rollout]:
-        """The rollouts that a step trains on; the same if it is called again for the same step."""
+        """The rollouts that a step trains on; the same if called again for the same step."""
         if self.output.last_step == step and not self._has_collected:
             self.watch.split()  # a resumed run has its row already: the time of its start belongs to no step
         self._has_collected = True
@@ -112,7 +110,7 @@ class Rank0:
         return rollouts
 
     def keep_skipped(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> Path:
-        """Saves the last collected rollouts, some of whose mini-batches were ``skipped``; returns the file."""
+        """Saves the last rollouts, some of whose mini-batches were ``skipped``; returns the file."""
         folder = self.config.output / "skipped"
         try:
             path = write_skipped(folder, step, self.collector.rollouts, skipped)
@@ -126,9 +124,7 @@ class Rank0:
         return path
 
     def go_back(self, checkpoint: Resumed, sentence: str) -> None:
-        """Forgets the rows after the checkpoint's step, from which the run continues with other problems, and sets damaged
-        checkpoints aside.
-        """
+        """Drops the rows after the checkpoint's step, and sets damaged checkpoints aside."""
         passed_over = [f"{error}; going back to {checkpoint.folder.name}" for error in checkpoint.damaged]
         for text in [*passed_over, sentence, *set_aside_others(self.config, checkpoint)]:
             self.output.message(text)
@@ -139,8 +135,8 @@ class Rank0:
     # -- servers ---------------------------------------------------------------------------------------------------------
 
     def update_weights(self, version: WeightsVersion, publisher: WeightPublisher) -> bool:
-        """Rank 0's part of a weight update; whether a server died under it. Dead servers stay dead until
-        ``servers.revive_or_wake``, since revived ones need GPU memory that the trainer may still hold.
+        """Rank 0's part of a weight update; returns whether a server died. Dead servers stay dead until
+        ``servers.revive_or_wake``: their GPU memory may still be the trainer's.
         """
         with self.lost.if_in_vain("lost/server") as was_in_vain, self.collector.hold_clock():
             died = self.servers.run_or_report(lambda: publisher.update_weights(version))[1]
@@ -151,7 +147,7 @@ class Rank0:
         return died
 
     def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Compares the servers' log-probs of a prompt with the trainer's. Raises RuntimeError if they are too far apart."""
+        """Raises RuntimeError if the servers' log-probs of a prompt are too far from the trainer's."""
         assert self.servers.sampler is not None, "a replayed run has no servers"
         self.checks.check_servers(self.servers.sampler, step, prompt, logprobs, is_logged=self.output.last_step == step)
 
@@ -181,9 +177,7 @@ class Rank0:
         self.callbacks.tell("on_evaluation", step, step, result)
 
     def note_step(self, step: int, row: Mapping[str, float], parts: Sequence[Batch], updates: Sequence[UpdateResult]) -> None:
-        """After a step's updates: keeps its figures, which a checkpoint has until they are logged, and writes token values of
-        its scored mini-batches if they are recorded.
-        """
+        """Keeps the figures of an updated step for checkpoints until they are logged; records token values if due."""
         rollouts = self.collector.rollouts
         self._tokens.record(step, rollouts, parts, updates)
         counts = {**self._rewards.take_figures(), "rollback/count": float(self._returns)}
@@ -216,7 +210,7 @@ class Rank0:
         return {"sampler": self.collector.state(), "row": self._row}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues in the data where the saved run stopped. Its last row is written if it was not."""
+        """Continues in the data. The saved run's last row is written if it was not."""
         restart = self.collector.restore(state)
         if restart is not None:
             self.output.message(restart)
@@ -224,7 +218,7 @@ class Rank0:
             self._row = dict(state.get("row", {}))  # checkpoints of 0.1.0 lack it
 
     def close(self) -> None:
-        """Ends servers and verifiers; safe after any failure, also while the servers are still starting."""
+        """Ends servers and verifiers; safe after any failure, also while the servers start."""
         self.collector.close()
         self.servers.stop()
         self._task.close()

@@ -1,4 +1,4 @@
-"""The sampler's servers on rank 0: their start, their restarts, and sleep while the trainer has their GPUs."""
+"""The sampler's servers on rank 0: start, restarts, and sleep while the trainer has their GPUs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 
 class Servers:
-    """Making it starts the servers in the background; :meth:`wait_until_ready` starts those on the trainer's GPUs. ``sampler``
-    is None in a replayed run, in which all methods do nothing. ``lost`` counts the time that servers' deaths cost.
+    """Starts the servers in the background; :meth:`wait_until_ready` starts those on the trainer's GPUs. In a replayed run
+    ``sampler`` is None, and methods do nothing. ``lost`` counts the time of servers' deaths.
     """
 
     def __init__(self, config: RunConfig, inputs: Inputs, output: Output, heartbeat: Heartbeat, lost: LostTime) -> None:
@@ -62,12 +62,12 @@ class Servers:
         self.report_addresses()
 
     def report_addresses(self) -> None:
-        """Tells the heartbeat, for ``tepo status``, which servers and reward workers there are."""
+        """Tells the heartbeat the servers and reward workers, for ``tepo status``."""
         addresses = [] if self.sampler is None else self.sampler.addresses
         self._heartbeat.tell(servers=addresses, reward_workers=self._config.reward.workers)
 
     def run_or_revive(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
-        """The result of ``work``, and whether a server died under it. That one is revived, and has stale weights."""
+        """Returns the result of ``work``, and whether a server died. That one is revived, with stale weights."""
         with self._lost.if_in_vain("lost/server") as was_in_vain:
             result, died = self.run_or_report(work)
             if died:
@@ -76,7 +76,7 @@ class Servers:
         return result, died
 
     def run_or_report(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
-        """The result of ``work``, and whether a server died under it. The user is told, and the server stays dead."""
+        """Returns the result of ``work``, and whether a server died, which stays dead and is reported."""
         try:
             return work(), False
         except ServerDied as error:
@@ -89,9 +89,7 @@ class Servers:
             return None, True  # servers got the signal too
 
     def revive_or_wake(self, died: bool) -> bool:
-        """After a weight update, under which a server ``died`` or not: revives dead servers, or wakes sleeping ones. Returns
-        whether some weights are stale.
-        """
+        """After a weight update, revives dead servers or wakes sleeping ones. Returns whether some weights are stale."""
         if self.sampler is None:
             return False
         if died:
@@ -102,12 +100,12 @@ class Servers:
         return self.run_or_revive(self.sampler.wake_up)[1]
 
     def sleep(self) -> None:
-        """Servers on the trainer's GPUs sleep until the next weight update."""
+        """Puts servers on the trainer's GPUs to sleep until the next weight update."""
         if self.sampler is not None:
             self.run_or_revive(self.sampler.sleep)
 
     def stop(self) -> None:
-        """Safe also while the servers are still starting."""
+        """Safe also while the servers are starting."""
         if self.sampler is not None:
             self.sampler.stop()
 

@@ -1,4 +1,4 @@
-"""The start of a run, by ``tepo train`` and by ``tepo_megatron.train``: the output folder first, then its ranks."""
+"""The start of a run: the output folder first, then its ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def prepare_run(config: RunConfig, *, overwrite: bool = False) -> None:
     """Prepares the output folder, and checks that there is a checkpoint to resume from.
 
-    Every process that may start a run calls. Under torchrun, only rank 0's first start does anything. Raises ValueError.
+    Every process that may start a run calls; under torchrun only rank 0's first start acts. Raises ValueError.
     """
     from tepo_megatron.run.output.resume import find_checkpoint, resumes
     from tepo_megatron.run.output.run_folder import prepare_folder
@@ -48,7 +48,7 @@ def train_as_rank(config: RunConfig, extensions: Extensions | None = None) -> in
 
 
 def run_rank(config: RunConfig, work: Callable[[RunConfig], None]) -> int:
-    """Runs ``work(config)`` as one rank of a world of the size that ``config`` needs; returns the exit code."""
+    """Runs ``work(config)`` as one rank of ``config``'s world; returns the exit code."""
 
     def checked() -> None:
         check_world_size(config, int(os.environ["WORLD_SIZE"]))
@@ -58,7 +58,7 @@ def run_rank(config: RunConfig, work: Callable[[RunConfig], None]) -> int:
 
 
 def check_world_size(config: RunConfig, world_size: int) -> None:
-    """Raises ValueError unless as many ranks were started as ``engine.parallel`` needs."""
+    """Raises ValueError if the number of ranks differs from ``engine.parallel``'s."""
     parallel = config.engine.parallel
     needed = parallel.world_size
     if world_size != needed:

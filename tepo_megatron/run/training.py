@@ -33,12 +33,12 @@ from tepo_megatron.trainer.registry import make_trainer, prepare_process
 
 
 def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> None:
-    """Trains to ``config.train.steps``, or to where a callback ends it, and leaves checkpoint, exported model, metrics and
+    """Trains to ``config.train.steps``, or until a callback ends the run; leaves checkpoint, exported model, metrics and
     picture in ``config.output``. ``extensions`` are rank 0's.
 
     Every rank of the torchrun world calls (or one process, for a world of 1). Raises ValueError for what the user can correct,
-    before servers and model are made wherever that is possible; on any way out, servers and workers are ended. Raises
-    StopRequested after a signal that ``rank.run_rank`` handles, when what was trained has been saved.
+    if possible before servers and model start; servers and workers always end. Raises StopRequested after a signal that
+    ``rank.run_rank`` handles, when what was trained is saved.
     """
     signals = stop_signals()
     prepare_process(config)  # before the servers' side or the trainer look for GPUs
@@ -121,8 +121,8 @@ def _silence_upstream() -> None:
 
 
 def _end_non_root_ranks_promptly(is_root: bool) -> None:
-    """Before the loop rank 0 unwinds on a signal, so that servers end. The others have nothing to end, and waiting in a
-    collective would keep them from noticing. In the loop all go to the next safe point together.
+    """Before the loop only rank 0 unwinds on a signal, to end servers; the others would not notice it in a collective. In the
+    loop all go to the next safe point together.
     """
     if not is_root:
         for number in STOP_SIGNALS:

@@ -1,4 +1,4 @@
-"""How the trainer's weights reach the rollout servers, on every rank: as shards, or as full tensors."""
+"""How the trainer's weights reach the servers, on every rank: as shards, or as full tensors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 
 
 class WeightPublisher:
-    """This rank's end of every weight update. Every rank makes one; ``fleet`` is rank 0's, and None on the others.
+    """This rank's end of every weight update. Every rank creates one; ``fleet`` is rank 0's, and None elsewhere.
 
-    ``rollout.server.transfer`` is decided here and nowhere else: ``reshard`` sends shards from every rank, by a plan;
-    ``gather`` sends full tensors from rank 0, which the ranks gather for it. With ``model.lora.serve = adapter`` rank 0 sends
-    the adapters alone. A replayed run has no servers: nothing is sent.
+    Only this class resolves ``rollout.server.transfer``: ``reshard`` sends shards from every rank; ``gather`` sends full
+    tensors from rank 0. With ``model.lora.serve = adapter`` rank 0 sends only the adapters. A replayed run sends nothing.
 
-    Raises ValueError where vLLM could not split the model over the workers of a server.
+    Raises ValueError if vLLM cannot split the model over a server's workers.
     """
 
     def __init__(self, config: RunConfig, weights: WeightSource, fleet: WeightReceiver | None) -> None:
@@ -37,8 +36,8 @@ class WeightPublisher:
             self._sender = make_shard_sender(config, weights)
 
     def update_weights(self, version: WeightsVersion) -> None:
-        """Puts the weights into every server, named ``version`` from then on. Every rank calls; rank 0's errors are
-        ``WeightReceiver``'s: ServerDied where a server is gone, RuntimeError or ValueError otherwise.
+        """Sends the weights, named ``version``, to every server. Every rank calls; rank 0 raises ``WeightReceiver``'s errors:
+        ServerDied, RuntimeError or ValueError.
         """
         if not self._has_servers:
             return
@@ -75,7 +74,7 @@ class WeightPublisher:
 
 
 def make_shard_sender(config: RunConfig, weights: WeightSource) -> ShardSender:
-    """This rank's end of shard-to-shard updates, for the servers that ``config`` describes. Every rank calls."""
+    """For shard-to-shard updates of ``config``'s servers. Every rank calls."""
     server = config.rollout.server
     return weights.make_shard_sender(
         VllmParallel(tp=server.tp, replicas=server.count),

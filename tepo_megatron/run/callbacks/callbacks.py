@@ -1,7 +1,4 @@
-"""The user's own code beside a run: it is told of rollouts, evaluations, checkpoints and rows of metrics, and may end the run.
-
-Rank 0 only, in its main thread. What a callback raises ends the run in an orderly way: what was trained is saved first.
-"""
+"""The user's code in a run: it receives rollouts, evaluations, checkpoints and rows, and may end the run."""
 
 from __future__ import annotations
 
@@ -25,32 +22,36 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """What a callback may have; each method does nothing here. Any object with some of these methods is one.
+    """Methods that a callback may have. Any object with some of these methods is a callback.
 
-    Rank 0 calls them in its main thread, and waits: what takes long belongs into a thread of its own. Values must not be
-    changed. Each may raise ``Stop``, and the run then ends as after its last step. Anything else that it raises ends the run
-    with an error, once what was trained is saved. After a rollback (``train.rollback``) steps come again.
+    Rank 0 calls them in its main thread, and waits: run slow work in another thread. Values must not be changed. Each method
+    may raise ``Stop``: the run then ends as after its last step. Any other error ends the run with an error, after what was
+    trained is saved. After a rollback (``train.rollback``) steps come again.
     """
 
     def on_run_begin(self, run: RunInfo) -> None:
-        """Before the first step, also of a resumed run: servers may still be starting. What is raised here ends the run at
-        once; ``Stop`` has no place here.
+        """Called before the first step, also of a resumed run: servers may still be starting. Errors end the run at once; do
+        not raise ``Stop`` here.
         """
 
     def on_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """The rollouts that step ``step`` (from 1) trains on, with the rewards that it trains on; before its updates."""
+        """Called before the updates of ``step`` (from 1), with its rollouts and the rewards that it trains on."""
 
     def on_evaluation(self, step: int, result: EvaluationResult) -> None:
-        """The evaluation after ``step`` completed steps; 0: before the first."""
+        """Called after the evaluation that follows ``step`` completed steps; 0: before the first."""
 
     def on_checkpoint(self, step: int, folder: Path) -> None:
-        """The checkpoint of ``step`` completed steps is whole, in ``folder``; with ``train.async_save`` some steps later."""
+        """Called when the checkpoint of ``step`` completed steps is complete in ``folder``; with ``train.async_save`` some
+        steps later.
+        """
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """The step's row, as ``metrics.jsonl`` has it, evaluation included. Step 0: the row before the first step."""
+        """Called with the step's row of ``metrics.jsonl``, evaluation included. Step 0: the row before the first step."""
 
     def on_run_end(self, step: int) -> None:
-        """After a run that ended well, with the model exported; ``step``: completed steps. Not after a failure or a signal."""
+        """Called after a successful run, with the model exported; ``step``: completed steps. Not called after a failure or a
+        signal.
+        """
 
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
@@ -58,7 +59,7 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 @dataclass
 class Callbacks:
-    """Those of a run, in the order in which they are called. ``say`` shows a sentence in the run's progress."""
+    """A run's callbacks in call order. ``say`` shows a sentence in the run's progress."""
 
     callbacks: Sequence[object]
     say: Callable[[str], None] = lambda text: None
@@ -69,11 +70,10 @@ class Callbacks:
 
     @property
     def go_on(self) -> bool:
-        """Whether none asked the run to end, and none failed."""
         return self.stopped is None and self.failure is None
 
     def tell(self, hook: str, step: int, *arguments: Any) -> None:
-        """Calls the method ``hook`` of all of them with ``arguments``; ``step`` is what is said where one raises."""
+        """Calls the method ``hook`` of all callbacks; error messages name ``step``."""
         for callback in self.callbacks:
             method = getattr(callback, hook, None)
             if method is None or self.failure is not None:
@@ -92,31 +92,29 @@ class Callbacks:
                 self.failure.__cause__ = error
 
     def begin(self, run: RunInfo) -> None:
-        """Raises RuntimeError where a callback raised: nothing is trained then."""
+        """Raises RuntimeError if a callback raised."""
         self.tell("on_run_begin", run.step, run)
         if self.stopped is not None:
             raise RuntimeError(f"{self.stopped}; Stop ends a run that has begun: raise it in another method")
         self.raise_failure(saved_step=run.step)
 
     def raise_failure(self, *, saved_step: int) -> None:
-        """Raises what a callback has raised, if one has, as a RuntimeError with one sentence. ``saved_step``: steps in the
-        newest checkpoint.
-        """
+        """Raises a callback's error, if any, as a RuntimeError. ``saved_step``: steps in the newest checkpoint."""
         if self.failure is not None:
             saved = f"the newest checkpoint is {checkpoint_name(saved_step)}: continue with --resume"
             raise RuntimeError(f"{self.failure}; {saved if saved_step else 'nothing was trained'}") from self.failure.__cause__
 
 
 def check_callbacks(config: RunConfig) -> None:
-    """ValueError for a name in ``train.callbacks`` that can be no callback; imports none of them."""
+    """Raises ValueError for a name in ``train.callbacks`` that can be no callback; imports none."""
     for each in config.train.callbacks:
         _locate(_described(each))
 
 
 def make_callbacks(config: RunConfig, given: Sequence[object] = ()) -> list[object]:
-    """The callbacks that ``train.callbacks`` names, then ``given``: objects, or classes that take no arguments.
+    """The callbacks of ``train.callbacks``, then ``given``: objects, or classes without arguments.
 
-    Raises ValueError for one that cannot be imported or made, or that has none of the methods of :class:`Callback`.
+    Raises ValueError for one that cannot be imported or created, or has no method of :class:`Callback`.
     """
     made = [_make(_described(each)) for each in config.train.callbacks]
     made += [each() if inspect.isclass(each) else each for each in given]
@@ -126,7 +124,6 @@ def make_callbacks(config: RunConfig, given: Sequence[object] = ()) -> list[obje
 
 
 def name_of(callback: object) -> str:
-    """The name of its class."""
     return type(callback).__qualname__
 
 
@@ -176,21 +173,20 @@ def _check_hooks(callback: object) -> None:
 
 
 def _place(error: BaseException) -> str:
-    """The last line of code outside of this file that the error went through."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 class Stop(Exception):  # noqa: N818
-    """Raised by a callback: the run ends after the step under way as after its last one, with a checkpoint and the model.
+    """Raised by a callback: the run ends after the current step as after its last one, with a checkpoint and the model.
 
-    Its text is the reason, which the run shows. ``--resume`` goes on from there.
+    The run shows its text as the reason. ``--resume`` continues the run.
     """
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run as it begins, or goes on: ``step`` completed steps, and the rows of metrics so far, oldest first."""
+    """A run at its start, new or resumed: ``step`` completed steps, and the rows of metrics so far, oldest first."""
 
     config: RunConfig
     step: int
@@ -198,11 +194,11 @@ class RunInfo:
 
 
 class EarlyStopping:
-    """Ends the run once ``metric`` has not been better than its best by more than ``min_delta`` for ``patience`` rows that have
-    it. ``mode``: whether better is larger or smaller.
+    """Ends the run when ``metric`` has not exceeded its best by more than ``min_delta`` for ``patience`` rows that have it.
+    ``mode``: whether larger or smaller is better.
 
-    ``accuracy/greedy`` is in the rows of evaluations alone, so that patience counts evaluations. A resumed run goes on
-    counting, from its rows.
+    Only rows of evaluations have ``accuracy/greedy``, so that patience counts evaluations. A resumed run continues the count
+    from its rows.
     """
 
     def __init__(
@@ -224,7 +220,7 @@ class EarlyStopping:
         self.best, self.best_step, self.waited = -math.inf, 0, 0
 
     def on_run_begin(self, run: RunInfo) -> None:
-        """Raises ValueError where the run never evaluates, and the metric is one of evaluations."""
+        """Raises ValueError if the run never evaluates, and the metric is one of evaluations."""
         if self.metric.startswith(("accuracy/", "heldout/")) and not run.config.evaluate.every:
             raise ValueError(
                 f"early stopping looks at {self.metric}, and this run never evaluates; set evaluate.every, or name "
@@ -235,13 +231,12 @@ class EarlyStopping:
             self._see(row)
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Raises Stop when patience is over."""
+        """Raises Stop when patience is exhausted."""
         if self._see({"step": step, **metrics}) and self.waited >= self.patience:
             best = self.best if self.mode == "max" else -self.best
             raise Stop(f"{self.metric} was {best:.4g} at step {self.best_step}, and not better since")
 
     def _see(self, row: Mapping[str, Any]) -> bool:
-        """Whether the row has the metric."""
         value = row.get(self.metric)
         if value is None or math.isnan(value):
             return False
@@ -254,4 +249,4 @@ class EarlyStopping:
 
 
 BUILT_IN: Mapping[str, type] = {"early_stopping": EarlyStopping}
-"""Callbacks by name, as ``train.callbacks`` names them."""
+"""The names for ``train.callbacks``."""

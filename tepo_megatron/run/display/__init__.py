@@ -1,1 +1,1 @@
-"""What a user sees while a run goes."""
+"""What a user sees during a run."""

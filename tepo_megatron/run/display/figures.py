@@ -1,4 +1,4 @@
-"""The figures of a run in words: one line of a step, one table of the whole."""
+"""A run's figures in words: a line per step, a table of the whole run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """A column of ``metrics.jsonl`` as people read it; ``more_is_better`` is ``None`` where neither is."""
+    """A column of ``metrics.jsonl`` for people; ``more_is_better`` is None if neither is."""
 
     key: str
     label: str
@@ -56,11 +56,11 @@ FIGURES = (
     Figure("grad_norm", "grad norm", _number),
     Figure("tokens/s", "tokens/s", _count, more_is_better=True),
 )
-"""What is shown of a row, in this order; everything else is in the file."""
+"""In display order."""
 
 _HELD_OUT = ("accuracy/", "heldout/")
 _SAME_AS = {"heldout/reward_greedy": "accuracy/greedy", "heldout/reward_sampled": "accuracy/avg@k"}
-"""Mean rewards, and the accuracies that they are where every reward is 0 or 1."""
+"""Mean rewards, and the accuracies that equal them if every reward is 0 or 1."""
 
 _FILES = {
     "resolved.yaml": "the configuration, complete",
@@ -84,7 +84,7 @@ _FILES = {
 
 
 def figures_of(row: Row) -> list[tuple[Figure, float]]:
-    """What a row has of ``FIGURES``; a mean reward that only repeats an accuracy is left out."""
+    """A row's ``FIGURES``, without mean rewards that repeat an accuracy."""
     shown = [(figure, row[figure.key]) for figure in FIGURES if row.get(figure.key) is not None]
     return [(figure, value) for figure, value in shown if not _repeats(figure, row)]
 
@@ -95,7 +95,7 @@ def _repeats(figure: Figure, row: Row) -> bool:
 
 
 def figures_line(row: Row) -> str:
-    """The step's key figures as one plain line; empty if the row has none of them (an evaluation only)."""
+    """A plain line; empty for a row of an evaluation only."""
     shown = [(figure, value) for figure, value in figures_of(row) if not figure.key.startswith(_HELD_OUT)]
     parts = [f"{figure.label} {figure.format(value)}" for figure, value in shown]
     if parts and row.get("time/step") is not None:
@@ -104,7 +104,7 @@ def figures_line(row: Row) -> str:
 
 
 def set_figures(row: Row) -> dict[str, dict[str, Any]]:
-    """Of each evaluation set that the row has: its figures by name, such as ``greedy`` and ``maj@8``."""
+    """Evaluation set → its figures by name, such as ``greedy`` and ``maj@8``."""
     found: dict[str, dict[str, Any]] = {}
     for key, value in row.items():
         if key.startswith("eval/") and value is not None:
@@ -114,7 +114,7 @@ def set_figures(row: Row) -> dict[str, dict[str, Any]]:
 
 
 def set_lines(row: Row) -> list[str]:
-    """The accuracies of each evaluation set that the row has, as a plain line."""
+    """One plain line for each evaluation set in the row."""
     lines = []
     for name, figures in set_figures(row).items():
         parts = [f"{figure} {value:.3f}" for figure, value in figures.items() if _is_accuracy(figure)]
@@ -127,13 +127,13 @@ def _is_accuracy(figure: str) -> bool:
 
 
 def evaluation_line(row: Row, samples: int) -> str:
-    """The held-out accuracies, and mean rewards that differ from them, as one plain line; empty if the row has none."""
+    """A plain line of the held-out accuracies, and mean rewards that differ from them; empty without any."""
     shown = [(figure, value) for figure, value in figures_of(row) if figure.key.startswith(_HELD_OUT)]
     return "held out: " + "  ".join(f"{f.name(samples)} {f.format(value)}" for f, value in shown) if shown else ""
 
 
 def final_table(rows: Sequence[Row], output: Path) -> RenderableType:
-    """First, best and last value of each key figure with their steps, where the time went, and the files below ``output``."""
+    """First, best and last value of each key figure with their steps, the time split, and the files below ``output``."""
     table = Table(title="The run in figures", title_justify="left", title_style="bold")
     table.add_column("")
     for heading in ("first", "best", "last"):
@@ -157,14 +157,14 @@ def final_table(rows: Sequence[Row], output: Path) -> RenderableType:
 
 
 def mean_time_split(rows: Sequence[Row]) -> dict[str, float]:
-    """Seconds per step of each phase, ``other`` and ``step``, as a mean over the rows from step 1 on."""
+    """Mean seconds per step of each phase, ``other`` and ``step``, from step 1 on."""
     timed = [row for row in rows if row["step"] > 0 and row.get("time/step") is not None]
     names = (*PHASE_COLOURS, "step")
     return {name: sum(row.get(f"time/{name}") or 0.0 for row in timed) / len(timed) for name in names} if timed else {}
 
 
 def idle_line(rows: Sequence[Row]) -> str:
-    """How much of the steps' time, without evaluations, trainer and servers had nothing to do; empty where no row says."""
+    """Idle shares of trainer and servers, without evaluations; empty if no row has them."""
     timed = [row for row in rows if row["step"] > 0 and row.get("idle/trainer") is not None]
     seconds = [max(row["time/step"] - (row.get("time/eval") or 0.0), 0.0) for row in timed]
     if not sum(seconds):
@@ -200,7 +200,7 @@ def _time_table(split: Mapping[str, float], caption: str) -> Table:
 
 
 def _files(output: Path) -> list[Text]:
-    """A line for each file, folded where the terminal is narrow: a path that is cut cannot be copied."""
+    """Folded on narrow terminals: a path that is cut cannot be copied."""
     paths = sorted(output.iterdir()) if output.is_dir() else []
     shown = {path: f"{path}/" if path.is_dir() else str(path) for path in paths}
     width = max(map(len, shown.values()), default=0)
@@ -217,7 +217,7 @@ PHASE_COLOURS = dict(
         strict=True,
     )
 )
-"""Phase of a step → colour, in the order of the phases; ``other`` is last."""
+"""In the order of the phases; ``other`` is last."""
 
 RUN_COLOURS = ("#2b6cb0", "#d9480f", "#2f9e44", "#9c6ade", "#c2255c", "#0b7285", "#b08900", "#495057")
 """One for each run of a comparison."""
@@ -239,23 +239,22 @@ LOST = {
     "lost/resume": "in steps that a resumed run repeated",
     "lost/rollback": "in steps that a return to a checkpoint undid",
 }
-"""Columns of seconds that brought nothing, in words."""
+"""Columns of lost seconds, in words."""
 
 
 class LostTime:
-    """Rank 0's account of a step. ``clock`` gives seconds and never goes back."""
+    """Rank 0's lost seconds in a step. ``clock``: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lost = dict.fromkeys(LOST, 0.0)
 
     def add(self, cause: str, seconds: float) -> None:
-        """Adds to one of ``LOST``."""
         self._lost[cause] += seconds
 
     @contextlib.contextmanager
     def if_in_vain(self, cause: str) -> Iterator[Callable[[], None]]:
-        """The time within counts as lost where the function that it gives was called."""
+        """Context that yields a function; its time counts as lost if that function was called."""
         start, in_vain = self._clock(), False
 
         def call() -> None:
@@ -269,13 +268,13 @@ class LostTime:
                 self.add(cause, self._clock() - start)
 
     def split(self) -> dict[str, float]:
-        """The columns since the last call; starts anew."""
+        """Returns the columns since the last call, and resets them."""
         lost, self._lost = self._lost, dict.fromkeys(LOST, 0.0)
         return lost
 
 
 def fault_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What went wrong over all rows, a line each with a number; none where nothing did."""
+    """One line, with a number, for each kind of fault over all rows."""
     counts = {text: sum(row.get(key) or 0 for row in rows) for key, text in COUNTED.items()}
     lost = {text: sum(row.get(key) or 0 for row in rows) for key, text in LOST.items()}
     lines = [f"{count:.0f} {text}" for text, count in counts.items() if count]

@@ -1,4 +1,4 @@
-"""The curves of a run, or of several side by side, as one picture."""
+"""The curves of one run, or of several, as one picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _Corner = Literal["upper right", "lower right"]
 Row = Mapping[str, Any]
 Series = tuple[np.ndarray, np.ndarray]
-"""Steps and values, both float64 [N], without the rows where the value is missing."""
+"""Steps and values, both float64 [N], without rows that lack the value."""
 
 _INK, _FAINT = "#22303c", "#d9dfe5"
 _REWARD, _GREEDY, _SAMPLED, _PASS = "#2b6cb0", "#d9480f", "#2f9e44", "#9c6ade"
@@ -27,7 +27,7 @@ _ENTROPY, _MASKED, _NORM = "#0b7285", "#e8590c", "#6741d9"
 def plot_curves(metrics_path: Path, png: Path, title: str) -> None:
     """Draws one run as a PNG of 1800×1080: reward and accuracy; entropy and masked fraction; gradient norm; time split.
 
-    Works from the first row on, and without evaluation keys. Raises ``ValueError`` if ``metrics_path`` has no row.
+    Raises ``ValueError`` if ``metrics_path`` has no row.
     """
     rows = _rows(metrics_path)
     panels = _Picture(title)
@@ -40,8 +40,7 @@ def plot_curves(metrics_path: Path, png: Path, title: str) -> None:
 
 
 def plot_comparison(runs: Mapping[str, Path], png: Path, title: str) -> None:
-    """Draws several runs (name → ``metrics.jsonl``) in the same four panels, one colour a run; the last shows
-    the step time."""
+    """Draws several runs (name → ``metrics.jsonl``) in the same panels, except that the last shows the step time."""
     panels = _Picture(title)
     reward = panels.at(0, "Reward (line) and greedy accuracy (points)", "reward, accuracy")
     entropy = panels.at(1, "Entropy", "entropy (nats per token)")
@@ -65,7 +64,7 @@ def plot_comparison(runs: Mapping[str, Path], png: Path, title: str) -> None:
 
 
 class _Picture:
-    """Four panels in one figure, drawn through matplotlib's objects: nothing global is touched."""
+    """Four panels, drawn through matplotlib's objects: nothing global is touched."""
 
     def __init__(self, title: str) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -91,12 +90,10 @@ class _Picture:
         return axes
 
     def note(self, text: str) -> None:
-        """A line at the foot of the picture; nothing where there is nothing to say."""
         if text:
             self._figure.supxlabel(text, fontsize=9, color=_MASKED, x=0.012, ha="left")
 
     def save(self, png: Path, rows: Sequence[Row]) -> None:
-        """Gives all panels the same steps, those of ``rows``, and writes the file."""
         steps = [row["step"] for row in rows]
         margin = max(0.5, 0.01 * (max(steps) - min(steps)))
         for axes in self._figure.axes:
@@ -138,7 +135,6 @@ def _gradient_norm(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _time_split(axes: Axes, rows: Sequence[Row]) -> None:
-    """Stacked areas, each step one unit wide; the legend says each phase's share of the whole run."""
     timed = _timed(rows)
     if not timed:
         return
@@ -166,7 +162,6 @@ def _time_split(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _smoothed(axes: Axes, series: Series, colour: str, label: str, linestyle: str = "-") -> None:
-    """The moving average over the faint raw values; a lone value is a point."""
     steps, values = series
     if not steps.size:
         return
@@ -196,7 +191,7 @@ def _series(rows: Sequence[Row], key: str) -> Series:
 
 
 def _timed(rows: Sequence[Row]) -> list[Row]:
-    """Steps with their times. Row 0 is none: it is the wait for servers and model, and would dwarf the others."""
+    """Without row 0: its wait for servers and model would dwarf the others."""
     return [row for row in rows if row["step"] and row.get("time/step") is not None]
 
 
@@ -208,7 +203,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _unit_interval(axes: Axes) -> None:
-    """Rewards and accuracies of 0 to 1 are shown on the whole interval; other rewards as they come."""
+    """Rewards and accuracies of 0 to 1 are shown on the whole interval."""
     low, high = axes.dataLim.intervaly
     if low >= 0 and high <= 1:
         axes.set_ylim(0, 1.02)

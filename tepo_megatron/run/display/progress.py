@@ -1,4 +1,4 @@
-"""What a user sees of a run while it goes on: a live view on a terminal, plain lines elsewhere."""
+"""The display of a running run: a live view on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -38,35 +38,35 @@ __all__ = ["LiveProgress", "NoProgress", "PlainProgress", "Progress", "final_tab
 SLOW_PHASE_S = 5.0
 """Plain output mentions a phase that took longer, ..."""
 HEARTBEAT_S = 30.0
-"""... and how far one has come after so long without a line."""
+"""... and the progress after this long without a line."""
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class Progress(Protocol):
-    """What the loop tells: ``start`` first, then ``phase``, ``advance``, ``step`` in turn, and ``close`` whatever happens."""
+    """The display's interface. Call ``start`` first, ``phase``, ``advance``, ``step`` in turn, and always ``close``."""
 
     def start(self, config: RunConfig) -> None:
-        """The run begins; a resumed one may report its first ``step`` with any number."""
+        """A resumed run may report its first ``step`` with any number."""
 
     def phase(self, name: str, total: int | None = None) -> None:
-        """What is being done until the next phase or the end of the step; ``total`` items if they can be counted."""
+        """Starts a phase, which lasts until the next or the end of the step; ``total`` items if countable."""
 
     def advance(self, n: int = 1) -> None:
-        """``n`` more items of the phase are done."""
+        """Reports ``n`` more finished items of the phase."""
 
     def step(self, step: int, row: Mapping[str, Any]) -> None:
-        """A step ended with this row of metrics; step 0 is the evaluation before the first."""
+        """Ends a step with its row; step 0 is the evaluation before the first."""
 
     def message(self, text: str) -> None:
-        """One line that stays."""
+        """Shows a line that stays."""
 
     def close(self) -> None:
-        """The run ended, well or not; the terminal is as before. May be called twice."""
+        """Ends the display and restores the terminal, also after a failure. May be called twice."""
 
 
 def make_progress(config: LogConfig, stream: TextIO | None = None) -> Progress:
-    """The view that ``config.progress`` asks for on ``stream`` (default: standard output); ``auto`` looks for a terminal."""
+    """The view of ``config.progress`` on ``stream`` (default: standard output); ``auto``: live on a terminal."""
     stream = stream or sys.stdout
     kind = config.progress
     if kind == "auto":
@@ -77,7 +77,7 @@ def make_progress(config: LogConfig, stream: TextIO | None = None) -> Progress:
 
 
 class NoProgress:
-    """Says nothing: for ranks other than 0, and for tests."""
+    """For ranks other than 0, and for tests."""
 
     def start(self, config: RunConfig) -> None:
         pass
@@ -100,8 +100,6 @@ class NoProgress:
 
 @dataclass
 class _Phase:
-    """What is being done; ``since`` in seconds of the view's clock."""
-
     name: str = ""
     total: int | None = None
     done: int = 0
@@ -115,7 +113,7 @@ class _Phase:
 
 
 class PlainProgress:
-    """One line a step, one line an evaluation, and a word on phases that take long: for log files and pipes."""
+    """For log files and pipes: one line per step, per evaluation, and for long phases."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock
@@ -168,8 +166,6 @@ class PlainProgress:
 
 @dataclass
 class _Seen:
-    """What the live view remembers of the steps so far."""
-
     step: int = 0
     row: dict[str, Any] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
@@ -177,7 +173,7 @@ class _Seen:
 
 
 class LiveProgress:
-    """A panel that redraws itself four times a second while the loop works; messages scroll above it."""
+    """A panel, redrawn four times a second; messages scroll above it."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
@@ -215,7 +211,7 @@ class LiveProgress:
             live.stop()
 
     def render(self) -> RenderableType:
-        """The panel as it is now; called from the redrawing thread."""
+        """Called from the redrawing thread."""
         config, seen = self._config, self._seen
         if config is None:
             return Text()
@@ -259,7 +255,6 @@ class LiveProgress:
 
 
 def _bar(done: int, total: int | None) -> ProgressBar:
-    """A bar that fills; an empty one where the total is not known."""
     style = PHASE_COLOURS["rollout"]
     return ProgressBar(total=total or 1, completed=done if total else 0, width=32, complete_style=style, finished_style=style)
 
@@ -275,7 +270,7 @@ def _figures(row: Mapping[str, Any], samples: int) -> Table:
 
 
 def _sparkline(values: list[float], width: int) -> str:
-    """The last ``width`` values, the lowest and the highest of them at the ends of the scale."""
+    """The last ``width`` values, scaled from their lowest to their highest."""
     shown = values[-width:]
     low, high = min(shown), max(shown)
     scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
@@ -283,7 +278,6 @@ def _sparkline(values: list[float], width: int) -> str:
 
 
 def _time_bar(row: Mapping[str, Any], width: int) -> Group:
-    """The last step's phases as coloured stretches, with their seconds below."""
     bar, legend = Text.assemble(("time    ", "dim")), []
     edge, drawn = 0.0, 0
     for name, colour in PHASE_COLOURS.items():

@@ -1,4 +1,4 @@
-"""The clients of W&B and MLflow, within a logger's process. The only importer of both packages."""
+"""Clients of W&B and MLflow in a logger's process; the only importer of both packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tepo_megatron.runtime.preemption import PREEMPTED
 
 @dataclass(frozen=True)
 class RunSettings:
-    """``settings`` is the section ``log.wandb`` or ``log.mlflow``, ``config`` the resolved configuration without secrets."""
+    """``settings``: the section ``log.wandb`` or ``log.mlflow``; ``config``: the resolved configuration without secrets."""
 
     folder: Path
     name: str
@@ -34,22 +34,22 @@ class Client(Protocol):
         """Starts a run, or continues the one of this id. Returns its id."""
 
     def forget(self) -> None:
-        """Drops a connection that failed; :meth:`open` makes another one."""
+        """Drops a failed connection; call :meth:`open` next."""
 
     def address(self) -> str:
         """Where the user finds the run."""
 
     def log(self, number: int, step: int, row: Mapping[str, float]) -> None:
-        """``number`` counts the rows of the run; ``step`` goes back when the run returns to a checkpoint."""
+        """``number`` counts the run's rows; ``step`` goes back when the run returns to a checkpoint."""
 
     def finish(self, ending: Ending) -> None:
         """Called after the last row."""
 
 
 class WandbClient:
-    """W&B drops what has a lower step than before. So its step counts rows, and ``step`` is the x axis of every curve.
+    """W&B drops steps lower than before: so its step counts rows, and ``step`` is every curve's x axis.
 
-    If its server does not answer, the run is written to the disk (offline mode). Once open, a run survives outages by itself.
+    If its server does not answer at the start, the run is written to the disk (offline mode).
     """
 
     def __init__(self, run: RunSettings) -> None:
@@ -77,7 +77,7 @@ class WandbClient:
         return str(self._run.id)
 
     def forget(self) -> None:
-        """W&B's service process may be gone too: a signal to every process of a job ends it."""
+        """A signal to every process of a job also ends W&B's service process."""
         with suppress(Exception):
             self._wandb.teardown()
         self._run = None
@@ -130,7 +130,7 @@ class WandbClient:
 
 
 class MlflowClient:
-    """The metrics of a step that is done again are added to the older ones of that step, with a later time."""
+    """Metrics of a repeated step are added to the older ones, with a later time."""
 
     def __init__(self, run: RunSettings) -> None:
         import mlflow
@@ -186,7 +186,7 @@ class MlflowClient:
         return str(experiment.experiment_id)
 
     def _log_config(self) -> None:
-        """As parameters, at most 100 in a request. MLflow never changes them: what a resumed run changes is a tag."""
+        """As parameters, at most 100 in a request. MLflow never changes them: a resumed run's changes are tags."""
         values = {_mlflow_name(key): value[:500] for key, value in _flatten(self._run_settings.config)}
         logged = self._client.get_run(self._run_id).data.params
         new = [self._mlflow.entities.Param(key, value) for key, value in values.items() if key not in logged]

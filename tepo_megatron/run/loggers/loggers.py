@@ -1,4 +1,4 @@
-"""Rank 0's side of W&B and MLflow: it passes rows to a child process for each, and waits for it at the end of the run only."""
+"""Rank 0's side of W&B and MLflow: passes rows to a child process each, and waits only at the end of the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tepo_megatron.config import LogConfig, RunConfig
 from tepo_megatron.runtime.workers.process import WorkerProcess
 
 Ending = Literal["finished", "stopped", "failed"]
-"""How a run ended: complete, by a signal that asked it to stop, or with an error."""
+"""Complete, stopped by a signal, or failed."""
 
 TITLES = {"wandb": "W&B", "mlflow": "MLflow"}
 HIDDEN = "***"
@@ -29,17 +29,17 @@ _MAX_UNSENT_BYTES = 2**20
 _SECRET_NAME = re.compile(r"(^|[_-])(api[_-]?key|key|token|secret|password|passwd|credentials?|authorization)$", re.IGNORECASE)
 _USER_AND_PASSWORD = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
 _MIN_SECRET_LENGTH = 8
-"""A shorter value of the environment is a word that may occur anywhere."""
+"""A shorter value of the environment may occur anywhere."""
 
 
 def sections(config: LogConfig) -> dict[str, Any]:
-    """The sections of the loggers that are switched on, as JSON."""
+    """The sections of the enabled loggers, as JSON."""
     all_sections = {"wandb": config.wandb, "mlflow": config.mlflow}
     return {kind: section.model_dump(mode="json") for kind, section in all_sections.items() if section is not None}
 
 
 def check_installed(config: LogConfig) -> None:
-    """Raises ValueError if a logger is switched on whose package is not installed. Imports no package."""
+    """Raises ValueError if an enabled logger's package is not installed. Imports no package."""
     for kind in sections(config):
         packages: tuple[str, ...] = (kind,)
         if config.mlflow is not None and kind == "mlflow" and (config.mlflow.tracking_uri or "sqlite").startswith("sqlite"):
@@ -55,17 +55,17 @@ def check_installed(config: LogConfig) -> None:
 def without_secrets(value: Any) -> Any:
     """A copy of a JSON value with ``***`` in place of secrets.
 
-    Secrets are fields whose name ends in key, token, secret or password, the user and password of a URL, and every value that
-    the environment has under such a name.
+    Secrets: fields whose names end in key, token, secret or password, a URL's user and password, and values of such environment
+    variables.
     """
     values = {value for name, value in os.environ.items() if _SECRET_NAME.search(name) and len(value) >= _MIN_SECRET_LENGTH}
     return _hide(value, sorted(values, key=len, reverse=True))
 
 
 class Loggers:
-    """The loggers of a run; a run without any has an empty one. Rank 0 only. No method raises for what a logger does.
+    """A run's loggers, maybe none. Rank 0 only. No method raises for a logger's failure.
 
-    ``notify`` shows the user a message, ``count_failures`` adds to ``log/failed``.
+    ``notify`` shows the user a message; ``count_failures`` adds to ``log/failed``.
     """
 
     def __init__(self, config: RunConfig, notify: Callable[[str], None], count_failures: Callable[[int], None]) -> None:
@@ -77,12 +77,12 @@ class Loggers:
         self._reported: set[str] = set()
 
     def write_row(self, row: Mapping[str, float]) -> None:
-        """``row`` contains its step. Values that are not finite are left out."""
+        """``row`` contains its step. Non-finite values are left out."""
         for process in self._processes:
             process.post({"row": {key: value for key, value in row.items() if math.isfinite(value)}})
 
     def take_reports(self) -> None:
-        """Shows and counts what the processes have reported since the last call."""
+        """Shows and counts the processes' reports since the last call."""
         for process in list(self._processes):
             self._take_reports(process)
             if process.has_ended:
@@ -123,7 +123,7 @@ class Loggers:
 
 
 class _LoggerProcess(WorkerProcess):
-    """Rows wait in this process while the pipe is full, and are dropped beyond a megabyte: no step waits for a logger."""
+    """Rows wait here while the pipe is full, and are dropped beyond a megabyte: no step waits for a logger."""
 
     def __init__(self, kind: str, section: Mapping[str, Any], config: RunConfig, resolved: Any) -> None:
         self.kind, self.title = kind, TITLES[kind]
@@ -156,7 +156,6 @@ class _LoggerProcess(WorkerProcess):
                 del self._unsent[:written]
 
     def take_reports(self, timeout_s: float = 0.0) -> list[dict[str, Any]]:
-        """What the process has reported, at last its failure if it has ended with one."""
         reports: list[dict[str, Any]] = []
         while not self.has_ended and select.select([self], [], [], timeout_s)[0]:
             try:
@@ -170,7 +169,7 @@ class _LoggerProcess(WorkerProcess):
 
 
 def _is_installed(name: str) -> bool:
-    """A folder of that name, such as the ``wandb`` that W&B creates in the current folder, is no package."""
+    """A folder of that name, such as the ``wandb`` that W&B creates, is no package."""
     spec = find_spec(name)
     return spec is not None and spec.origin is not None
 

@@ -1,8 +1,7 @@
-"""The process that logs to W&B or MLflow: ``python -m tepo_megatron.run.loggers.process``.
+"""The logger's process: ``python -m tepo_megatron.run.loggers.process``.
 
-Rank 0 writes JSON lines to its input: first the settings, then ``{"row": {…}}`` for every step, at last
-``{"finish": "finished"}``. An input that ends without that means that rank 0 died. The process reports what rank 0 should show
-(``note``) or count (``failed``).
+Its input is JSON lines: the settings, ``{"row": {…}}`` for every step, at last ``{"finish": "finished"}``; an end without that
+means that rank 0 died. It reports messages for the user (``note``) and failures (``failed``).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tepo_megatron.runtime.preemption import STOP_SIGNALS
 from tepo_megatron.runtime.workers.child import redirect_standard_streams, reply
 
 _RETRY_S = (30.0, 3600.0)
-"""Rows are dropped so long after a failure, and twice as long after each further one, up to the second."""
+"""Seconds in which rows are dropped after a failure; doubled after each further one, up to the second."""
 
 _MAX_WAITING_ROWS = 10_000
 
@@ -38,7 +37,7 @@ _QUIET = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
 }
-"""Defaults of the environment: the packages report nothing to their makers, and requests end."""
+"""Defaults of the environment: no telemetry, and requests time out."""
 
 
 class Session:
@@ -118,7 +117,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _read(requests: BinaryIO, inbox: SimpleQueue[dict[str, Any]]) -> None:
-    """In a thread, so that rank 0 can always write, whatever the package does."""
+    """Runs in a thread, so that rank 0 can always write."""
     for line in requests:
         if inbox.qsize() < _MAX_WAITING_ROWS or b'"finish"' in line[:12]:
             inbox.put(json.loads(line))

@@ -1,4 +1,4 @@
-"""What a run measures: one row a step on disk, and where the step's time went."""
+"""A run's rows of metrics on disk, and the time split of its steps."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from typing import Any, Self
 from tepo_megatron.runtime.files import Failed, LogFile, raise_error, read_lines, write_atomically
 
 PHASES = ("rollout", "reward", "journal", "score", "update", "sync", "eval")
-"""The phases of a step that ``Stopwatch`` knows, in the order in which they happen."""
+"""Phases of a step for ``Stopwatch``, in order."""
 
 
 class MetricsWriter:
-    """Appends the rows of a run to ``<output>/metrics.jsonl`` and, if asked, to TensorBoard events in ``<output>/tensorboard``.
+    """Appends rows to ``<output>/metrics.jsonl`` and, if asked, TensorBoard events in ``<output>/tensorboard``.
 
-    Rank 0 only. A row is one line, written at once: a reader finds it whole or not at all. Numbers that are not finite become
-    ``null``. A last line that a crash cut off is removed when the file is opened again. Where a file cannot be written,
-    ``failed`` is told, and what it lacks is written with the next row.
+    Rank 0 only. Non-finite numbers become ``null``. A last line that a crash cut off is removed at the start. If a file cannot
+    be written, ``failed`` is called, and the rest is written with the next row.
     """
 
     def __init__(self, output: Path, tensorboard: bool, failed: Failed = raise_error) -> None:
@@ -46,11 +45,11 @@ class MetricsWriter:
 
     @property
     def waiting(self) -> int:
-        """How many rows could not be written yet."""
+        """Number of rows that are not written yet."""
         return self._file.waiting
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Appends one row; ``step`` is put first, and is also the step of the TensorBoard scalars, whose tags are the keys."""
+        """Appends one row; ``step`` comes first, and is the step of the TensorBoard scalars, which are tagged by key."""
         finite = {key: _finite(value) for key, value in row.items() if key != "step"}
         # One write of a whole line: a crash cuts a line off, and never mixes two.
         self._file.append((json.dumps({"step": step, **finite}) + "\n").encode())
@@ -60,7 +59,7 @@ class MetricsWriter:
             events.add_scalars(step, {key: value for key, value in finite.items() if value is not None})
 
     def truncate_after(self, step: int) -> None:
-        """Drops the rows beyond ``step``, from which a run is resumed; TensorBoard hides its events from there on."""
+        """Drops the rows beyond ``step``, from which a run is resumed; TensorBoard hides later events."""
         self._rewrite([row for row in read_metrics(self._path) if row["step"] <= step] if self._path.exists() else [])
         self._events = None
         events = self._open_events()
@@ -90,16 +89,14 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a ``metrics.jsonl``, in file order; a last line without its end, cut off by a crash, is left out.
+    """Returns the rows in file order, without a last line that a crash cut off.
 
-    Raises:
-        ValueError: a line that is not a JSON object with an integer ``step``.
+    Raises ValueError for a line that is not a JSON object with an integer ``step``.
     """
     return _read_rows(path)[0]
 
 
 def _read_rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """The rows, and whether a last line was cut off."""
     lines, cut = read_lines(path)
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -116,8 +113,7 @@ def _read_rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
 class Stopwatch:
     """Splits the wall time of a step into phases.
 
-    Phases exclude each other: a phase that is opened inside another one stops the outer clock until it ends. What no phase
-    covers is ``other``. ``clock`` gives seconds and never goes back.
+    An inner phase stops the outer one's clock. Time outside of phases is ``other``. ``clock``: monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -128,7 +124,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The time spent inside goes to ``name``, one of ``PHASES``; a ``ValueError`` for any other."""
+        """Context whose time belongs to ``name``, one of ``PHASES``; raises ValueError for others."""
         if name not in self._seconds:
             raise ValueError(f"phase {name!r} is not known; known phases: {', '.join(PHASES)}")
         self._charge()
@@ -144,7 +140,7 @@ class Stopwatch:
         return self._clock() - self._start
 
     def split(self) -> dict[str, float]:
-        """Seconds since the last call (or the start) as ``time/<phase>``, ``time/other``, ``time/step``; starts anew."""
+        """Returns seconds since the last call or the start as ``time/<phase>``, ``time/other``, ``time/step``; resets them."""
         now = self._charge()
         step = now - self._start
         split = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
@@ -156,7 +152,6 @@ class Stopwatch:
         return split
 
     def _charge(self) -> float:
-        """Gives the time since the last mark to the innermost open phase."""
         now = self._clock()
         if self._open:
             self._seconds[self._open[-1]] += now - self._mark
@@ -173,21 +168,21 @@ _NUMBERS = itertools.count()
 
 
 class EventsFile:
-    """One file of events in ``folder``, which appears with its first event; rank 0 only."""
+    """One file of events in ``folder``, created with its first event; rank 0 only."""
 
     def __init__(self, folder: Path, failed: Failed) -> None:
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
         self._file = LogFile(folder / name, failed)
 
     def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """A point of each curve (tag → value) at ``step``."""
+        """Adds a point to each curve (tag → value) at ``step``."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._append(step=step, summary=Summary(value=points))
 
     def hide_from(self, step: int) -> None:
-        """TensorBoard hides what earlier files of the folder have of this step and later ones."""
+        """Makes TensorBoard hide this step and later ones of earlier files."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self._append(step=step, session_log=SessionLog(status=SessionLog.START))

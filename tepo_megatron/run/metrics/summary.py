@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def summarize(batch: Batch, updates: Sequence[UpdateResult]) -> dict[str, float]:
-    """Figures over the step: rewards and lengths of its rollouts, and the objective's metrics over all its mini-batches.
+    """Returns a step's figures: rewards and lengths of rollouts, and the objective's metrics over its mini-batches.
 
-    Means are over tokens (or whatever a metric counts), never means of means; the gradient norm is the mean over the
-    optimizer steps. Skipped optimizer steps are counted (``update/skipped``) and left out of everything else; where all were
-    skipped, loss and norm are NaN, and the objective's metrics are absent.
+    Means are over tokens (or whatever a metric counts), never means of means; the gradient norm is the mean over optimizer
+    steps. Skipped steps only count in ``update/skipped``; if all were skipped, loss and norm are NaN, and the objective's
+    metrics are absent.
     """
     lr = updates[-1].lr
     count_skipped = sum(bool(update.skipped) for update in updates)
@@ -55,7 +55,7 @@ def _rollout_figures(batch: Batch) -> dict[str, float]:
 
 
 def _sampling_figures(batch: Batch) -> dict[str, float]:
-    """From how many tokens one was drawn, where that was not the whole vocabulary."""
+    """The number of tokens that one was drawn from, if that was not the whole vocabulary."""
     if batch.sampling_mask_T is None:
         return {}
     kept = 1 + batch.sampling_mask_T.counts[batch.loss_mask_T.cpu().numpy()]
@@ -63,7 +63,7 @@ def _sampling_figures(batch: Batch) -> dict[str, float]:
 
 
 def _zero_variance_fraction(batch: Batch) -> float:
-    """The share of groups whose responses all have the same reward, and which therefore teach nothing."""
+    """The share of groups with equal rewards, which therefore teach nothing."""
     groups, at = batch.groups_S.unique(return_inverse=True)
     highest = torch.full((groups.numel(),), -torch.inf, device=at.device).scatter_reduce(0, at, batch.rewards_S, "amax")
     lowest = torch.full((groups.numel(),), torch.inf, device=at.device).scatter_reduce(0, at, batch.rewards_S, "amin")
@@ -71,11 +71,9 @@ def _zero_variance_fraction(batch: Batch) -> float:
 
 
 def source_figures(rollouts: Sequence[Rollout], problems: Mapping[str, Problem]) -> dict[str, float]:
-    """For each source by name: its share of the step's groups, and the mean reward of its responses, absent without any.
+    """Source → its share of the step's groups, and its responses' mean reward, absent without any.
 
-    Args:
-        rollouts: those that a step trains on.
-        problems: all of the run by their ids. Nothing is said where they are of one source without a name.
+    ``rollouts``: those that a step trains on; ``problems``: all of the run by id. Empty for a single source without a name.
     """
     names = sorted({problem.source for problem in problems.values()} - {""})
     source_of = {

@@ -1,8 +1,8 @@
-"""Files of per-token values, ``OUTPUT/tokens/step_0000030.npz``: what they hold, how they are written and read. No torch.
+"""Files of per-token values, ``OUTPUT/tokens/step_0000030.npz``. Imports no torch.
 
-A file holds the responses of the first groups of one training step, S of them, with their T tokens one behind the other. It is
-NumPy's archive of arrays, without pickle: one array for each field of :class:`TokenSamples` that is an array, and ``meta``, a
-string of JSON with the rest. ``format`` in it is 1; a change that older readers would get wrong raises it.
+A file has the S responses of a step's first groups, with T tokens in all. It is NumPy's archive, without pickle: an array for
+each array of :class:`TokenSamples`, and ``meta``, a JSON string with the rest. Its ``format`` is 1; incompatible changes raise
+it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tepo_megatron.runtime.files import Failed, write_atomically
 
 FOLDER = "tokens"
-"""Where a run writes its files, below its output folder."""
+"""Folder below a run's output folder."""
 
 FORMAT = 1
 
@@ -42,77 +42,77 @@ _PER_TOKEN: dict[str, type[np.generic]] = {
     **dict.fromkeys(("loss_mask", "masked"), np.bool_),
 }
 _ARRAYS = {**_PER_RESPONSE, **_PER_TOKEN}
-"""The arrays of a file → their dtypes."""
+"""Array → its dtype."""
 
 
 @dataclass(frozen=True)
 class TokenPrompt:
-    """What a group of responses answers. ``text`` is what the model read; special tokens in it stand as ``⟦name⟧``."""
+    """The prompt of a group. ``text`` is what the model read, special tokens as ``⟦name⟧``."""
 
     text: str
     answer: str | None
-    """What the verifier compared with; None of a replayed step whose problem is not among the run's."""
+    """What the verifier compared with; None for a replayed problem that the run lacks."""
     source: str = ""
-    """The source of the problem, by name, where the run has several."""
+    """The name of the problem's source, if the run has several."""
     problem: str = ""
     """The problem's id."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenSamples:
-    """The token values of some responses of one training step. S responses, T tokens of all of them one behind the other.
+    """Token values of S responses of one training step, with T tokens concatenated.
 
-    Floats are NaN where there is no such value: of the trainer where it trained on no such token (a token that an environment
-    wrote, a response that was cut under ``rollout.truncated: mask``), of the update where that was skipped.
+    Floats are NaN if missing: the trainer's for tokens that it did not train on (an environment's, those of a cut response
+    under ``rollout.truncated: mask``), the update's if it was skipped.
     """
 
     step: int
-    """Steps done after it: the number of the step's row in ``metrics.jsonl``."""
+    """Completed steps: the number of the step's row in ``metrics.jsonl``."""
     prompts: tuple[TokenPrompt, ...]
     pieces: Mapping[int, str]
-    """The text of every token id that occurs. Bytes of a character that is divided among tokens stand as ``⟨xx⟩``, special
-    tokens as ``⟦name⟧``."""
+    """Text of every token id that occurs. Bytes of a divided character stand as ``⟨xx⟩``, special tokens as ``⟦name⟧``."""
 
     lengths: NDArray[np.int32]
-    """[S]: the tokens of each response."""
+    """[S]: number of tokens."""
     prompt: NDArray[np.int32]
-    """[S]: which of ``prompts`` it answers."""
+    """[S]: index in ``prompts``."""
     group: NDArray[np.int32]
-    """[S]: the number of its group in the step. All responses of a group are there."""
+    """[S]: number of the group in the step; groups are whole."""
     update: NDArray[np.int32]
-    """[S]: in which optimizer step of the training step it was trained on, from 1; 0 in none."""
+    """[S]: number, from 1, of the optimizer step that trained on it; 0: none."""
     reward: NDArray[np.float32]
-    """[S]: as the verifier gave it; what ``rollout.truncated: penalise`` takes off is in the advantage alone."""
+    """[S]: the verifier's, without the penalty of ``rollout.truncated: penalise``, which is in the advantage alone."""
     truncated: NDArray[np.bool_]
     """[S]: whether it was cut at the longest response allowed."""
 
     ids: NDArray[np.int32]
     """[T]."""
     loss_mask: NDArray[np.bool_]
-    """[T]: whether the model wrote the token, and not an environment."""
+    """[T]: whether the model, not an environment, wrote the token."""
     version: NDArray[np.int32]
-    """[T]: the step after which the weights that drew the token were taken."""
+    """[T]: the step of the weights that drew the token."""
     logprob_sampler: NDArray[np.float32]
     """[T]: log π_sampler, natural like all logarithms here."""
     logprob_trainer: NDArray[np.float32]
     """[T]: log π_old, by the trainer with the weights before the step."""
     logprob_update: NDArray[np.float32]
-    """[T]: log π_θ in the update that the token was trained in: with the weights that its gradient was taken at."""
+    """[T]: log π_θ in the token's update, with the weights of its gradient."""
     entropy: NDArray[np.float32]
-    """[T]: H(π_old) of the token's position, in nats."""
+    """[T]: H(π_old) at the token's position, in nats."""
     entropy_change: NDArray[np.float32]
-    """[T]: H(π_θ) − H(π_old) in that update, ΔH of TEPO's mask where it is ``measured``."""
+    """[T]: H(π_θ) − H(π_old) in that update, ΔH of TEPO's mask if ``measured``."""
     advantage: NDArray[np.float32]
     """[T]: that of the token's response."""
     ratio: NDArray[np.float32]
-    """[T]: the ratio that the objective multiplied the advantage with (``ratio/mean``): TEPO's is one for a whole response;
-    exp(logprob_update − logprob_trainer) is the token's own."""
+    """[T]: the objective's ratio (``ratio/mean``), in TEPO one per response; the token's own is exp(logprob_update −
+    logprob_trainer).
+    """
     masked: NDArray[np.bool_]
-    """[T]: whether a term of the objective singled the token out in that update (``mask/fraction``): TEPO's KL mask, or
-    another mechanism."""
+    """[T]: whether a term of the objective, such as TEPO's KL mask, singled the token out in that update (``mask/fraction``).
+    """
 
     def __post_init__(self) -> None:
-        """Raises ValueError where shapes, dtypes or indices do not fit together."""
+        """Raises ValueError if shapes, dtypes or indices do not fit together."""
         for name, kind in _ARRAYS.items():
             array = getattr(self, name)
             rows = self.lengths.size if name in _PER_RESPONSE else self.ids.size
@@ -124,7 +124,7 @@ class TokenSamples:
             raise ValueError(f"prompt names one that is not among the {len(self.prompts)} prompts")
 
     def __eq__(self, other: object) -> bool:
-        """Whether all values are the same to the last bit."""
+        """Compares all values to the last bit."""
         if not isinstance(other, TokenSamples):
             return NotImplemented
         arrays = all(getattr(self, name).tobytes() == getattr(other, name).tobytes() for name in _ARRAYS)
@@ -135,25 +135,23 @@ class TokenSamples:
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
-        """[S + 1]: where the tokens of each response begin, and where the last one's end."""
+        """[S + 1]: first token of each response, and the end of the last."""
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
     def tokens_of(self, response: int) -> slice:
-        """Where the tokens of a response stand in the arrays of tokens."""
+        """The slice of a response in the arrays of tokens."""
         return slice(int(self.offsets[response]), int(self.offsets[response + 1]))
 
     def text_of(self, response: int) -> str:
-        """A response as its tokens are written, one by one."""
         return "".join(self.pieces[token] for token in self.ids[self.tokens_of(response)].tolist())
 
 
 def token_file(folder: Path, step: int) -> Path:
-    """The file of a step below a run's output folder."""
     return folder / FOLDER / f"step_{step:07d}.npz"
 
 
 def token_files(folder: Path) -> dict[int, Path]:
-    """The files below a run's output folder by their steps, in the order of the steps."""
+    """Step → file below a run's output folder, in order."""
     found = {int(name[1]): path for path in (folder / FOLDER).glob("step_*.npz") if (name := _NAME.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
@@ -173,7 +171,7 @@ def encode_tokens(samples: TokenSamples) -> bytes:
 
 
 def read_tokens(path: Path) -> TokenSamples:
-    """Reads one file. Raises ValueError, a sentence with its path, where it cannot be read or is none; FileNotFoundError."""
+    """Raises ValueError, with the path, if the file cannot be read or is no such file; FileNotFoundError."""
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
@@ -207,9 +205,7 @@ def read_tokens(path: Path) -> TokenSamples:
 
 
 class TokenLog:
-    """A file for each step that is recorded, whole or not there. What cannot be written waits, and is tried again with the
-    next.
-    """
+    """Writes a file for each recorded step, atomically. What cannot be written is retried with the next."""
 
     def __init__(self, folder: Path, failed: Failed) -> None:
         """``folder``: the run's output folder."""
@@ -217,7 +213,7 @@ class TokenLog:
         self._waiting: dict[int, bytes] = {}
 
     def write(self, samples: TokenSamples) -> None:
-        """A file of the same step is replaced."""
+        """Replaces a file of the same step."""
         self._waiting[samples.step] = encode_tokens(samples)
         self.flush()
 
@@ -233,7 +229,7 @@ class TokenLog:
             del self._waiting[step]
 
     def forget_after(self, step: int) -> None:
-        """Removes the values of later steps, which are trained again. Raises OSError."""
+        """Removes the files of later steps, which are trained again. Raises OSError."""
         self._waiting = {at: data for at, data in self._waiting.items() if at <= step}
         for at, path in token_files(self._folder).items():
             if at > step:

@@ -1,4 +1,4 @@
-"""The output folder of a run, and what is shown of it while it grows. Rank 0 only."""
+"""The output folder of a run, and its display. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.trainer.checkpoints.folder import checkpoints, leftovers, remove, retained, step_of
 
 OF_CHOSEN_TOKENS = ("mask/fraction", "kl/masked", "entropy/delta_masked", "entropy/delta_unmasked")
-"""Columns that only an objective that singles out tokens has: a mask that is not there masks nothing, not 0 %."""
+"""Columns only of objectives that single out tokens: a missing mask is not 0 %."""
 
 
 class Output:
-    """Writes ``resolved.yaml`` at once, a row of metrics a step, samples per evaluation, and at the end the picture.
+    """Writes ``resolved.yaml`` at once, a row per step, samples per evaluation, and the picture at the end.
 
-    Holds the folder's lock until :meth:`close`. A file that cannot be written does not end the run: that is said once, counted
-    in the rows (``log/failed``), and what it lacks is written with the next row.
+    Holds the folder's lock until :meth:`close`. A file that cannot be written does not end the run: that is shown once, counted
+    in the rows (``log/failed``), and retried with the next row.
     """
 
     def __init__(self, config: RunConfig, progress: Progress) -> None:
-        """Raises ValueError if the folder cannot be written, another run uses it, it holds a run that this one does not resume,
-        files of the one that it resumes are damaged, or the package of a logger is not installed.
+        """Raises ValueError if the folder cannot be written or is in use, holds another run, files of the resumed run are
+        damaged, or a logger's package is not installed.
         """
         check_installed(config.log)
         self.folder = config.output
@@ -45,7 +45,6 @@ class Output:
         self._finished = False
         self._config = config
         self.resumes = False
-        """Whether the run goes on from a checkpoint."""
         self._failures = 0
         self._said: set[Path] = set()
         self._samples = LogFile(self.folder / "samples.jsonl", self.write_failed)
@@ -71,7 +70,7 @@ class Output:
                 self.message(f"{path}: its last line was cut off when the run ended, and is dropped")
 
     def _begins_at_checkpoint(self) -> bool:
-        """With ``resume = auto`` and no checkpoint the run begins anew, and what one before has logged is put aside."""
+        """With ``resume = auto`` and no checkpoint the run starts again, and the earlier run's logs are set aside."""
         if self._config.train.resume == "auto" and not resumes(self._config):
             _put_aside(self.folder)
         return resumes(self._config)
@@ -85,12 +84,11 @@ class Output:
 
     @property
     def last_step(self) -> int | None:
-        """The step of the last row of metrics."""
         return self._metrics.last_step
 
     def resume_from(self, step: int) -> float:
-        """Forgets what was logged beyond the checkpoint, and samples of an evaluation that has no row. Returns the seconds of
-        the steps that are forgotten, and done again.
+        """Drops what was logged beyond the checkpoint, and samples of an evaluation without a row. Returns the seconds of the
+        dropped steps.
         """
         with unwritable_is_a_sentence(self.folder):
             rows = read_metrics(self.folder / "metrics.jsonl")
@@ -109,7 +107,7 @@ class Output:
         self.progress.message(text)
 
     def write_row(self, step: int, row: Mapping[str, float]) -> dict[str, float]:
-        """Returns what is written. Raises RuntimeError if another run has taken the folder over."""
+        """Returns what is written. Raises RuntimeError if another run has taken the folder."""
         self._make_again_if_removed()
         self._loggers.take_reports()
         failures, self._failures = self._failures, 0
@@ -130,14 +128,14 @@ class Output:
         self._train_samples.append(_as_lines(step, samples))
 
     def write_tokens(self, samples: TokenSamples) -> None:
-        """Writes the token values of a step to a file of its own; one of the same step is replaced."""
+        """Writes a step's token values to a file, which replaces one of the same step."""
         self._tokens.write(samples)
 
     def _count_failures(self, count: int) -> None:
         self._failures += count
 
     def write_failed(self, path: Path, error: OSError) -> None:
-        """Counts a file of logs that could not be written; the first time for each folder it is said."""
+        """Counts a log file that could not be written; shows the first for each folder."""
         self._failures += 1
         if path.parent not in self._said:
             self._said.add(path.parent)
@@ -147,7 +145,7 @@ class Output:
             )
 
     def finish(self) -> None:
-        """Draws ``curves.png`` and shows the final table, and what went wrong where something did."""
+        """Draws ``curves.png``, shows the final table and faults."""
         self.progress.close()
         self._metrics.close()
         self._samples.flush()
@@ -171,9 +169,7 @@ class Output:
             self.message(f"the run is complete, but its picture and table could not be made: {error}")
 
     def close(self) -> None:
-        """At the end, or after a failure: the terminal is given back, the files are complete up to the last row, loggers
-        have it or are given up; what went wrong before a failure is said.
-        """
+        """Restores the terminal, completes the files and waits for loggers, also after a failure, when it shows faults."""
         signals = stop_signals()
         ending: Ending = "finished" if self._finished else "failed" if signals.requested is None else "stopped"
         metrics = self.folder / "metrics.jsonl"
@@ -189,7 +185,7 @@ class Output:
         self._lock.release()
 
     def _make_again_if_removed(self) -> None:
-        """A folder that was removed under the run is made anew: the next checkpoint is worth more than what is lost."""
+        """Creates a folder that was removed during the run: the next checkpoint is worth more than what is lost."""
         if self._lock.is_there():
             return
         resolved = self.folder / "resolved.yaml"
@@ -210,7 +206,6 @@ def _as_lines(step: int, samples: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def _read_samples(path: Path) -> tuple[list[tuple[str, int]], bool]:
-    """The lines with their steps, and whether a last one was cut off. Raises ValueError with the line that is no sample."""
     if not path.exists():
         return [], False
     lines, cut = read_lines(path)
@@ -223,8 +218,7 @@ def _read_samples(path: Path) -> tuple[list[tuple[str, int]], bool]:
 
 
 def _put_aside(folder: Path) -> None:
-    """Keeps what a run logged that left no checkpoint: ``metrics.jsonl`` becomes ``metrics.before-1.jsonl``, then 2; ``tokens``
-    becomes ``tokens.before-1``."""
+    """``metrics.jsonl`` becomes ``metrics.before-1.jsonl``, then 2; ``tokens`` becomes ``tokens.before-1``."""
     number = 1 + len(list(folder.glob("metrics.before-*.jsonl")))
     for name in ("metrics", "samples", "train_samples"):
         if (folder / f"{name}.jsonl").exists():
@@ -236,8 +230,8 @@ def _put_aside(folder: Path) -> None:
 class Retention:
     """Deletes what ``train.keep_checkpoints``, ``keep_every`` and ``keep_best`` do not keep.
 
-    It acts after a row, when there is a new checkpoint whose row is written too, since the metric is known only then. ``say``
-    gets a sentence for each thing that could not be removed, which does not end the run.
+    It acts when both a new checkpoint and its row are written, since the row has the metric. ``say`` gets a sentence for each
+    removal that failed, which does not end the run.
     """
 
     def __init__(self, config: RunConfig, say: Callable[[str], None]) -> None:
@@ -249,7 +243,7 @@ class Retention:
         self._seen = self._newest()
 
     def after_row(self, step: int) -> None:
-        """Call when the row of ``step`` has been written. A checkpoint may be on its way then (``train.async_save``)."""
+        """Call it when the row of ``step`` is written; a checkpoint may still be in progress (``train.async_save``)."""
         present = {step_of(path): path for path in checkpoints(self._folder)}
         newest = self._newest()
         if newest > step or newest == self._seen:
@@ -272,7 +266,7 @@ class Retention:
             self._say(failed)
 
     def _best(self, steps: set[int]) -> int | None:
-        """The step of the best checkpoint by its row of metrics, so that a resumed run knows it too."""
+        """From the rows of metrics, so that a resumed run knows it too."""
         best = self._train.keep_best
         if best is None:
             return None

@@ -1,7 +1,6 @@
-"""Chooses the checkpoint that a run goes on from, and refuses one that is not this run's.
+"""Chooses the checkpoint to resume from, and refuses one of another run.
 
-:func:`find_checkpoint` needs no torch and reads little, so that the parent refuses before it starts ranks. :func:`resume` is
-what the ranks do: they read every byte of the checkpoint, and agree on it.
+:func:`find_checkpoint` needs no torch and reads little, for the parent. In :func:`resume` the ranks read every byte, and agree.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint to go on from, its state, how its run differs from this one, and what was passed over, newest first."""
+    """A checkpoint, its state, differences between its run and this one, and checkpoints passed over, newest first."""
 
     folder: Path
     state: Mapping[str, Any]
@@ -45,15 +44,14 @@ class Resumed:
 
 
 def resumes(config: RunConfig) -> bool:
-    """Whether the run goes on from a checkpoint: with ``train.resume = auto``, if there is one."""
+    """Whether the run starts from a checkpoint: with ``train.resume = auto``, if there is one."""
     return config.train.resume is True or (config.train.resume == "auto" and bool(checkpoints(config.output / "checkpoints")))
 
 
 def find_checkpoint(config: RunConfig, model_dir: Path) -> Resumed:
-    """The newest checkpoint of the output folder, or the one that ``train.resume_from`` names, as far as can be told without
-    reading the shards. Writes nothing.
+    """The output folder's newest checkpoint, or that of ``train.resume_from``, without reading shards. Writes nothing.
 
-    Raises ValueError that says what to do: there is none, none is whole, it is of another run or model, or the run is over.
+    Raises ValueError, with a remedy, if there is none, none is whole, it is of another run or model, or the run is over.
     """
     damaged: list[DamagedCheckpoint] = []
     for folder in _candidates(config):
@@ -67,8 +65,8 @@ def find_checkpoint(config: RunConfig, model_dir: Path) -> Resumed:
 
 
 def resume(config: RunConfig, engine: Trainer, model_dir: Path) -> Resumed:
-    """Restores the engine from the first checkpoint that is whole to the last byte; others that it finds damaged are passed
-    over. Every rank calls; all take the same one, or raise the same ValueError as :func:`find_checkpoint`.
+    """Restores the engine from the first checkpoint that is whole to the last byte. Every rank calls; all get the same one, or
+    the ValueError of :func:`find_checkpoint`.
     """
     whole, damaged = first_whole(engine, _candidates(config))
     if whole is None:
@@ -81,7 +79,7 @@ def resume(config: RunConfig, engine: Trainer, model_dir: Path) -> Resumed:
 
 
 def first_whole(engine: Trainer, folders: Sequence[Path]) -> tuple[tuple[Path, dict[str, Any]] | None, list[DamagedCheckpoint]]:
-    """The first of these checkpoints that is whole to the last byte, with its state; and what was found damaged before it.
+    """The first checkpoint that is whole to the last byte, its state, and the damaged ones before it.
 
     Every rank calls, and gets the same; only rank 0's ``folders`` are read.
     """
@@ -96,10 +94,8 @@ def first_whole(engine: Trainer, folders: Sequence[Path]) -> tuple[tuple[Path, d
 
 
 def newest_whole(config: RunConfig, engine: Trainer, reason: str) -> Resumed | None:
-    """The newest checkpoint of the output folder that is whole to the last byte, for a run that has to go back, for
-    ``reason``; None where there is no checkpoint yet. Every rank calls; nothing is restored.
-
-    Raises RuntimeError where none is whole.
+    """The output folder's newest checkpoint that is whole to the last byte, for a rollback for ``reason``; None without
+    checkpoints. Every rank calls; nothing is restored. Raises RuntimeError if none is whole.
     """
     whole, damaged = first_whole(engine, list(reversed(checkpoints(config.output / "checkpoints"))))
     if whole is not None:
@@ -112,7 +108,7 @@ def newest_whole(config: RunConfig, engine: Trainer, reason: str) -> Resumed | N
 def judge(
     config: RunConfig, model_dir: Path, folder: Path, state: Mapping[str, Any], damaged: Sequence[DamagedCheckpoint] = ()
 ) -> Resumed:
-    """Raises ValueError if a whole checkpoint is not one that this run can go on from."""
+    """Raises ValueError if this run cannot continue from a whole checkpoint."""
     steps, step = config.train.steps, int(state["step"])
     if steps < step:
         raise ValueError(
@@ -130,7 +126,7 @@ def judge(
 
 
 def messages(config: RunConfig, found: Resumed) -> list[str]:
-    """What a resumed run says: what was passed over, where it goes on, what differs, and what was allowed in vain."""
+    """Sentences: what was passed over, where the run continues, what differs, and unused permissions."""
     said = [f"{error}; resuming from {found.folder.name}" for error in found.damaged]
     said.append(f"resumed from {found.folder} at step {found.step}")
     if "identity" not in found.state:
@@ -144,10 +140,10 @@ def messages(config: RunConfig, found: Resumed) -> list[str]:
 
 
 def accept(config: RunConfig, found: Resumed) -> list[str]:
-    """Makes the output folder that of the resumed run: checkpoints that are not its past are set aside, ``resolved.yaml`` is
-    written anew, and the older one kept as ``resolved.1.yaml`` and so on. Rank 0 calls.
+    """Sets aside checkpoints that are not the resumed run's past, and writes ``resolved.yaml``, keeping the older one as
+    ``resolved.1.yaml`` and so on. Rank 0 calls.
 
-    Returns what could not be renamed, as sentences: that is no reason to stop.
+    Returns a sentence for each failed rename, which is no reason to stop.
     """
     failed = set_aside_others(config, found)
     write_resolved(config)
@@ -155,9 +151,7 @@ def accept(config: RunConfig, found: Resumed) -> list[str]:
 
 
 def set_aside_others(config: RunConfig, found: Resumed) -> list[str]:
-    """Renames checkpoints that are damaged, or of later steps than the run goes on from. Rank 0 calls; returns as
-    :func:`accept`.
-    """
+    """Renames checkpoints that are damaged or later than the resumed one. Rank 0 calls; returns as :func:`accept`."""
     failed = []
     broken = {error.folder.resolve() for error in found.damaged}
     for folder in checkpoints(config.output / "checkpoints"):
@@ -171,7 +165,7 @@ def set_aside_others(config: RunConfig, found: Resumed) -> list[str]:
 
 
 def write_resolved(config: RunConfig) -> None:
-    """Writes ``resolved.yaml``; one that says something else is kept beside it."""
+    """Keeps a different ``resolved.yaml`` under another name."""
     path, text = config.output / "resolved.yaml", dump_resolved(config)
     if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
         number = 1
@@ -182,8 +176,8 @@ def write_resolved(config: RunConfig) -> None:
 
 
 def restore_data(sampler: ProblemOrder, found: Mapping[str, Any], allowed: Sequence[str]) -> str | None:
-    """Continues the order of the problems; where ``train.allow_change`` lets seed or problems differ, it begins anew, and the
-    sentence that is returned says so. Raises ValueError for another seed or other problems.
+    """Continues the order of the problems. If ``train.allow_change`` permits another seed or problems, the order starts again,
+    and a sentence is returned; otherwise these raise ValueError.
     """
     if "sampler" not in found:
         raise ValueError("the checkpoint does not say which problems were drawn; it was not written by a training run")
@@ -196,7 +190,7 @@ def restore_data(sampler: ProblemOrder, found: Mapping[str, Any], allowed: Seque
 
 
 def _candidates(config: RunConfig) -> list[Path]:
-    """The checkpoints to try, newest first. Raises ValueError if there is none at all."""
+    """Newest first. Raises ValueError if there is none."""
     parent = config.output / "checkpoints"
     present = list(reversed(checkpoints(parent)))
     chosen = config.train.resume_from
@@ -223,7 +217,7 @@ def _none_whole(config: RunConfig, damaged: Sequence[DamagedCheckpoint]) -> str:
 
 
 def _is_finished(config: RunConfig, folder: Path) -> bool:
-    """Whether the run that wrote its last checkpoint also came to its end: the picture is drawn last, after the export."""
+    """The picture is drawn last, after the export."""
     picture = config.output / "curves.png"
     if folder.resolve().parent != (config.output / "checkpoints").resolve():
         return True  # another run's: there is nothing to complete here

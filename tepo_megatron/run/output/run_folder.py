@@ -1,7 +1,4 @@
-"""The output folder before a run begins: writable, in nobody's use, and without another run unless that is resumed.
-
-Imports no torch: ``tepo train`` looks before it starts ranks.
-"""
+"""The output folder before a run: writable, unused, and without another run unless resumed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -44,17 +41,16 @@ MADE_BY_A_RUN = (
     "wandb/*",
     "mlflow/*",
 )
-"""What ``--overwrite`` removes of an output folder; all else stays, such as what ``tepo launch`` has put there."""
+"""What ``--overwrite`` removes; all else stays, such as the files of ``tepo launch``."""
 
 
 _FIRST_ROW = re.compile(rb'\{"step": 0[,}]')
 
 
 def prepare_folder(config: RunConfig, *, overwrite: bool = False) -> None:
-    """Looks whether a run can begin, or go on, in ``config.output``; with ``overwrite`` removes the run that it holds.
+    """Checks that a run can start or resume in ``config.output``; with ``overwrite`` removes its run.
 
-    Called once for a run, by the process that starts its ranks or by rank 0 of a ``torchrun`` by hand. Raises ValueError, a
-    sentence, where it cannot.
+    Called once per run, by the parent of the ranks or by rank 0 of a ``torchrun`` by hand. Raises ValueError.
     """
     folder = config.output
     if overwrite and config.train.resume:
@@ -69,22 +65,18 @@ def prepare_folder(config: RunConfig, *, overwrite: bool = False) -> None:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether there is something to go on from or to lose: a checkpoint, or the row of a step that was trained. A failed start
-    leaves neither, nor does a run that was ended in its first step.
-    """
+    """Whether there is a checkpoint or the row of a trained step; a failed start leaves neither."""
     return bool(checkpoints(folder / "checkpoints")) or _has_trained(folder / "metrics.jsonl")
 
 
 def _has_trained(metrics: Path) -> bool:
-    """Whether a whole row is of another step than 0, the evaluation before the first; a line that is no row counts as one."""
+    """Step 0 is the evaluation before the first; a damaged row counts as trained."""
     whole = metrics.read_bytes().split(b"\n")[:-1] if metrics.is_file() else []
     return any(line.strip() and not _FIRST_ROW.match(line) for line in whole)
 
 
 def forget_start(folder: Path) -> None:
-    """Removes what a start without a trained step has logged: the next run writes its own first row, and is another one for W&B
-    and MLflow.
-    """
+    """Removes the logs of a start without a trained step, so that the next run is another one for W&B and MLflow."""
     logged = ("metrics.jsonl", "samples.jsonl", "train_samples.jsonl", "tokens/step_*", "tensorboard/events.out.tfevents.*")
     for pattern in (*logged, "wandb/run.json", "mlflow/run.json"):
         for path in folder.glob(pattern):
@@ -92,7 +84,7 @@ def forget_start(folder: Path) -> None:
 
 
 def check_no_run(config: RunConfig) -> None:
-    """ValueError if the folder holds a run that this one does not resume."""
+    """Raises ValueError if the folder holds a run that this one does not resume."""
     if not config.train.resume and holds_run(config.output):
         saved = checkpoints(config.output / "checkpoints")
         resume = "continue it (--resume)" if saved else "which --resume cannot continue, as it left no checkpoint"
@@ -104,7 +96,7 @@ def check_no_run(config: RunConfig) -> None:
 
 @contextmanager
 def unwritable_is_a_sentence(folder: Path) -> Iterator[None]:
-    """An OSError within becomes a ValueError that names the folder and the cause."""
+    """Turns an OSError into a ValueError that names folder and cause."""
     try:
         yield
     except OSError as error:
@@ -131,7 +123,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def _remove_run(config: RunConfig) -> None:
-    """Removes what a run has made, and folders that are empty then; refuses where this run would read some of it."""
+    """Refuses if this run would read some of what it removes."""
     folder = config.output
     _check_nothing_is_read_from(config)
     lock = RunLock(folder)

@@ -1,4 +1,4 @@
-"""What a run does now, or how it ended, read from its output folder: also of a running one, from another process or machine."""
+"""A run's present activity or its end, read from its output folder, also from another machine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tepo_megatron.runtime.proc import STOPPED, process_state
 from tepo_megatron.runtime.watch.heartbeat import RankRecord, read_records
 
 SILENT_S = 60.0
-"""A rank on another machine that has said nothing for so long may be gone."""
+"""Seconds of silence after which a rank on another machine may be gone."""
 
 _RECENT = 10
-"""Steps whose mean time the estimate of what is left takes."""
+"""Steps in the mean for the estimate of the remaining time."""
 
 
 def run_status(output: Path, *, now: float | None = None) -> tuple[list[str], bool]:
-    """Lines for a person, and whether the run goes on. Raises ValueError where the folder holds no run."""
+    """Returns lines for people, and whether the run continues. Raises ValueError if the folder holds no run."""
     resolved = output / "resolved.yaml"
     if not resolved.is_file():
         raise ValueError(f"{output} holds no run: it has no resolved.yaml; give the output folder of tepo train")
@@ -45,7 +45,7 @@ def run_status(output: Path, *, now: float | None = None) -> tuple[list[str], bo
 
 
 def status_record(output: Path, *, now: float | None = None) -> dict[str, Any]:
-    """The same for tools, as values of JSON: whether it runs, its ranks as they said last, the newest rows, and faults."""
+    """JSON values for tools: whether the run continues, its ranks' last records, the newest rows, and faults."""
     lines, is_running = run_status(output, now=now)
     config = yaml.safe_load((output / "resolved.yaml").read_text(encoding="utf-8"))
     metrics = output / "metrics.jsonl"
@@ -115,7 +115,6 @@ def _count(record: RankRecord) -> str:
 
 
 def _is_there(record: RankRecord, now: float) -> bool:
-    """Whether the process lives, as far as can be known from here."""
     if record.host == socket.gethostname() and (state := process_state(record.pid)) is not None:
         return state.alive and state.started == record.started
     return record.host != socket.gethostname() and now - record.time < SILENT_S

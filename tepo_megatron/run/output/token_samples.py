@@ -1,4 +1,4 @@
-"""The token values of a step's responses, from its rollouts, scores and updates (``log.token_samples``). Rank 0 only."""
+"""Token values of a step's responses, from its rollouts, scores and updates (``log.token_samples``). Rank 0 only."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ Values = NDArray[Any]
 
 
 class TokenRecorder:
-    """Writes the token values of the steps that are recorded. Rank 0 only."""
+    """Writes the token values of recorded steps. Rank 0 only."""
 
     def __init__(self, log: LogConfig, problems: Mapping[str, Problem], tokenizer: Tokenizer, output: Output) -> None:
         """``problems`` by their id."""
         self._log, self._problems, self._tokenizer, self._output = log, problems, tokenizer, output
 
     def record(self, step: int, rollouts: Sequence[Rollout], parts: Sequence[Batch], updates: Sequence[UpdateResult]) -> None:
-        """Nothing where the step is not recorded. ``step``: as its row is numbered; ``rollouts``: all that the step trained on,
-        in its batch's order; ``parts``: its mini-batches, scored, of the batch that ``mark_recorded`` marked; ``updates``: what
-        came of each.
+        """Does nothing if the step is not recorded. ``step``: the number of its row; ``rollouts``: all that it trained on, in
+        batch order; ``parts``: its scored mini-batches, of the batch of ``mark_recorded``; ``updates``: their results.
         """
         if self._log.records_tokens(step):
             self._output.write_tokens(self.samples(step, rollouts, parts, updates))
@@ -75,9 +74,7 @@ _OF_THE_TRAINER = ("logprob_trainer", "logprob_update", "entropy", "entropy_chan
 
 
 def _values_of(part: Batch, update: UpdateResult, number: int) -> dict[int, dict[str, Values]]:
-    """Of each recorded sequence of a mini-batch, by its number in the step: values of the *labels* of all its tokens, by name,
-    NaN outside the loss mask; and ``update``, the mini-batch's number.
-    """
+    """Recorded sequence → its *labels'* values by name, NaN outside the loss mask, and ``update``, the mini-batch's number."""
     assert part.recorded_S is not None
     assert part.advantages_S is not None
     assert part.old_logprobs_T is not None
@@ -101,7 +98,6 @@ def _values_of(part: Batch, update: UpdateResult, number: int) -> dict[int, dict
 
 
 def _response(rollout: Rollout, trained: Mapping[str, Values] | None) -> dict[str, Values]:
-    """The arrays of one response. ``trained``: what :func:`_values_of` found; None where no mini-batch had it."""
     length, trained = rollout.response_ids.size, trained or {}
     labels = slice(rollout.prompt_ids.size - 1, rollout.prompt_ids.size - 1 + length)
     unknown = np.full(length, np.nan, dtype=np.float32)
@@ -129,16 +125,16 @@ Decode = Callable[[Sequence[int]], str]
 def train_samples(
     rollouts: Sequence[Rollout], problems: Mapping[str, Problem], responses: int, decode: Decode
 ) -> list[dict[str, Any]]:
-    """Rows for the first ``responses`` rollouts of a step, so that those of a group stay together.
+    """Rows for a step's first ``responses`` rollouts; groups stay together.
 
-    ``problems`` by their id; of a replayed rollout whose problem is not among them prompt and answer are None. A response that
-    could not be scored has no reward. ``decode`` makes text of token ids, for responses of several turns.
+    ``problems`` by their id; a replayed rollout without its problem has None as prompt and answer. Unscored responses have no
+    reward. ``decode``: token ids → text, for several turns.
     """
     return [_row(rollout, problems.get(rollout.problem_id), decode) for rollout in rollouts[:responses]]
 
 
 def turns(ids: TokenIds, loss_mask: LossMask, decode: Decode) -> list[dict[str, str]]:
-    """What model and environment wrote in turn, each as ``{"by": "model" or "environment", "text": …}``, in their order."""
+    """What model and environment wrote, in order, each as ``{"by": "model" or "environment", "text": …}``."""
     found, at = [], 0
     for own, run in groupby(loss_mask.tolist()):
         end = at + len(list(run))

@@ -1,7 +1,6 @@
-"""A step's rollouts on rank 0: prompts drawn, sampled, rewarded and filtered, or read from the journal or a replay.
+"""A step's rollouts on rank 0: sampled, rewarded and filtered, or read from the journal or a replay.
 
-``train.schedule`` chooses the window of the buffer: 0 samples within a step (``sync``), k samples ahead in a thread while the
-trainer works (``overlap``). All else is the same.
+``train.schedule`` chooses the buffer's window: 0 samples within a step (``sync``), k samples ahead in a thread (``overlap``).
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ WAITING_PHASES: Sequence[str] = ("rollout", "reward", "journal")
 
 
 class RolloutCollector:
-    """Collects the rollouts of each step. A step that is repeated or given up gets the same prompts again.
+    """Collects each step's rollouts. A repeated or dropped step gets the same prompts again.
 
     ``fleet``: None in a replayed run. ``phase`` enters a phase of the step. ``collect``: the user's generation step.
-    ``rollouts`` are the rollouts of the last :meth:`collect`, with the verifier's rewards; ``drawn`` the same with those that
-    have no reward. All methods are for the main thread.
+    ``rollouts``: those of the last :meth:`collect`, with the verifier's rewards; ``drawn``: also those without a reward.
+    Methods are for the main thread.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class RolloutCollector:
         self._is_dynamic = window == 0 and (rollout.filter_groups is not None or rollout.partial)
         self._store = journal.group_store(self._identity, active=self._is_dynamic)
         self._sampled_task = None if window else task
-        """A task is for one thread, and evaluations use the run's task: the thread of window k opens another one."""
+        """A task is for one thread, and evaluations use the run's: the thread of window k opens another one."""
         self._clock = BusyClock()
         self._thread = BackgroundThread(self._sample, self._buffer) if window else None
         self._collected: tuple[int, list[Rollout]] = (-1, [])
@@ -85,11 +84,10 @@ class RolloutCollector:
     # -- a step ----------------------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> list[Rollout]:
-        """The rollouts that a step trains on: ``prompts_per_step`` groups, without responses that have no reward. The same
-        rollouts if it is called again for the same step.
+        """Returns ``prompts_per_step`` groups, without responses that have no reward; the same if called again for the same
+        step.
 
-        Raises RuntimeError if filters leave too few groups, or if too few responses are left to train on; ServerDied if
-        servers are gone that are needed for the step.
+        Raises RuntimeError if too few groups or responses are left, ServerDied if servers that the step needs are gone.
         """
         if self._collected[0] != step:
             self._collected = (step, self._collect(step))
@@ -103,7 +101,7 @@ class RolloutCollector:
         return trained
 
     def take_figures(self) -> dict[str, float]:
-        """Figures of the step that was just collected, for its row; once."""
+        """Figures of the last collected step, once."""
         figures, self._figures = self._figures, {}
         return figures
 
@@ -153,7 +151,7 @@ class RolloutCollector:
         return entry.rollouts
 
     def _as_rollouts(self, batch: Sequence[Group], filtered: Sequence[Group], step: int) -> list[Rollout]:
-        """The batch's rollouts as they are recorded. Failed rewards count over all decided groups."""
+        """Failed rewards count over all decided groups."""
         decided = [*batch, *filtered]
         rollouts = [replace(rollout, group=index) for index, group in enumerate(decided) for rollout in group.rollouts()]
         results = [group.results[sample] for group in decided for sample in range(len(group.samples))]
@@ -161,7 +159,6 @@ class RolloutCollector:
         return [rollout for rollout in rewarded if rollout.group < len(batch)]
 
     def _wait(self, thread: BackgroundThread) -> None:
-        """Until the thread has a batch."""
         thread.start()
         moves, buffer = self._moves, self._buffer
         with self._phase("rollout"), self._signals.interruptible(), buffer.changed:
@@ -201,7 +198,7 @@ class RolloutCollector:
             worker.run(stream, ended)
 
     def _sample_custom(self, collect: Collect, task: Task, ended: Ended) -> None:
-        """Has the user's generation step draw whole batches. In window k, its number is that of a batch."""
+        """In window k, the step's number is that of a batch."""
         buffer, rollout = self._buffer, self._config.rollout
         assert self._fleet is not None
         buffer.requeue()
@@ -241,7 +238,6 @@ class RolloutCollector:
         return self._phase(name) if self._thread is None else nullcontext()
 
     def _note_progress(self) -> None:
-        """A response or a reward is there."""
         if self._thread is None:
             size = self._config.rollout.prompts_per_step
             self._heartbeat.moved(min(len(self._buffer.done), size), size)
@@ -249,7 +245,6 @@ class RolloutCollector:
             self._moves += 1
 
     def _note_move(self) -> None:
-        """A server makes tokens."""
         if self._thread is None:
             self._heartbeat.moved()
         else:
@@ -258,14 +253,14 @@ class RolloutCollector:
     # -- weights and the time of the servers -----------------------------------------------------------------------------
 
     def published(self, version: WeightsVersion) -> None:
-        """All servers have these weights, and sample with them."""
+        """Tells that all servers have these weights."""
         with self._buffer.changed:
             self._buffer.version = version
         if self._thread is not None:
             self._thread.resume()
 
     def hold_clock(self) -> AbstractContextManager[None]:
-        """Context in which the servers receive weights or work on an evaluation: they are neither idle nor busy."""
+        """Context in which the servers are neither idle nor busy: they receive weights or evaluate."""
         return self._clock.hold()
 
     def idle_shares(self, split: Mapping[str, float]) -> dict[str, float]:
@@ -275,21 +270,21 @@ class RolloutCollector:
     # -- the order of the problems ---------------------------------------------------------------------------------------
 
     def drop_step(self, step: int) -> None:
-        """The step is given up, if it was started: its problems are drawn again."""
+        """Drops a started step: its problems are drawn again."""
         self._buffer.drop_step(step)
         self._collected = (-1, [])
 
     def go_back(self) -> None:
-        """The next steps draw other problems than the undone ones, also for the same step numbers."""
+        """Makes the next steps draw other problems, also for the same step numbers."""
         self._buffer.forget()
         self._collected = (-1, [])
 
     def state(self) -> dict[str, Any]:
-        """The order of the problems and the groups that were drawn and not trained on, for a checkpoint."""
+        """The order of the problems and the untrained groups, for a checkpoint."""
         return self._buffer.state()
 
     def restore(self, state: Mapping[str, Any]) -> str | None:
-        """Continues in the data where the saved run stopped; see :func:`restore_data`."""
+        """Continues in the data; see :func:`restore_data`."""
         restart = restore_data(self._buffer.order, state, self._config.train.allow_change)
         if restart is None:
             self._buffer.restore(state["sampler"])
@@ -317,8 +312,8 @@ class RolloutCollector:
 
 
 def idle_shares(split: Mapping[str, float], busy_s: float) -> dict[str, float]:
-    """``idle/trainer`` and ``idle/servers``: the shares of a step, without its evaluation, in which the trainer waits for
-    rollouts, and in which the servers have nothing to sample. ``split``: seconds of the step by phase.
+    """``idle/trainer``, ``idle/servers``: shares of a step, without its evaluation, in which the trainer waits for rollouts and
+    the servers have nothing to sample. ``split``: seconds by phase.
     """
     seconds = split["time/step"] - split["time/eval"]
     if seconds <= 0:

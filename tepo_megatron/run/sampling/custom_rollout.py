@@ -1,6 +1,4 @@
-"""The user's generation step (``rollout.collect``), in place of ``samples_per_prompt`` draws for each prompt. Rank 0 only. Its
-rollouts are checked as those of a replayed record are.
-"""
+"""The user's generation step (``rollout.collect``), instead of ``samples_per_prompt`` draws per prompt. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -57,8 +55,8 @@ class StepSampler:
         self._calls = 0
 
     def sample(self, problems: Sequence[Problem], n: int | None = None) -> list[list[Rollout]]:
-        """``n`` responses (None: ``samples``) to each problem, without rewards. A problem may have another ``prompt`` than
-        before, but must keep its ``id``. If a server dies, this raises, and the run restarts the server and repeats the step.
+        """Returns ``n`` responses (None: ``samples``) to each problem, without rewards. A problem's ``prompt`` may change, but
+        not its ``id``. If a server dies, this raises, and the run restarts the server and repeats the step.
         """
         config, tokenizer = self._config, self._inputs.tokenizer
         count = self.samples if n is None else n
@@ -85,7 +83,7 @@ class StepSampler:
         return [[rollout for rollout in group if rollout is not None] for group in drawn]
 
     def reward(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts with the verifier's rewards, None if it failed. ``problem_id`` names the problem."""
+        """Returns the rollouts with the verifier's rewards, None if it failed. ``problem_id`` names the problem."""
         groups = [rollout.problem_id for rollout in rollouts]
         results = self._scorer.score([(self._problem(rollout), answer_of(rollout)) for rollout in rollouts], groups)
         return [
@@ -100,8 +98,8 @@ class StepSampler:
 
 
 def load_collect(config: RunConfig, function: Any = None) -> Collect | None:
-    """The custom generation step: ``function``, or the one that ``rollout.collect`` names. A class is made without arguments.
-    None: the built-in one. Raises ValueError if it cannot be loaded or called.
+    """``function``, or what ``rollout.collect`` names, a class without arguments; None: the built-in step. Raises ValueError if
+    it cannot be loaded or called.
     """
     name = config.rollout.collect
     if name is None:
@@ -130,7 +128,7 @@ def _place(name: str, what: str) -> str:
 
 
 def call_collect(name: str, collect: Collect, problems: Sequence[Problem], sampler: StepSampler) -> Sequence[Rollout]:
-    """The function's rollouts. Raises errors of the run's sampling as they are, others as RuntimeError with their line."""
+    """The function's rollouts. Its own errors become RuntimeError with their line; sampling errors pass."""
     try:
         rollouts = collect(problems, sampler)
     except Exception as error:
@@ -159,10 +157,9 @@ def arranged(
     samples: int,
     vocab_size: int,
 ) -> list[Rollout]:
-    """The rollouts group by group, in the order of the problems, whatever their ``group`` is. ``drawn_by``: the step of the
-    weights that must have drawn all tokens; None: any weights.
+    """The rollouts by group, in the order of the problems. ``drawn_by``: the step of the weights for all tokens; None: any.
 
-    Raises RuntimeError if one cannot be trained on, or if there are not ``samples`` for each problem.
+    Raises RuntimeError if one cannot be trained on, or without ``samples`` for each problem.
     """
     what = f"step {step + 1}: rollout.collect = {name} returned"
     by_problem: dict[str, list[Rollout]] = defaultdict(list)
@@ -191,7 +188,7 @@ def arranged(
 
 
 def with_results(rollouts: Sequence[Rollout], problems: Sequence[Problem], scorer: Scorer) -> list[RewardResult]:
-    """Each rollout's own reward, or the verifier's result if it has none."""
+    """Uses each rollout's own reward, or the verifier's result if it has none."""
     results = [RewardResult(rollout.reward, parts=rollout.reward_parts) for rollout in rollouts]
     unscored = [index for index, rollout in enumerate(rollouts) if rollout.reward is None]
     if unscored:

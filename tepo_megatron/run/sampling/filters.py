@@ -1,7 +1,7 @@
 """Filters of dynamic sampling.
 
-A filter receives the rollouts of one group that have a reward, at least one, and returns whether to keep the group. It sees the
-verifier's rewards without ``rollout.overlong``, so that lengths alone make no variance.
+A filter receives one group's rewarded rollouts, at least one, and returns whether to keep the group. Rewards are the
+verifier's, without ``rollout.overlong``, so that lengths alone make no variance.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from tepo_megatron.runtime.user_code import load_user_code
 GroupFilter = Callable[[Sequence[Rollout]], bool]
 
 NO_REWARD = "no_reward"
-"""The cause for a group of which fewer than two responses have a reward; not a filter's name."""
+"""The cause for a group with fewer than two rewards; not a filter's name."""
 
 
 def zero_variance(group: Sequence[Rollout]) -> bool:
-    """Keeps a group whose rewards differ: with equal ones every advantage is 0 (DAPO, "dynamic sampling")."""
+    """Keeps a group whose rewards differ: equal ones make every advantage 0 (DAPO, "dynamic sampling")."""
     return len({rollout.reward for rollout in group}) > 1
 
 
 def too_long(group: Sequence[Rollout], *, max_truncated: float) -> bool:
-    """Keeps a group if at most this share of it was cut at ``rollout.sampling.max_new_tokens``."""
+    """Keeps a group if at most this share was cut at ``rollout.sampling.max_new_tokens``."""
     return sum(rollout.finish_reason == "length" for rollout in group) <= max_truncated * len(group)
 
 
@@ -37,7 +37,7 @@ def reward_range(group: Sequence[Rollout], *, low: float, high: float) -> bool:
 
 
 def load_filters(config: FilterGroupsConfig | None) -> dict[str, GroupFilter]:
-    """Name → filter, in the order in which they are asked. Raises ValueError for a custom filter that cannot be loaded."""
+    """Name → filter, in order. Raises ValueError for a custom filter that cannot be loaded."""
     if config is None:
         return {}
     built_in: dict[str, GroupFilter] = {"zero_variance": zero_variance}
@@ -49,8 +49,8 @@ def load_filters(config: FilterGroupsConfig | None) -> dict[str, GroupFilter]:
 
 
 def refused_by(filters: Mapping[str, GroupFilter], group: Sequence[Rollout]) -> str | None:
-    """The name of the first filter that refuses a group, or ``NO_REWARD``; None if it is kept. Raises RuntimeError if a filter
-    raises, or returns no boolean.
+    """The first filter that refuses a group, or ``NO_REWARD``; None if kept. Raises RuntimeError if a filter raises, or returns
+    no boolean.
     """
     rewarded = [rollout for rollout in group if rollout.reward is not None]
     if len(rewarded) < min(2, len(group)):
@@ -74,7 +74,7 @@ def refused_by(filters: Mapping[str, GroupFilter], group: Sequence[Rollout]) -> 
 
 
 def histogram(counts: Mapping[float, int], bins: int = 10) -> str:
-    """Values with how often each occurs, such as ``0 × 4980, 1 × 140``; in ranges if there are more than ``bins`` values."""
+    """Values and counts, such as ``0 × 4980, 1 × 140``; ranges for more than ``bins`` values."""
     if not counts:
         return "none"
     if len(counts) <= bins:

@@ -1,8 +1,7 @@
-"""Sampling and scoring of the groups of a buffer: each response goes to its verifier as soon as it is finished.
+"""Samples and scores a buffer's groups; each finished response goes to its verifier at once.
 
-In window 0 the main thread does it within a step; in window k a thread of rank 0 does it all the time, and the servers' weights
-change under it. An error ends the stream of samples. The main thread alone revives servers and sends weights; after that all
-unfinished responses are asked for again.
+In window 0 the main thread does it within a step; in window k a thread does it while the servers' weights change. An error ends
+the stream of samples. Only the main thread revives servers and sends weights; unfinished responses are requested again.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from tepo_megatron.sampler.sampling import prompt_seed
 from tepo_megatron.tasks.protocol import ResponseStream, Task
 
 POLL_INTERVAL_S = 0.2
-"""The longest wait for one event."""
+"""The longest wait for one event, in seconds."""
 
 FAST_POLL_S = 0.02
-"""The longest wait for a response while verifiers have answers outstanding."""
+"""The longest wait for a response while verifiers have outstanding answers."""
 
 Ended = Callable[[], bool]
 
@@ -40,7 +39,7 @@ class GroupFiles(Protocol):
 
 
 class BusyClock:
-    """Seconds in which the servers have something to sample. For several threads. ``clock`` returns monotonic seconds."""
+    """Seconds in which the servers have something to sample. Thread-safe. ``clock``: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._lock = clock, threading.Lock()
@@ -54,7 +53,7 @@ class BusyClock:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Context in which no time counts: the servers receive weights, or work on an evaluation."""
+        """Context in which no time counts: the servers receive weights, or evaluate."""
         self._add_hold(1)
         try:
             yield
@@ -82,8 +81,8 @@ class BusyClock:
 
 @dataclass
 class GroupWorker:
-    """Takes groups from a buffer to its done ones. ``decode`` makes text of token ids; ``on_progress`` is called after every
-    response and reward; ``phase`` is entered as ``rollout`` while servers sample, and as ``reward`` while only verifiers work.
+    """Samples and scores groups of a buffer. ``decode``: token ids → text; ``on_progress`` is called after every response and
+    reward; ``phase`` is ``rollout`` while servers sample, ``reward`` while only verifiers work.
     """
 
     buffer: GroupBuffer
@@ -93,7 +92,7 @@ class GroupWorker:
     decode: Callable[[Sequence[int]], str]
     seed: int
     partial: bool = False
-    """Whether the end of a run aborts what is unfinished, and keeps the partial responses for the next one."""
+    """Whether the run's end aborts unfinished responses and keeps them for the next run."""
     on_progress: Callable[[], None] = lambda: None
     phase: Callable[[str], AbstractContextManager[None]] = lambda name: contextlib.nullcontext()
     _sampling: int = field(init=False, default=0)
@@ -102,7 +101,7 @@ class GroupWorker:
     """Outstanding answers of verifiers."""
 
     def run(self, stream: ResponseStream, ended: Ended) -> None:
-        """Returns when ``ended`` is true. Raises what stream, verifiers and filters raise; groups keep what is finished."""
+        """Returns when ``ended`` is true. Raises errors of stream, verifiers and filters; groups keep what is finished."""
         self.buffer.requeue()
         self.task.reset()
         self._sampling = self._scoring = 0
@@ -123,7 +122,6 @@ class GroupWorker:
             self.clock.set(False)
 
     def _pump(self, stream: ResponseStream, ended: Ended) -> None:
-        """Returns at the end, or when the other side is waited for."""
         samples = self._sampling > 0
         while (self._sampling > 0) == samples and (self._sampling or self._scoring) and not ended():
             if samples:
@@ -132,7 +130,7 @@ class GroupWorker:
             self._ask(stream)
 
     def _ask(self, stream: ResponseStream) -> None:
-        """Asks for what claimed groups lack. One that an earlier process had is decided at once, which may claim others."""
+        """A group of an earlier process is decided at once, which may claim others."""
         while claimed := self.buffer.claim():
             for group in claimed:
                 self._ask_for(group, stream)
@@ -180,7 +178,7 @@ class GroupWorker:
         self._ask_verifiers(group)
 
     def _ask_verifiers(self, group: Group) -> None:
-        """Submits finished responses; a verifier of whole groups receives a group when all of it is finished."""
+        """A verifier of whole groups gets a group when all of it is finished."""
         size = len(group.samples)
         ready = [index for index in range(size) if group.is_finished(index)]
         if self.task.scores_groups:
@@ -227,7 +225,7 @@ class GroupWorker:
 
 class BackgroundThread:
     """Repeats ``work`` in a thread from :meth:`start` to :meth:`close`, while the servers have weights. ``work`` returns when
-    the function that it is called with returns true.
+    the function that it receives returns true.
     """
 
     def __init__(self, work: Callable[[Ended], None], buffer: GroupBuffer) -> None:
@@ -246,7 +244,7 @@ class BackgroundThread:
             self._thread.start()
 
     def resume(self) -> None:
-        """All servers have weights again: a stream that broke is opened anew."""
+        """All servers have weights: a broken stream is opened again."""
         with self._buffer.changed:
             self._is_ready = True
             if isinstance(self._error, ServerDied):
@@ -254,7 +252,7 @@ class BackgroundThread:
             self._buffer.changed.notify_all()
 
     def raise_error(self, *, unless_died: bool) -> None:
-        """Raises the error that ended the work, once; with ``unless_died`` not if it is a server's death."""
+        """Raises the error that ended the work, once; with ``unless_died`` not a server's death."""
         with self._buffer.changed:
             if self._error is not None and not (unless_died and isinstance(self._error, ServerDied)):
                 error, self._error = self._error, None

@@ -1,8 +1,7 @@
-"""Groups of responses, and the buffer that decides which groups are drawn, sampled and trained on.
+"""Groups of responses, and the buffer that decides which are drawn, sampled and trained on.
 
-The buffer holds groups in number order. Window 0 is the sync schedule: a step draws its groups and nothing is sampled while the
-trainer works. Window k is the overlapped schedule: groups of k steps more may be there. No function here talks to servers,
-verifiers or disks.
+Window 0 is the sync schedule: nothing is sampled while the trainer works. Window k is the overlapped schedule: groups of k more
+steps may exist. No function here reaches servers, verifiers or disks.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ UNFINISHED = "abort"
 class Group:
     """A prompt and its ``len(samples)`` responses.
 
-    ``number`` counts all prompts that the run has drawn. ``step`` and ``place`` (among the prompts of the step) decide the seed
-    of a group that a step drew; ``step`` is None for a group drawn ahead, whose number decides it. ``version``: the weights of
-    the first tokens. ``samples``: None before the first token. ``asked``: samples that a verifier was asked to score.
+    ``number`` counts all prompts drawn in the run. ``step`` and ``place`` (among the step's prompts) decide the seed; for a
+    group drawn ahead ``step`` is None, and ``number`` decides. ``version``: the first tokens' weights. ``samples``: None before
+    the first token. ``asked``: samples that a verifier was asked to score.
     """
 
     number: int
@@ -51,7 +50,7 @@ class Group:
 
     @property
     def oldest_step(self) -> int:
-        """The step of the oldest weights that drew one of the tokens. Of a complete group."""
+        """The step of the oldest weights that drew a token of a complete group."""
         return min(version.step for rollout in self.rollouts() for _, version in rollout.versions)
 
     def is_finished(self, sample: int) -> bool:
@@ -71,22 +70,22 @@ class Group:
 
 
 class NeverFilled(RuntimeError):  # noqa: N818
-    """Filters left too few groups of all that a step may draw; the message shows the rewards."""
+    """Filters left too few of all groups that a step may draw; the message shows the rewards."""
 
 
 class GroupBuffer:
-    """All groups between their draw and the update that trains on them: ``waiting`` to be sampled, ``running`` (being sampled,
-    by number), ``done`` (complete and not filtered, in the order of completion).
+    """All groups between their draw and their update: ``waiting``, ``running`` (being sampled, by number), ``done`` (complete
+    and not filtered, in order of completion).
 
-    In window 0 without ``rollout.partial``, a step trains on the first ``prompts_per_step`` groups that pass the filters in
-    number order, once every drawn group is decided: the batch does not depend on what finishes first. Otherwise it trains on
-    groups that complete first, those of the oldest weights before others.
+    In window 0 without ``rollout.partial``, a step trains on the first ``prompts_per_step`` groups by number that pass the
+    filters, once every drawn group is decided: the batch does not depend on timing. Otherwise it trains on groups that complete
+    first, those of the oldest weights before others.
 
-    In window k, while step s is due and the servers have weights s, groups of k + 1 steps may be there; while the trainer
-    trains on step s, groups of k steps. A group that is trained on in number order is then at most k versions old.
+    In window k, while step s is due and the servers have weights s, groups of k + 1 steps may exist; while the trainer trains
+    on step s, of k steps. A group trained on in number order is then at most k versions old.
 
-    ``order`` draws from ``problems``; ``encode`` makes the prompt ids of a problem. Methods are for any thread; attributes are
-    read and changed under the lock ``changed``.
+    ``order`` draws from ``problems``; ``encode`` makes prompt ids. Methods are thread-safe; attributes need the lock
+    ``changed``.
     """
 
     def __init__(
@@ -108,14 +107,14 @@ class GroupBuffer:
         self.running: dict[int, Group] = {}
         self.done: list[Group] = []
         self.filtered: list[Group] = []
-        """Groups that filters refused since the last batch."""
+        """Number since the last batch."""
         self.version: WeightsVersion | None = None
         self.generation = 0
         """Changes when all work in flight becomes worthless."""
         self.dropped = 0
-        """Groups dropped because of their age, since the last batch."""
+        """Groups dropped for their age since the last batch."""
         self._turn = 0
-        """The step that the next batch is for."""
+        """The step of the next batch."""
         self._drawn = self._carried_in = 0
         self._causes: Counter[str] = Counter()
         self._rewards: Counter[float] = Counter()
@@ -126,9 +125,7 @@ class GroupBuffer:
     # -- a step ----------------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> list[Group]:
-        """In window 0, the groups that ``step`` starts with, carried over and drawn; they decide all the rest. The same groups
-        if the step is already started.
-        """
+        """In window 0, the groups that ``step`` starts with, carried over and drawn; the same for a started step."""
         with self.changed:
             self._turn = step
             if self.window == 0 and self._first is None:
@@ -160,7 +157,7 @@ class GroupBuffer:
         return len(self.done) >= self._size
 
     def take(self) -> tuple[list[Group], list[Group], dict[str, float]]:
-        """The batch in number order, the groups that filters refused since the last one, and figures of the step's row."""
+        """The batch in number order, the groups filtered since the last one, and figures of the row."""
         with self.changed:
             if self.window:
                 chosen = sorted(self.done, key=lambda group: (group.oldest_step, group.number))[: self._size]
@@ -178,7 +175,7 @@ class GroupBuffer:
             return batch, filtered, figures
 
     def drop_step(self, step: int) -> None:
-        """If ``step`` was the last one to start: its groups are not trained on, and come again."""
+        """Puts the groups of ``step`` back, if it was the last one to start."""
         with self.changed:
             if self.window and self._batch[0] == step:
                 self.done += [group for group in self._batch[1] if group.is_complete]
@@ -192,7 +189,7 @@ class GroupBuffer:
                 self._forget_counts()
 
     def forget(self) -> None:
-        """Drops all groups. The order of the problems continues, so that none comes again in this pass over the data."""
+        """Drops all groups. The order of the problems continues: none comes again in this pass."""
         with self.changed:
             self._carry(())
             self._before, self._batch = None, (-1, [])
@@ -201,8 +198,8 @@ class GroupBuffer:
             self.changed.notify_all()
 
     def skip(self, problem_ids: Sequence[str]) -> dict[str, float]:
-        """In window k: these groups are trained on as the journal has them, and not sampled. Groups drawn before them are.
-        Returns figures of the step's row.
+        """In window k: these groups come from the journal, and groups drawn before them are sampled. Returns figures of the
+        row.
         """
         batch = []
         with self.changed:
@@ -215,8 +212,8 @@ class GroupBuffer:
             return self._figures(batch)
 
     def skip_step(self, state: Mapping[str, Any] | None) -> None:
-        """In window 0: the started step is trained on as the journal has it. ``state``: the one at its end; None: the step used
-        the groups that it started with.
+        """In window 0: the started step comes from the journal. ``state``: at its end; None: it used the groups that it started
+        with.
         """
         with self.changed:
             if state is not None:
@@ -228,13 +225,13 @@ class GroupBuffer:
     # -- for the worker --------------------------------------------------------------------------------------------------
 
     def requeue(self) -> None:
-        """Running groups wait again, first of all: their stream ended. They keep what is finished."""
+        """Puts running groups first in line after their stream ended. They keep what is finished."""
         with self.changed:
             self.waiting.extendleft(reversed(self.running.values()))
             self.running.clear()
 
     def claim(self) -> list[Group]:
-        """The groups to be sampled now; they are running from then on."""
+        """The groups to be sampled now; they become running."""
         with self.changed:
             self._draw_missing()
             count = max(0, self._free()) if self.window else len(self.waiting)
@@ -246,7 +243,7 @@ class GroupBuffer:
             return claimed
 
     def claim_batch(self) -> list[Group]:
-        """As :meth:`claim`, whole batches; none as long as there is no room for one."""
+        """As :meth:`claim`, in whole batches; none without room for one."""
         with self.changed:
             if self.window and self._free() < self._size:
                 return []
@@ -256,13 +253,13 @@ class GroupBuffer:
             return claimed[: self._size]
 
     def wait_for_room(self, timeout_s: float, count: int = 1) -> None:
-        """In window k: returns when ``count`` groups can be claimed, something else has changed, or the time is over."""
+        """In window k: returns when ``count`` groups can be claimed, anything changed, or the time is over."""
         with self.changed:
             if self._free() < count:
                 self.changed.wait(timeout_s)
 
     def decide(self, group: Group) -> None:
-        """Moves a complete group to the done or to the filtered ones, and draws what is missing then. Raises NeverFilled."""
+        """Moves a complete group to the done or filtered ones, and draws missing ones. Raises NeverFilled."""
         with self.changed:
             if self.running.get(group.number) is not group:
                 return  # forgotten meanwhile
@@ -278,11 +275,11 @@ class GroupBuffer:
     # -- state -----------------------------------------------------------------------------------------------------------
 
     def pending(self) -> list[Group]:
-        """All groups that were drawn and are in no batch, in number order."""
+        """All drawn groups that are in no batch, in number order."""
         return sorted([*self.waiting, *self.running.values(), *self.done], key=_number)
 
     def state(self) -> dict[str, Any]:
-        """JSON values for a checkpoint: the order of the problems, and the pending groups without their responses."""
+        """JSON values for a checkpoint: the order of the problems, and the pending groups without responses."""
         with self.changed:
             state: dict[str, Any] = dict(self.order.state())
             if pending := self.pending():
@@ -326,7 +323,6 @@ class GroupBuffer:
         return Group(number, step, place, problem, self._encode(problem), version, samples)
 
     def _missing(self) -> int:
-        """How many prompts are to be drawn now."""
         if self.window:
             return max(0, self._free() - len(self.waiting))
         alive, oversample = len(self.done) + len(self._open()), self._rollout.oversample
@@ -338,11 +334,10 @@ class GroupBuffer:
         return max(0, short if filters is None else min(short, filters.max_batches * self._size - self._drawn))
 
     def _free(self) -> int:
-        """How many groups can be claimed in window k."""
         return self._room() - self._live() - len(self.done)
 
     def _room(self) -> int:
-        """How many groups may be there in window k, in whatever state."""
+        """How many groups, in whatever state, may exist in window k."""
         if self.version is None:
             return 0
         steps = min(self.version.step + self.window + 1, self._train.steps) - self._turn

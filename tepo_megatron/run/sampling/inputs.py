@@ -1,4 +1,4 @@
-"""What a run reads: tokenizer, problems and replayed rollouts, checked before anything is started or written."""
+"""A run's tokenizer, problems and replayed rollouts, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ from tepo_megatron.weights.expert_routes import rollout_fault
 
 @dataclass(frozen=True)
 class Inputs:
-    """Model folder and shape, tokenizer and problems. ``left_out`` says which source has how many problems that are not used,
-    and why; ``sets`` are those that are evaluated beside ``heldout``.
-    """
+    """``left_out``: source → number of unused problems and why; ``sets`` are evaluated besides ``heldout``."""
 
     model_dir: Path
     spec: ModelSpec
@@ -42,11 +40,11 @@ class Inputs:
 
 
 def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False) -> Inputs:
-    """Tokenizer and problems, each checked against the model; no process is started and nothing is written. ``has_reward``: the
-    verifier is an object that the run was given, and no name.
+    """Reads tokenizer and problems, and checks them against the model; starts and writes nothing. ``has_reward``: the verifier
+    is an object.
 
-    Raises ValueError for whatever the user can correct: an unknown verifier, a tokenizer of another model, a damaged file, a
-    prompt that leaves no room for a response, replayed rollouts that are not there.
+    Raises ValueError for what the user can correct: an unknown verifier, another model's tokenizer, a damaged file, a prompt
+    without room for a response, missing replayed rollouts.
     """
     config.require_data()
     check_plugins(config)
@@ -88,7 +86,7 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
 
 
 def _unsolvable(rewards: Mapping[str, RewardConfig], sources: Sequence[Source]) -> list[str]:
-    """A notice for each source some of whose problems no response can solve. Raises ValueError where it is all of them."""
+    """Notices for sources with problems that no response can solve. Raises ValueError if that is all of them."""
     found = []
     for source in sources:
         reward = rewards.get(source.name) or rewards.get("")
@@ -102,7 +100,7 @@ def _problems(sources: Sequence[Source]) -> list[Problem]:
 
 
 def read_replay(config: RunConfig, vocab_size: int, step: int) -> list[Rollout]:
-    """A step's rollouts, from ``rollout.replay``. ValueError with file and line where they cannot be trained on."""
+    """A step's rollouts from ``rollout.replay``. Raises ValueError with file and line if they cannot be trained on."""
     folder, rollout = config.rollout.replay, config.rollout
     assert folder is not None, "the run samples its rollouts"
     found = read_rollouts(folder, step)
@@ -113,7 +111,7 @@ def read_replay(config: RunConfig, vocab_size: int, step: int) -> list[Rollout]:
 
 
 def _check_replay(config: RunConfig, spec: ModelSpec) -> None:
-    """A record of every step that the run has left, and the first one whole. The others are checked when they are read."""
+    """Checks that all remaining steps have records, and the first record; others are checked when read."""
     folder, first = config.rollout.replay, 0
     assert folder is not None, "the run samples its rollouts"
     saved = checkpoints(config.output / "checkpoints")
@@ -132,9 +130,7 @@ def _check_replay(config: RunConfig, spec: ModelSpec) -> None:
 
 
 def check_replayed_masks(config: RunConfig, rollouts: Sequence[Rollout], step: int) -> None:
-    """Raises ValueError with file and line where tokens are scored among those that could have been drawn, and a rollout does
-    not name them.
-    """
+    """Raises ValueError with file and line for a rollout without the masks of tokens that scoring needs."""
     folder = config.rollout.replay
     assert folder is not None, "the run samples its rollouts"
     for line, rollout in enumerate(rollouts if config.rollout.sampling.truncates else (), start=2):
@@ -147,7 +143,7 @@ def check_replayed_masks(config: RunConfig, rollouts: Sequence[Rollout], step: i
 
 
 def check_replayed_routes(config: RunConfig, spec: ModelSpec, rollouts: Sequence[Rollout], step: int) -> None:
-    """Raises ValueError with file and line where experts are to be replayed and a rollout has no record of this model's."""
+    """Raises ValueError with file and line for a rollout without this model's experts, if they are to be replayed."""
     folder = config.rollout.replay
     assert folder is not None, "the run samples its rollouts"
     for line, rollout in enumerate(rollouts if config.rollout.server.routing_replay else (), start=2):
@@ -159,7 +155,7 @@ def check_replayed_routes(config: RunConfig, spec: ModelSpec, rollouts: Sequence
 
 
 def check_set_room(config: RunConfig, spec: ModelSpec, of: EvaluationSet) -> None:
-    """Raises ValueError where the model has no room for the longest prompt of an evaluation set and its response."""
+    """Raises ValueError if an evaluation set's longest prompt and response exceed the model's length."""
     limit = config.rollout.server.max_model_len or spec.max_positions
     longest, problem = max((len(prompt), problem.id) for prompt, problem in zip(of.prompts, of.problems, strict=True))
     if longest + of.max_new_tokens > limit:

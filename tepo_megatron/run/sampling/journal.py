@@ -1,9 +1,9 @@
-"""The journal: rollouts on disk as soon as they are drawn and rewarded, so that a killed run draws none twice. Rank 0 only.
+"""The journal: rollouts on disk once drawn and rewarded, so that a killed run draws none twice. Rank 0 only.
 
-``<output>/journal/step_0000012.jsonl`` has the rollouts of a step as a record (``rollout.record``), with a digest of the
-weights and settings that drew them (decision 014). With dynamic sampling, ``step_0000012.json`` states what was drawn up to the
-end of that step, and ``groups/step_0000123.jsonl`` has group number 123 until an entry has it; an unfinished response ends with
-``abort``, and its ``group`` is its number within the group (decision 024).
+``<output>/journal/step_0000012.jsonl`` has a step's rollouts as a record (``rollout.record``), with a digest of the weights and
+settings that drew them (decision 014). With dynamic sampling, ``step_0000012.json`` has what was drawn up to the end of that
+step, and ``groups/step_0000123.jsonl`` has group 123 until an entry has it; an unfinished response ends with ``abort``, and its
+``group`` is its number within the group (decision 024).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tepo_megatron.trainer.checkpoints.folder import checkpoints, step_of
 from tepo_megatron.trainer.checkpoints.run_compatibility import source_verifiers
 
 MAX_BYTES = 2**30
-"""Size limit of the journal without its newest entry; the oldest entries are removed first."""
+"""Size limit without the newest entry; the oldest entries are removed first."""
 
 
 class Journal:
-    """Rollouts of steps, for a resumed run and for records (``rollout.record``). ``say`` shows a sentence; ``failed`` is called
-    for a file that could not be written, which does not end the run.
+    """Rollouts for a resumed run and for records (``rollout.record``). ``say`` shows a sentence; ``failed`` is called for an
+    unwritable file, which does not end the run.
     """
 
     def __init__(self, config: RunConfig, say: Callable[[str], None], failed: Failed) -> None:
@@ -47,8 +47,8 @@ class Journal:
         version: WeightsVersion | None,
         **also: Mapping[str, Any],
     ) -> str:
-        """A digest of everything that decides a step's rollouts: weights, problems, prompts, seed, sampling, verifier, and
-        ``also``, JSON values of the caller.
+        """A digest of what decides a step's rollouts: weights, problems, prompts, seed, sampling, verifier, and ``also``, JSON
+        values.
         """
         rollout = self._config.rollout
         server, environment = rollout.server, self._config.environment
@@ -83,8 +83,8 @@ class Journal:
         return sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
     def find(self, step: int, drawn_by: str, *, stalest: int = 0) -> Record | None:
-        """The step's rollouts as an interrupted run left them; None if they must be drawn. ``stalest``: how many versions older
-        than the step their weights may be. The user is told of an entry that is damaged, or of other weights or settings.
+        """An interrupted run's rollouts of the step; None if they must be drawn. ``stalest``: how many versions older their
+        weights may be. The user is told of entries that are damaged, or of other weights or settings.
         """
         path = record_path(self._folder, step)
         if not self._config.rollout.journal or not path.exists():
@@ -128,8 +128,8 @@ class Journal:
             self.prune()
 
     def prune(self) -> None:
-        """Removes entries before the oldest checkpoint, and the oldest ones beyond ``MAX_BYTES``. Those between the oldest and
-        the newest checkpoint serve a run whose newest checkpoint is damaged.
+        """Removes entries before the oldest checkpoint, and the oldest beyond ``MAX_BYTES``. Others serve if the newest
+        checkpoint is damaged.
         """
         if not self._folder.is_dir():
             return
@@ -152,8 +152,8 @@ class Journal:
 
 
 class GroupStore:
-    """Groups of a step until its entry has them. ``identity`` is a digest of everything that decides a group. Without
-    ``active``, nothing is written or found.
+    """Groups of a step until its entry has them. ``identity``: a digest of what decides a group. Without ``active``, nothing is
+    written or found.
     """
 
     def __init__(self, journal: Path, identity: Callable[[Group], str], failed: Failed, *, active: bool) -> None:
@@ -174,9 +174,7 @@ class GroupStore:
             self._failed(record_path(self._folder, group.number), error)
 
     def fill(self, group: Group, *, partial: bool) -> bool:
-        """Gives a group the responses that an earlier process drew for it, and returns whether there are any. An incomplete
-        group is used only with ``partial``.
-        """
+        """Gives a group its responses by an earlier process; returns whether any exist. Incomplete ones need ``partial``."""
         if group.number not in self._numbers:
             return False
         try:
@@ -203,7 +201,7 @@ class GroupStore:
                 self._numbers.discard(number)
 
     def write_state(self, step: int, state: Mapping[str, Any]) -> None:
-        """To be called before the step's entry is written."""
+        """Call it before the step's entry is written."""
         if not self._active:
             return
         path = self._state_path(step)
@@ -213,7 +211,7 @@ class GroupStore:
             self._failed(path, error)
 
     def read_state(self, step: int) -> dict[str, Any] | None:
-        """The value of :meth:`write_state`; None if it is missing or damaged."""
+        """The value of :meth:`write_state`; None if missing or damaged."""
         try:
             state = json.loads(self._state_path(step).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -225,6 +223,6 @@ class GroupStore:
 
 
 def _step(path: Path, *, default: int = 0) -> int:
-    """The number in a file's name; ``default`` for other names, which are left alone."""
+    """``default`` for other names, which are left alone."""
     number = path.stem.removeprefix("step_")
     return int(number) if number.isdecimal() else default

@@ -1,4 +1,4 @@
-"""The age of the weights that drew a step's rollouts, in versions, for every token. Rank 0 only."""
+"""The age, in versions, of the weights that drew each token of a step. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tepo_megatron.run.step.minibatches import members
 
 
 def most_stale(config: RunConfig, step: int) -> int:
-    """How many versions older than ``step`` the weights of its rollouts may be."""
+    """Largest age allowed, in versions."""
     train = config.train
     if train.schedule == "sync":
         return step if config.rollout.oversample > 1 else 0  # what is carried over may be of any age
@@ -24,9 +24,7 @@ def most_stale(config: RunConfig, step: int) -> int:
 
 
 def token_ages(rollout: Rollout, step: int) -> NDArray[np.int64]:
-    """For each response token, how many versions older than ``step`` its weights are. Tokens of an environment have the age of
-    those before them.
-    """
+    """Versions older than ``step``, for each response token. An environment's tokens have the age of those before them."""
     starts = [start for start, _ in rollout.versions]
     ages = [step - version.step for _, version in rollout.versions]
     return np.repeat(ages, np.diff([*starts, len(rollout.response_ids)]))
@@ -52,9 +50,9 @@ def _model_ages(rollout: Rollout, step: int) -> NDArray[np.int64]:
 def part_ages(
     rollouts: Sequence[Rollout], parts: Sequence[Batch], *, seed: int, step: int, trained: Sequence[int] | None = None
 ) -> list[Tensor]:
-    """For each mini-batch of a step the age of each token, int64 [T]; −1 for tokens that are not the model's response.
+    """Ages of each mini-batch's tokens, int64 [T]; −1 for tokens that are not the model's response.
 
-    ``rollouts``: the whole step in the order of packing. ``trained``: indices of those in the mini-batches; None: all.
+    ``rollouts``: the whole step in packing order. ``trained``: indices of those in the mini-batches; None: all.
     """
     ages = []
     sequences = len(rollouts) if trained is None else trained
@@ -70,8 +68,8 @@ def part_ages(
 
 
 def mismatch_by_age(parts: Sequence[Batch], ages: Sequence[Tensor]) -> dict[str, float]:
-    """``staleness/kl_0``, ``staleness/kl_1``, …: KL(π_sampler‖π_old) by k3 over the tokens of each age (``objective.mismatch``
-    corrects it). Tokens without a finite log-prob of the trainer are left out.
+    """``staleness/kl_0``, ``staleness/kl_1``, …: KL(π_sampler‖π_old) by k3 over the tokens of each age. Tokens without a finite
+    log-prob of the trainer are left out.
     """
     gaps, olds = [], []
     for part, ages_T in zip(parts, ages, strict=True):

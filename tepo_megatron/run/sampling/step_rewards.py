@@ -1,4 +1,4 @@
-"""The rewards of a step's rollouts, and what becomes of responses without a reward or cut at the token limit. Rank 0 only."""
+"""The rewards of a step's rollouts, and the treatment of failed rewards and cut responses. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tepo_megatron.tasks.protocol import RewardResult, Task
 
 
 def rehearsed(task: Task, config: RunConfig, problems: Sequence[Problem]) -> Task:
-    """The run's task after its rehearsal, which a replayed run does not need. Raises ValueError with the task closed."""
+    """The run's task after its rehearsal, which a replayed run skips. Raises ValueError with the task closed."""
     try:
         if config.rollout.replay is None:
             task.rehearse(problems)
@@ -29,9 +29,8 @@ def rehearsed(task: Task, config: RunConfig, problems: Sequence[Problem]) -> Tas
 class StepRewards:
     """Rewards one step after another. ``say`` shows a sentence in the run's progress.
 
-    A response without a reward leaves its group; a group that lost one leaves the step if fewer than two responses remain. They
-    then count nowhere: not in means and deviations of groups, denominators or metrics. With ``reward.failed_reward`` every
-    response has a reward.
+    Responses without a reward leave their group; a group that lost one and has fewer than two left leaves the step. They count
+    nowhere: not in group statistics, denominators or metrics. With ``reward.failed_reward`` every response has a reward.
     """
 
     def __init__(self, config: RunConfig, pool: Scorer, say: Callable[[str], None]) -> None:
@@ -40,7 +39,7 @@ class StepRewards:
         self._dropped = 0
         self._components: dict[str, float] = {}
         self.failed = 0
-        """How many responses of the step have a verifier that failed."""
+        """Responses of the step with a failed verifier."""
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem], step: int) -> list[Rollout]:
         """As :meth:`reward`, with the verifier's results. Waits for all rewards."""
@@ -65,8 +64,8 @@ class StepRewards:
         return rewarded
 
     def leave_out(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts that stay in the step, in their order, with their groups' numbers. Raises RuntimeError if too few are
-        left for the step's mini-batches.
+        """The rollouts that stay in the step, in order, with their groups' numbers. Raises RuntimeError if too few are left for
+        the mini-batches.
         """
         kept = _trained_on(rollouts)
         self.failed = max(self.failed, sum(rollout.reward is None for rollout in rollouts))
@@ -83,7 +82,7 @@ class StepRewards:
         return kept
 
     def take_figures(self) -> dict[str, float]:
-        """Figures of the step that was just collected, for its row; they then start again."""
+        """Figures of the last collected step, which are reset."""
         figures = {"reward/failed": float(self.failed), "groups/dropped": float(self._dropped), **self._components}
         self.failed, self._dropped, self._cause, self._components = 0, 0, "", {}
         return figures
@@ -117,17 +116,17 @@ def _trained_on(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 
 def overlong_penalty(length: int, max_new_tokens: int, overlong: OverlongConfig) -> float:
-    """The penalty, from −``penalty`` to 0, that is added to the reward of a response of ``length`` tokens.
+    """The penalty, from −``penalty`` to 0, for a response of ``length`` tokens.
 
-    DAPO's equation 13 (2503.14476): 0 up to ``max_new_tokens`` − ``buffer``, then falling along a line to −``penalty``.
+    DAPO's equation 13 (2503.14476): 0 up to ``max_new_tokens`` − ``buffer``, then linear to −``penalty``.
     """
     beyond = length - (max_new_tokens - overlong.buffer)
     return -overlong.penalty * min(max(beyond, 0) / overlong.buffer, 1.0)
 
 
 def apply_overlong(rollouts: Sequence[Rollout], config: RunConfig, step: int) -> tuple[list[Rollout], dict[str, float]]:
-    """A step's rollouts with the rewards that are trained on (records have the verifier's), and figures of responses that are
-    cut at ``rollout.sampling.max_new_tokens``. Raises RuntimeError if ``truncated: mask`` leaves too few for the mini-batches.
+    """The rollouts with the rewards to train on (records have the verifier's), and figures of responses cut at
+    ``rollout.sampling.max_new_tokens``. Raises RuntimeError if ``truncated: mask`` leaves too few.
     """
     _check_enough(rollouts, config, step)
     penalised = _penalise(rollouts, config.rollout)
@@ -146,7 +145,7 @@ def _penalise(rollouts: Sequence[Rollout], config: RolloutConfig) -> list[Rollou
 
 
 def trained_places(rollouts: Sequence[Rollout], config: RolloutConfig) -> list[int]:
-    """Indices of the rollouts that mini-batches consist of: with ``truncated: mask`` those that are not cut."""
+    """Indices of the rollouts in mini-batches: with ``truncated: mask`` those that are not cut."""
     masks = config.truncated == "mask"
     return [index for index, rollout in enumerate(rollouts) if not (masks and rollout.finish_reason == "length")]
 

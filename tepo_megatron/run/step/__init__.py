@@ -1,1 +1,1 @@
-"""What surrounds a step: mini-batches, skipped updates, rollback, placement."""
+"""The surroundings of a step: mini-batches, skipped updates, rollback, placement."""

@@ -1,4 +1,4 @@
-"""A stop before the end of a run: steps that are not saved yet, work that fits into the grace time, and the message."""
+"""A stop before the end of a run: unsaved steps, work that fits into the grace time, and the message."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tepo_megatron.runtime.preemption import StopRequested, StopSignals, stop_si
 from tepo_megatron.trainer.checkpoints.folder import checkpoint_name
 
 _MARGIN = 2.0
-"""Updates and saves count as this many times longer than the last ones."""
+"""Factor on the last durations of updates and saves."""
 
 
 @dataclass
 class Leaving:
-    """Every rank has one; rank 0's decides. ``on_saved`` is called with the step of each complete checkpoint."""
+    """Every rank has one; rank 0's decides. ``on_saved`` gets the step of each complete checkpoint."""
 
     saved_step: int
-    """Steps in the newest checkpoint that this run wrote or was resumed from; 0: there is none."""
+    """Steps in the newest checkpoint of this run or its resumption; 0: none."""
 
     signals: StopSignals = field(default_factory=stop_signals)
     on_saved: Callable[[int], None] = lambda step: None
@@ -38,14 +38,14 @@ class Leaving:
         self.seconds["update"] = time.monotonic() - start
 
     def saved(self, step: int, *, stage_s: float, write_s: float, waited_s: float) -> None:
-        """A checkpoint is complete. Arguments as of ``SavedCheckpoint``."""
+        """Call it when a checkpoint is complete. Arguments as of ``SavedCheckpoint``."""
         self.saved_step, self._saved_at = step, time.monotonic()
         self.seconds["save"] = stage_s + write_s
         self._save_times = {"time/save_stage": stage_s, "time/save_write": write_s, "time/save_waited": waited_s}
         self.on_saved(step)
 
     def take_save_times(self) -> dict[str, float]:
-        """Metrics of the checkpoint that was completed since the last call; empty if there is none."""
+        """Metrics of the checkpoint completed since the last call; empty without one."""
         times, self._save_times = self._save_times, {}
         return times
 
@@ -54,15 +54,15 @@ class Leaving:
         return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
     def update_fits(self) -> bool:
-        """Whether the step's updates and a checkpoint should end within the grace time. A first update, of unknown length, does
-        not; a first save is assumed to be as long as the updates.
+        """Whether the step's updates and a checkpoint fit into the grace time. A first update, of unknown length, does not; a
+        first save is assumed to take as long as the updates.
         """
         left = self.signals.seconds_left()
         update = self.seconds.get("update", math.inf)
         return left == math.inf or _MARGIN * (update + self.seconds.get("save", update)) <= left
 
     def at_risk(self, step: int) -> str:
-        """A sentence about the steps that are lost if the run ends after ``step`` without saving; empty if none is."""
+        """A sentence about the steps lost if the run ends after ``step`` without saving; empty if none."""
         if step <= self.saved_step:
             return ""
         first = self.saved_step + 1

@@ -1,4 +1,4 @@
-"""What a run tells its heartbeats: how long each phase may take by its own time-outs, and how it ended."""
+"""How long each phase of a run may take by its own time-outs, for heartbeats, and how the run ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tepo_megatron.errors import describe
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 
 STATUS = "status"
-"""Folder of the output folder that has a heartbeat of each rank."""
+"""Folder below the output folder with a heartbeat of each rank."""
 
 
 def make_heartbeat(config: RunConfig) -> Heartbeat:
@@ -26,8 +26,8 @@ def make_heartbeat(config: RunConfig) -> Heartbeat:
 
 
 def phase_limits(config: RunConfig) -> dict[str, float]:
-    """Phase → seconds in which a rank may wait for servers or verifiers without a sign: these have time-outs of their own, and
-    only after them is it the rank that hangs. While servers sample, every token that they make is a sign.
+    """Phase → seconds that a rank may wait for servers or verifiers without progress: only after their own time-outs does the
+    rank hang. While servers sample, every token is progress.
     """
     server, reward = config.rollout.server, config.reward
     servers = server.longest_wait_s
@@ -39,7 +39,7 @@ def phase_limits(config: RunConfig) -> dict[str, float]:
 
 @contextlib.contextmanager
 def told_at_the_end(heartbeat: Heartbeat) -> Iterator[None]:
-    """Within, the run goes on; the heartbeat's last word is how it ended."""
+    """Context of the run; the last heartbeat says how it ended."""
     try:
         yield
     except KeyboardInterrupt:

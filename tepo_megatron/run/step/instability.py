@@ -1,4 +1,4 @@
-"""Signs of an unstable run: skipped optimizer steps, a metric that calls for a return to a checkpoint, bounds below noise."""
+"""Signs of an unstable run: skipped optimizer steps, a metric that triggers a rollback, bounds below noise."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 
 class SkippedUpdates:
-    """Counts skipped optimizer steps, on every rank. ``allowed``: how many consecutive ones may be skipped. ``keep`` saves the
-    step's batch on rank 0: it receives the step and :func:`describe`'s entries, and returns the file. ``from_root`` returns
-    rank 0's value on every rank.
+    """Counts skipped optimizer steps, on every rank. ``allowed``: consecutive ones. ``keep``: saves the step's batch on rank 0,
+    given the step and :func:`describe`'s entries; returns the file. ``from_root``: rank 0's value on every rank.
     """
 
     def __init__(
@@ -34,11 +33,11 @@ class SkippedUpdates:
         self._allowed, self._keep, self._from_root = allowed, keep, from_root
         self._in_a_row = 0
         self._first = ""
-        """Step and cause of the first of the consecutive ones."""
+        """Step and cause of the first consecutive one."""
 
     def check(self, step: int, updates: Sequence[UpdateResult], described: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
-        """To be called after the updates of each step. Raises RuntimeError on every rank, with the batch on disk, if too many
-        consecutive optimizer steps were skipped.
+        """Call it after each step's updates. Raises RuntimeError on every rank, with the batch on disk, if too many consecutive
+        steps were skipped.
         """
         too_many = False
         for number, update in enumerate(updates):
@@ -64,9 +63,8 @@ class SkippedUpdates:
 
 
 def describe(updates: Sequence[UpdateResult], sequences: int | Sequence[int], *, seed: int, step: int) -> list[dict[str, Any]]:
-    """The skipped mini-batches of a step's ``sequences`` (indices or their number): ``minibatch`` (from 0), ``rollouts``
-    (indices in the step, in the mini-batch's order, in which causes number sequences), ``cause``, ``loss``, ``grad_norm``,
-    ``ranks``.
+    """The skipped mini-batches of ``sequences`` (indices or their number): ``minibatch`` (from 0), ``rollouts`` (indices in the
+    step, in the mini-batch's order), ``cause``, ``loss``, ``grad_norm``, ``ranks``.
     """
     order = members(sequences, len(updates), seed=seed, step=step)
     return [
@@ -84,8 +82,8 @@ def describe(updates: Sequence[UpdateResult], sequences: int | Sequence[int], *,
 
 
 def write_skipped(folder: Path, step: int, rollouts: Sequence[Rollout], skipped: Sequence[Mapping[str, Any]]) -> Path:
-    """Writes the step's rollouts as a record, which ``rollout.replay`` reads, and the entries as JSON; returns the latter's
-    path. Raises OSError.
+    """Writes the rollouts as a record for ``rollout.replay``, and the entries as JSON; returns the latter's path. Raises
+    OSError.
     """
     path = write_rollouts(folder, step, rollouts).with_suffix(".json")
     path.write_text(json.dumps({"step": step, "skipped": list(skipped)}, indent=2) + "\n", encoding="utf-8")
@@ -100,7 +98,7 @@ LEAST = 5
 
 
 class Rollback:
-    """Decides on returns to a checkpoint. Every rank has one, and the same rows."""
+    """Decides on returns to a checkpoint. Every rank has one, with the same rows."""
 
     def __init__(self, config: RollbackConfig | None) -> None:
         self._config = config
@@ -109,9 +107,7 @@ class Rollback:
         """Returns so far."""
 
     def reason(self, row: Mapping[str, float]) -> str:
-        """Why the run should go back after the step with this row; empty if it should not. Raises ValueError if the row has no
-        such metric.
-        """
+        """Why the run should go back after this row; empty if it should not. Raises ValueError if the row lacks the metric."""
         config = self._config
         if config is None:
             return ""
@@ -152,7 +148,7 @@ _QUANTILE = "p99"
 
 
 def below_the_noise(objective: ObjectiveConfig, row: Mapping[str, float]) -> list[str]:
-    """One sentence for each bound below the noise in a row of metrics; none if the row measured none."""
+    """One sentence for each bound below the measured noise of a row."""
     return list(_warnings(objective, row))
 
 

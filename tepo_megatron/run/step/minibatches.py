@@ -1,4 +1,4 @@
-"""A step's batch divided into the mini-batches of its optimizer steps, and which of its sequences are recorded."""
+"""Divides a step's batch into mini-batches, and chooses recorded sequences."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tepo_megatron.core.types import Batch
 
 
 def minibatches(batch: Batch, count: int, *, seed: int, step: int) -> Iterator[Batch]:
-    """``count`` mini-batches of nearly equal numbers of sequences, in an order that depends on (seed, step) alone, the same on
-    every rank. Sequences without a token in the loss mask (``rollout.truncated: mask``) are in no mini-batch.
+    """``count`` mini-batches of nearly equal numbers of sequences, ordered by (seed, step) alone, the same on every rank.
+    Sequences without a token in the loss mask are left out.
     """
     for part in members(trained_sequences(batch), count, seed=seed, step=step):
         yield batch.select(part)
 
 
 def members(sequences: int | Sequence[int], count: int, *, seed: int, step: int) -> list[list[int]]:
-    """Indices of each mini-batch's sequences, in its order. ``sequences``: indices of the trained ones, or their number."""
+    """Indices of each mini-batch's sequences, in order. ``sequences``: indices of the trained ones, or their number."""
     trained = torch.tensor(range(sequences) if isinstance(sequences, int) else sequences, dtype=torch.int64)
     generator = torch.Generator().manual_seed(derive_seed(seed, step, "minibatches"))
     order = torch.randperm(trained.numel(), generator=generator)
@@ -34,7 +34,7 @@ def trained_sequences(batch: Batch) -> list[int]:
 
 
 def mark_recorded(batch: Batch, log: LogConfig, step: int) -> Batch:
-    """The batch with ``recorded_S`` if the step, numbered as its row, is recorded; the same on every rank."""
+    """The batch, with ``recorded_S`` if the step (the number of its row) is recorded; the same on every rank."""
     if not log.records_tokens(step):
         return batch
     recorded = recorded_places(batch.groups_S.tolist(), log.token_samples)
@@ -50,5 +50,5 @@ def recorded_places(groups: Sequence[int], count: int) -> list[int]:
 
 
 def derive_seed(seed: int, step: int, purpose: str) -> int:
-    """A 31-bit seed for each purpose and step: a resumed run draws as the first one would have."""
+    """A 31-bit seed for each purpose and step, the same in a resumed run."""
     return int.from_bytes(blake2b(f"{seed}/{step}/{purpose}".encode(), digest_size=4).digest()) & 0x7FFFFFFF

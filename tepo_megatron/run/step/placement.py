@@ -1,4 +1,4 @@
-"""Placement of servers and trainer on this machine: GPUs, threads, transport and memory, checked before anything starts."""
+"""Placement of servers and trainer on this machine, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trains_on_gpus(config: RunConfig, machine: Machine) -> bool:
 
 
 def trainer_threads(config: RunConfig, machine: Machine, cores: Sequence[int]) -> int | None:
-    """Torch's threads in each rank by ``engine.cpu_threads``; None: torch's default. ``cores``: those of this process."""
+    """Torch's threads per rank by ``engine.cpu_threads``; None: torch's default. ``cores``: those of this process."""
     threads = config.engine.cpu_threads
     if threads is None or trains_on_gpus(config, machine):
         return None
@@ -54,7 +54,7 @@ def trainer_threads(config: RunConfig, machine: Machine, cores: Sequence[int]) -
 
 
 def set_threads(config: RunConfig) -> None:
-    """Every rank calls, before the trainer is made."""
+    """Every rank calls it before the trainer is created."""
     threads = trainer_threads(config, this_machine(), available_cores())
     if threads is not None:
         torch.set_num_threads(threads)
@@ -73,25 +73,25 @@ def choose_transport(config: RunConfig, machine: Machine) -> TransportName:
 
 
 def first_server_gpu(config: RunConfig, machine: Machine) -> int:
-    """The first GPU of servers that the run starts: the trainer's first, or the one after its last."""
+    """The trainer's first GPU, or the one after its last."""
     if config.rollout.server.placement == "colocated" or not trains_on_gpus(config, machine):
         return 0
     return machine.local_ranks
 
 
 def takes_turns(config: RunConfig) -> bool:
-    """Whether trainer and servers share GPUs, whose memory only one of them can have at a time."""
+    """Whether trainer and servers share GPUs, and use their memory in turn."""
     return config.rollout.server.placement == "colocated" and config.rollout.replay is None
 
 
 def shared_gpus(config: RunConfig) -> dict[int, int]:
-    """Worker, numbered over all servers → the trainer's rank on the same GPU."""
+    """Worker, numbered over all servers → the trainer's rank on its GPU."""
     server = config.rollout.server
     return {worker: worker for worker in range(server.tp * server.count)} if server.placement == "colocated" else {}
 
 
 def check_placement(config: RunConfig, machine: Machine) -> None:
-    """Raises ValueError if this machine cannot do what ``rollout.server`` and ``engine`` ask."""
+    """Raises ValueError if this machine lacks what ``rollout.server`` and ``engine`` need."""
     if config.rollout.replay is not None:
         return
     server = config.rollout.server
@@ -155,8 +155,8 @@ def gpu_memory_gib() -> float:
 
 
 def check_fits(config: RunConfig, spec: ModelSpec, machine: Machine) -> None:
-    """Raises ValueError with the plan's sentence if trainer or servers do not fit the GPUs here; it is a warning with
-    ``engine.check_memory = false``. A run on CPUs is not checked.
+    """Raises ValueError, a warning with ``engine.check_memory = false``, if trainer or servers do not fit the GPUs here. A run
+    on CPUs is not checked.
     """
     if not trains_on_gpus(config, machine):
         return
@@ -170,7 +170,7 @@ def check_fits(config: RunConfig, spec: ModelSpec, machine: Machine) -> None:
 
 
 def _on_this_machine(config: RunConfig, machine: Machine, memory_gib: float) -> RunConfig:
-    """With this machine's nodes and GPUs instead of those that ``cluster`` assumes."""
+    """This machine's nodes and GPUs replace those of ``cluster``."""
     gpus, server = max(machine.gpus, machine.local_ranks), config.rollout.server
     nodes = {"train_nodes": max(1, machine.ranks // machine.local_ranks), "gpus_per_node": gpus, "gpu_memory_gib": memory_gib}
     if server.placement == "external":  # wherever they run
