@@ -14,8 +14,8 @@ class Family:
     """Differences of one architecture from the plain decoder (RMSNorm, RoPE, grouped queries, SwiGLU, no biases).
 
     ``qkv_bias``, ``qk_norm`` and ``ffn_size`` may name the field that sets them. ``shared``: experts as in DeepSeek-V3.
-    ``rotary_fraction``: default part of a head that RoPE turns. ``defaults``: values of fields that ``config.json`` omits.
-    ``only``: fields with a single supported value, so that no feature is silently ignored.
+    ``rotary_fraction``: default part of a head that RoPE turns. ``only``: fields with a single supported value, so that no
+    feature is silently ignored.
     """
 
     qkv_bias: bool | str = False
@@ -102,7 +102,7 @@ FAMILIES: Mapping[str, Family] = {
 
 _SUPPORTED = {
     "hidden_act": "silu",
-    # Logits are the head's product as it is. Other families scale, bound or shift them; vLLM reads the first for Llama too.
+    # Logits are the head's plain product. Other families scale, bound or shift them; vLLM reads the first for Llama too.
     "logit_scale": 1.0,
     "logits_scaling": 1.0,
     "final_logit_softcapping": None,
@@ -113,13 +113,13 @@ EXPERT_BIAS = "e_score_correction_bias"
 
 
 def is_always_fp32(tensor: str) -> bool:
-    """Whether a tensor is fp32 whatever ``model.dtype``, in trainer, servers and on disk."""
+    """Covers trainer, servers and disk, whatever ``model.dtype``."""
     return tensor.endswith(EXPERT_BIAS)
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's frequency scaling. Megatron-Core hard-codes the other three constants, which are only checked."""
+    """Llama 3's scaling. Megatron-Core hard-codes the other three constants, which are only checked."""
 
     factor: float
 
@@ -196,7 +196,7 @@ class ModelSpec:
         return 0 if self.experts is None else self.num_layers * self.experts.per_token * self.experts.number_bytes
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Rows of embedding and head in Megatron: the next multiple of tp."""
+        """Returns the rows of embedding and head in Megatron: the next multiple of tp."""
         return -(-self.vocab_size // tp) * tp
 
     def check_parallel(self, *, tp: int, pp: int, ep: int = 1, etp: int | None = None) -> None:

@@ -1,7 +1,4 @@
-"""Checks records of the experts that a sampler's routers chose (rollout routing replay).
-
-The record of a sequence of T tokens is [T − 1, layers, k]; the last token is sampled but never computed, so it has no row.
-"""
+"""Checks routing records: [T − 1, layers, k] for T tokens, since the last token is sampled but never computed."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from tepo_megatron.weights.architecture import ModelSpec
 
 
 def routes_dtype(spec: ModelSpec) -> np.dtype[Any]:
-    """uint8 if one byte can hold every expert and "unknown"."""
+    """Returns uint8 if one byte can hold every expert and "unknown"."""
     assert spec.experts is not None
     return np.dtype({1: np.uint8, 2: np.int16}[spec.experts.number_bytes])
 
 
 def routes_fault(routes: NDArray[Any], spec: ModelSpec, tokens: int) -> str | None:
-    """Returns why a record (of any integer dtype) cannot be replayed, as the end of a sentence, or None."""
+    """Returns why a record cannot be replayed, as the end of a sentence, or None. Records may have any integer dtype."""
     if spec.experts is None:
         return f"has a routing record, and {spec.architecture} has no experts"
     expected = (tokens - 1, spec.num_layers, spec.experts.per_token)
@@ -37,7 +34,7 @@ def routes_fault(routes: NDArray[Any], spec: ModelSpec, tokens: int) -> str | No
 
 
 def rollout_fault(rollout: Rollout, spec: ModelSpec) -> str | None:
-    """As :func:`routes_fault`."""
+    """Returns as :func:`routes_fault`."""
     if rollout.routed_experts is None:
         return "has no routing record"
     return routes_fault(rollout.routed_experts, spec, rollout.prompt_ids.size + rollout.response_ids.size)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of a tensor: ``start`` inclusive, ``stop`` exclusive, one entry per dimension."""
+    """``start`` is inclusive, ``stop`` exclusive, with one entry per dimension."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -36,7 +36,7 @@ class Box:
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def relative_to(self, origin: tuple[int, ...]) -> Box:
-        """Returns the box in the coordinates of a tensor whose first element is at ``origin``."""
+        """Moves the box into a tensor with its first element at ``origin``."""
         return Box(
             tuple(a - o for a, o in zip(self.start, origin, strict=True)),
             tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
@@ -75,8 +75,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """``shapes`` has every tensor of the whole model in streaming order. ``params`` has the full shape of each parameter of
-    this rank, with the rows that pad the vocabulary.
+    """``shapes`` has every tensor of the whole model, in streaming order; ``params`` this rank's, with the vocabulary's
+    padding.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -107,10 +107,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Move:
-    """Elements that travel from a source rank's parameter to a destination rank's.
-
-    Both regions have the same shape: ``destination_region.view(theirs).copy_(source_region.view(ours))``.
-    """
+    """Both regions have the same shape: ``destination_region.view(theirs).copy_(source_region.view(ours))``."""
 
     tensor: str
     source: int
@@ -141,15 +138,15 @@ class ReshardPlan:
     digest: str = ""
 
     def is_local(self, move: Move) -> bool:
-        """Whether both ranks share a device."""
+        """Returns whether both ranks share a device."""
         return self.local.get(move.destination) == move.source
 
     def sends(self, source: int) -> tuple[Move, ...]:
-        """A source rank's moves in the order of the plan."""
+        """Returns a source rank's moves in the order of the plan."""
         return tuple(move for move in self.moves if move.source == source)
 
     def receives(self, destination: int) -> tuple[Move, ...]:
-        """A destination rank's moves in the order of the plan."""
+        """Returns a destination rank's moves in the order of the plan."""
         return tuple(move for move in self.moves if move.destination == destination)
 
     def bytes_between(self, itemsize: int, *, local: bool = False) -> dict[tuple[int, int], int]:
@@ -164,10 +161,9 @@ class ReshardPlan:
 
 @lru_cache(maxsize=4096)
 def overlaps(sources: tuple[Box, ...], destinations: tuple[Box, ...]) -> tuple[tuple[int, int, Box], ...]:
-    """Returns (source index, destination index, common box) of all pairs that intersect.
+    """Returns (source index, destination index, common box) of all pairs that intersect. Cached: layers have the same boxes.
 
-    Raises ValueError if two sources overlap or a part of a destination is not covered. Cached, because all layers have the same
-    boxes.
+    Raises ValueError if two sources overlap or a part of a destination is not covered.
     """
     for i, j in overlapping_pairs(sources):
         raise ValueError(f"the parts {sources[i]} and {sources[j]} of one tensor overlap without being equal")
@@ -197,10 +193,7 @@ def overlapping_pairs(boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:
 
 @lru_cache(maxsize=4096)
 def coalesce(pairs: tuple[tuple[Box, Box], ...]) -> tuple[tuple[Region, Region], ...]:
-    """Joins (source, destination) pairs: adjoining rows become one box, equal boxes at equal distances one region.
-
-    The interleaved groups of a fused QKV parameter are three regions. Cached, because all layers have the same boxes.
-    """
+    """Joins adjoining rows to one box, equal boxes at equal distances to one region. Cached: layers have the same boxes."""
     merged: list[tuple[Box, Box]] = []
     for source, destination in sorted(pairs, key=lambda pair: pair[1].start):
         if merged and _adjoin(merged[-1][0], source) and _adjoin(merged[-1][1], destination):

@@ -1,7 +1,7 @@
 """Layout of LoRA adapters over the ranks of Megatron-Core.
 
 The adapter of a matrix [out, in] is A [rank, in] and B [out, rank]; it adds ``scale · B · A``. A rank with some rows of the
-matrix needs these rows of B and all of A; a rank with some columns needs these columns of A and all of B.
+matrix needs these rows of B and all of A; with some columns, these columns of A and all of B.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
 
 ALL_LINEAR = "all-linear"
 _ROUTER = "gate"
-"""A router has a matrix, but it is not adapted."""
 
 
 class _AdapterNames(NamedTuple):
@@ -32,7 +31,7 @@ def _module_name(tensor: str) -> str:
 
 
 def linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Not embedding, head and router."""
+    """Excludes embedding, head and router."""
     return list(dict.fromkeys(_module_name(tensor) for tensor, shape in shapes.items() if _is_linear(tensor, shape)))
 
 
@@ -54,7 +53,7 @@ def _is_linear(tensor: str, shape: tuple[int, ...]) -> bool:
 
 
 def adapter_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[str], rank: int) -> dict[str, tuple[int, ...]]:
-    """Whole model, A before B, in the order of the weights."""
+    """Returns shapes of the whole model, A before B, in the order of the weights."""
     result: dict[str, tuple[int, ...]] = {}
     for tensor in tensors:
         rows, columns = shapes[tensor]
@@ -80,10 +79,7 @@ def adapter_blocks(shards: Iterable[Shard]) -> list[AdapterBlock]:
 
 
 def adapter_layout(layout: ShardLayout, tensors: Collection[str], rank: int) -> ShardLayout:
-    """``layout`` is that of the weights on the same trainer rank; ``rank`` is the adapters' inner dimension.
-
-    Parameters are named like their tensors.
-    """
+    """``layout`` is that of the rank's weights; ``rank`` is the adapters' inner dimension."""
     adapted = frozenset(tensors)
     shards: list[Shard] = []
     params: dict[str, tuple[int, ...]] = {}

@@ -1,7 +1,7 @@
-"""Layout of a model over Megatron-Core's tensor-, pipeline- and expert-parallel ranks, and checks of that split.
+"""Layout of a model over Megatron-Core's ranks.
 
-Megatron interleaves q, k and v by key/value group (all queries of a group, its key, its value), stacks gate and up within
-each tensor-parallel shard, and pads embedding and head to a multiple of tp rows. An expert-parallel rank holds consecutive
+Megatron interleaves q, k and v by key/value group (its queries, its key, its value), stacks gate and up within each
+tensor-parallel shard, and pads embedding and head to a multiple of tp rows. An expert-parallel rank holds consecutive
 experts, or its expert-tensor-parallel part of them.
 """
 
@@ -27,7 +27,7 @@ from tepo_megatron.weights.layouts.table import (
 )
 
 Stages = Sequence[Sequence[range]]
-"""Layers of each chunk of each stage; only an interleaved pipeline (VPP) has several chunks."""
+"""Layers of each chunk of each stage; only VPP has several chunks."""
 
 
 class _RankCoordinates(NamedTuple):
@@ -128,10 +128,9 @@ def pipeline_stages(
 def megatron_layout(
     spec: ModelSpec, parallel: MegatronParallel, rank: int, *, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> ShardLayout:
-    """``rank`` is global; ``shapes`` may pass ``tensor_shapes(spec)``.
+    """With tied embeddings the last of several stages holds a copy of the embedding. ``rank`` is global.
 
-    With tied embeddings the last of several stages holds a copy of the embedding. In a stage of several chunks the
-    parameters of chunk v are named ``model<v>.``…, as in Megatron's checkpoints.
+    In a stage of several chunks the parameters of chunk v are named ``model<v>.``…, as in Megatron's checkpoints.
     """
     coordinates, tp = parallel.coordinates(rank), parallel.tp
     dense, expert = Split(tp, coordinates.tp_rank), Split(parallel.expert_tp, coordinates.etp_rank)
@@ -218,8 +217,6 @@ def _row_blocks(mapping: ParamMapping, rows: int, spec: ModelSpec, tp: int, rank
 
 
 class _TrainerSizes(Protocol):
-    """Fields of ``engine.parallel``."""
-
     @property
     def tp(self) -> int: ...
     @property

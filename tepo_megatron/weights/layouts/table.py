@@ -75,7 +75,7 @@ HEAD = ParamMapping("lm_head.weight", "output_layer.weight", "lm_head.weight", "
 
 
 class ExpertNames(NamedTuple):
-    """A family's names. ``ends_everywhere``: vLLM's class makes embedding, norm and head on every pipeline stage."""
+    """``ends_everywhere``: vLLM's class makes embedding, norm and head on every pipeline stage."""
 
     block: str
     gate: str
@@ -95,7 +95,6 @@ SHARED_EXPERTS = (
     ParamMapping("up_proj.weight", "linear_fc1.weight", "gate_up_proj.weight", "up", ("shared_ffn", "hidden")),
     ParamMapping("down_proj.weight", "linear_fc2.weight", "down_proj.weight", "columns", ("hidden", "shared_ffn")),
 )
-"""Below ``shared_experts`` of a block."""
 
 FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -122,7 +121,7 @@ def layer_mappings(
         if applies(mapping, spec, layer):
             fused = FUSED_NORMS.get(mapping.megatron) if fused_norms else None
             if spec.has_experts(layer) and mapping.megatron == "pre_mlp_layernorm.weight":
-                fused = None  # what follows this norm is the router, not a linear layer of Transformer Engine
+                fused = None  # the router follows this norm, not a linear layer of Transformer Engine
             yield (replace(mapping, megatron=fused) if fused else mapping).of_layer(layer, local)
     if spec.experts is not None and spec.has_experts(layer):
         for mapping in _expert_mappings(
@@ -133,7 +132,7 @@ def layer_mappings(
 
 @lru_cache(maxsize=256)
 def _expert_mappings(architecture: str, experts: Experts, local_experts: range, *, grouped: bool) -> tuple[ParamMapping, ...]:
-    """``grouped``: Transformer Engine's grouped linear layers. vLLM's dimension of experts is flattened into rows."""
+    """vLLM's dimension of experts is flattened into rows. ``grouped``: Transformer Engine's grouped linear layers."""
     names = EXPERT_NAMES[architecture]
     router = f"{names.block}.gate.weight"
     mappings = [ParamMapping(router, "mlp.router.weight", router, "replicated", ("experts", "hidden"))]
@@ -184,7 +183,7 @@ def _shape_of(mapping: ParamMapping, spec: ModelSpec) -> tuple[int, ...]:
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Full shapes in streaming order: embedding, layers, norm, head."""
+    """Returns full shapes in streaming order: embedding, layers, norm, head."""
     layers = [mapping for layer in range(spec.num_layers) for mapping in layer_mappings(spec, layer, layer)]
     model = [EMBEDDING, *layers, FINAL_NORM, HEAD]
     return {mapping.tensor: _shape_of(mapping, spec) for mapping in model if applies(mapping, spec)}
@@ -211,10 +210,9 @@ def lay_out(
     vocab_rows: int,
     first_row: Callable[[ParamMapping], int] = lambda _: 0,
 ) -> ShardLayout:
-    """``mappings`` are (mapping, parameter name); ``split`` returns how columns are split.
+    """``split`` returns how columns are split, ``row_blocks`` a rank's rows by mapping and number of rows.
 
-    ``row_blocks`` returns a rank's rows by mapping and number of rows, ``first_row`` a tensor's first row in its parameter.
-    ``vocab_rows`` is this rank's padded number of rows of embedding and head.
+    ``first_row`` returns a tensor's first row in its parameter. ``vocab_rows`` is this rank's padded rows of the vocabulary.
     """
     shards: list[Shard] = []
     params: dict[str, tuple[int, ...]] = {}

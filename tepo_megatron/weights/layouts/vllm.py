@@ -1,8 +1,7 @@
 """Layout of a model over the workers of vLLM servers.
 
 vLLM stacks a rank's queries, keys and values, and gate over up. Neighbouring ranks share a key/value head if there are more
-ranks than heads. Embedding and head are padded to a multiple of 64 rows. Experts are split like an MLP and stacked in two
-parameters per layer.
+ranks than heads. Embedding and head are padded to a multiple of 64 rows. Experts are stacked in two parameters per layer.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ VOCAB_PADDING = 64
 
 @dataclass(frozen=True)
 class VllmParallel:
-    """The servers' split; each of ``replicas`` servers has a whole model. Ranks count tp fastest, then pp, then servers."""
+    """Each of ``replicas`` servers has a whole model. Ranks count tp fastest, then pp, then servers."""
 
     tp: int = 1
     pp: int = 1
@@ -47,7 +46,7 @@ class VllmParallel:
 
 
 def vllm_layers(num_layers: int, pp: int) -> tuple[range, ...]:
-    """Returns the layers of each stage; remaining ones go one each to the stages before the last, from the back."""
+    """Remaining layers go one each to the stages before the last, from the back."""
     counts = [num_layers // pp] * pp
     for extra in range(num_layers % pp):
         counts[pp - 2 - extra] += 1
@@ -64,10 +63,9 @@ def vllm_layout(
     pp_rank: int = 0,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> ShardLayout:
-    """``shapes`` may pass ``tensor_shapes(spec)``.
+    """With tied embeddings there is no head, and the last stage also has the embedding.
 
-    With tied embeddings there is no head, and the last stage also has the embedding; with experts every stage may have
-    embedding, norm and head (``ExpertNames.ends_everywhere``).
+    With experts every stage may have embedding, norm and head (``ExpertNames.ends_everywhere``).
     """
     return lay_out(
         spec,

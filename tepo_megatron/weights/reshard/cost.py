@@ -16,7 +16,7 @@ Link = Literal["device", "nvlink", "network"]
 class Cluster:
     """Rates are in 10⁹ bytes/s per GPU and direction.
 
-    Trainer ranks fill nodes in order. Workers fill the next nodes, or with ``shared`` the trainer's, from the first GPU on.
+    Workers fill the nodes after the trainer's, or if ``shared`` the same ones.
     """
 
     gpus_per_node: int = 8
@@ -25,7 +25,7 @@ class Cluster:
     shared: bool = False
 
     def local(self, num_sources: int, num_destinations: int) -> dict[int, int]:
-        """Returns destination rank → the source rank on the same GPU, for ``reshard_plan``."""
+        """Returns destination rank → the source rank on the same GPU."""
         return {rank: rank for rank in range(min(num_sources, num_destinations))} if self.shared else {}
 
 

@@ -64,10 +64,10 @@ def plan_moves(
     local: Mapping[int, int] | None = None,
     digest: str = "",
 ) -> ReshardPlan:
-    """Plans to write every element of every destination shard once, with the fewest bytes between ranks.
+    """Sends the fewest bytes between ranks; sources with the same parts share the work.
 
-    Sources with the same parts share the work. ``server_size`` is the number of consecutive destinations with one copy of
-    the model (default: all). Raises ValueError naming a tensor that the sources do not cover.
+    ``server_size`` is the number of consecutive destinations with one copy of the model (default: all). Raises ValueError
+    naming a tensor that the sources do not cover.
     """
     local = dict(local or {})
     _check_ranks(local, len(sources), len(destinations))
@@ -147,7 +147,7 @@ def _choose_sources(requests: Iterable[_BoxRequest], local: Mapping[int, int]) -
 
 @lru_cache(maxsize=4096)
 def _rows_and_size(box: Box) -> tuple[int, int]:
-    """Cached, like the two functions below, because all layers have the same boxes."""
+    """Cached, like the two functions below: all layers have the same boxes."""
     rows, *inner = box.shape
     return rows, math.prod(inner)
 
@@ -185,14 +185,12 @@ def _order(tensors: Iterable[str], num_destinations: int, server_size: int) -> C
 
 
 def layer_of(tensor: str) -> int | None:
-    """None for embedding, final norm and head."""
+    """Returns None for embedding, final norm and head."""
     match = re.search(r"\.layers\.(\d+)\.", tensor)
     return int(match[1]) if match else None
 
 
 class _SendItem(NamedTuple):
-    """``key`` is (owners, a number of the caller's); ``row_size`` is in elements."""
-
     key: tuple[tuple[int, ...], int]
     receiver: int
     rows: int
@@ -252,7 +250,7 @@ def _assign_whole(
 def _assign_in_order(
     order: Sequence[int], capacities: Sequence[float], items: Sequence[_SendItem], *, slack: float
 ) -> Iterator[tuple[_Assignment, _SendItem]]:
-    """Capacities and ``slack`` are in elements. An item is divided by rows if more than ``slack`` would be too much."""
+    """Capacities and ``slack`` are in elements. An item is divided if more than ``slack`` would be too much."""
     index, capacity = 0, capacities[0]
     for item in items:
         start = 0
@@ -262,7 +260,7 @@ def _assign_in_order(
             fits = left * item.row_size <= capacity + slack
             rows = left if is_last or fits else min(left, round(capacity / item.row_size))
             if not is_last and (rows <= 0 or capacity <= slack):
-                # What this owner took too much (a negative capacity) or too little is carried over to the next one.
+                # The excess (a negative capacity) or rest of this owner carries over to the next one.
                 index += 1
                 capacity += capacities[index]
                 continue

@@ -34,10 +34,9 @@ def prove(plan: ReshardPlan, sources: Sequence[ShardLayout], destinations: Seque
 
 @lru_cache(maxsize=4096)
 def _find_problem(written: tuple[Box, ...], needed: tuple[Box, ...]) -> str:
-    """Cached, because layers have the same boxes."""
     for i, j in overlapping_pairs(written):
         return f"{written[i]} and {written[j]}, which overlap,"
-    # Boxes that lie within the wanted ones and do not overlap cover them if and only if they have as many elements.
+    # Disjoint boxes within the needed ones cover them if and only if they have as many elements.
     written_numel, needed_numel = _numel(written), _numel(needed)
     return "" if written_numel == needed_numel else f"{written_numel} of {needed_numel} elements"
 

@@ -1,7 +1,6 @@
-"""``tepo export`` and ``tepo import`` in one process, without Megatron or process groups.
+"""``tepo export`` and ``tepo import`` in one process, without Megatron.
 
-Every tensor is checked before anything is written. Files go to ``OUT.partial``, which is renamed to ``OUT`` at the end.
-After an interruption the same command keeps finished files.
+Every tensor is checked before anything is written. After an interruption the same command keeps finished files.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tepo_megatron.weights.storage.planned_files import BUCKET_BYTES, FileEntry,
 from tepo_megatron.weights.storage.stored import DTYPES, SHARDS, WEIGHT, StoredWeights, box_key, open_weights
 
 RECORD = "conversion.sha256"
-"""File in ``OUT.partial`` with a digest of the conversion, so that another command does not continue it."""
+"""File with a digest of the conversion, so that another command does not continue it."""
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -96,10 +95,7 @@ def import_model(
 
 
 def check_imported(shards: Path, model: Path) -> None:
-    """Raises ValueError unless ``shards`` is an import of ``model``; compares a few numbers of every tensor.
-
-    Servers start from the folder and the trainer from the shards.
-    """
+    """Raises ValueError unless ``shards`` is an import of ``model``; compares a few numbers of every tensor."""
     shapes = tensor_shapes(read_model_spec(model))
     imported, original = open_weights(shards), open_weights(model)
     imported.check(shapes, f"{model / 'config.json'}")

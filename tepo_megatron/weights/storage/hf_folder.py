@@ -21,7 +21,6 @@ from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.storage.stored import open_safetensors, open_weights
 
 SHARD_BYTES = 4 * 2**30
-"""Size at which an exported file is closed and the next one started."""
 
 TOKENIZER_FILES = (
     "tokenizer.model",
@@ -57,10 +56,9 @@ _SUPPORTED_PEFT: dict[str, tuple[Any, ...]] = {
 
 
 def load_into(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> None:
-    """Copies this rank's boxes of a folder (Hugging Face's or ``tepo import``'s) into its parameters, reading no other bytes.
+    """Copies this rank's boxes into its parameters, reading no other bytes. Padding rows of the vocabulary become zero.
 
-    Padding rows of the vocabulary become zero. Raises ValueError, before anything is written, naming every missing, unexpected
-    and misshapen tensor, or the damaged file.
+    Raises ValueError, before anything is written, naming every missing, unexpected and misshapen tensor, or the damaged file.
     """
     weights = open_weights(folder)
     weights.check(layout.shapes)
@@ -74,10 +72,9 @@ def load_into(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -
 def write_model(
     out: Path, tensors: Iterable[tuple[str, Tensor]], *, source: Path, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Writes full tensors as a Hugging Face folder, with config and tokenizer of ``source``. One process calls.
+    """One process calls. ``out`` is replaced atomically; config and tokenizer come from ``source``.
 
-    At most ``shard_bytes`` are held at a time. The folder at ``out`` is replaced atomically. Raises RuntimeError if a file
-    cannot be written.
+    At most ``shard_bytes`` are held at a time. Raises RuntimeError if a file cannot be written.
     """
     with _atomic_folder(out) as partial:
         copy_description(source, partial, dtype)
@@ -102,7 +99,7 @@ def write_stream(
 ) -> list[tuple[Path, dict[str, int]]]:
     """Writes ``stem-00001.safetensors`` and so on, holding at most ``shard_bytes`` or one tensor.
 
-    Returns each file with the bytes of each of its tensors.
+    Returns each file with the bytes of its tensors.
     """
     written: list[tuple[Path, dict[str, int]]] = []
     pending: dict[str, Tensor] = {}
@@ -112,7 +109,7 @@ def write_stream(
             path = folder / f"{stem}-{len(written) + 1:05d}.safetensors"
             try:
                 save_file(pending, path, metadata={"format": "pt"})
-            except (OSError, SafetensorError) as error:  # of its own kind, also for what the system says
+            except (OSError, SafetensorError) as error:  # SafetensorError also wraps the system's errors
                 raise RuntimeError(
                     f"{path} could not be written: {error}; {shutil.disk_usage(folder).free:,} bytes are free. Nothing was "
                     "replaced. Make room, and do it again (a run goes on with --resume)"
@@ -186,10 +183,7 @@ class AdapterSettings:
 
 
 def write_peft_folder(out: Path, tensors: Mapping[str, Tensor], settings: AdapterSettings, *, base_model: str) -> None:
-    """Writes adapters named as in ``weights.layouts.adapters``. One process calls; an existing folder is replaced.
-
-    ``base_model``: name or folder of the model, which PEFT shows and may load.
-    """
+    """Replaces an existing folder; one process calls. ``base_model`` is the name or folder that PEFT shows and may load."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

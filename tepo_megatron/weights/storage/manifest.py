@@ -1,9 +1,8 @@
-"""Manifest of a checkpoint (its files, their lengths and SHA-256), and sampled digests of models. Imports no torch.
+"""Manifest of a checkpoint, and sampled digests of models. Imports no torch.
 
     step_000100/manifest.json    {"step": 100, "files": {"state.json": {"bytes": …, "sha256": …}, "shards/…": …}, "sha256": …}
 
-The manifest is written last and has a digest of itself. It reveals any file that was changed, cut short, lost, added or taken
-from another checkpoint.
+It is written last and reveals any file that was changed, cut short, lost, added or taken from another checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ FORMAT = 2
 
 _BLOCK_BYTES = 4 * 2**20
 _SAMPLED_TENSORS, _SAMPLED_BYTES = 64, 4096
-"""In bfloat16 a small update changes one value of a hundred, so that these samples include some changes."""
+"""In bfloat16 a small update changes one value of a hundred: these samples include some."""
 
 
 class DamagedCheckpoint(ValueError):  # noqa: N818
@@ -46,15 +45,13 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """Paths are relative to the checkpoint's folder."""
-
     folder: Path
     step: int
     files: Mapping[str, FileRecord]
 
     @property
     def bytes(self) -> int:
-        """Without the manifest."""
+        """Excludes the manifest."""
         return sum(record.bytes for record in self.files.values())
 
     def wrong_files(self) -> dict[str, str]:
@@ -87,7 +84,7 @@ class CheckpointManifest:
         return f"{name} is of step {step}" if step not in (None, self.step) else f"{name} was changed since it was written"
 
     def shares(self, parts: int) -> list[list[str]]:
-        """Divides the files except ``state.json`` into parts of about equal length, one for each reading process."""
+        """Divides the files except ``state.json`` into parts of about equal length."""
         shares: list[list[str]] = [[] for _ in range(parts)]
         lengths = [0] * parts
         for name in sorted(self.files.keys() - {STATE}, key=lambda name: (-self.files[name].bytes, name)):
@@ -175,8 +172,7 @@ def _step_within(path: Path) -> int | None:
 def sampled_digest(folder: Path) -> str | None:
     """Returns a digest of name, dtype and shape of every tensor, and 4 KiB of 64 of them; None without safetensors.
 
-    Copies have equal digests even if their files are divided differently; a trained model has another. Raises ValueError naming
-    a damaged file.
+    It does not depend on the division into files. Raises ValueError naming a damaged file.
     """
     tensors = {name: (path, start, entry) for path in _files(folder) for name, start, entry in _header(path)}
     if not tensors:
@@ -184,7 +180,7 @@ def sampled_digest(folder: Path) -> str | None:
     digest = hashlib.sha256()
     for name, (_, _, entry) in sorted(tensors.items()):
         digest.update(f"{name} {entry['dtype']} {entry['shape']}\n".encode())
-    # By their names' digests, since every so manieth of a list could be the same of each layer.
+    # Chosen by digests of names, since every n-th of a list could be the same tensor of each layer.
     for name in sorted(tensors, key=lambda name: hashlib.sha256(name.encode()).digest())[:_SAMPLED_TENSORS]:
         path, start, entry = tensors[name]
         begin, end = entry["data_offsets"]

@@ -1,4 +1,4 @@
-"""Writes safetensors files: planned to the byte, so that a finished file is recognised later, or streamed with digests."""
+"""Writes safetensors files: planned to the byte, so that a finished file is recognised, or streamed with digests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ BUCKET_BYTES = 32 * 2**20
 
 
 FILE_BYTES = 4 * 2**30
-"""Size at which a rank's file is closed and the next one started."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -53,7 +52,7 @@ class PlannedFile:
 
     @cached_property
     def header(self) -> bytes:
-        """Length of a JSON table, and the table of dtypes, shapes and offsets."""
+        """Returns the length of a JSON table, and the table of dtypes, shapes and offsets."""
         table: dict[str, object] = {"__metadata__": {"format": "pt", **self.metadata}}
         end = 0  # offsets count from the end of the header, so that they do not depend on its length
         for entry in self.entries:
@@ -119,10 +118,7 @@ def group_entries(entries: Sequence[FileEntry], limit: int) -> list[tuple[FileEn
 
 @dataclass
 class WrittenBoxes:
-    """A rank's files, by path below the checkpoint, and the bytes of all boxes.
-
-    ``error`` is the first failed write; then files are missing.
-    """
+    """``files`` has paths below the checkpoint, some missing after the first ``error``; ``bytes`` counts all boxes."""
 
     files: dict[str, FileRecord] = field(default_factory=dict)
     bytes: int = 0
@@ -139,7 +135,7 @@ def write_boxes(
 ) -> WrittenBoxes:
     """Writes ``folder/shards/STEM-00001.safetensors`` and so on, durably, holding at most ``file_bytes`` or one box.
 
-    After a failed write the remaining boxes are still counted, so that an error can state the space needed.
+    After a failed write the remaining boxes are still counted, for an error with the space needed.
     """
     written = WrittenBoxes()
     pending: dict[str, Tensor] = {}
@@ -163,13 +159,12 @@ def write_boxes(
 
 
 def describe_os_error(error: OSError) -> str:
-    """Example: "No space left on device (ENOSPC)"."""
+    """Returns, for example, "No space left on device (ENOSPC)"."""
     return f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'unknown')})"
 
 
 def _write_file(folder: Path, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
-    # By hand, not by safetensors' own writer: the digest is of what is in memory, so that it also shows a write that went
-    # wrong, and a full disk is an error of the system with its name.
+    # Not by safetensors' writer: the digest is of memory, so that it reveals a wrong write, and a full disk is an OSError.
     entries = tuple(FileEntry(key, key, _whole(tensor), _NAMES[tensor.dtype]) for key, tensor in tensors.items())
     header = PlannedFile(name, entries, metadata).header
     digest = hashlib.sha256(header)

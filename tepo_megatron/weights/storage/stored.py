@@ -21,16 +21,13 @@ from torch import Tensor
 from tepo_megatron.weights.geometry import Box
 
 SHARDS = "shards"
-"""Subfolder with the files of boxes."""
 
 WEIGHT, MASTER = "weight", "master"
 """Kinds of a stored box: an imported weight, and the optimizer's fp32 weight."""
 
 _MTP_PROJECTION = "eh_proj.weight"
-"""Only a layer of DeepSeek-V3's multi-token prediction has this tensor."""
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-"""By safetensors' names."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +39,12 @@ class _StoredBox:
 
 
 def box_key(kind: str, tensor: str, box: Box) -> str:
-    """The key has only the start; the extent is the shape of the stored tensor."""
+    """The extent is not in the key: it is the shape of the stored tensor."""
     return f"{kind}|{tensor}|{','.join(map(str, box.start))}"
 
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """The boxes of each tensor, without duplicates of several ranks."""
-
     folder: Path
     boxes: Mapping[str, list[_StoredBox]]
 
@@ -79,10 +74,7 @@ class StoredWeights:
             )
 
     def read(self, tensor: str, box: Box, into: Tensor) -> None:
-        """Copies ``box`` into ``into`` (same shape, any dtype), reading no other bytes.
-
-        Raises ValueError if the box is not completely stored, or a file is damaged.
-        """
+        """Reads no other bytes. Raises ValueError if the box is not completely stored, or a file is damaged."""
         # The stored boxes of a tensor are parts of one layout and do not overlap, so that counting elements shows a gap.
         filled = 0
         for stored in self.boxes.get(tensor, ()):
@@ -141,7 +133,7 @@ def _open_hugging_face(folder: Path) -> StoredWeights:
         path = folder / name
         with open_safetensors(path) as handle:
             present = set(handle.keys())
-            # A tensor that the index names but the file lacks is left out here, and so found missing.
+            # A tensor that the index names but the file lacks is left out, so that check() reports it.
             for tensor in sorted(present if members is None else present & members):
                 boxes[tensor] = [_stored(handle, path, tensor, (0,) * len(handle.get_slice(tensor).get_shape()))]
     return StoredWeights(folder, boxes)

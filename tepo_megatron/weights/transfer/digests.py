@@ -26,10 +26,9 @@ _ODD = 0x9E3779B97F4A7C15
 
 
 def fingerprint(shards: Iterable[Shard], params: Mapping[str, Tensor]) -> int:
-    """Returns 64 bits of the parts of tensors that ``shards`` locate in ``params``, all on one device and in their dtypes.
+    """Returns 64 bits of the parts of tensors that ``shards`` locate in ``params``, all on one device.
 
-    Sums the bits of each element times an odd number from tensor and index, modulo 2^64: parts that cover the model once add up
-    to the whole, in any layout.
+    Sums bits times odd numbers from tensor and index, modulo 2^64: parts that cover the model once add up to the whole.
     """
     keys, sums = [], []
     for shard in shards:
@@ -49,7 +48,7 @@ def _weighted_sum(part: Tensor, start: Sequence[int]) -> Tensor:
     for chunk, row_keys in zip(part.split(rows), keys[0].split(rows), strict=True):
         values = chunk.contiguous().view(_INTEGERS[part.element_size()]).long()
         for inner in reversed(keys[1:]):
-            # int64 products and sums wrap around, which is the arithmetic modulo 2^64 that is wanted.
+            # int64 products and sums wrap around, which is arithmetic modulo 2^64.
             values = (values * inner).sum(-1)
         total += (values * row_keys).sum()
     return total
@@ -69,8 +68,7 @@ def _tensor_key(name: str) -> int:
 def digest(data: Tensor) -> Tensor:
     """Returns 64 bits of a contiguous tensor as int64 [] on its device, without waiting for it.
 
-    The 64-bit words of each block of 4 KiB are summed; the sums are multiplied by different odd numbers and summed modulo
-    2^64. Any change of a single word changes the result; words that swap within a block do not.
+    Any change of a single 64-bit word changes the result; words that swap within a block of 4 KiB do not.
     """
     raw = data.detach().reshape(-1).view(torch.uint8)
     if raw.storage_offset() % 8:
@@ -85,7 +83,7 @@ def digest(data: Tensor) -> Tensor:
 
 
 class TensorDigests:
-    """Digests of the tensors that one rank sends to another. Both add the same segments in the same order."""
+    """Digests of a pair of ranks, which add the same segments in the same order."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._index = {name: index for index, name in enumerate(dict.fromkeys(names))}
@@ -95,7 +93,7 @@ class TensorDigests:
         return len(self._index)
 
     def add(self, name: str, value: Tensor) -> None:
-        """Adds the next segment of tensor ``name``, which a device may still be computing."""
+        """The device may still be computing ``value``."""
         self._added.append((self._index[name], value))
 
     def as_tensor(self) -> Tensor:
@@ -104,7 +102,7 @@ class TensorDigests:
         if not self._added:
             return total
         index, values = zip(*self._added, strict=True)
-        # A different odd number for each segment: two that change places change the sum.
+        # Each segment has its odd number, so that two swapped segments change the sum.
         keys = torch.arange(3, 2 * len(values) + 2, 2)
         return total.index_add_(0, torch.tensor(index), torch.stack(values).cpu() * keys)
 

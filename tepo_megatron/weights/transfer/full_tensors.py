@@ -19,7 +19,7 @@ ALIGNMENT = 16
 """Bytes; a multiple of any dtype's item size."""
 
 TensorManifest = Sequence[tuple[str, Sequence[int], str]]
-"""Tensors in the order of sending: (name, shape, name of the torch dtype such as ``"float32"``)."""
+"""(name, shape, torch dtype such as ``"float32"``), in the order of sending."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ def send(
     cancelled: Callable[[], bool] = lambda: False,
     limit: int = BUCKET_BYTES,
 ) -> None:
-    """Broadcasts the manifest's tensors, in its order, from rank 0; blocks until they are sent.
+    """Broadcasts the manifest's tensors from rank 0; blocks until they are sent. A waiting message polls ``cancelled``.
 
-    ``cancelled`` is polled while a message waits for its receivers. Raises ValueError for a tensor that does not match the
-    manifest, RuntimeError naming the tensors of a message that fails, times out or is cancelled.
+    Raises ValueError for a tensor that does not match the manifest, RuntimeError naming the tensors of a message that fails,
+    times out or is cancelled.
     """
     stream = iter(tensors)
     for entries in buckets(manifest, limit):
@@ -115,10 +115,7 @@ def _broadcast(group: GlooGroup, entries: list[_BucketEntry], bucket: Tensor, ca
 
 
 def gather_sources(layouts: Sequence[ShardLayout]) -> dict[str, list[tuple[int, Shard]]]:
-    """Returns for each tensor the (rank, shard) pairs that cover it once; the lowest rank sends shared parts.
-
-    Raises ValueError for a tensor that the ranks do not cover.
-    """
+    """Returns for each tensor the (rank, shard) pairs that cover it once. Raises ValueError for an uncovered tensor."""
     plan: dict[str, list[tuple[int, Shard]]] = {name: [] for name in layouts[0].shapes}
     taken = set()
     for rank, layout in enumerate(layouts):
@@ -141,7 +138,7 @@ def shards_to_write(plan: Mapping[str, list[tuple[int, Shard]]], rank: int) -> l
 def gather_to_root(
     plan: Mapping[str, list[tuple[int, Shard]]], shapes: Mapping[str, tuple[int, ...]], params: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yields (name, tensor) in the plan's order: the full tensor on global rank 0, None on the others.
+    """Yields (name, tensor): the full tensor on global rank 0, None on the others.
 
     Every rank of the default group must exhaust the iterator. Rank 0 holds one full tensor at a time.
     """

@@ -17,7 +17,7 @@ STAGING_BYTES = 64 * 2**20
 """Memory of a rank for messages under way, over all its peers."""
 
 SINGLE_SEGMENT_BYTES = 256 * 2**10
-"""Segments of at least this size travel alone, without a copy if contiguous; smaller ones share a message."""
+"""Segments of at least this size travel alone, without a copy if contiguous."""
 
 _FP32_BYTES = 4
 
@@ -27,10 +27,10 @@ WINDOW = 2
 
 @dataclass(frozen=True)
 class MoveEnd:
-    """One rank's end of a move. ``name`` is the destination's parameter, under which both ranks report.
+    """``name`` is the destination's parameter, under which both ranks report.
 
-    ``fp32``: both ends are fp32 vectors whatever the dtype on the wire. Their bits travel unchanged: with a smaller wire dtype
-    each element is ``units`` elements, and ``region`` counts these.
+    ``fp32``: both ends are fp32, whatever the dtype on the wire. Their bits travel unchanged, each element as ``units``
+    elements of the wire's dtype; ``region`` counts these.
     """
 
     peer: int
@@ -51,7 +51,7 @@ class MoveEnd:
 
 @dataclass(frozen=True)
 class MessageSegment:
-    """Rows ``rows`` of the boxes ``boxes`` of a move's region, as (start, stop)."""
+    """``boxes`` and ``rows`` are (start, stop)."""
 
     end: MoveEnd
     boxes: tuple[int, int]
@@ -134,7 +134,7 @@ def queues(ends: Iterable[MoveEnd], *, itemsize: int, limit: int) -> Queues:
                 room[end.peer] -= size
             else:
                 queue.append((segment,))
-                # A large segment gets no company, which would cost it a copy into a buffer.
+                # A large segment travels alone: to share a message costs a copy into a buffer.
                 room[end.peer] = 0 if size >= SINGLE_SEGMENT_BYTES else limit - size
     return result
 

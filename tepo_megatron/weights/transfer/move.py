@@ -1,8 +1,7 @@
 """Sends every part of a tensor straight to the ranks that need it, by a plan.
 
-All ranks go through their queues in rounds (message 0 of every peer, message 1, …), starting up to WINDOW rounds ahead; the
-last round sends digests. No deadlock: in the lowest unfinished round every rank has started its messages, or will without
-waiting.
+Message n of every peer is in round n, digests in the last; a rank starts up to WINDOW rounds ahead. No deadlock: in the
+lowest unfinished round every rank has started its messages, or will without waiting.
 """
 
 from __future__ import annotations
@@ -20,21 +19,17 @@ from tepo_megatron.weights.transfer.messages import WINDOW, MessageSegment, Queu
 from tepo_megatron.weights.transfer.transport import Transport
 
 MAX_NAMED = 8
-"""Largest number of damaged tensors in an error."""
 
 Direction = Literal["sending", "receiving"]
 
 
 def send(transport: Transport, outgoing: Queues, params: Mapping[str, Tensor], wire: torch.dtype) -> None:
-    """Sends all messages of this rank and the digests; returns when the peers have them.
-
-    Raises RuntimeError naming tensors and peer of a message that fails or times out.
-    """
+    """Returns when the peers have all messages. Raises RuntimeError naming tensors and peer of one that fails or times out."""
     digests = {peer: _tensor_digests(queue) for peer, queue in outgoing.items()}
     computed: dict[tuple[object, ...], Tensor] = {}
     staging = _Staging(transport, outgoing, wire)
     for number in range(_num_rounds(outgoing) + WINDOW):
-        # Message number - WINDOW had the buffer that this one is packed into.
+        # Message number - WINDOW used the same buffer.
         for peer, queue in _queues_with(outgoing, number - WINDOW):
             with _naming_tensors("sending", peer, queue, number - WINDOW):
                 transport.wait(peer, number - WINDOW)
@@ -56,10 +51,9 @@ def receive(
     wire: torch.dtype,
     complete: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Receives all messages of this rank into its parameters, and compares digests.
+    """Receives into ``params``; calls ``complete(name)`` when a parameter is completely written.
 
-    ``complete(name)`` is called when a parameter is completely written. Raises RuntimeError naming tensors and peer of a
-    message that fails or times out, and every tensor with another digest.
+    Raises RuntimeError naming tensors and peer of a message that fails or times out, and every tensor with another digest.
     """
     digests = {peer: _tensor_digests(queue) for peer, queue in incoming.items()}
     missing: Counter[str] = Counter()

@@ -1,8 +1,6 @@
-"""Messages for a worker on another GPU, relayed by the trainer rank on that GPU.
+"""Messages for a worker on another GPU, relayed by the trainer rank on that GPU (docs/decisions/026-one-cluster.md).
 
-Message n from rank s to worker d goes GPU to GPU to ``local[d]``, into the slot from which d copies it. All trainer ranks
-exchange message n of every queue in turn n, digests in the last. No deadlock: in the lowest unfinished turn each rank has
-started its part, or will without waiting for a later turn.
+All trainer ranks exchange message n of every queue in turn n, digests in the last.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from tepo_megatron.weights.transfer.transport import RelayRoutes, TransferGroup
 
 
 def source_routes(plan: ReshardPlan, rank: int, *, itemsize: int, limit: int) -> RelayRoutes:
-    """Empty if no message of the plan is relayed."""
+    """Returns no routes if no message is relayed."""
     local_source = {plan.num_sources + to: source for to, source in plan.local.items()}
     outgoing: dict[int, Queues] = {
         source: queues(source_ends(plan, source), itemsize=itemsize, limit=limit) for source in range(plan.num_sources)
@@ -46,7 +44,7 @@ def source_routes(plan: ReshardPlan, rank: int, *, itemsize: int, limit: int) ->
 
 @dataclass
 class SlotSignals:
-    """One byte over gloo between a rank and the worker on its GPU: a message is in its slot, or was copied out."""
+    """One byte over gloo: a message is in its slot, or the worker on this GPU has copied it out."""
 
     start_send: Callable[[Tensor, int, int], Any]
     start_receive: Callable[[Tensor, int, int], Any]
@@ -77,24 +75,23 @@ class Relay:
     _turn: int = 0
     _sending: list[tuple[Tensor, int, int]] = field(default_factory=list)
     _arriving: list[tuple[int, int, int]] = field(default_factory=list)
-    """(source, worker, number)"""
     _taken: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)
-    """The same → works of the notification and of the worker's answer."""
+    """(source, worker, number) → works of the notification and of the worker's answer."""
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Sends of its block travel when it ends, with those of the other ranks in this turn."""
+        """Sends of its block travel when it ends."""
         turn = self._turn if self._turn < self.routes.local_rounds else self.routes.rounds
         self._catch_up(turn)
         yield
         self._exchange(turn)
 
     def send(self, data: Tensor, worker: int, number: int) -> None:
-        """Starts to send a contiguous tensor to the rank on ``worker``'s GPU; it must not change until :meth:`wait`."""
+        """``data`` must be contiguous, and must not change until :meth:`wait`."""
         self._sending.append((data, worker, number))
 
     def wait(self, worker: int, number: int) -> None:
-        """Returns when the rank on ``worker``'s GPU has the message. Raises as the transport between the ranks."""
+        """Returns when the rank on ``worker``'s GPU has the message."""
         self.settle()
         via = self.routes.via[worker]
         self.leg.wait(via, self._tag(number, worker, self.rank, via))

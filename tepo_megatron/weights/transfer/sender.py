@@ -36,7 +36,7 @@ from tepo_megatron.weights.transfer.transport import (
 from tepo_megatron.weights.transfer.transports import Member, join
 
 _FAILED = "failed"
-"""Store key under which the first other rank to fail writes why."""
+"""Under this key the first other rank to fail writes why."""
 
 
 class ShardSender:
@@ -68,7 +68,7 @@ class ShardSender:
         self._limit = message_bytes(plan)
         self._outgoing = queues(source_ends(plan, rank), itemsize=self._wire.itemsize, limit=self._limit)
         self._device, self._transport, self._or_gloo = device or torch.device("cpu"), transport, or_gloo
-        # Without NCCL the trainer's ranks have no way from GPU to GPU: then what goes to another one takes gloo.
+        # Without NCCL the trainer's ranks cannot send from GPU to GPU: messages to another GPU then take gloo.
         passes_on = transport == "ipc" and is_nccl_available()
         self._routes = (
             source_routes(plan, rank, itemsize=self._wire.itemsize, limit=self._limit) if passes_on else RelayRoutes()
@@ -80,7 +80,7 @@ class ShardSender:
         self._failed = ""
 
     def open_rendezvous(self, host: str) -> str:
-        """Rank 0: opens a store at ``host`` with every worker's order; returns its place, for ``connect``."""
+        """Rank 0: opens a store with every worker's order; returns its place, for ``connect``."""
         self.close()
         self._store, place = listen(host)
         for destination in range(self._plan.num_destinations):
@@ -98,12 +98,12 @@ class ShardSender:
         return place
 
     def broadcast_rendezvous(self) -> None:
-        """Rank 0: starts an update on the other ranks, which join this group and send."""
+        """Rank 0: starts an update on the other ranks."""
         self._broadcast_from_root(self._rendezvous)
         self._others_wait = True
 
     def join_group(self) -> None:
-        """Joins the group once; returns when all have joined. Raises RuntimeError after the time-out."""
+        """Returns when all have joined. Raises RuntimeError after the time-out."""
         if self._group is None:
             assert self._rendezvous is not None
             host, place = self._rendezvous
@@ -144,7 +144,7 @@ class ShardSender:
         return failed
 
     def update_as_non_root(self) -> None:
-        """Every rank but 0: writes a failure to the store, for rank 0 to report.
+        """Every rank but 0: takes part in an update; writes a failure to the store, for rank 0 to report.
 
         Raises RuntimeError only if this rank failed and rank 0 believes that the update succeeded.
         """
@@ -170,13 +170,13 @@ class ShardSender:
 
     def _report(self, error: RuntimeError) -> None:
         if self._store is not None:
-            with suppress(RuntimeError):  # the store has gone with rank 0, which then has an error of its own
+            with suppress(RuntimeError):  # rank 0 is gone, and the store with it; it has its own error
                 self._store.compare_set(_FAILED, "", f"The first other trainer rank to fail was rank {self._rank}: {error}")
 
     def close(self) -> None:
         """Pending messages of the others fail, and those still joining stop waiting."""
         if self._rank == 0 and self._store is not None and self._store.check([_FAILED]):
-            self._failed = self._store.get(_FAILED).decode()  # here, since the store goes
+            self._failed = self._store.get(_FAILED).decode()  # before the store closes
         if self._group is not None:
             self._group.close()
         elif self._store is not None:

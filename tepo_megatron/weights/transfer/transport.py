@@ -1,7 +1,4 @@
-"""Interface of a transport, and the rendezvous of a group: trainer ranks, then workers. Imports neither Megatron nor vLLM.
-
-Members check each other before a group forms: NCCL fails in one process and hangs in the others.
-"""
+"""Interface of a transport, and the rendezvous of a group: trainer ranks, then workers. Imports neither Megatron nor vLLM."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ BACKEND = "tepo_gloo"
 """vLLM's name of the receiving engine, for any transport."""
 
 TransportName = str
-"""A module in ``weights.transfer.transports``."""
 
 _MEMBERS_POLL_INTERVAL_S = 0.02
 
@@ -45,7 +41,7 @@ class Transport(Protocol):
     """
 
     def device(self, peer: int) -> torch.device:
-        """Device on which tensors from and to ``peer`` must be."""
+        """Tensors from and to ``peer`` must be on this device."""
 
     def round(self) -> AbstractContextManager[None]:
         """Messages may start only inside, at least one per block."""
@@ -76,8 +72,8 @@ class RelayRoutes:
     """Messages that go through the trainer rank on the receiver's GPU (``weights.transfer.relay``).
 
     ``via``: at a trainer rank, worker on another GPU → the rank on that GPU; at a worker, sender → the rank on its own GPU.
-    Trainer ranks only: ``forwards`` maps (source, worker) to the bytes of each relayed message, digests last; ``sources`` is
-    the number of trainer ranks; ``local_rounds`` and ``rounds`` are this rank's and the largest number of rounds.
+    ``forwards``: (source, worker) → bytes of each relayed message, digests last. ``sources``: number of trainer ranks.
+    ``local_rounds``, ``rounds``: this rank's and the largest number of rounds.
     """
 
     via: Mapping[int, int] = field(default_factory=dict)
@@ -103,10 +99,9 @@ class Member:
 
 @dataclass(frozen=True)
 class TransportSpec:
-    """A transport's module declares it as ``TRANSPORT``.
+    """Every member calls ``join(store, member, timeout_s)``, which returns when all have joined.
 
-    Every member calls ``join(store, member, timeout_s)``, which returns when all have joined. It raises RuntimeError if one
-    leaves or is late. ``requires_gpu``: parameters of all members must be on GPUs.
+    It raises RuntimeError if one leaves or is late. ``requires_gpu``: parameters of all members must be on GPUs.
     """
 
     join: Callable[[Store, Member, float], TransferGroup]
@@ -114,26 +109,26 @@ class TransportSpec:
 
 
 def listen(host: str) -> tuple[Store, str]:
-    """Opens a group's store; returns it and its place, for :func:`connect`.
+    """Returns a group's store and its place, for :func:`connect`.
 
-    At a loopback address the place is a file in a private folder, otherwise a free port of ``host`` only.
+    The place is a file at a loopback address, otherwise a free port of ``host`` only.
     """
     if _is_loopback(host):
-        # It is left where it is: who still asks whether a member has left would wait for a file that is gone.
+        # The file stays: a process that still asks whether a member has left would wait for a missing file.
         place = str(private_folder() / f"transfer-{uuid.uuid4()}")
         return FileStore(place), place
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
         port = server.getsockname()[1]
-        # The store takes the socket over: a port that was closed and opened again could go to another process in between.
+        # The store takes the socket over: another process could take a port that is closed and opened again.
         store = TCPStore(host, port, None, True, timedelta(seconds=60), False, master_listen_fd=server.detach())
     return store, str(port)
 
 
 def connect(host: str, place: str, timeout_s: float) -> Store:
-    """Raises RuntimeError if the file of :func:`listen`'s store cannot be opened."""
+    """Raises RuntimeError if the store's file cannot be opened."""
     if place.isdecimal():
         return TCPStore(host, int(place), None, False, timedelta(seconds=timeout_s), False)
-    if not Path(place).exists():  # opening the store would make the file, in which nobody ever comes
+    if not Path(place).exists():  # opening the store would create the file and wait in vain
         raise RuntimeError(f"the weight-transfer group meets in {place}, which is not there (any more)")
     store: Store = FileStore(place)
     store.set_timeout(timedelta(seconds=timeout_s))
@@ -156,7 +151,7 @@ def _is_loopback(host: str) -> bool:
 
 def announce_departure(store: Store) -> None:
     """Notifies all members, including those still joining, that one has left."""
-    with suppress(RuntimeError):  # the store has gone with rank 0, so they know
+    with suppress(RuntimeError):  # rank 0 is gone, and the store with it: the others know
         store.set(_LEFT, "1")
 
 
@@ -172,7 +167,7 @@ class Rendezvous:
 
     @contextmanager
     def forming_group(self) -> Iterator[None]:
-        """Runs the block, which forms the group, when all are present; a failure fails all members.
+        """Runs the block when all are present; a failure in it fails all members.
 
         Raises RuntimeError if a member has left or does not arrive in time.
         """
@@ -185,7 +180,7 @@ class Rendezvous:
 
     def _wait_for_members(self) -> None:
         deadline = time.monotonic() + self._timeout_s
-        # The store has no barrier that could be left early. Its counter is one: each member adds itself once, and polls.
+        # The store has no barrier that a member could leave early; so each member adds itself to a counter, and polls.
         present = self.store.add(self._stage, 1)
         while present < self._world_size:
             if self.member_left():
@@ -201,7 +196,7 @@ class Rendezvous:
             present = self._members_present()
 
     def member_left(self) -> bool:
-        """Also true if rank 0, which keeps the store, is gone."""
+        """Returns true also if rank 0, which keeps the store, is gone."""
         try:
             return bool(self.store.check([_LEFT]))
         except RuntimeError:
@@ -245,7 +240,7 @@ def introduce(store: Store, rank: int, introduction: Introduction) -> None:
 
 
 def check_members(store: Store, world_size: int, *, nccl: bool, may_share: bool = False) -> str:
-    """Raises the same RuntimeError on all members if they cannot form a group.
+    """Raises the same RuntimeError on all members, before NCCL fails in one and hangs in the others.
 
     ``may_share``: two members may share a GPU, since the group need not be NCCL's; returns which two, or "".
     """

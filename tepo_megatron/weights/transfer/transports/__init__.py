@@ -1,7 +1,6 @@
-"""Transports from a trainer rank to a worker. Each module of this folder is one and declares ``TRANSPORT``.
+"""Transports, one per module, which declares ``TRANSPORT`` and is imported when first used.
 
-A transport is imported when it is first used. ``rollout.server.transport`` repeats the names, because config imports no
-weights; tests/unit/weights/test_transports.py compares the lists.
+``rollout.server.transport`` repeats the names, because config imports no weights.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def find_transport(name: TransportName) -> TransportSpec:
 def join(name: TransportName, store: Store, member: Member, timeout_s: float, *, or_gloo: bool = False) -> TransferGroup:
     """Returns when all members of the group at ``store`` have joined.
 
-    ``or_gloo``, equal on all members: gloo replaces NCCL if two members share a GPU. Raises RuntimeError if they do not join
-    in ``timeout_s`` seconds, one leaves, this member cannot use the transport, or (on all members) they cannot form a group.
+    ``or_gloo``, equal on all members: gloo replaces NCCL if two members share a GPU. Raises RuntimeError if one is late or
+    leaves, this member cannot use the transport, or (on all members) they cannot form a group.
     """
     transport = find_transport(name)
     if transport.requires_gpu and member.device.type != "cuda":
@@ -51,7 +50,7 @@ def join(name: TransportName, store: Store, member: Member, timeout_s: float, *,
             "needs CUDA on both sides; set it to gloo"
         )
     introduce(store, member.rank, introduction(member.name or f"rank {member.rank}", member.address, member.device))
-    # What is wrong with the group is for all to say: also for who is still on its way here when another has said so and left.
+    # Every member reports a fault of the group, also one that arrives after another has reported it and left.
     with Rendezvous(store, member.world_size, timeout_s, stage="introduced", parts=True).forming_group():
         shared = check_members(store, member.world_size, nccl=name == "nccl", may_share=or_gloo)
     if shared:

@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 class GlooGroup:
     """The constructor returns when all members have joined; it raises RuntimeError if one is late or leaves.
 
-    ``host`` selects the interface whose address is offered to the others. ``timeout_s`` bounds every operation.
+    ``host`` selects the interface with the address that others use. ``timeout_s`` bounds every operation.
     """
 
     def __init__(self, store: Store, host: str, rank: int, world_size: int, timeout_s: float) -> None:
@@ -55,11 +55,11 @@ class GlooGroup:
         self._pending.pop((peer, number)).wait()
 
     def start_send(self, data: Tensor, peer: int, number: int) -> Any:
-        """Returns torch's work, for a caller that waits for it itself."""
+        """Returns torch's work."""
         return self._group.send([data], peer, number)
 
     def start_receive(self, data: Tensor, peer: int, number: int) -> Any:
-        """Returns torch's work, for a caller that waits for it itself."""
+        """Returns torch's work."""
         return self._group.recv([data], peer, number)
 
     def broadcast(self, tensor: Tensor, cancelled: Callable[[], bool]) -> None:

@@ -1,7 +1,6 @@
-"""Messages within a GPU that trainer and worker share, through CUDA IPC; others are relayed or use gloo. Not run on a GPU yet.
+"""Messages through CUDA IPC between trainer and worker on one GPU (docs/decisions/009-transports-and-placement.md).
 
-A sender has two slots for each rank on its GPU, opened once by the receiver. A message is copied into a slot, signalled over
-gloo, copied out and signalled back. The signals also turn a time-out or the death of either side into an error of the other.
+Not run on a GPU yet. Gloo's signals also turn a time-out or the death of either side into an error of the other.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class _PendingReceive:
 class IpcGroup:
     """Sends by peer: through slots, through ``relay`` to workers on other GPUs, or through ``gloo``.
 
-    Slots are uint8 [WINDOW, bytes], by peer; those of a peer on another GPU are filled by the rank ``via`` of it.
+    Slots are uint8 [WINDOW, bytes], by peer; the rank ``via`` of a peer on another GPU fills its slots.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class IpcGroup:
         if peer not in self._send_slots:
             self._gloo.send(data, peer, number)
             return
-        # The slot is free: the wait for message number - WINDOW, which had it, includes the signal that it was read.
+        # The slot is free: the wait for message number - WINDOW, which used it, includes the signal that it was read.
         _slot(self._send_slots[peer], number, data).copy_(data.view(torch.uint8))
         self._handles.synchronize(self._device)  # gloo's signal does not wait for the GPU
         written = self._signals.start_notify(peer, number, self._rank)
@@ -103,7 +102,7 @@ class IpcGroup:
 
     def wait(self, peer: int, number: int) -> None:
         if self._relay is not None:
-            self._relay.settle()  # the worker may wait for what others sent before it takes this rank's own
+            self._relay.settle()  # the worker may wait for others' messages before it takes this rank's
         pending = self._pending.pop((peer, number), None)
         if pending is None:
             (self._relay if self._goes_on(peer) else self._gloo).wait(peer, number)  # type: ignore[union-attr]
@@ -137,8 +136,8 @@ def join_ipc(
 ) -> IpcGroup:
     """Exchanges the slots' handles through ``store`` and joins the gloo group that carries everything else.
 
-    ``join_leg`` joins the group of the trainer's ranks if ``member.routes`` relays messages. Raises RuntimeError if sender
-    and receiver are not on one host and GPU.
+    ``join_leg`` joins the trainer ranks' group, which relays. Raises RuntimeError if sender and receiver are not on one host
+    and GPU.
     """
     handles, rank, routes = handles or CudaHandles(), member.rank, member.routes
     try:
@@ -215,16 +214,16 @@ def _slot(slots: Tensor, number: int, data: Tensor) -> Tensor:
 
 
 class MemoryHandles(Protocol):
-    """Makes memory of a GPU visible to another process by JSON handles."""
+    """Shares memory of a GPU with another process by JSON handles."""
 
     def location(self, device: torch.device) -> dict[str, str]:
         """Unique names of host and GPU, equal on both sides."""
 
     def export(self, slots: Tensor) -> dict[str, Any]:
-        """Returns a handle of a tensor's whole storage, which must stay alive."""
+        """The handle is of the whole storage, which must stay alive."""
 
     def open(self, handle: dict[str, Any], device: torch.device) -> torch.UntypedStorage:
-        """Returns the same memory in the process that has the handle."""
+        """Opens the same memory in another process."""
 
     def synchronize(self, device: torch.device) -> None:
         """Returns when all started copies are done, so that another process may read them."""

@@ -1,8 +1,7 @@
-"""Messages over NCCL in one communicator, apart from torch's default group. Not run on a GPU yet.
+"""Messages over NCCL in one communicator, one group call per round (docs/decisions/009-transports-and-placement.md).
 
-Every round is one NCCL group call, and message n of two ranks is in round n of both
-(docs/decisions/009-transports-and-placement.md). A thread watches the call, which blocks while NCCL connects ranks, and
-aborts the communicator if a rank does not come.
+Not run on a GPU yet. A thread watches the call, which blocks while NCCL connects ranks, and aborts the communicator if a
+rank does not come.
 """
 
 from __future__ import annotations
@@ -35,11 +34,7 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class NcclGroup:
-    """One GPU per member.
-
-    ``group`` is torch's process group, with operations that can be coalesced; ``abort`` ends its communicator and everything
-    pending.
-    """
+    """``group`` is torch's process group, with operations that can be coalesced; ``abort`` ends everything pending."""
 
     def __init__(
         self, group: Any, abort: Callable[[], None], rendezvous: Rendezvous, device: torch.device, timeout_s: float
