@@ -71,12 +71,11 @@ class SourceConfig(PromptsConfig):
     """One of several sources of problems. Unset fields are as in ``data``, or ``reward`` for the verifier."""
 
     path: Annotated[str, Field(min_length=1)]
-    """``builtin:NAME``, a file (JSON lines or Parquet), or a folder (saved by Hugging Face's ``datasets``, or Parquet
-    files)."""
+    """``builtin:NAME``, a file (JSON lines or Parquet), or a folder (of Hugging Face's ``datasets``, or Parquet files)."""
 
     name: str | None = None
-    """Name in metrics, messages and ids: letters, digits, and ``_ . -``. Ids are then ``name/id``. null: the file's name, and
-    ids unchanged."""
+    """Name in metrics, messages and ids (``name/id``): letters, digits, and ``_ . -``. null: the file's name, and ids
+    unchanged."""
 
     weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Share of the prompts, relative to other sources' weights."""

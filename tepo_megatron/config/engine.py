@@ -124,7 +124,7 @@ class Fp8Config(Section):
     """Last layers that stay in bfloat16."""
 
     params: bool = False
-    """Keep the layers' weights in FP8 only (masters stay fp32) and gather them in FP8; needs optimizer.distributed."""
+    """Keep the layers' weights in FP8 only (masters stay fp32), and gather them so; needs optimizer.distributed."""
 
     @property
     def enabled(self) -> bool:
@@ -170,8 +170,8 @@ class MoeBalanceConfig(Section):
     expert, moved against its load after each update (DeepSeek-V3), for families whose servers have it too."""
 
     coefficient: Annotated[float, Field(gt=0, le=1)] = 1e-3
-    """``aux_loss`` only: factor of each layer's loss, which is 1 at even load. It competes with the objective; pre-training
-    uses 1e-3 to 1e-2."""
+    """``aux_loss`` only: factor of each layer's loss, 1 at even load. It competes with the objective; pre-training uses 1e-3 to
+    1e-2."""
 
     update_rate: Annotated[float, Field(gt=0, le=1)] = 1e-3
     """``expert_bias`` only: change of a bias per update; scores are between 0 and 1. 1e-3 is DeepSeek-V3's."""
@@ -226,16 +226,16 @@ class EngineConfig(Section):
     activation) and ``layernorm`` (before the router)."""
 
     overlap_grad_reduce: bool = False
-    """Reduce gradients between data-parallel ranks, bucket by bucket, during the last micro-batch's backward pass. Not run on a
-    GPU yet."""
+    """Reduce gradients between data-parallel ranks by buckets during the last micro-batch's backward pass. Not run on a GPU
+    yet."""
 
     overlap_param_gather: bool = False
     """Gather updated weights of the distributed optimizer during the next mini-batch's forward pass, but at once after a step's
     last update. Needs ``overlap_grad_reduce`` and ``optimizer.distributed``. Not run on a GPU yet."""
 
     bucket_size: PositiveInt | None = None
-    """Parameters per bucket of ``overlap_grad_reduce``. Default: Megatron's, the larger of 40 million and a million per
-    data-parallel rank."""
+    """Parameters per bucket of ``overlap_grad_reduce``. Default: Megatron's max(40 million, a million per data-parallel
+    rank)."""
 
     head: Literal["logits", "fused"] = "logits"
     """``logits``: scores follow from a whole micro-batch's logits. ``fused``: head and scores run together on chunks of tokens:

@@ -45,8 +45,8 @@ class EvaluationSetConfig(PromptsConfig):
     """Expected digest of the file, from ``tepo data prepare``. null: not checked."""
 
     verifier: str | None = None
-    """Scores the responses, as ``reward.verifier``. null: the run's own. Another has the limits of ``reward``, but not its
-    ``kwargs`` or ``weights``."""
+    """Scores the responses, as ``reward.verifier``, with the limits of ``reward`` but not its ``kwargs`` or ``weights``. null:
+    the run's own."""
 
     chat_template: bool | None = None
     """As ``data.chat_template``, for this set. null: the same."""
@@ -75,9 +75,9 @@ class EvaluationSetConfig(PromptsConfig):
     sampling: SetSamplingConfig = SetSamplingConfig()
 
     majority: Literal["auto", "verifier", "text", "none"] = "auto"
-    """When answers are equal for maj@k. ``verifier``: it accepts one for the other. ``text``: their final answers are the same
-    text, up to spaces, case and the like. ``auto``: ``verifier`` for exact, last_word, last_number and math, ``none`` for
-    python_tests and stack_machine, else ``text``. ``none``: no maj@k."""
+    """When answers are equal for maj@k. ``verifier``: it accepts one for the other. ``text``: equal final answers, up to
+    spaces, case and the like. ``auto``: ``verifier`` for exact, last_word, last_number and math, ``none`` for python_tests and
+    stack_machine, else ``text``. ``none``: no maj@k."""
 
     correct_at: Annotated[float | None, Field(allow_inf_nan=False)] = None
     """As ``evaluate.correct_at``, for this set. null: the same."""
@@ -117,7 +117,7 @@ class EvaluateConfig(Section):
     shows them."""
 
     sets: dict[str, EvaluationSetConfig] = Field(default_factory=dict)
-    """Further problems, by name, each with its own verifier and sampling: ``evaluate.sets.aime.path=aime.jsonl``. Metrics:
+    """Further problems by name, each with own verifier and sampling: ``evaluate.sets.aime.path=aime.jsonl``. Metrics:
     ``eval/NAME/…``."""
 
     def every_of(self, name: str | None) -> int:

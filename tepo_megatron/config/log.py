@@ -33,8 +33,8 @@ class WandbConfig(Section):
     """Tags of the run."""
 
     mode: Literal["online", "offline"] = "online"
-    """``offline``: the run stays in ``OUT/wandb``, until ``wandb sync`` sends it. ``online``: it is sent during the run; if W&B
-    is never reached, it is written offline."""
+    """``offline``: kept in ``OUT/wandb`` until ``wandb sync`` sends it. ``online``: sent during the run; written offline if W&B
+    is never reached."""
 
     @field_validator("project")
     @classmethod
@@ -59,7 +59,7 @@ class MlflowConfig(Section):
 
     tracking_uri: str | None = None
     """Tracking server, or a database such as ``sqlite:////shared/mlflow.db``. null: MLFLOW_TRACKING_URI, else
-    ``OUT/mlflow/mlflow.db``, without network. No password."""
+    ``OUT/mlflow/mlflow.db``. No password."""
 
     tags: dict[str, str] = Field(default_factory=dict)
     """Tags of the run."""
@@ -102,15 +102,15 @@ class LogConfig(Section):
 
     finish_timeout_s: Seconds = 30.0
     """Seconds that the run's end waits for W&B and MLflow to accept remaining rows, or less if the run has less. Others are
-    reported, and stay in ``metrics.jsonl``."""
+    reported and stay in ``metrics.jsonl``."""
 
     train_samples: NonNegativeInt = 0
-    """First responses of each training step written to ``train_samples.jsonl``: prompt, expected answer, response, reward;
-    ``tepo samples OUT --train`` shows them. 0: none; ``rollout.record`` keeps every response with tokens."""
+    """First responses of each training step in ``train_samples.jsonl``, with prompt, expected answer and reward; ``tepo samples
+    OUT --train`` shows them. 0: none; ``rollout.record`` keeps all, with tokens."""
 
     token_samples: NonNegativeInt = 0
     """First groups of a step written token by token to ``<output>/tokens``: log-probs of sampler and trainer, entropy and its
-    change, advantage, mask, ratio, version; ``tepo report`` shows them. About 20 bytes a token; 0: none, at no cost."""
+    change, advantage, mask, ratio, version; ``tepo report`` shows them. About 20 bytes a token; 0: none."""
 
     token_samples_every: PositiveInt = 10
     """Steps between files of ``token_samples``."""

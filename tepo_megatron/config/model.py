@@ -12,8 +12,8 @@ ALL_LINEAR = "all-linear"
 
 class LoraConfig(Section):
     rank: Annotated[int, Field(ge=1, le=1024)] = 16
-    """Inner dimension of an adapter: A is [rank, in], B is [out, rank]. More can learn more and costs memory; 8 to 32 is usual
-    for RL."""
+    """Inner dimension of an adapter: A is [rank, in], B is [out, rank]. More learns more and costs memory; 8 to 32 is usual for
+    RL."""
 
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """An adapter adds alpha / rank · B · A to its weight. Twice the rank is usual."""
@@ -22,22 +22,20 @@ class LoraConfig(Section):
     """Divide alpha by the square root of the rank instead: keeps the size of updates at high ranks."""
 
     dropout: float = 0.0
-    """Must be 0: a training step draws no random numbers, so that scores can be computed again. The field only refuses copied
-    settings."""
+    """Must be 0: training draws no random numbers, so that scores can be repeated. The field only refuses copied settings."""
 
     target_modules: tuple[Annotated[str, Field(min_length=1)], ...] = (ALL_LINEAR,)
     """Layers with adapters, by Hugging Face names: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (of every
     expert too; w1, w2, w3 in Mixtral). ``all-linear``: all of them. Embedding, head, norms and router have none."""
 
     path: Path | None = None
-    """PEFT folder (adapter_config.json, adapter_model.safetensors) of adapters to train further. None: A is drawn from the seed
-    and B is 0, so that training starts from the model itself."""
+    """PEFT folder (adapter_config.json, adapter_model.safetensors) of adapters to train further. None: A from the seed and B =
+    0, so that training starts from the model itself."""
 
     serve: Literal["merged", "adapter"] = "merged"
-    """What servers receive. ``merged``: weights with adapters added, rounded as the trainer's, so that both compute the same.
-    ``adapter``: only A and B, which vLLM applies next to the weights of ``model.path``: a fraction of the bytes. Equal in
-    float32; bfloat16 rounds differently. For dense models up to rank 512, with servers on other GPUs, or on a CPU. Not run on a
-    GPU yet."""
+    """What servers receive. ``merged``: weights with adapters added, rounded as the trainer's. ``adapter``: only A and B,
+    applied next to the weights of ``model.path``: fewer bytes. Equal in float32; bfloat16 rounds differently. For dense models
+    up to rank 512, with servers on other GPUs or a CPU. Not run on a GPU yet."""
 
     @property
     def scale(self) -> float:
@@ -71,12 +69,11 @@ class ModelConfig(Section):
     """Hugging Face folder with config.json, safetensors and tokenizer; ``builtin:tiny`` is this package's warm start."""
 
     shards: Path | None = None
-    """Folder that ``tepo import`` wrote from ``path``: each trainer rank reads its shard there. Config, tokenizer and servers'
-    weights still come from ``path``."""
+    """Folder that ``tepo import`` wrote from ``path``, from which trainer ranks read their shards. Config, tokenizer and
+    servers' weights still come from ``path``."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of weights and activations in the trainer and, by default, in the servers."""
 
     lora: LoraConfig | None = None
-    """Train low-rank adapters instead of the weights, which then need no gradients and optimizer states. None: all weights are
-    trained."""
+    """Train low-rank adapters instead of the weights, which then need no gradients or optimizer states. None: all weights."""

@@ -20,8 +20,8 @@ for ever."""
 
 class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-6
-    """Adam's learning rate after the warm-up. The default suits billions of parameters; the tiny example (0.6 million) trains
-    at 5e-5."""
+    """Adam's learning rate after the warm-up. The default suits billions of parameters; the tiny example (0.6 million) uses
+    5e-5."""
 
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear rise from 0 to ``lr``; a step of the run has ``train.minibatches``."""
@@ -34,22 +34,22 @@ class OptimizerConfig(Section):
     """Final learning rate of ``linear`` and ``cosine``; at most ``lr``."""
 
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay per optimizer step of Adam's means of the gradient and its square. 0.95 instead of 0.999 is usual for language
-    models: the mean square follows within 20 steps, not 1000."""
+    """Decay per optimizer step of Adam's means of the gradient and its square. 0.95 is usual for language models: the mean
+    square follows within 20 steps, with 0.999 within 1000."""
 
     eps: PositiveFloat = 1e-8
     """Adam's ε, added to the root of the mean square."""
 
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay (AdamW): each step subtracts ``lr`` × this × the weight, except for norms and biases. 0, since RL
+    """Decoupled weight decay (AdamW): a step subtracts ``lr`` × this × the weight, but not from norms and biases. 0, since RL
     is short and starts from a trained model."""
 
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest norm of the gradient over all weights; larger ones are scaled down. 0: no clipping."""
 
     distributed: bool = False
-    """Shard optimizer states (fp32 weights and both means) over data- and context-parallel ranks: Megatron's distributed
-    optimizer. Saves memory if ``engine.parallel.dp`` × ``cp`` is above 1; the fields below always need it."""
+    """Shard optimizer states (fp32 weights, both means) over data- and context-parallel ranks: Megatron's distributed
+    optimizer. Saves memory if ``engine.parallel.dp`` × ``cp`` > 1; the fields below always need it."""
 
     exp_avg_dtype: MomentDtype = "float32"
     """Dtype of Adam's mean gradient between steps: Megatron's precision-aware optimizer, which computes in fp32. Needs a GPU
@@ -63,9 +63,8 @@ class OptimizerConfig(Section):
     and Transformer Engine. Not run on a GPU yet."""
 
     offload_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Fraction of weights with optimizer states (fp32 weight and both means) in host memory, where Adam then computes:
-    Megatron's hybrid optimizer. Costs 16 host bytes a weight, and transfers gradient and new weight each step. Not run on a GPU
-    yet."""
+    """Fraction of weights with optimizer states in host memory, where Adam then computes: Megatron's hybrid optimizer. Costs 16
+    host bytes a weight, and transfers of gradient and new weight each step. Not run on a GPU yet."""
 
     @property
     def precision_aware(self) -> bool:

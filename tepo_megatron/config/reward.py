@@ -22,11 +22,11 @@ class RewardConfig(Section):
     """Keyword arguments of a verifier class, made once per worker. No secrets: the run's folder keeps its configuration."""
 
     weights: dict[str, float] | None = None
-    """Weights of named reward components; the verifier must return exactly these. null: 1 each, for the components of a trial
-    before the run."""
+    """Weights of named components; the verifier must return exactly these. null: 1 each, for the components of a trial before
+    the run."""
 
     workers: PositiveInt = 1
-    """Processes that run the verifier, started by rank 0. A slow response occupies one, so more help if many time out."""
+    """Processes that run the verifier, started by rank 0. A slow response occupies one: more help if many time out."""
 
     concurrency: Annotated[int, Field(ge=1, le=128)] = 16
     """Concurrent calls per worker of an ``async`` verifier; others run one by one."""
@@ -35,14 +35,14 @@ class RewardConfig(Section):
     """Seconds per response, or per group for a verifier of groups; one that needs more fails, without a retry."""
 
     memory_mb: PositiveInt = 512
-    """A verifier's memory in 10⁶ bytes, beyond its process's after the import; a response that needs more fails. The default is
-    several times math-verify's need for a long answer; load a model at import, or raise it. Linux only."""
+    """A verifier's memory in 10⁶ bytes, beyond that after the import; a response that needs more fails. The default is several
+    times math-verify's need; a verifier that loads a model at its first call needs more. Linux only."""
 
     file_mb: PositiveInt = 256
     """Largest file that a verifier may write, in 10⁶ bytes; earlier output in the run's log does not count."""
 
     network: bool | None = None
-    """Network access, also to this machine. null: only ``judge`` and custom verifiers have it. false removes it if the kernel
+    """Network access, this machine included. null: only for ``judge`` and custom verifiers. false removes it if the kernel
     allows; ``tepo doctor`` tests that."""
 
     run_code: bool = False
@@ -51,11 +51,11 @@ class RewardConfig(Section):
 
     failed_reward: float | None = None
     """Reward if the verifier raised, returned no finite number, or passed a limit. null: the response leaves its group; a group
-    with fewer than two others teaches nothing."""
+    then left with fewer than two teaches nothing."""
 
     max_failed: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Largest share of a step's responses that may fail; above it the run stops with the first cause. It also stops if too few
-    remain for ``train.minibatches`` on all data-parallel ranks."""
+    """Largest share of a step's responses that may fail; above it, or with too few left for ``train.minibatches`` on all
+    data-parallel ranks, the run stops with the first cause."""
 
     @field_validator("weights")
     @classmethod

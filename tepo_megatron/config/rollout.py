@@ -11,8 +11,8 @@ from tepo_megatron.config.sampling import FilterGroupsConfig, OverlongConfig, Sa
 
 
 class CanaryConfig(Section):
-    """Checks that servers compute as the trainer does: on a fixed prompt after a weight sync, one through prefix caches, and
-    the rollouts. A difference above a tolerance stops the run."""
+    """Checks that servers compute as the trainer: on a fixed prompt after a weight sync, through prefix caches, and on
+    rollouts. A difference above tolerance stops the run."""
 
     every: NonNegativeInt = 1
     """Weight syncs between checks; rollouts are checked in every step. 0: never."""
@@ -22,7 +22,7 @@ class CanaryConfig(Section):
     (docs/reference/numerics.md)."""
 
     rollouts_tolerance: PositiveFloat | None = None
-    """Largest mean log-prob difference of sampler and trainer over a group's tokens, in nats. Default: as ``tolerance``, but
+    """Largest mean log-prob difference between sampler and trainer over a group, in nats. Default: as ``tolerance``, but
     smaller, since a mean varies less."""
 
 
@@ -37,18 +37,16 @@ class RolloutConfig(Section):
     """Dynamic sampling: train only on groups that pass filters; sample until there are ``prompts_per_step``."""
 
     oversample: Annotated[float, Field(ge=1, le=2)] = 1.0
-    """Groups started per missing group, with ``filter_groups`` or ``partial``: less waiting for replacements. The next step
-    trains on unused groups, one step old. 1: no surplus."""
+    """Groups started per missing group, with ``filter_groups`` or ``partial``: less waiting. The next step uses the surplus,
+    one step old. 1: none."""
 
     partial: bool = False
-    """Partial rollouts: a step ends when it has its groups; unfinished responses continue in the next one after the older
-    weights' tokens. Needs ``oversample`` above 1. The groups that finish first count, so that not the seed but the run's record
-    repeats it."""
+    """Partial rollouts: a step ends with enough groups; unfinished responses continue in the next one. Needs ``oversample``
+    above 1. Which groups finish first varies, so that the run's record repeats it, but not the seed."""
 
     truncated: Literal["train", "mask", "penalise"] = "train"
-    """For responses cut at ``max_new_tokens``. ``train``: as any other. ``mask``: their tokens leave the loss; rewards still
-    count in the group's mean and deviation (DAPO's overlong filtering). ``penalise``: ``overlong`` lowers rewards of long
-    responses."""
+    """For responses cut at ``max_new_tokens``. ``train``: as any other. ``mask``: no loss on their tokens; rewards still count
+    in the group (DAPO's overlong filtering). ``penalise``: ``overlong`` lowers rewards of long responses."""
 
     overlong: OverlongConfig | None = None
     """For ``truncated: penalise``."""
@@ -61,11 +59,11 @@ class RolloutConfig(Section):
     server: ServerConfig = ServerConfig()
     canary: CanaryConfig = CanaryConfig()
     uncorrected: bool = False
-    """Train on samples of quantised servers or older weights (``train.schedule``) without ``objective.mismatch``, as if the
-    trainer's weights had drawn them."""
+    """Train on samples of quantised servers or older weights (``train.schedule``) without ``objective.mismatch``, as if they
+    were the trainer's."""
 
     journal: bool = True
-    """Write every step's rollouts to ``<output>/journal/`` once rewarded; a resumed run reads them instead of sampling. Removed
+    """Write each step's rollouts to ``<output>/journal/`` once rewarded; a resumed run reads them instead of sampling. Removed
     when no checkpoint needs them. Cost: ``time/journal``."""
 
     record: bool = False

@@ -17,28 +17,28 @@ class SamplingConfig(Section):
     """Largest length of a response in tokens; a longer one is cut."""
 
     temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
-    """Sampling temperature, by which the trainer divides its logits too, so that both have one distribution. vLLM raises values
-    below 0.01, and refuses values above 2."""
+    """Sampling temperature. The trainer divides its logits by it too, so that both sides have one distribution. vLLM raises
+    values below 0.01, and refuses values above 2."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling: draw from the likeliest tokens whose probabilities reach this sum; 1: from all. Training with it needs
-    ``top_k`` (docs/reference/truncated-sampling.md)."""
+    """Nucleus sampling: draw from the likeliest tokens that reach this probability; 1: from all
+    (docs/reference/truncated-sampling.md)."""
 
     top_k: PositiveInt | None = None
-    """Draw from this many likeliest tokens; default: from all. In training at most 1024, since a server names them one by one;
-    20 to 100 are usual."""
+    """Draw from this many likeliest tokens; default: all. Training with ``top_p``, ``min_p`` or ``bad_words`` needs it, usually
+    20 to 100 and at most 1024, since a server names them one by one."""
 
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Draw from tokens with at least this fraction of the likeliest one's probability; 0: from all. Training with it needs
+    """Draw from tokens with at least this fraction of the likeliest one's probability; 0: from all. Training needs
     ``top_k``."""
 
     stop: tuple[str, ...] = ()
-    """A response ends with the token that completes any of these strings, with the reason ``stop``, and keeps the string.
-    Servers then load the model's tokenizer."""
+    """A response ends with the token that completes one of these strings (reason ``stop``), and keeps it. Servers then load the
+    tokenizer."""
 
     bad_words: tuple[str, ...] = ()
-    """Strings not to draw: the last token of one never follows its others, as tokenized with and without a leading space. Other
-    divisions of the text are possible. Training with it needs ``top_k``. Servers then load the model's tokenizer."""
+    """Strings not to draw, as tokenized with and without a leading space; other divisions of the text are possible. Training
+    needs ``top_k``. Servers then load the tokenizer."""
 
     @property
     def truncates(self) -> bool:
@@ -92,25 +92,25 @@ NAMED_FILTERS = ("zero_variance", "too_long", "reward_range")
 
 
 class FilterGroupsConfig(Section):
-    """Dynamic sampling, as in DAPO: groups that a filter refuses are not trained on; further prompts fill the batch to
-    ``prompts_per_step`` groups."""
+    """Dynamic sampling (DAPO): filtered groups are not trained on; further prompts fill the batch to ``prompts_per_step``
+    groups."""
 
     filters: tuple[str, ...] = ("zero_variance",)
-    """Filters of groups, in this order; all must keep a group: ``zero_variance`` (refuses equal rewards), ``too_long`` (more
-    than ``max_truncated`` of its responses are cut), ``reward_range`` (its mean reward is outside ``reward_range``), or a
-    custom function ``(group: Sequence[Rollout]) -> bool``, true to keep it, as ``package.module:function`` or
-    ``path/file.py:function``. They see the verifier's rewards, without ``overlong``."""
+    """Filters of groups, in this order; all must keep a group. ``zero_variance`` refuses equal rewards, ``too_long`` more than
+    ``max_truncated`` cut responses, ``reward_range`` a mean reward outside ``reward_range``, or a custom function ``(group:
+    Sequence[Rollout]) -> bool``, true to keep it: ``package.module:function`` or ``path/file.py:function``. They see the
+    verifier's rewards, without ``overlong``."""
 
     max_batches: PositiveInt = 10
-    """A step may draw this many times ``prompts_per_step`` prompts; if too few groups pass, the run stops and shows the
-    rewards. verl: ``max_num_gen_batches``; NeMo-RL: ``dynamic_sampling_max_gen_batches``."""
+    """Most prompts of a step, in units of ``prompts_per_step``; then the run stops and shows the rewards. verl:
+    ``max_num_gen_batches``; NeMo-RL: ``dynamic_sampling_max_gen_batches``."""
 
     max_truncated: Annotated[float, Field(ge=0, lt=1)] | None = None
     """For ``too_long``: largest share of a group's responses cut at ``max_new_tokens``."""
 
     reward_range: tuple[float, float] | None = None
-    """For ``reward_range``: smallest and largest mean reward of a group, inclusive; (0.1, 0.9) drops groups almost always or
-    almost never solved."""
+    """For ``reward_range``: smallest and largest mean reward, inclusive; (0.1, 0.9) drops groups (almost) always or never
+    solved."""
 
     @field_validator("filters")
     @classmethod

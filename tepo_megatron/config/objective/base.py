@@ -1,4 +1,4 @@
-"""The base class of the sections below ``objective``: each states what it needs of a step."""
+"""Base class of the sections below ``objective``, with what each needs of a step."""
 
 from typing import Literal, NamedTuple
 
@@ -6,21 +6,21 @@ from tepo_megatron.config.base import Section
 
 Need = Literal["reference", "entropy_slope", "entropy_gradient", "entropy_noise"]
 """``reference``: log-probs of a frozen copy of the first weights. ``entropy_slope``: ``TokenScores.entropy_slope``.
-``entropy_gradient``: a gradient through ``TokenScores.entropy``. ``entropy_noise``: the measured rounding noise."""
+``entropy_gradient``: a gradient through ``TokenScores.entropy``. ``entropy_noise``: measured rounding noise."""
 
 
 class NoiseBound(NamedTuple):
-    """A bound that has no effect if the rounding noise is larger."""
+    """A bound without effect if the rounding noise is larger."""
 
     field: str
     value: float
     noise: Literal["entropy", "ratio"]
     consequence: str
-    """What happens below the noise, and what to change: the end of a warning."""
+    """Effect below the noise, and a remedy: the end of a warning."""
 
 
 class ObjectiveSection(Section):
-    """A section below ``objective``. Subclasses override what differs from: no inputs, no chosen tokens, no bounds."""
+    """By default a section needs no inputs, chooses no tokens and has no bounds."""
 
     @property
     def needs(self) -> frozenset[Need]:

@@ -144,7 +144,7 @@ class SoftGate(ObjectiveSection):
 
 class Divergence(ObjectiveSection):
     """sg[min(ratio, cap)] · A · log π_θ, except for tokens whose probability went too far the way their advantage favours
-    (DPPO). Distance: a divergence of two distributions, this token or any other: p of π_θ and p of π_old."""
+    (DPPO). The distance compares two distributions, this token or any other: p of π_θ and p of π_old."""
 
     kind: Literal["divergence"] = "divergence"
     measure: Literal["tv", "kl"]
@@ -231,7 +231,7 @@ class WhitenedAdvantage(_Advantage):
 
 
 class GDPOAdvantage(ObjectiveSection):
-    """Several rewards per response, components of ``reward.verifier``: each is normalised as kind ``group`` does, then their
+    """Several rewards per response, the components of ``reward.verifier``: each is normalised as by kind ``group``, then their
     weighted sum is divided by its standard deviation over the rollout batch (GDPO). A length penalty is one of them."""
 
     kind: Literal["gdpo"] = "gdpo"

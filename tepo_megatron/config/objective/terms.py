@@ -57,14 +57,13 @@ class KLMask(KLTerm):
     unbiased for KL(π_θ‖π_old) under samples of π_old."""
 
     falling: Literal["measured", "covariance", "first_order"] = "measured"
-    """Criterion for ΔH < 0 at a token. ``measured``: the full-vocabulary entropy of π_θ is below that of π_old; ``covariance``:
-    predicted, if (log π_old − mean)(A − mean) > 0; ``first_order``: a policy-gradient step on the token lowers the entropy of
-    π_θ to first order, exact even if bf16 drowns measurements. Our interpretation: ``measured``."""
+    """Test of ΔH < 0 at a token. ``measured``: full-vocabulary entropies of π_θ and π_old; ``covariance``: predicted by (log
+    π_old − mean)(A − mean) > 0; ``first_order``: the effect of a policy-gradient step on the token, exact even if bf16 drowns
+    measurements. Our interpretation: ``measured``."""
 
     tolerance: NonNegativeFloat | Literal["auto"] = "auto"
-    """``measured`` only: least fall of the entropy, in nats. ``auto``: more than the measured rounding noise, twice the 99th
-    percentile of ``entropy/noise`` (``engine.noise_every``), and at least 1e-5, above fp32 rounding. Our interpretation:
-    ``auto``."""
+    """``measured`` only: least fall of entropy, in nats. ``auto``: twice the 99th percentile of ``entropy/noise``
+    (``engine.noise_every``), at least 1e-5, above fp32 rounding. Our interpretation: ``auto``."""
 
     @property
     def selects_tokens(self) -> bool:
@@ -194,8 +193,7 @@ class MaskOutside(ObjectiveSection):
 
 
 class Rejection(ObjectiveSection):
-    """No gradient if π_old / π_sampler is outside [low, high]: the sampler's probability is too far from the trainer's. Other
-    weights stay, so that a ``mismatch`` may be added."""
+    """No gradient if π_old / π_sampler is outside [low, high]. Other weights stay, so that a ``mismatch`` may be added."""
 
     level: Level = "geometric"
     """``token``: each token by its ratio; ``sequence``: a response by the product of its ratios; ``geometric``: by their
