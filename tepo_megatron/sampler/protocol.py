@@ -35,14 +35,13 @@ class ServerDied(RuntimeError):  # noqa: N818
 
 
 class SampleStream(Protocol):
-    """Requests for samples go in at any time; responses come out one by one, in the order in which they finish.
+    """Requests for samples go in at any time; responses come out as they finish.
 
     A context manager: leaving it drops what is unfinished. One thread uses it, while another may update the weights: a response
-    in progress then continues with the new weights. Its ``versions`` are the (first token, version) of each part, and never get
-    older.
+    in progress then continues with the new weights. Its ``versions`` are the (first token, version) of each part, oldest first.
 
     Sample ``j`` of a request has the seed ``seed + j``. The same prompt, seed and weights give the same response, up to the
-    numerics of batching, whatever else is requested.
+    numerics of batching.
     """
 
     def __enter__(self) -> Self: ...
@@ -76,7 +75,7 @@ class SampleStream(Protocol):
     ) -> None:
         """Requests samples 0 to n − 1 of a prompt (token ids, at least one), or only the numbers in ``only``.
 
-        A sample in ``continued`` continues the part that :meth:`abort` returned: its response begins with that part. ``room``
+        A sample in ``continued`` continues the part that :meth:`abort` returned; its response includes the part. ``room``
         limits the new tokens below ``max_new_tokens``. Requests with the same ``home`` share a prefix cache if possible, until
         :meth:`leave`.
 
@@ -102,14 +101,14 @@ class SampleStream(Protocol):
 class WeightReceiver(Protocol):
     """Receives the trainer's weights. A run uses one of the three methods throughout.
 
-    A method returns when every server uses the new weights for its next token; every later response carries ``version``. After
-    an error the weights are undefined. It raises ServerDied if a server died (then :meth:`Sampler.revive` and repeat),
-    otherwise RuntimeError or ValueError with the tensor at fault.
+    A method returns when every server uses the new weights for its next token; later responses carry ``version``. After an
+    error the weights are undefined. It raises ServerDied if a server died (then :meth:`Sampler.revive` and repeat), otherwise
+    RuntimeError or ValueError with the tensor at fault.
     """
 
     def update_weights_from_tensors(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
-        """Takes full tensors from this process. ``manifest`` has the Hugging Face name, shape and dtype name of each of
-        ``tensors``, in order. Consumes all of ``tensors`` even on an error, since the trainer's ranks gather them together.
+        """Takes full tensors from this process. ``manifest`` has the Hugging Face name, shape and dtype name of each, in order.
+        Consumes all ``tensors`` even on an error, since the trainer's ranks gather them together.
         """
 
     def update_weights_from_shards(self, version: WeightsVersion, sender: ShardSender) -> None:
@@ -125,7 +124,7 @@ class Sampler(WeightReceiver, Protocol):
     """Draws responses with the policy's weights. Used by rank 0 only; a context manager that starts and stops it.
 
     Only :meth:`start` and streams may run in another thread than the rest. Methods that need servers raise ServerDied if one is
-    gone; after :meth:`revive` the weights must be updated before the next sample.
+    gone.
     """
 
     def __enter__(self) -> Self: ...
@@ -136,11 +135,11 @@ class Sampler(WeightReceiver, Protocol):
 
     @property
     def weights_version(self) -> WeightsVersion | None:
-        """The version that all servers have. None before the start, and after a restart or failed update until the next."""
+        """The version that all servers have. None before the start, and from a restart or failed update until the next."""
 
     @property
     def addresses(self) -> list[str]:
-        """The addresses of the servers, for status reports. Empty without servers."""
+        """The addresses of the servers, for status reports."""
 
     def start(self) -> None:
         """Returns when the sampler is ready. A :meth:`stop` from another thread ends it. RuntimeError if a server fails."""
@@ -181,16 +180,16 @@ class Sampler(WeightReceiver, Protocol):
         """Draws ``n`` responses to each prompt, in the order of the prompts and samples.
 
         Prompt ``i`` has the group seed ``prompt_seed(seed, i)``, or ``prompt_seed(seed, numbers[i])``. Temperature 0 is greedy
-        and needs n = 1. This thread calls ``on_group`` (index of the prompt, responses) when a group is complete,
-        ``on_progress`` (prompts done, all prompts), and ``on_move`` when a server made tokens. Raises ValueError for an empty
-        prompt, otherwise as :meth:`SampleStream.next`.
+        and needs n = 1. This thread calls ``on_group`` (index of the prompt, responses) for a complete group, ``on_progress``
+        (prompts done, all prompts), and ``on_move`` when a server made tokens. Raises as :meth:`SampleStream.submit` and
+        ``next``.
         """
 
     def sample_stream(
         self, sampling: SamplingSettings, *, sampling_mask: bool = False, on_move: Callable[[], None] = lambda: None
     ) -> SampleStream:
-        """A stream, not entered yet. ``sampling_mask``: each response has the token ids that could have been drawn at every
-        position, which needs ``top_k``. Raises RuntimeError if the sampler does not have the current weights.
+        """Returns a stream, not entered yet. ``sampling_mask``: each response has the token ids that could have been drawn at
+        each position, which needs ``top_k``. Raises RuntimeError if the sampler does not have the current weights.
         """
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> dict[str, list[float]]:
@@ -206,10 +205,10 @@ class Sampler(WeightReceiver, Protocol):
 class SamplerOptions(TypedDict):
     """The arguments of a sampler besides ``rollout.server``.
 
-    ``dtype`` is that of the weights; ``stop_token_ids`` end a response; ``report`` gets a sentence for every fault that the
-    sampler repairs itself. ``keep_cache``: responses that an update interrupts keep their keys and values. ``trained``: a
-    weight update comes before the first sample. ``adapter_rank``: updates bring LoRA adapters of this rank. ``tokenizer``: load
-    the model's, for stop strings and bad words.
+    ``dtype`` is that of the weights; ``report`` gets a sentence for every fault that the sampler repairs itself.
+    ``keep_cache``: responses that an update interrupts keep their keys and values. ``trained``: a weight update comes before
+    the first sample. ``adapter_rank``: updates bring LoRA adapters of this rank. ``tokenizer``: load the model's, for stop
+    strings and bad words.
     """
 
     model_dir: Path
@@ -237,8 +236,8 @@ class SamplerSpec:
 
     make: SamplerFactory
     check_model: Callable[[ServerConfig, ModelSpec], None]
-    """Checks that the sampler can split this model as the config asks."""
+    """Raises if the sampler cannot split the model as the config asks."""
     check_machine: Callable[[ServerConfig, ModelSpec], None]
-    """Checks that this machine can compute this model as the config asks."""
+    """Raises if this machine cannot compute the model as the config asks."""
     cores: Callable[[ServerConfig, Sequence[int]], set[int]]
-    """Returns which of the available CPU cores the sampler will use."""
+    """The available CPU cores that it will use."""

@@ -1,11 +1,10 @@
-"""The form of drawn responses on the connection: a stream of frames, one for each response as it finishes.
+"""The form of drawn responses between server and client: a stream of frames, one for each response as it finishes.
 
 A frame is the length of its head (4 bytes), the head as JSON, token ids as int32, log-probs as float32, all little-endian.
-Optional: the experts of tokens, with ``"routes": [rows, layers, k, bytes of each]`` in the head; and the sampling mask, with
-``"kept": n``: int32 counts of the other possible tokens at each position, then their n int32 ids. A response's head is
-``{"sample": 3, "tokens": 17, "logprobs": 17, "finish_reason": "stop", "versions": [[0, "4:ab"]]}``, with (first token, the
-server's name for the weights). The last head is ``{"end": 8}``, the number of responses, or ``{"error": "…", "status": 500}``.
-Server and client both use this file; it imports no other of ours.
+Optional: the experts, with ``"routes": [rows, layers, k, bytes of each]`` in the head; and the sampling mask, with ``"kept":
+n``: int32 counts of the other possible tokens at each position, then their n int32 ids. A response's head is ``{"sample": 3,
+"tokens": 17, "logprobs": 17, "finish_reason": "stop", "versions": [[0, "4:ab"]]}``, with (first token, the server's name for
+the weights). The last head is ``{"end": 8}``, the number of responses, or ``{"error": "…", "status": 500}``.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 SAMPLES = "/tepo/samples"
-"""Our plugin's route that draws responses."""
+"""Draws responses."""
 
 ABORT = "/tepo/samples/abort"
-"""Our plugin's route that ends responses in progress; their parts are answered."""
+"""Ends responses in progress; their parts are answered."""
 
 _IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 _ROUTES: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2")}
@@ -41,7 +40,7 @@ class BadFrame(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class Frame:
-    """A head, and its int32 and float32 arrays, read-only."""
+    """The arrays are read-only."""
 
     head: dict[str, Any]
     ids: NDArray[np.int32]
@@ -87,12 +86,11 @@ def end_frame(responses: int) -> bytes:
 
 
 def error_frame(message: str, status: int) -> bytes:
-    """The last frame of an answer that fails after its start."""
+    """For an answer that fails after its start."""
     return head_frame({"error": message, "status": status})
 
 
 def head_frame(head: dict[str, Any]) -> bytes:
-    """A frame without arrays."""
     text = json.dumps(head).encode()
     return len(text).to_bytes(_LENGTH, "little") + text
 

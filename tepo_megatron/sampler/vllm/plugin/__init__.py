@@ -1,4 +1,4 @@
-"""The parts that run inside vLLM, loaded through its entry point ``vllm.general_plugins``."""
+"""The parts that vLLM loads through its entry point ``vllm.general_plugins``."""
 
 import os
 from functools import cache
@@ -14,10 +14,8 @@ ROUTES_VARIABLE = "TEPO_SERVER_ROUTES"
 
 @cache
 def register() -> None:
-    """Installs the weight-transfer engine, and what the environment asks for: signed exchanges, forked processes, experts from
-    a CPU, and a repair of speculative decoding on CPUs.
-
-    vLLM calls it in each of its processes, once or more.
+    """Installs the weight-transfer engine, and the patches that the environment asks for. vLLM calls it in each of its
+    processes, maybe repeatedly.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 

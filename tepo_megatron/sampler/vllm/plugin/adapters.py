@@ -1,6 +1,6 @@
-"""LoRA adapters that the trainer sends without base weights, held in the memory of every vLLM worker.
+"""LoRA adapters from the trainer, in the memory of every vLLM worker.
 
-vLLM forgets all adapters when a weight update ends, and loads one again when the next request names it: from here.
+vLLM forgets all adapters when a weight update ends, and loads one again, from here, when the next request names it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ class Held:
 
 
 _held: list[Held] = []
-"""One, or none before the first update."""
 
 
 def hold(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -44,7 +43,7 @@ def load_from_memory() -> None:
 
 
 def _from_memory(manager: Any, request: Any) -> Any:
-    """Builds vLLM's model of the adapters, as vLLM does from a folder. Raises if a layer cannot take its adapter."""
+    """Raises if a layer cannot take its adapter."""
     if not _held:
         raise RuntimeError("this worker holds no adapters yet; the trainer sends them with the first weight update")
     held, inner = _held[0], manager._adapter_manager

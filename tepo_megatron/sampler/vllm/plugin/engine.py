@@ -31,8 +31,8 @@ from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm's types are not followed, here and below
-    """The rendezvous of the group; ``rank_offset`` is the rank of this server's first worker. ``sharded``: trainer ranks send
-    shards by the plan in the rendezvous store; otherwise rank 0 broadcasts full tensors, or LoRA's with ``adapters``.
+    """``rank_offset`` is the rank of this server's first worker. ``sharded``: trainer ranks send shards by the plan in the
+    rendezvous store; otherwise rank 0 broadcasts full tensors, or LoRA's with ``adapters``.
     """
 
     host: str
@@ -53,10 +53,9 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """Receives shards in vLLM's layout, or full Hugging Face tensors that the model's ``load_weights`` splits.
+    """Receives shards in vLLM's layout, or full Hugging Face tensors for the model's ``load_weights``.
 
-    An update runs inside vLLM's layerwise reload: some back ends repack weights after loading, so that live parameters cannot
-    be written in place.
+    An update runs inside vLLM's layerwise reload, since some back ends repack weights after loading.
     """
 
     init_info_cls = InitInfo
@@ -156,7 +155,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
 
 
 def _process_tied_heads(model: torch.nn.Module) -> None:
-    """No full tensor has the name of a tied head, so vLLM's reload keeps what the head packed of the old weight."""
+    """vLLM's reload would keep what a tied head packed of the old weight, since no full tensor has its name."""
     plain = [
         module
         for module in model.modules()
@@ -170,8 +169,7 @@ def _process_tied_heads(model: torch.nn.Module) -> None:
 def _pack_experts_again(model: torch.nn.Module) -> None:
     """On CPUs, before an update: makes every layer build its kernel again, and so pack the new weights.
 
-    vLLM 0.32 packs expert weights when it builds the kernel; a layer with a kernel would use unpacked weights as packed ones,
-    without an error.
+    vLLM 0.32 packs expert weights only then; a layer with a kernel would use unpacked weights as packed ones.
     """
     if not current_platform.is_cpu():
         return
@@ -183,7 +181,7 @@ def _pack_experts_again(model: torch.nn.Module) -> None:
 
 @register_model_loader(DUMMY_FORMAT)  # type: ignore[untyped-decorator, unused-ignore]  # vllm's types are not followed, here and below
 class DummyWeights(DummyModelLoader):  # type: ignore[misc]
-    """vLLM's ``dummy`` weights, but buffers stay as the model made them, since no update sends buffers."""
+    """vLLM's ``dummy`` weights, but buffers stay as the model made them, since no update sends them."""
 
     def load_weights(self, model: torch.nn.Module, model_config: object) -> None:
         kept = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]

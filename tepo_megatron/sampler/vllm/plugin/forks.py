@@ -1,7 +1,7 @@
-"""Forked vLLM processes on CPUs, which saves each its five CPU seconds of imports: docs/decisions/020-forked-servers.md.
+"""Forked vLLM processes on CPUs, which saves each five CPU seconds of imports: docs/decisions/020-forked-servers.md.
 
-vLLM spawns on CPUs because OpenMP reads the number and place of its threads once in a process. Here the first process has one
-thread, and a worker takes its cores itself (``bound_worker``).
+vLLM spawns there because OpenMP reads its threads once in a process. Here the first process has one thread, and a worker takes
+its cores itself (``bound_worker``).
 """
 
 from __future__ import annotations
@@ -16,16 +16,12 @@ from tepo_megatron.runtime.cores import read_cores
 from tepo_megatron.versions import VLLM_RANGE, in_range
 
 FORK_VARIABLE = "TEPO_SERVER_FORKS"
-"""Environment: set if a server forks its processes."""
 
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 def fork_processes() -> None:
-    """Makes vLLM fork the processes that it starts from this one. Call it before vLLM makes its config.
-
-    Does nothing on GPUs, nor in another version of vLLM than ours.
-    """
+    """Call it before vLLM makes its config. Does nothing on GPUs, nor in another version of vLLM than ours."""
     import vllm
     from vllm import envs
     from vllm.platforms import current_platform
@@ -38,14 +34,14 @@ def fork_processes() -> None:
 
 
 def resume_collector() -> None:
-    """Starts the garbage collector if ``start`` stopped it; it ignores all objects that exist now."""
+    """Starts the garbage collector if ``start`` stopped it; it ignores all present objects."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
 
 
 def take_cores(cores: str, worker: int) -> int:
-    """Runs the calling thread and its later threads on worker ``worker``'s part of ``cores`` (``0|1``); returns the number of
+    """Binds the calling thread and its later ones to worker ``worker``'s part of ``cores`` (``0|1``); returns the number of
     cores.
 
     Raises ValueError if this process may not run there.
@@ -66,7 +62,7 @@ def take_cores(cores: str, worker: int) -> int:
 
 
 def leave_parent() -> None:
-    """In a fork: detaches from the signals of the server's event loop, and closes the copies of the server's sockets."""
+    """In a fork: detaches from the signals of the server's event loop, and closes the copies of its sockets."""
     signal.set_wakeup_fd(-1)
     with open(os.devnull, "rb") as nothing:
         for descriptor in map(int, os.listdir("/proc/self/fd")):

@@ -1,4 +1,4 @@
-"""ASGI middleware of a rollout server, which ``server.server_program`` names on vLLM's command line."""
+"""ASGI middleware of a rollout server; ``server.server_program`` names it on vLLM's command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ _JSON = ((b"content-type", b"application/json"),)
 
 
 async def send_answer(send: Send, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = _JSON) -> None:
-    """Sends a whole answer, by default JSON."""
     await send({"type": "http.response.start", "status": int(status), "headers": list(headers)})
     await send({"type": "http.response.body", "body": body})
 
@@ -31,9 +30,9 @@ _OPEN_PATHS = frozenset({"/health"})
 
 
 class RequireKey:
-    """Answers 401 without ``Authorization: Bearer <key>``; vLLM's own check leaves the routes of weight updates open.
+    """Answers 401 without ``Authorization: Bearer $VLLM_API_KEY``; vLLM's own check leaves the routes of weight updates open.
 
-    The key is the environment's ``VLLM_API_KEY``. Raises RuntimeError at start-up without it.
+    Raises RuntimeError at start-up without a key.
     """
 
     def __init__(self, app: App) -> None:
@@ -60,7 +59,7 @@ class RequireKey:
 # -- the wait for weights
 
 DUMMY_FORMAT = "tepo_dummy"
-"""vLLM's ``--load-format`` of servers that get their first weights from the trainer (``plugin.engine.DummyWeights``)."""
+"""vLLM's ``--load-format`` of servers that start without weights (``plugin.engine.DummyWeights``)."""
 
 AWAITS_VARIABLE = "TEPO_AWAITS_WEIGHTS"
 """Environment: set if a server must not sample with the weights that it starts with."""
@@ -75,12 +74,12 @@ ALLOWED = frozenset(
         *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", _OPENS),
     }
 )
-"""The routes that need no weights. All others are refused, so that a new route of vLLM cannot sample without them either."""
+"""The routes that need no weights. All others are refused, so that a new route of vLLM cannot sample without them."""
 
 
 class RequireWeights:
-    """Answers 409 to requests that need the trainer's weights, before a first update that the server waits for, and from
-    ``/sleep`` until the next update.
+    """Answers 409 to requests without the trainer's weights: before a required first update, and from ``/sleep`` until the
+    next.
     """
 
     def __init__(self, app: App) -> None:
@@ -117,10 +116,9 @@ class RequireWeights:
 # -- adapters
 
 ADAPTER_NAME = "adapter"
-"""The served model with its adapters, in requests."""
 
 ADAPTER_PATH = "memory:adapter"
-"""The adapters' path for vLLM; ``plugin.adapters`` recognises it."""
+"""``plugin.adapters`` recognises this path."""
 
 ADAPTER_VARIABLE = "TEPO_ADAPTERS"
 """Environment: set if the trainer sends adapters alone."""
@@ -129,9 +127,7 @@ USE = "/use_adapter"
 
 
 class UseAdapter:
-    """Answers ``POST /use_adapter``: requests may then name the received adapters. vLLM's ``/v1/load_lora_adapter`` would take
-    any folder.
-    """
+    """Answers ``POST /use_adapter``: loads the received adapters. vLLM's ``/v1/load_lora_adapter`` would take any folder."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -162,9 +158,9 @@ PATH = "/progress"
 
 
 class Progress:
-    """Answers ``GET /progress`` with the number of the server's requests and tokens, which change with every token and request.
+    """Answers ``GET /progress`` with the number of the server's requests and tokens.
 
-    ``/health`` does not ask the engine, so that a hanging engine or worker looks busy. This shows the difference.
+    They change with every token and request; ``/health`` does not ask the engine, and a hanging one looks busy.
     """
 
     def __init__(self, app: App) -> None:
@@ -185,8 +181,8 @@ class Progress:
 class QuietEnd:
     """Answers nothing; at start-up it makes the engine's client stop in an order that logs no error.
 
-    vLLM 0.32 closes what its API server waits on before it stops the waiting, and may log an EngineDeadError of an engine that
-    ended in order. ``tests/unit/sampler/test_quiet_end.py`` fails when vLLM no longer does so.
+    vLLM 0.32 closes what its API server waits on before it stops waiting, and may log an EngineDeadError without cause.
+    ``tests/unit/sampler/test_quiet_end.py`` fails when it no longer does so.
     """
 
     def __init__(self, app: App) -> None:

@@ -1,8 +1,8 @@
 """``python -m tepo_megatron.sampler.vllm.plugin.offline``: vLLM's offline engine, for ``tepo bench rollouts``.
 
-Standard input and output are lines of JSON: first the engine's arguments, answered by ``{}`` when it runs; then requests
-``{"prompts": [[ids]], "n": 8, "seeds": [7], "temperature": 1.0, "max_tokens": 32}``, each answered by ``{"seconds", "tokens",
-"sha256"}``: the time, the number of tokens, and a digest of all samples' tokens in order.
+Input and output are lines of JSON: first the engine's arguments, answered by ``{}``; then requests ``{"prompts": [[ids]], "n":
+8, "seeds": [7], "temperature": 1.0, "max_tokens": 32}``, answered by ``{"seconds", "tokens", "sha256"}``, with the number and a
+digest of all samples' tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy as np
 
 
 def main() -> None:
-    """Serves until standard input ends."""
     answers = _take_stdout()
     lines = iter(sys.stdin)
     from vllm import LLM
@@ -48,7 +47,7 @@ def _draw(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _take_stdout() -> TextIO:
-    """Keeps standard output for the answers: what vLLM writes there goes to standard error."""
+    """What vLLM writes to standard output goes to standard error."""
     own = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return own

@@ -16,9 +16,9 @@ _SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
 def sign_objects(key: str) -> None:
-    """Makes torch's collectives sign and check Python objects in this process. Every member of a group must call it.
+    """Makes torch's collectives sign and check Python objects. Every member of a group must call it.
 
-    vLLM's workers exchange pickles through loopback ports without a key: another user could connect and run code in them.
+    vLLM's workers exchange pickles through loopback ports without a key: another user could connect and run code.
     """
     from torch.distributed import distributed_c10d
 
@@ -52,14 +52,11 @@ def _signature(secret: bytes, data: bytes) -> bytes:
 
 
 SPECULATES_VARIABLE = "TEPO_SERVER_SPECULATES"
-"""Environment: set if a server decodes speculatively."""
 
 
 def mend_expansion() -> None:
-    """On CPUs, has vLLM's rejection sampler use :func:`expand_batch_to_tokens`.
-
-    vLLM 0.32's own divides logits by uninitialised memory. ``tests/unit/sampler/test_speculative.py`` fails when it no longer
-    does.
+    """On CPUs: vLLM 0.32's rejection sampler divides logits by uninitialised memory. ``tests/unit/sampler/test_speculative.py``
+    fails when it no longer does.
     """
     import vllm
     from vllm.platforms import current_platform
@@ -74,7 +71,7 @@ def expand_batch_to_tokens(
     x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
 ) -> Tensor:
     """Repeats each value of ``x`` [batch] for the tokens of its request: [num_tokens]. ``cu_num_tokens`` [batch] are the
-    requests' ends. ``replace_from`` becomes ``replace_to``. The names are vLLM's.
+    requests' ends. The names are vLLM's.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
     values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)

@@ -1,6 +1,6 @@
-"""The route ``/tepo/samples``: token ids in, each response out as it finishes, in the binary form of ``vllm.wire``.
+"""The route ``/tepo/samples``, which answers each response as it finishes, in the binary form of ``vllm.wire``.
 
-vLLM's own route answers all n responses at the end, in JSON of ninety bytes a token. The engine gets the same requests.
+vLLM's own route answers all n at the end, in JSON of ninety bytes a token.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from tepo_megatron.sampler.vllm.plugin.middleware import ADAPTER_NAME, App, Mess
 from tepo_megatron.sampler.vllm.wire import ABORT, SAMPLES, end_frame, error_frame, response_frame
 
 _IMPOSSIBLE = -1e30
-"""A log-prob below this stands for −inf."""
 
 
 class Samples:
-    """ASGI middleware that answers the routes ``SAMPLES`` and ``ABORT`` of ``vllm.wire``.
+    """ASGI middleware for the routes ``SAMPLES`` and ``ABORT`` of ``vllm.wire``.
 
     A request for samples is ``{"id": "…", "model": "…", "prompt": [ids], "sampling": {vLLM's parameters}, "samples":
-    [{"sample": 0, "seed": 7, "max_tokens": 64, "prefix": [ids]}], "cache_salt": null, "priority": 0, "sampling_mask": false}``.
-    Requests with different salts share no prefix cache; a lower priority starts first. ``{"ids": ["…"]}`` aborts requests:
-    their parts are answered with finish reason ``abort``.
+    [{"sample": 0, "seed": 7, "max_tokens": 64, "prefix": [ids]}], "cache_salt": null, "priority": 0, "sampling_mask": false}``;
+    one to abort is ``{"ids": ["…"]}``. Different salts share no prefix cache; a lower priority starts first.
     """
 
     def __init__(self, app: App) -> None:
@@ -85,8 +83,6 @@ class Samples:
 
 
 class _SamplesRequest:
-    """Raises KeyError, TypeError or ValueError for a malformed request."""
-
     def __init__(self, body: Any, state: Any) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -132,8 +128,8 @@ class _SamplesRequest:
 
 
 def named_tokens(top_k: int) -> int:
-    """The number of likeliest tokens to request of vLLM. More than ``top_k``, since vLLM also keeps tokens that tie with the
-    last one, and bfloat16 logits often tie.
+    """The number of likeliest tokens to request of vLLM: more than ``top_k``, since vLLM keeps ties, which bfloat16 makes
+    frequent.
     """
     return top_k + 8 + top_k // 8
 
@@ -143,8 +139,8 @@ def split_logprobs(
 ) -> tuple[NDArray[np.float32], tuple[NDArray[np.int32], NDArray[np.int32]]]:
     """The log-probs of the drawn tokens, and the counts and ids of a sampling mask.
 
-    vLLM gives 1 + ``others`` values for each position: the drawn token's, and those of the likeliest, which may include it
-    again. A token that could not be drawn has −inf.
+    vLLM gives 1 + ``others`` values for each position: the drawn token's, and the likeliest ones, maybe with the drawn again. A
+    token that could not be drawn has −inf.
     """
     ids = np.asarray(token_ids, np.int32).reshape(-1, 1 + others)
     values = np.asarray(logprobs, np.float32).reshape(ids.shape)

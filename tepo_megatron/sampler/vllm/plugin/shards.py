@@ -1,8 +1,7 @@
-"""Loads shards of vLLM's own layout into a model, whatever its layers make of their weights afterwards.
+"""Loads shards of vLLM's own layout into a model: docs/decisions/007-shards-into-vllm.md, 010-fp8-rollouts.md.
 
 vLLM's layerwise reload restores every layer's unprocessed parameters, and lets the layer process them (repack, quantise) when
-all elements are loaded. Here the loaders are vLLM's default one, which takes a tensor of the parameter's shape:
-docs/decisions/007-shards-into-vllm.md, 010-fp8-rollouts.md.
+all elements are loaded. Here the loaders take tensors of the parameters' shapes.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ _ONLINE_WITHIN_A_SHARD = (Fp8PerBlockOnlineLinearMethod, Fp8PerBlockOnlineMoEMet
 
 
 class ShardLoader(Mapping[str, Tensor]):
-    """The model's unprocessed parameters by name. Write each between ``start`` and ``complete``; ``finish`` ends the update.
-    All workers of a server must take part.
+    """The model's unprocessed parameters by name. Write each between ``start`` and ``complete``. All workers of a server must
+    take part.
 
-    The constructor raises RuntimeError with every parameter that ``incoming`` lacks, fills in part or adds; and with the first
-    layer with a quantised checkpoint.
+    The constructor raises RuntimeError with every parameter that ``incoming`` lacks, fills in part or adds, or for a quantised
+    checkpoint.
     """
 
     def __init__(self, model: torch.nn.Module, incoming: Queues) -> None:
@@ -56,7 +55,7 @@ class ShardLoader(Mapping[str, Tensor]):
         self._check()
 
     def start(self) -> None:
-        """Restores every layer's unprocessed parameters, without memory yet."""
+        """The parameters have no memory yet."""
         self._materialized.clear()
         self._waiting.clear()
         initialize_layerwise_reload(self._model)
@@ -82,9 +81,8 @@ class ShardLoader(Mapping[str, Tensor]):
         return len(self._given)
 
     def complete(self, name: str) -> None:
-        """The parameter is written: its layer may process it, and gets its live tensors back.
-
-        A layer with scales over all workers waits for ``finish``, since workers get shards in different orders.
+        """The parameter is written: its layer may process it. A layer with scales over all workers waits for ``finish``, since
+        workers get shards in different orders.
         """
         if any(_agrees_with_other_workers(module) for module, _ in self._places[name]):
             self._waiting.add(name)
@@ -92,7 +90,7 @@ class ShardLoader(Mapping[str, Tensor]):
             self._load(name)
 
     def finish(self) -> None:
-        """All parameters are complete on all workers: processes the layers that waited, in the model's order."""
+        """All workers have all parameters: processes the layers that waited, in the model's order."""
         for name in self._places:
             if name in self._waiting:
                 self._load(name)
@@ -130,16 +128,14 @@ def _refuse_quantised_checkpoints(model: torch.nn.Module) -> None:
 
 
 def _agrees_with_other_workers(module: torch.nn.Module) -> bool:
-    """Whether the layer quantises by the largest weight over all workers: then all must do it at the same point."""
+    """If quantising takes the largest weight over all workers, all must do it at the same point."""
     method = getattr(module, "quant_method", None)
     split = isinstance(method, _ONLINE) and not isinstance(method, _ONLINE_WITHIN_A_SHARD)
     return split and get_tensor_model_parallel_world_size() > 1
 
 
 def _places(model: torch.nn.Module) -> dict[str, list[Place]]:
-    """Unprocessed parameter → all modules that hold it, since a tied head may process the embedding's parameter apart. Without
-    computed scales.
-    """
+    """A parameter has several modules if a tied head shares it with the embedding. Computed scales are not included."""
     names: dict[int, str] = {}
     places: dict[str, list[Place]] = {}
     for prefix, module in model.named_modules():
@@ -161,7 +157,7 @@ def _elements(incoming: Queues) -> dict[str, int]:
 
 
 def _wanted(place: Place) -> int:
-    """Elements of the unprocessed parameter that come from a checkpoint."""
+    """Elements that come from a checkpoint."""
     module, attribute = place
     original = get_layerwise_info(module).restore_metadata[0].get(attribute)
     shape = (original if original is not None else getattr(module, attribute)).shape  # a bias is never taken away

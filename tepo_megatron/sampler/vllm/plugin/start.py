@@ -1,6 +1,4 @@
-"""``python -m tepo_megatron.sampler.vllm.plugin.start MODULE ARGUMENTS…`` is ``python -m MODULE ARGUMENTS…`` without garbage
-collection until the plugin is registered, which saves a sixth of the time of imports.
-"""
+"""Runs ``python -m MODULE ARGUMENTS…`` without garbage collection until the plugin is registered, for faster imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's workers on a CPU, which here return chosen experts and bind to cores after a fork."""
+"""vLLM's workers on CPUs, which return chosen experts and bind to cores after a fork."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tepo_megatron.sampler.vllm.plugin.forks import take_cores
 
 
 class RoutedWorker(CPUWorker):  # type: ignore[misc] # vllm's types are not followed
-    """Returns the experts that routers chose, as vLLM's worker on a GPU does.
+    """Returns the experts that routers chose.
 
-    vLLM 0.32 returns them from Model Runner V2 only, which needs Triton; a CPU runs V1. This adds V2's four calls to V1.
+    vLLM 0.32 returns them from Model Runner V2 only, which needs Triton. This adds V2's four calls to V1, which CPUs run.
     """
 
     _connector: AuxOutputWorkerConnector | None = None
@@ -75,8 +75,8 @@ def _step_of(runner: Any) -> SimpleNamespace:
 
 
 class BoundWorker(RoutedWorker):
-    """Runs on its cores of ``VLLM_CPU_OMP_THREADS_BIND`` (``3``, ``0-3``, or ``0|1`` for two workers), with as many torch
-    threads. vLLM leaves that to OpenMP, which reads the environment only once in a process.
+    """Runs on its cores of ``VLLM_CPU_OMP_THREADS_BIND`` (``3``, ``0-3``, or ``0|1`` for two workers). vLLM leaves that to
+    OpenMP, which reads the environment only once in a process.
     """
 
     def __init__(self, vllm_config: Any, local_rank: int, *args: Any, **kwargs: Any) -> None:

@@ -11,7 +11,7 @@ from tepo_megatron.weights.layouts import check_vllm_parallel
 
 
 def check_server_split(config: ServerConfig, spec: ModelSpec) -> None:
-    """Raises ValueError, with every reason, if a server cannot split the model over ``rollout.server.tp`` workers."""
+    """Raises ValueError with every reason."""
     try:
         check_vllm_parallel(spec, tp=config.tp, pp=1)
     except ValueError as error:
@@ -19,11 +19,11 @@ def check_server_split(config: ServerConfig, spec: ModelSpec) -> None:
 
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head sizes of vLLM's ``CPUAttentionBackend``; any other ends the server at its first request."""
+"""Those of vLLM's ``CPUAttentionBackend``; any other ends the server at its first request."""
 
 
 def check_head_size(spec: ModelSpec, *, on_gpu: bool) -> None:
-    """Raises ValueError if vLLM's CPU attention lacks the model's head size."""
+    """Raises ValueError if vLLM's CPU attention lacks the head size."""
     if not on_gpu and spec.head_dim not in CPU_HEAD_SIZES:
         raise ValueError(
             f"the model's attention heads have {spec.head_dim} dimensions (head_dim, or hidden_size / num_attention_heads, in "
@@ -32,7 +32,7 @@ def check_head_size(spec: ModelSpec, *, on_gpu: bool) -> None:
 
 
 def check_machine_serves(config: ServerConfig, spec: ModelSpec) -> None:
-    """Raises ValueError if the servers of this machine cannot compute the model, or its quantization."""
+    """Raises ValueError if this machine's servers cannot compute the model or its quantization."""
     import torch
 
     check_quantization(config.quantization)
@@ -40,11 +40,11 @@ def check_machine_serves(config: ServerConfig, spec: ModelSpec) -> None:
 
 
 FP8_CAPABILITY = (8, 9)
-"""Ada and Hopper, the first GPUs that multiply FP8 matrices."""
+"""Ada and Hopper."""
 
 
 def check_quantization(quantization: str) -> None:
-    """Raises ValueError if vLLM (0.32) cannot serve ``rollout.server.quantization`` on this machine."""
+    """Raises ValueError if vLLM (0.32) cannot serve ``rollout.server.quantization`` here."""
     reason = None if quantization == "none" else _obstacle(quantization)
     if reason is not None:
         raise ValueError(f"rollout.server.quantization = {quantization} cannot be served on this machine: {reason}")
@@ -74,7 +74,7 @@ def _obstacle_on_cpu(quantization: str) -> str | None:
 
 
 def vllm_options(config: SpeculativeConfig, tp: int) -> str:
-    """vLLM's ``--speculative-config``; a draft model shares the server's ``tp``."""
+    """The value of ``--speculative-config``; a draft model shares the server's ``tp``."""
     guesses = {"num_speculative_tokens": config.num_speculative_tokens}
     if config.draft_model is not None:
         draft = {"method": "draft_model", "model": str(config.draft_model), "draft_tensor_parallel_size": tp}
@@ -84,7 +84,7 @@ def vllm_options(config: SpeculativeConfig, tp: int) -> str:
 
 
 def check_draft(config: SpeculativeConfig | None, model_dir: Path) -> None:
-    """Raises ValueError if the draft folder has no model, or its vocabulary differs from that of the model in ``model_dir``."""
+    """Raises ValueError if the draft model is missing, or its vocabulary differs from that of the model in ``model_dir``."""
     if config is None or config.draft_model is None:
         return
     field = f"rollout.server.speculative.draft_model = {config.draft_model}"
@@ -99,7 +99,7 @@ def check_draft(config: SpeculativeConfig | None, model_dir: Path) -> None:
 
 
 def read_vocab_size(model_dir: Path) -> int | None:
-    """The vocabulary size in the folder's config; None if absent, which the server then refuses."""
+    """None if the folder's config has no vocabulary size."""
     try:
         raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The resources of a machine for servers: ports, cores, GPUs, memory."""
+"""Ports, cores, GPUs and memory for servers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tepo_megatron.runtime.proc import processes
 
 
 def reserve_port(host: str, first: int = 0, taken: Collection[int] = ()) -> socket.socket:
-    """A socket on the first free port from ``first`` on that is not in ``taken``; ``first`` = 0: any.
+    """A socket on the first free port from ``first`` (0: any) on that is not in ``taken``.
 
-    The open socket keeps other processes off the port for the seconds until the server, with SO_REUSEADDR, takes it. Raises
-    RuntimeError if the host's name cannot be resolved or no port up to 65535 is free.
+    While open, it keeps other processes off the port until the server, with SO_REUSEADDR, takes it. Raises RuntimeError if the
+    host cannot be resolved or no port is free.
     """
     family, _, _, _, address = _resolve(host)
     for port in range(first, 65536) if first else [0] * 100:
@@ -34,14 +34,14 @@ def reserve_port(host: str, first: int = 0, taken: Collection[int] = ()) -> sock
 
 
 def free_port(host: str, first: int = 0, taken: Collection[int] = ()) -> int:
-    """The port that :func:`reserve_port` finds, but not reserved."""
+    """As :func:`reserve_port`, without the reservation."""
     with reserve_port(host, first, taken) as held:
         return int(held.getsockname()[1])
 
 
 def bind_cores(servers: int, tp: int, available: Sequence[int] | None = None, *, whole: bool = False) -> list[str]:
-    """``VLLM_CPU_OMP_THREADS_BIND`` of each server, such as ``"0|1"`` or ``"0,1|2,3"``: one core for each of its ``tp``
-    workers, spread over this process' cores, or with ``whole`` equal parts of all. With more workers than cores they share.
+    """``VLLM_CPU_OMP_THREADS_BIND`` of each server, such as ``"0|1"`` or ``"0,1|2,3"``: a core for each worker, spread over
+    this process' cores, or with ``whole`` equal parts of all. More workers than cores share.
     """
     cores = list(available_cores() if available is None else available)
     workers = servers * tp
@@ -52,16 +52,14 @@ def bind_cores(servers: int, tp: int, available: Sequence[int] | None = None, *,
 
 
 def worker_cores(config: ServerConfig, servers: int) -> list[str]:
-    """``VLLM_CPU_OMP_THREADS_BIND`` of each of a machine's servers: by :func:`bind_cores` if the config says ``auto`` or
-    ``all``, else the config's.
-    """
+    """``VLLM_CPU_OMP_THREADS_BIND`` of each server: :func:`bind_cores` for ``auto`` and ``all``, else the config's."""
     if config.cpu_threads in ("auto", "all"):
         return bind_cores(servers, config.tp, whole=config.cpu_threads == "all")
     return [config.cpu_threads] * servers
 
 
 def cores_of(bound: Sequence[str], available: Sequence[int]) -> set[int]:
-    """The cores that servers have by :func:`worker_cores`; all if vLLM binds nothing (``nobind``)."""
+    """All cores if vLLM binds nothing (``nobind``)."""
     try:
         return {core for one in bound for worker in read_cores(one) for core in worker}
     except ValueError:
@@ -69,9 +67,8 @@ def cores_of(bound: Sequence[str], available: Sequence[int]) -> set[int]:
 
 
 def visible_gpus(gpus: Sequence[int], own: str | None) -> str:
-    """``CUDA_VISIBLE_DEVICES`` of a server on the GPUs with these indices in ``own``, this process' value.
-
-    Raises ValueError if this process sees fewer GPUs.
+    """``CUDA_VISIBLE_DEVICES`` of a server on the GPUs with these indices in ``own``, this process' value. Raises ValueError if
+    there are fewer.
     """
     if not own:
         return ",".join(map(str, gpus))
@@ -92,7 +89,7 @@ def _resolve(host: str) -> tuple[int, int, int, str, tuple[str | int, ...]]:
 
 
 def server_seed(seed: int, index: int) -> int:
-    """The seed of server number ``index``, within vLLM's 32 bits. Requests for samples bring their own seeds."""
+    """The seed of server number ``index``, within vLLM's 32 bits."""
     return (seed + index) % 2**32
 
 
@@ -103,10 +100,10 @@ SHM = Path("/dev/shm")  # noqa: S108
 _UNLIMITED = 2**62
 
 SERVER_FILES, WORKER_FILES = 80, 10
-"""Open files of the process with the most, without its connections."""
+"""Open files of the process with the most, without connections."""
 
 OWN_FILES = 200
-"""Open files of the trainer's rank 0 besides its connections to servers, and of a server besides those to the trainer."""
+"""Open files of the trainer's rank 0, and of a server, besides their connections to each other."""
 
 SERVER_THREADS, WORKER_THREADS = 20, 25
 """Threads of a server's own processes together, and of each worker."""
@@ -118,12 +115,12 @@ ADDRESS_SPACE = 2 * GIB
 """Bytes of the largest process, besides its cache; torch maps much that it never touches."""
 
 SHARED_MEMORY = 240 * MIB
-"""Bytes of the largest queue between a server's processes, which must be free although few are used."""
+"""Bytes of the largest queue between a server's processes."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Resources that are free: ``memory``, ``address_space`` (of one process) and ``shared_memory`` in bytes."""
+    """Free resources, the last three in bytes. ``address_space`` is that of one process."""
 
     open_files: int = _UNLIMITED
     processes: int = _UNLIMITED
@@ -133,10 +130,7 @@ class Machine:
 
 
 def raise_open_files() -> None:
-    """Raises this process' soft limit of open files to the hard one; its servers inherit it.
-
-    A server and the trainer's rank 0 have a connection for every sequence in progress.
-    """
+    """Raises the soft limit of open files to the hard one; servers inherit it. Each sequence in progress needs a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(ValueError, OSError):  # macOS says "unlimited" and means less; the check sees what is left
@@ -144,13 +138,13 @@ def raise_open_files() -> None:
 
 
 def connections(config: ServerConfig) -> int:
-    """Most open requests from this process to each server: one for each sequence, within the limit of open files."""
+    """Most open requests to each server: one for each sequence, within the limit of open files."""
     spare = max(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OWN_FILES)
     return max(1, min(config.max_num_seqs, spare // config.count))
 
 
 def this_machine(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Machine:
-    """The resources that this process and its children may still take; unknown ones count as unlimited."""
+    """Free resources of this process and its children; unknown ones count as unlimited."""
     groups = list(_groups(proc, cgroups))
     memory = min([_UNLIMITED, *_available(proc), *(left for group in groups for left in _left(group, "memory"))])
     pids = min([_UNLIMITED, *_threads_left(proc), *(left for group in groups for left in _left(group, "pids"))])
@@ -164,7 +158,7 @@ def this_machine(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
 
 
 def needed(config: ServerConfig, servers: int, *, weights_bytes: int, on_gpu: bool) -> Machine:
-    """The least resources for ``servers`` servers of this config."""
+    """The least resources for ``servers`` servers."""
     workers = config.tp * servers
     memory = servers * SERVER_MEMORY + workers * WORKER_MEMORY
     return Machine(
@@ -179,9 +173,7 @@ def needed(config: ServerConfig, servers: int, *, weights_bytes: int, on_gpu: bo
 def check_machine(
     config: ServerConfig, servers: int, *, weights_bytes: int, on_gpu: bool, machine: Machine | None = None
 ) -> None:
-    """Raises ValueError with every shortage if ``servers`` servers cannot run on ``machine`` (default: this one).
-    ``weights_bytes``: of one server.
-    """
+    """Raises ValueError with every shortage. ``machine`` is by default this one; ``weights_bytes`` are one server's."""
     machine = machine or this_machine()
     want = needed(config, servers, weights_bytes=weights_bytes, on_gpu=on_gpu)
     short = [
@@ -195,7 +187,7 @@ def check_machine(
 
 
 def weights_bytes(model_dir: Path) -> int:
-    """Bytes of a model's weights on disk; the workers of a server hold them together at least once."""
+    """Bytes on disk; the workers of a server together hold at least these."""
     return sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
 
 
@@ -239,14 +231,14 @@ def _available(proc: Path) -> Iterator[int]:
 
 
 def _threads_left(proc: Path) -> Iterator[int]:
-    """Processes and threads of this user count together; root has no limit."""
+    """The limit is per user and does not bind root."""
     limit = _limit(resource.RLIMIT_NPROC)
     if limit < _UNLIMITED and os.geteuid() != 0:
         yield max(0, limit - sum(state.threads for state in processes(proc) if state.uid == os.geteuid()))
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
-    """The folders of this process' cgroups and their parents, of versions 1 and 2."""
+    """This process' cgroups and their parents, of versions 1 and 2."""
     with suppress(OSError):
         for line in (proc / "self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -259,7 +251,7 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
 
 
 def _left(group: Path, controller: str) -> Iterator[int]:
-    """Yields what a cgroup's limit leaves, if it has one. Memory of cached files counts as free."""
+    """What a cgroup's limit leaves. Memory of cached files counts as free."""
     pairs = {
         "memory": (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")),
         "pids": (("pids.max", "pids.current"),),

@@ -34,13 +34,12 @@ LOG_LINES = 20
 
 
 class Server:
-    """A vLLM server that runs from :meth:`start` to :meth:`stop`, and never outlives the process that started it.
+    """A vLLM server, which never outlives the process that started it.
 
     ``dtype`` is that of the weights (``float32``, ``bfloat16``); ``cores`` is ``VLLM_CPU_OMP_THREADS_BIND``, ignored on GPUs;
-    ``gpus`` are the indices that it may use, by default all; ``key`` protects every path but /health and travels in the
-    environment only. All processes append their output to ``log``. ``dummy``: it reads no weights, and does not sample until it
-    gets some; ``adapter_rank``: until it gets adapters up to that rank. ``tokenizer``: it loads that of ``model_dir``, for stop
-    strings and bad words.
+    ``gpus`` are indices, by default all; ``key`` protects every path but /health and travels in the environment only. All
+    output is appended to ``log``. ``dummy``: it does not sample until it gets weights; ``adapter_rank``: until it gets adapters
+    up to that rank. ``tokenizer``: it loads that of ``model_dir``, for stop strings and bad words.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Server:
         adapter_rank: int | None = None,
         tokenizer: bool = False,
     ) -> None:
-        """Raises ValueError if this machine cannot serve the config's quantization, or the draft model is invalid."""
+        """Raises ValueError if this machine cannot serve the quantization, or the draft model is invalid."""
         check_quantization(config.quantization)
         check_draft(config.speculative, model_dir)
         self.config = config
@@ -78,8 +77,8 @@ class Server:
         return f"http://{host}:{self.port}"
 
     def start(self, taken: Collection[int] = ()) -> None:
-        """Starts the processes, on the first free port that is not in ``taken``; does not wait until they serve. Raises
-        RuntimeError if no port is free.
+        """Does not wait until the server answers. It gets the first free port that is not in ``taken``. Raises RuntimeError if
+        none is free.
         """
         self.stop()
         self._reserved = reserve_port(self.config.host, self.config.port, taken)
@@ -104,7 +103,7 @@ class Server:
             )
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Returns when the server answers. Raises RuntimeError with the end of its log if it dies or takes too long."""
+        """Raises RuntimeError with the end of the log if the server dies or takes too long."""
         timeout_s = self.config.start_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         while not self.healthy():
@@ -134,7 +133,7 @@ class Server:
         return self.alive and is_healthy(self.config.host, self.port)
 
     def stop(self) -> None:
-        """Ends every process of the server: SIGTERM, a wait of seconds, SIGKILL. Does nothing if there is none."""
+        """Ends all processes: SIGTERM, a wait of seconds, SIGKILL."""
         self._release_port()
         process, self._process = self._process, None
         if process is None:
@@ -156,7 +155,7 @@ class Server:
         sweep()
 
     def log_end(self, lines: int = LOG_LINES) -> str:
-        """The log's path, its first error since the start (the likely cause) and its last lines, for messages."""
+        """The log's path, its first error since the start (the likely cause) and its last lines."""
         try:
             with self.log.open(errors="replace") as log:
                 log.seek(self._log_start)
@@ -170,7 +169,6 @@ class Server:
 
 
 def is_healthy(host: str, port: int) -> bool:
-    """Whether a server there reports a working engine."""
     connection = HTTPConnection(host, port, timeout=HEALTH_TIMEOUT_S)
     try:
         connection.request("GET", "/health")
@@ -182,7 +180,7 @@ def is_healthy(host: str, port: int) -> bool:
 
 
 def for_all_at_once(servers: Sequence[T], action: Callable[[T], None]) -> None:
-    """Runs ``action`` for all servers at once. Raises the first error without waiting for the others."""
+    """Raises the first error without waiting for the others."""
     pool = ThreadPoolExecutor(len(servers), thread_name_prefix="server")
     try:
         requests = [pool.submit(action, server) for server in servers]
@@ -205,10 +203,10 @@ _LINE = re.compile(
 )
 _TRACEBACK = "Traceback (most recent call last):"
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(:|$)")
-"""The line after a traceback's indented frames: ``ValueError: why``, or the bare name of an exception."""
+"""The line after a traceback's indented frames."""
 _ANOTHER_FOLLOWS = ("During handling of the above exception", "The above exception was the direct cause")
 _ERROR = re.compile(r"\b(\w*(Error|Exception)|error): \S")
-"""A line that reports an error without a traceback: ``RuntimeError: why``, or argparse's ``program: error: why``."""
+"""A line that reports an error without a traceback, such as argparse's ``program: error: why``."""
 
 
 _CONSEQUENCES = re.compile(
@@ -217,25 +215,25 @@ _CONSEQUENCES = re.compile(
     r"|Worker ?proc\S* .*died unexpectedly"
     r"|EngineDeadError|EngineCore encountered an issue"
 )
-"""vLLM's messages after another of its processes has failed; shown only without that process' own error."""
+"""vLLM's messages about a failure of another process; shown only without that process' own error."""
 _TRACKER = "multiprocessing/resource_tracker.py"
 """Python's tracker complains when processes that shared memory end in disorder, which is never the cause."""
 
 
 class _Line(NamedTuple):
     process: str
-    """The process that wrote the line, or empty."""
+    """Empty if the line does not name one."""
     level: str
-    """vLLM's level; empty for a bare line."""
+    """Empty for a bare line."""
     text: str
 
 
 def first_error(log: Sequence[str]) -> list[str]:
-    """The lines of the first error, whose consequences the later ones are; empty if the log reports none.
+    """The lines of the first error, since later ones are consequences; empty if the log reports none.
 
-    That is the exception of the first traceback (the last of a chain) with its message; without a traceback, the first line
-    that is logged as an error or reads like one. It skips levels below ERROR (a healthy server without a tokenizer logs a
-    traceback as a warning), Python's resource tracker, and vLLM's messages about other processes that have errors of their own.
+    That is the last exception of the first traceback's chain; without a traceback, the first line that is logged as an error or
+    reads like one. It skips levels below ERROR (a healthy server without a tokenizer logs a traceback as a warning), Python's
+    resource tracker, and vLLM's messages about other processes that have errors of their own.
     """
     lines = [line for line in map(_parse, log) if line.level in ("", "ERROR", "CRITICAL")]
     starts = [number for number, line in enumerate(lines) if line.text == _TRACEBACK and not _of_tracker(lines, number)]
@@ -256,7 +254,7 @@ def _parse(line: str) -> _Line:
 
 
 def _raised(lines: Sequence[_Line], start: int) -> list[str]:
-    """The exception of the traceback that begins at ``lines[start]``; empty if the log ends before it."""
+    """Empty if the log ends within the traceback."""
     # Two workers that fail together write their tracebacks through one another.
     own = [line.text for line in lines[start:] if (line.process, line.level) == (lines[start].process, lines[start].level)]
     raised: list[str] = []

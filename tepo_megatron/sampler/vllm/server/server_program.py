@@ -23,15 +23,15 @@ from tepo_megatron.sampler.vllm.server.resources import visible_gpus
 from tepo_megatron.weights.transfer.transport import BACKEND
 
 MODEL_NAME = "policy"
-"""The name of the served model in requests."""
+"""The served model's name in requests."""
 
 IDLE_CONNECTION_S = 30.0
-"""Seconds until a client closes an unused connection. The server waits four times as long (vLLM's default is 5 s, about a
-step): a connection that one side closes while the other reuses it is an error.
+"""Seconds until a client closes an unused connection. The server waits four times as long, since a connection that one side
+closes while the other reuses it is an error.
 """
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that ``--max-lora-rank`` takes in vLLM 0.32."""
+"""Values of ``--max-lora-rank`` in vLLM 0.32."""
 
 _TORCHRUN = (
     "RANK",
@@ -44,12 +44,12 @@ _TORCHRUN = (
 )
 _TORCHRUN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 _OF_RANKS = (*_TORCHRUN, "CUDA_DEVICE_MAX_CONNECTIONS")
-"""Variables of the trainer's ranks for torchrun and Megatron (``trainer/megatron/platform/gpu.py``)."""
+"""Variables for torchrun and Megatron (``trainer/megatron/platform/gpu.py``)."""
 
 
 @dataclass(frozen=True)
 class ServerProgram:
-    """A server's program, with the arguments of :class:`~tepo_megatron.sampler.vllm.server.server.Server`."""
+    """The arguments are those of :class:`~tepo_megatron.sampler.vllm.server.server.Server`."""
 
     config: ServerConfig
     model_dir: Path
@@ -63,7 +63,7 @@ class ServerProgram:
     tokenizer: bool = False
 
     def command(self, *, on_gpu: bool, port: int = 0) -> list[str]:
-        """The command line, without secrets."""
+        """It contains no secrets."""
         config = self.config
         options: dict[str, str | int | float] = {
             "--model": str(self.model_dir),
@@ -133,7 +133,7 @@ class ServerProgram:
         return False
 
     def environment(self, *, on_gpu: bool) -> dict[str, str]:
-        """The whole environment of its processes, with the key."""
+        """The whole environment, with the key."""
         environment = _without_torchrun(os.environ)
         environment |= {
             "VLLM_API_KEY": self.key,
@@ -172,7 +172,7 @@ class ServerProgram:
 
 
 def served_rank(rank: int) -> int:
-    """The smallest rank of ``LORA_RANKS`` that fits adapters of this rank."""
+    """The smallest of ``LORA_RANKS`` that fits."""
     return next(each for each in LORA_RANKS if each >= rank)
 
 
