@@ -1,4 +1,4 @@
-"""Packs rollouts into one batch, for any trainer: no process group, no Megatron."""
+"""Packs rollouts into one batch, for any trainer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tepo_megatron.weights.expert_routes import rollout_fault
 def pack(
     rollouts: Sequence[Rollout], *, mask_truncated: bool = False, routes: bool = True, sampling_masks: bool = True
 ) -> Batch:
-    """Packs rollouts on the CPU, each prompt followed by its response. The label at t is the token at t + 1.
+    """Packs on the CPU, each prompt followed by its response. The label at t is the token at t + 1.
 
-    The loss mask is True at tokens that the model wrote. With ``mask_truncated`` a truncated response is outside it, but stays
-    in the batch because its reward counts for its group. ``routes`` and ``sampling_masks`` include the sampler's records.
+    The loss mask is True at tokens that the model wrote. With ``mask_truncated`` a truncated response is outside it, but its
+    reward still counts for its group.
 
     Raises ValueError that names the rollout: an empty prompt or response, no token of the model, log-probs or routes of another
     length, no reward, or other reward components than the other rollouts.
@@ -117,7 +117,7 @@ def _pack_routes(rollouts: Sequence[Rollout]) -> Tensor | None:
 
 
 def _pack_masks(rollouts: Sequence[Rollout]) -> SamplingMask | None:
-    """The mask of a response token is stored at the token before it, whose label it is."""
+    """The mask of a token is stored at the token before it, whose label it is."""
     if all(rollout.sampling_mask is None for rollout in rollouts):
         return None
     parts = []

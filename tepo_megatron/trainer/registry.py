@@ -1,4 +1,4 @@
-"""Chooses the trainer. A second kind of trainer is entered here and nowhere else."""
+"""Chooses the trainer; only this file lists the kinds."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def _kind(name: str) -> TrainerKind:
 
 
 def prepare_process(config: RunConfig, kind: str = "megatron") -> None:
-    """Sets environment variables of this process. Every rank calls, before any CUDA call."""
+    """Every rank calls, before any CUDA call."""
     _kind(kind).prepare_process(config)
 
 
 def check_config(config: RunConfig, spec: ModelSpec, *, on_gpu: bool, kind: str = "megatron") -> None:
-    """Raises ValueError for a model and settings that the trainer cannot train. Starts no process and no CUDA."""
+    """Raises ValueError for what the trainer cannot train. Starts no process and no CUDA."""
     _kind(kind).check_config(config, spec, on_gpu=on_gpu)
 
 
 def check_plugins(config: RunConfig) -> None:
-    """Raises ValueError if the loss of an objective with plugins depends on the division into micro-batches and ranks, the
-    order of sequences, or padding.
+    """Raises ValueError if a plugin's loss depends on the division into micro-batches and ranks, the order of sequences, or
+    padding.
     """
     if not config.objective.plugins:
         return
@@ -53,10 +53,9 @@ def check_plugins(config: RunConfig) -> None:
 def make_trainer(
     config: RunConfig, model_dir: Path, *, shares_gpus: bool, heartbeat: Heartbeat, kind: str = "megatron"
 ) -> Trainer:
-    """Builds model, optimizer and process groups on this rank. Every rank calls.
+    """Every rank calls. Raises ValueError for a model that does not fit the parallel layout or its folder.
 
     ``model_dir`` is a Hugging Face folder. ``shares_gpus``: rollout servers and the trainer take turns on the GPUs.
-    ``heartbeat`` starts when the ranks have met. Raises ValueError for a model that does not fit the parallel layout or its
-    folder.
+    ``heartbeat`` starts when the ranks have met.
     """
     return _kind(kind).make_trainer(config, model_dir, shares_gpus=shares_gpus, heartbeat=heartbeat)

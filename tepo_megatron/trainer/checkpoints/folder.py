@@ -1,7 +1,7 @@
 """Manages checkpoint folders without torch, so that a run is checked before it starts.
 
-``step_000040`` is a checkpoint. No run resumes from names with a suffix: ``.partial`` is unfinished, ``.damaged`` could not be
-resumed from, ``.abandoned`` is later than the step that a run was resumed from. ``tepo checkpoint prune`` deletes them.
+No run resumes from names with a suffix: ``.partial`` is unfinished, ``.damaged`` could not be resumed from, ``.abandoned`` is
+later than the step that a run was resumed from.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def checkpoint_folder(parent: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int:
-    """Raises ValueError for a name that is not a checkpoint's."""
+    """Raises ValueError for another name."""
     match = _NAME.fullmatch(folder.name)
     if not match:
         raise ValueError(f"{folder} is no checkpoint; its name must be step_ and six digits, such as step_000040")
@@ -45,12 +45,11 @@ def checkpoints(parent: Path) -> list[Path]:
 
 
 def leftovers(parent: Path) -> list[Path]:
-    """Lists the folders with a suffix that no run resumes from."""
     return sorted(path for path in parent.glob("step_*") if _LEFTOVER.fullmatch(path.name))
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Returns ``state.json`` after checking everything but the contents of the shards. Raises DamagedCheckpoint."""
+    """Checks everything but the contents of the shards. Raises DamagedCheckpoint."""
     if not has_manifest(folder):
         return _read_first_format(folder)
     manifest = read_manifest(folder)
@@ -64,7 +63,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def manifest_of(folder: Path) -> CheckpointManifest | None:
-    """Returns None for a checkpoint of format 1, which has no manifest. Raises DamagedCheckpoint."""
+    """None for format 1. Raises DamagedCheckpoint."""
     return read_manifest(folder) if read_state(folder).get("format") else None
 
 
@@ -98,13 +97,13 @@ def _wrong_state(state: Any, step: int | None, keys: Iterable[str] = _STATE_KEYS
 
 
 def retained(steps: Iterable[int], *, newest: int, every: int = 0, best: int | None = None) -> set[int]:
-    """Returns the steps to keep: the last ``newest``, multiples of ``every`` (0: none), and ``best``."""
+    """Keeps the last ``newest`` steps, multiples of ``every`` (0: none), and ``best``."""
     ordered = sorted(steps)
     return {step for step in ordered if step in ordered[-newest:] or step == best or (every and step % every == 0)}
 
 
 def set_aside(folder: Path, why: str) -> Path:
-    """Renames ``step_000060`` to ``step_000060.WHY``, or to ``.WHY.1`` etc. if that exists."""
+    """Renames ``step_000060`` to ``step_000060.WHY``, or ``.WHY.1`` etc."""
     taken = 0
     target = folder.with_name(f"{folder.name}.{why}")
     while target.exists():
@@ -114,7 +113,7 @@ def set_aside(folder: Path, why: str) -> Path:
 
 
 def remove(folder: Path) -> str | None:
-    """Deletes a checkpoint; returns a sentence if that failed. Renames it first, so that no run reads half of one."""
+    """Returns a sentence if deleting failed. Renames first, so that no run reads half a checkpoint."""
     try:
         target = folder if _LEFTOVER.fullmatch(folder.name) else set_aside(folder, "partial")
         shutil.rmtree(target)

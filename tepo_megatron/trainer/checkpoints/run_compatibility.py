@@ -25,11 +25,11 @@ _DISTRIBUTIONS = ("tepo-megatron", "torch", "megatron-core", "transformer-engine
 
 class Kind(Enum):
     FREE = "free"
-    """It changes how, where or how long the run computes, and the results only by rounding."""
+    """The run computes differently, but its results differ only by rounding."""
     RUN = "run"
-    """It changes what is trained on what: refused unless ``train.allow_change`` names it."""
+    """Something else is trained: refused unless ``train.allow_change`` names the field."""
     ARCHITECTURE = "architecture"
-    """Weights and optimizer states belong to another model: always refused."""
+    """The checkpoint is another model's: always refused."""
 
 
 KINDS: Mapping[str, Kind] = {
@@ -116,7 +116,7 @@ class Difference:
 
 
 def describe_run(config: RunConfig, model_dir: Path) -> dict[str, Any]:
-    """Returns a run's ``identity`` as JSON values. Reads the model folder's small files."""
+    """Returns the ``identity`` of a run as JSON values."""
     architecture = {**asdict(read_model_spec(model_dir)), "dtype": config.model.dtype}
     fields = config.model_dump(mode="json")
     if config.rollout.replay is not None:
@@ -135,7 +135,7 @@ def describe_run(config: RunConfig, model_dir: Path) -> dict[str, Any]:
 
 
 def source_verifiers(config: RunConfig) -> dict[str, Any]:
-    """Returns verifier, arguments and weights of each training source that does not use ``reward.verifier``, as JSON values."""
+    """Lists training sources that do not use ``reward.verifier``, as JSON values."""
     return {
         source.called: [source.verifier, dict(source.verifier_kwargs), source.verifier_weights]
         for source in config.data.train_sources
@@ -144,7 +144,6 @@ def source_verifiers(config: RunConfig) -> dict[str, Any]:
 
 
 def tokenizer_digest(model_dir: Path) -> str:
-    """Covers names and bytes of the tokenizer's files."""
     parts = []
     for name in _TOKENIZER_FILES:
         if (model_dir / name).is_file():
@@ -153,12 +152,12 @@ def tokenizer_digest(model_dir: Path) -> str:
 
 
 def plugin_digests(config: RunConfig) -> dict[str, str]:
-    """Maps the file name of each of ``objective.plugins`` to its digest."""
+    """Maps file names to digests."""
     return {PurePath(plugin.name).name: plugin.digest for plugin in map(load_plugin, config.objective.plugins)}
 
 
 def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
-    """Compares two results of :func:`describe_run`, except for the fields about resuming."""
+    """Compares two ``identity`` values, except for the fields about resuming."""
     differences = [
         Difference(f"architecture.{field}", old, new, Kind.ARCHITECTURE)
         for field, old, new in _differing(saved["architecture"], current["architecture"])
@@ -217,12 +216,12 @@ def kind_of(field: str, config: Mapping[str, Any]) -> Kind:
 
 
 def is_allowed(field: str, allowed: Sequence[str]) -> bool:
-    """Returns whether an entry of ``train.allow_change`` is the field or a section that contains it."""
+    """An entry is the field itself or a section that contains it."""
     return any(field == entry or field.startswith(f"{entry}.") for entry in allowed)
 
 
 def refusal(differences: Sequence[Difference], allowed: Sequence[str]) -> str | None:
-    """Returns an error message with every difference that is not allowed, or None."""
+    """Returns an error message, or None."""
     refused = [
         difference for difference in differences if difference.kind is Kind.RUN and not is_allowed(difference.field, allowed)
     ]
@@ -241,7 +240,7 @@ def refusal(differences: Sequence[Difference], allowed: Sequence[str]) -> str | 
 
 
 def idle_entries(differences: Sequence[Difference], allowed: Sequence[str]) -> list[str]:
-    """Returns the entries of ``train.allow_change`` in which nothing differs."""
+    """Returns the entries of ``allowed`` in which nothing differs."""
     return [entry for entry in allowed if not any(is_allowed(difference.field, [entry]) for difference in differences)]
 
 

@@ -95,7 +95,7 @@ class Engine:
         self.weights = self._make_weights()
         needs_reference = self.objective.needs_reference
         self.reference = builder.reference() if needs_reference and self.policy.lora is None else None
-        """A frozen copy of the first weights. With adapters, the policy without them is the reference model."""
+        """None with adapters: the policy without them is the reference model."""
         self.reference_digest = self._digest_of_reference() if needs_reference else None
         self.counters = Counters()
         self._unscored: list[str] = []
@@ -214,7 +214,7 @@ class Engine:
         return score(replace(self.forward, temperature=1.0), self.policy.chunks, batch).logprob[: len(rest)].tolist()
 
     def update(self, batch: Batch, *, last: bool = True) -> UpdateResult:
-        """With ``engine.overlap_param_gather``, weights are gathered in the next update unless this is the ``last``."""
+        """With ``engine.overlap_param_gather``, the next update gathers the weights unless ``last``."""
         result = update(self.forward, self.policy, self.objective, batch, entropy_noise=self.counters.entropy_noise)
         if last:
             self.policy.param_gather.finish()
@@ -245,7 +245,6 @@ class Engine:
             self.offloader.onload_only("nothing")
 
     def memory(self) -> dict[str, float]:
-        """Returns maxima over all GPUs: the allocator's peak since the last call, and host memory for offloading."""
         if self.platform.kind == "cpu":
             return {}
         offloaded = 0 if self.offloader is None else self.offloader.most_offloaded
@@ -257,7 +256,7 @@ class Engine:
     # -- the ranks -------------------------------------------------------------------------------------------------------
 
     def broadcast_from_root(self, value: T) -> T:
-        """The other ranks wait on the host: a GPU that waits in a collective is not free for a server."""
+        """The other ranks wait on the host, so that a server can use their GPUs."""
         with contextlib.nullcontext() if self.ranks.rank == 0 else self.heartbeat.waiting("rank 0"):
             self.root_signal.pass_on()
         return broadcast_json(value, source=0, device=torch.device("cpu"), group=self.host_group)
@@ -267,7 +266,7 @@ class Engine:
 
 
 def check_same_plugins(config: RunConfig, device: torch.device) -> None:
-    """Raises ValueError on every rank if the ranks' plugins are not the same bytes. Every rank calls."""
+    """Raises ValueError on every rank if their plugins' bytes differ. Every rank calls."""
     if not config.objective.plugins:  # the configuration is the same on every rank
         return
     everyone = all_gather_json([socket.gethostname(), plugin_digests(config)], device=device)

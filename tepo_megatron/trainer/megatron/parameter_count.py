@@ -2,7 +2,7 @@
 
 python -m tepo_megatron.trainer.megatron.parameter_count < REQUEST.json
 
-REQUEST.json has ``spec`` (a ModelSpec's fields) and ``parallel`` (a ParallelConfig's). Prints [pp_rank][tp_rank] counts.
+REQUEST.json has the fields ``spec`` (ModelSpec) and ``parallel`` (ParallelConfig). Prints [pp_rank][tp_rank] counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tepo_megatron.weights.architecture import Experts, ModelSpec, RopeScaling
 
 
 def _count_parameters(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
-    """Joins a world of torch's ``fake`` backend for each rank: this process must not be in a world."""
+    """Joins torch's ``fake`` world for each rank: this process must not be in a world."""
     engine = EngineConfig(platform="cpu", parallel=parallel)
     platform = select_platform(engine)
     stage = parallel.tp * parallel.cp * parallel.dp

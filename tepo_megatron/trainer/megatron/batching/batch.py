@@ -18,11 +18,11 @@ from tepo_megatron.core.types import Batch
 _NO_MASK = -1
 
 _PIECE_BYTES = 2**28
-"""Limits memory on a GPU: a step's routes are gigabytes and stay in host memory."""
+"""Limits GPU memory: a step's routes are gigabytes."""
 
 
 def broadcast(batch: Batch | None, device: torch.device) -> Batch:
-    """Sends rank 0's packed batch to every rank's ``device``, without pickle. Every rank calls; only rank 0's argument is read.
+    """Sends rank 0's batch to every rank's ``device``. Every rank calls; only rank 0's argument is read.
 
     Routes and sampling masks stay in host memory.
     """
@@ -101,9 +101,9 @@ def _broadcast_in_pieces(flat: Tensor, device: torch.device) -> None:
 
 
 def pad_to(batch: Batch, num_tokens: int) -> Batch:
-    """Adds sequences outside every loss mask, until the batch has ``num_tokens`` tokens.
+    """Adds sequences outside every loss mask, up to ``num_tokens`` tokens.
 
-    They repeat the start of the longest sequence, so that padding never sets a tensor's largest value, by which FP8 may scale.
+    They repeat the start of the longest sequence: padding must not set a tensor's largest value, by which FP8 may scale.
     """
     missing = num_tokens - batch.num_tokens
     if missing == 0:
@@ -123,9 +123,9 @@ def pad_to(batch: Batch, num_tokens: int) -> Batch:
 
 
 def pad_sequences(batch: Batch, multiple: int) -> Batch:
-    """Repeats the last token of each sequence, outside the loss mask, until all lengths are multiples of ``multiple``.
+    """Repeats each sequence's last token, outside the loss mask, up to a multiple of ``multiple``.
 
-    Unlike in :func:`pad_to`, the activations of these tokens are new and could be a tensor's largest.
+    Unlike in :func:`pad_to`, these activations could be a tensor's largest.
     """
     lengths_S = batch.lengths_S
     padded_S = (lengths_S + multiple - 1) // multiple * multiple

@@ -1,8 +1,7 @@
-"""Context parallelism: which tokens of a micro-batch a rank computes, and how their scores are gathered.
+"""Divides micro-batches over context-parallel ranks, and gathers their scores.
 
 Each sequence is padded to 2 · cp equal chunks; rank r computes chunks r and 2 cp − 1 − r, as Transformer Engine does for
-``thd``: under causal attention, all ranks then have the same work. Every rank of the group computes the loss of the whole
-micro-batch and differentiates it by its own scores.
+``thd``: equal work under causal attention.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def _sequence_multiple(cp: int) -> int:
 def rank_order(cu_seqlens: Tensor, cp: int) -> Tensor:
     """Returns int64 [T], positions in the padded micro-batch: rank 0's T/cp tokens first.
 
-    ``cu_seqlens`` [S+1] are offsets of sequences with lengths that are multiples of 2 · cp.
+    ``cu_seqlens`` [S+1]: all lengths are multiples of 2 · cp.
     """
     offsets, lengths_S = cu_seqlens.long(), cu_seqlens.diff().long()
     index_T = torch.repeat_interleave(torch.arange(lengths_S.numel(), device=offsets.device), lengths_S)
@@ -44,10 +43,9 @@ def packed_order(rank_order_T: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Share:
-    """Holds a micro-batch and the t = T/cp of its T padded tokens that this rank computes."""
+    """Holds the t = T/cp of a micro-batch's T padded tokens that this rank computes."""
 
     micro: Batch
-    """The micro-batch without padding, which the loss sees."""
 
     tokens_t: Tensor
     positions_t: Tensor
@@ -58,7 +56,7 @@ class Share:
     packed: PackedSeqParams
 
     source_T: Tensor
-    """Positions of the tokens of ``micro`` among those of all ranks of the group."""
+    """Positions of ``micro``'s tokens among those of the group's ranks."""
 
     cp_group: dist.ProcessGroup | None
 
@@ -66,15 +64,14 @@ class Share:
     """bool: not padding."""
 
     chosen_tLk: Tensor | None = None
-    """Recorded experts (``Batch.routed_experts_T``)."""
+    """See ``Batch.routed_experts_T``."""
 
     kept_tK: Tensor | None = None
-    """int32: tokens that could have been drawn instead of the label, −1 if there are fewer than K. None: all."""
+    """int32: tokens that could have been drawn, −1 if fewer than K. None: all."""
 
     def gather(self, scores: TokenScores) -> TokenScores:
-        """Gathers the scores of every token of ``micro``. Every rank of the group calls.
-
-        Differentiable in this rank's scores; backward does not communicate, because each rank has the whole micro-batch's loss.
+        """Every rank of the group calls. Differentiable in this rank's scores; backward does not communicate, because each rank
+        has the whole micro-batch's loss.
         """
         slope = scores.entropy_slope
         return TokenScores(
@@ -91,9 +88,7 @@ class Share:
 
 
 def cut(micro: Batch, num_tokens: int, ranks: Ranks) -> Share:
-    """Pads a micro-batch to ``num_tokens``, at least :func:`padded_tokens`, a multiple of 2 · cp if cp > 1, and takes this
-    rank's share.
-    """
+    """Takes this rank's share. ``num_tokens``: at least :func:`padded_tokens`, and a multiple of 2 · cp if cp > 1."""
     padded = pad_to(pad_sequences(micro, _sequence_multiple(ranks.cp)), num_tokens)
     cu_seqlens, longest = padded.cu_seqlens, int(padded.lengths_S.max())
     # Padding is a part of its sequence: what follows a token changes nothing for it. With the same tensor for both kinds of
@@ -124,6 +119,5 @@ def cut(micro: Batch, num_tokens: int, ranks: Ranks) -> Share:
 
 
 def padded_tokens(lengths: Sequence[int], cp: int) -> int:
-    """Sums the lengths, each padded as :func:`cut` needs."""
     multiple = _sequence_multiple(cp)
     return sum(-(-length // multiple) * multiple for length in lengths)

@@ -13,11 +13,10 @@ _EVEN = 1.05
 _MORE = 2
 
 _MicroBatch = list[int]
-"""Indices of sequences."""
 
 
 def attention_length(spec: ModelSpec) -> float:
-    """Returns the length at which a sequence's attention costs as much as its matrix products with weights.
+    """Returns the length at which a sequence's attention costs as much as its products with weights.
 
     Causal attention over L tokens takes 2 · heads · head_dim · L operations per token and layer; a weight takes 2.
     """
@@ -32,14 +31,13 @@ def attention_length(spec: ModelSpec) -> float:
 def partition(
     lengths: Sequence[int], *, ranks: int, max_tokens: int, attention_length: float = math.inf, multiple: int = 1
 ) -> list[list[_MicroBatch]]:
-    """Assigns sequences to micro-batches: ``result[data-parallel rank][micro_batch]`` lists their indices.
+    """Returns indices of sequences as ``result[data-parallel rank][micro_batch]``; every rank computes the same.
 
     A sequence of L tokens costs L + L² / ``attention_length``. The k-th micro-batches of all ranks cost about the same, because
-    ranks wait for each other in each.
+    ranks wait for each other.
 
-    Every rank gets equally many, a ``multiple`` of them, and none is empty. A micro-batch exceeds ``max_tokens`` only if one
-    sequence does or there are too few sequences. Deterministic, so every rank computes the same. Raises ValueError for fewer
-    sequences than ranks × ``multiple``.
+    Every rank gets equally many, a ``multiple``, none empty. A micro-batch exceeds ``max_tokens`` only if a sequence does, or
+    if there are too few. Raises ValueError for fewer sequences than ranks × ``multiple``.
     """
     if len(lengths) < ranks * multiple:
         per_rank_words = (
@@ -70,7 +68,6 @@ def _imbalance(bins: Sequence[_MicroBatch], costs: Sequence[float]) -> float:
 
 
 def _fill_tightly(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[_MicroBatch]:
-    """Best fit, the longest first."""
     bins: list[_MicroBatch] = []
     rooms: list[tuple[int, int]] = []  # (tokens that still fit, micro-batch), sorted
     for sequence in order:
@@ -88,7 +85,7 @@ def _fill_tightly(order: Sequence[int], lengths: Sequence[int], max_tokens: int)
 def _fill_evenly(
     order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], *, count: int, max_tokens: int
 ) -> list[_MicroBatch]:
-    """The longest goes first, into the cheapest micro-batch with room, or into that with the most room."""
+    """The longest goes first, into the cheapest micro-batch with room."""
     bins: list[_MicroBatch] = [[] for _ in range(count)]
     rooms, loads = [max_tokens] * count, [0.0] * count
     open_ = [(0.0, index) for index in range(count)]  # a heap by cost
@@ -119,7 +116,6 @@ def _cut(bins: Sequence[_MicroBatch], count: int) -> list[_MicroBatch]:
 
 
 def _deal(bins: Sequence[_MicroBatch], costs: Sequence[float], ranks: int) -> list[list[_MicroBatch]]:
-    """The most expensive goes first; in each round the rank with the least cost chooses first."""
     price = {id(members): sum(costs[index] for index in members) for members in bins}
     ordered = sorted(bins, key=lambda members: (-price[id(members)], min(members)))
     dealt: list[list[_MicroBatch]] = [[] for _ in range(ranks)]

@@ -1,7 +1,6 @@
 """Reads checkpoints under any parallel layout; ``checkpoint/saving.py`` writes them.
 
-Keys of ``shards/rank00003-00001.safetensors`` such as ``master|model.norm.weight|0`` hold the box of a Hugging Face tensor that
-starts there. The folder must be on a file system that all ranks share.
+The key ``master|model.norm.weight|0`` has the box of a Hugging Face tensor that starts at 0.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _CPU = torch.device("cpu")
 
 
 def check(folder: Path, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Reads every byte of a checkpoint, each rank a part of the files, and returns ``state.json``.
+    """Reads every byte, each rank a part of the files; returns ``state.json``.
 
     Every rank calls; all return, or all raise the same DamagedCheckpoint. Format 1 has no digests: only the state is checked.
     """
@@ -62,9 +61,9 @@ def _check_share(folder: Path) -> dict[str, Any]:
 
 
 def load(folder: Path, *, policy: Policy, layout: ShardLayout, updates: int) -> int:
-    """Restores weights and optimizer from a whole checkpoint of any layout; returns the bytes that this rank read.
+    """Restores a whole checkpoint of any layout; returns the bytes that this rank read. Every rank calls.
 
-    Every rank calls. ``updates``: optimizer steps made. Raises ValueError if a tensor of this model is missing.
+    ``updates``: optimizer steps made. Raises ValueError if a tensor of this model is missing.
     """
     stored = {kind: open_boxes(folder, kind) for kind in optimizer_states.STATES}
     by_param = _shards_by_param(layout.shards)
@@ -99,10 +98,7 @@ def check_restored(folder: Path, state: dict[str, Any], digest: str) -> None:
 def shards_to_save(
     sources: Mapping[str, list[tuple[int, Shard]]], split: MegatronParallel, rank: int, policy: Policy
 ) -> list[Shard]:
-    """Returns the shards of which this rank writes its states; over all ranks they are the model once.
-
-    ``sources`` is from ``gather_sources``. With the distributed optimizer each data-parallel rank writes its range.
-    """
+    """Returns the shards that this rank writes; over all ranks they are the model once."""
     if not optimizer_states.is_distributed(policy.optimizer):
         return shards_to_write(sources, rank)
     place = split.coordinates(rank)
@@ -119,7 +115,7 @@ def shards_to_save(
 
 
 def bias_boxes(sources: Mapping[str, list[tuple[int, Shard]]], rank: int, policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yields (key, fp32 copy) of the experts' biases that this rank writes, as masters; nothing if adapters are trained."""
+    """Yields (key, fp32 copy) of this rank's expert biases, as masters; nothing if adapters are trained."""
     if policy.lora is not None:
         return
     for shard in shards_to_write(sources, rank):
@@ -139,7 +135,7 @@ def state_boxes(
 
 @dataclass(frozen=True)
 class _LocalPart:
-    """A box within one contiguous ``piece`` of the local range; ``offset`` is the start of the piece in the range."""
+    """``offset``: start of ``piece`` in the local range."""
 
     piece: Box
     offset: int

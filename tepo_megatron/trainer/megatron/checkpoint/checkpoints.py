@@ -21,19 +21,17 @@ from tepo_megatron.trainer.protocol import SavedCheckpoint
 
 @dataclass
 class Counters:
-    """The part of the engine's state that a checkpoint stores."""
-
     updates: int = 0
-    """Optimizer steps without skipped ones; learning rate and Adam count by them."""
+    """Skipped steps do not count."""
 
     updates_skipped: int = 0
 
     entropy_noise: float = 0.0
-    """99th percentile of the last measured noise of entropies, in nats; 0 before."""
+    """99th percentile of the last measurement, in nats; 0 before."""
 
 
 class MegatronCheckpoints:
-    """Saves and restores ``counters``; ``about``, rank 0's, describes the run."""
+    """``about``, rank 0's, describes the run."""
 
     def __init__(
         self,
@@ -52,10 +50,10 @@ class MegatronCheckpoints:
         self._restores_bits = not config.engine.fp8.params
         self._saving: Saving | None = None
         self.bytes_read = 0
-        """Bytes of optimizer states that this rank read in :meth:`load`."""
+        """Bytes that this rank read in :meth:`load`."""
 
     def save(self, folder: Path, *, step: int, state: dict[str, Any]) -> Path:
-        """Begins and finishes a checkpoint; returns its path. Every rank calls."""
+        """Returns the checkpoint's path. Every rank calls."""
         self.begin(folder, step=step, state=state)
         saved = self.finish()
         assert saved is not None

@@ -1,4 +1,4 @@
-"""Writes a checkpoint, at once or in the background: a thread of each rank writes a copy in host memory."""
+"""Writes a checkpoint, at once or in a background thread of each rank."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Saving:
     """Writes ``folder/step_XXXXXX``, replacing it. Every rank makes one and calls its methods in the same order.
 
     ``group`` has all ranks and works on the host. With ``background`` the constructor copies this rank's states to the host (12
-    bytes per parameter) and a thread writes them; otherwise :meth:`finish` does both.
+    bytes per parameter).
 
-    Raises the same RuntimeError on all ranks if any rank cannot write, with the cause and the free space.
+    Raises the same RuntimeError on all ranks if any rank cannot write.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Saving:
 
 
 class _Attempt:
-    """Ranks exchange errors after each part of the work, so that none waits for a rank with a failing file system."""
+    """Ranks exchange errors after each part, so that none waits for a rank with a failing file system."""
 
     def __init__(self, out: Path, group: dist.ProcessGroup | None) -> None:
         self.out = out

@@ -1,7 +1,6 @@
 """Computes causal attention over packed sequences without Transformer Engine, in its ``thd`` form.
 
-Sequences become right-padded rows, for which plain causal attention is exact. Under context parallelism keys and values of all
-ranks are gathered.
+Right-padded rows make plain causal attention exact. Context parallelism gathers all keys and values.
 """
 
 from __future__ import annotations
@@ -47,9 +46,7 @@ class PackedDotProductAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams,
         **_: Any,
     ) -> Tensor:
-        """Takes query [t, heads, d], key and value [t, kv heads, d]; returns [t, heads · d]. t: this context-parallel rank's
-        tokens.
-        """
+        """query [t, heads, d], key and value [t, kv heads, d] → [t, heads · d], for this rank's t tokens."""
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         order = like_lengths(lengths)
         whole = local = arrange(lengths, order, query.device)
@@ -76,28 +73,26 @@ class PackedDotProductAttention(torch.nn.Module):
 _CPU = torch.device("cpu")  # which tokens go where is found out there, whatever torch's default device is
 
 _LONGER, _SLACK = 1.5, 16
-"""The longest row of a block has at most _LONGER times the tokens of its shortest, plus _SLACK."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Places of t packed tokens in blocks of rows, R places in all; a block is [sequences, longest].
+    """Places of t packed tokens in blocks of rows [sequences, longest], R places in all.
 
-    Tokens are copied by index, also backward: padding has no gradient.
+    Copies by index, also backward: padding has no gradient.
     """
 
     blocks: Sequence[tuple[int, int]]
     source_R: Tensor
-    """int64: the token at each place; padding has the last token of its sequence."""
+    """int64 token; padding has the last token of its sequence."""
 
     place_t: Tensor
-    """int64: the place of each token."""
+    """int64"""
 
     padding_R: Tensor
-    """bool"""
 
     def spread(self, packed: Tensor) -> list[Tensor]:
-        """Maps packed [t, heads, …] to [sequences, heads, longest, …] of each block. Padding has arbitrary values."""
+        """Maps [t, heads, …] to [sequences, heads, longest, …] of each block. Padding has arbitrary values."""
         spread_R = _Spread.apply(packed, self.source_R, self.place_t)
         # one block is taken as it is: splitting and joining would copy it backward and forward
         parts = spread_R.split([count * longest for count, longest in self.blocks]) if len(self.blocks) > 1 else (spread_R,)
@@ -111,7 +106,7 @@ class Rows:
 
 
 def arrange(lengths: Sequence[int], order: Sequence[Sequence[int]], device: torch.device) -> Rows:
-    """``order`` has the indices of each block's sequences."""
+    """``order``: indices of each block's sequences."""
     lengths_S = torch.tensor(lengths, device=_CPU)
     offsets_S = lengths_S.cumsum(0) - lengths_S
     blocks, sources, paddings = [], [], []
@@ -131,7 +126,7 @@ def arrange(lengths: Sequence[int], order: Sequence[Sequence[int]], device: torc
 
 
 def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Returns the indices of sequences in blocks of similar lengths, the longest first."""
+    """Returns indices of sequences in blocks of similar lengths, the longest first."""
     blocks: list[list[int]] = []
     longest = 0
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):

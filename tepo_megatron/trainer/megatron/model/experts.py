@@ -1,8 +1,8 @@
-"""Mixture of experts: Megatron's options, a router for CPUs, and the auxiliary loss that balances experts.
+"""Sets Megatron's options for experts, and computes the auxiliary loss that balances them.
 
 Per layer, loss = coefficient · E · Σ_i f_i · P_i, with f_i = (tokens at expert i) / (k T) over the mini-batch's T tokens on all
 ranks, and P_i the mean router probability. f_i has no gradient and is counted when scoring, so that the loss is a sum over
-tokens, whatever the division into micro-batches and ranks (docs/decisions/037-expert-balance.md).
+tokens (docs/decisions/037-expert-balance.md).
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class Float32Router(TopKRouter):  # type: ignore[misc]  # Megatron's types are n
     """Without Transformer Engine, Megatron's function for the logits raises NameError."""
 
     def gating(self, input: Tensor) -> Tensor:
-        """Maps hidden states […, hidden] to float32 logits […, experts]."""
+        """[…, hidden] → float32 […, experts]."""
         return linear(input.float(), self.weight.float())
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Megatron's version is compiled by torch."""
+        """Megatron's version calls torch.compile."""
         if self.enable_expert_bias and torch.is_grad_enabled():
             real = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
             self.local_tokens_per_expert += real.sum(dim=0)
 
 
 def moe_options(spec: ModelSpec, engine: EngineConfig, platform: Platform, *, grouped: bool) -> dict[str, Any]:
-    """Returns fields of Megatron's ``TransformerConfig``. Drops no token, as in vLLM, so that trainer and servers agree.
+    """Returns fields of ``TransformerConfig``. No token is dropped, as in vLLM.
 
-    ``grouped``: one grouped matrix product for all experts of a rank (Transformer Engine).
+    ``grouped``: one matrix product for all experts of a rank (Transformer Engine).
     """
     parallel, balance = engine.parallel, engine.moe_balance
     if spec.experts is None:
@@ -70,24 +70,24 @@ def moe_options(spec: ModelSpec, engine: EngineConfig, platform: Platform, *, gr
 
 
 def gathers_tokens(parallel: ParallelConfig, platform: Platform) -> bool:
-    """Returns whether ranks that share experts gather each other's tokens, and need equally many."""
+    """Returns whether ranks gather each other's tokens, and need equally many."""
     return parallel.ep > 1 and platform.kind == "cpu"
 
 
 def one_length(spec: ModelSpec, parallel: ParallelConfig, platform: Platform) -> bool:
-    """Returns whether pipeline stages exchange micro-batches of one length only (Megatron's gathering dispatcher)."""
+    """True for Megatron's gathering dispatcher: stages exchange micro-batches of one length."""
     return parallel.pp > 1 and spec.experts is not None and platform.kind == "cpu"
 
 
 def largest_in_group(sizes: list[int], device: torch.device) -> list[int]:
-    """Returns each micro-batch's largest size over the ranks that gather tokens. All of them call, with equally many sizes."""
+    """Returns each micro-batch's largest size. Every rank that gathers tokens calls, with equally many sizes."""
     most = torch.tensor(sizes, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel_state.get_expert_tensor_and_model_parallel_group())
     return most.tolist()
 
 
 def auxiliary_loss(logits_tE: Tensor, load_E: Tensor, real_t: Tensor, experts: Experts, coefficient: float) -> Tensor:
-    """Returns float32, this rank's part of a layer's loss. ``load_E``: the mini-batch's tokens per expert."""
+    """Returns float32, this rank's part. ``load_E``: the mini-batch's tokens per expert."""
     if experts.biased:
         score_tE = logits_tE.float().sigmoid()
         probability_tE = score_tE / (score_tE.sum(-1, keepdim=True) + 1e-20)
@@ -99,6 +99,6 @@ def auxiliary_loss(logits_tE: Tensor, load_E: Tensor, real_t: Tensor, experts: E
 
 
 def attach(probabilities: Tensor, loss: Tensor) -> Tensor:
-    """Returns ``probabilities``; their backward pass also differentiates ``loss``, with the objective's weight."""
+    """The backward pass of ``probabilities`` also differentiates ``loss``, with the objective's weight."""
     attached: Tensor = MoEAuxLossAutoScaler.apply(probabilities, loss)
     return attached

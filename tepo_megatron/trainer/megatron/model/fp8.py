@@ -1,7 +1,6 @@
-"""Translates ``engine.fp8`` to Megatron-Core's configs, checks what FP8 needs, and reads FP8 weights.
+"""Translates ``engine.fp8`` to Megatron-Core's configs, and checks what FP8 needs.
 
-Sources: Megatron-Core 0.16.1's ``fp8_utils.get_fp8_recipe`` and ``get_fp8_align_size``; Transformer Engine's
-``pytorch/quantization.py``.
+Sources: Megatron-Core 0.16.1's ``fp8_utils``; Transformer Engine's ``pytorch/quantization.py``.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Needs:
-    """Widths of matrix products must be multiples of ``multiple``, a micro-batch's tokens of ``tokens``, and under sequence
-    parallelism the hidden size of ``gathered``.
+    """``multiple`` divides the widths of matrix products, ``tokens`` a micro-batch, ``gathered`` the hidden size under sequence
+    parallelism.
 
-    ``cuda``: torch's CUDA version, on GPUs up to ``cuda_up_to`` (None: all). ``below``: first capability without kernels.
+    ``cuda``: torch's, on GPUs up to ``cuda_up_to`` (None: all). ``below``: first capability without kernels.
     """
 
     te: str
@@ -76,11 +75,11 @@ _NEEDS = {
         tokens=32,
     ),
 }
-"""Transformer Engine's versions are those that Megatron-Core requires."""
+"""Megatron-Core requires these versions of Transformer Engine."""
 
 
 def layer_options(fp8: Fp8Config) -> dict[str, Any]:
-    """Returns fields of ``TransformerConfig``. Embedding and head stay bfloat16."""
+    """Embedding and head stay bfloat16."""
     if not fp8.enabled:
         return {"fp8": None}
     return {
@@ -97,15 +96,15 @@ def layer_options(fp8: Fp8Config) -> dict[str, Any]:
 
 
 def gather_options(fp8: Fp8Config) -> dict[str, Any]:
-    """Returns fields of ``DistributedDataParallelConfig``: FP8 weights are gathered as FP8.
+    """Returns fields of ``DistributedDataParallelConfig``.
 
-    MXFP8 weights are not: both their copies are quantized from gathered bfloat16.
+    MXFP8 weights are gathered as bfloat16, from which both their copies are quantized.
     """
     return {"fp8_param_gather": fp8.params, "reuse_grad_buf_for_mxfp8_param_ag": fp8.params and fp8.recipe == "mxfp8"}
 
 
 def optimizer_options(fp8: Fp8Config) -> dict[str, Any]:
-    """Returns fields of ``OptimizerConfig``: the distributed optimizer casts its fp32 masters to FP8 weights."""
+    """The distributed optimizer casts its fp32 masters to FP8 weights."""
     return {
         "fp8_recipe": fp8.recipe if fp8.params else None,
         "reuse_grad_buf_for_mxfp8_param_ag": fp8.params and fp8.recipe == "mxfp8",
@@ -113,7 +112,7 @@ def optimizer_options(fp8: Fp8Config) -> dict[str, Any]:
 
 
 def token_multiple(engine: EngineConfig) -> int:
-    """Returns the number of which a micro-batch's tokens must be a multiple, so that each rank's suit FP8."""
+    """A micro-batch's tokens must be a multiple, so that each rank's suit FP8."""
     ranks = engine.parallel.tp if engine.parallel.sequence_parallel else 1
     share = ranks * (_NEEDS[engine.fp8.recipe].tokens if engine.fp8.enabled else 1)
     return engine.parallel.cp * math.lcm(2, share) if engine.parallel.cp > 1 else share
@@ -164,7 +163,7 @@ def _possible_on(capability: _Capability) -> str:
 
 
 def ask_transformer_engine(fp8: Fp8Config) -> None:
-    """Raises ValueError with Transformer Engine's reason; unlike :func:`check_gpu`, it also looks at cuBLAS."""
+    """Raises ValueError with Transformer Engine's reason, which includes cuBLAS."""
     if not fp8.enabled:
         return
     state = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
@@ -174,10 +173,7 @@ def ask_transformer_engine(fp8: Fp8Config) -> None:
 
 
 def check_model(fp8: Fp8Config, spec: ModelSpec, parallel: ParallelConfig) -> None:
-    """Raises ValueError with every width of the model's layers, in this layout, that FP8 matrix products cannot compute.
-
-    Embedding and head are not FP8: any vocabulary is allowed.
-    """
+    """Raises ValueError with every width that FP8 cannot compute. Embedding and head are not FP8: any vocabulary is allowed."""
     if not fp8.enabled:
         return
     multiple = _NEEDS[fp8.recipe].multiple
@@ -236,10 +232,7 @@ class PlainWeights(Mapping[str, Tensor]):
 
 
 def load_weights(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Loads as ``hf_folder.load_into``, also into FP8 parameters.
-
-    Returns the FP8 parameters' values before rounding, on the CPU: their fp32 masters start from them.
-    """
+    """Returns FP8 parameters' values before rounding, on the CPU: their fp32 masters start from them."""
     # The bridge writes parts of a parameter, and one in FP8 takes only the whole: it is read into a plain tensor first.
     unrounded = {name: torch.empty(param.shape, dtype=param.dtype) for name, param in params.items() if is_float8tensor(param)}
     load_into(folder, layout, {**params, **unrounded})

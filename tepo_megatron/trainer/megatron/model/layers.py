@@ -1,7 +1,4 @@
-"""Chooses Transformer Engine's layers or Megatron-Core's own, once and before any process group.
-
-No other file decides about layers by the platform.
-"""
+"""Chooses Transformer Engine's layers or Megatron-Core's own, once and before any process group."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ class Layers:
 
     @property
     def fused_norms(self) -> bool:
-        """Returns whether the weights of two norms are inside the linears that follow."""
+        """Whether the weights of two norms are inside the linears that follow."""
         return self.kind == "te"
 
 
@@ -44,10 +41,10 @@ LOCAL = Layers("local")
 
 
 def choose_layers(config: EngineConfig, platform: Platform) -> Layers:
-    """Chooses without communication.
-
-    Raises RuntimeError if Transformer Engine is needed and cannot be imported, ValueError if a GPU is missing or lacks the FP8
+    """Raises RuntimeError if a needed Transformer Engine cannot be imported, ValueError if a GPU is missing or lacks the FP8
     recipe.
+
+    No communication.
     """
     packages = installed_packages()
     problem = import_problem() if platform.kind == "cuda" and config.layers != "local" else None
@@ -60,7 +57,7 @@ def choose_layers(config: EngineConfig, platform: Platform) -> Layers:
 
 
 def decide(config: EngineConfig, platform: Literal["cpu", "cuda"], te_problem: str | None) -> Literal["te", "local"]:
-    """``te_problem``: why Transformer Engine cannot be imported, or None. Raises as :func:`choose_layers`."""
+    """``te_problem`` is from :func:`import_problem`. Raises as :func:`choose_layers`."""
     if platform == "cpu":
         for asked, name in ((config.layers == "te", "engine.layers = te"), (config.fp8.enabled, "engine.fp8")):
             if asked:
@@ -86,9 +83,9 @@ def decide(config: EngineConfig, platform: Literal["cpu", "cuda"], te_problem: s
 
 
 def import_problem() -> str | None:
-    """Returns why ``transformer_engine.pytorch`` cannot be imported, or None.
+    """Returns None if ``transformer_engine.pytorch`` can be imported.
 
-    Megatron-Core ignores a failed import; a wrong build fails with more than ImportError, and the user must see it.
+    Megatron-Core hides a failed import; a wrong build fails with more than ImportError.
     """
     try:
         importlib.import_module("transformer_engine.pytorch")
@@ -98,10 +95,7 @@ def import_problem() -> str | None:
 
 
 def kernel_options(layers: Layers) -> dict[str, Any]:
-    """Returns fields of ``TransformerConfig`` for fused kernels.
-
-    The model has no masked softmax outside Transformer Engine's attention, and no bias or dropout at the residual.
-    """
+    """Fusions stay off for what the model lacks: masked softmax outside Transformer Engine, bias, dropout."""
     te = layers.kind == "te"
     return {
         "bias_activation_fusion": te,  # SwiGLU keeps only its input for the backward pass; compiled by torch
@@ -114,7 +108,7 @@ def kernel_options(layers: Layers) -> dict[str, Any]:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with Megatron's constructor; sequence parallelism needs its weight marked."""
+    """Sequence parallelism needs the weight marked."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -125,10 +119,7 @@ class RMSNorm(torch.nn.RMSNorm):
 def layer_spec(
     config: TransformerConfig, layers: Layers, vp_stage: int | None = None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Returns specs of this rank's layers, with experts as in ``config.moe_layer_freq``.
-
-    ``vp_stage``: index of the model chunk, if stages are interleaved.
-    """
+    """``vp_stage``: index of the model chunk, if stages are interleaved."""
     sparse = config.moe_layer_freq if config.num_moe_experts is not None else [0] * config.num_layers
     if layers.kind == "te" and len(set(sparse)) > 1:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)

@@ -33,23 +33,23 @@ from tepo_megatron.weights.transfer.full_tensors import gather_sources, gather_t
 
 @dataclass
 class Lora:
-    """``params`` are trained, under the names of ``layout``; ``layouts`` are those of all ranks."""
+    """``params`` has the names of ``layout``; ``layouts`` are those of all ranks."""
 
     config: LoraConfig
     tensors: Sequence[str]
-    """The adapted weights of the whole model."""
+    """Those of the whole model."""
     layouts: Sequence[ShardLayout]
     layout: ShardLayout
     sources: Mapping[str, list[tuple[int, Shard]]]
     params: dict[str, torch.nn.Parameter] = field(repr=False)
     adapters: dict[str, Adapter] = field(repr=False)
-    """By the names of the parameters that they change."""
+    """Named by the parameters that they change."""
     on: bool = True
 
     def merged(self, params: Mapping[str, Tensor], *, remember: bool = True) -> Mapping[str, Tensor]:
-        """Returns a read-only view of the parameters, adapted ones merged at each access.
+        """Adapted parameters are merged at each access.
 
-        With ``remember`` it keeps the last one: for views that do not outlive an update.
+        ``remember`` keeps the last one: for views that do not outlive an update.
         """
         return _MergedWeights(params, self.adapters, remember=remember)
 
@@ -70,9 +70,9 @@ class Lora:
         return AdapterSettings(config.rank, config.alpha, config.rslora, config.dropout, tuple(targets))
 
     def sum_gradients(self) -> None:
-        """Sums gradients over the ranks that hold copies of A or B but different parts of the weight. Every rank calls.
+        """Sums over ranks with copies of A or B but different parts of the weight. Every rank calls.
 
-        Called after they are summed over micro-batches and data-parallel ranks.
+        Micro-batches and data-parallel ranks must be summed before.
         """
         for group, params in self._copies():
             grads = [param.main_grad for param in params]  # type: ignore[attr-defined]
@@ -101,9 +101,9 @@ def build_lora(
     rank: int,
     seed: int,
 ) -> Lora:
-    """Freezes the model and adds adapters. ``params`` are the model's, ``layouts`` those of all ranks.
+    """Freezes the model and adds adapters. Raises ValueError for targets that match nothing.
 
-    Every rank calls before Megatron's DDP is made; no communication. Raises ValueError for targets that match nothing.
+    Every rank calls before Megatron's DDP is made; no communication. ``layouts`` are those of all ranks.
     """
     layout_of_model = layouts[rank]
     tensors = adapted_tensors(layout_of_model.shapes, config.target_modules)
@@ -144,7 +144,7 @@ def _new_parameters(layout: ShardLayout, bases: Mapping[str, torch.nn.Parameter]
 
 
 def _draw(layout: ShardLayout, params: Mapping[str, torch.nn.Parameter], seed: int) -> None:
-    """Draws A as in PEFT, uniform within ±1 / sqrt(in), from seed and name: the same under every layout."""
+    """A is uniform within ±1 / sqrt(in) as in PEFT, from seed and name: the same under every layout."""
     for shard in layout.shards:
         if shard.tensor.endswith(".lora_A.weight"):
             digest = hashlib.sha256(f"{seed} {shard.tensor}".encode()).digest()
@@ -193,17 +193,14 @@ def _pairs(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class Adapter(torch.nn.Module):
-    """Holds one pair per adapted matrix that is fused in one parameter."""
-
     def __init__(self, scale: float, blocks: Sequence[Sequence[AdapterBlock]], pairs: Sequence[torch.nn.Parameter]) -> None:
-        """``pairs``: A [rank, columns] and B [rows, rank] of each matrix in turn; ``blocks``: where its rows belong."""
+        """``pairs``: A [rank, columns], B [rows, rank] of each matrix; ``blocks``: where its rows belong."""
         super().__init__()
         self.scale, self.blocks = scale, blocks
         for number, param in enumerate(pairs):  # its own, not a list's: Megatron gathers what a module has before its forward
             self.register_parameter(f"matrix{number}", param)
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Returns the merged weight, in the weight's shape and dtype."""
         merged: Tensor = _Merge.apply(weight, self.scale, self.blocks, *self._parameters.values())
         return merged
 
@@ -214,7 +211,6 @@ def _hang_adapters(
     params: Mapping[str, torch.nn.Parameter],
     is_on: Callable[[], bool],
 ) -> None:
-    """Adapted layers compute with merged weights while ``is_on()``."""
     by_identity = {id(params[name]): adapter for name, adapter in adapters.items()}
     for chunk in chunks:
         modules = torch.nn.ModuleList()
@@ -234,14 +230,14 @@ def _hang_adapters(
 
 
 def _start_graph(module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
-    """Recomputed layers have gradients only if their input needs one, and that of a frozen embedding does not."""
+    """Recomputed layers have gradients only if their input needs one; a frozen embedding's does not."""
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
 def with_merged_weights(
     module: torch.nn.Module, adapters: Mapping[str, Adapter], is_on: Callable[[], bool]
 ) -> Callable[..., Any]:
-    """Returns a forward for ``module`` in which ``adapters``, by parameter name, are merged."""
+    """Returns a forward with ``adapters``, by parameter name, merged."""
     plain = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -262,7 +258,7 @@ def with_merged_weights(
 
 @dataclass(frozen=True)
 class _Forgotten:
-    """Stands for a merged weight, or a view of it, that the backward pass computes again."""
+    """The backward pass computes it again."""
 
     adapter: Adapter
     weight: Tensor

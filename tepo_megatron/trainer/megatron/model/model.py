@@ -80,7 +80,7 @@ def build_model(
     *,
     head: Literal["logits", "fused"] = "logits",
 ) -> GPTModel:
-    """Builds a chunk of this rank's part of the model, without loading weights.
+    """Builds a chunk without loading weights.
 
     Every rank calls for each of its ``ranks.vpp`` chunks in order: the ends of the pipeline exchange a tied embedding.
     """
@@ -107,7 +107,7 @@ def build_model(
 
 
 class _FusedHead(torch.nn.Module):
-    """Returns hidden states; the scores compute the product with the weight (``core/scores/fused_linear.py``).
+    """The scores compute the product with the weight (``core/scores/fused_linear.py``).
 
     ``weight`` is None if the head is tied to an embedding of the same rank.
     """
@@ -120,7 +120,7 @@ class _FusedHead(torch.nn.Module):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """Returns ``input_`` [T, 1, H] ([T/tp, 1, H] under sequence parallelism). The other arguments are Megatron's."""
+        """Returns ``input_`` [T, 1, H] ([T/tp, 1, H] under sequence parallelism)."""
         return input_, None
 
 
@@ -138,7 +138,7 @@ def _fuse_head(model: GPTModel) -> None:
 
 
 def fused_head(model: torch.nn.Module) -> HeadWeight | None:
-    """Returns None if the last stage's (wrapped) model returns logits."""
+    """Returns None if the last stage's model returns logits."""
     gpt: Any = unwrap_model(model)
     head = gpt.output_layer
     if not isinstance(head, _FusedHead):

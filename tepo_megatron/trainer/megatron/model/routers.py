@@ -1,8 +1,7 @@
-"""Routers of a model with experts: rollout routing replay (R3), load metrics, and the auxiliary loss.
+"""Routers with rollout routing replay (R3), load metrics, and the auxiliary loss.
 
-Trainer and sampler round differently and near a tie choose different experts, which changes log-probs far more than rounding.
-Replay takes the sampler's experts, weighed by the trainer's logits, so that the router learns (docs/reference/moe.md,
-docs/decisions/027-routing-replay.md).
+Trainer and sampler choose different experts near a tie, which changes log-probs far more than rounding. Replay takes the
+sampler's experts, weighed by the trainer's logits, so that the router learns (docs/decisions/027-routing-replay.md).
 """
 
 from __future__ import annotations
@@ -26,30 +25,28 @@ from tepo_megatron.trainer.megatron.platform.parallel import Ranks
 from tepo_megatron.weights.architecture import Experts, ModelSpec
 
 _TopK = Callable[..., tuple[Tensor, Tensor]]
-"""(scores, k, num_groups=…, group_topk=…) → (k largest scores, their experts)."""
 
 
 @dataclass(frozen=True)
 class _Micro:
-    """The t tokens of a micro-batch that pass this rank's routers."""
+    """t: the tokens that pass this rank's routers."""
 
     chosen_tLk: Tensor | None
 
     recorded_t: Tensor | None
-    """bool. Without a record (last tokens of sequences, padding) routers choose themselves."""
+    """bool. Routers choose themselves for last tokens of sequences and padding."""
 
     real_t: Tensor
     """bool: not padding."""
 
     load_LE: Tensor | None
-    """The mini-batch's, for an auxiliary loss."""
 
     train: bool
-    """Whether a backward pass follows, which may recompute the forward pass."""
+    """A backward pass may recompute the forward pass."""
 
 
 class Routers:
-    """Implements the protocol of Megatron's ``RouterReplay`` for all routers of this rank's part of the policy.
+    """Implements the protocol of Megatron's ``RouterReplay`` for this rank's policy.
 
     Megatron's class would mix policy and reference, and needs a record of every token.
     """
@@ -80,7 +77,7 @@ class Routers:
 
     @contextmanager
     def forward_pass(self, share: Share, *, train: bool) -> Iterator[None]:
-        """Surrounds a micro-batch's forward pass; ``train``: a backward pass follows."""
+        """``train``: a backward pass follows."""
         chosen_tLk = None if share.chosen_tLk is None else self._local_tokens(share.chosen_tLk)
         recorded_t = None if chosen_tLk is None else chosen_tLk[:, 0, 0] != not_recorded(chosen_tLk.itemsize)
         self._micro = _Micro(chosen_tLk, recorded_t, self._local_tokens(share.real_t), share.micro.expert_load_LE, train)
@@ -90,7 +87,7 @@ class Routers:
             self._micro = None
 
     def end_run(self) -> None:
-        """Forgets the micro-batches of a batch. Called after all forward and backward passes."""
+        """Forgets a batch. Called after all forward and backward passes."""
         for choice in self._choices:
             choice.waiting.clear()
         self._aux_loss[1] += self._has_loss
@@ -98,7 +95,7 @@ class Routers:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Counts choices for :meth:`take_metrics` and :meth:`load`."""
+        """Counts for :meth:`take_metrics` and :meth:`load`."""
         self._counting, self._before_LE = True, self._loads_LE.clone()
         try:
             yield
@@ -106,9 +103,9 @@ class Routers:
             self._counting = False
 
     def load(self) -> Tensor | None:
-        """Returns int64 [layers, experts]: tokens per expert in the last :meth:`counted`, over all ranks. Every rank calls.
+        """Returns int64 [layers, experts]: tokens in the last :meth:`counted`, over all ranks; None without an auxiliary loss.
 
-        None without an auxiliary loss.
+        Every rank calls.
         """
         if self._balance.kind != "aux_loss":
             return None
@@ -117,7 +114,6 @@ class Routers:
         return load_LE
 
     def add_loss(self, layer: int, micro: _Micro, probabilities: Tensor, logits_tE: Tensor) -> Tensor:
-        """Returns ``probabilities``, with the layer's auxiliary loss attached if there is one."""
         if micro.load_LE is None or not torch.is_grad_enabled():
             return probabilities
         load_E, coefficient = micro.load_LE[layer], self._balance.coefficient
@@ -128,11 +124,11 @@ class Routers:
         return attach(probabilities, loss)
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the experts' load since the last call, and the effect of replay. Every rank calls; all get the same.
+        """Returns metrics since the last call. Every rank calls; all get the same.
 
         ``moe/max_violation``: tokens of the busiest expert over the mean, minus 1 (MaxVio), mean over layers.
         ``moe/load_entropy``: entropy of the shares over its maximum. ``moe/replay_differs``: share of recorded choices that the
-        trainer's router would not have made. ``moe/aux_loss``: sum over layers, mean over updates. Each also by layer.
+        trainer's router would not have made. ``moe/aux_loss``: sum over layers, mean over updates.
         """
         counts = torch.cat([self._loads_LE, self._replayed_L2], dim=1)
         self._loads_LE, self._replayed_L2 = torch.zeros_like(self._loads_LE), torch.zeros_like(self._replayed_L2)
@@ -170,11 +166,7 @@ class Routers:
         return values_t.view(self._ranks.tp, -1, *values_t.shape[1:])[self._ranks.tp_rank]
 
     def micro_batch(self, waiting: deque[_Micro]) -> _Micro | None:
-        """Returns the micro-batch of a router's current call, or None.
-
-        Outside :meth:`forward_pass` a backward pass recomputes, in the order of the forward passes: ``waiting`` are the
-        micro-batches to come.
-        """
+        """Outside :meth:`forward_pass` a backward pass recomputes ``waiting`` in the order of the forward passes."""
         if self._micro is None:
             return waiting.popleft() if waiting else None
         if self._micro.train:
@@ -182,7 +174,7 @@ class Routers:
         return self._micro
 
     def count(self, layer: int, micro: _Micro, experts_tk: Tensor, router_choice_tk: Tensor) -> None:
-        """Counts ``router_choice_tk``, by the router itself, and ``experts_tk``, with the record."""
+        """``experts_tk`` has the record, ``router_choice_tk`` the router's own choice."""
         if not self._counting:
             return
         if self._loads_LE.device != experts_tk.device:
@@ -213,7 +205,7 @@ class _Choice:
     def route(
         self, routing: Callable[..., tuple[Tensor, Tensor]], logits: Tensor, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Megatron's ``routing`` of logits [t, 1, experts]: weights and choice, both [t, experts]."""
+        """logits [t, 1, experts] → weights and choice, both [t, experts]."""
         self._micro = micro = self._routers.micro_batch(self.waiting)
         if micro is not None and padding_mask is None:
             padding_mask = ~micro.real_t  # Megatron's count for the biases leaves these out
@@ -225,7 +217,7 @@ class _Choice:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: _TopK
     ) -> tuple[Tensor, Tensor]:
-        """Returns scores of the chosen experts and the experts, both [t, k]. Differentiable in ``scores`` [t, experts]."""
+        """Returns scores and experts, both [t, k]. Differentiable in ``scores`` [t, experts]."""
         values_tk, router_choice_tk = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         micro = self._micro
         if micro is None:

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch 
 
 
 def broadcast_json(value: Any, *, source: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
-    """Returns ``source``'s value on every rank, as JSON returns it; floats are exact. Every rank calls.
+    """Returns ``source``'s value as JSON returns it; floats are exact. Every rank calls.
 
     ``group`` (default: torch's) has all ranks and works on tensors of ``device``.
     """
@@ -32,7 +32,7 @@ def broadcast_json(value: Any, *, source: int, device: torch.device, group: dist
 
 
 def all_gather_json(value: Any, *, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Returns the values of all ranks of ``group``, by rank, as :func:`broadcast_json`. Every rank of the group calls."""
+    """Returns the values by rank, as :func:`broadcast_json`. Every rank of the group calls."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([data.numel()], device=device), group=group)
@@ -46,10 +46,7 @@ def all_gather_json(value: Any, *, device: torch.device, group: dist.ProcessGrou
 
 @contextmanager
 def objects_as_json(device: torch.device) -> Iterator[None]:
-    """Makes ``torch.distributed.all_gather_object`` send JSON instead of a pickle: a list of tuples per rank.
-
-    Megatron's optimizers use it to compare the keys of their parameter groups between ranks.
-    """
+    """Makes ``torch.distributed.all_gather_object``, which Megatron's optimizers call with lists of tuples, send JSON."""
     original = dist.all_gather_object
 
     def gather(object_list: list[Any], obj: list[Any], group: dist.ProcessGroup | None = None) -> None:
@@ -69,14 +66,14 @@ def _as_tuples(value: Any) -> Any:
 
 
 _FOR_EVER = timedelta(days=365)
-"""The heartbeat watch ends what hangs, and the connection breaks if rank 0's machine is gone."""
+"""The heartbeat watch ends what hangs; a lost machine breaks the connection."""
 
 _KEPT = 1000
 """No rank is so many signals late: every step has collectives of all ranks."""
 
 
 class RootSignal:
-    """Lets other ranks wait for rank 0 without a collective's time limit. One per rank."""
+    """Lets other ranks wait for rank 0 without a collective's time limit."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -88,7 +85,7 @@ class RootSignal:
             self._store = PrefixStore("tepo/root", store.clone())
 
     def pass_on(self) -> None:
-        """Returns when rank 0 has called as often as this rank. Raises torch's DistError if the store is gone."""
+        """Raises torch's DistError if the store is gone."""
         if self._alone:
             return
         self._count += 1

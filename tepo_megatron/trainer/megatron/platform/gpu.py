@@ -1,4 +1,4 @@
-"""Finds GPU software and hardware of this machine, without importing the packages or starting CUDA."""
+"""Finds GPU software and hardware without importing packages or starting CUDA."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tepo_megatron.versions import TE_RANGE, installed_version
 
 INSTALL_TE = f"pip install --no-build-isolation 'transformer-engine[pytorch]{TE_RANGE}'"
 WGRAD = "fused_weight_gradient_mlp_cuda"
-"""NVIDIA apex' extension that adds a weight's gradient to Megatron's buffer inside the matrix product."""
+"""NVIDIA apex' extension adds a weight's gradient to Megatron's buffer inside the matrix product."""
 
 
 @dataclass(frozen=True)
 class Packages:
-    """``te``: version of Transformer Engine, or None. ``apex``, ``wgrad``: whether NVIDIA's apex and its extension exist."""
+    """``te``: version. ``apex``, ``wgrad``: whether NVIDIA's apex and its extension exist."""
 
     te: str | None = None
     apex: bool = False
@@ -29,7 +29,7 @@ NO_PACKAGES = Packages()
 
 
 def installed_packages() -> Packages:
-    """Counts packages that cannot be loaded: nothing is imported."""
+    """A package that cannot be loaded counts: nothing is imported."""
     te = installed_version("transformer-engine")
     return Packages(te=te, apex=is_nvidia_apex(package_folder("apex")), wgrad=find_spec(WGRAD) is not None)
 
@@ -46,7 +46,7 @@ def is_nvidia_apex(folder: Path | None) -> bool:
 
 
 def adam_kernel(packages: Packages) -> tuple[str, str]:
-    """Returns (whose Adam Megatron-Core uses, why): it tries Transformer Engine's, then apex', then torch's."""
+    """Returns (whose Adam, why): Megatron-Core tries Transformer Engine's, then apex', then torch's."""
     if packages.te is not None:
         return "Transformer Engine's", "it is installed"
     if packages.apex:
@@ -55,7 +55,7 @@ def adam_kernel(packages: Packages) -> tuple[str, str]:
 
 
 def norm_kernel(layers: str) -> tuple[str, str]:
-    """Returns (whose RMSNorm the layers use, why); ``layers`` is ``te`` or ``local``."""
+    """Returns (whose RMSNorm, why); ``layers`` is ``te`` or ``local``."""
     if layers == "te":
         return "Transformer Engine's, fused into the linear that follows", "the layers are Transformer Engine's"
     return "torch's", "the layers are Megatron-Core's own, whose fused norm (apex') is no RMSNorm"
@@ -67,10 +67,9 @@ _BLACKWELL = (10, 0)
 
 
 def set_connections(parallel: ParallelConfig) -> None:
-    """Sets ``CUDA_DEVICE_MAX_CONNECTIONS`` to 1 if Megatron wants it and the user has not set it. CUDA reads it when it starts.
+    """Sets ``CUDA_DEVICE_MAX_CONNECTIONS`` to 1 if Megatron wants it and the user has not set it. Called before CUDA starts.
 
-    With one queue, kernels start in the order of their calls, so that a collective hides behind the next matrix product. It
-    changes speed alone.
+    With one queue, kernels start in the order of their calls, and collectives hide behind matrix products.
     """
     if CONNECTIONS_VARIABLE not in os.environ and wants_one_connection(parallel, gpu_capability()):
         os.environ[CONNECTIONS_VARIABLE] = "1"
@@ -83,15 +82,12 @@ def set_interface(interface: str | None) -> None:
 
 
 def wants_one_connection(parallel: ParallelConfig, capability: tuple[int, int] | None) -> bool:
-    """Megatron's training wants it for tensor or context parallelism on GPUs before Blackwell.
-
-    ``capability`` is None without a GPU.
-    """
+    """True for tensor or context parallelism before Blackwell; ``capability`` is None without a GPU."""
     return capability is not None and capability < _BLACKWELL and (parallel.tp > 1 or parallel.cp > 1)
 
 
 def gpu_capability() -> tuple[int, int] | None:
-    """Asks NVIDIA's driver about the first GPU; None without one."""
+    """Asks NVIDIA's driver about the first GPU."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -14,13 +14,13 @@ from tepo_megatron.runtime.rendezvous import rank_store
 from tepo_megatron.trainer.megatron.platform.platform import Platform
 
 _MARGIN_S = 300.0
-"""The heartbeat watch, which reports more, must end the run before a collective's limit does."""
+"""The heartbeat watch reports more, and must end the run first."""
 
 _TIMEOUT = timedelta(seconds=1800 + _MARGIN_S)
 
 
 def collective_timeout(config: RunConfig) -> timedelta:
-    """In a weight update rank 0 may wait for servers, up to their time-outs, while the others already wait in a collective."""
+    """In a weight update rank 0 may wait for servers while the others wait in a collective."""
     return timedelta(seconds=config.train.hang_timeout_s + config.rollout.server.longest_wait_s + _MARGIN_S)
 
 
@@ -29,7 +29,7 @@ class Ranks:
     """Ranks are numbered tp innermost, then cp, dp and pp, as in Megatron.
 
     ``dp`` ranks compute different sequences, ``cp`` ranks different tokens of the same ones. ``tp_group`` and ``cp_group`` are
-    None if tp and cp are 1.
+    None for size 1.
     """
 
     rank: int
@@ -61,12 +61,12 @@ class Ranks:
 
     @property
     def last_stage_root(self) -> int:
-        """Returns the global rank of the last stage's first rank, which reports for the stage."""
+        """This rank reports for the last stage."""
         return self.tp * self.cp * self.dp * (self.pp - 1)
 
 
 def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout: timedelta = _TIMEOUT) -> Ranks:
-    """Joins torchrun's world, or one process without its variables, and divides it. Every rank calls.
+    """Joins torchrun's world, or makes a world of one. Every rank calls.
 
     ``timeout`` limits every collective. Raises ValueError if the world is not tp × pp × cp × dp.
     """
@@ -114,12 +114,12 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
 
 
 def host_group(platform: Platform, timeout: timedelta = _TIMEOUT) -> dist.ProcessGroup | None:
-    """Returns a group of all ranks that waits on the host; None if torch's default group does. Every rank calls."""
+    """Returns a group that waits on the host; None if torch's default group does. Every rank calls."""
     return None if platform.backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
 
 
 def destroy() -> None:
-    """Leaves the world; safe to call twice. Waits for no rank: after a failure others may be gone."""
+    """Safe to call twice. Waits for no rank: after a failure others may be gone."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():

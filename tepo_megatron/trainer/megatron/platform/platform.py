@@ -1,7 +1,6 @@
-"""Selects where the trainer runs: on CUDA with NCCL, or on a CPU with gloo.
+"""Selects CUDA with NCCL, or a CPU with gloo.
 
-On a CPU, every place of Megatron-Core that requires CUDA is patched (docs/decisions/005-cpu-patches.md). A test leaves each
-patch out, so that one that upstream no longer needs is noticed.
+On a CPU every place of Megatron-Core that requires CUDA is patched (docs/decisions/005-cpu-patches.md).
 """
 
 from __future__ import annotations
@@ -28,15 +27,12 @@ class Platform:
     backend: str
 
     def megatron(self) -> contextlib.AbstractContextManager[None]:
-        """Returns the context in which Megatron's code must be called."""
+        """Megatron's code must be called in this context."""
         return cuda_means_cpu() if self.kind == "cpu" else contextlib.nullcontext()
 
 
 def select_platform(config: EngineConfig) -> Platform:
-    """Sets the device, or installs the CPU patches.
-
-    Raises RuntimeError if CUDA is required and torch sees no GPU.
-    """
+    """Sets the device, or installs the CPU patches. Raises RuntimeError if CUDA is required and missing."""
     has_gpu = torch.cuda.is_available()
     if config.platform == "cuda" and not has_gpu:
         raise RuntimeError(
@@ -71,7 +67,6 @@ def _random_state(*_: Any, **__: Any) -> torch.Tensor:
 
 
 def cpu_patches() -> list[_CpuPatch]:
-    """Returns all patches in order; changes nothing."""
     import megatron.core.optimizer as megatron_optimizer
     import megatron.core.tensor_parallel.random as megatron_random
     from megatron.core.optimizer import distrib_optimizer, optimizer_config
@@ -95,10 +90,7 @@ def cpu_patches() -> list[_CpuPatch]:
 
 
 def install_cpu_patches() -> None:
-    """Patches torch.cuda and Megatron in this process. A second call changes nothing.
-
-    Raises RuntimeError on a machine with a GPU, and for a Megatron-Core version without tested patches.
-    """
+    """A second call changes nothing. Raises RuntimeError on a machine with a GPU, and for an untested Megatron-Core version."""
     if torch.cuda.is_available():
         raise RuntimeError(
             "engine.platform = cpu patches torch.cuda, and this machine has a GPU; hide it (CUDA_VISIBLE_DEVICES=)"
@@ -130,13 +122,13 @@ class _CudaToCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def cuda_means_cpu() -> Iterator[None]:
-    """Surrounds calls into Megatron that make tensors on a literal "cuda"."""
+    """Surrounds calls into Megatron that make tensors on "cuda"."""
     with _CudaToCpu():
         yield
 
 
 class _HybridOnCpu(HybridDeviceOptimizer):  # type: ignore[misc] # Megatron has no types
-    """Offloads tensors on the CPU; Megatron's own looks for CUDA tensors, finds none, and then misses their copies."""
+    """Megatron's own looks for CUDA tensors and, with none, misses their copies."""
 
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> tuple[Any, ...]:
         """As Megatron's, but copies are not pinned."""
@@ -162,7 +154,7 @@ class _HybridOnCpu(HybridDeviceOptimizer):  # type: ignore[misc] # Megatron has 
 
 
 class _HostStream:
-    """Replaces a CUDA stream and its events: on a CPU everything runs in order."""
+    """On a CPU everything runs in order."""
 
     def wait_stream(self, _: object) -> None: ...
 

@@ -1,6 +1,6 @@
-"""Moves the trainer's memory to the host and back, bit for bit, on GPUs that it shares with rollout servers.
+"""Moves the trainer's memory to the host and back, bit for bit, on GPUs that it shares with servers.
 
-Whole storages are moved, so that all their views stay valid; an offloaded storage has size 0 on the device.
+It moves whole storages, so that all their views stay valid.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _PARTS: dict[_OnDevice, frozenset[str]] = {
 
 
 CHUNK_BYTES = 2**24
-"""torch pins powers of two only; one buffer per storage could take twice its size."""
+"""torch pins powers of two only."""
 
 
 class OffloadedStorages:
-    """Holds storages of one device in chunks of host memory (pinned for a GPU) that are reused."""
+    """Holds one device's storages in chunks of host memory (pinned for a GPU) that are reused."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -42,7 +42,7 @@ class OffloadedStorages:
         return sum(chunk.nbytes for _, chunks in self._offloaded for chunk in chunks)
 
     def offload(self, tensors: Iterable[Tensor]) -> None:
-        """Copies each storage of ``tensors`` once to the host and frees it."""
+        """Copies each storage once to the host and frees it."""
         assert not self._offloaded, "offloaded already"
         for storage in _storages(tensors, self._device).values():
             raw = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
@@ -73,9 +73,9 @@ class OffloadedStorages:
 
 
 class Offloader:
-    """Tracks which of weights, optimizer state and gradients is on the device. Every rank calls in the same order.
+    """Every rank calls the methods in the same order.
 
-    Optimizer state includes ``frozen`` models. Gradients are not kept: they are zero between updates. ``barrier`` returns when
+    ``frozen`` models count as optimizer state. Gradients are not kept: they are zero between updates. ``barrier`` returns when
     all ranks have called it.
     """
 
@@ -95,7 +95,7 @@ class Offloader:
         """In bytes."""
 
     def onload_only(self, what: _OnDevice) -> None:
-        """Onloads ``what`` and offloads everything else. Every rank calls.
+        """Offloads everything else first. Every rank calls.
 
         Nothing is onloaded before all ranks have called (rank 0 puts the servers to sleep first); on return all have offloaded.
         """
@@ -135,7 +135,7 @@ def _parameters(model: torch.nn.Module) -> Iterator[Tensor]:
 
 
 def _drop_copies(model: torch.nn.Module) -> None:
-    """Transformer Engine makes its FP8 copies of weights again in the next first micro-batch."""
+    """Transformer Engine makes its FP8 copies again."""
     for module in model.modules():
         getattr(module, "_fp8_workspaces", {}).clear()
 

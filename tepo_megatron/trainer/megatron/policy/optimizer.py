@@ -24,10 +24,7 @@ from tepo_megatron.trainer.megatron.policy.reduced_states import check_states, s
 def build_optimizer(
     config: OptimizerConfig, model: ModelConfig, fp8: Fp8Config, ddp: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """Builds Adam over fp32 master weights. Every rank calls.
-
-    Raises ValueError for states in fewer bits without Transformer Engine on a GPU.
-    """
+    """Every rank calls. Raises ValueError for states in fewer bits without Transformer Engine on a GPU."""
     device = next(ddp[0].parameters()).device
     check_states(config, on_gpu=device.type == "cuda")
     with objects_as_json(device):
@@ -79,7 +76,7 @@ _STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 
 
 def state_options(config: OptimizerConfig, *, on_gpu: bool) -> dict[str, Any]:
-    """Returns fields of ``OptimizerConfig`` about the place and bits of Adam's states."""
+    """Returns fields of ``OptimizerConfig``."""
     if config.offload_fraction:
         return {
             # On the host all states are fp32. This flag leaves the masters to Adam: without it they stay on the GPU too.

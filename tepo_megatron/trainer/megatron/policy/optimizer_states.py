@@ -1,7 +1,7 @@
 """Reads and writes Adam's states as flat ranges of their parameters, whichever optimizer holds them.
 
 The tensor in Adam's groups is the fp32 master (torch, apex, Transformer Engine); or the weight, with its master or 16 remaining
-bits in Adam (precision-aware) or a copy in another Adam on the host (hybrid).
+bits in Adam (precision-aware), or a copy in another Adam on the host (hybrid).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
 def is_parallel_expert(param: torch.nn.Parameter) -> bool:
-    """Returns whether the expert-data-parallel ranks hold the parameter's copies, by Megatron's mark."""
+    """Megatron marks parameters with copies on the expert-data-parallel ranks."""
     return not getattr(param, "allreduce", True)
 
 
@@ -39,7 +39,7 @@ def _optimizer_of(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> Me
 
 
 def _held(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> tuple[Tensor, slice]:
-    """Returns the tensor in Adam's groups, and its flat range of the parameter (empty if this rank holds none)."""
+    """Returns the tensor in Adam's groups, and its flat range of the parameter (maybe empty)."""
     if isinstance(optimizer, DistributedOptimizer):
         if param not in optimizer.model_param_group_index_map:
             return param.new_zeros(0, dtype=torch.float32), slice(0, 0)
@@ -54,13 +54,13 @@ def _held(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> tuple[Tens
 
 
 def is_distributed(optimizer: MegatronOptimizer) -> bool:
-    """Returns whether each data-parallel rank holds a part of the states."""
+    """Whether each data-parallel rank holds a part of the states."""
     inner = optimizer.chained_optimizers[0] if isinstance(optimizer, ChainedOptimizer) else optimizer
     return isinstance(inner, DistributedOptimizer)
 
 
 def local_range(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> slice:
-    """Returns the range of the parameter's row-major elements with states on this rank; may be empty."""
+    """Returns this rank's range of the row-major elements; may be empty."""
     return _held(_optimizer_of(optimizer, param), param)[1]
 
 
@@ -76,7 +76,7 @@ def collect(optimizer: MegatronOptimizer, params: Mapping[str, torch.nn.Paramete
 
 
 def restore(optimizer: MegatronOptimizer, param: torch.nn.Parameter, values: dict[str, Tensor], *, updates: int) -> None:
-    """Writes the states of the local range, each fp32 [elements]; then call :func:`spread`."""
+    """Writes fp32 [elements of the local range]; then call :func:`spread`."""
     inner = _optimizer_of(optimizer, param)
     main, local = _held(inner, param)
     if local.start != local.stop:
@@ -85,7 +85,7 @@ def restore(optimizer: MegatronOptimizer, param: torch.nn.Parameter, values: dic
 
 
 def spread(optimizer: MegatronOptimizer, ddp: Sequence[DistributedDataParallel]) -> None:
-    """Copies the masters into the parameters of all ranks. Every rank calls."""
+    """Copies masters into the parameters of all ranks. Every rank calls."""
     inner_ones = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     for inner in inner_ones:
         if not isinstance(inner, FP32Optimizer):  # its masters are the parameters
@@ -146,7 +146,6 @@ def _set_count(adam: Any, updates: int) -> None:
 
 
 def adam_tensors(adam: Any) -> Iterator[Tensor]:
-    """Yields every tensor that Adam works on or keeps."""
     for inner in adam.sub_optimizers if isinstance(adam, HybridDeviceOptimizer) else [adam]:
         for group in inner.param_groups:
             yield from (param.detach() for param in group["params"])

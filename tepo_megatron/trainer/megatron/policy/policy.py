@@ -32,7 +32,7 @@ from tepo_megatron.weights.geometry import ShardLayout
 
 @dataclass
 class _ParamGather:
-    """With ``overlapped`` the next forward pass gathers each bucket before use; other readers must call :meth:`finish` first.
+    """With ``overlapped`` the next forward pass gathers each bucket; other readers must call :meth:`finish` first.
 
     Every rank calls the methods in the same order.
     """
@@ -45,7 +45,7 @@ class _ParamGather:
         self.pending = self.overlapped
 
     def finish(self) -> None:
-        """Returns when the weights are complete; no communication if they are. Every rank calls."""
+        """Completes the weights. Every rank calls."""
         if not self.pending:
             return
         for chunk in self.ddp:
@@ -58,25 +58,24 @@ class _ParamGather:
 
 @dataclass(frozen=True)
 class Policy:
-    """Holds one chunk of the model, or several if stages are interleaved."""
+    """Interleaved stages have several chunks of the model."""
 
     chunks: Sequence[GPTModel]
     ddp: Sequence[DistributedDataParallel]
-    """Megatron's wrapper of each chunk, with the gradients."""
+    """One per chunk, with the gradients."""
 
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     params: dict[str, Any] = field(repr=False)
-    """By the names in the layouts, with experts' biases, which are no parameters. Complete after ``param_gather.finish()``."""
+    """By the layouts' names, with experts' biases, which are no parameters. Complete after ``param_gather.finish()``."""
 
     param_gather: _ParamGather = field(repr=False)
 
     lora: Lora | None = None
-    """The adapters that are trained instead of the parameters."""
 
     @property
     def trained(self) -> Mapping[str, torch.nn.Parameter]:
-        """Returns what the optimizer changes, by the names of its layout."""
+        """Returns the optimizer's tensors by the names of their layout."""
         if self.lora is not None:
             return self.lora.params
         return {name: param for name, param in self.params.items() if isinstance(param, torch.nn.Parameter)}
@@ -88,13 +87,13 @@ class Policy:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """Returns plain tensors by the names of ``params``, with adapters merged: for one reading of all."""
+        """Returns plain tensors, with adapters merged: for one reading of all."""
         return PlainWeights(self.params) if self.lora is None else self.lora.merged(self.params)
 
 
 @dataclass(frozen=True)
 class PolicyBuilder:
-    """Builds the run's models with their first weights. Every rank calls, in the same order."""
+    """Every rank calls, in the same order."""
 
     config: RunConfig
     spec: ModelSpec
@@ -105,7 +104,6 @@ class PolicyBuilder:
     layers: Layers
     ranks: Ranks
     layouts: Sequence[ShardLayout]
-    """Those of every rank."""
 
     @property
     def layout(self) -> ShardLayout:
@@ -141,7 +139,6 @@ class PolicyBuilder:
         return Policy(chunks, ddp, optimizer, schedule, params, gather, lora)
 
     def reference(self) -> list[GPTModel]:
-        """Returns a frozen copy of the first weights, for a KL term against them."""
         with self.platform.megatron():
             _, chunks = self._chunks()
         load_weights(self.weights, self.layout, named_weights(chunks))
@@ -168,7 +165,7 @@ class PolicyBuilder:
 
 
 def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """Returns parameters and experts' biases; names start with the chunk if there are several."""
+    """Names start with the chunk if there are several."""
     prefixes = [f"model{number}." for number in range(len(chunks))] if len(chunks) > 1 else [""]
     weights: dict[str, Any] = {}
     for prefix, chunk in zip(prefixes, chunks, strict=True):
@@ -180,7 +177,7 @@ def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
 def finalize_gradients(
     model: list[torch.nn.Module], num_tokens: Tensor | None, *, afterwards: Callable[[], None], **kwargs: Any
 ) -> None:
-    """Reduces as Megatron, without its division (``step/update.py``); then calls ``afterwards``."""
+    """Reduces like Megatron, without its division (``step/update.py``); then calls ``afterwards``."""
     del num_tokens
     finalize_model_grads(model, None, **kwargs)
     afterwards()
@@ -189,7 +186,7 @@ def finalize_gradients(
 def _reduce_in_last_micro_batch(
     megatron: TransformerConfig, ddp: Sequence[DistributedDataParallel], engine: EngineConfig
 ) -> None:
-    """The first update reduces at its end: in it Megatron learns which gradients complete a bucket."""
+    """In the first update Megatron learns which gradients complete a bucket."""
     if engine.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in ddp]
         megatron.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]

@@ -12,11 +12,11 @@ from torch import Tensor
 from tepo_megatron.config import OptimizerConfig
 
 PART_ELEMENTS = 2**26
-"""Elements with fp32 states at once in a step (or one tensor's, if it has more)."""
+"""Elements with fp32 states at once in a step."""
 
 
 def check_states(config: OptimizerConfig, *, on_gpu: bool) -> None:
-    """Raises ValueError if the optimizer's states should have fewer bits, and no package here can."""
+    """Raises ValueError if no package here can keep states in fewer bits."""
     if not config.precision_aware:
         return
     field = config.reduced_fields[0]
@@ -28,14 +28,14 @@ def check_states(config: OptimizerConfig, *, on_gpu: bool) -> None:
 
 
 _TIE = 0x8000
-"""Last 17 bits of an fp32 number halfway between an even bfloat16 number and the odd one after it."""
+"""Last 17 bits of an fp32 number halfway between an even and the next odd bfloat16 number."""
 
 
 def split_remainder(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits fp32 masters into bfloat16 weights and int16 remainders, as Transformer Engine's Adam.
+    """Splits fp32 into bfloat16 weights and int16 remainders, as Transformer Engine's Adam.
 
-    The weight is rounded to nearest even, as in torch. At a tie (one value in 2¹⁷) the kernel rounds up, and the remainder is
-    that of the next fp32 number towards zero.
+    Weights round to nearest even, as in torch. At a tie the kernel rounds up, and the remainder is that of the next fp32 number
+    towards zero.
     """
     bits = master.contiguous().view(torch.int32)
     bits = torch.where((bits & 0x1FFFF) == _TIE, bits - 1, bits)
@@ -45,16 +45,14 @@ def split_remainder(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_remainder(weight: Tensor, low: Tensor) -> Tensor:
-    """Inverts :func:`split_remainder` bit for bit. If the kernel rounded a tie up, returns the next fp32 number, which torch
-    rounds to that weight too.
-    """
+    """Inverts :func:`split_remainder` bit for bit, or returns the next fp32 number if the kernel rounded a tie up."""
     high = weight.contiguous().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
     bits = (high << 16) | (low.to(torch.int32) & 0xFFFF)
     return torch.where((bits & 0x1FFFF) == _TIE, bits + 1, bits).view(torch.float32)
 
 
 def step_in_parts(adam: Any, step: Callable[[], Any], most: int = PART_ELEMENTS) -> None:
-    """Makes one step of Transformer Engine's Adam, at most ``most`` elements at a time.
+    """Makes one step of Transformer Engine's Adam in parts of ``most`` elements.
 
     Adam makes all states of a group fp32, which would need more memory than fewer bits save.
     """

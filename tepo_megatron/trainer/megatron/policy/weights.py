@@ -1,4 +1,4 @@
-"""Gives a policy's weights to others: digests, full tensors, shards, Hugging Face and PEFT folders."""
+"""A policy's weights as digests, full tensors, shards, Hugging Face and PEFT folders."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PolicyWeights:
         broadcast_from_root: Callable[[Any], Any],
         heartbeat: Heartbeat,
     ) -> None:
-        """``layouts``: of every rank, as ``split`` divides the model. ``model_dir``: for exports' tokenizer and config."""
+        """``layouts``: of every rank. ``model_dir`` has the tokenizer and config for exports."""
         self._config, self._spec, self._policy, self._layouts = config, spec, policy, layouts
         self.split = split
         self._model_dir, self._rank, self._device = model_dir, rank, device
@@ -58,13 +58,13 @@ class PolicyWeights:
 
     @property
     def params(self) -> dict[str, Any]:
-        """Returns this rank's complete weights, by the names in the layouts. Every rank reads them."""
+        """Returns this rank's complete weights. Every rank calls."""
         self._policy.param_gather.finish()
         return self._policy.params
 
     @property
     def merged(self) -> Mapping[str, Tensor]:
-        """Returns plain tensors with adapters merged: for one reading of all."""
+        """Returns plain tensors: for one reading of all."""
         self._policy.param_gather.finish()
         return self._policy.weights
 

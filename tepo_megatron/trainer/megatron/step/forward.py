@@ -25,8 +25,7 @@ from tepo_megatron.trainer.megatron.platform.parallel import Ranks
 from tepo_megatron.trainer.megatron.platform.platform import Platform
 
 _LossFunction = Callable[[TokenScores, Batch], tuple[Tensor, dict[str, Any]]]
-"""Maps (scores, micro-batch) to (scalar to differentiate, values to keep). The loss sums the scalars over micro-batches and
-ranks."""
+"""(scores, micro-batch) → (scalar to differentiate, values to keep). The loss sums the scalars over micro-batches and ranks."""
 
 
 NOT_FINITE = "not_finite"
@@ -41,28 +40,26 @@ class Forward:
     micro_batch_tokens: int
     score_backend: BackendName
     token_multiple: int
-    """Micro-batches are padded to a multiple of this: parallelism divides tokens evenly, and FP8 needs 16 or more per rank."""
+    """Parallelism divides tokens evenly, and FP8 needs 16 or more per rank."""
 
     gathers_tokens: bool = False
-    """Whether ranks that share experts gather tokens, which needs micro-batches of one length (``model/experts.py``)."""
+    """Ranks that share experts then need micro-batches of one length (``model/experts.py``)."""
 
     one_length: bool = False
-    """Whether pipeline stages exchange activations of one length, to which all micro-batches are padded."""
+    """Pipeline stages then exchange micro-batches of one length."""
 
     attention_length: float = math.inf
     """See ``batching/partition.py``."""
 
     on_progress: Callable[[], None] = lambda: None
-    """Called with every micro-batch."""
 
     entropy_slope: bool = False
-    """Whether scores for training have ``TokenScores.entropy_slope``."""
+    """Gives scores for training ``TokenScores.entropy_slope``."""
 
     routers: Routers | None = None
-    """The policy's, if it has experts."""
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
-        """Returns this data-parallel rank's micro-batches, as lists of sequence indices."""
+        """Returns lists of sequence indices, for this data-parallel rank."""
         parts = partition(
             batch.lengths_S.tolist(),
             ranks=self.ranks.dp,
@@ -81,10 +78,10 @@ class Forward:
         *,
         train: bool,
     ) -> list[dict[str, Any]]:
-        """Runs forward, and backward if ``train``, over this rank's micro-batches. Every rank calls.
+        """Runs this rank's micro-batches forward, and backward if ``train``. Every rank calls.
 
-        Returns what ``loss`` kept of each micro-batch on the last pipeline stage, elsewhere an empty list. If ``loss`` raised
-        NotFiniteError, the micro-batch's loss is NaN and its values have the reason under ``NOT_FINITE``.
+        Returns what ``loss`` kept of each micro-batch on the last pipeline stage, elsewhere an empty list. After a
+        NotFiniteError of ``loss`` the micro-batch's loss is NaN and its values have the reason under ``NOT_FINITE``.
         """
         members = [batch.select(sequences) for sequences in micro_batches]
         sizes = [self._padded(padded_tokens(micro.lengths_S.tolist(), self.ranks.cp)) for micro in members]

@@ -1,4 +1,4 @@
-"""Scores every token under the current weights, and measures the scores' rounding noise."""
+"""Scores every token, and measures the scores' rounding noise."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tepo_megatron.trainer.megatron.step.forward import NOT_FINITE, Forward
 
 
 def score(forward: Forward, chunks: Sequence[torch.nn.Module], batch: Batch) -> TokenScores:
-    """Returns float32 scores, detached, 0 outside the loss mask, the same on every rank. Every rank calls.
+    """Returns float32, detached, 0 outside the loss mask, the same on every rank. Every rank calls.
 
-    Uses the micro-batches of an update of the same batch. Raises NotFiniteError on every rank.
+    Uses an update's micro-batches. Raises NotFiniteError on every rank.
     """
     return _score_micro_batches(forward, chunks, batch, forward.micro_batches(batch))
 
@@ -27,7 +27,7 @@ def score(forward: Forward, chunks: Sequence[torch.nn.Module], batch: Batch) -> 
 def _score_micro_batches(
     forward: Forward, chunks: Sequence[torch.nn.Module], batch: Batch, micro_batches: Sequence[Sequence[int]]
 ) -> TokenScores:
-    """Each sequence is in one micro-batch of one data-parallel rank, and every rank has equally many."""
+    """Every rank needs equally many micro-batches."""
 
     def keep(scores: TokenScores, micro: Batch) -> tuple[Tensor, dict[str, Any]]:
         return scores.logprob.sum(), {"scores": torch.stack([scores.logprob, scores.entropy])}
@@ -51,10 +51,10 @@ _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def measure_noise(forward: Forward, chunks: Sequence[torch.nn.Module], batch: Batch, sequences: int) -> dict[str, float]:
-    """Returns quantiles of the noise of entropies (nats), token ratios and sequence ratios, as ``entropy/noise/p99`` etc.
+    """Returns quantiles for entropies (nats), token ratios and sequence ratios, as ``entropy/noise/p99`` etc.
 
-    A GPU's kernels round by a token's place: smaller differences mean nothing. About ``sequences`` sequences of all lengths are
-    scored alone, and again after another sequence. Every rank calls; all get the same.
+    A GPU's kernels round by a token's place, so about ``sequences`` sequences are scored alone, and again after another
+    sequence. Every rank calls; all get the same.
     """
     alone = batch.select(_spread(batch, forward, sequences))
     count, ranks = alone.num_sequences, forward.ranks
@@ -90,10 +90,9 @@ def _quantiles(values: Tensor) -> dict[str, float]:
 
 
 def on_every_rank(forward: Forward, places: Sequence[Tensor], values_of: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
-    """Returns float32 [n, tokens] on every rank; 0 for tokens without a value. Every rank calls.
+    """Returns float32 [n, tokens] on every rank, 0 where missing. Every rank calls.
 
-    ``places``: positions of the tokens of this rank's micro-batches; ``values_of``: their values, [n, t] each, empty except on
-    the last pipeline stage.
+    ``places``: positions of this rank's tokens; ``values_of``: [n, t] each, empty except on the last pipeline stage.
     """
     result = torch.zeros(shape, device=forward.platform.device)
     # Tensor- and context-parallel ranks have the same values; of the pipeline only the last stage has some.

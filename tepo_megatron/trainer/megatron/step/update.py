@@ -1,8 +1,7 @@
 """Makes one optimizer step. Only this file decides how losses and gradients are scaled.
 
-Megatron would take a mean of means over micro-batches and data-parallel ranks. With ``calculate_per_token_loss`` it sums, and
-its division by a token count is left out (``policy/policy.py``): the objective's numerator is divided here, once, by the
-denominator of the whole mini-batch.
+Megatron would take a mean of means. With ``calculate_per_token_loss`` it sums, and its division by a token count is left out
+(``policy/policy.py``): the objective's numerator is divided here, once, by the whole mini-batch's denominator.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tepo_megatron.trainer.protocol import UpdateResult
 
 
 class StepObjective(Protocol):
-    """The part of :class:`tepo_megatron.core.objective.Objective` that an optimizer step uses."""
+    """The part of :class:`tepo_megatron.core.objective.Objective` that a step uses."""
 
     @property
     def needs_reference(self) -> bool: ...
@@ -41,10 +40,9 @@ class StepObjective(Protocol):
 def update(
     forward: Forward, policy: Policy, objective: StepObjective, batch: Batch, *, entropy_noise: float = 0.0
 ) -> UpdateResult:
-    """Makes one optimizer step on the whole mini-batch. Every rank calls.
+    """Every rank calls. If any rank's loss, gradient or gradient norm is not finite, no rank makes the step.
 
-    ``batch`` has advantages, old log-probs and old entropies; ``entropy_noise`` is in nats. If any rank's loss, gradient or
-    gradient norm is not finite, no rank makes the step.
+    ``batch`` has advantages, old log-probs and old entropies; ``entropy_noise`` is in nats.
     """
     optimizer = policy.optimizer
     try:
@@ -112,15 +110,15 @@ _MOST_NAMES = 8
 """A NaN spreads: the first few parameters and ranks are enough."""
 
 _RankReport = dict[str, Any]
-"""``place``: coordinates; ``micro_batches``: why they have no loss; ``losses``: indices of those that are not finite;
-``gradients``: names of parameters; ``more_gradients``: number of further ones."""
+"""``place``: coordinates; ``micro_batches``: why they have no loss; ``losses``: indices that are not finite; ``gradients``:
+names of parameters; ``more_gradients``: number of further ones."""
 
 
 def _find_not_finite(
     ranks: Ranks, policy: Policy, results: Sequence[Mapping[str, Any]], grad_norm: float, device: torch.device
 ) -> list[_RankReport]:
-    """Every rank calls; all get the same. The norm leaves out parameters that other tensor-parallel ranks have too, so that
-    every rank also checks its gradients.
+    """Every rank calls; all get the same. The norm leaves out copies on other tensor-parallel ranks, so every rank also checks
+    its gradients.
     """
     flags = torch.zeros(ranks.world, dtype=torch.int32, device=device)
     flags[ranks.rank] = not (math.isfinite(grad_norm) and _losses_are_finite(results) and _gradients_are_finite(policy))
@@ -131,7 +129,7 @@ def _find_not_finite(
 
 
 def _first_cause(reports: Sequence[_RankReport], grad_norm: float) -> str:
-    """Logits come before losses before gradients: the first is nearest to the origin."""
+    """Logits are nearest to the origin, then losses, then gradients."""
     for kind in ("micro_batches", "losses", "gradients"):
         for report in reports:
             if report[kind]:
@@ -156,7 +154,7 @@ def _losses_are_finite(results: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _gradients_are_finite(policy: Policy) -> bool:
-    """The largest magnitude carries a NaN along, without memory of the gradients' size."""
+    """The largest magnitude carries a NaN along, without a copy of the gradients."""
     held = [buffer for ddp in policy.ddp for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
     buffers = [buffer.grad_data for buffer in held if buffer.grad_data.numel()]
     return not buffers or bool(torch.stack([torch.linalg.vector_norm(b, math.inf) for b in buffers]).isfinite().all())
@@ -187,7 +185,7 @@ _KEPT = "token_values"
 
 
 def _keep_recorded(output: ObjectiveOutput, micro: Batch) -> dict[str, Tensor]:
-    """NaN for values that the objective does not compute; empty if no sequence is recorded."""
+    """NaN for values that the objective does not compute."""
     if micro.recorded_S is None:
         return {}
     at_R = _recorded_T(micro).nonzero()[:, 0]
