@@ -54,7 +54,7 @@ class Tab:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Call a protocol method; raises RuntimeError if it fails."""
+        """Raises RuntimeError if the method fails."""
         number = self._pipes.send(method, params, self._session)
         while True:
             message = self._pipes.receive()
@@ -73,14 +73,14 @@ class Tab:
         self.wait_for("document.body?.dataset.ready || document.body?.dataset.failed")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of an awaited JavaScript expression. Raises RuntimeError with its exception."""
+        """Awaits the expression. Raises RuntimeError with its exception."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in result:
             raise RuntimeError(f"{expression}: {_exception(result['exceptionDetails'])}")
         return result["result"].get("value")
 
     def wait_for(self, expression: str) -> Any:
-        """An expression's first true value. Raises RuntimeError after the timeout."""
+        """The first true value. Raises RuntimeError after the timeout."""
         end = time.monotonic() + TIMEOUT_S
         while time.monotonic() < end:
             with suppress(_NavigatedError):
@@ -90,7 +90,7 @@ class Tab:
         raise RuntimeError(f"the page never came to {expression}; its problems: {self.problems}")
 
     def press(self, key: str) -> None:
-        """Press a key such as ``ArrowRight`` or ``c``."""
+        """Such as ``ArrowRight`` or ``c``."""
         text = {"text": key} if len(key) == 1 else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)

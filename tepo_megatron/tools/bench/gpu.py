@@ -28,7 +28,6 @@ TAIL = 2000
 """Characters of a failed part's output in the report."""
 
 PACKAGES = ("torch", "tepo-megatron", "megatron-core", "transformer-engine", "triton", "vllm", "apex")
-"""The report has their versions, if installed."""
 
 Say = Callable[[str], None]
 
@@ -64,7 +63,7 @@ def select(only: str) -> list[Part]:
 
 
 def find_gpu() -> Gpu | str:
-    """torch's first GPU, or a sentence why there is none."""
+    """The first GPU, or a sentence why there is none."""
     import torch
 
     if torch.version.cuda is None:
@@ -128,7 +127,7 @@ COLUMNS = ("part", "state", "seconds", "figures, or why not")
 
 
 def write_results(outcomes: Sequence[PartOutcome], gpu: Gpu, output: Path, started: datetime.datetime) -> tuple[Path, Path]:
-    """Write ``<output>/<gpu>/<date and time>.{json,md}``; return both paths."""
+    """Write ``<output>/<gpu>/<date and time>.{json,md}``."""
     folder = output / re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
     record = {"gpu": asdict(gpu), "parts": [asdict(outcome) for outcome in outcomes]}
     table = markdown(COLUMNS, [cells(outcome) for outcome in outcomes])

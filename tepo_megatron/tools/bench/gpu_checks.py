@@ -46,7 +46,7 @@ def _read(folder: Path, pattern: str) -> dict[str, Any]:
 
 
 def score_figures(folder: Path, _: str) -> Mapping[str, Any]:
-    """For each shape: Triton's bandwidth forward and backward over a copy's, and its memory over the logits'."""
+    """Per shape: Triton's bandwidth over a copy's, and its memory over the logits'."""
     figures = {}
     for row in (ScoreMeasurement(**row) for row in _read(folder, "scores-cuda*.json")["results"]):
         if "triton" in row.method.lower() and row.copy_gbps:
@@ -58,7 +58,7 @@ def score_figures(folder: Path, _: str) -> Mapping[str, Any]:
 
 
 def step_figures(folder: Path, _: str) -> Mapping[str, Any]:
-    """For each recipe: time, memory, and the largest difference of mean log-prob from the first recipe's."""
+    """Per recipe: time, memory, largest difference of mean log-prob from the first recipe's."""
     results = [RecipeMeasurement(**row) for row in _read(folder, "recipes-*-cuda.json")["results"]]
     return {
         row.recipe: {

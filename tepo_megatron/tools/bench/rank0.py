@@ -31,7 +31,7 @@ VERSION = WeightsVersion(7, "0123456789abcdef")
 LABEL = f"{VERSION.step}:{VERSION.digest}"
 
 SAMPLE = 8
-"""Responses of the older path's measurement; all of them would take gigabytes of JSON."""
+"""Responses of the older path: all would take gigabytes of JSON."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,6 @@ class Rank0Measurement:
 
 
 def measure_rank0(responses: int, length: int, say: Callable[[str], None]) -> Rank0Measurement:
-    """Measure on random responses."""
     say(f"rank 0: {responses} responses of {length} tokens")
     begin = time.perf_counter()
     rollouts = [_rollout(index, item) for index, item in _receive(responses, length)]
@@ -114,7 +113,7 @@ def _random(length: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _receive(responses: int, length: int) -> Iterator[tuple[int, Response]]:
-    """As the client does; frames differ only in their numbers, so they need not all be held."""
+    """As the client does."""
     ids, logprobs = _random(length)
     labels = {LABEL: VERSION}
 

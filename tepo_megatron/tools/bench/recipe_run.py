@@ -24,7 +24,6 @@ GROUP, PROMPT = 4, 16
 """Samples of a prompt, and its tokens."""
 
 STD = 0.02
-"""Standard deviation of the random weights, usual for these sizes."""
 
 
 def make_model(folder: Path, description: Mapping[str, Any]) -> None:
@@ -44,7 +43,7 @@ def _random_weights(spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
 
 
 def make_rollouts(setting: RecipeSetting, vocab_size: int) -> list[Rollout]:
-    """Random responses; every second one is rewarded, so training makes half of them likelier."""
+    """Random responses; every second one is rewarded."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocab_size, (setting.sequences, PROMPT + setting.length), generator=generator).tolist()
     return [
@@ -68,7 +67,7 @@ def worker(_: int, setting: RecipeSetting, recipe: str, folder: Path, out: Path)
 
 
 def measure(setting: RecipeSetting, recipe: str, folder: Path) -> RecipeMeasurement:
-    """Score and update on the same rollouts ``setting.steps`` times, in this process alone."""
+    """Score and update on the same rollouts ``setting.steps`` times."""
     from tepo_megatron.trainer.megatron.engine import Engine
 
     engine = Engine(RunConfig.model_validate(setting.run_config(recipe)), folder)

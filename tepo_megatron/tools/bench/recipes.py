@@ -85,7 +85,7 @@ def cells(row: RecipeMeasurement, first: RecipeMeasurement, setting: RecipeSetti
 
 
 def write_results(results: Sequence[RecipeMeasurement], folder: Path, setting: RecipeSetting) -> tuple[Path, Path]:
-    """Write ``recipes-<size>-<platform>.json`` and ``.md`` with date, machine and versions; return both paths."""
+    """Write ``recipes-<size>-<platform>.json`` and ``.md``."""
     record = {"setting": asdict(setting), "results": [asdict(row) for row in results]}
     table = markdown(COLUMNS, [cells(row, results[0], setting) for row in results])
     stem = f"recipes-{setting.size}-{results[0].platform}"

@@ -59,7 +59,7 @@ def cells(row: ReshardMeasurement, rows: Sequence[ReshardMeasurement]) -> tuple[
 def write_results(
     results: Sequence[ReshardMeasurement], folder: Path, setting: ReshardSetting, repeats: int
 ) -> tuple[Path, Path]:
-    """Write ``reshard-<split>.json`` and ``.md`` with date, machine and versions; return both paths."""
+    """Write ``reshard-<split>.json`` and ``.md``."""
     record = {"setting": asdict(setting), "repeats": repeats, "results": [asdict(row) for row in results]}
     stem = f"reshard-tp{setting.tp}pp{setting.pp}-to-{setting.servers}xtp{setting.server_tp}-{setting.dtype}"
     table = markdown(COLUMNS, [cells(row, results) for row in results])

@@ -52,7 +52,6 @@ def _spec_of(setting: ReshardSetting) -> ModelSpec:
 
 
 def splits(setting: ReshardSetting) -> tuple[MegatronParallel, VllmParallel]:
-    """The model's splits in trainer and servers."""
     return MegatronParallel(tp=setting.tp, pp=setting.pp), VllmParallel(tp=setting.server_tp, replicas=setting.servers)
 
 
@@ -63,12 +62,10 @@ def plan_of(setting: ReshardSetting) -> ReshardPlan:
 
 @dataclass
 class Rank:
-    """One process with its shards."""
-
     rank: int
     plan: ReshardPlan
     layouts: list[ShardLayout]
-    """Layouts of the source ranks."""
+    """Of the source ranks."""
     params: Params
     queues: messages.Queues
     pairs: GlooGroup
@@ -77,7 +74,7 @@ class Rank:
     """The trainer's rank 0 and the destinations; None on other trainer ranks."""
     own: ShardLayout
     copies: int
-    """Number of servers; each gets a whole model."""
+    """Servers, each with a whole model."""
     digest_seconds: float = 0.0
     """Processor seconds of the digests."""
 
@@ -90,14 +87,14 @@ class Rank:
         return next(iter(self.params.values())).dtype
 
     def reshard(self) -> None:
-        """Move the shards by the plan: the project's method."""
+        """The project's method."""
         if self.is_source:
             move.send(self.pairs, self.queues, self.params, self.dtype)
         else:
             move.receive(self.pairs, self.queues, self.params, self.dtype)
 
     def reshard_timed(self) -> None:
-        """As :meth:`reshard`, and measure ``digest_seconds``."""
+        """Measure ``digest_seconds``, too."""
         self.digest_seconds = 0.0
 
         def timed(data: Tensor) -> Tensor:
@@ -110,7 +107,7 @@ class Rank:
             self.reshard()
 
     def reshard_unverified(self) -> None:
-        """As :meth:`reshard`, without digests."""
+        """Without digests."""
         with mock.patch.object(move, "digest", return_value=torch.zeros((), dtype=torch.int64)):
             self.reshard()
 
@@ -135,7 +132,7 @@ class Rank:
                 self.params[shard.param][shard.param_box.slices] = tensor[shard.box.slices]
 
     def raw_copy(self) -> None:
-        """Send messages of equal sizes between the same ranks, with plain buffers, no packing, no digests."""
+        """Messages of equal sizes between the same ranks: plain buffers, no digests."""
         largest = max(messages.numel_of(message) for queue in self.queues.values() for message in queue)
         slots = {
             (peer, slot): torch.zeros(largest, dtype=self.dtype) for peer in self.queues for slot in range(messages.WINDOW)
@@ -150,7 +147,7 @@ class Rank:
                     start(slots[peer, number % messages.WINDOW][:numel], peer, number)
 
     def received(self, method: str) -> int:
-        """Bytes that this rank receives from others."""
+        """Bytes from other ranks."""
         if method == "gather and broadcast":
             everything = sum(planned.numel for planned in self.plan.moves) // self.copies
             if self.is_source:
@@ -164,7 +161,6 @@ class Rank:
 
 
 def _make_rank(setting: ReshardSetting, rank: int) -> Rank:
-    """Source values are equal on all ranks that hold them."""
     plan, spec = plan_of(setting), _spec_of(setting)
     source, destination = splits(setting)
     layouts, targets = megatron_ranks(spec, source), vllm_ranks(spec, destination)

@@ -26,7 +26,6 @@ IDLE_S = 1.5
 """Between two draws: vLLM's worker spins for a second after its last message, which costs the other draw a core."""
 
 KINDS = {"api_server": "API server", "EngineCore": "engine core", "Worker": "worker", "supervise": "supervisor"}
-"""Part of a server process's name → its name in the table."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class DrawMeasurement:
 
     @property
     def rates(self) -> list[float]:
-        """Tokens per second of each draw."""
+        """Tokens per second."""
         return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
 
     def share(self, kind: str) -> float:
@@ -204,7 +203,7 @@ COLUMNS = ("", "tokens/s", "of the offline engine's", "client", "API server", "e
 
 
 def table(results: Sequence[DrawMeasurement]) -> list[tuple[str, ...]]:
-    """Medians, with minimum and maximum in brackets; shares are CPU seconds per second of the draw."""
+    """Medians, with minimum and maximum in brackets; shares are CPU seconds per second."""
     ours, offline = results
     ratios = [a / b for a, b in zip(ours.rates, offline.rates, strict=True)]
     own = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
@@ -219,7 +218,7 @@ def table(results: Sequence[DrawMeasurement]) -> list[tuple[str, ...]]:
 def write_results(
     draws: Sequence[DrawMeasurement], rank0: Rank0Measurement, folder: Path, setting: RolloutSetting
 ) -> tuple[Path, Path]:
-    """Write ``rollouts.json`` and ``.md`` with date, machine and versions; return both paths."""
+    """Write ``rollouts.json`` and ``.md``."""
     record = {"setting": asdict(setting), "draws": [asdict(row) for row in draws], "rank0": asdict(rank0)}
     both = markdown(COLUMNS, table(draws)) + "\n" + markdown(Rank0Measurement.COLUMNS, rank0.table())
     note = (

@@ -17,7 +17,7 @@ SLOPE = ", with the entropy's slope"
 
 @dataclass(frozen=True)
 class ScoreMeasurement:
-    """One method on one shape; times are the best repeat, each of its slowest rank."""
+    """Times are the best repeat, each of its slowest rank."""
 
     tokens: int
     vocab: int
@@ -45,14 +45,14 @@ class ScoreMeasurement:
 
 @dataclass(frozen=True)
 class ReshardMeasurement:
-    """One method of moving weights: the best repeat, each as long as its slowest rank."""
+    """Seconds are the best repeat, each of its slowest rank."""
 
     method: str
     seconds: float
     wire_bytes: int
-    """Bytes that all ranks together receive from others."""
+    """Received from other ranks, by all ranks together."""
     largest_link: int
-    """Bytes that the busiest rank receives."""
+    """Received by the busiest rank."""
     peak_source: int | None
     """Most bytes of a trainer rank beyond its shards; None if unknown."""
     peak_destination: int | None
@@ -96,7 +96,6 @@ class RecipeSetting:
     micro_batch_tokens: int
 
     def run_config(self, recipe: str) -> dict[str, Any]:
-        """The run's configuration, as from YAML."""
         return {
             "model": {"dtype": self.dtype},
             "engine": {"micro_batch_tokens": self.micro_batch_tokens, "fp8": {"recipe": recipe}},
@@ -106,7 +105,7 @@ class RecipeSetting:
 
 @dataclass(frozen=True)
 class RecipeMeasurement:
-    """One recipe; lists have one entry per step. ``logprobs``: mean over response tokens, before the step."""
+    """Lists have one entry per step. ``logprobs``: mean over response tokens, before the step."""
 
     recipe: str
     platform: str
@@ -149,7 +148,7 @@ class StepSetting:
 
 @dataclass(frozen=True)
 class StepMeasurement:
-    """One method in one layout on one ratio; lists have one entry per repeat, each of its slowest rank."""
+    """Lists have one entry per repeat, each of its slowest rank."""
 
     layout: str
     ratio: float
@@ -157,7 +156,7 @@ class StepMeasurement:
     method: str
     tokens: int
     score_s: list[float]
-    """Seconds of the old policy's log-probs (ours: and entropies): a forward pass of all micro-batches."""
+    """Seconds to compute the old policy's log-probs (ours: and entropies)."""
     update_s: list[float]
     """Seconds of forward, backward and optimizer step."""
     losses: list[float]

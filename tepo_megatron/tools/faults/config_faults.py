@@ -30,7 +30,7 @@ class _MalformedConfig:
 
 
 def malformed_configs(count: int, seed: int) -> Iterator[_MalformedConfig]:
-    """All kinds take turns; ``seed`` chooses values, fields and places."""
+    """Kinds take turns; ``seed`` chooses values, fields and places."""
     random = Random(seed)
     kinds = [*_WHOLE_FILES, *_ONE_VALUE, *_BYTES]
     for number in range(count):
@@ -206,8 +206,6 @@ MEMORY_BYTES = 2 * 2**30
 
 
 class MalformedConfigs(FaultClass):
-    """A fork of this process reads each, with limits on time and memory."""
-
     name = "configs"
     title = "malformed configurations"
     whole, quick = 200, 30

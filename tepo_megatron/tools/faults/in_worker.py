@@ -1,6 +1,6 @@
-"""Spoils weights inside a vLLM worker after they arrived; loaded by ``--worker-extension-cls`` in the harness' servers only.
+"""Spoils weights inside a vLLM worker after arrival, before the layer processes them: names and shapes are the bridge table's.
 
-It acts between a parameter's arrival and the layer's processing, so it sees names and shapes of the bridge's table.
+Only the harness' servers load it, by ``--worker-extension-cls``.
 """
 
 from __future__ import annotations

@@ -17,8 +17,6 @@ PATIENCE_S = 1800.0
 
 
 class LiveRun:
-    """A run of ``steps`` steps with real servers, in ``folder/out``."""
-
     def __init__(self, folder: Path, steps: int, overrides: tuple[str, ...] = ()) -> None:
         self.folder, self.out, self.steps = folder, folder / "out", steps
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +95,6 @@ class LiveRun:
 
 
 def last_sentence(printed: str) -> str:
-    """The last error on one line, else the last line."""
     lines = [line for line in printed.splitlines() if line.strip()]
     errors = [index for index, line in enumerate(lines) if line.startswith("error: ")]
     result = lines[errors[-1]] if errors else " / ".join(lines[-2:])
@@ -105,7 +102,7 @@ def last_sentence(printed: str) -> str:
 
 
 def reference(folder: Path, steps: int, overrides: tuple[str, ...] = ()) -> Path:
-    """The output folder of the undisturbed run, made if missing. Raises RuntimeError if it fails."""
+    """The undisturbed run's output, made if missing. Raises RuntimeError if it fails."""
     run = LiveRun(folder, steps, overrides)
     if not run.finished:
         shutil.rmtree(run.out, ignore_errors=True)

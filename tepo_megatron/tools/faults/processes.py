@@ -53,7 +53,7 @@ def by_role(root: int, module: str) -> dict[str, list[int]]:
 
 
 def wait_until(ready: Callable[[], T], timeout_s: float, what: str) -> T:
-    """The first true value. Raises TimeoutError."""
+    """Raises TimeoutError."""
     deadline = time.monotonic() + timeout_s
     while not (value := ready()):
         if time.monotonic() > deadline:
@@ -63,7 +63,7 @@ def wait_until(ready: Callable[[], T], timeout_s: float, what: str) -> T:
 
 
 def wait_gone(pids: Sequence[int], timeout_s: float) -> list[int]:
-    """The processes that still run after the timeout."""
+    """The processes still running."""
     with suppress(TimeoutError):
         wait_until(lambda: not any(map(alive, pids)), timeout_s, "")
     return [pid for pid in pids if alive(pid)]

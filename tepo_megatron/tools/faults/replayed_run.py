@@ -75,7 +75,6 @@ def train(
     resume: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> ReplayEnd:
-    """Run ``tepo train`` on these rollouts in ``folder/out`` until it ends."""
     folder.mkdir(parents=True, exist_ok=True)
     given = [f"output={folder / 'out'}", f"rollout.replay={rollouts}", f"train.steps={steps}", *overrides]
     return tepo(
@@ -100,7 +99,6 @@ def undisturbed(folder: Path) -> Path:
 
 
 def tepo(*arguments: str, environment: Mapping[str, str] | None = None) -> ReplayEnd:
-    """Run the command in its own process until it ends."""
     done = subprocess.run(
         [sys.executable, "-m", "tepo_megatron", *arguments],
         stdin=subprocess.DEVNULL,

@@ -46,7 +46,6 @@ _ESCAPED = str.maketrans({"|": "\\|", "<": "&lt;", "`": "'", "*": "\\*", "_": "\
 
 
 def table(record: OutcomeLog) -> list[tuple[str, ...]]:
-    """One row for each injected class, and the sum."""
     rows, all_entries = [], list[dict[str, Any]]()
     for kind in CLASSES:
         entries = list(record.outcomes(kind.name))
@@ -60,7 +59,7 @@ def table(record: OutcomeLog) -> list[tuple[str, ...]]:
 
 
 def lost(record: OutcomeLog) -> list[str]:
-    """One line for each fault that was neither survived nor refused."""
+    """One line per fault neither survived nor refused."""
     names = [*(kind.name for kind in CLASSES), ENDING]
     entries = [(name, entry) for name in names for entry in record.outcomes(name)]
     return [f"{name}: {entry['fault']}: {entry['said']}" for name, entry in entries if entry["result"] == "lost"]
@@ -91,7 +90,6 @@ def silent_table(record: OutcomeLog) -> list[tuple[str, ...]]:
 
 
 def write_markdown(record: OutcomeLog, path: Path, *, command: str) -> Path:
-    """Write both tables and every fault."""
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
     parts = [INTRODUCTION, f"`{command}`, {date}, {describe_machine()}.", "", markdown(COLUMNS, table(record))]
     if missing := [kind.name for kind in CLASSES if not any(record.outcomes(kind.name))]:

@@ -51,7 +51,6 @@ REPLAYED = (
     "log.tensorboard=false",
     "log.progress=plain",
 )
-"""One rank, no server, recorded rollouts."""
 
 _NOT_COMPARED = ("time/", "idle/", "tokens/s", "reward/failed", "faults/", "lost/", "servers/", "requests/", "log/", "memory/")
 
@@ -70,7 +69,6 @@ def write_run(folder: Path) -> Path:
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
-    """The complete rows of metrics so far."""
     path = out / "metrics.jsonl"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1] if line]

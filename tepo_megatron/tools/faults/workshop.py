@@ -74,7 +74,7 @@ class Workshop:
             run.stop()
 
     def drop_run(self) -> None:
-        """End a live run that differs; the next fault gets a new one."""
+        """End a live run that differs."""
         self.close()
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class FaultClass(ABC):
         """Inject fault ``number`` and wait for its outcome. All randomness comes from ``rng``."""
 
     def close(self) -> None:  # noqa: B027  # not every class has something to end
-        """End what the faults shared."""
+        ...
 
     def __enter__(self) -> Self:
         return self
@@ -179,7 +179,6 @@ class OutcomeLog:
         self._done[name, number] = entry
 
     def outcomes(self, name: str) -> Iterator[dict[str, Any]]:
-        """The entries of a class, by number."""
         for (kind, _), entry in sorted(self._done.items()):
             if kind == name:
                 yield entry

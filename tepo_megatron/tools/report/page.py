@@ -32,7 +32,6 @@ SCRIPTS = (
     *("base", "scales", "plot", "chart", "overview", "curves", "compare", "time", "settings", "faults"),
     *("tokens", "samples", "main"),
 )
-"""The page's scripts, in order."""
 
 TOKENS_A_MEGABYTE, CHARACTERS_A_MEGABYTE = 60_000, 400_000
 """Room for samples with per-token values, and for samples as text; curves and both stay within the page's size."""
@@ -78,7 +77,6 @@ def write_report(paths: Sequence[Path], output: Path, options: Options) -> Writt
 
 
 def render(title: str, figures: Mapping[str, Any], samples: Mapping[str, Any]) -> str:
-    """``figures`` and ``samples`` are JSON values."""
     web = resources.files("tepo_megatron.tools.report") / "web"
     style = (web / "style.css").read_text(encoding="utf-8")
     script = "\n".join((web / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)

@@ -21,7 +21,6 @@ Settings = Mapping[str, str]
 """Dotted path → value as JSON text."""
 
 IDENTITY = ("seed", "output", "name")
-"""Settings that distinguish runs of one kind."""
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -70,7 +69,6 @@ def _differ(values: Sequence[str | None], usual: set[str]) -> bool:
 
 
 def changes(before: Settings, after: Settings) -> list[tuple[str, str | None, str | None]]:
-    """(path, before, after) of all that differs."""
     paths = dict.fromkeys((*before, *after))
     return [(path, before.get(path), after.get(path)) for path in paths if before.get(path) != after.get(path)]
 
@@ -118,7 +116,7 @@ class Run:
 
     @property
     def faults(self) -> list[str]:
-        """One line with a number for each kind of fault."""
+        """One line per kind."""
         return fault_lines(self.rows)
 
     @property

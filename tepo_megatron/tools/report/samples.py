@@ -29,7 +29,7 @@ class SampleGroup:
     cost: int
     source: str = ""
     origin: Any = field(default=None, repr=False)
-    """Location of its tokens, for ``report.tokens``."""
+    """For ``report.tokens``."""
 
 
 def evenly(groups: Sequence[SampleGroup], responses: int, room: int) -> list[SampleGroup]:
@@ -68,7 +68,6 @@ def _spread(places: Sequence[int]) -> list[int]:
 Row = Mapping[str, Any]
 
 FILES = {"heldout": "samples.jsonl", "train": "train_samples.jsonl"}
-"""Kind of samples → file name."""
 
 
 def read_samples(run: int, folder: Path, kind: str) -> list[SampleGroup]:

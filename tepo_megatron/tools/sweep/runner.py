@@ -28,7 +28,6 @@ from tepo_megatron.tools.sweep.file import SweepFile, SweepRun
 
 Say = Callable[[str], None]
 LAST_LINES = 30
-"""Lines at the end of a failed run's log that are searched for its error."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,6 @@ def less(result: Estimate, nothing: float) -> str:
 
 
 def difference(result: Estimate, nothing: float) -> str:
-    """No claim, only whether it differs."""
     return "more" if result.low > nothing else "less" if result.high < nothing else "no difference seen"
 
 
@@ -83,11 +82,11 @@ FEWEST_PAIRS = 3
 
 
 VERDICTS = ("holds", "faster", NOT_HALF, "undecided", "the opposite", "too few")
-"""Beginnings of verdicts on claims, in the order of counting."""
+"""Beginnings of verdicts, in counting order."""
 
 
 def summary(figures: Figures, rates: Sequence[str]) -> str:
-    """One row per claim: how many comparisons, each learning rate separately, got each verdict."""
+    """One row per claim: how often, each learning rate separately, it got each verdict."""
     counts: dict[str, Counter[str]] = {}
     for claim in CLAIMS:
         if claim.verdict is difference:
@@ -105,8 +104,8 @@ def summary(figures: Figures, rates: Sequence[str]) -> str:
 
 
 def claims(figures: Figures, rates: Sequence[str]) -> str:
-    """One row per claim and comparison, one column per learning rate and for the best: TEPO's difference or ratio with its
-    interval, the pairs, and the verdict."""
+    """One row per claim and comparison, one column per learning rate and for the best: TEPO's difference or ratio, interval,
+    pairs, verdict."""
     rows = []
     for claim in CLAIMS:
         figure = FIGURES[claim.figure]
@@ -134,8 +133,8 @@ def _cell(figures: Figures, claim: _Claim, other: str, rate: str, rates: Sequenc
 
 
 def judged(claim: _Claim, result: Estimate) -> str:
-    """The verdict, given enough pairs. A ratio with a run that never reached the value is only a bound; if the true ratio
-    could change the verdict, there is none."""
+    """The verdict, given enough pairs; none if a run never reached the value (its ratio is a bound) and the true ratio could
+    change it."""
     if result.seeds < FEWEST_PAIRS or math.isnan(result.low):
         return "too few for a verdict"
     verdict = claim.verdict(result, 1.0 if FIGURES[claim.figure].ratio else 0.0)
@@ -147,7 +146,6 @@ def judged(claim: _Claim, result: Estimate) -> str:
 
 
 def _rate_of(figures: Figures, objective: str, rate: str, rates: Sequence[str]) -> str | None:
-    """For the best of each, the largest mean area among the rates with equally many finished seeds."""
     if rate != BEST:
         return rate
     areas = {item: [area for area in figures.of("area", (objective, item)).values() if area is not None] for item in rates}

@@ -21,7 +21,6 @@ Points = list[tuple[int, float]]
 
 
 def points(rows: Sequence[EvidenceRow], name: str) -> Points:
-    """Steps and values of the rows that have it."""
     return [(int(row["step"]), row[name]) for row in rows if name in row]
 
 
@@ -51,7 +50,7 @@ def _steps_to(at: float) -> Callable[[Sequence[EvidenceRow]], float | None]:
 
 
 def _entropy_at(accuracy: float) -> Callable[[Sequence[EvidenceRow]], float | None]:
-    """Mean entropy of five steps around the first evaluation with this greedy accuracy."""
+    """Mean entropy of five steps around the first evaluation with this accuracy."""
 
     def figure(rows: Sequence[EvidenceRow]) -> float | None:
         step = _steps_to(accuracy)(rows)
@@ -68,7 +67,7 @@ def jitter(values: Sequence[float]) -> float | None:
 
 
 def largest_fall(values: Sequence[float], window: int = 3) -> float | None:
-    """Largest fall of a mean of ``window`` consecutive values below the best earlier such mean; 0 for a rising curve."""
+    """Largest fall of a mean of ``window`` values below the best earlier one; 0 for a rising curve."""
     means = [statistics.fmean(values[at : at + window]) for at in range(len(values) - window + 1)]
     best = itertools.accumulate(means, max)
     return max((high - mean for high, mean in zip(best, means, strict=True)), default=None)
@@ -146,7 +145,6 @@ FIGURES: Mapping[str, Figure] = {
     "update": Figure("update, s", seconds("time/update"), 3, ratio=True),
     "drawn": Figure("groups drawn a step", _mean("groups/drawn"), 1),
 }
-"""Every figure of the page, by a short name."""
 
 
 @dataclass(frozen=True)
@@ -190,8 +188,8 @@ def interval(values: Sequence[float]) -> Estimate:
 def paired(figure: Figure, one: Mapping[int, float | None], other: Mapping[int, float | None], budget: float) -> Estimate:
     """Over common seeds: mean of one − other, or geometric mean of one / other, with its interval.
 
-    If one of a pair never reached the value, ``budget`` replaces its steps and the bound's side is counted; pairs where
-    neither did are left out.
+    ``budget`` replaces the steps of a run that never reached the value, and the pair counts as a bound; without both it is
+    left out.
     """
     pairs, at_most, at_least = [], 0, 0
     for seed in (seed for seed in one if seed in other):
@@ -211,8 +209,6 @@ def paired(figure: Figure, one: Mapping[int, float | None], other: Mapping[int, 
 
 
 class Figures:
-    """The figures of every run of a sweep, each computed once."""
-
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
         self.budget = float(max((rows[-1]["step"] for runs in evidence.runs.values() for rows in runs.values()), default=0))
@@ -226,7 +222,7 @@ class Figures:
         return self._known[name, key]
 
     def cell(self, name: str, key: Key) -> str:
-        """Mean and interval over the seeds that have the figure, and their number unless all do."""
+        """Mean and interval over the seeds with the figure, and their number unless all have it."""
         values = self.of(name, key)
         known = [value for value in values.values() if value is not None]
         text = interval(known).text(FIGURES[name])

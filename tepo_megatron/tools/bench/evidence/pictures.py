@@ -52,7 +52,6 @@ TIME = _Picture("evidence-time", "time/step", "", "Time of a step beside GRPO's"
 
 
 def draw(tiny: Evidence, second: Evidence, overhead: Evidence, folder: Path) -> list[Path]:
-    """Write every picture that has a run; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for picture, evidence in _pictures(tiny, second, overhead):
@@ -66,7 +65,7 @@ def draw(tiny: Evidence, second: Evidence, overhead: Evidence, folder: Path) -> 
 
 
 def shown(tiny: Evidence, second: Evidence, overhead: Evidence) -> dict[str, str]:
-    """Place → picture in Markdown; a sentence if there is no run yet."""
+    """Place → picture in Markdown, or a sentence without runs."""
     result = {}
     for picture, evidence in _pictures(tiny, second, overhead):
         drawn = any(evidence.runs.values())

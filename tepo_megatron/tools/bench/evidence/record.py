@@ -45,15 +45,13 @@ class Evidence:
 
     @property
     def keys(self) -> list[Key]:
-        """Every combination in order, done or not."""
+        """With unfinished combinations."""
         return list(dict.fromkeys(_key_of(run) for run in runs_of(self.sweep)))
 
     def seeds(self, key: Key) -> list[int]:
-        """Finished seeds, in the file's order."""
         return [seed for seed in self.sweep.seeds if seed in self.runs.get(key, {})]
 
     def rows(self, key: Key) -> list[Sequence[EvidenceRow]]:
-        """The rows of each finished seed."""
         return [self.runs[key][seed] for seed in self.seeds(key)]
 
     def rate(self, name: str) -> str:
@@ -102,7 +100,6 @@ def collect(file: Path, folder: Path, results: Path) -> list[str]:
 
 
 def read(file: Path, results: Path) -> Evidence:
-    """What was collected; may hold no run."""
     sweep = read_sweep(file)
     head = _read_head(results)
     if head is None:

@@ -19,11 +19,9 @@ BASELINE = "grpo"
 
 
 SECOND = "second-"
-"""Prefix of the second task's tables."""
 
 
 def make_tables(tiny: Evidence, second: Evidence, overhead: Evidence) -> dict[str, str]:
-    """Every table by name, in the page's order."""
     rates = list(tiny.sweep.axes["lr"])
     result = {"state": state({"tiny": tiny, "stack_machine": second, "overhead": overhead})}
     figures = Figures(tiny)
@@ -43,7 +41,7 @@ def _comparison(figures: Figures) -> dict[str, str]:
 
 
 def state(sweeps: Mapping[str, Evidence]) -> str:
-    """Finished runs of each sweep, when and where they ran; of an unfinished sweep, the seeds of each combination."""
+    """Finished runs of each sweep, with dates and machines; of an unfinished sweep, the seeds of each combination."""
     parts, counts = [], []
     for name, evidence in sweeps.items():
         keys, seeds = evidence.keys, len(evidence.sweep.seeds)

@@ -1,1 +1,1 @@
-"""Time and memory of log-prob and entropy of sharded logits, compared with other methods."""
+"""Scores of sharded logits, compared with other methods."""

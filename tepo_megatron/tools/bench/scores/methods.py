@@ -18,7 +18,7 @@ from tepo_megatron.tools.bench.settings import DENSE, FLOOR, MEGATRON, SLOPE
 
 
 def methods(device: str, logits: Tensor, labels: Tensor) -> dict[str, Method]:
-    """Name → method, for those that can score logits like these."""
+    """Name → method that can score logits like these."""
     own: dict[str, dict[str, Method]] = {
         "cpu": {
             "tepo_megatron": partial(_own, backend="torch"),
@@ -55,7 +55,7 @@ def _own(logits: Tensor, labels: Tensor, **options: Any) -> Outputs:
 
 
 def _kernels(logits: Tensor, labels: Tensor, *, entropy_slope: bool = False) -> Method:
-    """Only the two passes: no checks, labels, collective, or combining of shards, which work on [T]."""
+    """Only the two passes, without checks, labels, collective, or combining of shards."""
     group, backend = dist.group.WORLD, get_backend("triton", logits.device)
     tokens, width = logits.shape
     scoring = plan_scoring(

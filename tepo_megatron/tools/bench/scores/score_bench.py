@@ -20,7 +20,7 @@ DEFAULTS = {
 def run(*, tp: int, device: str, shapes: Sequence[tuple[int, int, str]], repeats: int) -> list[ScoreMeasurement]:
     """Measure all methods on shapes (tokens, vocabulary, ``bf16`` or ``fp32``) with ``tp`` single-threaded processes.
 
-    Raises ValueError for an impossible dtype or size, or if GPUs or Triton are missing.
+    Raises ValueError for an impossible dtype or size, or without needed GPUs or Triton.
     """
     import torch
     import torch.multiprocessing as mp
@@ -92,7 +92,7 @@ def cells(row: ScoreMeasurement, peers: Sequence[ScoreMeasurement]) -> tuple[str
 
 
 def write_results(results: Sequence[ScoreMeasurement], folder: Path, **arguments: Any) -> tuple[Path, Path]:
-    """Write ``scores-<device>-tp<n>.json`` and ``.md`` with date, machine and versions; return both paths."""
+    """Write ``scores-<device>-tp<n>.json`` and ``.md``."""
     rows = []
     for row in results:
         peers = [peer for peer in results if shape_name(peer) == shape_name(row)]

@@ -1,1 +1,1 @@
-"""Time and memory of a training step, compared with Megatron-Core and an older version."""
+"""Training steps, compared with Megatron-Core and an older version."""

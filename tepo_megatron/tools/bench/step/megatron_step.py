@@ -1,8 +1,7 @@
-"""Megatron-Core's training step, as ``pretrain_gpt.py`` makes it, on an engine's model, tokens and micro-batches.
+"""Megatron-Core's training step, as in ``pretrain_gpt.py``, on an engine's model, tokens and micro-batches.
 
-It uses Megatron's cross-entropy, schedule with loss scaling, gradient buffers, reductions and optimizer. Data is prepared
-before timing. Its local attention takes no packed sequences: a step is packed with this project's attention, or in
-right-padded rows with Megatron's.
+Data is prepared before timing. Megatron's local attention takes no packed sequences: a step is packed with this project's
+attention, or in right-padded rows with Megatron's.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class MegatronStep:
         return [make(batch.select(sequences)) for sequences in self.engine.forward.micro_batches(batch)]
 
     def score(self, data: list[_MicroBatch]) -> tuple[list[_MicroBatch], float | None]:
-        """Megatron's schedule, forward only; keeps each token's loss."""
+        """Megatron's forward-only schedule; keeps each token's loss."""
         with torch.no_grad():
             retained = self._run(data, forward_only=True)
         return data, self._mean_loss(retained)

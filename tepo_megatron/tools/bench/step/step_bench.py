@@ -66,7 +66,7 @@ def run(setting: StepSetting, before: str, *, say: Callable[[str], None] = lambd
 def _measure_layout(
     setting: StepSetting, layout: str, model: Path, older: Path | None, say: Callable[[str], None]
 ) -> list[StepMeasurement]:
-    """Uses two worlds of ranks, of this and the older version; one waits while the other computes."""
+    """Ranks of one version wait while those of the other compute."""
     from tepo_megatron.tools.bench.step.step_world import World
 
     with ExitStack() as stack:
@@ -104,7 +104,6 @@ def _measure_ratio(setting: StepSetting, layout: str, ratio: float, worlds: dict
 
 
 def _turns(methods: Sequence[str], repeats: int) -> Iterator[str]:
-    """All methods in each repeat, in rotated order."""
     for repeat in range(repeats):
         shift = repeat % len(methods)
         yield from (*methods[shift:], *methods[:shift])
@@ -118,7 +117,6 @@ COLUMNS = (
 
 
 def table(results: Sequence[StepMeasurement]) -> list[tuple[str, ...]]:
-    """Layout and ratio are in their first row only."""
     rows: list[tuple[str, ...]] = []
     for row in results:
         ours = next(r for r in results if (r.layout, r.ratio, r.method) == (row.layout, row.ratio, OURS))
@@ -142,7 +140,7 @@ def _spread(theirs: Sequence[float], ours: Sequence[float]) -> str:
 
 
 def write_results(results: Sequence[StepMeasurement], folder: Path, setting: StepSetting, before: str) -> tuple[Path, Path]:
-    """Write ``step-<size>.json`` and ``.md`` with date, machine and versions; return both paths."""
+    """Write ``step-<size>.json`` and ``.md``."""
     record = {"setting": asdict(setting), "before": before, "results": [asdict(row) for row in results]}
     note = f"median of {setting.repeats}, least and greatest in brackets · before: {before[:9]}"
     packages = ("torch", "megatron-core", "tepo-megatron")

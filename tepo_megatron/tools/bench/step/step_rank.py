@@ -37,8 +37,7 @@ class Method(Protocol):
     def score(self, data: Any) -> tuple[Any, float | None]:
         """A forward pass. Returns the input of ``update``, and the mean negative log-prob of response tokens if known."""
 
-    def update(self, scored: Any) -> None:
-        """Forward, backward and optimizer step."""
+    def update(self, scored: Any) -> None: ...
 
 
 class _Ours:
@@ -81,7 +80,7 @@ def _make_rollouts(lengths: list[int], vocab_size: int, *, group: int, prompt: i
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Most bytes of the CPU that torch allocated during ``work`` beyond those before."""
+    """Most CPU bytes that torch allocated during ``work`` beyond those before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     held, peak = 0, 0
@@ -93,7 +92,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 def timed(work: Callable[[], R]) -> tuple[R, float]:
-    """The result of ``work`` and this rank's seconds; all ranks run it at once."""
+    """All ranks run it at once; the seconds are this rank's."""
     dist.barrier()
     start = time.perf_counter()
     result = work()

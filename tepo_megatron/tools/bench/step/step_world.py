@@ -67,10 +67,7 @@ class World:
         return self.folder / f"rank{rank}.log"
 
     def step(self, method: str, ratio: float, *, memory: bool) -> dict[str, float]:
-        """One step on all ranks; the largest of each figure.
-
-        Raises RuntimeError with a rank's last line if it ended.
-        """
+        """Each figure is the largest of all ranks. Raises RuntimeError with a rank's last line if it ended."""
         for rank, process in enumerate(self.ranks):
             assert process.stdin is not None
             try:
@@ -93,7 +90,6 @@ class World:
         return RuntimeError(f"{self.layout}: rank {rank} ended with exit code {code}: {said[-1]}")
 
     def close(self) -> None:
-        """End the ranks."""
         for process in self.ranks:
             assert process.stdin is not None
             try:

@@ -107,7 +107,7 @@ def describe(chosen_3A: Tensor, entropy_A: Tensor) -> dict[str, Any]:
 
 
 def by_entropy(chosen_3A: Tensor, entropy_A: Tensor, quantiles: int) -> list[dict[str, Any]]:
-    """`describe` for equal parts of the tokens, by increasing entropy of π_old."""
+    """In equal parts of the tokens, by increasing entropy of π_old."""
     order = entropy_A.argsort(stable=True)
     return [describe(chosen_3A[:, part], entropy_A[part]) for part in order.tensor_split(quantiles)]
 

@@ -2,10 +2,10 @@
 
     python -m tepo_megatron.tools.bench.studies.compare_schedules --repeats 3
 
-The lengths are constructed: a model of the tiny one's shape attends to the prompt's first digit, which sets the probability
-that a response ends. One prompt in ten has responses twenty times as long. Schedules alternate, with equal problems and steps;
-the learning rate is so small that the model stays as it is. Equal work means equal tokens: an overlapped run's unfinished
-samples at its end are time without tokens. Writes Markdown and JSON to --output.
+A constructed model of the tiny one's shape ends a response with a probability set by the prompt's first digit: one prompt in
+ten has responses twenty times as long. Schedules alternate with equal problems and steps; the learning rate leaves the model
+as it is. Equal work means equal tokens: an overlapped run's unfinished samples are time without tokens. Writes Markdown and
+JSON to --output.
 """
 
 from __future__ import annotations
@@ -90,7 +90,6 @@ def _attend(tensors: dict[str, Tensor], config: dict[str, Any], long: int, short
 
 
 def _write_problems(path: Path, count: int) -> Path:
-    """One prompt in ten is long; the digits after the first make prompts unique."""
     with path.open("w") as file:
         for number in range(count):
             digit = LONG if number % EVERY == 0 else SHORT

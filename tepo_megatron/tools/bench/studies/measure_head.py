@@ -107,7 +107,7 @@ def _resident(kind: str) -> int:
 
 
 def child(setting: _Setting, head: str, model: Path) -> dict[str, dict[str, float]]:
-    """Measure both passes once in this process, after one that loads libraries."""
+    """Measure both passes here, after one that loads libraries."""
     from tepo_megatron.trainer.megatron.engine import Engine
 
     warnings.filterwarnings("ignore")

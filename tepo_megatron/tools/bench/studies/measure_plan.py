@@ -69,7 +69,7 @@ class _Term:
 
 
 def write_random_model(folder: Path) -> None:
-    """A Llama of 3 million parameters, without tokenizer."""
+    """3 million parameters, no tokenizer."""
     config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512}
     config |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
     config |= {"max_position_embeddings": 256, "tie_word_embeddings": False}
@@ -149,7 +149,6 @@ def compare(name: str, config: RunConfig, ranks: list[Mapping[str, int]]) -> Ite
 
 
 def worst(terms: list[_Term]) -> list[_Term]:
-    """For each term, the run with the largest error."""
     names = dict.fromkeys(item.term for item in terms)
     return [max((item for item in terms if item.term == name), key=lambda item: abs(item.error)) for name in names]
 
