@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def console() -> Console:
-    """Rich's console on standard output."""
     from rich.console import Console
 
     # In a pipe there is no width to fit into: cells are better whole than cut.
@@ -37,7 +36,6 @@ def print_json(value: Any) -> None:
 
 
 def as_records(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[dict[str, str]]:
-    """Rows as objects whose keys are the columns."""
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 

@@ -29,7 +29,6 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The console script's entry point."""
     app()
 
 

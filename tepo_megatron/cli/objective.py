@@ -332,7 +332,6 @@ def _span(lines: Sequence[Curve]) -> tuple[float, float]:
 
 
 _TRIED = (1.0, 0.1, 0.5, 2.0, 0.01, 10.0, 1)
-"""Values for fields without a default when a kind is checked alone."""
 
 
 def _find_preset(name: str) -> Preset | None:

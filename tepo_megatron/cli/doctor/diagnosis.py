@@ -35,10 +35,8 @@ def diagnose(checks: Sequence[Callable[[], Diagnosis]]) -> list[Diagnosis]:
 
 
 def is_fit(checks: Sequence[Diagnosis]) -> bool:
-    """Whether everything that a CPU run needs is present and works."""
     return not any(check.needed and check.status in ("missing", "fail") for check in checks)
 
 
 def has_gpu() -> bool:
-    """Whether NVIDIA's driver is loaded."""
     return os.path.exists("/dev/nvidiactl")
