@@ -63,7 +63,7 @@ def adapter_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[str]
 
 
 class AdapterBlock(NamedTuple):
-    """Rows ``local_rows`` of an adapter's local B belong to rows ``param_rows`` of the (fused) parameter."""
+    """Rows ``local_rows`` of the local B belong to rows ``param_rows`` of the (fused) parameter."""
 
     local_rows: slice
     param_rows: slice

@@ -1,9 +1,4 @@
-"""Layout of a model over Megatron-Core's ranks.
-
-Megatron interleaves q, k and v by key/value group (its queries, its key, its value), stacks gate and up within each
-tensor-parallel shard, and pads embedding and head to a multiple of tp rows. An expert-parallel rank holds consecutive
-experts, or its expert-tensor-parallel part of them.
-"""
+"""Layout of a model over Megatron-Core's ranks (docs/reference/reshard.md)."""
 
 from __future__ import annotations
 
@@ -128,10 +123,7 @@ def pipeline_stages(
 def megatron_layout(
     spec: ModelSpec, parallel: MegatronParallel, rank: int, *, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> ShardLayout:
-    """With tied embeddings the last of several stages holds a copy of the embedding. ``rank`` is global.
-
-    In a stage of several chunks the parameters of chunk v are named ``model<v>.``…, as in Megatron's checkpoints.
-    """
+    """``rank`` is global. Parameters of chunk v of several are named ``model<v>.``…, as in Megatron's checkpoints."""
     coordinates, tp = parallel.coordinates(rank), parallel.tp
     dense, expert = Split(tp, coordinates.tp_rank), Split(parallel.expert_tp, coordinates.etp_rank)
 

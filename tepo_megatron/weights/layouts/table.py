@@ -1,4 +1,4 @@
-"""Hugging Face tensors with their parameters in Megatron-Core and vLLM, and their expansion into boxes of a rank."""
+"""Hugging Face tensors with their parameters in Megatron-Core and vLLM, and their boxes on a rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tepo_megatron.weights.architecture import EXPERT_BIAS, Experts, ModelSpec
 from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
 
 SplitKind = Literal["replicated", "columns", "vocab", "gate", "up", "query", "key", "value"]
-"""How tensor-parallel ranks split a tensor, and its part in a fused parameter."""
 
 Dimension = Literal["hidden", "heads", "kv_heads", "head", "ffn", "dense_ffn", "shared_ffn", "experts", "vocab"]
 """``heads`` and ``kv_heads`` count rows of all heads, ``head`` those of one; ``ffn`` is an expert's."""

@@ -1,7 +1,6 @@
-"""Layout of a model over the workers of vLLM servers.
+"""Layout of a model over the workers of vLLM servers (docs/reference/reshard.md).
 
-vLLM stacks a rank's queries, keys and values, and gate over up. Neighbouring ranks share a key/value head if there are more
-ranks than heads. Embedding and head are padded to a multiple of 64 rows. Experts are stacked in two parameters per layer.
+Embedding and head are padded to a multiple of 64 rows.
 """
 
 from __future__ import annotations
@@ -63,10 +62,6 @@ def vllm_layout(
     pp_rank: int = 0,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> ShardLayout:
-    """With tied embeddings there is no head, and the last stage also has the embedding.
-
-    With experts every stage may have embedding, norm and head (``ExpertNames.ends_everywhere``).
-    """
     return lay_out(
         spec,
         shapes=tensor_shapes(spec) if shapes is None else shapes,

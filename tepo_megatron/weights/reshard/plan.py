@@ -19,12 +19,12 @@ from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, megatr
 from tepo_megatron.weights.reshard.proof import prove
 
 _TOLERANCE = 0.01
-"""Share of a rank's load below which no item is divided and no connection is opened."""
+"""No item is divided, and no connection opened, for less than this share of a rank's load."""
 
 _FORMAT = "tepo-reshard-plan"
 
 _VERSION = 2
-"""Raised by a change of file format or planner, so that equal digests mean equal plans."""
+"""Increase it with every change of file format or planner: equal digests mean equal plans."""
 
 
 class _BoxRequest(NamedTuple):
@@ -164,7 +164,7 @@ def _map_to_param(tensor_start: tuple[int, ...], param_start: tuple[int, ...], b
 
 
 def _order(tensors: Iterable[str], num_destinations: int, server_size: int) -> Callable[[Move], tuple[int, ...]]:
-    """Each server starts at another layer: otherwise one stage of the trainer would send to all while the others wait."""
+    """Each server starts at another layer; otherwise one stage would send to all while the others wait."""
     layers = [list(names) for _, names in groupby(tensors, key=layer_of)]
     position = {name: (number, index) for number, names in enumerate(layers) for index, name in enumerate(names)}
     numbered = [number for number, names in enumerate(layers) if layer_of(names[0]) is not None]
@@ -209,8 +209,7 @@ def _assign_senders(
 ) -> Iterator[_Assignment]:
     """Balances the elements that each rank sends, which ``loads`` counts.
 
-    Owner sets with the fewest owners come first, then the largest amounts. Negligible sets, such as norms, go to a rank that
-    sends to the receiver anyway.
+    Negligible sets, such as norms, go to a rank that sends to the receiver anyway.
     """
     routes: set[tuple[int, int]] = set()
     amounts = {owners: sum(item.rows * item.row_size for item in group) for owners, group in items.items()}

@@ -24,10 +24,10 @@ from tepo_megatron.weights.storage.planned_files import BUCKET_BYTES, FileEntry,
 from tepo_megatron.weights.storage.stored import DTYPES, SHARDS, WEIGHT, StoredWeights, box_key, open_weights
 
 RECORD = "conversion.sha256"
-"""File with a digest of the conversion, so that another command does not continue it."""
+"""Digest of the conversion, so that another command does not continue it."""
 
 ProgressCallback = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+"""(bytes done, bytes in all) → None"""
 
 
 def export_model(

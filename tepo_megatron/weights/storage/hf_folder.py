@@ -1,4 +1,4 @@
-"""Hugging Face folders of models, written tensor by tensor, and PEFT folders of LoRA adapters."""
+"""Hugging Face folders of models, and PEFT folders of LoRA adapters."""
 
 from __future__ import annotations
 
@@ -97,10 +97,7 @@ def copy_description(source: Path, out: Path, dtype: torch.dtype | None) -> None
 def write_stream(
     folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES
 ) -> list[tuple[Path, dict[str, int]]]:
-    """Writes ``stem-00001.safetensors`` and so on, holding at most ``shard_bytes`` or one tensor.
-
-    Returns each file with the bytes of its tensors.
-    """
+    """Holds at most ``shard_bytes`` or one tensor; returns each file with the bytes of its tensors."""
     written: list[tuple[Path, dict[str, int]]] = []
     pending: dict[str, Tensor] = {}
 
@@ -148,7 +145,6 @@ def write_index(folder: Path, files: Sequence[Mapping[str, int]]) -> None:
 
 @contextmanager
 def _atomic_folder(out: Path) -> Iterator[Path]:
-    """Yields a folder that is renamed to ``out`` if the block succeeds and removed if it raises."""
     partial = partial_path(out)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -164,8 +160,6 @@ def _atomic_folder(out: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """``targets`` are names of layers."""
-
     rank: int
     alpha: float
     rslora: bool
@@ -225,7 +219,6 @@ def check_peft_folder(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, ra
 
 
 def load_adapters(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> None:
-    """Reads only this rank's parts."""
     with torch.no_grad(), open_safetensors(folder / PEFT_WEIGHTS) as handle:
         for shard in layout.shards:
             params[shard.param][shard.param_box.slices].copy_(handle.get_slice(PEFT_PREFIX + shard.tensor)[shard.box.slices])

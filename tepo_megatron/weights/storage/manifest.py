@@ -28,8 +28,6 @@ _SAMPLED_TENSORS, _SAMPLED_BYTES = 64, 4096
 
 
 class DamagedCheckpoint(ValueError):  # noqa: N818
-    """The text is ``NAME is damaged (the reason)``."""
-
     def __init__(self, folder: Path, problems: Sequence[str]) -> None:
         self.folder = folder
         self.problems = tuple(problems)
@@ -55,7 +53,7 @@ class CheckpointManifest:
         return sum(record.bytes for record in self.files.values())
 
     def wrong_files(self) -> dict[str, str]:
-        """Returns a sentence for each file that is missing, additional or of another length; reads no contents."""
+        """Returns a sentence for each file that is missing, additional or of another length."""
         shards = {str(path.relative_to(self.folder)) for path in self.folder.glob("*/*.safetensors")}
         problems = {name: f"{name} does not belong to it" for name in sorted(shards - self.files.keys())}
         for name, record in self.files.items():
@@ -103,7 +101,7 @@ def _digest_file(path: Path) -> str:
 
 
 def write_manifest(folder: Path, step: int, files: Mapping[str, FileRecord]) -> None:
-    """Writes durably. All other files must exist."""
+    """All other files must exist."""
     content = {"format": FORMAT, "step": step, "files": {name: asdict(files[name]) for name in sorted(files)}}
     write_durably(folder / MANIFEST, json.dumps({**content, "sha256": _content_digest(content)}, indent=2) + "\n")
 

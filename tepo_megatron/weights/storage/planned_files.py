@@ -52,7 +52,6 @@ class PlannedFile:
 
     @cached_property
     def header(self) -> bytes:
-        """Returns the length of a JSON table, and the table of dtypes, shapes and offsets."""
         table: dict[str, object] = {"__metadata__": {"format": "pt", **self.metadata}}
         end = 0  # offsets count from the end of the header, so that they do not depend on its length
         for entry in self.entries:
@@ -104,7 +103,7 @@ def _buckets(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
 
 
 def group_entries(entries: Sequence[FileEntry], limit: int) -> list[tuple[FileEntry, ...]]:
-    """Groups consecutive entries, up to ``limit`` bytes or one entry."""
+    """Each group has at most ``limit`` bytes, or one entry."""
     groups: list[list[FileEntry]] = []
     group_bytes = 0
     for entry in entries:

@@ -12,7 +12,6 @@ from torch import Tensor
 from tepo_megatron.weights.geometry import Shard
 
 _CHUNK = 2**20
-"""Elements widened to 64 bits at once."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)
@@ -93,7 +92,6 @@ class TensorDigests:
         return len(self._index)
 
     def add(self, name: str, value: Tensor) -> None:
-        """The device may still be computing ``value``."""
         self._added.append((self._index[name], value))
 
     def as_tensor(self) -> Tensor:

@@ -71,7 +71,7 @@ def send(
     cancelled: Callable[[], bool] = lambda: False,
     limit: int = BUCKET_BYTES,
 ) -> None:
-    """Broadcasts the manifest's tensors from rank 0; blocks until they are sent. A waiting message polls ``cancelled``.
+    """Broadcasts from rank 0; blocks until all is sent. A waiting message polls ``cancelled``.
 
     Raises ValueError for a tensor that does not match the manifest, RuntimeError naming the tensors of a message that fails,
     times out or is cancelled.
@@ -95,7 +95,7 @@ def send(
 
 
 def receive(group: GlooGroup, manifest: TensorManifest, *, limit: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, CPU tensor) in the order of the manifest; tensors of one message share memory.
+    """Yields (name, CPU tensor); tensors of one message share memory.
 
     Raises RuntimeError naming the tensors of a message that fails or times out.
     """
@@ -131,7 +131,6 @@ def gather_sources(layouts: Sequence[ShardLayout]) -> dict[str, list[tuple[int, 
 
 
 def shards_to_write(plan: Mapping[str, list[tuple[int, Shard]]], rank: int) -> list[Shard]:
-    """Returns a rank's shards of :func:`gather_sources`."""
     return [shard for pairs in plan.values() for owner, shard in pairs if owner == rank]
 
 

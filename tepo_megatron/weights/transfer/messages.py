@@ -17,7 +17,7 @@ STAGING_BYTES = 64 * 2**20
 """Memory of a rank for messages under way, over all its peers."""
 
 SINGLE_SEGMENT_BYTES = 256 * 2**10
-"""Segments of at least this size travel alone, without a copy if contiguous."""
+"""From this size segments travel alone, without a copy if contiguous."""
 
 _FP32_BYTES = 4
 
@@ -119,10 +119,7 @@ def message_bytes(plan: ReshardPlan) -> int:
 
 
 def queues(ends: Iterable[MoveEnd], *, itemsize: int, limit: int) -> Queues:
-    """Packs moves, in order, into messages of at most ``limit`` bytes, or one row if that is more.
-
-    ``itemsize`` is that of the dtype on the wire.
-    """
+    """Packs moves, in order, into messages of at most ``limit`` bytes, or one row; ``itemsize`` is on the wire."""
     result: Queues = {}
     room: dict[int, int] = {}  # bytes that still fit into the last message to a peer
     for end in ends:

@@ -146,7 +146,6 @@ class _Staging:
         self._buffers: dict[tuple[int, int], Tensor] = {}
 
     def buffer(self, peer: int, number: int, numel: int) -> Tensor:
-        """Message number + WINDOW uses the same buffer."""
         slot = (peer, number % WINDOW)
         if slot not in self._buffers:
             self._buffers[slot] = torch.empty(self._largest[peer], dtype=self.wire, device=self.devices[peer])

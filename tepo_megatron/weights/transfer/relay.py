@@ -51,20 +51,15 @@ class SlotSignals:
     world_size: int
 
     def start_notify(self, peer: int, number: int, source: int) -> Any:
-        """Returns torch's work."""
         return self.start_send(torch.zeros(1, dtype=torch.uint8), peer, number * self.world_size + source)
 
     def start_wait(self, peer: int, number: int, source: int) -> Any:
-        """Returns torch's work."""
         return self.start_receive(torch.zeros(1, dtype=torch.uint8), peer, number * self.world_size + source)
 
 
 @dataclass
 class Relay:
-    """``slots``: (source, worker) → uint8 [WINDOW, bytes], open in the worker. ``leg`` connects the trainer's ranks.
-
-    ``synchronize`` returns when copies on the GPU are done.
-    """
+    """``slots``: (source, worker) → uint8 [WINDOW, bytes], open in the worker. ``leg`` connects the trainer's ranks."""
 
     rank: int
     routes: RelayRoutes
@@ -109,7 +104,7 @@ class Relay:
             self._taken[source, worker, number] = [notification, self.signals.start_wait(worker, number, source)]
 
     def finish(self) -> None:
-        """Relays the remaining messages and returns when the workers have copied all."""
+        """Returns when the workers have copied all messages."""
         self._catch_up(self.routes.rounds)
         if self._turn == self.routes.rounds:
             self._exchange(self._turn)

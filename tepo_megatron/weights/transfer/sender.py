@@ -132,7 +132,7 @@ class ShardSender:
         self._group.finish()
 
     def finish_update(self, arrived: bool) -> str:
-        """Rank 0: broadcasts whether all servers have the weights; if not, closes the group.
+        """Rank 0: notifies the other ranks; unless all servers have the weights, closes the group.
 
         Returns which other rank failed first and why, or "".
         """
@@ -144,10 +144,7 @@ class ShardSender:
         return failed
 
     def update_as_non_root(self) -> None:
-        """Every rank but 0: takes part in an update; writes a failure to the store, for rank 0 to report.
-
-        Raises RuntimeError only if this rank failed and rank 0 believes that the update succeeded.
-        """
+        """Every rank but 0: raises RuntimeError only if it failed and rank 0 believes that the update succeeded."""
         rendezvous = self._broadcast_from_root(None)
         if rendezvous is None:
             return
@@ -189,7 +186,7 @@ def order_key(rank: int) -> str:
 
 
 class ReceiveOrder(NamedTuple):
-    """``near`` is the sender on the worker's own GPU; ``relayed``: messages of other GPUs come through it."""
+    """``near`` is the sender on the worker's GPU; if ``relayed``, messages of other GPUs come through it."""
 
     incoming: Queues
     wire: torch.dtype
@@ -219,7 +216,6 @@ def encode_order(
     relayed: bool = False,
     or_gloo: bool = False,
 ) -> str:
-    """Returns a worker's order as JSON; ``limit`` is the message size in bytes."""
     moves = [
         [end.peer, end.param, end.region.box.start, end.region.box.stop, end.region.count, end.region.step, end.fp32]
         for end in ends

@@ -22,7 +22,7 @@ from tepo_megatron.runtime.proc import boot_id
 from tepo_megatron.runtime.rendezvous import private_folder
 
 BACKEND = "tepo_gloo"
-"""vLLM's name of the receiving engine, for any transport."""
+"""vLLM's name of the receiving engine."""
 
 TransportName = str
 
@@ -150,7 +150,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def announce_departure(store: Store) -> None:
-    """Notifies all members, including those still joining, that one has left."""
+    """Notifies also members that are still joining."""
     with suppress(RuntimeError):  # rank 0 is gone, and the store with it: the others know
         store.set(_LEFT, "1")
 
@@ -214,8 +214,6 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Introduction:
-    """GPU UUID and NCCL version are empty without a GPU."""
-
     name: str
     host: str
     address: str

@@ -1,4 +1,4 @@
-"""Messages and broadcasts over gloo, through host memory, in a group apart from torch's default one."""
+"""Messages and broadcasts over gloo, through host memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 class GlooGroup:
     """The constructor returns when all members have joined; it raises RuntimeError if one is late or leaves.
 
-    ``host`` selects the interface with the address that others use. ``timeout_s`` bounds every operation.
+    ``host`` selects the interface with the address that others use.
     """
 
     def __init__(self, store: Store, host: str, rank: int, world_size: int, timeout_s: float) -> None:

@@ -1,6 +1,6 @@
 """Messages through CUDA IPC between trainer and worker on one GPU (docs/decisions/009-transports-and-placement.md).
 
-Not run on a GPU yet. Gloo's signals also turn a time-out or the death of either side into an error of the other.
+Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -134,10 +134,9 @@ def join_ipc(
     join_leg: Callable[[GlooGroup], TransferGroup],
     handles: MemoryHandles | None = None,
 ) -> IpcGroup:
-    """Exchanges the slots' handles through ``store`` and joins the gloo group that carries everything else.
+    """Joins the gloo group that carries all but the slots; ``join_leg`` joins the trainer ranks' group, which relays.
 
-    ``join_leg`` joins the trainer ranks' group, which relays. Raises RuntimeError if sender and receiver are not on one host
-    and GPU.
+    Raises RuntimeError if sender and receiver are not on one host and GPU.
     """
     handles, rank, routes = handles or CudaHandles(), member.rank, member.routes
     try:
@@ -214,24 +213,19 @@ def _slot(slots: Tensor, number: int, data: Tensor) -> Tensor:
 
 
 class MemoryHandles(Protocol):
-    """Shares memory of a GPU with another process by JSON handles."""
-
     def location(self, device: torch.device) -> dict[str, str]:
         """Unique names of host and GPU, equal on both sides."""
 
     def export(self, slots: Tensor) -> dict[str, Any]:
         """The handle is of the whole storage, which must stay alive."""
 
-    def open(self, handle: dict[str, Any], device: torch.device) -> torch.UntypedStorage:
-        """Opens the same memory in another process."""
+    def open(self, handle: dict[str, Any], device: torch.device) -> torch.UntypedStorage: ...
 
     def synchronize(self, device: torch.device) -> None:
         """Returns when all started copies are done, so that another process may read them."""
 
 
 class CudaHandles:
-    """Uses functions of torch.multiprocessing, without its pickle."""
-
     _BYTES = ("handle", "counter", "event")
 
     def location(self, device: torch.device) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Messages over NCCL in one communicator, one group call per round (docs/decisions/009-transports-and-placement.md).
 
-Not run on a GPU yet. A thread watches the call, which blocks while NCCL connects ranks, and aborts the communicator if a
-rank does not come.
+Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class NcclGroup:
-    """``group`` is torch's process group, with operations that can be coalesced; ``abort`` ends everything pending."""
+    """``group`` must have operations that can be coalesced; ``abort`` ends everything pending."""
 
     def __init__(
         self, group: Any, abort: Callable[[], None], rendezvous: Rendezvous, device: torch.device, timeout_s: float
@@ -62,7 +61,6 @@ class NcclGroup:
         self._pending.update(dict.fromkeys(started, work))
 
     def _end_round(self) -> Any:
-        """NCCL connects two ranks in their first common round, and blocks until both are in it."""
         ended = threading.Event()
         threading.Thread(target=self._watch_round, args=(ended,), name="watch-transfer-round", daemon=True).start()
         try:
@@ -73,7 +71,7 @@ class NcclGroup:
             ended.set()
 
     def _watch_round(self, ended: threading.Event) -> None:
-        """Aborting makes the blocked call return with an error."""
+        """NCCL blocks the call until both ranks are in the round; aborting makes it return with an error."""
         deadline = time.monotonic() + self._timeout_s
         while not ended.wait(FAILURE_POLL_INTERVAL_S):
             if reason := self._failure_reason(deadline):
