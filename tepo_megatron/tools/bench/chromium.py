@@ -90,7 +90,7 @@ class Tab:
         raise RuntimeError(f"the page never came to {expression}; its problems: {self.problems}")
 
     def press(self, key: str) -> None:
-        """Such as ``ArrowRight`` or ``c``."""
+        """Press a key such as ``ArrowRight`` or ``c``."""
         text = {"text": key} if len(key) == 1 else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
@@ -157,7 +157,7 @@ def chromium(program: str | None = None) -> Iterator[Tab]:
 
 
 def _options(profile: str) -> Sequence[str]:
-    sandbox = ("--no-sandbox",) if os.geteuid() == 0 else ()  # it refuses to start as root with one
+    sandbox = ("--no-sandbox",) if os.geteuid() == 0 else ()  # as root it refuses to start with a sandbox
     return (
         *("--headless=new", "--remote-debugging-pipe", f"--user-data-dir={profile}", "--disable-gpu", "--hide-scrollbars"),
         *("--no-first-run", "--disable-extensions", "--disable-background-networking", "--disable-dev-shm-usage", *sandbox),

@@ -112,7 +112,7 @@ def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,  # its children must end with it: one that is left would keep the GPU's memory
+        start_new_session=True,  # its children must end with it: a remaining one would keep the GPU's memory
     )
     try:
         printed, _ = process.communicate(timeout=limit_s)

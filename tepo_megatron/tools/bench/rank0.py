@@ -113,7 +113,7 @@ def _random(length: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _receive(responses: int, length: int) -> Iterator[tuple[int, Response]]:
-    """As the client does."""
+    """Receives as the client does."""
     ids, logprobs = _random(length)
     labels = {LABEL: VERSION}
 

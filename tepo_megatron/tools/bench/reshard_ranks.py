@@ -65,7 +65,7 @@ class Rank:
     rank: int
     plan: ReshardPlan
     layouts: list[ShardLayout]
-    """Of the source ranks."""
+    """The source ranks' layouts."""
     params: Params
     queues: messages.Queues
     pairs: GlooGroup
@@ -94,7 +94,7 @@ class Rank:
             move.receive(self.pairs, self.queues, self.params, self.dtype)
 
     def reshard_timed(self) -> None:
-        """Measure ``digest_seconds``, too."""
+        """Also measures ``digest_seconds``."""
         self.digest_seconds = 0.0
 
         def timed(data: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class Rank:
                     start(slots[peer, number % messages.WINDOW][:numel], peer, number)
 
     def received(self, method: str) -> int:
-        """Bytes from other ranks."""
+        """Bytes received from other ranks."""
         if method == "gather and broadcast":
             everything = sum(planned.numel for planned in self.plan.moves) // self.copies
             if self.is_source:
@@ -209,7 +209,7 @@ def worker(rank: int, setting: ReshardSetting, place: str, repeats: int, inbox: 
         outcomes: list[int] = []  # one hash of all received parameters for each method and repeat
         seconds: dict[str, list[float]] = {name: [] for name in methods}
         peaks: dict[str, list[int]] = {name: [] for name in methods}
-        for _ in range(repeats):  # in turn, so that a busy moment of the machine meets all of them
+        for _ in range(repeats):  # in turn, so that a busy moment of the machine affects all methods
             for name, work in methods.items():
                 with _peak(peaks[name]):
                     seconds[name].append(_slowest(work))
@@ -228,7 +228,7 @@ def worker(rank: int, setting: ReshardSetting, place: str, repeats: int, inbox: 
         inbox.put(json.dumps(rows))
     dist.barrier()
     own.pairs.close()
-    dist.destroy_process_group()  # an interpreter that ends beside gloo's threads may abort
+    dist.destroy_process_group()  # an interpreter that exits while gloo's threads run may abort
 
 
 def _row(own: Rank, method: str, seconds: float, peak: int | None) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def _peak(into: list[int]) -> Iterator[None]:
     if not reset.exists():
         yield
         return
-    reset.write_text("5")  # resets VmHWM, the peak of resident memory, to its present value
+    reset.write_text("5")  # resets VmHWM, the peak of resident memory, to its current value
     before = _kib(status, "VmRSS")
     yield
     into.append(max(0, _kib(status, "VmHWM") - before) * 1024)

@@ -251,7 +251,7 @@ def _largest_worker_gib() -> float:
     largest = 0.0
     for pid in descendants(os.getpid()):
         if "tepo_megatron.tasks.reward.worker" in command_line(pid):
-            with suppress(OSError):  # it has just been replaced
+            with suppress(OSError):  # a new worker has just replaced it
                 for line in Path(f"/proc/{pid}/status").read_text().splitlines():
                     if line.startswith("VmHWM"):
                         largest = max(largest, int(line.split()[1]) / 2**20)

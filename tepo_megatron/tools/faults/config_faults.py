@@ -239,7 +239,7 @@ def _in_a_fork(path: Path, overrides: Sequence[str]) -> list[str] | None:
     answers = context.SimpleQueue()
     child = context.Process(target=_read, args=(answers, path, overrides))
     child.start()
-    child.join(10 * LIMIT_S)  # of the clock: the machine may be busy with other things
+    child.join(10 * LIMIT_S)  # wall-clock seconds: the machine may be busy
     if child.is_alive():
         child.kill()
     child.join()
@@ -255,7 +255,7 @@ def _read(answers: Any, path: Path, overrides: Sequence[str]) -> None:
     try:
         load_run(path, overrides)
         answers.put(json.dumps(["accepted", ""]))
-    except Exception as error:  # what it is, is the answer
+    except Exception as error:  # the answer is the kind of error
         said = str(error).replace("\n", " ")[:300]
         if is_ours(error):
             answers.put(json.dumps(["refused", said]))

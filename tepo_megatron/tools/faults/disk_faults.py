@@ -57,7 +57,7 @@ class FullDisks(FaultClass):
         shutil.rmtree(folder, ignore_errors=True)
         start = time.monotonic()
         if place == "log":
-            # TensorBoard's files; a link in place of metrics.jsonl would be taken for a run that is there
+            # TensorBoard's files; a link instead of metrics.jsonl would count as an existing run
             with _small_disk(folder / "out/tensorboard", 4):
                 (folder / "out/tensorboard/filler").write_bytes(bytes(4096))
                 ended = replayed_run.train(folder, base / "rollouts", SAVED, "log.tensorboard=true")

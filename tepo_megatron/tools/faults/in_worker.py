@@ -74,7 +74,7 @@ def _spoil_loader(fault: dict[str, Any], rank: int) -> None:
         if fault["kind"] == "stale head" and others:
             self._places[name] = [first]
             right(self, name)
-            # The head, which shares the embedding's parameter and processes it apart.
+            # The head shares the embedding's parameter and processes it separately.
             self._places[name] = others
             self._materialized.discard(name)
             self[name].copy_(_towards(arrived, stale, fault["scale"]))

@@ -23,7 +23,7 @@ FOLDER = "TEPO_FAULTS_FOLDER"
 def main() -> None:
     if under_torchrun():
         _announce_phases(Path(os.environ[FOLDER]))
-    else:  # the ranks are to run this, too
+    else:  # ranks must run this program, too
         torchrun.run_ranks = partial(torchrun.run_ranks, module=MODULE)
     runpy.run_module("tepo_megatron", run_name="__main__")
 

@@ -112,7 +112,7 @@ def _inject(faults: FaultClass, numbers: Sequence[int], record: OutcomeLog, seed
             start = time.monotonic()
             try:
                 outcome = faults.inject(number, fault_rng(seed, faults.name, number))
-            except Exception as error:  # whatever it is, the fault was not survived as it should be, and the next one is tried
+            except Exception as error:  # any error counts as a lost fault; try the next one
                 traceback.print_exc()
                 outcome = FaultOutcome(
                     f"number {number}", "lost", f"the harness came to no end: {type(error).__name__}: {error}"
@@ -130,7 +130,7 @@ def _end_live_run(workshop: Workshop, record: OutcomeLog, number: int, say: Say)
 
 
 def _main(given: str) -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is ended then, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also ends all started processes
     arguments = json.loads(given)
     seed, quick, folder = arguments["seed"], arguments["quick"], Path(arguments["folder"])
 

@@ -114,7 +114,7 @@ class SilentFaults(FaultClass):
         world, self._world = self._world, None
         if world is not None:
             assert world.stdin is not None
-            world.stdin.close()  # which ends it, and it its server
+            world.stdin.close()  # ends the world, and with it the server
             try:
                 world.wait(60)
             except subprocess.TimeoutExpired:
@@ -128,7 +128,7 @@ def judge(fault: SilentFault, result: Sequence[dict[str, Any]]) -> FaultOutcome:
     smallest = {check: min((item["size"] for item in result if check in item["caught"]), default=None) for check in CHECKS}
     details = {"smallest": smallest, "found": result}
     caught = whole["caught"]
-    if "transfer" in caught:  # these faults come behind it
+    if "transfer" in caught:  # these faults come after the transfer
         return FaultOutcome(fault.name, "lost", f"the weight update itself failed: {caught['transfer']}", details=details)
     if fault.kind == "none":
         if caught:

@@ -145,7 +145,7 @@ class World:
             try:
                 self._update(1)
             except RuntimeError as error:
-                self.fleet.revive()  # its servers were ended: the next fault needs them
+                self.fleet.revive()  # its servers have ended, and the next fault needs them
                 return {"size": size, "caught": {"transfer": str(error)}}
         result = {"size": size, "clean": self.clean, **self._ask(canary)}
         self.fault("none")
@@ -224,7 +224,7 @@ def _make_experts(folder: Path) -> Path:
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to the log
+    os.dup2(2, 1)  # output of libraries goes to the log
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     world = World(Path(sys.argv[1]), sys.argv[2])

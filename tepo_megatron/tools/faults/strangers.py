@@ -89,7 +89,7 @@ def _write_to_store(port: int, proof: Path, runs_code: bool) -> bool:
         for name in names:
             store.set(name, value)  # type: ignore[arg-type]  # bytes are taken, too
         return bool(store.get("tepo_stranger") == value)
-    except RuntimeError:  # what torch raises of sockets
+    except RuntimeError:  # torch raises it for sockets
         return False
 
 
@@ -229,7 +229,7 @@ class Strangers(FaultClass):
 
     def _environments(self) -> str:
         if os.geteuid() != 0:
-            return ""  # this user may read its own
+            return ""  # this user may read its own files
         return _first(
             f"the environment of process {pid} can be read"
             for pid in self._pids()

@@ -27,7 +27,7 @@ class Workshop:
         self._overrides = () if quick else tiny.SHORT_TIMEOUTS
         self._reference: Path | None = None
         self._run: LiveRun | None = None
-        self._runs = sum(1 for _ in folder.glob(f"{lane}-run-*"))  # a call that was interrupted left its own
+        self._runs = sum(1 for _ in folder.glob(f"{lane}-run-*"))  # an interrupted call leaves its runs
 
     def reference(self) -> Path:
         """The undisturbed run's output. The first lane makes it; the other waits."""
@@ -154,7 +154,7 @@ class OutcomeLog:
 
     def _read(self) -> None:
         lines = [line for line in self.path.read_text(encoding="utf-8").split("\n") if line]
-        whole = [line for line in lines if line.endswith("}")]  # the last may have been cut off
+        whole = [line for line in lines if line.endswith("}")]  # the last line may be cut off
         if not whole or json.loads(whole[0]) != self._head:
             raise ValueError(
                 f"{self.path} holds the outcomes of {whole[0] if whole else 'nothing'}, and {json.dumps(self._head)} was asked "

@@ -169,7 +169,7 @@ class Sweep:
             with self._lock:
                 if self._stop is not None:
                     return self._stop
-                # A session of its own: Ctrl-C reaches it once, from here.
+                # Its own session: Ctrl-C reaches it only once, from here.
                 process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
                 )

@@ -3,7 +3,7 @@
     tepo sweep examples/evidence/tiny.yaml                 # resumes if interrupted
     tepo sweep examples/evidence/stack_machine.yaml
     tepo sweep examples/evidence/overhead.yaml
-    python -m tepo_megatron.tools.bench.evidence --tiny out/evidence-tiny --stack-machine out/evidence-stack-machine \
+    python -m tepo_megatron.tools.bench.evidence --tiny out/evidence-tiny --stack-machine out/evidence-stack-machine \\
         --overhead out/evidence-overhead
 
 Folders may be unfinished or omitted: earlier data stays in docs/results/data/evidence, and the page lists the finished seeds.

@@ -45,7 +45,7 @@ class Evidence:
 
     @property
     def keys(self) -> list[Key]:
-        """With unfinished combinations."""
+        """All combinations, including unfinished ones."""
         return list(dict.fromkeys(_key_of(run) for run in runs_of(self.sweep)))
 
     def seeds(self, key: Key) -> list[int]:
@@ -86,7 +86,7 @@ def collect(file: Path, folder: Path, results: Path) -> list[str]:
         known[_key_of(run)] = {**known.get(_key_of(run), {}), run.seed: rows}
         ended = datetime.datetime.fromtimestamp(source.stat().st_mtime, datetime.UTC)
         date = ended.isoformat(timespec="minutes").removesuffix("+00:00") + "Z"
-        if dates.get(run.name) != date:  # else it was collected before, where it ran
+        if dates.get(run.name) != date:  # else it was collected earlier, on the machine where it ran
             dates[run.name], machines[run.name] = date, here
     results.mkdir(parents=True, exist_ok=True)
     for key, runs in known.items():

@@ -80,7 +80,7 @@ def _measure_shape(shape: tuple[int, int, str], tp: int, device: str, repeats: i
             "shard_bytes": logits.numel() * logits.element_size(),
             "copy_gbps": copy_gbps,
         }
-    for _ in range(repeats):  # all methods in turn, so that a busy moment of the machine does not hit one alone
+    for _ in range(repeats):  # all methods in turn, so that a busy moment of the machine affects all of them
         for name, method in chosen.items():
             times = torch.tensor(_run(method, logits, labels, gradients), device=device)
             dist.all_reduce(times, op=dist.ReduceOp.MAX)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def own_root() -> Path:
-    """The folder of this package's import."""
+    """The folder from which this package was imported."""
     return Path(__file__).parents[4]
 
 

@@ -66,7 +66,7 @@ def rank_arguments(setting: StepSetting, layout: str) -> dict[str, Any]:
             "micro_batch_tokens": setting.micro_batch_tokens,
             "parallel": {name: int(size) for name, size in sizes},
         },
-        # So small that the weights stay what they are: every repeat, and every method, computes on the same.
+        # So small that the weights do not change: every repeat and every method computes on the same weights.
         "optimizer": {"lr": 1e-12, "warmup_steps": 0},
     }
     lengths = {f"{ratio:g}": draw_lengths(setting, ratio) for ratio in setting.ratios}

@@ -66,7 +66,7 @@ def _make_rollouts(lengths: list[int], vocab_size: int, *, group: int, prompt: i
         ids = torch.randint(vocab_size, (length,), generator=generator).tolist()
         rollouts.append(
             Rollout(
-                f"group {number // group}",  # by position: the names of some fields were others
+                f"group {number // group}",  # by position: some fields had other names
                 number // group,
                 tuple(ids[:prompt]),
                 tuple(ids[prompt:]),
@@ -102,7 +102,7 @@ def timed(work: Callable[[], R]) -> tuple[R, float]:
 def _make_method(name: str, engine: Engine) -> Method:
     if name.startswith("tepo_megatron"):
         return _Ours(engine)
-    from tepo_megatron.tools.bench.step.megatron_step import MegatronStep  # which an older checkout does not have
+    from tepo_megatron.tools.bench.step.megatron_step import MegatronStep  # an older checkout does not have it
 
     return MegatronStep(engine, rows="rows" in name)
 

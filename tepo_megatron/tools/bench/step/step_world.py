@@ -49,7 +49,7 @@ class World:
         if sys.platform == "linux":
             environment["GLOO_SOCKET_IFNAME"] = "lo"
         try:
-            # -P: the script's own folder is no place to import from, since the package may be another checkout's
+            # -P: do not import from the script's folder, since the package may be another checkout's
             process = subprocess.Popen(
                 [sys.executable, "-P", str(_SCRIPT), json.dumps(arguments), str(writing)],
                 stdin=subprocess.PIPE,
@@ -81,7 +81,7 @@ class World:
             if not line:
                 raise self._failure(rank)
             answers.append(json.loads(line))
-        names = answers[-1]  # the last rank is of the last pipeline stage, which alone knows the loss
+        names = answers[-1]  # the last rank is in the last pipeline stage, and only that stage knows the loss
         return {name: max(answer[name] for answer in answers if name in answer) for name in names}
 
     def _failure(self, rank: int) -> RuntimeError:
@@ -94,7 +94,7 @@ class World:
             assert process.stdin is not None
             try:
                 process.stdin.close()
-            except BrokenPipeError:  # it has ended, with what was to be written to it
+            except BrokenPipeError:  # the rank has ended
                 continue
         for process in self.ranks:
             try:
