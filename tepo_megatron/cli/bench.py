@@ -248,7 +248,7 @@ def gpu_command(
         outcomes.append(gpu.run_part(part, result, say=lambda line: typer.echo(line, err=True)))
         paths = gpu.write_results(
             outcomes, result, output, started
-        )  # after each: a machine that is taken away leaves what it showed
+        )  # after each part: its results survive if the machine is taken away
     show_table(gpu.COLUMNS, [gpu.cells(outcome) for outcome in outcomes], as_json=as_json)
     typer.echo(f"wrote {' and '.join(str(path) for path in paths)}", err=as_json)
     raise typer.Exit(int(any(outcome.state == "failed" for outcome in outcomes)))

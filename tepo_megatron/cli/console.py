@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def console() -> Console:
     from rich.console import Console
 
-    # In a pipe there is no width to fit into: cells are better whole than cut.
+    # A pipe has no width: do not cut cells.
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
 
 
@@ -62,7 +62,7 @@ def user_errors() -> Iterator[None]:
     """Turn user errors into a sentence on standard error and exit code 1, and Ctrl-C into 130."""
     try:
         yield
-    except typer.Exit:  # a RuntimeError by its type
+    except typer.Exit:  # it is a subclass of RuntimeError
         raise
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None

@@ -97,7 +97,7 @@ def _rows(source: Source, tokenizer: Tokenizer, limit: int, *, left_out: bool) -
             "source": source.name or source.path,
             "id": prompt.problem.id,
             "prompt": _read(prompt, tokenizer),
-            "tokens": prompt.tokens or None,  # of what a filter leaves out nothing is encoded
+            "tokens": prompt.tokens or None,  # problems that a filter removes are not encoded
             "answer": prompt.problem.answer,
             "left_out": prompt.left_out,
         }

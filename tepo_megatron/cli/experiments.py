@@ -86,7 +86,7 @@ def faults(
 
     [dim]tepo faults --seed 7 --only kills,hangs --output out/faults-7[/]
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is ended then, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also ends all started processes
     with user_errors():
         from tepo_megatron.tools.faults import report
         from tepo_megatron.tools.faults.run import run, select

@@ -275,7 +275,7 @@ def curves(weights: GradientWeights) -> list[Curve]:
         Curve("A = 1", "+", "#2b6cb0", weights.positive_N.tolist()),
         Curve("A = −1", "o", "#d9480f", weights.negative_N.tolist()),
     ]
-    if (weights.falling_N - weights.positive_N).abs().max() > 0.01 * weights.positive_N.abs().max():  # to be seen at all
+    if (weights.falling_N - weights.positive_N).abs().max() > 0.01 * weights.positive_N.abs().max():  # visible in the plot
         result.append(Curve("A = 1, the entropy falls", "*", "#9c6ade", weights.falling_N.tolist()))
     return result
 
@@ -365,7 +365,7 @@ def _kind_records(plugin: Plugin) -> dict[str, Any]:
 def _objectives_of(target: str, preset: str) -> Iterator[tuple[str, ObjectiveConfig]]:
     """(label, objective): a preset as it is; each kind of a plugin, over ``preset``."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a range that belongs to another ratio is no fault of a kind
+        warnings.simplefilter("ignore", UserWarning)  # a range for another ratio is not an error of the kind
         if _find_preset(target) is not None:
             yield target, ObjectiveConfig(preset=target)
             return

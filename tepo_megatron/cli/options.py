@@ -61,7 +61,7 @@ def load_config(run: Path | None, overrides: Sequence[str]) -> RunConfig:
         warnings.simplefilter("always", UserWarning)
         config = load_run(run, overrides)
     for text in dict.fromkeys(str(warning.message) for warning in caught):
-        warnings.filterwarnings("ignore", message=re.escape(text))  # it is said here: not once more where a section is replaced
+        warnings.filterwarnings("ignore", message=re.escape(text))  # printed here; do not repeat it when a section is replaced
         if speaks_first():
             typer.echo(f"warning: {text}", err=True)
     return config

@@ -122,7 +122,9 @@ def text_of(row: Row) -> str:
     head = f"── step {row['step']} · " if "step" in row else "── "
     head += f"{row['set']} · " if "set" in row else ""
     source = str(row.get("source") or "")
-    head += f"{source} · " if source and not str(row.get("problem")).startswith(source) else ""  # an id may begin with it
+    head += (
+        f"{source} · " if source and not str(row.get("problem")).startswith(source) else ""
+    )  # an id may begin with the source
     parts = [f"{head}problem {row.get('problem')} · answer {_safe(str(row.get('answer')))}", _block(row.get("prompt"))]
     for name, item in responses(row):
         parts += [f"{name}: {_verdict(item)}", *_transcript(item)]

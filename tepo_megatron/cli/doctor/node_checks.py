@@ -68,7 +68,7 @@ def _command(node: str, timeout_s: float) -> list[str]:
     if _in_allocation():
         reach = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
     else:
-        # A connection left open for later ones would keep our pipes open, too.
+        # A shared connection that stays open would keep our pipes open, too.
         options = ("BatchMode=yes", f"ConnectTimeout={max(1, round(timeout_s))}", "ControlMaster=no")
         reach = ["ssh", *(word for option in options for word in ("-o", option)), node]
     return [*reach, "date", "+%s.%N"]
@@ -89,7 +89,7 @@ def _offset(command: Sequence[str], timeout_s: float) -> _ClockOffset:
     start = time.time()
     answer = _output(command, timeout_s)
     end = time.time()
-    # What a node's shell prints by itself comes first.
+    # Output of the node's shell comes first.
     last = (answer.splitlines() or [""])[-1].strip()
     if not _TIME.fullmatch(last):
         raise RuntimeError(f"it answers {last!r} instead of its time")
@@ -114,7 +114,7 @@ def _output(command: Sequence[str], timeout_s: float) -> str:
         try:
             output, errors = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
-            # All of its group: a child such as a ProxyCommand would live on.
+            # The whole group: a child such as a ProxyCommand would otherwise survive.
             os.killpg(process.pid, signal.SIGKILL)
             raise RuntimeError(f"no answer to {command[0]} within {timeout_s:g} s") from error
     if process.returncode:

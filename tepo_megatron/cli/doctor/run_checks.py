@@ -70,7 +70,7 @@ def _diagnosis_of(check: NamedCheck[RunSubject], run: RunSubject) -> Diagnosis:
     problem = check.problem(run)
     if problem is None:
         return Diagnosis(check.name, "ok", "fits this run", needed=True)
-    # The doctor runs without the run's ranks, and perhaps on another machine than theirs.
+    # The doctor runs without the run's ranks, and possibly on another machine.
     status: Status = "warn" if TRAINER_MACHINE in check.needs else "fail"
     return Diagnosis(check.name, status, "refused", problem, needed=True)
 
@@ -93,7 +93,7 @@ def _output_disk(config: RunConfig) -> Diagnosis:
 
 def _kept_checkpoints(train: TrainConfig) -> int:
     """The newest, every n-th step's, and the best."""
-    # Those that only the clock has written fall on such a step by chance.
+    # Checkpoints written only by the clock fall on such a step by chance.
     for_good = train.steps // math.lcm(train.keep_every, train.save_every) if train.keep_every and train.save_every else 0
     return min(train.steps, train.keep_checkpoints + for_good + (train.keep_best is not None))
 

@@ -68,7 +68,7 @@ def _path(answer: str) -> str:
     from tepo_megatron.tasks.data.rows import splits_of
 
     if answer.startswith("builtin:") or not Path(answer).expanduser().exists():
-        load_problems(answer)  # says what is wrong
+        load_problems(answer)  # raises with the reason
     else:
         splits_of(Path(answer).expanduser())
     return answer
