@@ -59,10 +59,10 @@ class ResponseStream(Protocol):
 
 
 class Task(Protocol):
-    """Samples responses to problems with the fleet's servers, and rewards them.
+    """Samples responses to problems with the fleet's servers, and rewards them. Used from one thread of rank 0.
 
-    Two implementations: ``VerifierTask`` (a response is one sample, rewarded by a verifier) and ``EnvironmentTask`` (a response
-    is an episode, rewarded by its environment). A task runs worker processes on rank 0, belongs to one thread, and is closed.
+    ``VerifierTask``: a response is one sample, rewarded by a verifier. ``EnvironmentTask``: a response is an episode, rewarded
+    by its environment.
     """
 
     @property
@@ -115,7 +115,7 @@ class Task(Protocol):
 
 
 def turn_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """``environment/turns`` and ``environment/tokens``: means over the rollouts; empty if no rollout has environment tokens."""
+    """Means over the rollouts; empty if no rollout has environment tokens."""
     if all(rollout.loss_mask is None for rollout in rollouts):
         return {}
     return {

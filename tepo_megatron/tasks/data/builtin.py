@@ -12,8 +12,8 @@ _BUILTIN = "builtin:"
 
 
 def resolve_model_path(source: str) -> Path:
-    """The Hugging Face folder of a model, checked for ``config.json``, safetensors and a tokenizer. ``source``:
-    ``builtin:NAME`` or a folder. Raises ValueError, with all faults: an unknown built-in model, or an incomplete folder.
+    """``source``: ``builtin:NAME`` or a folder, checked for ``config.json``, safetensors and a tokenizer. Raises ValueError
+    with all faults.
     """
     folder = _builtin_folder(source.removeprefix(_BUILTIN)) if source.startswith(_BUILTIN) else Path(source).expanduser()
     if not folder.is_dir():

@@ -16,11 +16,9 @@ _PRIVATE = range(0xE000, 0xF900)
 def chat_ids(
     tokenizer: Any, messages: Sequence[AnyMessage], special: Sequence[str], tools: Sequence[Mapping[str, Any]] | None = None
 ) -> list[int]:
-    """Ids of messages in a transformers tokenizer's chat template, up to the beginning of the answer. ``tools``: functions in
-    the OpenAI format. Raises ValueError if the template refuses the messages.
-
-    The text of a special token (``special``) in a content, such as ``<|im_end|>``, is encoded as plain text: it must not end
-    the user's turn.
+    """Ids up to the beginning of the answer. ``tools``: functions in the OpenAI format. The text of a special token
+    (``special``) in a content, such as ``<|im_end|>``, is encoded as plain text: it must not end the user's turn. Raises
+    ValueError if the template refuses the messages.
     """
     hidden: list[str] = []
     plain = [_as_mapping(message) for message in messages]
@@ -39,7 +37,7 @@ def chat_ids(
             ids: list[int] = tokenizer.apply_chat_template(filled, add_generation_prompt=True, return_dict=False, **shown)
             return ids
         text = tokenizer.apply_chat_template(filled, add_generation_prompt=True, tokenize=False, **shown)
-    except Exception as error:  # templates are programs, and raise what they like
+    except Exception as error:  # templates are programs and raise anything
         why = " ".join(str(error).split()) or type(error).__name__
         roles = ", ".join(str(message["role"]) for message in plain)
         raise ValueError(f"the tokenizer's chat template does not take messages of {roles}: {why}") from error
@@ -61,7 +59,6 @@ def _special_pattern(special: Sequence[str]) -> re.Pattern[str]:
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """``change`` is applied to each text except keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -76,7 +73,7 @@ def _texts(value: Any) -> list[str]:
 
 
 _ANSWER = "\ue000"
-"""Placeholder for the model's answer, which is not rendered again; a private-use character."""
+"""A private-use character, since the answer is not rendered again."""
 
 _HIDDEN = "\ue001"
 """Delimits the number of a replaced special token's text."""
@@ -85,8 +82,8 @@ _HIDDEN = "\ue001"
 def turn_ids(
     tokenizer: Any, messages: Sequence[AnyMessage], *, ended: bool, special: Sequence[str], end_ids: Collection[int]
 ) -> list[int]:
-    """The ids that follow an answer: its end token, the messages, and the beginning of the next answer. ``ended``: the answer
-    has its end token (one of ``end_ids``), which is left out. Raises as :func:`chat_ids`.
+    """The ids that follow an answer, to the beginning of the next. ``ended``: the answer has its end token (one of
+    ``end_ids``), which is left out. Raises as :func:`chat_ids`.
     """
     if not tokenizer.chat_template:
         raise ValueError("the environment returned messages, and the model's tokenizer has no chat template; return text")
@@ -104,7 +101,7 @@ def turn_ids(
     ]
     try:
         text = tokenizer.apply_chat_template([*before, *plain], add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # templates are programs, and raise what they like
+    except Exception as error:  # templates are programs and raise anything
         why = " ".join(str(error).split()) or type(error).__name__
         roles = ", ".join(str(message["role"]) for message in mappings)
         raise ValueError(f"the tokenizer's chat template takes no messages of {roles} behind an answer: {why}") from error

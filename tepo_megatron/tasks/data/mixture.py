@@ -1,4 +1,4 @@
-"""The order in which problems are drawn: shuffled epochs of a source, and sources by their weights."""
+"""The order in which problems are drawn."""
 
 from __future__ import annotations
 
@@ -26,10 +26,8 @@ def make_sampler(problems: Sequence[Problem], config: DataConfig, seed: int) -> 
 
 
 class ProblemSampler:
-    """Draws problems in epochs, each in another random order. Raises ValueError without problems.
-
-    The order depends only on the seed, the epoch, the number of problems and ``keys``: a small state restores it exactly.
-    Problems with smaller keys come first; equal keys are shuffled.
+    """The order depends only on the seed, the epoch, the number of problems and ``keys``: a small state restores it exactly.
+    Problems with smaller keys come first; equal keys are shuffled. Raises ValueError without problems.
     """
 
     def __init__(self, problems: Sequence[Problem], seed: int, keys: Sequence[float] | None = None) -> None:
@@ -52,11 +50,10 @@ class ProblemSampler:
 
     @property
     def drawn(self) -> int:
-        """Problems drawn since the first epoch."""
         return self._epoch * len(self._problems) + self._position
 
     def problem(self, number: int) -> Problem:
-        """The problem of draw ``number`` (from 0); the state does not change."""
+        """Counts from 0; the state does not change."""
         epoch, position = divmod(number, len(self._problems))
         order = self._order if epoch == self._epoch else self._order_of(epoch)
         return self._problems[order[position]]
@@ -78,7 +75,6 @@ class ProblemSampler:
         self._position = int(state["position"])
 
     def seek(self, drawn: int) -> None:
-        """Continues as after ``drawn`` draws."""
         epoch, position = divmod(drawn, len(self._problems))
         self._start_epoch(epoch)
         self._position = position
@@ -89,7 +85,7 @@ class ProblemSampler:
         self._position = 0
 
     def _order_of(self, epoch: int) -> list[int]:
-        # Only seeding by a string and random() are promised to stay the same between versions of Python.
+        # Python only guarantees that seeding by a string and random() stay the same between versions.
         rng = random.Random(f"{self._seed}/{epoch}")
         shuffled = [rng.random() for _ in self._problems]
         keys = shuffled if self._keys is None else list(zip(self._keys, shuffled, strict=True))
@@ -97,8 +93,8 @@ class ProblemSampler:
 
 
 class MixedSampler:
-    """Draws by the quota method of Balinski and Young: after n draws a source with share w has been drawn n·w times, rounded
-    down or up. The next source depends only on the weights and n, so the state is small.
+    """The quota method of Balinski and Young: after n draws a source with share w has been drawn n·w times, rounded down or
+    up.
     """
 
     def __init__(self, samplers: Mapping[str, ProblemSampler], weights: Mapping[str, float], seed: int) -> None:
@@ -118,7 +114,6 @@ class MixedSampler:
         return sum(self._counts)
 
     def problem(self, number: int) -> Problem:
-        """As ``ProblemSampler.problem``."""
         counts = self._counts_after(number)
         chosen = self._advance(counts)
         return self._samplers[chosen].problem(counts[chosen] - 1)
@@ -128,7 +123,7 @@ class MixedSampler:
         return {"seed": self._seed, "epoch": 0, "position": self.drawn, "problems": self._digest}
 
     def restore(self, state: Mapping[str, int | str]) -> None:
-        """Continues from a :meth:`state`. Raises ValueError if seed, sources, weights or problems differ."""
+        """As ``ProblemSampler.restore``."""
         if state["problems"] != self._digest:
             raise ValueError(
                 "the sources of data.train (their problems, names, weights or order) are not those of the checkpoint, so its "
@@ -150,7 +145,7 @@ class MixedSampler:
 
     def _advance(self, counts: list[int]) -> int:
         drawn = sum(counts)
-        # Whoever would stay within its share rounded up; of these the one that is furthest behind (Jefferson's divisors).
+        # Of the sources that stay within their share rounded up, take the one most below it (Jefferson's divisors).
         open_ = [index for index, count in enumerate(counts) if count * self._total < self._weights[index] * (drawn + 1)]
         chosen = max(open_, key=lambda at: (Fraction(self._weights[at], counts[at] + 1), -at))
         counts[chosen] += 1
@@ -169,14 +164,14 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 def _seed_of(name: str, seed: int) -> int:
-    """Differs between sources, so that two of equal size are shuffled differently."""
+    """Two sources of equal size must not be shuffled equally."""
     return int.from_bytes(sha256(f"{seed}/{name}".encode()).digest()[:8])
 
 
 def _digest(problems: Sequence[Problem], keys: Sequence[float] | None) -> str:
     digest = sha256()
     for problem in problems:
-        # A prompt that is one user message is told by data.chat_template, and was so before there were messages.
+        # data.chat_template determines a prompt of one user message, as in states without messages.
         plain = not problem.source and problem.messages in ((), (("user", problem.prompt),))
         more = () if plain or not problem.messages else (problem.messages,)
         digest.update(repr((problem.id, problem.prompt, problem.answer, *more)).encode())

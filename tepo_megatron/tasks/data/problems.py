@@ -19,12 +19,9 @@ _ABSENT = object()
 
 
 def load_problems(source: str | SourceConfig) -> list[Problem]:
-    """The problems of a data source in its own order; at least one.
-
-    ``source``: ``builtin:NAME``, a file or folder (``rows.read_rows``), or a source completed by ``DataConfig``. A row has
-    ``prompt`` (text or messages), ``answer`` (text or a number, as written) and optionally ``id``, or the columns that the
-    source maps to these; other columns become ``metadata``. Without an id a row is ``<file stem>:<line>``; the source's name,
-    if any, begins the ids.
+    """A row has ``prompt`` (text or messages), ``answer`` (text or a number, as written) and optionally ``id``, or the columns
+    that ``source`` maps to these; other columns become ``metadata``. Without an id a row is ``<file stem>:<line>``; the
+    source's name, if any, begins the ids.
 
     Raises ValueError, with file and line: an unknown built-in task, a missing, damaged or empty file, a missing column, or a
     line that is no problem.
@@ -61,7 +58,6 @@ def _shaped(problem: Problem, config: SourceConfig) -> Problem:
 
 
 def _check_columns(path: Path, config: SourceConfig) -> None:
-    """Every mapped column must exist."""
     columns = columns_of(path, config.split)
     if columns is None:
         return
@@ -119,7 +115,7 @@ def _problem(row: DataRow, config: SourceConfig) -> Problem:
 def _read_prompt(
     columns: Mapping[str, Any], config: SourceConfig, fields: FieldsConfig
 ) -> tuple[str, tuple[tuple[str, str], ...], str | None]:
-    """The prompt, its messages if it is read in the chat template, and the column that was read."""
+    """The messages are empty unless the chat template is used; the last is the column that was read."""
     column = _messages_column(columns, fields)
     if column is not None:
         if config.template is not None:
@@ -131,7 +127,11 @@ def _read_prompt(
     if config.template is not None:
         prompt = _get(columns, fields.prompt)
         prompt = fill_template(config.template, columns, {} if prompt is _ABSENT else {"prompt": prompt})
-        return prompt, _wrapped(prompt, config), None  # every column stays in the metadata: the prompt shows it otherwise
+        return (
+            prompt,
+            _wrapped(prompt, config),
+            None,
+        )  # every column stays in the metadata, since the prompt shows it in another form
     prompt = _text(columns, fields.prompt, "prompt")
     return prompt, _wrapped(prompt, config), fields.prompt
 
@@ -171,7 +171,6 @@ def _get(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def _likely(field: str, columns: Sequence[str]) -> str:
-    """Questions usually precede their answers."""
     return columns[-1 if field == "answer" else 0]
 
 
@@ -182,7 +181,7 @@ def _text(columns: Mapping[str, Any], name: str, field: str) -> str:
         hint = f"; if another key has it, say which one, such as data.fields.{field}={_likely(field, keys)}" if keys else ""
         raise ValueError(f"{name!r} is missing (the keys are: {', '.join(keys) or 'none'}){hint}")
     if isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(value)  # of a file that has numbers as numbers
+        value = str(value)  # the file has numbers as numbers
     if not isinstance(value, str):
         raise ValueError(f"{name!r} must be text, not {json.dumps(value)[:40]}")
     if not value.strip():

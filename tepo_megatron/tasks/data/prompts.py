@@ -1,4 +1,4 @@
-"""Prompts from the columns of a row, by a template or as chat messages, and as token ids."""
+"""Prompts by a template or as chat messages, and as token ids."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from tepo_megatron.tasks.data.tokenizer import Tokenizer
 
 
 def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> tuple[int, ...]:
-    """The problem's messages in the chat template, else its prompt. Raises ValueError: characters unknown to the tokenizer, or
-    messages without a chat template or refused by it.
-    """
+    """Raises ValueError: characters unknown to the tokenizer, or messages without a chat template or refused by it."""
     texts = [content for _, content in problem.messages] or [problem.prompt]
     if problem.messages:
         try:
@@ -45,8 +43,8 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def fill_template(template: str, columns: Mapping[str, Any], named: Mapping[str, Any]) -> str:
-    """Replaces ``{name}`` by a column and ``{a.b}`` by the key b of the column a. ``{{`` and ``}}`` are braces; other braces
-    stay. ``named`` values take precedence over columns. Raises ValueError for a missing or empty column.
+    """``{name}`` is a column and ``{a.b}`` the key b of the column a. ``{{`` and ``}}`` are braces; other braces stay.
+    ``named`` values take precedence. Raises ValueError for a missing or empty column.
     """
 
     def fill(found: re.Match[str]) -> str:

@@ -1,6 +1,5 @@
-"""The rows of JSON lines, a JSON list, CSV, Parquet, and folders in the layout of Hugging Face ``datasets``.
-
-pyarrow reads Parquet and Arrow in batches. Binary columns are left out.
+"""The rows of JSON lines, a JSON list, CSV, Parquet, and folders in the layout of Hugging Face ``datasets``. Binary columns
+are left out.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class DataRow:
-    """``place`` names the row in messages; ``name`` is the id of a problem without one. ``written``: the columns, with numbers
-    as the text in the file if the file is ``text``.
+    """``place`` names the row in messages; ``name`` is the id of a problem without one. ``written``: numbers are the text in
+    the file if the file is ``text``.
     """
 
     place: str
@@ -97,9 +96,7 @@ def _csv_rows(path: Path) -> Iterator[DataRow]:
 
 @contextmanager
 def _csv_lines(path: Path) -> Iterator[tuple[list[str], Iterator[tuple[int, list[str]]]]]:
-    """The header's columns, and (line number, cells). The delimiter is the most frequent of comma, semicolon and tab in the
-    header.
-    """
+    """The delimiter is the most frequent of comma, semicolon and tab in the header."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
             header = file.readline()
@@ -119,7 +116,7 @@ def _csv_lines(path: Path) -> Iterator[tuple[list[str], Iterator[tuple[int, list
 def _numbered(reader: Any) -> Iterator[tuple[int, list[str]]]:
     line = reader.line_num + 1
     for cells in reader:
-        if cells:  # no blank line
+        if cells:  # not a blank line
             yield line, cells
         line = reader.line_num + 1
 
@@ -206,7 +203,7 @@ def _plain(value: Any) -> Any:
 
 
 Format = Literal["json", "list", "csv", "parquet", "arrow"]
-"""``json``: JSON lines; ``list``: a JSON list of objects; ``csv``: separated by commas, semicolons or tabs."""
+"""``json``: JSON lines; ``list``: a JSON list of objects."""
 
 _SHARD = re.compile(r"(?P<split>.+?)(-\d+-of-\d+)?")
 _SUFFIXES: Mapping[str, Format] = {".parquet": "parquet", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
@@ -214,7 +211,7 @@ _SUFFIXES: Mapping[str, Format] = {".parquet": "parquet", ".jsonl": "json", ".cs
 
 @dataclass(frozen=True)
 class _DataFiles:
-    """``name`` is used in messages; ``stem`` begins the ids of problems without one."""
+    """``stem`` begins the ids of problems without one."""
 
     format: Format
     files: tuple[Path, ...]

@@ -22,7 +22,7 @@ TOO_LONG = "longer than data.max_prompt_tokens"
 
 @dataclass(frozen=True)
 class Prompt:
-    """``left_out``: why it is not used. Its number of tokens is 0 if a filter left it out."""
+    """A problem that a filter left out has 0 tokens."""
 
     problem: Problem
     tokens: int
@@ -31,7 +31,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Source:
-    """All of its prompts in order. ``name`` is empty for a plain path."""
+    """``name`` is empty for a plain path."""
 
     name: str
     path: str
@@ -43,7 +43,6 @@ class Source:
 
     @property
     def left_out(self) -> Counter[str]:
-        """Number of problems left out, by reason."""
         return Counter(prompt.left_out for prompt in self.prompts if prompt.left_out is not None)
 
     @property
@@ -53,10 +52,8 @@ class Source:
 
 
 def read_sources(config: DataConfig, field: Literal["train", "heldout"], tokenizer: Tokenizer) -> list[Source]:
-    """Encodes every prompt, to find errors before a run starts.
-
-    Raises ValueError: an unreadable source, a prompt that cannot be encoded, a failing filter, a source without problems left,
-    or an id in two sources.
+    """Encodes every prompt, to find errors early. Raises ValueError: an unreadable source, a prompt that cannot be encoded, a
+    failing filter, a source without problems left, or an id in two sources.
     """
     plain = isinstance(getattr(config, field), str)
     sources = []
@@ -114,12 +111,11 @@ Keeps = Callable[[Problem], Any]
 
 
 def load_filters(names: Sequence[str]) -> dict[str, Keeps]:
-    """Filters by their short names. Raises ValueError for a user's function that cannot be imported."""
+    """Raises ValueError for a function that cannot be imported."""
     return {name.rpartition(":")[2]: _load_filter(name) for name in names}
 
 
 def _refused_by(filters: Mapping[str, Keeps], problem: Problem) -> str | None:
-    """The first filter that refuses a problem. Raises ValueError if a filter raises or returns no boolean."""
     for name, keeps in filters.items():
         try:
             verdict = keeps(problem)
@@ -138,9 +134,7 @@ def _refused_by(filters: Mapping[str, Keeps], problem: Problem) -> str | None:
 
 
 def order_keys(name: str, problems: Sequence[Problem]) -> list[float] | None:
-    """A sort key for each problem; None: shuffled. Raises ValueError if the user's function cannot be imported, raises, or
-    returns no finite number.
-    """
+    """None: shuffled. Raises ValueError if the user's function cannot be imported, raises, or returns no finite number."""
     if name == "shuffled":
         return None
     if name == "as_given":

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from tepo_megatron.tasks.data.chat import AnyMessage, chat_ids, turn_ids
 
 UNKNOWN_TEXT = "\ufffd"
-"""Visible text of an id without one (unknown token, padding row): without it ``9<unk>5`` would read as the right answer."""
+"""It is visible, because without it ``9<unk>5`` would read as the right answer."""
 
 _NO_CHAT = (
     ", which prompts of messages and chat_template = true need; use an instruct model's tokenizer, or plain prompts and set "
@@ -51,8 +51,8 @@ class Tokenizer(Protocol):
         """
 
     def chat_ids(self, messages: Sequence[AnyMessage], *, tools: Tools = None) -> list[int]:
-        """Ids of messages up to the beginning of the answer. ``tools``: functions in the OpenAI format. The text of a special
-        token in a content stays plain text. Raises ValueError if there is no template or it refuses the messages.
+        """Ids up to the beginning of the answer. ``tools``: functions in the OpenAI format. The text of a special token in a
+        content stays plain text. Raises ValueError if there is no template or it refuses the messages.
         """
 
     def turn_ids(self, messages: Sequence[AnyMessage], *, ended: bool) -> list[int]:
@@ -128,8 +128,8 @@ class HuggingFaceTokenizer:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-        # For some types of model AutoTokenizer takes the vocabulary out of tokenizer.json, and divides and joins text by rules
-        # of its own: other ids than those that the model was trained on, without a word, where the file has other rules.
+        # For some model types AutoTokenizer takes only the vocabulary from tokenizer.json and splits text by its own rules:
+        # the ids silently differ from those that the model was trained on.
         whole = (folder / "tokenizer.json").is_file()
         loader: Any = PreTrainedTokenizerFast if whole else AutoTokenizer
         with _reading(folder):
@@ -141,7 +141,7 @@ class HuggingFaceTokenizer:
         self.eos_ids = _end_ids(self._tokenizer.eos_token_id, folder)
         pad_id: int | None = self._tokenizer.pad_token_id
         self.pad_id = self.eos_ids[0] if pad_id is None else pad_id
-        # Some tokenizers call their end token also their unknown token: as an end token it is left out.
+        # Some tokenizers use one token as end and unknown token: it is left out as an end token.
         self._special = ({i for i, token in added.items() if token.special} - {self.unk_id}) | set(self.eos_ids)
 
     def encode(self, text: str) -> list[int]:
@@ -153,7 +153,7 @@ class HuggingFaceTokenizer:
 
     def prompt_ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True)
-        # A tokenizer set up for training may close every text; a prompt is not over.
+        # A tokenizer set up for training may end every text; a prompt must stay open.
         return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id else ids
 
     def chat_ids(self, messages: Sequence[AnyMessage], *, tools: Tools = None) -> list[int]:
@@ -251,7 +251,7 @@ def _join(ids: Sequence[int]) -> str:
 
 
 def _id_or_none(piece_id: int) -> int | None:
-    """SentencePiece returns -1 for a missing special token."""
+    """SentencePiece returns -1."""
     return piece_id if piece_id >= 0 else None
 
 
@@ -275,7 +275,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""A single byte in SentencePiece vocabularies with byte fallback."""
 
 
 def _piece_text(token: int, anchor: Sequence[int], decode: Callable[[Sequence[int]], str], name: Callable[[int], Any]) -> str:
@@ -302,7 +301,7 @@ def _byte_level() -> dict[str, int]:
 
 
 def _show_bytes(data: bytes) -> str:
-    text = data.decode("utf-8", errors="surrogateescape")  # what is no character becomes U+DC80 to U+DCFF
+    text = data.decode("utf-8", errors="surrogateescape")  # invalid bytes become U+DC80 to U+DCFF
     return "".join(f"⟨{ord(character) - 0xDC00:02X}⟩" if "\udc80" <= character <= "\udcff" else character for character in text)
 
 

@@ -16,13 +16,11 @@ ALPHABET = string.digits + "+-*=()? ." + string.ascii_lowercase + "\n" + ",:;!/'
 """60 characters; with four special tokens they fill 64 rows."""
 
 SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
-"""In the order of their ids."""
 
 
 def train_char_tokenizer(texts: Iterable[str], out_dir: str | Path, vocab_size: int = 64) -> None:
-    """Writes one token per character of ``ALPHABET`` and the texts, for SentencePiece and transformers. Text is not
-    normalised, so decoding is exact; equal texts give equal bytes. Raises ValueError: more characters than ``vocab_size``
-    allows, or one that SentencePiece cannot represent.
+    """Text is not normalised, so decoding is exact; equal texts give equal bytes. Raises ValueError: more characters than
+    ``vocab_size`` allows, or one that SentencePiece cannot represent.
     """
     characters = sorted(set(ALPHABET).union(*texts))
     num_pieces = len(characters) + len(SPECIAL_TOKENS)
@@ -44,7 +42,7 @@ def train_char_tokenizer(texts: Iterable[str], out_dir: str | Path, vocab_size: 
 def _train(characters: list[str], vocab_size: int) -> bytes:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        # One character a sentence, each once: the ids then follow the characters' order, whatever the texts' frequencies.
+        # One sentence per character: the ids then follow the characters' order, not the texts' frequencies.
         sentence_iterator=iter([c for c in characters if c not in " \n"]),
         model_writer=model,
         model_type="char",

@@ -12,8 +12,8 @@ from tepo_megatron.tasks.environments.protocol import Observation, StepResult
 
 
 class Gymnasium:
-    """A text environment with Gymnasium's interface: ``reset(seed=…, options=…)`` and ``step(text)``. ``options``: the
-    problem's id, prompt, answer and metadata. An info with a true ``tool_error`` counts as one.
+    """A text environment with Gymnasium's interface. ``options`` of ``reset``: the problem's id, prompt, answer and metadata.
+    An info with a true ``tool_error`` counts as one.
     """
 
     def __init__(self, found: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
@@ -34,9 +34,8 @@ class Gymnasium:
 
 
 class SkyrlGym:
-    """A ``BaseTextEnv`` of SkyRL-Gym: ``init(prompt)``, which must not change the prompt, and ``step(text)``. It is made with
-    ``env_config`` (``environment.kwargs``) and ``extras`` (the problem's metadata, with its answer as
-    ``reward_spec.ground_truth`` by default).
+    """A ``BaseTextEnv`` of SkyRL-Gym, made with ``env_config`` (``environment.kwargs``) and ``extras`` (the problem's
+    metadata, with its answer as ``reward_spec.ground_truth`` by default). ``init`` must not change the prompt.
     """
 
     def __init__(self, found: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
@@ -63,9 +62,8 @@ class SkyrlGym:
 
 
 class OpenEnv:
-    """A client of an OpenEnv environment in a server. ``environment.kwargs``: ``action`` (the action's class as
-    ``package.module:Class``), ``action_field`` (its field for the text), ``observation_field`` (the observation's text;
-    default: the whole observation); the others make the client, such as ``base_url``.
+    """A client of an OpenEnv environment in a server. ``environment.kwargs``: ``action`` (``package.module:Class``),
+    ``action_field`` (its field for the text), ``observation_field`` (default: the whole observation), and the client's own.
     """
 
     def __init__(self, found: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
@@ -106,7 +104,6 @@ async def _awaited(found: Any) -> Any:
 
 
 def _readable(observation: Any) -> Observation:
-    """Text, token ids and messages unchanged; other values as text."""
     if observation is None or isinstance(observation, str):
         return observation
     if isinstance(observation, Sequence) and all(type(item) is int or isinstance(item, Mapping) for item in observation):

@@ -1,4 +1,4 @@
-"""Environments of the package: a calculator, a guessing game, and a Python tool."""
+"""A calculator, a guessing game, and a Python tool (docs/guides/environments.md)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,9 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Decimal, Decimal], Decimal]] =
 
 
 class Calculator:
-    """The model reads the value of the expression between ``begin`` and ``end``, enclosed in ``open`` and ``close``. A turn
-    without an expression is the answer, which ``verifier`` scores.
-
-    Expressions have numbers, ``+ - * / // %`` and brackets. An invalid one is answered by ``error`` and the reason, and counts
-    as a tool error, for which ``penalty`` is subtracted. ``verifier``: a built-in one or ``package.module:function``.
+    """Expressions have numbers, ``+ - * / // %`` and brackets. An invalid one is answered by ``error`` and the reason, and
+    counts as a tool error, for which ``penalty`` is subtracted. A turn without an expression is the answer, which ``verifier``
+    scores.
     """
 
     def __init__(
@@ -94,11 +92,8 @@ _NUMBER = re.compile(r"\d+")
 
 
 class GuessNumber:
-    """The model guesses the number in the problem's answer and reads ``<`` if the number is smaller than its guess, ``>`` if
-    it is larger. The reward is 1 if it is found within ``turns``.
-
-    The first number in a turn is the guess; a turn without a number is answered by ``?`` and counts as a tool error. Bisection
-    finds one of 2^k − 1 numbers in k turns.
+    """The first number in a turn is the guess; the reward is 1 if it is found within ``turns``. A turn without a number is
+    answered by ``?`` and counts as a tool error. Bisection finds one of 2^k − 1 numbers in k turns.
     """
 
     def __init__(self, turns: int = 3) -> None:
@@ -119,12 +114,10 @@ class GuessNumber:
 
 
 class PythonTool:
-    """The model reads the output of the program between ``begin`` and ``end``, enclosed in ``open`` and ``close``. A turn
-    without a program is the answer, which ``verifier`` scores.
+    """Limits: ``seconds`` of wall and processor time, ``memory_mb``, ``output`` characters, 64 open files of 10 MB, no child
+    processes (except as root), the standard library, 16 programs at a time per worker.
 
-    Programs start in an empty folder. Limits: ``seconds`` of wall and processor time, ``memory_mb``, ``output`` characters, 64
-    open files of 10 MB, no child processes (except as root), the standard library, 16 programs at a time per worker. A program
-    that raises, prints nothing or exceeds a limit is answered by its last line or the reason, and counts as a tool error.
+    A program that raises, prints nothing or exceeds a limit counts as a tool error. A turn without a program is the answer.
     Needs ``environment.run_code`` and a kernel that can cut the worker's network; raises RuntimeError otherwise.
     """
 
@@ -161,7 +154,6 @@ class PythonTool:
         return StepResult(f"{self._open}{said}{self._close}", tool_error=failed)
 
     async def _run(self, program: str) -> tuple[str, bool]:
-        """The program's output, and whether it failed."""
         ran = await self._sandbox.run(("-c", program), kept=4 * self._output)
         if ran.limit is not None:
             return f"error: {ran.limit}", True

@@ -1,4 +1,4 @@
-"""The task of a run with environments: a response is an episode, rewarded by its environment."""
+"""The task of a run with environments: a response is an episode."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from tepo_megatron.tasks.reward.verifier_task import VerifierTask, reward_config
 from tepo_megatron.weights.architecture import ModelSpec
 
 _MAX_RESULTS = 1 << 16
-"""Results retained until they are requested."""
 
 _REHEARSAL_PROBLEMS = 4
 _UNKNOWN_RESULT = "its episode was played before the interruption, and what came of it is not known any more"
@@ -37,8 +36,6 @@ _UNKNOWN_RESULT = "its episode was played before the interruption, and what came
 
 @dataclass
 class _Counts:
-    """Counted since the last row of metrics."""
-
     episodes: int = 0
     tool_errors: int = 0
     restarts: int = 0
@@ -48,10 +45,8 @@ class _Counts:
 
 @dataclass(eq=False)
 class EnvironmentTask:
-    """Runs episodes of ``config.environment``. Their rewards are known when they end; :meth:`submit` and :meth:`score` look
-    them up. A failed episode has ``reward.failed_reward`` and an error text.
-
-    ``max_length``: tokens of the prompt and all turns. Raises as ``EnvironmentWorkers``.
+    """The rewards of episodes are known when they end; :meth:`submit` and :meth:`score` look them up. A failed episode has
+    ``reward.failed_reward`` and an error text. ``max_length``: tokens of the prompt and all turns.
     """
 
     config: RunConfig
@@ -138,7 +133,7 @@ class EnvironmentTask:
     ) -> list[list[Response]]:
         """As ``Sampler.generate``. ``max_new_tokens`` is per turn; ``truncation``: further fields of ``Sampling``."""
         groups: list[dict[int, Response]] = [{} for _ in prompts]
-        counted, self._counts = self._counts, _Counts()  # a row counts the step's episodes alone
+        counted, self._counts = self._counts, _Counts()  # a row counts only the step's episodes
         inner = fleet.sample_stream(Sampling(temperature, max_new_tokens, **truncation), on_move=on_move)
         opening = opening_of(self._environment, self.tokenizer)
         with self.stream(inner, lambda index: problems[index]) as stream:
@@ -241,7 +236,7 @@ class EnvironmentTask:
         error = end.error
         if error is None:
             value = end.reward
-            if value == 0.0 and self.components:  # nothing was rated, as where a limit cut it
+            if value == 0.0 and self.components:  # no turn was rated, for example because of a limit
                 value = dict.fromkeys(self.components, 0.0)
             try:
                 reward, parts = weigh(value, self.config.reward.weights, self.components)
@@ -251,12 +246,11 @@ class EnvironmentTask:
                 if self.components is None:
                     self.components = tuple(parts)
                 return RewardResult(reward, parts=parts, seconds=end.seconds)
-        failed = self.config.reward.failed_reward if response.model_tokens else None  # nothing can be learnt of no token
+        failed = self.config.reward.failed_reward if response.model_tokens else None  # without tokens nothing can be learnt
         return RewardResult(failed, f"problem {problem.id!r}: {error}", seconds=end.seconds)
 
 
 def open_host(config: EnvironmentConfig, sampling: SamplingConfig) -> EnvironmentHost:
-    """Local processes or servers; raises as either."""
     return RemoteEnvironments(config, sampling) if config.servers else EnvironmentWorkers(config, sampling)
 
 

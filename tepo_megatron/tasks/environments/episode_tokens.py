@@ -16,9 +16,7 @@ from tepo_megatron.tasks.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Observations:
-    """``encode``, ``turn_ids``, ``chat_ids``: as of ``Tokenizer``; without ``chat_ids`` an agent's messages are read as plain
-    text. ``unknown``: id of unknown characters.
-    """
+    """Without ``chat_ids`` an agent's messages are read as plain text. ``unknown``: id of unknown characters."""
 
     encode: Callable[[str], Sequence[int]]
     turn_ids: Callable[[Sequence[AnyMessage], bool], Sequence[int]]
@@ -51,7 +49,6 @@ class Observations:
         return self._known(self.turn_ids(pairs, ended), " ".join(content for _, content in pairs))
 
     def _chat(self, request: Mapping[str, Any], *, ended: bool | None, opening: TokenIds | None) -> TokenIds:
-        """Encodes the whole chat if it begins, else the new messages."""
         messages, tools = request["messages"], request["tools"]
         text = " ".join(message["content"] for message in messages)
         if self.chat_ids is None:
@@ -101,8 +98,8 @@ def prompt_of(environment: EnvironmentConfig | None, tokenizer: Tokenizer, probl
 
 
 def opening_of(environment: EnvironmentConfig | None, tokenizer: Tokenizer) -> tuple[int, ...] | None:
-    """The prompt of all agents' episodes, one token; None without agents. Raises ValueError if there is no chat template, or
-    none is used and the tokenizer has no begin token.
+    """One token; None without agents. Raises ValueError if there is no chat template, or none is used and the tokenizer has no
+    begin token.
     """
     if environment is None or environment.adapter != "agent":
         return None

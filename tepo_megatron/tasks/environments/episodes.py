@@ -23,7 +23,7 @@ from tepo_megatron.tasks.environments.host import EnvironmentHost, EpisodeAnswer
 _POLL_INTERVAL_S = 1.0
 
 _MAX_RESTARTS = 20
-"""Of an episode, whatever the cause."""
+"""Counts all causes."""
 
 _FAST_POLL_S = 0.005
 """Applies while the other side may have something first."""
@@ -33,9 +33,7 @@ Reward = float | dict[str, float]
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """``max_tokens`` after the prompt (None: no limit); ``max_length`` of prompt and all turns; ``max_restarts`` of an episode
-    that may have ended its worker.
-    """
+    """``max_tokens`` after the prompt (None: no limit); ``max_length`` of prompt and all turns."""
 
     max_turns: int
     max_tokens: int | None
@@ -43,15 +41,15 @@ class EpisodeLimits:
     max_restarts: int = 1
 
     def room(self, prompt: int, behind: int) -> int:
-        """Tokens left."""
+        """In tokens."""
         most = self.max_length - prompt
         return min(most, self.max_tokens if self.max_tokens is not None else most) - behind
 
 
 @dataclass(frozen=True)
 class EpisodeEnd:
-    """``reward``: sum over turns; ``error``: the cause if it failed. ``seconds``: of the environment. ``new_histories``: how
-    often an agent began its conversation again.
+    """``reward``: sum over turns; ``seconds``: of the environment; ``new_histories``: how often an agent began its
+    conversation again.
     """
 
     turns: int
@@ -95,12 +93,12 @@ class _Episode:
 
 @dataclass
 class EpisodeStream:
-    """A ``ResponseStream`` of episodes: the model writes a turn, the environment answers, and its tokens precede the next
-    request unchanged. Entering enters ``inner``; exiting ends all episodes.
+    """A ``ResponseStream`` of episodes: the environment's tokens precede the next request unchanged. Entering enters
+    ``inner``; exiting ends all episodes.
 
-    An episode's finish reason is that of its last turn if the environment ended it, and ``length`` at a limit. A failed
-    episode is returned with the tokens so far; ``sink`` receives the cause. ``numbers``: episode numbers at ``host``, never
-    shared by two streams, since answers to ended episodes may still arrive.
+    The finish reason is that of the last turn if the environment ended the episode, and ``length`` at a limit. A failed
+    episode is returned with the tokens so far; ``sink`` receives the cause. ``numbers``: never shared by two streams, since
+    answers to ended episodes may still arrive.
     """
 
     inner: SampleStream
@@ -144,8 +142,8 @@ class EpisodeStream:
             self._begin(_Episode(key, index, self.problem_of(key), token_ids(prompt_ids), seed))
 
     def next(self, timeout_s: float | None) -> KeyedResponse | None:
-        """None if no episode ends within ``timeout_s`` seconds (None: no limit), or none is open. Raises as
-        ``SampleStream.next``, and RuntimeError if environments cannot run any longer.
+        """None if no episode ends within ``timeout_s`` (None: no limit), or none is open. Raises as ``SampleStream.next``, and
+        RuntimeError if environments cannot run any longer.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._ready and self._open:
@@ -169,7 +167,7 @@ class EpisodeStream:
         self._ready.clear()
         return ready
 
-    # -- within ------------------------------------------------------------------------------------------------------------
+    # -- private -----------------------------------------------------------------------------------------------------------
 
     def _begin(self, episode: _Episode) -> None:
         number = next(self.numbers)
@@ -190,7 +188,7 @@ class EpisodeStream:
         assert isinstance(number, int)
         episode = self._open.get(number)
         if episode is None:
-            return  # its worker was lost meanwhile, and it was begun again
+            return  # its worker was lost, and the episode began again
         episode.drawn = turn if episode.context is None else join_parts(episode.context, turn)
         episode.turns += 1
         action = ResponseText(self.decode(turn.response_ids.tolist()), turn.response_ids, turn.finish_reason)
@@ -220,7 +218,6 @@ class EpisodeStream:
             self._finish(found.episode, "stop", str(error))
 
     def _note(self, episode: _Episode, answer: Mapping[str, Any]) -> bool:
-        """Returns whether the episode is done."""
         episode.tool_errors += answer["tool_error"]
         episode.reward = add_rewards(episode.reward, answer["reward"])
         return bool(answer["done"])
@@ -277,7 +274,7 @@ class EpisodeStream:
         self._ready.append((episode.key, episode.index, response))
 
     def _nothing(self) -> Response:
-        """The response of an episode that failed before the first turn."""
+        """For an episode that failed before the first turn."""
         return Response((), (), "stop", self.inner.weights_version)
 
     def _drop(self, number: int) -> None:

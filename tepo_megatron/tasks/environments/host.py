@@ -1,4 +1,4 @@
-"""The interface to the processes or servers that run episodes, with their calls and key files."""
+"""The interface to processes or servers that run episodes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from tepo_megatron.core.problem import Problem, ResponseText
 
 @dataclass(frozen=True)
 class EpisodeAnswer:
-    """``answer``: as sent by the worker, without ``error``. ``error``: why the episode has failed. ``lost``: why its worker
-    ended; the episode can begin again. ``suspect``: a call of this episode was open then and may be the cause. ``seconds``: of
-    the environment.
+    """``error``: why the episode has failed. ``lost``: why its worker ended; the episode can begin again. ``suspect``: a call
+    of this episode was open then and may be the cause. ``seconds``: of the environment.
     """
 
     episode: int
@@ -30,15 +29,14 @@ class EpisodeAnswer:
 
 
 class EnvironmentHost(Protocol):
-    """Runs episodes, numbered by their driver, with at most one open call each. Used from one thread."""
+    """Runs episodes, with at most one open call each. Used from one thread."""
 
     @property
     def notice(self) -> str | None:
         """A limit that the kernel does not support."""
 
     @property
-    def busy(self) -> bool:
-        """Whether an answer is outstanding."""
+    def busy(self) -> bool: ...
 
     def call(self, episode: int, call: list[Any]) -> None:
         """Sends a call (``reset_call``, ``step_call``); :meth:`poll` returns its answer."""
@@ -75,13 +73,12 @@ def step_call(action: ResponseText) -> list[Any]:
 def read_action(fields: list[Any]) -> ResponseText:
     text, ids, finish_reason, *prompt_tokens = fields
     action = ResponseText.unpack(text, b64decode(ids), finish_reason)
-    if prompt_tokens:  # trainers of before did not say
+    if prompt_tokens:  # older trainers do not send it
         (action.prompt_tokens,) = prompt_tokens
     return action
 
 
 END = ["end"]
-"""It has no answer."""
 
 
 SETTING = "environment.key_file"
@@ -99,7 +96,7 @@ def make_key(path: Path, setting: str = SETTING) -> str:
 
 
 def read_key(path: Path, setting: str = SETTING) -> str:
-    """Raises ValueError if the file is missing, or accessible to others than its owner."""
+    """Writes the file, for its owner only, if missing. ``setting``: its name in messages. Raises as :func:`read_key`."""
     try:
         status, key = path.stat(), path.read_text(encoding="utf-8").strip()
     except OSError as error:

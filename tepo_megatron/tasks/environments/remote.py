@@ -17,10 +17,8 @@ from tepo_megatron.tasks.environments.host import END, EpisodeAnswer, read_key
 from tepo_megatron.tasks.environments.service import SESSION, shared_settings
 
 _WAIT_S = 10.0
-"""How long a server may wait for an answer."""
 
 _EXTRA_TIME_S = 20.0
-"""Extra time for the server's reply."""
 
 
 @dataclass(eq=False)
@@ -35,8 +33,8 @@ class _Server:
 
 
 class RemoteEnvironments:
-    """An ``EnvironmentHost`` of the servers ``config.servers``. A server that does not answer is not used again; its episodes
-    begin again on the others. Two threads per server send calls and wait for answers.
+    """A server that does not answer is not used again; its episodes begin again on the others. Two threads per server send
+    calls and wait for answers.
 
     Raises ValueError: no key, another key, or another environment than a server's. RuntimeError: no server answers.
     """
@@ -85,7 +83,7 @@ class RemoteEnvironments:
             server.outbox.put([episode, END])
 
     def poll(self, timeout_s: float) -> Sequence[EpisodeAnswer]:
-        with suppress(Empty):  # all that has come is taken
+        with suppress(Empty):  # takes all available answers
             while True:
                 self._take(*self._inbox.get(timeout=timeout_s if self.busy and not self._found and timeout_s > 0 else 0.001))
                 timeout_s = 0.0
@@ -97,12 +95,12 @@ class RemoteEnvironments:
         for server in self._servers:
             server.outbox.put(None)
             if server.session:
-                with suppress(httpx.HTTPError):  # it forgets a session that nobody asks
+                with suppress(httpx.HTTPError):  # the server ends unused sessions
                     server.http.delete(f"{SESSION}/{server.session}", timeout=2.0)
             server.http.close()
         self._servers = []
 
-    # -- within ------------------------------------------------------------------------------------------------------------
+    # -- private -----------------------------------------------------------------------------------------------------------
 
     def _open(self, url: str, key: str) -> _Server:
         http = httpx.Client(

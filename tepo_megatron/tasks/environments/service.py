@@ -1,8 +1,8 @@
 """``tepo environment serve`` runs environments for trainers on other machines. JSON over HTTP with a key; nothing is
 unpickled.
 
-A trainer opens a session (``POST /sessions`` with the environment), sends calls (``…/calls``: a list of ``[episode, call]``)
-and waits for answers (``…/answers``: a list of ``[episode, answer, error, lost, suspect, seconds]``).
+A trainer opens a session (``POST /sessions``), sends calls (``…/calls``: a list of ``[episode, call]``) and waits for answers
+(``…/answers``: a list of ``[episode, answer, error, lost, suspect, seconds]``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from tepo_megatron.tasks.environments.host import EpisodeAnswer
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers, shared_setup
 
 SESSION = "/sessions"
-"""Prefix of all other routes."""
 
 _MAX_REQUEST_BYTES = 64 * 2**20
 
@@ -33,7 +32,6 @@ _SESSION_TIMEOUT_S = 300.0
 """A session without requests for so long is ended."""
 
 _POLL_INTERVAL_S = 0.002
-"""Applies while environments work."""
 
 _IDLE_S = 0.5
 
@@ -53,9 +51,8 @@ class _Session:
 
 
 class EnvironmentService:
-    """Serves ``config``'s environment until :meth:`stop`. Port 0: any free one. ``sampling``: the run's settings, for agents.
-
-    Whoever has ``key`` can run the environment. Raises as ``EnvironmentWorkers``, and OSError if the address is not available.
+    """Port 0: any free one. ``sampling``: the run's settings, for agents. Whoever has ``key`` can run the environment. Raises
+    as ``EnvironmentWorkers``, and OSError if the address is not available.
     """
 
     def __init__(
@@ -95,7 +92,7 @@ class EnvironmentService:
         """May be called from any thread or signal handler."""
         self._stopped.set()
 
-    # -- the thread that serves --------------------------------------------------------------------------------------------
+    # -- serving thread ---------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         try:
@@ -122,7 +119,7 @@ class EnvironmentService:
             number = session.numbers[episode] = next(self._numbers)
             self._owners[number] = (session, episode)
         result = session.numbers.get(episode)
-        if result is not None:  # else its worker was lost, which the trainer will hear
+        if result is not None:  # otherwise its worker was lost, and the trainer receives that
             self._workers.call(result, call)
 
     def _forget(self, session: _Session, episode: int) -> None:
@@ -139,10 +136,9 @@ class EnvironmentService:
                 for episode in list(session.numbers):
                     self._forget(session, episode)
 
-    # -- the threads of requests -------------------------------------------------------------------------------------------
+    # -- request threads ---------------------------------------------------------------------------------------------------
 
     def answer(self, method: str, path: str, key: str, body: Any) -> tuple[int, Any]:
-        """Status and body of an answer."""
         if not hmac.compare_digest(key.encode(), f"Bearer {self._key}".encode()):
             return 401, {"error": "another key"}
         parts = path.strip("/").split("/")
@@ -153,7 +149,7 @@ class EnvironmentService:
             return 404, {"error": "no such session"}
         session.seen = time.monotonic()
         if method == "DELETE" and len(parts) == 2:
-            session.seen = -_SESSION_TIMEOUT_S  # the thread that serves ends it
+            session.seen = -_SESSION_TIMEOUT_S  # the serving thread ends it
             return 200, {}
         if method == "POST" and parts[2:] == ["calls"] and _are_calls(body):
             self._inbox.put((session, body))
@@ -204,7 +200,7 @@ class _Server(ThreadingHTTPServer):
     service: EnvironmentService
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], ConnectionError):  # a trainer that has gone is no news
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a disconnected trainer is not an error
             super().handle_error(request, client_address)
 
 

@@ -1,12 +1,11 @@
 """The worker process of ``EnvironmentWorkers``, which reads and writes JSON lines and imports neither torch nor NumPy.
 
-Input: an object with the fields of :data:`SETUP`, then lists of ``[call's number, episode's number, call]``. A call is
-``["reset", [id, prompt, answer, metadata, messages, source], seed, alone]``, ``["step", text, packed ids in base 64, finish
-reason, tokens before]`` or ``["end"]``. Output: ``{"ready": true, "notice": text or null, "concurrent": …}`` or ``{"error":
-text}``, then for each call ``[call's number, answer, seconds, last]``; ``last``: the process has grown too large and ends. An
-answer is ``{"error": text}``, empty for ``end``, or the fields of a :class:`StepResult` with the observation as ``["text",
-text]``, ``["ids", numbers]``, ``["messages", messages]``, ``["chat", ChatRequest]`` or null. Calls are answered in order
-unless the environment is ``async``.
+Input: the fields of :data:`SETUP`, then lists of ``[call's number, episode's number, call]``. A call is ``["reset", [id,
+prompt, answer, metadata, messages, source], seed, alone]``, ``["step", text, packed ids in base 64, finish reason, tokens
+before]`` or ``["end"]``. Output: ``{"ready": true, "notice": …, "concurrent": …}`` or ``{"error": text}``, then ``[call's
+number, answer, seconds, last]``; ``last``: the process ends. An answer is ``{"error": text}``, empty for ``end``, or a
+:class:`StepResult` with the observation as ``["text", text]``, ``["ids", numbers]``, ``["messages", messages]``, ``["chat",
+ChatRequest]`` or null. Answers are in order unless the environment is ``async``.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ from tepo_megatron.tasks.environments.protocol import StepResult
 from tepo_megatron.tasks.reward.worker import WorkerChannel, check_value, open_channel, run_worker
 
 SETUP = ("name", "adapter", "kwargs", "timeout_s", "memory_mb", "file_mb", "run_code")
-"""Fields of ``environment`` in the setup, besides ``concurrency``, ``network``, ``agent`` (from ``agent_setup`` or null) and
-``path`` (the module search path).
+"""Fields of ``environment`` in the setup, besides ``concurrency``, ``network``, ``agent`` (from ``agent_setup``) and ``path``.
 """
 
 _FILES_OF_AGENT = 8
@@ -77,7 +75,7 @@ def _serve() -> None:
 
 @dataclass
 class _Served:
-    """``loaded``: memory in bytes before the first call."""
+    """``loaded``: bytes before the first call."""
 
     desk: EpisodeTable
     setup: Mapping[str, Any]
@@ -149,9 +147,7 @@ def resolve_environment(name: str) -> str:
 
 
 class EpisodeTable:
-    """The episodes of this process by number. ``setup``: fields of ``environment`` by name, and ``what`` and ``section`` for
-    messages.
-    """
+    """``setup``: fields of ``environment``, and ``what`` and ``section`` for messages."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         """Raises ValueError if the environment cannot be imported or made, or lacks ``reset`` or ``step``."""
@@ -177,9 +173,7 @@ class EpisodeTable:
         return self._agents is not None and not self and self._agents.worn
 
     async def answer(self, number: int, call: Sequence[Any]) -> Answer:
-        """The environment's exceptions become answers; those of ``close`` are also printed, since the episode already has its
-        reward.
-        """
+        """Exceptions become answers; those of ``close`` are also printed, since the episode already has its reward."""
         kind, *arguments = call
         method: Callable[..., Any] = self._make
         timeout_s = self._setup["timeout_s"]

@@ -1,4 +1,4 @@
-"""Worker processes that run episodes for a driver, with limits for each call."""
+"""Worker processes that run episodes, with limits for each call."""
 
 from __future__ import annotations
 
@@ -42,12 +42,10 @@ class _Worker(Worker[_Call]):
 
 
 class EnvironmentWorkers:
-    """An ``EnvironmentHost`` of ``config.workers`` processes, ready when the constructor returns. ``sampling``: the run's
-    settings, for agents.
+    """Processes that are ready when the constructor returns. ``sampling``: the run's settings, for agents.
 
     If a call raises, returns something invalid or exceeds a limit, its episode fails. A worker that hangs or dies is replaced:
-    the episode with the late call fails, the worker's others are lost. Suspected ones begin again one by one in an additional
-    worker.
+    the late call's episode fails, the others are lost. Suspected ones begin again one by one in an additional worker.
 
     Raises ValueError: an environment that cannot be imported or made. RuntimeError: a worker does not start.
     """
@@ -112,16 +110,16 @@ class EnvironmentWorkers:
     def close(self) -> None:
         self._workers.close()
 
-    # -- within ------------------------------------------------------------------------------------------------------------
+    # -- private -----------------------------------------------------------------------------------------------------------
 
     def _start(self, *, alone: bool = False) -> _Worker:
         config = self._config
         process = WorkerProcess("tepo_megatron.tasks.environments.worker")
         worker = _Worker(process, alone=alone)
         setup = {name: getattr(config, name) for name in SETUP}
-        # A file by its whole path: the worker may look for it from another folder.
+        # An absolute path: the worker may run in another folder.
         name = self._name if ":" in config.name else config.name
-        # Two processes cannot have one port; agents of this package's own processes find any.
+        # Two processes cannot have one port; agents of this package use any free one.
         agent = self._agent if self._agent is None or not alone else {**self._agent, "port": 0}
         setup |= {"name": name, "agent": agent, "concurrency": config.concurrency}
         process.send({**setup, "path": sys.path, "network": not config.cuts_network}, START_TIMEOUT_S)
@@ -139,13 +137,12 @@ class EnvironmentWorkers:
             worker.outbox = []
 
     def _room(self, reset: list[Any]) -> _Worker | None:
-        """None if the episode must wait."""
         alone = bool(reset[3])
         if alone and not any(worker.alone for worker in self._workers):
             self._workers.add(self._start(alone=True))
         room = 1 if alone else self._config.concurrency
         free = [worker for worker in self._workers if worker.alone == alone and len(worker.episodes) < room]
-        if alone:  # in which nothing else goes on, the end of another episode neither
+        if alone:  # no other episode may run in it, nor end in it
             free = [worker for worker in free if not worker.pending]
         return min(free, key=lambda worker: len(worker.episodes), default=None)
 
@@ -192,7 +189,7 @@ class EnvironmentWorkers:
             if worker.pending and not worker.concurrent:
                 worker.pending[0].deadline = self._deadline(worker)
             if last:
-                worker.pending.clear()  # what it has not begun is no cause
+                worker.pending.clear()  # calls that it has not started are not the cause
                 self._replace(worker, "its worker had grown too large")
                 return
 
@@ -208,7 +205,7 @@ class EnvironmentWorkers:
     def _replace_late(self, worker: _Worker) -> None:
         now = time.monotonic()
         late = [call for call in worker.running if now >= call.deadline]
-        # Of several that hold up one process, none is known to be the cause.
+        # If several calls hold up one process, the cause is unknown.
         if len(late) == 1 and late[0].awaited and not worker.process.stopped:
             episode = late[0].episode
             worker.episodes.discard(episode)
@@ -258,7 +255,7 @@ def agent_setup(config: EnvironmentConfig, sampling: SamplingConfig | None) -> d
     outside = settings.key_file if config.name == OUTSIDE else None
     return {
         **shared_setup(settings, sampling),
-        # A file by its whole path: the process may look for it from another folder.
+        # An absolute path: the process may run in another folder.
         "verifier": None if settings.verifier is None else resolve_verifier(settings.verifier),
         "port": settings.port,
         "key": None if outside is None else make_key(outside, "environment.agent.key_file"),

@@ -13,8 +13,8 @@ from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.tasks.protocol import RewardResult
 
 SampleGroups = Callable[..., Sequence[Sequence[Response]]]
-"""``Sampler.generate``, with more keywords than ``Generate``: ``numbers`` (prompt numbers that determine seeds), ``on_group``
-(called with a prompt's index and its complete responses), ``top_p`` and others.
+"""``Sampler.generate``, with more keywords than ``Generate``: ``numbers`` (they determine seeds), ``on_group`` (called with a
+prompt's index and its responses), ``top_p`` and others.
 """
 
 
@@ -63,14 +63,13 @@ def score_groups(
 
 
 def mean_reward(responses: Sequence[Scored]) -> float | None:
-    """The mean over responses with a reward; None without any."""
+    """None without any reward."""
     results = [response.result for response in responses]
     rewards = [result.reward for result in results if result.error is None and result.reward is not None]
     return fmean(rewards) if rewards else None
 
 
 def answers_row(problem: Problem, greedy: Scored | None, sampled: Sequence[Scored]) -> dict[str, Any]:
-    """A row of samples.jsonl."""
     row: dict[str, Any] = {
         "problem": problem.id,
         "prompt": problem.prompt,

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate of the probability that at least one of k samples is correct: 1 - C(n - c, k) / C(n, k) (Chen et al.
-    2021, "Evaluating Large Language Models Trained on Code"). Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
+    """Unbiased estimate 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, "Evaluating Large Language Models Trained on Code").
+    Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
     """
     _check(num_samples, num_correct)
     if not 1 <= k <= num_samples:
@@ -32,8 +32,8 @@ def avg_at_k(num_samples: int, num_correct: int) -> float:
 
 
 def maj_at_k(answers: Sequence[tuple[int, int]], num_samples: int, k: int) -> float:
-    """Unbiased estimate of the accuracy of the most frequent answer of k samples: the mean over all k-element subsets. Tied
-    answers count equal shares. A subset without votes is wrong.
+    """Unbiased estimate: the mean over all k-element subsets. Tied answers count equal shares; a subset without votes is
+    wrong.
 
     ``answers``: (samples, correct samples) of each distinct answer. ``num_samples`` includes samples without an answer, which
     have no vote. Raises ValueError: inconsistent counts, or not 1 <= k <= n.
@@ -54,7 +54,7 @@ def _chance_to_win(own: int, counts: Sequence[int], silent: int, k: int) -> floa
     """
     others = list(counts)
     others.remove(own)
-    chance = Fraction()  # the numbers of subsets pass what a float holds
+    chance = Fraction()  # the numbers of subsets exceed a float's range
     for votes in range(1, min(own, k) + 1):
         room = k - votes
         ways = {0: [comb(silent, size) for size in range(room + 1)]}
@@ -83,7 +83,7 @@ def _check(num_samples: int, num_correct: int) -> None:
 
 _NORMAL = NormalDist()
 _CHUNK = 4_000_000
-"""Bootstrap draws at a time, which bounds the memory."""
+"""Bounds the memory."""
 
 T_975 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
@@ -113,12 +113,11 @@ def bootstrap(
     seed: int = 0,
     share: bool = False,
 ) -> Interval:
-    """The mean with a percentile bootstrap interval, widened to the tails of Student's t with n - 1 degrees of freedom and by
-    sqrt(n / (n - 1)), because the plain interval is too narrow for few problems (Hesterberg 2015, "What Teachers Should Know
-    About the Bootstrap").
+    """The percentile interval, widened to the tails of Student's t with n - 1 degrees of freedom and by sqrt(n / (n - 1)),
+    because it is too narrow for few problems (Hesterberg 2015, "What Teachers Should Know About the Bootstrap").
 
-    If all values are equal, the interval is the mean alone; for a ``share`` of 0 or 1 it is one-sided binomial with tail ``(1
-    - confidence) / 2``. Raises ValueError without values, or if one is not finite.
+    If all values are equal, the interval is the mean; for a ``share`` of 0 or 1 it is one-sided binomial. Raises ValueError
+    without values, or if one is not finite.
     """
     array = np.asarray(values, dtype=np.float64)
     if not array.size or not np.isfinite(array).all():
@@ -128,7 +127,7 @@ def bootstrap(
     if np.all(array == array[0]):
         return _without_width(mean, count, tail, share)
     means = np.sort(_resampled_means(array, resamples, seed))
-    # With few problems the t quantile passes what any share of the resamples is: then the ends are the outermost of them.
+    # With few problems the t quantile exceeds every share of the resamples: the ends are then the outermost resamples.
     wide = _NORMAL.cdf(-student_quantile(1 - tail, count - 1) * (count / (count - 1)) ** 0.5)
     low, high = np.quantile(means, [wide, 1 - wide])
     return Interval(mean, float(low), float(high), count)

@@ -21,8 +21,8 @@ from tepo_megatron.tasks.reward.pool import RewardPool
 
 
 class VerifierPools:
-    """The scorer of each evaluation set: the run's task if the set uses its verifier, else a pool that is rehearsed and closed
-    here. Raises ValueError as ``RewardPool`` and its rehearsal, with the set's name.
+    """The run's task if a set uses its verifier, else a pool that is rehearsed and closed here. Raises ValueError as
+    ``RewardPool``.
     """
 
     def __init__(self, config: RunConfig, sets: Sequence[EvaluationSet], task: Task) -> None:
@@ -77,9 +77,7 @@ def evaluate_all(
     pools: VerifierPools,
     seed: Callable[[str], int],
 ) -> EvaluationResult:
-    """``seed`` maps a purpose to a seed; ``generate_heldout`` answers the held-out problems, ``generate`` the sets. Raises as
-    ``evaluate`` and ``evaluate_set``.
-    """
+    """``seed`` maps a purpose to a seed; ``generate_heldout`` answers the held-out problems, ``generate`` the sets."""
     result = EvaluationResult({}, 0, 0, 0.0, 0, [])
     if heldout:
         result = evaluate(
@@ -114,7 +112,6 @@ def evaluate_all(
 
 
 def what_failed(result: EvaluationResult) -> list[str]:
-    """A sentence for the held-out problems and each set with failed responses."""
     heldout = result.failures - sum(set_result.failures for set_result in result.sets)
     counts = [("evaluation", heldout, result.first_failure)]
     counts += [
@@ -158,11 +155,8 @@ def evaluate(
     sampling: SamplingConfig,
     seed: int,
 ) -> EvaluationResult:
-    """Answers held-out problems greedily, and ``config.samples`` times at the training temperature. Rank 0 only. The first
-    ``config.problems`` are used, so that evaluations are comparable.
-
-    Raises ValueError: no problem, or a prompt that cannot be encoded. RuntimeError: the sampler returned another number of
-    responses.
+    """Rank 0 only. The first ``config.problems`` are used, so that evaluations are comparable. Raises ValueError: no problem,
+    or a prompt that cannot be encoded.
     """
     chosen = list(problems[: config.problems])
     if not chosen:

@@ -27,7 +27,7 @@ _SIMPLE_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 def notion_of(majority: str, verifier: str) -> Notion | None:
     """None: no maj@k."""
     if majority == "auto" and verifier in ("python_tests", "stack_machine"):
-        return None  # two programs that do the same are seldom the same text
+        return None  # programs with equal results rarely have equal texts
     if majority == "auto":
         return "verifier" if verifier in ("exact", "last_word", "last_number", "math") else "text"
     return None if majority == "none" else "verifier" if majority == "verifier" else "text"
@@ -42,16 +42,15 @@ def tally_answers(
     pool: Scorer,
     correct_at: float,
 ) -> Tallies:
-    """Counts the responses to each problem by their answers; responses without a final answer are left out. Raises as
-    ``pool.score``.
+    """Responses without a final answer are left out; numbers are compared by value. Raises as ``pool.score``.
 
     If the verifier compares, all correct answers are equal, and two other texts are equal if one is correct when the other is
-    expected; one call of ``pool.score`` asks this for all problems. Numbers are compared by value.
+    expected; one call of ``pool.score`` asks this for all problems.
     """
     answers = [[final_answer(response.text, verifier) for response in group] for group in groups]
     classes_by_problem = [_classes(texts) for texts in answers]
     if notion == "verifier":
-        if verifier not in ("exact", "last_word", "last_number"):  # of these the final answer says it all
+        if verifier not in ("exact", "last_word", "last_number"):  # their final answer is the whole comparison
             _join_what_the_verifier_takes_for_the_same(problems, groups, answers, classes_by_problem, pool, correct_at)
         for classes, group, texts in zip(classes_by_problem, groups, answers, strict=True):
             right = [answer for answer, response in zip(texts, group, strict=True) if answer is not None and response.correct]
@@ -61,8 +60,8 @@ def tally_answers(
 
 
 def final_answer(text: str, verifier: str) -> str | None:
-    r"""What exact, last_word and last_number compare; else the last ``\boxed{…}``, the rest of the line after the last "answer
-    is", the last number (math), or the last line. None without an answer.
+    r"""What exact, last_word and last_number compare; else the last ``\boxed{…}``, the line after the last "answer is", the
+    last number (math), or the last line.
     """
     if verifier == "exact":
         return text.strip() or None
@@ -115,7 +114,7 @@ def _plain_number(number: Decimal) -> str:
     sign, digits, exponent = number.as_tuple()
     if not number or not isinstance(exponent, int):
         return "0"
-    if abs(number.adjusted()) > _LONGEST:  # no arithmetic: it would be rounded, or overflow
+    if abs(number.adjusted()) > _LONGEST:  # arithmetic would round it, or overflow
         text = "".join(map(str, digits)).rstrip("0")
         return f"{'-' * sign}{text}e{number.adjusted()}"
     text = f"{number:f}"
@@ -123,7 +122,6 @@ def _plain_number(number: Decimal) -> str:
 
 
 def _classes(answers: Sequence[str | None]) -> dict[str, str]:
-    """Distinct answer → its representative, at first itself."""
     return {answer: answer for answer in answers if answer is not None}
 
 

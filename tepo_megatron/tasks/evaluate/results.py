@@ -15,25 +15,22 @@ from tepo_megatron.tasks.evaluate.estimators import Interval, bootstrap
 from tepo_megatron.tasks.evaluate.sets import EvaluationSet, SetResult
 
 RESULTS = "results"
-"""Folder below the output of ``tepo eval``, with ``NAME.json`` and ``NAME.jsonl`` of each set."""
+"""Folder below the output of ``tepo eval``."""
 
 
 @dataclass(frozen=True)
 class StoredSet:
-    """The digest and figures of each problem by id."""
-
     name: str
     settings: Mapping[str, Any]
     problems: Mapping[str, tuple[str, Mapping[str, float]]]
 
 
 def interval(figure: str, values: Sequence[float]) -> Interval:
-    """The mean over problems with its 95 % interval."""
+    """The 95 % interval."""
     return bootstrap(values, share=figure in ("greedy", "truncated") or "@" in figure)
 
 
 def set_intervals(result: SetResult) -> dict[str, Interval]:
-    """Each figure, over the problems that have it."""
     names = dict.fromkeys(name for problem in result.problems for name in problem.figures)
     return {
         name: interval(name, [problem.figures[name] for problem in result.problems if name in problem.figures])
@@ -42,7 +39,7 @@ def set_intervals(result: SetResult) -> dict[str, Interval]:
 
 
 def settings_of(of: EvaluationSet, model: Path | str, seed: int) -> dict[str, Any]:
-    """JSON values that a set's figures depend on; a comparison reports differences."""
+    """A comparison reports differences of these values."""
     prompts = sha256(repr(of.prompts).encode()).hexdigest()[:16]
     return {
         "model": str(model),
@@ -78,9 +75,7 @@ def write_results(folder: Path, result: SetResult, settings: Mapping[str, Any]) 
 
 
 def read_results(folder: Path) -> dict[str, StoredSet]:
-    """``folder``: the output of ``tepo eval``, or a folder in it. Raises ValueError without results, or for a damaged file,
-    with its line.
-    """
+    """``folder``: the output of ``tepo eval``, or a folder in it. Raises ValueError without results, or for a damaged file."""
     place = next(
         (candidate for candidate in (folder / "eval" / RESULTS, folder / RESULTS, folder) if any(candidate.glob("*.jsonl"))),
         None,
@@ -119,7 +114,7 @@ def _read_set(path: Path) -> StoredSet:
 
 @dataclass(frozen=True)
 class _FigureDifference:
-    """The mean difference is second minus first, per problem."""
+    """Second minus first, per problem."""
 
     first: Interval
     second: Interval
@@ -138,9 +133,7 @@ class SetComparison:
 
 
 def compare_results(first: Path, second: Path) -> list[SetComparison]:
-    """Differences are paired by problem, so that a problem's difficulty cancels and the interval is narrower. Raises
-    ValueError without results or common problems.
-    """
+    """Differences are paired by problem, so that a problem's difficulty cancels. Raises ValueError without common problems."""
     one, other = read_results(first), read_results(second)
     comparisons = [_compare_sets(one[name], other[name]) for name in one if name in other]
     if not any(comparison.problems for comparison in comparisons):

@@ -1,4 +1,4 @@
-"""Evaluation sets (``evaluate.sets``): named problems with their own verifier and sampling."""
+"""Evaluation sets: named problems with their own verifier and sampling."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tepo_megatron.tasks.reward.verifiers import resolve_verifier
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A loaded set. ``prompts``: token ids of each problem. ``truncation``: ``top_p`` and the like. ``notion``: how answers
-    are compared; None: no maj@k. ``left_out``: problems with too long a prompt.
+    """``prompts``: token ids of each problem. ``truncation``: ``top_p`` and the like. ``notion``: how answers are compared;
+    None: no maj@k. ``left_out``: problems with too long a prompt.
     """
 
     name: str
@@ -46,8 +46,8 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """Figures by name: ``greedy``, ``avg@n``, ``pass@k``, ``maj@k``, ``reward_greedy``, ``reward_sampled``, ``response_len``
-    and ``truncated`` (share in [0, 1]). Figures that do not apply are absent.
+    """``greedy``, ``avg@n``, ``pass@k``, ``maj@k``, ``reward_greedy``, ``reward_sampled``, ``response_len`` and ``truncated``
+    (share in [0, 1]), if they apply.
     """
 
     problem: Problem
@@ -62,9 +62,7 @@ class ProblemResult:
 
 @dataclass(frozen=True)
 class SetResult:
-    """``metrics``: ``eval/NAME/…``, the mean of each figure over the problems that have it, and the number of failed
-    responses. ``samples``: rows of ``samples.jsonl``.
-    """
+    """``metrics``: ``eval/NAME/…``, means over the problems that have the figure. ``samples``: rows of ``samples.jsonl``."""
 
     name: str
     problems: Sequence[ProblemResult]
@@ -75,9 +73,7 @@ class SetResult:
 
 
 def load_sets(config: RunConfig, tokenizer: Tokenizer, names: Iterable[str] | None = None) -> list[EvaluationSet]:
-    """``names`` None: all sets. Raises ValueError, with the set's name, for an unknown name, unreadable problems, or a prompt
-    that cannot be encoded.
-    """
+    """Raises ValueError for an unknown name, unreadable problems, or a prompt that cannot be encoded."""
     known = config.evaluate.sets
     chosen = list(known) if names is None else list(names)
     for name in chosen:
@@ -124,7 +120,7 @@ def _load_set(config: RunConfig, tokenizer: Tokenizer, name: str) -> EvaluationS
 
 
 def evaluate_set(of: EvaluationSet, *, generate: SampleGroups, tokenizer: Tokenizer, pool: Scorer, seed: int) -> SetResult:
-    """Rank 0 only; ``pool`` runs the set's verifier. Raises RuntimeError as ``generate`` and ``pool.score``."""
+    """Rank 0 only. Raises RuntimeError as ``generate`` and ``pool.score``."""
     prompts, problems = list(of.prompts), of.problems
 
     def answer(n: int, temperature: float, truncation: Mapping[str, Any]) -> list[list[Scored]]:

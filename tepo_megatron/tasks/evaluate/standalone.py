@@ -72,7 +72,7 @@ def evaluate_model(
     with open_task(config, tokenizer, spec) as task, VerifierPools(config, chosen, task) as pools:
         of_its_own = (evaluation_set.problems for evaluation_set in chosen if evaluation_set.verifier == config.reward.verifier)
         tried: Sequence[Problem] = heldout or next(of_its_own, ())
-        if tried:  # else every set has a verifier of its own, which has scored an answer
+        if tried:  # otherwise every set's own verifier has scored an answer
             task.rehearse(tried)
         with fleet:
             result = evaluate_all(
@@ -90,7 +90,7 @@ def evaluate_model(
     for evaluation_set, set_result in zip(chosen, result.sets, strict=True):
         write_results(output / RESULTS, set_result, settings_of(evaluation_set, model, config.seed))
     if table:
-        # In a pipe there is no width to fit into: paths are better whole than cut.
+        # A pipe has no width: paths are better whole than cut.
         console = Console(width=None if sys.stdout.isatty() else 160)
         if heldout:
             console.print(_table(model, ", ".join(source.path for source in config.data.heldout_sources), result, left_out))
@@ -169,17 +169,16 @@ _NO_WEIGHTS = WeightsVersion(0)
 
 
 class StoredResponses:
-    """Stores every prompt's complete responses in a file and draws only those that the file lacks. A prompt's seed depends on
-    its index alone, so the result is the same. Responses with another ``of`` (the model and settings) are ignored. Log-probs
-    are not stored.
+    """Draws only the responses that the file lacks; a prompt's seed depends on its index alone, so the result is the same.
+    Responses with another ``of`` (the model and settings) are ignored. Log-probs are not stored.
     """
 
     def __init__(self, path: Path, generate: SampleGroups, of: str) -> None:
-        """Raises ValueError, with the line, for a file damaged in its middle; an incomplete last line is dropped."""
+        """An incomplete last line is dropped. Raises ValueError, with the line, for other damage."""
         self._path, self._generate, self._of = path, generate, of
         self._known = _read(path)
         self.taken = 0
-        """Number of prompts whose responses came from the file."""
+        """Prompts with responses from the file."""
 
     def __call__(
         self, prompts: list[tuple[int, ...]], *, n: int, temperature: float, max_new_tokens: int, seed: int, **truncation: Any
@@ -213,7 +212,7 @@ class StoredResponses:
 
 
 def model_identity(folder: Path) -> str:
-    """Names, sizes and times of the folder's files; the weights are not read."""
+    """Names, sizes and times of the files; the weights are not read."""
     parts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir()) if path.is_file()]
     return sha256(repr(parts).encode()).hexdigest()
 

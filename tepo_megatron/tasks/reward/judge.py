@@ -1,4 +1,4 @@
-"""A verifier that asks another model over the OpenAI chat completions protocol."""
+"""A verifier that asks another model."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ class Judge:
         self._retries, self._most = retries, cache
         self._replies: OrderedDict[str, str] = OrderedDict()
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        # A proxy of the environment does not know this machine's own addresses.
+        # A proxy cannot reach this machine's own addresses.
         trust_env = parts.hostname not in ("localhost", "127.0.0.1", "::1")
         self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers, trust_env=trust_env)
 
     async def score(self, problem: Problem, response: ResponseText) -> float:
         """Returns the judge's score. Override it if the score is one component of several."""
         values = {"prompt": problem.prompt, "answer": problem.answer, "response": str(response)}
-        # Not str.format: the prompt may have braces of its own, and what is put in is not looked through.
+        # Not str.format: the prompt may contain other braces, and inserted text must not be parsed.
         question = re.sub(r"\{(prompt|answer|response)\}", lambda match: values[match[1]], self._prompt)
         reply = await self.ask(question)
         scores = self._pattern.findall(reply)
@@ -144,7 +144,6 @@ class Judge:
             self._replies.popitem(last=False)
 
     def _shown(self, text: str) -> str:
-        """The server may have repeated the key."""
         text = text.replace(self._key, "***") if self._key else text
         return text if len(text) <= 200 else f"{text[:200]}…"
 

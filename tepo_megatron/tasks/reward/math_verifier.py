@@ -12,8 +12,8 @@ _SOFT_LIMIT_S = 5
 
 
 def math(problem: Problem, response: str) -> float:
-    r"""1 if the response's final answer (``\boxed{...}``, other LaTeX or a plain expression, as math-verify finds it) equals
-    the problem's, else 0. Dollar signs around the problem's answer are optional.
+    r"""1 if the response's final answer, as math-verify finds it (``\boxed{...}``, LaTeX, plain), equals the problem's, else
+    0.
 
     Raises ValueError: the problem's answer is no expression. TimeoutError: the comparison takes too long.
     """
@@ -26,7 +26,7 @@ def math(problem: Problem, response: str) -> float:
 
 
 def _parse_gold(answer: str) -> list[object]:
-    answer = answer.replace("\\$", "")  # dollars, which a response may leave out; not the signs around LaTeX
+    answer = answer.replace("\\$", "")  # currency signs, which a response may omit; not the signs around LaTeX
     text = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
     gold: list[object] = parse(text, parsing_timeout=_SOFT_LIMIT_S, raise_on_error=True)
     if not gold:

@@ -23,12 +23,9 @@ _REHEARSAL_PROBLEMS = 4
 class RewardPool:
     """Runs one verifier in ``config.workers`` processes, which are ready when the constructor returns. Not thread-safe.
 
-    If a verifier raises, returns no finite number or exceeds a limit (``config.timeout_s``, ``memory_mb``, ``file_mb``), only
-    that response fails: its reward is ``config.failed_reward``, with an error text. An equal response to the same problem then
-    fails without another try (after a :meth:`reset`, verifiers with a network try again). A response during which a worker
+    A response fails (reward ``config.failed_reward``, with an error text) if its verifier raises, returns no finite number or
+    exceeds a limit. An equal response to the same problem then fails without another try. A response during which a worker
     dies is tried once more.
-
-    ``notice``: a limit that the kernel does not support. ``components``: the verifier's component names, once known.
 
     Raises ValueError: the verifier cannot be imported or made. RuntimeError: a worker does not start.
     """
@@ -54,25 +51,19 @@ class RewardPool:
         return self._workers.of_groups
 
     def another(self) -> RewardPool:
-        """An equal pool for another thread."""
         return RewardPool(self._config, self.components, self._custom)
 
-    # -- what is to be scored --------------------------------------------------------------------------------------------
+    # -- submitting ------------------------------------------------------------------------------------------------------
 
     def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:
-        """Requests a result, which :meth:`poll` returns with the unique ``key``.
-
-        ``response`` must not change later; a :class:`ResponseText` carries token ids and finish reason. A verifier of groups
-        receives a group when ``group_size`` responses with this ``group`` were submitted. Raises RuntimeError if the pool is
-        closed, or a replaced worker does not start.
+        """``response`` must not change later. A verifier of groups receives a group when ``group_size`` responses were
+        submitted. Raises RuntimeError if the pool is closed, or a replaced worker does not start.
         """
         self._add(key, problem, response, group, group_size)
         self._guarded(self._workers.move)
 
     def poll(self, timeout_s: float | None = 0.0) -> list[tuple[Hashable, RewardResult]]:
-        """New (key, result) pairs in any order; waits up to ``timeout_s`` (None: no limit) for the first. Raises as
-        :meth:`submit`.
-        """
+        """As ``Task.poll``. Raises as :meth:`submit`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
         def wait() -> None:
@@ -95,11 +86,11 @@ class RewardPool:
 
     @property
     def unfinished(self) -> int:
-        """Responses that :meth:`poll` has not returned, including those of incomplete groups."""
+        """Includes those of incomplete groups."""
         return self._unfinished
 
     def reset(self) -> None:
-        """Drops what was submitted and not returned. A verifier with a network forgets its failures."""
+        """A verifier with a network forgets its failures."""
         self._workers.drop()
         self._queue.clear()
         self._incomplete.clear()
@@ -109,7 +100,7 @@ class RewardPool:
             self._queue.failures = RememberedFailures()
 
     def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable] | None = None) -> list[RewardResult]:
-        """The results of (problem, response) pairs in their order, after a :meth:`reset`. Raises as :meth:`submit`."""
+        """As ``Task.score``. Raises as :meth:`submit`."""
         self.reset()
         named = range(len(items)) if groups is None else groups
         sizes = Counter(named)
@@ -172,7 +163,7 @@ class RewardPool:
         try:
             work()
         except BaseException:
-            # Workers may still be scoring: their replies must not be taken for a later call's.
+            # Workers may still be scoring: their replies must not be used for a later call.
             self.close()
             raise
 
@@ -206,10 +197,8 @@ class RewardPool:
 def weigh(
     value: float | Mapping[str, float], weights: Mapping[str, float] | None, names: Sequence[str] | None
 ) -> tuple[float, dict[str, float]]:
-    """The reward and its components (none if the verifier returns a number). ``weights`` None: each component weighs 1;
-    ``names``: expected components, empty for a number, None for any.
-
-    Raises ValueError: unexpected components, one that cannot be a metric, or a sum that is not finite.
+    """The reward and its components. ``weights`` None: each weighs 1; ``names``: expected components, empty for a number, None
+    for any. Raises ValueError: unexpected components, one that cannot be a metric, or a sum that is not finite.
     """
     expected = list(weights) if weights is not None else names
     if not isinstance(value, Mapping):

@@ -20,16 +20,13 @@ _LINE_BYTES = 100
 
 
 class PythonTests:
-    """1 if a program passes all of the problem's tests, else 0; ``partial``: the share of passed tests.
+    """1 if a program passes all of the problem's tests, else 0; ``partial``: the share of passed tests. docs/guides/rewards.md
+    describes the problem's columns.
 
-    The problem has ``tests``, Python texts that raise if they fail, such as ``assert double(2) == 4``; optionally ``setup``
-    (code that runs before the program), ``entry_point`` (the function that the program must define) and ``stub`` (text that a
-    response without that function continues, up to its first line that is not indented).
-
-    The program is the response's last code block that defines the function, or the whole response without a block; text before
-    ``</think>`` is ignored. Each program runs in a process of its own with only the standard library, for ``seconds`` of wall
-    and processor time (choose fewer than ``reward.timeout_s``) and with ``memory_mb``. Needs ``reward.run_code`` and a kernel
-    that can cut the worker's network; raises RuntimeError otherwise.
+    The program is the response's last code block that defines ``entry_point``, or the whole response without a block; text
+    before ``</think>`` is ignored. It runs for ``seconds`` of wall and processor time (choose fewer than
+    ``reward.timeout_s``). Needs ``reward.run_code`` and a kernel that can cut the worker's network; raises RuntimeError
+    otherwise.
     """
 
     runs_code = True
@@ -68,7 +65,7 @@ def program_in(response: str, problem: Problem) -> str:
     entry_point, stub = problem.metadata.get("entry_point"), problem.metadata.get("stub")
     first = _FENCE.search(text)
     if first is not None and not first[1].strip() and _defines(text[: first.start()], entry_point):
-        return text[: first.start()]  # the prompt opened the block, and here it ends
+        return text[: first.start()]  # the prompt opened the block, which ends here
     blocks = [match[1] for match in _FENCED.finditer(text)] or [text]
     defining = [block for block in blocks if _defines(block, entry_point)]
     if defining:
@@ -83,7 +80,6 @@ def _defines(program: str, name: Any) -> bool:
 
 
 def _indented(text: str) -> str:
-    """A function's body ends at the first line that is not indented."""
     lines: list[str] = []
     for line in text.splitlines(keepends=True):
         if line.strip() and line[0] not in " \t":
@@ -93,6 +89,6 @@ def _indented(text: str) -> str:
 
 
 def _said(written: bytes, key: str) -> Sequence[str]:
-    """The program does not know the key, so it cannot report passed tests itself."""
+    """The program does not know the key."""
     lines = written.decode("utf-8", "replace").splitlines()
     return [line.removeprefix(f"{key} ") for line in lines if line.startswith(f"{key} ")]

@@ -15,15 +15,13 @@ _OF_A_LINE = ("id", "prompt", "answer", "response", "responses", "finish_reason"
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """Responses to one problem."""
-
     problem: Problem
     responses: list[ResponseText]
 
 
 def read_recorded(path: Path) -> list[RecordedGroup]:
-    """A line is a row of ``samples.jsonl`` (``problem``, ``prompt``, ``answer``, ``greedy``, ``sampled``), or an object with
-    ``prompt``, ``answer`` and ``response`` or ``responses``, whose other keys are metadata.
+    """A line is a row of ``samples.jsonl``, or an object with ``prompt``, ``answer`` and ``response`` or ``responses``, whose
+    other keys are metadata.
 
     Raises ValueError, with file and line: an unreadable file, no response, or an invalid line.
     """

@@ -1,4 +1,4 @@
-"""Runs a program and its tests within a sandbox; a script that needs only the standard library.
+"""Runs a program and its tests within a sandbox; needs only the standard library.
 
 Input: a JSON object with ``key``, ``setup``, ``program``, ``tests``, ``may_hide``, ``all``. Output: ``KEY begun``, then ``KEY
 n`` for each passed test n; with ``all`` it stops at the first failure.
@@ -32,11 +32,11 @@ def main() -> None:
     try:
         _run(task, say)
     finally:
-        os._exit(0)  # threads that the program has left are not waited for
+        os._exit(0)  # does not wait for the program's threads
 
 
 def _run(task: dict[str, Any], say: Callable[[str], None]) -> None:
-    module = ModuleType("solution")  # not __main__: what a program does when it is started is not asked for
+    module = ModuleType("solution")  # not __main__: the program's main part must not run
     sys.modules[module.__name__] = module
     for text in (task["setup"], task["program"]):
         exec(compile(text, "<program>", "exec", dont_inherit=True), module.__dict__)  # noqa: S102

@@ -1,6 +1,4 @@
-"""A small stack machine whose programs are scored by tests that the model does not see. Needs only the standard library.
-
-Each character of a program is an instruction; white space is ignored:
+"""A small stack machine whose programs are scored by hidden tests. Each character is an instruction; white space is ignored:
 
     0 … 9     push the digit
     x y z     push the first, second or third input
@@ -9,7 +7,7 @@ Each character of a program is an instruction; white space is ignored:
     d s p     duplicate the top; exchange the two topmost values; pop
     [ ]       repeat the instructions between them while the top is not 0; the top stays
 
-The result is the only remaining value; with none or several there is no result.
+The result is the only remaining value.
 """
 
 from __future__ import annotations
@@ -33,10 +31,8 @@ class MachineError(ValueError): ...
 
 
 class StackMachine:
-    """1 if a program passes all of the problem's tests, else 0; ``partial``: the share of passed tests.
-
-    ``tests`` are pairs of inputs (at most three numbers) and the expected result: ``[[[3, 5, 1], 16], …]``. A program without
-    a result fails.
+    """1 if a program passes all of the problem's tests, else 0; ``partial``: the share of passed tests. ``tests`` are pairs of
+    inputs (at most three numbers) and the expected result: ``[[[3, 5, 1], 16], …]``.
     """
 
     def __init__(self, steps: int = 1000, depth: int = 100, partial: bool = False) -> None:
@@ -61,9 +57,7 @@ class StackMachine:
 
 
 def run(program: str, inputs: Sequence[int], *, steps: int = 1000, depth: int = 100) -> int:
-    """Raises MachineError: no result, an invalid instruction, a missing input, or more than ``steps`` instructions, ``depth``
-    values or a value beyond 10¹².
-    """
+    """Raises MachineError: no result, an invalid instruction, a missing input, or a limit (also a value beyond 10¹²)."""
     code = "".join(program.split())
     partner = _partners(code)
     stack: list[int] = []

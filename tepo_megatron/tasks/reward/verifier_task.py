@@ -1,4 +1,4 @@
-"""The task of a run with verifiers: a response is one sample, scored by the verifier of its problem's source."""
+"""The task of a run with verifiers: a response is one sample."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def reward_configs(reward: RewardConfig, data: DataConfig) -> dict[str, RewardCo
 
 
 class VerifierTask:
-    """``reward.workers`` processes for each distinct verifier, ready when the constructor returns. Raises as ``RewardPool``."""
+    """Raises as ``RewardPool``."""
 
     def __init__(
         self, configs: Mapping[str, RewardConfig], components: Sequence[Sequence[str] | None] = (), custom: Any = None
     ) -> None:
-        """``components``: as of ``RewardPool``, for each distinct verifier. ``custom``: for the first one."""
+        """One element of ``components`` for each distinct verifier. ``custom``: for the first one."""
         distinct: list[RewardConfig] = []
         for config in configs.values():
             if config not in distinct:

@@ -32,7 +32,7 @@ VERIFIER_CLASSES: Mapping[str, str] = {
 GIVEN = "(python):"
 """Prefix of ``reward.verifier`` for a function that was passed as an object and cannot be imported."""
 
-# A sign counts only where no operand stands before it: the last number of "7-5" is 5.
+# A sign counts only if no operand precedes it: the last number of "7-5" is 5.
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 

@@ -2,9 +2,9 @@
 
 Input: the fields of :data:`SETUP`, then lists of calls ``[number, problem, responses]`` with problems ``[id, prompt, answer,
 metadata, messages, source]`` and responses ``[text, packed ids in base 64, finish reason]``. Output: ``{"ready": true,
-"notice": text or null, "of_groups": …, "concurrent": …}`` or ``{"error": text}``, then for each call ``[number, outcomes,
-seconds, last]`` with outcomes ``[reward or components, null]`` or ``[null, error]``. ``last``: the process has grown too large
-and ends. Calls are answered in order unless the verifier is ``async``.
+"notice": …, "of_groups": …, "concurrent": …}`` or ``{"error": text}``, then ``[number, outcomes, seconds, last]`` with
+outcomes ``[reward or components, null]`` or ``[null, error]``. ``last``: the process ends. Answers are in order unless the
+verifier is ``async``.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from tepo_megatron.runtime.workers.failure import place_of, why_it_raised
 from tepo_megatron.tasks.reward.verifiers import load_verifier
 
 SETUP = ("kwargs", "timeout_s", "memory_mb", "file_mb", "run_code")
-"""Fields of ``reward`` in the setup, besides ``verifier``, ``network`` and ``path`` (the module search path)."""
+"""Fields of ``reward`` in the setup, besides ``verifier``, ``network`` and ``path``."""
 
 
 @dataclass(frozen=True)
 class WorkerChannel:
-    """The setup and pipes of a worker process. ``network``: why it keeps its network although the setup forbids it."""
+    """``network``: why the process keeps its network although the setup forbids it."""
 
     setup: Mapping[str, Any]
     replies: FileIO
@@ -69,13 +69,13 @@ class WorkerChannel:
 
 
 def open_channel(open_files: Callable[[Mapping[str, Any]], int] = lambda setup: OPEN_FILES) -> WorkerChannel | None:
-    """Reads the setup and limits this process; None if the parent has closed the pipe."""
+    """Limits this process; None if the parent has closed the pipe."""
     requests, replies = redirect_standard_streams()
     line = requests.readline()
     if not line:
         return None
     setup = json.loads(line)
-    # Before there is a second thread: the kernel moves only one at a time.
+    # Before a second thread starts: the kernel moves only one at a time.
     network = None if setup["network"] else leave_network()
     limit_process(open_files(setup))
     inbox: SimpleQueue[Any] = SimpleQueue()
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def serve_in_fork(custom: Any) -> None:
-    """As :func:`main`, in a fork of the process that has the verifier object ``custom``."""
+    """As :func:`main`, in a fork of the process that has ``custom``."""
     forget_memory_file()
     run_worker(partial(_serve, custom))
 
@@ -152,12 +152,12 @@ async def _serve_concurrently(served: _Served, channel: WorkerChannel) -> None:
 
     channel.feed(begin)
     await ended
-    os._exit(0)  # what is still under way is given to another worker
+    os._exit(0)  # another worker receives the open calls
 
 
 @dataclass(frozen=True)
 class _Served:
-    """``loaded``: memory in bytes before the first call."""
+    """``loaded``: bytes before the first call."""
 
     verifier: _Verifier
     setup: Mapping[str, Any]
@@ -169,7 +169,7 @@ class _Served:
         limit_file_size(self.setup["file_mb"])
 
     def reply(self, number: int, outcomes: Sequence[ScoreOutcome], seconds: float) -> bool:
-        """Returns whether the process has grown too large for another call."""
+        """Returns whether the process has grown too large."""
         last = has_grown(self.loaded, self.setup["memory_mb"]) or not has_a_free_file()
         reply(self.replies, [number, outcomes, seconds, last])
         return last
@@ -183,7 +183,7 @@ def _read_call(call: Any) -> tuple[int, Problem, list[ResponseText]]:
 
 Value = float | dict[str, float]
 ScoreOutcome = tuple[Value | None, str | None]
-"""The reward or components of one response, or the reason for their absence."""
+"""The reward or components, or the reason for their absence."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def took_too_long(timeout_s: float) -> str:
 
 
 def check_value(value: Any, *, what: str = "verifier") -> ScoreOutcome:
-    """The result for one response, or why it is no number or numbers by name. ``what``: the source in messages."""
+    """``what``: the source in messages."""
     if not isinstance(value, Mapping):
         number, fault = _number(value)
         return number, fault and f"the {what} returned {fault}"

@@ -25,8 +25,8 @@ _EXTRA_TIME_S = 2.0
 
 
 class RewardWorkers:
-    """``config.workers`` processes, ready when the constructor returns. They are forks of this process if ``custom`` is a
-    verifier object. ``done`` is called with each finished job that was not dropped, its outcomes and seconds.
+    """Forks of this process run the verifier if ``custom`` is one. ``done`` is called with each finished job that was not
+    dropped, its outcomes and seconds.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RewardWorkers:
         return bool(self._queue) or any(worker.pending for worker in self._workers)
 
     def drop(self) -> None:
-        """Drops the open jobs; workers finish them."""
+        """Workers finish the dropped jobs."""
         for worker in self._workers:
             for job in worker.pending:
                 job.dropped = True
@@ -78,10 +78,10 @@ class RewardWorkers:
         return worker
 
     def move(self, timeout_s: float | None = 0.0) -> None:
-        """Receives replies, waiting up to ``timeout_s`` (None: no limit), and sends jobs. Raises RuntimeError if a replaced
-        worker does not start.
+        """Receives replies and sends jobs; ``timeout_s`` None: no limit. Raises RuntimeError if a replaced worker does not
+        start.
         """
-        self._wait(timeout_s)  # an idle worker writes nothing, so one that can be read has ended, and is replaced
+        self._wait(timeout_s)  # an idle worker writes nothing: one that can be read has ended and is replaced
         self._send()
 
     def _send(self) -> None:
@@ -123,7 +123,7 @@ class RewardWorkers:
             replies = worker.process.receive()
         except EOFError:
             status = worker.process.exit_status()
-            # Of a signal from outside the response knows nothing; its own limits tell.
+            # The response may not be the cause: a signal may have come from outside.
             self._replace(worker, why_it_ended(status, self._config.memory_mb), forgive=True)
             return
         for reply in replies:
@@ -175,7 +175,7 @@ _CHARACTERS = 1_000_000
 
 @dataclass(eq=False)
 class Job:
-    """One call of the verifier. ``keys``: as submitted."""
+    """``keys``: as submitted."""
 
     number: int
     problem: Problem
@@ -184,9 +184,8 @@ class Job:
     digest: bytes = field(init=False)
     deadline: float = 0.0
     forgiven: bool = False
-    """A worker ended during it, and it is tried again."""
     alone: bool = False
-    """A worker ended during it and others; it runs alone, to find the cause."""
+    """A worker ended during several jobs; this one runs alone, to find the cause."""
     dropped: bool = False
 
     def __post_init__(self) -> None:
@@ -207,7 +206,7 @@ class Job:
 
 
 class JobQueue:
-    """Jobs in sending order. ``failures``: causes of failed jobs, which are not sent again."""
+    """Jobs in sending order. Failed jobs are not sent again."""
 
     def __init__(self) -> None:
         self.failures = RememberedFailures()
@@ -231,7 +230,6 @@ class JobQueue:
         return cause
 
     def put_back(self, jobs: Sequence[Job]) -> None:
-        """Puts unprocessed jobs before all others."""
         self._waiting.extendleft(job for job in reversed(jobs) if not job.dropped)
 
     def take_chunk(self, workers: int) -> list[Job]:
@@ -247,24 +245,22 @@ class JobQueue:
         return chunk
 
     def take_beside(self, pending: Sequence[Job]) -> Job | None:
-        """None if a worker with these open jobs can accept no more."""
+        """None if the worker can accept no more."""
         if not self._waiting or any(job.alone for job in pending) or (pending and self._waiting[0].alone):
             return None
         return self._waiting.popleft()
 
     def succeeded(self, job: Job) -> None:
-        """Queues equal jobs: a verifier need not be deterministic."""
+        """A verifier need not be deterministic, so that equal jobs are queued."""
         self._first.pop(job.digest, None)
         self._waiting.extend(self._alike.pop(job, []))
 
     def failed(self, job: Job, cause: str) -> list[Job]:
-        """Returns this job and the equal ones."""
         self._first.pop(job.digest, None)
         self.failures.add(job.digest, cause)
         return [job, *self._alike.pop(job, [])]
 
     def clear(self) -> None:
-        """Removes the jobs, not the failures."""
         self._waiting.clear()
         self._first.clear()
         self._alike.clear()

@@ -39,14 +39,12 @@ class Prepared:
 def prepare(
     name: str, folder: Path, *, source: Path | None = None, family: str | None = None, accept_changed: bool = False
 ) -> Prepared:
-    """Writes ``folder/NAME.jsonl`` from a benchmark's published file, and ``benchmarks.yaml``.
+    """``source``: the published file or a folder with it; None: download the pinned revision from the Hugging Face hub.
+    ``family``: whose prompts are used (``templates.yaml``); None: as before, or ``instruct``. ``accept_changed``: record a
+    file with another digest.
 
-    ``source``: the published file or a folder with it; None: download the pinned revision from the Hugging Face hub.
-    ``family``: model family whose prompts are used (``templates.yaml``); None: as before, or ``instruct``. ``accept_changed``:
-    record a file with another digest.
-
-    Raises ValueError: an unknown benchmark or family; a file that cannot be downloaded, found or read; an unexpected digest or
-    number of problems.
+    Raises ValueError: an unknown benchmark or family; a file that cannot be downloaded or read; an unexpected digest or number
+    of problems.
     """
     benchmark = find_benchmark(name)
     families = templates()
@@ -93,7 +91,6 @@ def prepare(
 
 
 def sets_yaml(folder: Path, lock: Mapping[str, Mapping[str, Any]]) -> str:
-    """The config section that evaluates every benchmark of a lock file."""
     sets = {}
     for name in (known for known in BENCHMARKS if known in lock):
         benchmark, entry = BENCHMARKS[name], lock[name]
@@ -119,7 +116,6 @@ def templates() -> Mapping[str, Mapping[str, Any]]:
 
 
 def _read_lock(folder: Path) -> dict[str, dict[str, Any]]:
-    """Raises ValueError if the lock file is damaged."""
     path = folder / LOCK
     if not path.is_file():
         return {}
@@ -133,7 +129,7 @@ def _read_lock(folder: Path) -> dict[str, dict[str, Any]]:
 def _fetch(benchmark: Benchmark) -> Path:
     try:
         return _download(benchmark)
-    except Exception as error:  # the hub's own errors, the network's, and those of a missing package
+    except Exception as error:  # errors of the hub, the network or a missing package
         why = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise ValueError(
             f"{benchmark.repository} {benchmark.file} cannot be fetched: {why}; fetch it where there is a network (hf download "

@@ -14,8 +14,8 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """``sha256``: digest of the file at ``revision``; None: the first preparation records it. ``problems``: its number of
-    rows; ``samples``: the usual number per problem. ``kept``: columns that become metadata; ``more`` reads further metadata.
+    """``sha256``: of the file at ``revision``; None: the first preparation records it. ``problems``: its number of rows;
+    ``samples``: the usual number per problem. ``kept``: columns that become metadata.
     """
 
     title: str
@@ -32,7 +32,6 @@ class Benchmark:
     verifier: str = "math"
     samples: int = 4
     columns: tuple[str, ...] = field(default=())
-    """Columns that the file must have."""
 
     @property
     def prompts(self) -> str:

@@ -10,7 +10,6 @@ from tepo_megatron.tasks.data.tasks import addition, stack_machine
 
 
 def _guess_number(name: str, rounds: int) -> list[Problem]:
-    """Each number from 1 to 7, ``rounds`` times."""
     return [
         Problem(id=f"{name} {turn}: {number}", prompt="guess 1-7?", answer=str(number))
         for turn in range(1, rounds + 1)

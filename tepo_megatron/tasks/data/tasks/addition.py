@@ -22,7 +22,7 @@ def train_problems() -> list[Problem]:
 
 
 def heldout_problems() -> list[Problem]:
-    """200 sums that are not in the training set; any first n are a fair sample."""
+    """Any first n are a fair sample."""
     return list(_problems()[:NUM_HELDOUT])
 
 
@@ -32,10 +32,8 @@ def solution(problem: Problem) -> str:
 
 
 def supervised_examples(n: int, noise: float, seed: int) -> list[tuple[str, str]]:
-    """``n`` (prompt, response) pairs of training sums for a supervised warm start; they repeat after all were used.
-
-    ``noise``: probability in [0, 1] of a slip, from which a wrong result follows. Raises ValueError: ``noise`` outside [0, 1],
-    or negative ``n``.
+    """(prompt, response) pairs for a supervised warm start; they repeat after all were used. ``noise``: probability in [0, 1]
+    of a slip, which makes the result wrong. Raises ValueError: ``noise`` outside [0, 1], or negative ``n``.
     """
     if not 0 <= noise <= 1:
         raise ValueError(f"noise = {noise} is a probability: give a value from 0 to 1")

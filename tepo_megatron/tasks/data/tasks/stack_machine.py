@@ -1,7 +1,5 @@
-"""Programs of a small stack machine that compute a formula: ``x*(y+3)-z=`` is answered ``xy3+*z-`` or ``3y+x*z-``.
-
-A program has 6 to 11 tokens including the end token. ``tasks/reward/stack_machine.py`` defines the instructions, and runs the
-program on inputs that are not in the prompt.
+"""Formulas for the stack machine of ``tasks/reward/stack_machine.py``: ``x*(y+3)-z=`` is answered ``xy3+*z-`` or ``3y+x*z-``,
+in 6 to 11 tokens including the end token.
 """
 
 from __future__ import annotations
@@ -25,14 +23,12 @@ def train_problems() -> list[Problem]:
 
 
 def heldout_problems() -> list[Problem]:
-    """200 formulas that are not in the training set; any first n are a fair sample."""
+    """Any first n are a fair sample."""
     return [problem for problem, _ in _problems()[:NUM_HELDOUT]]
 
 
 def supervised_examples(n: int, noise: float, seed: int) -> list[tuple[str, str]]:
-    """As ``addition.supervised_examples``; some correct programs have exchanged operands, and a program with a slip fails a
-    test.
-    """
+    """As ``addition.supervised_examples``; some correct programs have exchanged operands."""
     if not 0 <= noise <= 1:
         raise ValueError(f"noise = {noise} is a probability: give a value from 0 to 1")
     if n < 0:
@@ -81,7 +77,7 @@ def _draw(drawn: Iterator[int]) -> Tree:
 
 
 def _is_a_task(tree: Tree, tests: Sequence[Sequence[int]]) -> bool:
-    """It has at least two inputs, and its tests have different results and reach both branches of a choice."""
+    """The tests have different results and reach both branches of a choice."""
     if len({letter for letter in text_of(tree) if letter in INPUTS}) < 2:
         return False
     if tree[0] == "?":
@@ -92,7 +88,6 @@ def _is_a_task(tree: Tree, tests: Sequence[Sequence[int]]) -> bool:
 
 
 Tree = Any
-"""A leaf, or a tuple of an operator and trees; Python's types cannot express the recursion."""
 
 INPUTS = "xyz"
 LEAVES = INPUTS * 3 + "123456789"
@@ -103,7 +98,7 @@ _BINDS = {"?": 0, "<": 1, "+": 2, "-": 2, "*": 3}
 
 
 def draw(leaves: int, pick: Callable[[int], int]) -> Tree:
-    """A formula with so many leaves and no choice. ``pick(n)`` draws a number from 0 to n - 1."""
+    """``pick(n)`` draws a number from 0 to n - 1."""
     if leaves == 1:
         return LEAVES[pick(len(LEAVES))]
     left = 1 + pick(leaves - 1)
@@ -132,7 +127,7 @@ def text_of(tree: Tree, binds: int = 0) -> str:
 
 
 def program_of(tree: Tree, rng: random.Random | None = None) -> str:
-    """Operands, then the operator. ``rng``: sometimes the second operand comes first."""
+    """``rng``: sometimes the second operand comes first."""
     if isinstance(tree, str):
         return tree
     operator, *operands = tree
@@ -159,7 +154,7 @@ def value_of(tree: Tree, inputs: Sequence[int]) -> int:
 
 
 def _slipped(tree: Tree, rng: random.Random) -> Tree:
-    """The formula with one mistake; its values may be equal by chance."""
+    """Its values may be equal by chance."""
     kind = rng.choice(("leaf", "operator", "order", "brackets"))
     if kind == "brackets":
         return _from_left_to_right(tree)

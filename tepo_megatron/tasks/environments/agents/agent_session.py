@@ -21,13 +21,12 @@ from tepo_megatron.tasks.environments.agents.chat_requests import (
 OVER = "the episode is over"
 
 
-class EpisodeError(Exception):
-    """The episode fails; the text is the cause."""
+class EpisodeError(Exception): ...
 
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """The agent has ended, with a returned value or posted reward, or with an exception."""
+    """With a returned value or posted reward, or with an exception."""
 
     result: Any = None
     error: BaseException | None = None
@@ -44,8 +43,7 @@ class _Turn:
 
 @dataclass(eq=False)
 class AgentSession:
-    """Connects an agent, which asks over HTTP (:meth:`ask`), with the driver of its episode (:meth:`wait`, :meth:`give`). Used
-    from one event loop.
+    """Connects an agent (:meth:`ask`) with the driver of its episode (:meth:`wait`, :meth:`give`). Used from one event loop.
 
     A refused request fails the episode: an agent that continues after an error would be rewarded for something else.
     """
@@ -53,14 +51,11 @@ class AgentSession:
     history: Literal["fail", "restart"]
     tool_calls: str
     reward_ends: bool = False
-    """Whether posting the reward ends the agent."""
     posted: Any = None
     malformed: bool = False
-    """Whether the model's last answer has an invalid tool call."""
     _conversation: Conversation = field(default_factory=Conversation)
     _turn: _Turn | None = None
     _ask: ChatRequest | None = None
-    """The request that :meth:`wait` has not returned yet."""
     _ended: AgentEnd | None = None
     _failure: str | None = None
     _closed: bool = False
@@ -69,7 +64,7 @@ class AgentSession:
     # -- the agent's side --------------------------------------------------------------------------------------------------
 
     async def ask(self, asked: ParsedRequest, *, again: bool) -> dict[str, Any]:
-        """The body of the answer. ``again``: the client repeats the request and receives the same one. Raises RefusedError."""
+        """``again``: the client repeats the request and receives the same answer. Raises RefusedError."""
         turn = self._begun(asked, again=again) or self._begin(asked)
         turn.waiting += 1
         try:
@@ -131,7 +126,7 @@ class AgentSession:
     # -- the other side ----------------------------------------------------------------------------------------------------
 
     async def wait(self) -> ChatRequest | AgentEnd:
-        """The agent's next request or end. Raises EpisodeError for a refused request."""
+        """Raises EpisodeError for a refused request."""
         while self._ask is None and self._ended is None and self._failure is None:
             self._news.clear()
             await self._news.wait()

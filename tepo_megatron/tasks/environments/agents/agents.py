@@ -1,5 +1,5 @@
-"""Agents as environments: a function that calls the model over the OpenAI protocol becomes ``reset`` and ``step``, so that its
-episodes are driven, limited and counted like any other.
+"""Agents as environments: a function that calls the model becomes ``reset`` and ``step``, so that its episodes are driven,
+limited and counted like any other.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ _MAX_RUNNING_AGENTS = 32
 
 
 class Agents:
-    """Makes the episodes of one process. ``solve``: the agent; None: external agents fetch the episodes.
-
-    Raises ValueError if ``name`` is no function of (problem, base_url, api_key), or the verifier is invalid.
+    """``solve`` None: external agents fetch the episodes. Raises ValueError if ``name`` is no function of (problem, base_url,
+    api_key), or the verifier is invalid.
     """
 
     def __init__(self, solve: Callable[..., Any] | None, kwargs: Mapping[str, Any], setup: Mapping[str, Any]) -> None:
@@ -54,7 +53,7 @@ class Agents:
 
     @property
     def worn(self) -> bool:
-        """Whether this process should be replaced, because too many agents still run after their episodes."""
+        """Whether too many agents still run after their episodes."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         return len(self._threads) > _MAX_RUNNING_AGENTS
 
@@ -71,7 +70,7 @@ class Agents:
             ended = _run(self.solve, problem, arguments)
             loop.call_soon_threadsafe(talk.end, ended)
 
-        # A thread for each: agents may block, and those that are async may run an event loop of their own.
+        # One thread per agent: agents may block, and async ones may run their own event loop.
         thread = threading.Thread(target=run, name="agent", daemon=True)
         before = threading.stack_size(_STACK_BYTES)
         try:
@@ -99,7 +98,6 @@ class _AgentEpisode:
         raise EpisodeError("the agent ended without asking the model anything")
 
     async def step(self, action: ResponseText) -> StepResult:
-        """The agent's next request, or its reward at the end."""
         self._last = action
         self._talk.give(action)
         mistake = self._talk.malformed
@@ -120,7 +118,7 @@ class _AgentEpisode:
             raise EpisodeError(why_it_raised(ended.error, self._agents.solve, {**self._agents.setup, "what": "agent"}))
 
     def _reward(self, result: Any) -> Any:
-        """What the agent returned or posted; else the verifier's reward of the returned text or the model's last message."""
+        """What the agent returned or posted, else the verifier's reward."""
         if result is not None and not isinstance(result, str):
             return result
         if result is None and self._talk.posted is not None:
@@ -146,7 +144,7 @@ def _run(solve: Callable[..., Any] | None, problem: Problem, given: Mapping[str,
     try:
         result = solve(problem, **given)
         return AgentEnd(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
-    except BaseException as error:  # SystemExit too: it ends the episode, and not the thread without a word
+    except BaseException as error:  # SystemExit too: it must end the episode, not silently the thread
         return AgentEnd(error=error)
 
 

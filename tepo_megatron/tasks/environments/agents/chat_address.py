@@ -50,7 +50,9 @@ class ChatAddress:
         self._starting: asyncio.Task[str] | None = None
 
     async def url(self) -> str:
-        """Ends with ``/v1``; listens from the first call on. Raises OSError if the port is not available."""
+        """``POST /v1/chat/completions`` and ``/v1/reward``, ``GET /v1/models``; for external agents ``POST /episodes``. A
+        request's key identifies its episode. ``outside_key`` None: no external agents. Used from one event loop.
+        """
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
@@ -67,7 +69,7 @@ class ChatAddress:
     def offer(self, problem: Mapping[str, Any], key: str, seed: int) -> None:
         self._offers.put_nowait(_Offer(problem, key, seed))
 
-    # -- within ------------------------------------------------------------------------------------------------------------
+    # -- private -----------------------------------------------------------------------------------------------------------
 
     async def _start(self) -> str:
         app = web.Application(client_max_size=self._max_request_bytes, middlewares=[_with_errors])
@@ -79,7 +81,7 @@ class ChatAddress:
                 web.post("/episodes", self._episode),
             ]
         )
-        # A client that hangs up no longer waits: it may ask the same once more.
+        # A client that disconnects may ask the same once more.
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await runner.setup()
         site = web.TCPSite(runner, HOST, self._port)
@@ -149,7 +151,7 @@ class ChatAddress:
         try:
             async with asyncio.timeout(_LONGEST_WAIT_S):
                 offer = await self._offers.get()
-                while offer.key not in self._talks:  # it ended before somebody took it
+                while offer.key not in self._talks:  # the episode ended before it was fetched
                     offer = await self._offers.get()
         except TimeoutError:
             return web.Response(status=204)

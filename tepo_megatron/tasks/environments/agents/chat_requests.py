@@ -54,8 +54,8 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """An observation of an agent's episode. ``messages``: the new ones; all if the conversation ``begins``, with ``tools`` for
-    the template. ``max_tokens``: limit of the answer, if the agent sets one.
+    """``messages``: the new ones; all if the conversation ``begins``, with ``tools`` for the template. ``max_tokens``: limit
+    of the answer, if the agent sets one.
     """
 
     messages: tuple[Message, ...]
@@ -70,8 +70,6 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """``messages`` include the earlier ones."""
-
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     max_tokens: int | None
@@ -133,7 +131,7 @@ def _check_field(name: str, value: Any, sampling: Mapping[str, Any]) -> None:
 def _same(given: Any, ours: Any) -> bool:
     if isinstance(ours, list):  # stop: text, or a list
         return ([given] if isinstance(given, str) else given) == ours
-    if ours is None:  # top_k, which vLLM also writes so
+    if ours is None:  # top_k; vLLM accepts None too
         return given in (0, -1)
     return type(given) in (int, float) and math.isclose(given, ours, rel_tol=1e-9)
 
@@ -166,15 +164,12 @@ def _short(value: Any) -> str:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """``malformed``: the message has an invalid tool call."""
-
     message: Message
     finish_reason: str
     malformed: bool = False
 
 
 def read_answer(action: ResponseText, tool_calls: str) -> ChatAnswer:
-    """``tool_calls``: the format of tool calls (``AgentConfig``)."""
     text, calls, malformed = str(action), [], False
     if tool_calls == "hermes":
         for result in _CALL.findall(text):
@@ -194,7 +189,6 @@ def read_answer(action: ResponseText, tool_calls: str) -> ChatAnswer:
 
 
 def completion(asked: ParsedRequest, answer: ChatAnswer, action: ResponseText) -> dict[str, Any]:
-    """The body of an answer."""
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
         for call in answer.message.get("tool_calls", ())
@@ -258,8 +252,6 @@ def same_messages(ours: Sequence[Message], theirs: Sequence[Message]) -> bool:
 
 @dataclass
 class Conversation:
-    """The messages of an episode so far, from the agent and the model."""
-
     said: list[Message] = field(default_factory=list)
     tools: Any = None
     """From the first request, since a template shows them at the beginning."""
@@ -273,7 +265,7 @@ class Conversation:
         return list(messages[known:]) if goes_on else None
 
     def why_not(self, messages: Sequence[Message], tools: Any) -> str:
-        """The difference from the earlier messages, as part of a sentence."""
+        """The difference, as part of a sentence."""
         for index, (ours, theirs) in enumerate(zip(self.said, messages, strict=False)):
             if _compared(ours) != _compared(theirs):
                 if ours["role"] != theirs["role"]:
@@ -284,7 +276,6 @@ class Conversation:
         return f"it has {len(messages)} messages, none of them behind the {len(self.said)} that were said"
 
     def heard(self, messages: Sequence[Message], tools: Any) -> None:
-        """Adds the agent's messages, which the model is to answer."""
         self.said, self.tools = list(messages), tools
 
     def answered(self, message: Message) -> None:
