@@ -1,9 +1,8 @@
 """A step's rollouts as JSON lines: written whole or not at all, read back exactly.
 
-The first line is ``{"format": 3, "step": 12, "rollouts": 512, …, "sha256": "…"}``, with a digest of all else in the file; each
-other line is one rollout. Token ids are base64 of little-endian int32, log-probs of float32; ``versions`` are (first token,
-step, digest). Optional: ``routed_experts``, ``loss_mask`` (one bit per response token, 1 for the model's) and
-``sampling_mask``. Formats 1 (no digest) and 2 had lists of numbers and one version; they are read too.
+The first line has the format, the step, the number of rollouts, and a digest of all else in the file; each other line is one
+rollout. Token ids are base64 of little-endian int32, log-probs of float32; ``versions`` are (first token, step, digest);
+``loss_mask`` has one bit per response token, 1 for the model's. Formats 1 and 2 are read too.
 """
 
 from __future__ import annotations

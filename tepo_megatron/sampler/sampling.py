@@ -82,8 +82,8 @@ class Sample:
 
 
 def make_sample(index: int, seed: int, sampling: Sampling, part: Response | None = None) -> Sample:
-    """Sample ``index`` has the seed ``seed`` + index, as in vLLM; a continued one another, since the same would repeat the
-    numbers of its first tokens. Raises ValueError if ``part`` leaves no room.
+    """The seed is ``seed`` + index, as in vLLM; a continued sample has another, since the same would repeat the numbers of its
+    first tokens. Raises ValueError if ``part`` leaves no room.
     """
     done = _NO_TOKENS if part is None else part.response_ids
     room = sampling.max_new_tokens - done.size

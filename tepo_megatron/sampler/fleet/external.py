@@ -40,9 +40,8 @@ class Registration:
 
 
 def shared_key(folder: Path) -> str:
-    """The key of the folder's servers, which the first caller makes.
-
-    Raises RuntimeError if the folder cannot be written, or if another user can write it or read the key.
+    """The first caller makes the key. Raises RuntimeError if the folder cannot be written, or if another user can write it or
+    read the key.
     """
     path = folder / _KEY
     try:
@@ -153,7 +152,7 @@ _POLL_INTERVAL_S = 0.5
 class ExternalServer:
     """Has the methods of ``Server``; ``start`` and ``stop`` only decide whether to wait for a server.
 
-    Starting a failed server again retires it: its node starts another and registers that. ``log`` is the node's file.
+    Starting a failed server again retires it: its node registers another. ``log`` is the node's file.
     """
 
     def __init__(self, config: ServerConfig, *, folder: Path, index: int, log: Path) -> None:
@@ -231,10 +230,9 @@ _WATCH_INTERVAL_S = 1.0
 
 
 class Node:
-    """An equal share of ``rollout.server.count`` servers, for node ``node`` of ``nodes``.
+    """An equal share of ``rollout.server.count`` servers, for one node. A context manager.
 
-    A context manager. It registers each server when it answers; until the trainer sends weights, ``rollout.server.load_format``
-    decides whether a server has any.
+    Each is registered when it answers. ``rollout.server.load_format`` decides what weights it has until the first update.
     """
 
     def __init__(self, config: RunConfig, *, model_dir: Path, node: int, nodes: int) -> None:
@@ -283,8 +281,8 @@ class Node:
     def watch(self) -> None:
         """Replaces dead and retired servers until interrupted.
 
-        Raises RuntimeError with the end of a log if a server does not start, or after more than ``rollout.server.max_restarts``
-        times the servers of this node.
+        Raises RuntimeError with the end of a log if a server does not start, or after more than
+        ``rollout.server.max_restarts`` times the node's servers.
         """
         while True:
             gone = [slot for slot in range(len(self._servers)) if self._is_gone(slot)]

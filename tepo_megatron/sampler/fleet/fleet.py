@@ -29,9 +29,8 @@ T = TypeVar("T")
 class Fleet(Roster):
     """A ``Sampler`` of ``config.count`` vLLM servers; ``protocol.SamplerOptions`` has its other arguments.
 
-    By default it starts them on this machine. ``config.placement = "external"``: it waits for those of ``tepo serve``, and
-    leaves them running. ``"colocated"``: they share the trainer's GPUs and sleep after starting, reviving and an update, until
-    :meth:`wake_up`.
+    With ``config.placement = "external"`` it waits for the servers of ``tepo serve``, and leaves them running. With
+    ``"colocated"`` they share the trainer's GPUs and sleep after starting, reviving and an update, until :meth:`wake_up`.
     """
 
     @property

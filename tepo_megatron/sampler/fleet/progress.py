@@ -20,10 +20,10 @@ def interval_s(timeout_s: float) -> float:
 
 
 class ProgressWatch:
-    """Calls ``probe`` of one server repeatedly and measures the time since its answer last changed. Used by one thread.
+    """Measures the time since one server's ``probe`` last changed. Used by one thread.
 
     It counts only time in which this process ran, so that a stopped trainer blames no server. ``probe`` runs in another thread
-    and raises ServerSilent or ServerGone. :meth:`look` calls ``on_move`` when the answer has changed.
+    and raises ServerSilent or ServerGone. :meth:`look` calls ``on_move`` after a change.
     """
 
     def __init__(

@@ -158,8 +158,8 @@ class Roster:
         self._disconnect()
 
     def lose(self, lane: Lane, cause: ServerFault) -> None:
-        """The replacement gets weights with the next update. Raises ServerDied if no other server samples, or if servers share
-        the trainer's GPUs and must start together.
+        """The replacement gets weights with the next update. Raises ServerDied if no other server samples, or if servers must
+        start together, on the trainer's GPUs.
         """
         with self._changing:
             # Not replaced meanwhile, nor lost by another stream, that of an evaluation for example.
@@ -304,8 +304,8 @@ def make_servers(
 ) -> tuple[ServerConfig, str, Sequence[Server | ExternalServer]]:
     """Returns the config with the servers' address, their key, and the servers, not started yet.
 
-    The options are those of ``protocol.SamplerOptions``. Servers of this machine take ``config.tp`` GPUs each, from
-    ``first_gpu`` on. Raises ValueError if this machine has too few resources left.
+    Servers of this machine take ``config.tp`` GPUs each, from ``first_gpu`` on. Raises ValueError if it has too few resources
+    left.
     """
     if config.placement == "external":
         return external_servers(config, log_dir)

@@ -26,8 +26,8 @@ from tepo_megatron.sampler.vllm.client.connection import ServerFault, ServerGone
 
 @dataclass
 class Lane:
-    """A server that samples. ``index`` is its number in the fleet. It has its own ``pool`` of threads, so that a hanging server
-    does not block others.
+    """A server that samples. ``index`` is its number in the fleet. A ``pool`` of its own keeps a hanging server from blocking
+    others.
     """
 
     index: int
@@ -73,7 +73,7 @@ FIRST_PAUSE_S = 0.1
 _LAST_PAUSE_S = 5.0
 
 _QUEUE_FACTOR = 2
-"""A server gets up to this times the samples that it draws at once; the others wait here for the first server with room."""
+"""A server gets up to this times the samples that it draws at once; the others wait here for a server with room."""
 
 _ABORT_INTERVAL_S = 0.5
 
@@ -117,8 +117,8 @@ class FleetStream:
     """A ``SampleStream`` over the servers of ``host``.
 
     A request goes to the server with the fewest outstanding tokens, and is repeated at most ``max_retries`` times. The stream
-    gives up a server (``host.lose``) after more than ``max_retries`` faults in a row, if it is dead, or if it is silent for
-    ``timeout_s`` seconds. ``at_once``: samples that a server draws at a time.
+    gives up a server after more than ``max_retries`` faults in a row, if it is dead, or if it is silent for ``timeout_s``
+    seconds. ``at_once``: samples that a server draws at a time.
     """
 
     host: Host

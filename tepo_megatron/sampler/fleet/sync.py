@@ -1,7 +1,7 @@
 """Puts the trainer's weights into running servers, which hold responses in progress and continue them with the new weights.
 
-Servers on the trainer's GPUs sleep instead of pausing, and get no cache until the trainer has made room. After a failure the
-weights are undefined: the servers must be restarted, and a new sync made.
+Servers on the trainer's GPUs sleep instead of pausing, and get no cache until the trainer has made room. A failure leaves the
+weights undefined: restart the servers, and make a new sync.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ LOOK_S = 2.0
 
 
 class WeightSync(ABC):
-    """The servers' part of an update. The first update forms the transfer group. All errors are RuntimeErrors; ServerSilent if
-    a server hangs.
+    """The servers' part of an update. All errors are RuntimeErrors; ServerSilent if a server hangs.
 
-    ``host`` is an address of this machine that servers reach; ``tp`` the workers of each; ``timeout_s`` bounds every message;
+    ``host`` is an address of this machine that servers reach; ``tp`` the workers of each; ``timeout_s`` bounds every message,
     ``answer_timeout_s`` an answer after all weights are sent. ``asleep``: servers sleep before every update. ``keep_cache``:
     held responses keep their keys and values.
     """
@@ -246,9 +245,7 @@ class ShardSync(WeightSync):
 
 
 def _end_if_gone(client: Client) -> None:
-    """Raises ServerGone if a server reports a dead engine or refuses connections: it would never answer its request. A silent
-    server may be slow.
-    """
+    """A server with a dead engine, or that refuses connections, would never answer its request. A silent one may be slow."""
     try:
         client.progress()
     except ServerGone:

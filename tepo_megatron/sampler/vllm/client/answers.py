@@ -93,8 +93,7 @@ def read_response(
     """Returns None if the response was aborted before its first token, which ``part`` allows. ``routed``, ``sampling_mask``: it
     must have these records.
 
-    Raises BadAnswer for a malformed response, tokens outside of the vocabulary (``None``: unknown), too few or many tokens, or
-    invalid log-probs or records; OtherWeights for weights that are not in ``labels``.
+    Raises BadAnswer for a wrong response, OtherWeights for weights that are not in ``labels``. ``vocab_size`` None: unknown.
     """
     head, ids, logprobs = frame.head, frame.ids, frame.logprobs
     if ids.size != logprobs.size:
@@ -122,7 +121,7 @@ def read_response(
 def read_spans(spans: Sequence[tuple[Any, Any]], tokens: int, labels: Labels) -> Spans:
     """Reads ``spans`` of (first token, the server's name for the weights).
 
-    Raises OtherWeights for a name that is not in ``labels``, BadAnswer if spans or versions are out of order.
+    Raises OtherWeights for names that are not in ``labels``, BadAnswer for a wrong order.
     """
     if not spans or any(label not in labels for _, label in spans):
         raise OtherWeights(" and ".join(sorted({str(label) for _, label in spans})) or "of no version")

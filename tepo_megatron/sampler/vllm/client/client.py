@@ -50,11 +50,10 @@ _INITIAL_LABEL = "default"
 class Client(Connection):
     """Requests to one server, from several threads.
 
-    A refused request raises RuntimeError with the address and the server's message: ServerFault if the server cannot be
-    reached, fails (status 5xx) or answers wrongly, ServerSilent after ``timeout_s`` seconds. Samples and the receiving of
-    weights have no time limit: their caller watches the progress and ends them by :meth:`close`. ``asleep`` is the memory that
-    the server has freed; ``vocab_size`` is None if unknown. ``routed``: the model, if responses must have their experts.
-    ``versions_apart``: only requests of the same version share cached prompts.
+    A refused request raises RuntimeError with the server's address and message: ServerFault if the server cannot be reached,
+    fails (status 5xx) or answers wrongly, ServerSilent after ``timeout_s`` seconds. Samples and the receiving of weights have
+    no time limit, but :meth:`close` ends them. ``asleep`` is the memory that the server has freed; ``vocab_size`` is None if
+    unknown. ``routed``: the model, if responses must have their experts. ``versions_apart``: versions share no cached prompts.
     """
 
     def __init__(
@@ -107,8 +106,8 @@ class Client(Connection):
         from_cache: bool = True,
         first: bool = False,
     ) -> list[Response]:
-        """Draws ``n`` responses; sample j has the seed ``seed`` + j. ``from_cache``: the prefix cache may be used. ``first``:
-        before all that waits. Raises as :meth:`draw`.
+        """Sample j has the seed ``seed`` + j. ``from_cache``: the prefix cache may be used. ``first``: before all that waits.
+        Raises as :meth:`draw`.
         """
         samples = [Sample(at, None if seed is None else seed + at, max_new_tokens) for at in range(n)]
         sampling = Sampling(temperature, max_new_tokens, tuple(stop_token_ids))
@@ -128,11 +127,10 @@ class Client(Connection):
         first: bool = False,
         ended: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, Response]]:
-        """Yields (sample, response) as samples finish. ``versions`` returns the weights that may draw tokens, oldest first, for
-        each response. ``ended`` tells whether :meth:`abort` was called for ``name``: then unfinished samples with tokens come
-        in part.
+        """Yields (sample, response) as samples finish. ``versions`` returns the weights that may draw tokens, oldest first.
+        ``ended`` tells whether :meth:`abort` was called for ``name``: then unfinished samples with tokens come in part.
 
-        Raises ServerFault for a wrong or cut answer, RuntimeError if a token is of weights that are not in ``versions``.
+        Raises ServerFault for a wrong or cut answer, RuntimeError for a token of other weights.
         """
         self._check_awake()
         body = {
@@ -227,9 +225,7 @@ class Client(Connection):
         self._post("/resume")
 
     def sleep(self) -> None:
-        """Ends requests and frees the GPU, by vLLM's level 2. Level 1 would keep a copy of weights that the next update
-        replaces.
-        """
+        """Ends requests and frees the GPU. vLLM's level 1 would keep a copy of weights that the next update replaces."""
         self._post("/sleep?level=2")
         self.asleep = SLEEPS
 

@@ -33,7 +33,7 @@ class Connection:
     """POST requests with the run's ``key``, from several threads, with ``timeout_s`` seconds for an answer.
 
     Raises ServerSilent after that, ServerFault if the server cannot be reached, fails (status 5xx) or does not answer with
-    JSON, and RuntimeError for a refusal; each with the address and the server's message.
+    JSON, and RuntimeError for a refusal.
     """
 
     def __init__(self, url: str, key: str, timeout_s: float) -> None:

@@ -1,6 +1,5 @@
-"""LoRA adapters from the trainer, in the memory of every vLLM worker.
-
-vLLM forgets all adapters when a weight update ends, and loads one again, from here, when the next request names it.
+"""LoRA adapters from the trainer, in the memory of every vLLM worker. vLLM forgets them when a weight update ends, and loads
+them again from here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Forked vLLM processes on CPUs, which saves each five CPU seconds of imports: docs/decisions/020-forked-servers.md.
 
-vLLM spawns there because OpenMP reads its threads once in a process. Here the first process has one thread, and a worker takes
-its cores itself (``bound_worker``).
+OpenMP reads its threads once in a process: the first process has one, and a worker takes its cores itself (``bound_worker``).
 """
 
 from __future__ import annotations

@@ -158,9 +158,8 @@ PATH = "/progress"
 
 
 class Progress:
-    """Answers ``GET /progress`` with the number of the server's requests and tokens.
-
-    They change with every token and request; ``/health`` does not ask the engine, and a hanging one looks busy.
+    """Answers ``GET /progress`` with values that change with every token and request. ``/health`` does not ask the engine, and
+    a hanging one looks busy.
     """
 
     def __init__(self, app: App) -> None:
@@ -181,8 +180,8 @@ class Progress:
 class QuietEnd:
     """Answers nothing; at start-up it makes the engine's client stop in an order that logs no error.
 
-    vLLM 0.32 closes what its API server waits on before it stops waiting, and may log an EngineDeadError without cause.
-    ``tests/unit/sampler/test_quiet_end.py`` fails when it no longer does so.
+    vLLM 0.32 may log an EngineDeadError at an orderly end. ``tests/unit/sampler/test_quiet_end.py`` fails when it no longer
+    does.
     """
 
     def __init__(self, app: App) -> None:

@@ -16,9 +16,8 @@ _SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
 def sign_objects(key: str) -> None:
-    """Makes torch's collectives sign and check Python objects. Every member of a group must call it.
-
-    vLLM's workers exchange pickles through loopback ports without a key: another user could connect and run code.
+    """Makes torch's collectives sign and check Python objects; every member of a group must call it. vLLM's workers exchange
+    pickles through loopback ports without a key, by which another user could run code.
     """
     from torch.distributed import distributed_c10d
 

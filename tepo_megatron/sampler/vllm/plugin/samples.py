@@ -1,6 +1,5 @@
-"""The route ``/tepo/samples``, which answers each response as it finishes, in the binary form of ``vllm.wire``.
-
-vLLM's own route answers all n at the end, in JSON of ninety bytes a token.
+"""The route ``/tepo/samples``, which answers each response as it finishes; vLLM's own answers all n at the end, in JSON of
+ninety bytes a token.
 """
 
 from __future__ import annotations
@@ -139,8 +138,8 @@ def split_logprobs(
 ) -> tuple[NDArray[np.float32], tuple[NDArray[np.int32], NDArray[np.int32]]]:
     """The log-probs of the drawn tokens, and the counts and ids of a sampling mask.
 
-    vLLM gives 1 + ``others`` values for each position: the drawn token's, and the likeliest ones, maybe with the drawn again. A
-    token that could not be drawn has −inf.
+    vLLM gives 1 + ``others`` values for each position: the drawn token's, and the likeliest ones, maybe with the drawn again;
+    −inf for an impossible token.
     """
     ids = np.asarray(token_ids, np.int32).reshape(-1, 1 + others)
     values = np.asarray(logprobs, np.float32).reshape(ids.shape)

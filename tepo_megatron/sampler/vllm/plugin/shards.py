@@ -1,7 +1,6 @@
 """Loads shards of vLLM's own layout into a model: docs/decisions/007-shards-into-vllm.md, 010-fp8-rollouts.md.
 
-vLLM's layerwise reload restores every layer's unprocessed parameters, and lets the layer process them (repack, quantise) when
-all elements are loaded. Here the loaders take tensors of the parameters' shapes.
+vLLM's layerwise reload restores every layer's unprocessed parameters, and the layer processes them when all are loaded.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ class ShardLoader(Mapping[str, Tensor]):
     """The model's unprocessed parameters by name. Write each between ``start`` and ``complete``. All workers of a server must
     take part.
 
-    The constructor raises RuntimeError with every parameter that ``incoming`` lacks, fills in part or adds, or for a quantised
-    checkpoint.
+    The constructor raises RuntimeError if ``incoming`` lacks or adds parameters, or the checkpoint is quantised.
     """
 
     def __init__(self, model: torch.nn.Module, incoming: Queues) -> None:

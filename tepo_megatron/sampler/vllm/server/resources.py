@@ -18,8 +18,8 @@ from tepo_megatron.runtime.proc import processes
 def reserve_port(host: str, first: int = 0, taken: Collection[int] = ()) -> socket.socket:
     """A socket on the first free port from ``first`` (0: any) on that is not in ``taken``.
 
-    While open, it keeps other processes off the port until the server, with SO_REUSEADDR, takes it. Raises RuntimeError if the
-    host cannot be resolved or no port is free.
+    It keeps other processes off the port until the server, with SO_REUSEADDR, takes it. Raises RuntimeError if the host cannot
+    be resolved or no port is free.
     """
     family, _, _, _, address = _resolve(host)
     for port in range(first, 65536) if first else [0] * 100:
@@ -40,8 +40,8 @@ def free_port(host: str, first: int = 0, taken: Collection[int] = ()) -> int:
 
 
 def bind_cores(servers: int, tp: int, available: Sequence[int] | None = None, *, whole: bool = False) -> list[str]:
-    """``VLLM_CPU_OMP_THREADS_BIND`` of each server, such as ``"0|1"`` or ``"0,1|2,3"``: a core for each worker, spread over
-    this process' cores, or with ``whole`` equal parts of all. More workers than cores share.
+    """``VLLM_CPU_OMP_THREADS_BIND`` of each server, such as ``"0,1|2,3"``: a core for each worker, or with ``whole`` equal
+    parts of all. More workers than cores share.
     """
     cores = list(available_cores() if available is None else available)
     workers = servers * tp

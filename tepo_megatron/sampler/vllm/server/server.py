@@ -36,10 +36,9 @@ LOG_LINES = 20
 class Server:
     """A vLLM server, which never outlives the process that started it.
 
-    ``dtype`` is that of the weights (``float32``, ``bfloat16``); ``cores`` is ``VLLM_CPU_OMP_THREADS_BIND``, ignored on GPUs;
-    ``gpus`` are indices, by default all; ``key`` protects every path but /health and travels in the environment only. All
-    output is appended to ``log``. ``dummy``: it does not sample until it gets weights; ``adapter_rank``: until it gets adapters
-    up to that rank. ``tokenizer``: it loads that of ``model_dir``, for stop strings and bad words.
+    ``cores`` is ``VLLM_CPU_OMP_THREADS_BIND``, ignored on GPUs; ``gpus`` are indices, by default all; ``key`` protects every
+    path but /health and travels in the environment only. ``dummy``: it does not sample until it gets weights; ``adapter_rank``:
+    until it gets adapters up to that rank. ``tokenizer``: it loads the model's, for stop strings and bad words.
     """
 
     def __init__(
@@ -77,9 +76,7 @@ class Server:
         return f"http://{host}:{self.port}"
 
     def start(self, taken: Collection[int] = ()) -> None:
-        """Does not wait until the server answers. It gets the first free port that is not in ``taken``. Raises RuntimeError if
-        none is free.
-        """
+        """Does not wait for the server. It gets the first free port that is not in ``taken``; RuntimeError if there is none."""
         self.stop()
         self._reserved = reserve_port(self.config.host, self.config.port, taken)
         self.port = self._reserved.getsockname()[1]
@@ -231,9 +228,9 @@ class _Line(NamedTuple):
 def first_error(log: Sequence[str]) -> list[str]:
     """The lines of the first error, since later ones are consequences; empty if the log reports none.
 
-    That is the last exception of the first traceback's chain; without a traceback, the first line that is logged as an error or
-    reads like one. It skips levels below ERROR (a healthy server without a tokenizer logs a traceback as a warning), Python's
-    resource tracker, and vLLM's messages about other processes that have errors of their own.
+    That is the last exception of the first traceback's chain; otherwise the first line that is logged as an error or reads like
+    one. It skips levels below ERROR (healthy servers log tracebacks as warnings), Python's resource tracker, and vLLM's
+    messages about processes that have errors of their own.
     """
     lines = [line for line in map(_parse, log) if line.level in ("", "ERROR", "CRITICAL")]
     starts = [number for number, line in enumerate(lines) if line.text == _TRACEBACK and not _of_tracker(lines, number)]
