@@ -1,6 +1,6 @@
-"""``tepo_megatron.train(…)``: a run from a script or a notebook, by the code of ``tepo train``.
+"""``tepo_megatron.train(…)``: a run from a script or a notebook.
 
-Under torchrun this process is one rank. A world of one rank is this process. A larger world gets its own processes, which know
+Under torchrun this process is one rank; a world of one rank is this process; a larger world gets its own processes, which know
 functions by name only.
 """
 
@@ -41,31 +41,29 @@ def train(
     overwrite: bool = False,
     **settings: Any,
 ) -> TrainResult:
-    """Trains a model, as ``tepo train`` does, and returns what the run has left.
+    """Trains a model, as ``tepo train`` does, and returns the result.
 
     Args:
-        config: the path of a run's YAML, a ``RunConfig``, settings by their dotted names or sections
+        config: the path of a run's YAML, a ``RunConfig``, settings by dotted names or sections
             (``{"train.steps": 10}``), or None: ``settings`` alone.
-        reward: what rates a response: a function ``(problem, response) -> float``, or one of the other forms of
-            docs/guides/rewards.md, as an object or by name; or the settings of ``reward``.
+        reward: a function ``(problem, response) -> float``, another form of docs/guides/rewards.md, as an object or by
+            name, or the settings of ``reward``.
         objective: a preset's name, or the settings of ``objective``, which may name plugins.
-        env: an environment's name, a class of one that can be imported, or the settings of ``environment``.
-        callbacks: objects that are told what the run does (``Callback``), or names as in ``train.callbacks``, beside the
-            config's.
-        collect: a generation step of your own, ``(problems, sampler) -> rollouts``, as an object or by
-            name.
-        resume: go on from the newest whole checkpoint of ``output`` (``"auto"``: where there is one), or from the one with this
-            name or path.
+        env: an environment's name, a class that can be imported, or the settings of ``environment``.
+        callbacks: ``Callback`` objects, or names as in ``train.callbacks``, besides the config's.
+        collect: your own generation step, ``(problems, sampler) -> rollouts``, as an object or by name.
+        resume: continue from the newest whole checkpoint of ``output`` (``"auto"``: if there is one), or from the one with
+            this name or path.
         overwrite: remove the run that ``output`` holds.
-        settings: over ``config``: sections as mappings, or ``name``, ``output``, ``seed``.
+        settings: override ``config``: sections as mappings, or ``name``, ``output``, ``seed``.
 
-    With one rank (``engine.parallel``) the run is in this process, and ends with it: its memory, its random numbers and, in the
-    main thread, its Ctrl-C are the run's as long as it lasts. With several, ranks are started on this machine, and ``reward``
-    and callbacks must have a name that they can import. Under torchrun every rank calls, with the same arguments; rank 0's
-    functions are used, and ranks that fail end their process.
+    With one rank (``engine.parallel``) the run is in this process, and uses its memory, its random numbers and, in the main
+    thread, its Ctrl-C. With several, ranks are started on this machine, which must be able to import ``reward`` and callbacks
+    by name. Under torchrun every rank calls, with the same arguments; rank 0's functions are used, and ranks that fail end
+    their process.
 
     Raises:
-        ConfigError, ValueError, RuntimeError: with the sentence that ``tepo train`` prints.
+        ConfigError, ValueError, RuntimeError: with the message of ``tepo train``.
         StopRequested: a KeyboardInterrupt, after Ctrl-C, SIGTERM or SIGUSR1, when what was trained is saved.
     """
     brought = bring(

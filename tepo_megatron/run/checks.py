@@ -157,4 +157,3 @@ RUN_CHECKS: tuple[NamedCheck[RunSubject], ...] = (
         applies=lambda run: run.config.log.wandb is not None or run.config.log.mlflow is not None,
     ),
 )
-"""In the order in which a run is refused."""

@@ -1,8 +1,8 @@
-"""Compares the trainer's log-probs (natural) with the servers': of a canary prompt, after a cached prompt, of all rollouts.
+"""Compares the trainer's log-probs (natural) with the servers'.
 
 Digests show that weights arrived; these checks show that servers compute with them. A canary prompt is scored under temperature
-1, all tokens but the first, never from a prefix cache; so a server also draws tokens after a longer prompt with and without its
-prefix cache. Rollouts cover every layer, head and expert in use, the run's temperature, and the caches.
+1 without a prefix cache; so a server also draws tokens after a longer prompt with and without its cache. Rollouts cover every
+layer, head and expert, and the run's temperature.
 """
 
 from __future__ import annotations
@@ -49,9 +49,6 @@ class Canaries:
             self._figures |= {"canary/max_logprob_gap": gap, "canary/cache_gap": cache_gap, "time/canary": seconds}
 
     def check_rollouts(self, step: int, parts: Sequence[Batch], rollouts: Sequence[Rollout]) -> None:
-        """Compares log-probs in scored mini-batches, of tokens from the present weights. ``rollouts``: the whole step in
-        packing order.
-        """
         config = self._config
         # Replayed rollouts may be another run's, and kept caches have keys and values of older weights: figures only.
         is_checked = config.rollout.replay is None and config.rollout.canary.every and config.train.kv_cache == "recompute"
@@ -65,7 +62,6 @@ class Canaries:
         self._figures |= check_agreement(step, parts, tolerance=limit, token_tolerance=tolerance(config), fresh=fresh)
 
     def take_figures(self) -> dict[str, float]:
-        """Figures since the last call."""
         figures, self._figures = self._figures, {}
         return figures
 
@@ -110,10 +106,10 @@ def agreements(parts: Sequence[Batch], fresh: Sequence[Tensor] | None = None) ->
 def check_agreement(
     step: int, parts: Sequence[Batch], *, tolerance: float, token_tolerance: float, fresh: Sequence[Tensor] | None = None
 ) -> dict[str, float]:
-    """Returns figures; arguments as of :func:`agreements`.
+    """A group's mean difference may be ``tolerance`` nats plus ``token_tolerance`` divided by its tokens: one rare token of a
+    short response is no alarm.
 
-    A group's mean difference may be ``tolerance`` nats plus ``token_tolerance`` divided by its tokens, so that one rare token
-    of a short response is no alarm. Raises RuntimeError with the worst group beyond that.
+    Returns figures. Raises RuntimeError with the worst group beyond that.
     """
     groups = agreements(parts, fresh)
     if not groups:
@@ -138,7 +134,7 @@ def check_agreement(
 
 LENGTH = 32
 STALE_SHARE = 0.01
-"""A server is stale if its log-probs stay the same to the bit while the trainer's move by this share of the tolerance."""
+"""Log-probs of a server are stale if they stay the same to the bit while the trainer's move by this share of the tolerance."""
 
 CACHED_TOKENS = 16
 """Number of tokens drawn after the prompt for the caches."""
@@ -159,8 +155,8 @@ _QUANTISED_MEAN_TOLERANCE = 1.0
 
 
 def canary_prompt(vocab_size: int, limit: int) -> tuple[int, ...]:
-    """At most ``limit`` − 1 token ids spread over the vocabulary by a fixed rule. They reveal misplaced rows of embedding and
-    head, and no log-prob is near 0, where differences vanish.
+    """At most ``limit`` − 1 token ids spread over the vocabulary. They reveal misplaced rows of embedding and head, and no
+    log-prob is near 0.
     """
     return _tokens("canary", max(2, min(LENGTH, limit - 1)), vocab_size)  # the server samples a token after it
 
@@ -210,8 +206,8 @@ def _coarser(config: RunConfig, by_dtype: Mapping[str, float], quantised: float)
 
 
 class Canary:
-    """Compares log-probs, with ``tolerance`` in nats. It remembers how long a server's stay the same, which reveals old weights
-    even if single updates move log-probs little.
+    """Compares log-probs, with ``tolerance`` in nats. A server's log-probs that stay the same reveal old weights even if
+    updates move them little.
     """
 
     def __init__(self, tolerance: float) -> None:

@@ -112,8 +112,8 @@ class Loop:
         self.log(row)
 
     def go_back(self, reason: str) -> bool:
-        """Restores the newest whole checkpoint in trainer and servers; the run continues from its step with other prompts. Does
-        nothing without a checkpoint. Raises RuntimeError if none is whole, or after too many returns.
+        """Restores the newest whole checkpoint in trainer and servers, if there is one; the run continues with other prompts.
+        Raises RuntimeError if none is whole, or after too many returns.
         """
         self.finish_save()
         found = newest_whole(self.config, self.engine, reason)
@@ -130,8 +130,8 @@ class Loop:
         return True
 
     def update_weights(self) -> None:
-        """Sends the trainer's weights to the servers, verified by a canary; later rollouts carry their version. A server that
-        dies is revived and updated too. Shared GPUs are the servers' afterwards.
+        """Sends the trainer's weights to the servers, and verifies them by a canary. A server that dies is revived and updated
+        too. Shared GPUs are the servers' afterwards.
         """
         while not self.try_update_weights():
             continue
@@ -179,7 +179,6 @@ class Loop:
         return bool(every) and self.step % every == 0
 
     def evaluate(self) -> None:
-        """Evaluates if due."""
         if self.config.evaluate.any_due(self.step, self.config.train.steps):
             self.with_servers(lambda rank0: rank0.evaluate(self.step))
 
@@ -234,8 +233,8 @@ class Loop:
         return contextlib.nullcontext()
 
     def with_servers(self, work: Callable[[Rank0], T | None]) -> T | None:
-        """Runs the work on rank 0. If a server dies, it is revived, all ranks update its weights, and the work is repeated.
-        Other ranks return None.
+        """Runs the work on rank 0 (others return None), again if a server dies, once it is revived and all ranks have updated
+        its weights.
         """
         results: list[T | None] = []
 

@@ -1,7 +1,6 @@
-"""The arguments of ``tepo_megatron.train`` as a configuration, and objects that none can hold.
+"""The arguments of ``tepo_megatron.train`` as a configuration and objects.
 
-A function that other processes can import goes by its name, so that ``resolved.yaml`` says what was run; others go as they are.
-Nothing is pickled.
+A function that other processes can import goes by its name, so that ``resolved.yaml`` says what was run. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from tepo_megatron.tasks.reward.verifiers import GIVEN
 
 @dataclass(frozen=True)
 class Brought:
-    """A run's configuration, and rank 0's objects."""
-
     config: RunConfig
     extensions: Extensions
 

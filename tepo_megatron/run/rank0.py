@@ -124,7 +124,6 @@ class Rank0:
         return path
 
     def go_back(self, checkpoint: Resumed, sentence: str) -> None:
-        """Drops the rows after the checkpoint's step, and sets damaged checkpoints aside."""
         passed_over = [f"{error}; going back to {checkpoint.folder.name}" for error in checkpoint.damaged]
         for text in [*passed_over, sentence, *set_aside_others(self.config, checkpoint)]:
             self.output.message(text)
@@ -206,7 +205,6 @@ class Rank0:
     # -- state -----------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """JSON values for a checkpoint."""
         return {"sampler": self.collector.state(), "row": self._row}
 
     def restore(self, state: Mapping[str, Any]) -> None:

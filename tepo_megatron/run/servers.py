@@ -62,7 +62,6 @@ class Servers:
         self.report_addresses()
 
     def report_addresses(self) -> None:
-        """Tells the heartbeat the servers and reward workers, for ``tepo status``."""
         addresses = [] if self.sampler is None else self.sampler.addresses
         self._heartbeat.tell(servers=addresses, reward_workers=self._config.reward.workers)
 

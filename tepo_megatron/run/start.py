@@ -36,7 +36,6 @@ def start_ranks(config: RunConfig, arguments: Sequence[str]) -> tuple[int, str]:
 
 
 def train_as_rank(config: RunConfig, extensions: Extensions | None = None) -> int:
-    """Trains as one rank of torchrun's world; returns the exit code. ``extensions`` are rank 0's."""
 
     def work(config: RunConfig) -> None:
         from tepo_megatron.run.python_args import NO_EXTENSIONS

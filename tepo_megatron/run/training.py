@@ -106,7 +106,6 @@ def _resume(loop: Loop, model_dir: Path) -> None:
 
 
 def _begin(callbacks: Callbacks, loop: Loop) -> None:
-    """On rank 0; the others have no callbacks."""
     if callbacks.callbacks:
         output = loop.config.output
         folder = output / "checkpoints"

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class WeightPublisher:
-    """This rank's end of every weight update. Every rank creates one; ``fleet`` is rank 0's, and None elsewhere.
+    """This rank's end of every weight update. Every rank creates one; ``fleet`` is None except on rank 0.
 
-    Only this class resolves ``rollout.server.transfer``: ``reshard`` sends shards from every rank; ``gather`` sends full
-    tensors from rank 0. With ``model.lora.serve = adapter`` rank 0 sends only the adapters. A replayed run sends nothing.
+    ``rollout.server.transfer``: ``reshard`` sends shards from every rank; ``gather`` sends full tensors from rank 0. With
+    ``model.lora.serve = adapter`` rank 0 sends only the adapters. A replayed run sends nothing.
 
     Raises ValueError if vLLM cannot split the model over a server's workers.
     """

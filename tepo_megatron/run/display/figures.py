@@ -20,8 +20,6 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """A column of ``metrics.jsonl`` for people; ``more_is_better`` is None if neither is."""
-
     key: str
     label: str
     format: Callable[[float], str]
@@ -114,7 +112,6 @@ def set_figures(row: Row) -> dict[str, dict[str, Any]]:
 
 
 def set_lines(row: Row) -> list[str]:
-    """One plain line for each evaluation set in the row."""
     lines = []
     for name, figures in set_figures(row).items():
         parts = [f"{figure} {value:.3f}" for figure, value in figures.items() if _is_accuracy(figure)]
@@ -217,10 +214,8 @@ PHASE_COLOURS = dict(
         strict=True,
     )
 )
-"""In the order of the phases; ``other`` is last."""
 
 RUN_COLOURS = ("#2b6cb0", "#d9480f", "#2f9e44", "#9c6ade", "#c2255c", "#0b7285", "#b08900", "#495057")
-"""One for each run of a comparison."""
 
 
 COUNTED = {

@@ -46,8 +46,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 class Progress(Protocol):
     """The display's interface. Call ``start`` first, ``phase``, ``advance``, ``step`` in turn, and always ``close``."""
 
-    def start(self, config: RunConfig) -> None:
-        """A resumed run may report its first ``step`` with any number."""
+    def start(self, config: RunConfig) -> None: ...
 
     def phase(self, name: str, total: int | None = None) -> None:
         """Starts a phase, which lasts until the next or the end of the step; ``total`` items if countable."""
@@ -77,8 +76,6 @@ def make_progress(config: LogConfig, stream: TextIO | None = None) -> Progress:
 
 
 class NoProgress:
-    """For ranks other than 0, and for tests."""
-
     def start(self, config: RunConfig) -> None:
         pass
 
@@ -211,7 +208,6 @@ class LiveProgress:
             live.stop()
 
     def render(self) -> RenderableType:
-        """Called from the redrawing thread."""
         config, seen = self._config, self._seen
         if config is None:
             return Text()

@@ -28,13 +28,10 @@ class RunSettings:
 
 
 class Client(Protocol):
-    """One run of a logger. Every method may raise any error."""
-
     def open(self, run_id: str | None) -> str:
         """Starts a run, or continues the one of this id. Returns its id."""
 
-    def forget(self) -> None:
-        """Drops a failed connection; call :meth:`open` next."""
+    def forget(self) -> None: ...
 
     def address(self) -> str:
         """Where the user finds the run."""
@@ -42,14 +39,13 @@ class Client(Protocol):
     def log(self, number: int, step: int, row: Mapping[str, float]) -> None:
         """``number`` counts the run's rows; ``step`` goes back when the run returns to a checkpoint."""
 
-    def finish(self, ending: Ending) -> None:
-        """Called after the last row."""
+    def finish(self, ending: Ending) -> None: ...
 
 
 class WandbClient:
-    """W&B drops steps lower than before: so its step counts rows, and ``step`` is every curve's x axis.
+    """W&B drops lower steps than before: so its step counts rows, and ``step`` is every curve's x axis.
 
-    If its server does not answer at the start, the run is written to the disk (offline mode).
+    If its server does not answer at the start, it writes to the disk (offline mode).
     """
 
     def __init__(self, run: RunSettings) -> None:
@@ -77,7 +73,6 @@ class WandbClient:
         return str(self._run.id)
 
     def forget(self) -> None:
-        """A signal to every process of a job also ends W&B's service process."""
         with suppress(Exception):
             self._wandb.teardown()
         self._run = None

@@ -33,7 +33,6 @@ _MIN_SECRET_LENGTH = 8
 
 
 def sections(config: LogConfig) -> dict[str, Any]:
-    """The sections of the enabled loggers, as JSON."""
     all_sections = {"wandb": config.wandb, "mlflow": config.mlflow}
     return {kind: section.model_dump(mode="json") for kind, section in all_sections.items() if section is not None}
 
@@ -53,10 +52,8 @@ def check_installed(config: LogConfig) -> None:
 
 
 def without_secrets(value: Any) -> Any:
-    """A copy of a JSON value with ``***`` in place of secrets.
-
-    Secrets: fields whose names end in key, token, secret or password, a URL's user and password, and values of such environment
-    variables.
+    """A copy of a JSON value with ``***`` for secrets: fields named …key, …token, …secret or …password, a URL's user and
+    password, and values of such environment variables.
     """
     values = {value for name, value in os.environ.items() if _SECRET_NAME.search(name) and len(value) >= _MIN_SECRET_LENGTH}
     return _hide(value, sorted(values, key=len, reverse=True))
@@ -77,7 +74,6 @@ class Loggers:
         self._reported: set[str] = set()
 
     def write_row(self, row: Mapping[str, float]) -> None:
-        """``row`` contains its step. Non-finite values are left out."""
         for process in self._processes:
             process.post({"row": {key: value for key, value in row.items() if math.isfinite(value)}})
 

@@ -1,7 +1,7 @@
 """The logger's process: ``python -m tepo_megatron.run.loggers.process``.
 
-Its input is JSON lines: the settings, ``{"row": {…}}`` for every step, at last ``{"finish": "finished"}``; an end without that
-means that rank 0 died. It reports messages for the user (``note``) and failures (``failed``).
+It reads JSON lines: the settings, ``{"row": {…}}`` per step, and ``{"finish": "finished"}``, unless rank 0 died. It reports
+messages (``note``) and failures (``failed``).
 """
 
 from __future__ import annotations

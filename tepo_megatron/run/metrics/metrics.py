@@ -22,10 +22,10 @@ PHASES = ("rollout", "reward", "journal", "score", "update", "sync", "eval")
 
 
 class MetricsWriter:
-    """Appends rows to ``<output>/metrics.jsonl`` and, if asked, TensorBoard events in ``<output>/tensorboard``.
+    """Appends rows to ``metrics.jsonl`` and, if asked, TensorBoard events to ``tensorboard``. Rank 0 only.
 
-    Rank 0 only. Non-finite numbers become ``null``. A last line that a crash cut off is removed at the start. If a file cannot
-    be written, ``failed`` is called, and the rest is written with the next row.
+    Non-finite numbers become ``null``. If a file cannot be written, ``failed`` is called, and the rest is written with the next
+    row.
     """
 
     def __init__(self, output: Path, tensorboard: bool, failed: Failed = raise_error) -> None:
@@ -34,9 +34,7 @@ class MetricsWriter:
         self._file = LogFile(self._path, failed)
         self._failed = failed
         self.last_step: int | None = None
-        """The step of the last row."""
         self.cut = False
-        """Whether a last line that a crash had cut off was removed."""
         self._events_folder = output / "tensorboard" if tensorboard else None
         self._events: EventsFile | None = None
         self._path.touch()
@@ -45,7 +43,6 @@ class MetricsWriter:
 
     @property
     def waiting(self) -> int:
-        """Number of rows that are not written yet."""
         return self._file.waiting
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
@@ -67,7 +64,6 @@ class MetricsWriter:
             events.hide_from(step + 1)
 
     def close(self) -> None:
-        """Tries once more to write what could not be written."""
         self._file.flush()
 
     def __enter__(self) -> Self:
@@ -136,7 +132,6 @@ class Stopwatch:
             self._open.pop()
 
     def elapsed(self) -> float:
-        """Seconds since the last :meth:`split`, or the start."""
         return self._clock() - self._start
 
     def split(self) -> dict[str, float]:
@@ -168,8 +163,6 @@ _NUMBERS = itertools.count()
 
 
 class EventsFile:
-    """One file of events in ``folder``, created with its first event; rank 0 only."""
-
     def __init__(self, folder: Path, failed: Failed) -> None:
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
         self._file = LogFile(folder / name, failed)
@@ -182,7 +175,6 @@ class EventsFile:
         self._append(step=step, summary=Summary(value=points))
 
     def hide_from(self, step: int) -> None:
-        """Makes TensorBoard hide this step and later ones of earlier files."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self._append(step=step, session_log=SessionLog(status=SessionLog.START))

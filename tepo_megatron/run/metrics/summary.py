@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 
 def summarize(batch: Batch, updates: Sequence[UpdateResult]) -> dict[str, float]:
-    """Returns a step's figures: rewards and lengths of rollouts, and the objective's metrics over its mini-batches.
+    """Figures of a step's rollouts and, over its mini-batches, of the objective.
 
     Means are over tokens (or whatever a metric counts), never means of means; the gradient norm is the mean over optimizer
-    steps. Skipped steps only count in ``update/skipped``; if all were skipped, loss and norm are NaN, and the objective's
-    metrics are absent.
+    steps. Skipped steps only count in ``update/skipped``; if all were, loss and norm are NaN.
     """
     lr = updates[-1].lr
     count_skipped = sum(bool(update.skipped) for update in updates)
@@ -55,7 +54,6 @@ def _rollout_figures(batch: Batch) -> dict[str, float]:
 
 
 def _sampling_figures(batch: Batch) -> dict[str, float]:
-    """The number of tokens that one was drawn from, if that was not the whole vocabulary."""
     if batch.sampling_mask_T is None:
         return {}
     kept = 1 + batch.sampling_mask_T.counts[batch.loss_mask_T.cpu().numpy()]
@@ -63,7 +61,6 @@ def _sampling_figures(batch: Batch) -> dict[str, float]:
 
 
 def _zero_variance_fraction(batch: Batch) -> float:
-    """The share of groups with equal rewards, which therefore teach nothing."""
     groups, at = batch.groups_S.unique(return_inverse=True)
     highest = torch.full((groups.numel(),), -torch.inf, device=at.device).scatter_reduce(0, at, batch.rewards_S, "amax")
     lowest = torch.full((groups.numel(),), torch.inf, device=at.device).scatter_reduce(0, at, batch.rewards_S, "amin")

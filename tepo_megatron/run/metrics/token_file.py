@@ -1,8 +1,7 @@
 """Files of per-token values, ``OUTPUT/tokens/step_0000030.npz``. Imports no torch.
 
-A file has the S responses of a step's first groups, with T tokens in all. It is NumPy's archive, without pickle: an array for
-each array of :class:`TokenSamples`, and ``meta``, a JSON string with the rest. Its ``format`` is 1; incompatible changes raise
-it.
+NumPy's archive, without pickle: the arrays of :class:`TokenSamples`, and ``meta``, a JSON string with the rest. ``format`` is
+1; incompatible changes raise it.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ _PER_TOKEN: dict[str, type[np.generic]] = {
     **dict.fromkeys(("loss_mask", "masked"), np.bool_),
 }
 _ARRAYS = {**_PER_RESPONSE, **_PER_TOKEN}
-"""Array → its dtype."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +53,14 @@ class TokenPrompt:
     source: str = ""
     """The name of the problem's source, if the run has several."""
     problem: str = ""
-    """The problem's id."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenSamples:
     """Token values of S responses of one training step, with T tokens concatenated.
 
-    Floats are NaN if missing: the trainer's for tokens that it did not train on (an environment's, those of a cut response
-    under ``rollout.truncated: mask``), the update's if it was skipped.
+    Missing floats are NaN: the trainer's for untrained tokens (an environment's, a masked cut response's), the update's if
+    skipped.
     """
 
     step: int
@@ -139,7 +136,6 @@ class TokenSamples:
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
     def tokens_of(self, response: int) -> slice:
-        """The slice of a response in the arrays of tokens."""
         return slice(int(self.offsets[response]), int(self.offsets[response + 1]))
 
     def text_of(self, response: int) -> str:
@@ -157,7 +153,6 @@ def token_files(folder: Path) -> dict[int, Path]:
 
 
 def encode_tokens(samples: TokenSamples) -> bytes:
-    """The bytes of the file; the same for the same values."""
     meta = {
         "format": FORMAT,
         "step": samples.step,
@@ -208,17 +203,14 @@ class TokenLog:
     """Writes a file for each recorded step, atomically. What cannot be written is retried with the next."""
 
     def __init__(self, folder: Path, failed: Failed) -> None:
-        """``folder``: the run's output folder."""
         self._folder, self._failed = folder, failed
         self._waiting: dict[int, bytes] = {}
 
     def write(self, samples: TokenSamples) -> None:
-        """Replaces a file of the same step."""
         self._waiting[samples.step] = encode_tokens(samples)
         self.flush()
 
     def flush(self) -> None:
-        """Tries to write what waits."""
         for step in list(self._waiting):
             path = token_file(self._folder, step)
             try:

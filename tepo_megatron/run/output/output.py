@@ -29,15 +29,15 @@ OF_CHOSEN_TOKENS = ("mask/fraction", "kl/masked", "entropy/delta_masked", "entro
 
 
 class Output:
-    """Writes ``resolved.yaml`` at once, a row per step, samples per evaluation, and the picture at the end.
+    """Writes a run's files. Holds the folder's lock until :meth:`close`.
 
-    Holds the folder's lock until :meth:`close`. A file that cannot be written does not end the run: that is shown once, counted
-    in the rows (``log/failed``), and retried with the next row.
+    A file that cannot be written does not end the run: that is shown once, counted in the rows (``log/failed``), and retried
+    with the next row.
     """
 
     def __init__(self, config: RunConfig, progress: Progress) -> None:
-        """Raises ValueError if the folder cannot be written or is in use, holds another run, files of the resumed run are
-        damaged, or a logger's package is not installed.
+        """Raises ValueError if the folder is unwritable or in use, holds another run or damaged files, or a logger's package is
+        missing.
         """
         check_installed(config.log)
         self.folder = config.output
@@ -120,15 +120,12 @@ class Output:
         return written
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Appends an evaluation's readable responses to ``samples.jsonl``."""
         self._samples.append(_as_lines(step, samples))
 
     def write_train_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Appends readable responses that a step trains on to ``train_samples.jsonl``."""
         self._train_samples.append(_as_lines(step, samples))
 
     def write_tokens(self, samples: TokenSamples) -> None:
-        """Writes a step's token values to a file, which replaces one of the same step."""
         self._tokens.write(samples)
 
     def _count_failures(self, count: int) -> None:
@@ -230,8 +227,8 @@ def _put_aside(folder: Path) -> None:
 class Retention:
     """Deletes what ``train.keep_checkpoints``, ``keep_every`` and ``keep_best`` do not keep.
 
-    It acts when both a new checkpoint and its row are written, since the row has the metric. ``say`` gets a sentence for each
-    removal that failed, which does not end the run.
+    It acts when both a new checkpoint and its row are written, since the row has the metric. A failed removal does not end the
+    run.
     """
 
     def __init__(self, config: RunConfig, say: Callable[[str], None]) -> None:

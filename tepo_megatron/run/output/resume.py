@@ -49,9 +49,9 @@ def resumes(config: RunConfig) -> bool:
 
 
 def find_checkpoint(config: RunConfig, model_dir: Path) -> Resumed:
-    """The output folder's newest checkpoint, or that of ``train.resume_from``, without reading shards. Writes nothing.
+    """The output folder's newest checkpoint, or that of ``train.resume_from``, without reading shards.
 
-    Raises ValueError, with a remedy, if there is none, none is whole, it is of another run or model, or the run is over.
+    Raises ValueError if there is none, none is whole, it is of another run or model, or the run is over.
     """
     damaged: list[DamagedCheckpoint] = []
     for folder in _candidates(config):
@@ -94,8 +94,8 @@ def first_whole(engine: Trainer, folders: Sequence[Path]) -> tuple[tuple[Path, d
 
 
 def newest_whole(config: RunConfig, engine: Trainer, reason: str) -> Resumed | None:
-    """The output folder's newest checkpoint that is whole to the last byte, for a rollback for ``reason``; None without
-    checkpoints. Every rank calls; nothing is restored. Raises RuntimeError if none is whole.
+    """As :func:`first_whole`, of the output folder; None without checkpoints. Every rank calls. Raises RuntimeError if none is
+    whole.
     """
     whole, damaged = first_whole(engine, list(reversed(checkpoints(config.output / "checkpoints"))))
     if whole is not None:
@@ -140,10 +140,10 @@ def messages(config: RunConfig, found: Resumed) -> list[str]:
 
 
 def accept(config: RunConfig, found: Resumed) -> list[str]:
-    """Sets aside checkpoints that are not the resumed run's past, and writes ``resolved.yaml``, keeping the older one as
-    ``resolved.1.yaml`` and so on. Rank 0 calls.
+    """Sets aside checkpoints that are not the resumed run's past, and writes ``resolved.yaml`` after a copy to
+    ``resolved.1.yaml``. Rank 0 calls.
 
-    Returns a sentence for each failed rename, which is no reason to stop.
+    Returns a sentence for each failed rename.
     """
     failed = set_aside_others(config, found)
     write_resolved(config)
@@ -176,8 +176,8 @@ def write_resolved(config: RunConfig) -> None:
 
 
 def restore_data(sampler: ProblemOrder, found: Mapping[str, Any], allowed: Sequence[str]) -> str | None:
-    """Continues the order of the problems. If ``train.allow_change`` permits another seed or problems, the order starts again,
-    and a sentence is returned; otherwise these raise ValueError.
+    """Continues the order of the problems. Another seed or other problems raise ValueError, unless ``train.allow_change``
+    permits them: then the order starts again, and a sentence is returned.
     """
     if "sampler" not in found:
         raise ValueError("the checkpoint does not say which problems were drawn; it was not written by a training run")
@@ -190,7 +190,6 @@ def restore_data(sampler: ProblemOrder, found: Mapping[str, Any], allowed: Seque
 
 
 def _candidates(config: RunConfig) -> list[Path]:
-    """Newest first. Raises ValueError if there is none."""
     parent = config.output / "checkpoints"
     present = list(reversed(checkpoints(parent)))
     chosen = config.train.resume_from

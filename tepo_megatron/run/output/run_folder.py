@@ -123,7 +123,6 @@ def _check_writable(folder: Path) -> None:
 
 
 def _remove_run(config: RunConfig) -> None:
-    """Refuses if this run would read some of what it removes."""
     folder = config.output
     _check_nothing_is_read_from(config)
     lock = RunLock(folder)

@@ -30,12 +30,11 @@ class TokenRecorder:
     """Writes the token values of recorded steps. Rank 0 only."""
 
     def __init__(self, log: LogConfig, problems: Mapping[str, Problem], tokenizer: Tokenizer, output: Output) -> None:
-        """``problems`` by their id."""
         self._log, self._problems, self._tokenizer, self._output = log, problems, tokenizer, output
 
     def record(self, step: int, rollouts: Sequence[Rollout], parts: Sequence[Batch], updates: Sequence[UpdateResult]) -> None:
-        """Does nothing if the step is not recorded. ``step``: the number of its row; ``rollouts``: all that it trained on, in
-        batch order; ``parts``: its scored mini-batches, of the batch of ``mark_recorded``; ``updates``: their results.
+        """``step``: the number of its row; ``rollouts``: all of the step, in batch order; ``parts``: the scored mini-batches;
+        ``updates``: their results.
         """
         if self._log.records_tokens(step):
             self._output.write_tokens(self.samples(step, rollouts, parts, updates))
@@ -43,7 +42,6 @@ class TokenRecorder:
     def samples(
         self, step: int, rollouts: Sequence[Rollout], parts: Sequence[Batch], updates: Sequence[UpdateResult]
     ) -> TokenSamples:
-        """What :meth:`record` writes."""
         places = recorded_places([rollout.group for rollout in rollouts], self._log.token_samples)
         chosen = [rollouts[place] for place in places]
         found: dict[int, dict[str, Values]] = {}
@@ -74,7 +72,7 @@ _OF_THE_TRAINER = ("logprob_trainer", "logprob_update", "entropy", "entropy_chan
 
 
 def _values_of(part: Batch, update: UpdateResult, number: int) -> dict[int, dict[str, Values]]:
-    """Recorded sequence → its *labels'* values by name, NaN outside the loss mask, and ``update``, the mini-batch's number."""
+    """Recorded sequence → its *labels'* values, NaN outside the loss mask, and ``update``, the mini-batch's number."""
     assert part.recorded_S is not None
     assert part.advantages_S is not None
     assert part.old_logprobs_T is not None
@@ -125,10 +123,9 @@ Decode = Callable[[Sequence[int]], str]
 def train_samples(
     rollouts: Sequence[Rollout], problems: Mapping[str, Problem], responses: int, decode: Decode
 ) -> list[dict[str, Any]]:
-    """Rows for a step's first ``responses`` rollouts; groups stay together.
+    """Rows for a step's first ``responses`` rollouts.
 
-    ``problems`` by their id; a replayed rollout without its problem has None as prompt and answer. Unscored responses have no
-    reward. ``decode``: token ids → text, for several turns.
+    Replayed rollouts without their problem have None as prompt and answer; unscored ones have no reward.
     """
     return [_row(rollout, problems.get(rollout.problem_id), decode) for rollout in rollouts[:responses]]
 

@@ -31,15 +31,13 @@ from tepo_megatron.tasks.protocol import Task, turn_figures
 Phase = Callable[[str], AbstractContextManager[None]]
 
 WAITING_PHASES: Sequence[str] = ("rollout", "reward", "journal")
-"""Phases in which the trainer waits for rollouts."""
 
 
 class RolloutCollector:
-    """Collects each step's rollouts. A repeated or dropped step gets the same prompts again.
+    """Collects each step's rollouts; a repeated or dropped step gets the same prompts. For the main thread.
 
-    ``fleet``: None in a replayed run. ``phase`` enters a phase of the step. ``collect``: the user's generation step.
-    ``rollouts``: those of the last :meth:`collect`, with the verifier's rewards; ``drawn``: also those without a reward.
-    Methods are for the main thread.
+    ``fleet``: None in a replayed run. ``rollouts``: those of the last :meth:`collect`, with the verifier's rewards; ``drawn``:
+    also those without a reward.
     """
 
     def __init__(
@@ -101,7 +99,6 @@ class RolloutCollector:
         return trained
 
     def take_figures(self) -> dict[str, float]:
-        """Figures of the last collected step, once."""
         figures, self._figures = self._figures, {}
         return figures
 
@@ -132,7 +129,6 @@ class RolloutCollector:
         return rollouts
 
     def _find(self, step: int, drawn_by: str) -> list[Rollout] | None:
-        """The step as an interrupted run left it, with what it drew and carried over."""
         if self._thread is not None and self._thread.is_running:
             return None  # what is sampled follows what an interrupted run has left
         after = self._store.read_state(step) if self._is_dynamic else None
@@ -151,7 +147,6 @@ class RolloutCollector:
         return entry.rollouts
 
     def _as_rollouts(self, batch: Sequence[Group], filtered: Sequence[Group], step: int) -> list[Rollout]:
-        """Failed rewards count over all decided groups."""
         decided = [*batch, *filtered]
         rollouts = [replace(rollout, group=index) for index, group in enumerate(decided) for rollout in group.rollouts()]
         results = [group.results[sample] for group in decided for sample in range(len(group.samples))]
@@ -264,7 +259,6 @@ class RolloutCollector:
         return self._clock.hold()
 
     def idle_shares(self, split: Mapping[str, float]) -> dict[str, float]:
-        """Idle shares of the step that ends now. ``split``: its seconds by phase."""
         return idle_shares(split, self._clock.take())
 
     # -- the order of the problems ---------------------------------------------------------------------------------------
@@ -280,18 +274,15 @@ class RolloutCollector:
         self._collected = (-1, [])
 
     def state(self) -> dict[str, Any]:
-        """The order of the problems and the untrained groups, for a checkpoint."""
         return self._buffer.state()
 
     def restore(self, state: Mapping[str, Any]) -> str | None:
-        """Continues in the data; see :func:`restore_data`."""
         restart = restore_data(self._buffer.order, state, self._config.train.allow_change)
         if restart is None:
             self._buffer.restore(state["sampler"])
         return restart
 
     def close(self) -> None:
-        """Ends the thread of window k, and its verifiers."""
         if self._thread is not None:
             self._thread.close()
             if self._sampled_task is not None:

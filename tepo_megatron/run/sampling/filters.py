@@ -89,7 +89,6 @@ def histogram(counts: Mapping[float, int], bins: int = 10) -> str:
 
 
 def _short(name: str) -> str:
-    """The name in metrics."""
     return name.rpartition(":")[2]
 
 

@@ -1,7 +1,7 @@
 """Samples and scores a buffer's groups; each finished response goes to its verifier at once.
 
-In window 0 the main thread does it within a step; in window k a thread does it while the servers' weights change. An error ends
-the stream of samples. Only the main thread revives servers and sends weights; unfinished responses are requested again.
+In window k a thread does it while the servers' weights change. An error ends the stream of samples; only the main thread
+revives servers and sends weights.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ Ended = Callable[[], bool]
 
 
 class GroupFiles(Protocol):
-    """Groups on disk (``journal.GroupStore``)."""
-
     def fill(self, group: Group, *, partial: bool) -> bool: ...
     def write(self, group: Group) -> None: ...
 
@@ -61,7 +59,6 @@ class BusyClock:
             self._add_hold(-1)
 
     def take(self) -> float:
-        """The seconds since the last call."""
         with self._lock:
             self._charge()
             seconds, self._seconds = self._seconds, 0.0
@@ -81,8 +78,8 @@ class BusyClock:
 
 @dataclass
 class GroupWorker:
-    """Samples and scores groups of a buffer. ``decode``: token ids → text; ``on_progress`` is called after every response and
-    reward; ``phase`` is ``rollout`` while servers sample, ``reward`` while only verifiers work.
+    """Samples and scores groups of a buffer. ``on_progress`` is called after every response and reward; ``phase`` is
+    ``rollout`` while servers sample, ``reward`` while only verifiers work.
     """
 
     buffer: GroupBuffer
@@ -96,9 +93,7 @@ class GroupWorker:
     on_progress: Callable[[], None] = lambda: None
     phase: Callable[[str], AbstractContextManager[None]] = lambda name: contextlib.nullcontext()
     _sampling: int = field(init=False, default=0)
-    """Outstanding responses."""
     _scoring: int = field(init=False, default=0)
-    """Outstanding answers of verifiers."""
 
     def run(self, stream: ResponseStream, ended: Ended) -> None:
         """Returns when ``ended`` is true. Raises errors of stream, verifiers and filters; groups keep what is finished."""

@@ -1,7 +1,7 @@
 """Groups of responses, and the buffer that decides which are drawn, sampled and trained on.
 
-Window 0 is the sync schedule: nothing is sampled while the trainer works. Window k is the overlapped schedule: groups of k more
-steps may exist. No function here reaches servers, verifiers or disks.
+Window 0 is the sync schedule; in window k groups of k more steps may exist. No function here reaches servers, verifiers or
+disks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ UNFINISHED = "abort"
 class Group:
     """A prompt and its ``len(samples)`` responses.
 
-    ``number`` counts all prompts drawn in the run. ``step`` and ``place`` (among the step's prompts) decide the seed; for a
-    group drawn ahead ``step`` is None, and ``number`` decides. ``version``: the first tokens' weights. ``samples``: None before
-    the first token. ``asked``: samples that a verifier was asked to score.
+    ``number`` counts the run's prompts. ``step`` and ``place`` (within the step) decide the seed; without ``step`` (drawn
+    ahead) ``number`` does. ``version``: the first tokens' weights. ``samples``: None before the first token. ``asked``: samples
+    that a verifier was asked to score.
     """
 
     number: int
@@ -45,7 +45,6 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every response is finished and scored."""
         return len(self.results) == len(self.samples)
 
     @property
@@ -58,7 +57,6 @@ class Group:
         return rollout is not None and rollout.finish_reason != UNFINISHED
 
     def rollouts(self) -> list[Rollout]:
-        """Of a complete group."""
         assert self.is_complete
         return [rollout for rollout in self.samples if rollout is not None]
 
@@ -74,18 +72,17 @@ class NeverFilled(RuntimeError):  # noqa: N818
 
 
 class GroupBuffer:
-    """All groups between their draw and their update: ``waiting``, ``running`` (being sampled, by number), ``done`` (complete
-    and not filtered, in order of completion).
+    """All groups between their draw and their update: ``waiting``, ``running`` (by number), ``done`` (unfiltered, in order of
+    completion).
 
-    In window 0 without ``rollout.partial``, a step trains on the first ``prompts_per_step`` groups by number that pass the
-    filters, once every drawn group is decided: the batch does not depend on timing. Otherwise it trains on groups that complete
-    first, those of the oldest weights before others.
+    In window 0 without ``rollout.partial``, a step trains on the first groups by number that pass the filters, once all are
+    decided: timing does not matter. Otherwise it trains on groups that complete first, those of the oldest weights before
+    others.
 
-    In window k, while step s is due and the servers have weights s, groups of k + 1 steps may exist; while the trainer trains
-    on step s, of k steps. A group trained on in number order is then at most k versions old.
+    In window k, groups of k + 1 steps may exist while step s is due and the servers have weights s; of k steps while the
+    trainer trains. So groups in number order are at most k versions old.
 
-    ``order`` draws from ``problems``; ``encode`` makes prompt ids. Methods are thread-safe; attributes need the lock
-    ``changed``.
+    Methods are thread-safe; attributes need the lock ``changed``.
     """
 
     def __init__(
@@ -107,14 +104,11 @@ class GroupBuffer:
         self.running: dict[int, Group] = {}
         self.done: list[Group] = []
         self.filtered: list[Group] = []
-        """Number since the last batch."""
         self.version: WeightsVersion | None = None
         self.generation = 0
         """Changes when all work in flight becomes worthless."""
         self.dropped = 0
-        """Groups dropped for their age since the last batch."""
         self._turn = 0
-        """The step of the next batch."""
         self._drawn = self._carried_in = 0
         self._causes: Counter[str] = Counter()
         self._rewards: Counter[float] = Counter()
@@ -275,7 +269,6 @@ class GroupBuffer:
     # -- state -----------------------------------------------------------------------------------------------------------
 
     def pending(self) -> list[Group]:
-        """All drawn groups that are in no batch, in number order."""
         return sorted([*self.waiting, *self.running.values(), *self.done], key=_number)
 
     def state(self) -> dict[str, Any]:
@@ -287,7 +280,6 @@ class GroupBuffer:
             return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state of either schedule."""
         with self.changed:
             self._before = None
             self._restore(state)
@@ -345,7 +337,6 @@ class GroupBuffer:
         return steps * self._size + extra if steps > 0 else 0
 
     def _live(self) -> int:
-        """Running groups that will not be too old for their turn."""
         if self._train.stale != "drop":
             return len(self.running)
         steps = [0 if group.version is None else group.version.step for group in self.running.values()]
@@ -375,7 +366,6 @@ class GroupBuffer:
             self._causes[cause] += 1
 
     def _figures(self, batch: Sequence[Group]) -> dict[str, float]:
-        """In window 0, carried_in + drawn = kept + filtered + carried."""
         if self.window:
             row = {"groups/filtered": len(self.filtered)} if self._filters else {}
             return {name: float(count) for name, count in {**row, "staleness/dropped": self.dropped}.items()}

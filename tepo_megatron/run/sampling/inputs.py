@@ -40,11 +40,10 @@ class Inputs:
 
 
 def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False) -> Inputs:
-    """Reads tokenizer and problems, and checks them against the model; starts and writes nothing. ``has_reward``: the verifier
-    is an object.
+    """Reads tokenizer and problems; starts and writes nothing. ``has_reward``: the verifier is an object.
 
-    Raises ValueError for what the user can correct: an unknown verifier, another model's tokenizer, a damaged file, a prompt
-    without room for a response, missing replayed rollouts.
+    Raises ValueError for an unknown verifier, another model's tokenizer, a damaged file, a prompt without room for a response,
+    or missing replayed rollouts.
     """
     config.require_data()
     check_plugins(config)

@@ -1,9 +1,8 @@
 """The journal: rollouts on disk once drawn and rewarded, so that a killed run draws none twice. Rank 0 only.
 
-``<output>/journal/step_0000012.jsonl`` has a step's rollouts as a record (``rollout.record``), with a digest of the weights and
-settings that drew them (decision 014). With dynamic sampling, ``step_0000012.json`` has what was drawn up to the end of that
-step, and ``groups/step_0000123.jsonl`` has group 123 until an entry has it; an unfinished response ends with ``abort``, and its
-``group`` is its number within the group (decision 024).
+``journal/step_0000012.jsonl`` has a step's rollouts, with a digest of the weights and settings that drew them (decision 014).
+With dynamic sampling, ``step_0000012.json`` has what was drawn up to that step, and ``groups/step_0000123.jsonl`` has group 123
+until an entry has it (decision 024).
 """
 
 from __future__ import annotations
@@ -194,7 +193,6 @@ class GroupStore:
         return True
 
     def keep_only(self, numbers: Collection[int]) -> None:
-        """Removes all other groups: an entry has them."""
         for number in self._numbers - set(numbers):
             with suppress(OSError):  # tried again after the next step
                 record_path(self._folder, number).unlink(missing_ok=True)
@@ -223,6 +221,5 @@ class GroupStore:
 
 
 def _step(path: Path, *, default: int = 0) -> int:
-    """``default`` for other names, which are left alone."""
     number = path.stem.removeprefix("step_")
     return int(number) if number.isdecimal() else default

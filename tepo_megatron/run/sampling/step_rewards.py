@@ -27,10 +27,10 @@ def rehearsed(task: Task, config: RunConfig, problems: Sequence[Problem]) -> Tas
 
 
 class StepRewards:
-    """Rewards one step after another. ``say`` shows a sentence in the run's progress.
+    """Rewards one step after another.
 
     Responses without a reward leave their group; a group that lost one and has fewer than two left leaves the step. They count
-    nowhere: not in group statistics, denominators or metrics. With ``reward.failed_reward`` every response has a reward.
+    in no statistic, denominator or metric.
     """
 
     def __init__(self, config: RunConfig, pool: Scorer, say: Callable[[str], None]) -> None:
@@ -39,10 +39,8 @@ class StepRewards:
         self._dropped = 0
         self._components: dict[str, float] = {}
         self.failed = 0
-        """Responses of the step with a failed verifier."""
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem], step: int) -> list[Rollout]:
-        """As :meth:`reward`, with the verifier's results. Waits for all rewards."""
         items = [(problems[rollout.group], answer_of(rollout)) for rollout in rollouts]
         return self.reward(rollouts, self._pool.score(items, [rollout.group for rollout in rollouts]), step)
 
@@ -82,7 +80,6 @@ class StepRewards:
         return kept
 
     def take_figures(self) -> dict[str, float]:
-        """Figures of the last collected step, which are reset."""
         figures = {"reward/failed": float(self.failed), "groups/dropped": float(self._dropped), **self._components}
         self.failed, self._dropped, self._cause, self._components = 0, 0, "", {}
         return figures
@@ -95,7 +92,6 @@ class StepRewards:
 
 
 def _means_of_components(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Means over the responses that have a component."""
     values: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in rollout.reward_parts.items():
@@ -104,7 +100,6 @@ def _means_of_components(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def answer_of(rollout: Rollout) -> ResponseText:
-    """The text that a verifier scores."""
     return ResponseText(rollout.text, rollout.response_ids, rollout.finish_reason)
 
 

@@ -20,14 +20,12 @@ class Leaving:
     """Every rank has one; rank 0's decides. ``on_saved`` gets the step of each complete checkpoint."""
 
     saved_step: int
-    """Steps in the newest checkpoint of this run or its resumption; 0: none."""
 
     signals: StopSignals = field(default_factory=stop_signals)
     on_saved: Callable[[int], None] = lambda step: None
 
     def __post_init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        """Duration of the last ``update`` and ``save``."""
         self._saved_at = time.monotonic()
         self._save_times: dict[str, float] = {}
 
@@ -45,7 +43,6 @@ class Leaving:
         self.on_saved(step)
 
     def take_save_times(self) -> dict[str, float]:
-        """Metrics of the checkpoint completed since the last call; empty without one."""
         times, self._save_times = self._save_times, {}
         return times
 
@@ -71,7 +68,6 @@ class Leaving:
         return f"{steps} lost; {newest}"
 
     def describe(self, stop: StopRequested, *, saved: bool) -> str:
-        """The last message to the user."""
         name = checkpoint_name(self.saved_step)
         if saved:
             return f"{stop}: saved {name}; continue with --resume"

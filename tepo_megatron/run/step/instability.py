@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class SkippedUpdates:
-    """Counts skipped optimizer steps, on every rank. ``allowed``: consecutive ones. ``keep``: saves the step's batch on rank 0,
-    given the step and :func:`describe`'s entries; returns the file. ``from_root``: rank 0's value on every rank.
+    """Counts skipped optimizer steps, on every rank. ``allowed``: consecutive ones. ``keep``: saves the step's batch on rank 0;
+    returns the file. ``from_root``: rank 0's value on every rank.
     """
 
     def __init__(
@@ -91,10 +91,8 @@ def write_skipped(folder: Path, step: int, rollouts: Sequence[Rollout], skipped:
 
 
 WINDOW = 20
-"""Steps in the median that ``train.rollback.factor`` multiplies."""
 
 LEAST = 5
-"""Fewest steps for a median."""
 
 
 class Rollback:
@@ -104,7 +102,6 @@ class Rollback:
         self._config = config
         self._seen: deque[float] = deque(maxlen=WINDOW)
         self.times = 0
-        """Returns so far."""
 
     def reason(self, row: Mapping[str, float]) -> str:
         """Why the run should go back after this row; empty if it should not. Raises ValueError if the row lacks the metric."""

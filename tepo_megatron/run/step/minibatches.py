@@ -28,7 +28,6 @@ def members(sequences: int | Sequence[int], count: int, *, seed: int, step: int)
 
 
 def trained_sequences(batch: Batch) -> list[int]:
-    """Indices of the sequences with a token in the loss mask."""
     indices: list[int] = batch.sequence_index_T[batch.loss_mask_T].unique().tolist()
     return indices
 

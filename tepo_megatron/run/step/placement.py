@@ -21,8 +21,6 @@ from tepo_megatron.weights.transfer.transports import find_transport
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs that torch sees here, and ranks of the trainer: here, and in all."""
-
     gpus: int
     has_nccl: bool
     local_ranks: int
@@ -61,7 +59,6 @@ def set_threads(config: RunConfig) -> None:
 
 
 def choose_transport(config: RunConfig, machine: Machine) -> TransportName:
-    """``rollout.server.transport``, with ``auto`` resolved."""
     server = config.rollout.server
     if server.transport != "auto":
         return server.transport
