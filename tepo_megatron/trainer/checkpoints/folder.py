@@ -1,7 +1,7 @@
 """Manages checkpoint folders without torch, so that a run is checked before it starts.
 
-No run resumes from names with a suffix: ``.partial`` is unfinished, ``.damaged`` could not be resumed from, ``.abandoned`` is
-later than the step that a run was resumed from.
+No run resumes from ``.partial`` (unfinished), ``.damaged``, or ``.abandoned`` (later than the step that a run was resumed
+from).
 """
 
 from __future__ import annotations

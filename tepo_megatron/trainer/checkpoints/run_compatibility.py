@@ -1,4 +1,4 @@
-"""Describes a run, and compares it with the run that wrote a checkpoint. Without torch."""
+"""Compares a run with the run that wrote a checkpoint, without torch."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _DISTRIBUTIONS = ("tepo-megatron", "torch", "megatron-core", "transformer-engine
 
 class Kind(Enum):
     FREE = "free"
-    """The run computes differently, but its results differ only by rounding."""
+    """Results differ only by rounding."""
     RUN = "run"
-    """Something else is trained: refused unless ``train.allow_change`` names the field."""
+    """Refused unless ``train.allow_change`` names the field."""
     ARCHITECTURE = "architecture"
-    """The checkpoint is another model's: always refused."""
+    """Always refused."""
 
 
 KINDS: Mapping[str, Kind] = {
     "name": Kind.FREE,
     "output": Kind.FREE,
     "seed": Kind.RUN,
-    "model": Kind.FREE,  # compared by what it holds: architecture, tokenizer, weights
+    "model": Kind.FREE,  # compared by content: architecture, tokenizer, weights
     "model.lora": Kind.ARCHITECTURE,  # a checkpoint has the states of other tensors with it, without it, and of another rank
     "model.lora.alpha": Kind.RUN,
     "model.lora.rslora": Kind.RUN,
     "model.lora.serve": Kind.RUN,  # in bfloat16 it samples from another distribution
-    "model.lora.path": Kind.FREE,  # compared by what it holds: a resumed run does not read it
+    "model.lora.path": Kind.FREE,  # compared by content: a resumed run does not read it
     "data": Kind.RUN,
     "data.train": Kind.FREE,  # paths; the sampler compares the problems themselves, and their sources' verifiers are compared
-    "data.template": Kind.FREE,  # what the prompts are made with: the sampler compares them
+    "data.template": Kind.FREE,  # the sampler compares the prompts made with it
     "data.system_prompt": Kind.FREE,
     "data.fields": Kind.FREE,
     "data.filter": Kind.FREE,
@@ -78,10 +78,10 @@ KINDS: Mapping[str, Kind] = {
     "environment.max_tokens": Kind.RUN,
     "objective": Kind.RUN,
     "objective.preset": Kind.FREE,  # a name; the fields that it stands for are compared
-    "objective.plugins": Kind.FREE,  # paths; what they hold is compared
+    "objective.plugins": Kind.FREE,  # paths; contents are compared
     "engine": Kind.FREE,
     "engine.fp8": Kind.RUN,
-    "engine.noise_every": Kind.RUN,  # the objective's tolerance is what was measured
+    "engine.noise_every": Kind.RUN,  # the measurement is the objective's tolerance
     "engine.noise_sequences": Kind.RUN,
     "optimizer": Kind.RUN,
     "optimizer.distributed": Kind.FREE,
@@ -103,7 +103,7 @@ _OF_RESUMING = ("train.resume", "train.resume_from", "train.allow_change")
 
 @dataclass(frozen=True)
 class Difference:
-    """``train.allow_change`` must name ``field``; ``what`` describes the difference if it is not the field itself."""
+    """``what`` describes the difference if it is not the field itself."""
 
     field: str
     old: Any
@@ -152,7 +152,6 @@ def tokenizer_digest(model_dir: Path) -> str:
 
 
 def plugin_digests(config: RunConfig) -> dict[str, str]:
-    """Maps file names to digests."""
     return {PurePath(plugin.name).name: plugin.digest for plugin in map(load_plugin, config.objective.plugins)}
 
 
@@ -176,7 +175,7 @@ def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[D
     reported = {*_OF_RESUMING, "model.dtype", *(difference.field for difference in weights)}
     defaults = RunConfig().model_dump(mode="json")
     for field, old, new in _differing(saved["config"], current["config"]):
-        # A field that the version which saved did not know had no effect then, as its default has none now.
+        # A field unknown to the saving version had no effect then, as its default has none now.
         unknown_then = old is _ABSENT and new == _value(defaults, field)
         if field not in reported and not unknown_then:
             differences.append(Difference(field, old, new, kind_of(field, current["config"])))
@@ -221,7 +220,7 @@ def is_allowed(field: str, allowed: Sequence[str]) -> bool:
 
 
 def refusal(differences: Sequence[Difference], allowed: Sequence[str]) -> str | None:
-    """Returns an error message, or None."""
+    """None if every difference is allowed."""
     refused = [
         difference for difference in differences if difference.kind is Kind.RUN and not is_allowed(difference.field, allowed)
     ]

@@ -57,7 +57,7 @@ class Engine:
         shares_gpus: bool = False,
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        """Builds process groups, model and optimizer. ``objective`` replaces the config's."""
+        """``objective`` replaces the config's."""
         self.config = config
         self.heartbeat = heartbeat or Heartbeat()
         self.model_dir = model_dir
@@ -66,7 +66,7 @@ class Engine:
         stages = check_trainer_split(self.spec, layout)
         self.objective: StepObjective = objective or build_objective(config.objective)
         self.platform = select_platform(config.engine)
-        get_backend(config.engine.score_backend, self.platform.device)  # refuses what cannot be before anything is built
+        get_backend(config.engine.score_backend, self.platform.device)  # raises before anything is built
         self.layers = choose_layers(config.engine, self.platform)
         check_recompute(self.spec, config.engine.recomputed, transformer_engine=self.layers.kind == "te")
         check_balance(self.spec, config.engine.moe_balance.kind)
@@ -169,7 +169,7 @@ class Engine:
                 check_masks(rollouts)
             packed = pack(rollouts, mask_truncated=rollout.truncated == "mask", routes=replays, sampling_masks=truncates)
         batch = broadcast(packed, self.platform.device)
-        return batch.with_(advantages_S=self.objective.advantages(batch), reward_parts_SK=None)  # nobody else reads them
+        return batch.with_(advantages_S=self.objective.advantages(batch), reward_parts_SK=None)  # not read again
 
     def score(self, batch: Batch) -> Batch:
         try:
@@ -201,7 +201,7 @@ class Engine:
     def measure_noise(self, batch: Batch) -> dict[str, float]:
         try:
             noise = measure_noise(self.forward, self.policy.chunks, batch, self.config.engine.noise_sequences)
-        except NotFiniteError:  # the step's own scores meet it too, say so, and are skipped
+        except NotFiniteError:  # the step's own scores raise it too and are skipped
             return {}
         self.counters.entropy_noise = noise["entropy/noise/p99"]
         return noise
@@ -221,7 +221,7 @@ class Engine:
         if result.skipped:
             self.counters.updates_skipped += 1
             if self._unscored and not result.not_finite and batch.old_logprobs_T.isnan().all():  # type: ignore[union-attr]
-                # the scores' own reason, rather than that there are none
+                # the reason why there are no scores
                 result = replace(result, skipped=self._unscored.pop(0))
         else:
             self.counters.updates += 1

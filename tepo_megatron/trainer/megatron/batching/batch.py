@@ -1,4 +1,4 @@
-"""Sends a packed batch from rank 0 to every rank, and pads micro-batches."""
+"""Sends a packed batch to every rank, and pads micro-batches."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def _broadcast_in_pieces(flat: Tensor, device: torch.device) -> None:
 
 
 def pad_to(batch: Batch, num_tokens: int) -> Batch:
-    """Adds sequences outside every loss mask, up to ``num_tokens`` tokens.
+    """Adds sequences outside every loss mask.
 
-    They repeat the start of the longest sequence: padding must not set a tensor's largest value, by which FP8 may scale.
+    They repeat the start of the longest one: padding must not set a tensor's largest value, by which FP8 may scale.
     """
     missing = num_tokens - batch.num_tokens
     if missing == 0:
@@ -123,7 +123,7 @@ def pad_to(batch: Batch, num_tokens: int) -> Batch:
 
 
 def pad_sequences(batch: Batch, multiple: int) -> Batch:
-    """Repeats each sequence's last token, outside the loss mask, up to a multiple of ``multiple``.
+    """Repeats each sequence's last token, outside the loss mask.
 
     Unlike in :func:`pad_to`, these activations could be a tensor's largest.
     """

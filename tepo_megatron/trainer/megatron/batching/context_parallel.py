@@ -25,7 +25,7 @@ def _sequence_multiple(cp: int) -> int:
 
 
 def rank_order(cu_seqlens: Tensor, cp: int) -> Tensor:
-    """Returns int64 [T], positions in the padded micro-batch: rank 0's T/cp tokens first.
+    """Returns int64 [T]: rank 0's T/cp tokens first.
 
     ``cu_seqlens`` [S+1]: all lengths are multiples of 2 · cp.
     """
@@ -70,9 +70,7 @@ class Share:
     """int32: tokens that could have been drawn, −1 if fewer than K. None: all."""
 
     def gather(self, scores: TokenScores) -> TokenScores:
-        """Every rank of the group calls. Differentiable in this rank's scores; backward does not communicate, because each rank
-        has the whole micro-batch's loss.
-        """
+        """Every rank of the group calls. Backward does not communicate, because each rank has the whole micro-batch's loss."""
         slope = scores.entropy_slope
         return TokenScores(
             self._gather(scores.logprob),
@@ -82,7 +80,7 @@ class Share:
 
     def _gather(self, values_t: Tensor) -> Tensor:
         if self.cp_group is not None:
-            # backward: the output is computed alike on all ranks, so that its gradient is split and not summed
+            # backward: all ranks compute the same output, so its gradient is split and not summed
             values_t = gather_from_sequence_parallel_region(values_t, tensor_parallel_output_grad=False, group=self.cp_group)
         return values_t[self.source_T]
 
@@ -91,7 +89,7 @@ def cut(micro: Batch, num_tokens: int, ranks: Ranks) -> Share:
     """Takes this rank's share. ``num_tokens``: at least :func:`padded_tokens`, and a multiple of 2 · cp if cp > 1."""
     padded = pad_to(pad_sequences(micro, _sequence_multiple(ranks.cp)), num_tokens)
     cu_seqlens, longest = padded.cu_seqlens, int(padded.lengths_S.max())
-    # Padding is a part of its sequence: what follows a token changes nothing for it. With the same tensor for both kinds of
+    # Padding is a part of its sequence: later tokens change nothing for a token. With the same tensor for both kinds of
     # offsets Transformer Engine sees without looking into it that there is nothing between sequences, which is faster.
     apart = (cu_seqlens, cu_seqlens) if ranks.cp > 1 else (None, None)
     packed = PackedSeqParams("thd", cu_seqlens, cu_seqlens, *apart, max_seqlen_q=longest, max_seqlen_kv=longest)

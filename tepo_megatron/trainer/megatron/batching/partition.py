@@ -58,7 +58,7 @@ def partition(
             candidates.append(bins)
             if _imbalance(bins, costs) <= _EVEN:
                 return _deal(bins, costs, ranks)
-    # Where evening out broke the bound, cutting the tight ones keeps to it, if there are sequences to cut them into.
+    # If evening out exceeded the bound, cutting the tight ones keeps it, if there are enough sequences.
     tight = _cut(tight, ranks * least) if len(tight) <= ranks * least else bins
     return _deal(candidates[0] if candidates else tight, costs, ranks)
 
@@ -85,11 +85,10 @@ def _fill_tightly(order: Sequence[int], lengths: Sequence[int], max_tokens: int)
 def _fill_evenly(
     order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], *, count: int, max_tokens: int
 ) -> list[_MicroBatch]:
-    """The longest goes first, into the cheapest micro-batch with room."""
     bins: list[_MicroBatch] = [[] for _ in range(count)]
     rooms, loads = [max_tokens] * count, [0.0] * count
     open_ = [(0.0, index) for index in range(count)]  # a heap by cost
-    full: list[tuple[int, int]] = []  # a heap by room, the most first: lengths fall, so that what is full may be open again
+    full: list[tuple[int, int]] = []  # a heap by room, the most first: lengths fall, so full ones may fit later sequences
     for sequence in order:
         while full and -full[0][0] >= lengths[sequence]:
             index = heapq.heappop(full)[1]

@@ -1,6 +1,6 @@
 """Reads checkpoints under any parallel layout; ``checkpoint/saving.py`` writes them.
 
-The key ``master|model.norm.weight|0`` has the box of a Hugging Face tensor that starts at 0.
+The key ``master|model.norm.weight|0`` has the tensor's box that starts at 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check(folder: Path, group: dist.ProcessGroup | None) -> dict[str, Any]:
 
     Every rank calls; all return, or all raise the same DamagedCheckpoint. Format 1 has no digests: only the state is checked.
     """
-    # Rank 0 alone looks which files are there: a thousand ranks that ask for a thousand files each are a burden to a cluster.
+    # Rank 0 alone lists the files: a thousand ranks asking for a thousand files each would overload a file system.
     result = _read_or_problems(lambda: read_state(folder)) if dist.get_rank() == 0 else None
     state, problems = broadcast_json(result, source=0, device=_CPU, group=group)
     if not problems and "format" in state:
@@ -115,7 +115,7 @@ def shards_to_save(
 
 
 def bias_boxes(sources: Mapping[str, list[tuple[int, Shard]]], rank: int, policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yields (key, fp32 copy) of this rank's expert biases, as masters; nothing if adapters are trained."""
+    """Yields (key, fp32 copy), as masters; nothing if adapters are trained."""
     if policy.lora is not None:
         return
     for shard in shards_to_write(sources, rank):
@@ -126,7 +126,7 @@ def bias_boxes(sources: Mapping[str, list[tuple[int, Shard]]], rank: int, policy
 def state_boxes(
     optimizer: MegatronOptimizer, params: Mapping[str, torch.nn.Parameter], shards: Sequence[Shard]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (key, fp32 copy) of this rank's states within ``shards``."""
+    """Yields (key, fp32 copy)."""
     by_param = _shards_by_param(shards)
     for name, state, values in optimizer_states.collect(optimizer, params):
         for shard, part in _local_parts(optimizer, params[name], by_param.get(name, ())):

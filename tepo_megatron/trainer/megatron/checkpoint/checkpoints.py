@@ -89,7 +89,7 @@ class MegatronCheckpoints:
         state = self.check(folder) if checked is None else checked
         counters = self._counters
         counters.updates = state["updates"]
-        counters.updates_skipped = state.get("updates_skipped", 0)  # checkpoints from before there were any
+        counters.updates_skipped = state.get("updates_skipped", 0)  # absent from older checkpoints
         counters.entropy_noise = state.get("entropy_noise", 0.0)
         self._policy.param_gather.finish()
         self.bytes_read = checkpoint.load(

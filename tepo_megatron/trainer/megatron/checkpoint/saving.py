@@ -68,12 +68,12 @@ class Saving:
         self._stage_s = time.monotonic() - began
 
     def is_written(self) -> bool:
-        """Returns whether every rank's thread has ended. Every rank calls."""
+        """Every rank calls."""
         done = self._thread is None or not self._thread.is_alive()
         return all(all_gather_json(done, device=_CPU, group=self._group))
 
     def finish(self) -> SavedCheckpoint:
-        """Waits for every rank, and renames the folder. Every rank calls."""
+        """Waits for every rank. Every rank calls."""
         began = time.monotonic()
         if self._thread is None:
             self._write()
@@ -142,7 +142,7 @@ class _Attempt:
         partial = partial_path(self.out)
         free = all_gather_json(_free_bytes(self.out.parent), device=_CPU, group=self.group)[0]
         if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # its room is needed; what cannot be removed is no checkpoint either
+            shutil.rmtree(partial, ignore_errors=True)  # frees space; an incomplete folder is no checkpoint
         older = [path.name for path in checkpoints(self.out.parent) if path != self.out]
         rest = f"the older checkpoints are as they were (the newest is {older[-1]})" if older else "there is no older one"
         needs = f"it needs {self.needed:,} bytes, " if self.needed else ""

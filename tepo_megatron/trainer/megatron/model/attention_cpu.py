@@ -70,7 +70,7 @@ class PackedDotProductAttention(torch.nn.Module):
         return local.collect(attended).flatten(1)
 
 
-_CPU = torch.device("cpu")  # which tokens go where is found out there, whatever torch's default device is
+_CPU = torch.device("cpu")  # indices are computed on the host, whatever torch's default device is
 
 _LONGER, _SLACK = 1.5, 16
 
@@ -84,7 +84,7 @@ class Rows:
 
     blocks: Sequence[tuple[int, int]]
     source_R: Tensor
-    """int64 token; padding has the last token of its sequence."""
+    """int64; padding has the last token of its sequence."""
 
     place_t: Tensor
     """int64"""
@@ -94,12 +94,12 @@ class Rows:
     def spread(self, packed: Tensor) -> list[Tensor]:
         """Maps [t, heads, …] to [sequences, heads, longest, …] of each block. Padding has arbitrary values."""
         spread_R = _Spread.apply(packed, self.source_R, self.place_t)
-        # one block is taken as it is: splitting and joining would copy it backward and forward
+        # splitting and joining one block would copy it
         parts = spread_R.split([count * longest for count, longest in self.blocks]) if len(self.blocks) > 1 else (spread_R,)
         return [part.unflatten(0, block).transpose(1, 2) for part, block in zip(parts, self.blocks, strict=True)]
 
     def collect(self, blocks: Sequence[Tensor]) -> Tensor:
-        """Inverts :meth:`spread`. Padding gets gradient 0."""
+        """Padding gets gradient 0."""
         parts = [block.transpose(1, 2).flatten(0, 1) for block in blocks]
         parts_R = torch.cat(parts) if len(parts) > 1 else parts[0]
         return _Collect.apply(parts_R, self.source_R, self.place_t, self.padding_R)

@@ -1,8 +1,7 @@
 """Sets Megatron's options for experts, and computes the auxiliary loss that balances them.
 
 Per layer, loss = coefficient · E · Σ_i f_i · P_i, with f_i = (tokens at expert i) / (k T) over the mini-batch's T tokens on all
-ranks, and P_i the mean router probability. f_i has no gradient and is counted when scoring, so that the loss is a sum over
-tokens (docs/decisions/037-expert-balance.md).
+ranks, and P_i the mean router probability. f_i has no gradient (docs/decisions/037-expert-balance.md).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Float32Router(TopKRouter):  # type: ignore[misc]  # Megatron's types are n
 
 
 def moe_options(spec: ModelSpec, engine: EngineConfig, platform: Platform, *, grouped: bool) -> dict[str, Any]:
-    """Returns fields of ``TransformerConfig``. No token is dropped, as in vLLM.
+    """No token is dropped, as in vLLM.
 
     ``grouped``: one matrix product for all experts of a rank (Transformer Engine).
     """
@@ -70,17 +69,17 @@ def moe_options(spec: ModelSpec, engine: EngineConfig, platform: Platform, *, gr
 
 
 def gathers_tokens(parallel: ParallelConfig, platform: Platform) -> bool:
-    """Returns whether ranks gather each other's tokens, and need equally many."""
+    """Ranks that gather each other's tokens need equally many."""
     return parallel.ep > 1 and platform.kind == "cpu"
 
 
 def one_length(spec: ModelSpec, parallel: ParallelConfig, platform: Platform) -> bool:
-    """True for Megatron's gathering dispatcher: stages exchange micro-batches of one length."""
+    """Megatron's gathering dispatcher exchanges micro-batches of one length."""
     return parallel.pp > 1 and spec.experts is not None and platform.kind == "cpu"
 
 
 def largest_in_group(sizes: list[int], device: torch.device) -> list[int]:
-    """Returns each micro-batch's largest size. Every rank that gathers tokens calls, with equally many sizes."""
+    """Every rank that gathers tokens calls, with equally many sizes."""
     most = torch.tensor(sizes, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel_state.get_expert_tensor_and_model_parallel_group())
     return most.tolist()

@@ -96,10 +96,7 @@ def layer_options(fp8: Fp8Config) -> dict[str, Any]:
 
 
 def gather_options(fp8: Fp8Config) -> dict[str, Any]:
-    """Returns fields of ``DistributedDataParallelConfig``.
-
-    MXFP8 weights are gathered as bfloat16, from which both their copies are quantized.
-    """
+    """MXFP8 weights are gathered as bfloat16, from which both their copies are quantized."""
     return {"fp8_param_gather": fp8.params, "reuse_grad_buf_for_mxfp8_param_ag": fp8.params and fp8.recipe == "mxfp8"}
 
 
@@ -112,14 +109,14 @@ def optimizer_options(fp8: Fp8Config) -> dict[str, Any]:
 
 
 def token_multiple(engine: EngineConfig) -> int:
-    """A micro-batch's tokens must be a multiple, so that each rank's suit FP8."""
+    """Micro-batches are padded to this multiple, so that each rank's tokens suit FP8."""
     ranks = engine.parallel.tp if engine.parallel.sequence_parallel else 1
     share = ranks * (_NEEDS[engine.fp8.recipe].tokens if engine.fp8.enabled else 1)
     return engine.parallel.cp * math.lcm(2, share) if engine.parallel.cp > 1 else share
 
 
 def check_gpu(fp8: Fp8Config, *, capability: _Capability, te: str, cuda: str) -> None:
-    """Raises ValueError if the GPU, Transformer Engine or torch's CUDA lack the recipe."""
+    """Raises ValueError if any of them lacks the recipe."""
     if not fp8.enabled:
         return
     needs, asked = _NEEDS[fp8.recipe], f"engine.fp8.recipe = {fp8.recipe}"
@@ -173,7 +170,7 @@ def ask_transformer_engine(fp8: Fp8Config) -> None:
 
 
 def check_model(fp8: Fp8Config, spec: ModelSpec, parallel: ParallelConfig) -> None:
-    """Raises ValueError with every width that FP8 cannot compute. Embedding and head are not FP8: any vocabulary is allowed."""
+    """Raises ValueError with every width that FP8 cannot compute. Embedding and head are not FP8."""
     if not fp8.enabled:
         return
     multiple = _NEEDS[fp8.recipe].multiple

@@ -1,4 +1,4 @@
-"""Chooses Transformer Engine's layers or Megatron-Core's own, once and before any process group."""
+"""Chooses Transformer Engine's layers or Megatron-Core's own, before any process group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Layers:
 
     @property
     def fused_norms(self) -> bool:
-        """Whether the weights of two norms are inside the linears that follow."""
+        """The weights of two norms are then inside the linears that follow."""
         return self.kind == "te"
 
 
@@ -41,11 +41,7 @@ LOCAL = Layers("local")
 
 
 def choose_layers(config: EngineConfig, platform: Platform) -> Layers:
-    """Raises RuntimeError if a needed Transformer Engine cannot be imported, ValueError if a GPU is missing or lacks the FP8
-    recipe.
-
-    No communication.
-    """
+    """Raises RuntimeError if a needed Transformer Engine cannot be imported, ValueError for a missing or unsuitable GPU."""
     packages = installed_packages()
     problem = import_problem() if platform.kind == "cuda" and config.layers != "local" else None
     layers = Layers(decide(config, platform.kind, problem), packages)
@@ -83,10 +79,7 @@ def decide(config: EngineConfig, platform: Literal["cpu", "cuda"], te_problem: s
 
 
 def import_problem() -> str | None:
-    """Returns None if ``transformer_engine.pytorch`` can be imported.
-
-    Megatron-Core hides a failed import; a wrong build fails with more than ImportError.
-    """
+    """Megatron-Core hides a failed import; a wrong build fails with more than ImportError."""
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:

@@ -33,11 +33,10 @@ from tepo_megatron.weights.transfer.full_tensors import gather_sources, gather_t
 
 @dataclass
 class Lora:
-    """``params`` has the names of ``layout``; ``layouts`` are those of all ranks."""
+    """``layouts`` are those of all ranks."""
 
     config: LoraConfig
     tensors: Sequence[str]
-    """Those of the whole model."""
     layouts: Sequence[ShardLayout]
     layout: ShardLayout
     sources: Mapping[str, list[tuple[int, Shard]]]
@@ -101,7 +100,7 @@ def build_lora(
     rank: int,
     seed: int,
 ) -> Lora:
-    """Freezes the model and adds adapters. Raises ValueError for targets that match nothing.
+    """Raises ValueError for targets that match nothing.
 
     Every rank calls before Megatron's DDP is made; no communication. ``layouts`` are those of all ranks.
     """
@@ -197,7 +196,7 @@ class Adapter(torch.nn.Module):
         """``pairs``: A [rank, columns], B [rows, rank] of each matrix; ``blocks``: where its rows belong."""
         super().__init__()
         self.scale, self.blocks = scale, blocks
-        for number, param in enumerate(pairs):  # its own, not a list's: Megatron gathers what a module has before its forward
+        for number, param in enumerate(pairs):  # not in a list: Megatron gathers a module's own parameters before its forward
             self.register_parameter(f"matrix{number}", param)
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -237,7 +236,6 @@ def _start_graph(module: torch.nn.Module, inputs: object, output: Tensor) -> Ten
 def with_merged_weights(
     module: torch.nn.Module, adapters: Mapping[str, Adapter], is_on: Callable[[], bool]
 ) -> Callable[..., Any]:
-    """Returns a forward with ``adapters``, by parameter name, merged."""
     plain = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

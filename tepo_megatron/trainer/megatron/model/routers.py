@@ -1,7 +1,7 @@
 """Routers with rollout routing replay (R3), load metrics, and the auxiliary loss.
 
-Trainer and sampler choose different experts near a tie, which changes log-probs far more than rounding. Replay takes the
-sampler's experts, weighed by the trainer's logits, so that the router learns (docs/decisions/027-routing-replay.md).
+Trainer and sampler choose different experts near a tie, which changes log-probs more than rounding. Replay takes the sampler's
+experts, weighed by the trainer's logits (docs/decisions/027-routing-replay.md).
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ _TopK = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class _Micro:
-    """t: the tokens that pass this rank's routers."""
-
     chosen_tLk: Tensor | None
 
     recorded_t: Tensor | None
@@ -42,14 +40,10 @@ class _Micro:
     load_LE: Tensor | None
 
     train: bool
-    """A backward pass may recompute the forward pass."""
 
 
 class Routers:
-    """Implements the protocol of Megatron's ``RouterReplay`` for this rank's policy.
-
-    Megatron's class would mix policy and reference, and needs a record of every token.
-    """
+    """Megatron's ``RouterReplay`` would mix policy and reference, and needs a record of every token."""
 
     def __init__(
         self,
@@ -65,8 +59,8 @@ class Routers:
         self._counting = self._has_loss = False
         self._loads_LE = torch.zeros(num_layers, experts.count, dtype=torch.int64)
         self._before_LE = self._loads_LE
-        self._aux_loss = torch.zeros(2, dtype=torch.float64)  # the sum, and the updates that it is of
-        self._replayed_L2 = torch.zeros(num_layers, 2, dtype=torch.int64)  # tokens with a record, and those that would differ
+        self._aux_loss = torch.zeros(2, dtype=torch.float64)  # sum, number of updates
+        self._replayed_L2 = torch.zeros(num_layers, 2, dtype=torch.int64)  # tokens with a record; those that differ
         self._choices: list[_Choice] = []
         for chunk in chunks:
             for module in chunk.modules():
@@ -77,7 +71,6 @@ class Routers:
 
     @contextmanager
     def forward_pass(self, share: Share, *, train: bool) -> Iterator[None]:
-        """``train``: a backward pass follows."""
         chosen_tLk = None if share.chosen_tLk is None else self._local_tokens(share.chosen_tLk)
         recorded_t = None if chosen_tLk is None else chosen_tLk[:, 0, 0] != not_recorded(chosen_tLk.itemsize)
         self._micro = _Micro(chosen_tLk, recorded_t, self._local_tokens(share.real_t), share.micro.expert_load_LE, train)
@@ -87,7 +80,7 @@ class Routers:
             self._micro = None
 
     def end_run(self) -> None:
-        """Forgets a batch. Called after all forward and backward passes."""
+        """Called after all forward and backward passes."""
         for choice in self._choices:
             choice.waiting.clear()
         self._aux_loss[1] += self._has_loss
@@ -126,9 +119,9 @@ class Routers:
     def take_metrics(self) -> dict[str, float]:
         """Returns metrics since the last call. Every rank calls; all get the same.
 
-        ``moe/max_violation``: tokens of the busiest expert over the mean, minus 1 (MaxVio), mean over layers.
-        ``moe/load_entropy``: entropy of the shares over its maximum. ``moe/replay_differs``: share of recorded choices that the
-        trainer's router would not have made. ``moe/aux_loss``: sum over layers, mean over updates.
+        ``moe/max_violation``: tokens of the busiest expert over the mean, minus 1 (MaxVio). ``moe/load_entropy``: entropy of
+        the shares over its maximum. ``moe/replay_differs``: share of recorded choices that the trainer's router would not have
+        made. ``moe/aux_loss``: sum over layers, mean over updates.
         """
         counts = torch.cat([self._loads_LE, self._replayed_L2], dim=1)
         self._loads_LE, self._replayed_L2 = torch.zeros_like(self._loads_LE), torch.zeros_like(self._replayed_L2)
@@ -162,7 +155,7 @@ class Routers:
         return {"moe/aux_loss": float(loss) / float(updates)} if updates else {}
 
     def _local_tokens(self, values_t: Tensor) -> Tensor:
-        """Sequence parallelism divides the tokens of a context-parallel rank in order; with experts, tp > 1 needs it."""
+        """With experts, tp > 1 needs sequence parallelism, which divides tokens in order."""
         return values_t.view(self._ranks.tp, -1, *values_t.shape[1:])[self._ranks.tp_rank]
 
     def micro_batch(self, waiting: deque[_Micro]) -> _Micro | None:

@@ -73,14 +73,14 @@ _KEPT = 1000
 
 
 class RootSignal:
-    """Lets other ranks wait for rank 0 without a collective's time limit."""
+    """Has no time limit, unlike a collective."""
 
     def __init__(self) -> None:
         self._count = 0
         self._alone = dist.get_world_size() == 1
         self._is_root = dist.get_rank() == 0
         if not self._alone:
-            # A connection of its own: who waits on the process group's would keep NCCL's own threads from the store.
+            # A separate connection: waiting on the process group's would keep NCCL's threads from the store.
             store: Any = dist.distributed_c10d._get_default_store()  # clone() is missing in torch's stubs
             self._store = PrefixStore("tepo/root", store.clone())
 

@@ -18,7 +18,7 @@ WGRAD = "fused_weight_gradient_mlp_cuda"
 
 @dataclass(frozen=True)
 class Packages:
-    """``te``: version. ``apex``, ``wgrad``: whether NVIDIA's apex and its extension exist."""
+    """``apex``, ``wgrad``: whether NVIDIA's apex and its extension exist."""
 
     te: str | None = None
     apex: bool = False
@@ -29,7 +29,7 @@ NO_PACKAGES = Packages()
 
 
 def installed_packages() -> Packages:
-    """A package that cannot be loaded counts: nothing is imported."""
+    """A broken package counts: nothing is imported."""
     te = installed_version("transformer-engine")
     return Packages(te=te, apex=is_nvidia_apex(package_folder("apex")), wgrad=find_spec(WGRAD) is not None)
 
@@ -55,7 +55,7 @@ def adam_kernel(packages: Packages) -> tuple[str, str]:
 
 
 def norm_kernel(layers: str) -> tuple[str, str]:
-    """Returns (whose RMSNorm, why); ``layers`` is ``te`` or ``local``."""
+    """Returns (whose RMSNorm, why)."""
     if layers == "te":
         return "Transformer Engine's, fused into the linear that follows", "the layers are Transformer Engine's"
     return "torch's", "the layers are Megatron-Core's own, whose fused norm (apex') is no RMSNorm"
@@ -76,18 +76,18 @@ def set_connections(parallel: ParallelConfig) -> None:
 
 
 def set_interface(interface: str | None) -> None:
-    """Sets ``NCCL_SOCKET_IFNAME`` to ``rollout.server.interface``, unless the user has set it. Called before any NCCL."""
+    """Sets ``NCCL_SOCKET_IFNAME``, unless the user has set it. Called before any NCCL."""
     if interface is not None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
 def wants_one_connection(parallel: ParallelConfig, capability: tuple[int, int] | None) -> bool:
-    """True for tensor or context parallelism before Blackwell; ``capability`` is None without a GPU."""
+    """True for tensor or context parallelism before Blackwell."""
     return capability is not None and capability < _BLACKWELL and (parallel.tp > 1 or parallel.cp > 1)
 
 
 def gpu_capability() -> tuple[int, int] | None:
-    """Asks NVIDIA's driver about the first GPU."""
+    """Asks NVIDIA's driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

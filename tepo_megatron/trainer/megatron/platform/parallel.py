@@ -1,4 +1,4 @@
-"""Process groups, and this rank's coordinates in them."""
+"""Divides the world into process groups."""
 
 from __future__ import annotations
 
@@ -114,12 +114,12 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
 
 
 def host_group(platform: Platform, timeout: timedelta = _TIMEOUT) -> dist.ProcessGroup | None:
-    """Returns a group that waits on the host; None if torch's default group does. Every rank calls."""
+    """None if torch's default group waits on the host. Every rank calls."""
     return None if platform.backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
 
 
 def destroy() -> None:
-    """Safe to call twice. Waits for no rank: after a failure others may be gone."""
+    """Waits for no rank: after a failure others may be gone."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():

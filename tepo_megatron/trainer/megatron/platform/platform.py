@@ -50,8 +50,6 @@ def select_platform(config: EngineConfig) -> Platform:
 
 @dataclass(frozen=True)
 class _CpuPatch:
-    """Replaces ``owner.name``; ``why`` names what needs it."""
-
     owner: Any
     name: str
     replacement: Any
@@ -106,7 +104,7 @@ def install_cpu_patches() -> None:
 
 
 class _CudaToCpu(TorchFunctionMode):
-    """Replaces a literal ``device="cuda"``, and has ``Tensor.type()`` return what Megatron's optimizers check."""
+    """Also has ``Tensor.type()`` return what Megatron's optimizers check."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -122,7 +120,7 @@ class _CudaToCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def cuda_means_cpu() -> Iterator[None]:
-    """Surrounds calls into Megatron that make tensors on "cuda"."""
+    """Surrounds calls that make tensors on "cuda"."""
     with _CudaToCpu():
         yield
 

@@ -30,7 +30,7 @@ CHUNK_BYTES = 2**24
 
 
 class OffloadedStorages:
-    """Holds one device's storages in chunks of host memory (pinned for a GPU) that are reused."""
+    """Host chunks are reused, and pinned for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -42,7 +42,7 @@ class OffloadedStorages:
         return sum(chunk.nbytes for _, chunks in self._offloaded for chunk in chunks)
 
     def offload(self, tensors: Iterable[Tensor]) -> None:
-        """Copies each storage once to the host and frees it."""
+        """Copies each storage once."""
         assert not self._offloaded, "offloaded already"
         for storage in _storages(tensors, self._device).values():
             raw = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
@@ -95,7 +95,7 @@ class Offloader:
         """In bytes."""
 
     def onload_only(self, what: _OnDevice) -> None:
-        """Offloads everything else first. Every rank calls.
+        """Offloads everything else. Every rank calls.
 
         Nothing is onloaded before all ranks have called (rank 0 puts the servers to sleep first); on return all have offloaded.
         """

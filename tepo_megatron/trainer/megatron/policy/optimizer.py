@@ -49,7 +49,7 @@ def build_optimizer(
         if inner.optimizer is not None:  # a rank may have nothing to train
             _adapt_steps(inner.optimizer, config, on_gpu=device.type == "cuda")
     if config.offload_fraction:
-        gc.collect()  # Megatron makes its hybrid optimizer twice, and the first has a copy of all weights, in a circle
+        gc.collect()  # Megatron makes its hybrid optimizer twice; the first, a reference cycle, has a copy of all weights
     return optimizer
 
 
@@ -76,7 +76,6 @@ _STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 
 
 def state_options(config: OptimizerConfig, *, on_gpu: bool) -> dict[str, Any]:
-    """Returns fields of ``OptimizerConfig``."""
     if config.offload_fraction:
         return {
             # On the host all states are fp32. This flag leaves the masters to Adam: without it they stay on the GPU too.

@@ -39,7 +39,7 @@ def _optimizer_of(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> Me
 
 
 def _held(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> tuple[Tensor, slice]:
-    """Returns the tensor in Adam's groups, and its flat range of the parameter (maybe empty)."""
+    """Returns the tensor in Adam's groups, and its flat range (maybe empty)."""
     if isinstance(optimizer, DistributedOptimizer):
         if param not in optimizer.model_param_group_index_map:
             return param.new_zeros(0, dtype=torch.float32), slice(0, 0)
@@ -54,13 +54,12 @@ def _held(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> tuple[Tens
 
 
 def is_distributed(optimizer: MegatronOptimizer) -> bool:
-    """Whether each data-parallel rank holds a part of the states."""
     inner = optimizer.chained_optimizers[0] if isinstance(optimizer, ChainedOptimizer) else optimizer
     return isinstance(inner, DistributedOptimizer)
 
 
 def local_range(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> slice:
-    """Returns this rank's range of the row-major elements; may be empty."""
+    """Row-major elements; may be empty."""
     return _held(_optimizer_of(optimizer, param), param)[1]
 
 
@@ -96,7 +95,7 @@ def spread(optimizer: MegatronOptimizer, ddp: Sequence[DistributedDataParallel])
 
 
 def set_master(optimizer: MegatronOptimizer, param: torch.nn.Parameter, value: Tensor) -> None:
-    """``value`` has the parameter's local shape; ranks without the master do nothing."""
+    """``value`` has the parameter's local shape."""
     main, local = _held(_optimizer_of(optimizer, param), param)
     if local.stop > local.start:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The model that is trained on this rank, and its optimizer."""
+"""Builds the trained model and its optimizer on this rank."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class _ParamGather:
 
 @dataclass(frozen=True)
 class Policy:
-    """Interleaved stages have several chunks of the model."""
+    """Interleaved stages have several chunks."""
 
     chunks: Sequence[GPTModel]
     ddp: Sequence[DistributedDataParallel]
-    """One per chunk, with the gradients."""
+    """One per chunk."""
 
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
@@ -75,7 +75,6 @@ class Policy:
 
     @property
     def trained(self) -> Mapping[str, torch.nn.Parameter]:
-        """Returns the optimizer's tensors by the names of their layout."""
         if self.lora is not None:
             return self.lora.params
         return {name: param for name, param in self.params.items() if isinstance(param, torch.nn.Parameter)}

@@ -58,7 +58,7 @@ class PolicyWeights:
 
     @property
     def params(self) -> dict[str, Any]:
-        """Returns this rank's complete weights. Every rank calls."""
+        """Every rank calls."""
         self._policy.param_gather.finish()
         return self._policy.params
 

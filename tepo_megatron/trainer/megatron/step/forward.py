@@ -78,10 +78,9 @@ class Forward:
         *,
         train: bool,
     ) -> list[dict[str, Any]]:
-        """Runs this rank's micro-batches forward, and backward if ``train``. Every rank calls.
+        """Every rank calls. Returns what ``loss`` kept of each micro-batch on the last pipeline stage, elsewhere an empty list.
 
-        Returns what ``loss`` kept of each micro-batch on the last pipeline stage, elsewhere an empty list. After a
-        NotFiniteError of ``loss`` the micro-batch's loss is NaN and its values have the reason under ``NOT_FINITE``.
+        After a NotFiniteError of ``loss`` the micro-batch's loss is NaN and its values have the reason under ``NOT_FINITE``.
         """
         members = [batch.select(sequences) for sequences in micro_batches]
         sizes = [self._padded(padded_tokens(micro.lengths_S.tolist(), self.ranks.cp)) for micro in members]
@@ -96,7 +95,7 @@ class Forward:
                 data_iterator=[enumerate(shares) for _ in chunks],  # every chunk asks for each micro-batch
                 model=list(chunks),
                 num_microbatches=len(shares),
-                # a packed micro-batch is one sequence to Megatron, of all context-parallel ranks; `one_length` counts on it
+                # for Megatron a packed micro-batch is one sequence over all context-parallel ranks; `one_length` relies on it
                 seq_length=sizes[0],
                 micro_batch_size=1,
                 forward_only=not train,
@@ -124,7 +123,7 @@ class Forward:
             try:  # squeezed, not indexed: the gradient of an index is a second tensor of the logits' size
                 value, values = loss(self._scores(output.squeeze(0), head, share, train=train), share.micro)
             except NotFiniteError as error:
-                # Other ranks know nothing of it, and wait in the schedule's collectives: this one goes through them all with a
+                # Other ranks do not know, and wait in the schedule's collectives: this one goes through them all with a
                 # loss of NaN, and the ranks agree afterwards (``step/update.py``).
                 parts = [output] if head is None else [output, head.weight_VpH]  # the weight too has a hook that must run
                 value = sum((part.sum() for part in parts), torch.zeros((), device=output.device)) * torch.nan

@@ -77,7 +77,6 @@ def measure_noise(forward: Forward, chunks: Sequence[torch.nn.Module], batch: Ba
 
 
 def _spread(batch: Batch, forward: Forward, sequences: int) -> list[int]:
-    """Every data-parallel rank needs equally many sequences."""
     group = forward.ranks.dp * forward.ranks.micro_batch_group
     count = max(min(sequences, batch.num_sequences) // group, 1) * group
     order = batch.lengths_S.argsort(stable=True).tolist()

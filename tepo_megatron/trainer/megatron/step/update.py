@@ -1,7 +1,7 @@
 """Makes one optimizer step. Only this file decides how losses and gradients are scaled.
 
-Megatron would take a mean of means. With ``calculate_per_token_loss`` it sums, and its division by a token count is left out
-(``policy/policy.py``): the objective's numerator is divided here, once, by the whole mini-batch's denominator.
+With ``calculate_per_token_loss`` Megatron sums, and its division is left out (``policy/policy.py``): the objective's numerator
+is divided here, once, by the whole mini-batch's denominator.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def update(
     optimizer = policy.optimizer
     try:
         context = objective.prepare(batch, entropy_noise=entropy_noise)
-    except NotFiniteError as error:  # every rank has the whole mini-batch, and ends up here alike
+    except NotFiniteError as error:  # every rank has the whole mini-batch, so all raise
         return UpdateResult(math.nan, math.nan, optimizer.param_groups[0]["lr"], {}, {}, skipped=str(error))
 
     def loss(scores: TokenScores, micro: Batch) -> tuple[Tensor, dict[str, Any]]:
@@ -68,7 +68,7 @@ def update(
         grad_norm = float(optimizer.get_grad_norm())
         reports = _find_not_finite(forward.ranks, policy, results, grad_norm, forward.platform.device)
         if reports:  # neither optimizer nor schedule steps, as in Megatron's own loop after an overflow
-            for name, bias in policy.expert_biases.items():  # which Megatron moves with the gradients' reduction
+            for name, bias in policy.expert_biases.items():  # Megatron moved them with the gradients' reduction
                 bias.copy_(biases[name])
             cause, lr = _first_cause(reports, grad_norm), optimizer.param_groups[0]["lr"]
             return UpdateResult(math.nan, grad_norm, lr, {}, {}, skipped=cause, not_finite=reports)
@@ -185,7 +185,6 @@ _KEPT = "token_values"
 
 
 def _keep_recorded(output: ObjectiveOutput, micro: Batch) -> dict[str, Tensor]:
-    """NaN for values that the objective does not compute."""
     if micro.recorded_S is None:
         return {}
     at_R = _recorded_T(micro).nonzero()[:, 0]
