@@ -25,7 +25,7 @@ def platform_of(config: RunConfig) -> str:
 
 
 def layers_of(config: RunConfig) -> str:
-    """Returns ``te`` or ``local``, as ``model/layers.py`` does."""
+    """Returns ``te`` or ``local``."""
     return "te" if platform_of(config) == "cuda" and config.engine.layers != "local" else "local"
 
 
@@ -39,12 +39,12 @@ def passed_width(spec: ModelSpec) -> int:
 
 
 def layer_activations(spec: ModelSpec, config: RunConfig) -> Mapping[str, float]:
-    """Returns kept bytes per token; recomputed modules keep their inputs."""
+    """Returns bytes per token; recomputed modules keep their inputs."""
     return _activations_without(spec, config, config.engine.recomputed)
 
 
 def recomputed_activations(spec: ModelSpec, config: RunConfig) -> float:
-    """Returns recomputed bytes per token, alive for one layer at a time."""
+    """Returns bytes per token, alive for one layer at a time."""
     return sum(_activations_without(spec, config, ()).values()) - sum(layer_activations(spec, config).values())
 
 
@@ -90,7 +90,7 @@ def _routing(spec: ModelSpec, config: RunConfig) -> Mapping[str, float]:
 
 
 def token_multiple(config: RunConfig) -> int:
-    """Returns the multiple to which micro-batches are padded, over all context-parallel ranks."""
+    """Applies to the tokens of all context-parallel ranks together."""
     parallel = config.engine.parallel
     share = (parallel.tp if parallel.sequence_parallel else 1) * FP8_TOKENS[config.engine.fp8.recipe]
     return parallel.cp * math.lcm(2, share) if parallel.cp > 1 else share

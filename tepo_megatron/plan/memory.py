@@ -1,7 +1,4 @@
-"""Bytes on a training rank's GPU and host. Formulas and sources: docs/reference/plan.md.
-
-T tokens of a micro-batch on this rank, h hidden size, f MLP size, t tensor-parallel size, b bytes per element.
-"""
+"""Bytes on a training rank's GPU and host. Formulas: docs/reference/plan.md. T tokens of a micro-batch on this rank."""
 
 from __future__ import annotations
 
@@ -36,13 +33,13 @@ GIB = 2**30
 SCORE_WORKSPACE = {"cuda": 128 * 2**20, "cpu": 768 * 2**10}
 
 FUSED_HEAD_CHUNK = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}
-"""Bytes of logits that a fused head holds at once; at least 16 tokens (``core/scores/fused_linear.py``)."""
+"""Bytes of logits held at once; at least 16 tokens."""
 
 CUDA_CONTEXT = 1.5 * GIB
-"""Context, kernels, and workspaces of cuBLAS, cuDNN and Transformer Engine: an assumption."""
+"""With workspaces of cuBLAS, cuDNN and Transformer Engine: an assumption."""
 
 COMMUNICATOR = 0.35 * GIB
-"""NCCL's buffers per group of ranks: an assumption."""
+"""NCCL's buffers per group: an assumption."""
 
 VLLM_ASLEEP = 3 * GIB
 """An assumption; vLLM's own test allows up to 7 GiB."""
@@ -51,19 +48,19 @@ USABLE = 0.9
 """The allocator's gaps need the rest."""
 
 BATCH_BYTES_PER_TOKEN = 29
-"""Tokens and labels 8 each, mask 1; sampler's log-probs, old log-probs and old entropy 4 each."""
+"""Tokens and labels 8 each, mask 1; three log-probs or entropies 4 each."""
 
 FP8_COPIES = 2
-"""Bytes per bfloat16 weight of an FP8 layer: one copy by rows and one by columns."""
+"""One copy by rows and one by columns."""
 
 
 MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 PART_ELEMENTS = 2**26
-"""Weights per part when a step makes reduced states fp32 (``trainer/megatron/policy/reduced_states.py``)."""
+"""Weights per part in ``reduced_states.py``."""
 
 HOST_STATE_BYTES = 20
-"""Per weight: fp32 weight and both moments 12, pinned gradient 4, which torch rounds up to a power of two."""
+"""fp32 weight and moments 12, pinned gradient 4, which torch rounds up to a power of two."""
 
 PROCESS = 6 * GIB
 """An assumption."""
@@ -71,7 +68,7 @@ PROCESS = 6 * GIB
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes at the peak of an optimizer step on a rank of one pipeline stage."""
+    """Bytes at the peak of an optimizer step, on a rank of one pipeline stage."""
 
     weights: float
     gradients: float
@@ -80,7 +77,7 @@ class RankMemory:
     activations: float
     logits: float
     transient: float
-    """For the backward pass of one layer or the head, or Adam's fp32 copies if they need more."""
+    """Of one layer's or the head's backward pass, or Adam's fp32 copies if they are more."""
 
     communication: float
     context: float
@@ -96,12 +93,12 @@ class RankMemory:
 
 
 def micro_batch_tokens(config: RunConfig, longest: int) -> int:
-    """Returns T. A sequence longer than the bound is a micro-batch of its own."""
+    """A sequence longer than the bound is a micro-batch of its own."""
     return -(-padded_tokens(config, max(config.engine.micro_batch_tokens, longest)) // config.engine.parallel.cp)
 
 
 def rank_memory(spec: ModelSpec, config: RunConfig, stage: int, *, longest: int, step_tokens: float) -> RankMemory:
-    """``longest``: tokens of the longest sequence; ``step_tokens``: tokens of all sequences of a step."""
+    """``longest``: tokens of the longest sequence; ``step_tokens``: tokens of a step."""
     parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
     count, trained, adapters = stage_parameters(spec, parallel, stage), _trained(spec, config, stage), 0
     if config.model.lora is not None:
@@ -132,7 +129,7 @@ def rank_memory(spec: ModelSpec, config: RunConfig, stage: int, *, longest: int,
 
 
 def communicators(spec: ModelSpec, config: RunConfig) -> list[str]:
-    """Returns the groups of more than one rank, for a rank at the end of the pipeline."""
+    """Returns groups of more than one rank, at the end of the pipeline."""
     parallel = config.engine.parallel
     copies = parallel.cp * parallel.dp
     sizes = {
@@ -165,7 +162,7 @@ def _trained(spec: ModelSpec, config: RunConfig, stage: int) -> AdapterCount:
 
 
 def owned_weights(spec: ModelSpec, config: RunConfig, stage: int) -> float:
-    """Counts a stage's trained parameters whose optimizer states a rank keeps."""
+    """Counts trained parameters with optimizer states on a rank."""
     parallel, trained = config.engine.parallel, _trained(spec, config, stage)
     if not config.optimizer.distributed:
         return trained.total
@@ -173,7 +170,7 @@ def owned_weights(spec: ModelSpec, config: RunConfig, stage: int) -> float:
 
 
 def _fp8_copies(spec: ModelSpec, config: RunConfig, stage: int) -> float:
-    """FP8 weights need no extra bytes: both copies use the two bytes of bfloat16."""
+    """FP8 weights use the two bytes of bfloat16."""
     fp8, parallel = config.engine.fp8, config.engine.parallel
     if not fp8.enabled or fp8.params:
         return 0
@@ -181,7 +178,7 @@ def _fp8_copies(spec: ModelSpec, config: RunConfig, stage: int) -> float:
 
 
 def layers_in_flight(spec: ModelSpec, config: RunConfig, stage: int, micro_batches: float) -> float:
-    """Counts the layers whose activations are alive at once under (interleaved) 1F1B."""
+    """Counts layers with live activations under (interleaved) 1F1B."""
     parallel = config.engine.parallel
     per_chunk = stage_layers(spec, parallel)[stage] / parallel.vpp
     behind = parallel.pp - stage - 1
@@ -225,7 +222,7 @@ def _head_or_layer(spec: ModelSpec, config: RunConfig, stage: int, tokens: int) 
 
 
 def _fused_head(config: RunConfig, tokens: int, row: float, gathered: float, weight: float) -> tuple[float, float]:
-    """``row``: bytes of a token's logits; ``gathered``: bytes of all its inputs."""
+    """``row``: bytes of a token's logits; ``gathered``: bytes of all inputs."""
     kind = platform_of(config)
     chunk = min(tokens, max(16, FUSED_HEAD_CHUNK[kind] // row)) * row
     # the scored tokens' inputs and their gradients; what stands for the weight's gradient is memory that a CPU never touches
@@ -233,7 +230,7 @@ def _fused_head(config: RunConfig, tokens: int, row: float, gathered: float, wei
 
 
 def state_bytes(config: RunConfig) -> float:
-    """Returns GPU bytes per owned weight: fp32 master (unless the weight is fp32) and both moments."""
+    """Returns GPU bytes per owned weight."""
     optimizer = config.optimizer
     master = 0 if config.model.dtype == "float32" else 2 if optimizer.store_param_remainders else 4
     moments = MOMENT_BYTES[optimizer.exp_avg_dtype] + MOMENT_BYTES[optimizer.exp_avg_sq_dtype]
@@ -246,7 +243,7 @@ def host_state_bytes(config: RunConfig) -> float:
 
 
 def step_copies(spec: ModelSpec, config: RunConfig, owned: float) -> float:
-    """Returns bytes of the fp32 copies that Transformer Engine's Adam makes of reduced states."""
+    """Transformer Engine's Adam makes fp32 copies of reduced states."""
     optimizer, tp = config.optimizer, config.engine.parallel.tp
     reduced = sum(dtype != "float32" for dtype in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype))
     gate_and_up = 2 * spec.hidden_size * spec.ffn_size // (expert_tp(config.engine.parallel) if spec.experts else tp)
@@ -256,18 +253,13 @@ def step_copies(spec: ModelSpec, config: RunConfig, owned: float) -> float:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of a rank of one pipeline stage."""
-
     process: float
     states: float
-    """Offloaded Adam states, with their gradients."""
-
     turns: float
-    """Weights, states and a reference model while servers use the same GPU."""
+    """What leaves the GPU for colocated servers."""
 
     staged: float
     routes: float
-    """Of the batch and of its mini-batches."""
 
     @property
     def total(self) -> float:
@@ -275,7 +267,7 @@ class HostMemory:
 
 
 def host_memory(spec: ModelSpec, config: RunConfig, memory: RankMemory, owned: float, *, step_tokens: float) -> HostMemory:
-    """``memory`` is the rank's on the GPU, ``owned`` its number of weights with states."""
+    """``owned``: number of weights with states."""
     shares = config.rollout.server.placement == "colocated" and config.rollout.replay is None
     return HostMemory(
         process=PROCESS,
@@ -291,13 +283,13 @@ def _step_routes(spec: ModelSpec, config: RunConfig, step_tokens: float) -> floa
 
 
 def root_routes(spec: ModelSpec, config: RunConfig, step_tokens: float) -> float:
-    """Returns additional bytes on rank 0: of the step's rollouts, and of steps sampled ahead."""
+    """Rank 0 also holds routes of the step's rollouts, and of steps sampled ahead."""
     ahead = config.train.max_staleness + 1 if config.train.schedule == "overlap" else 0
     return (1 + ahead) * _step_routes(spec, config, step_tokens)
 
 
 def check_host(config: RunConfig, needed: list[float], root: float = 0) -> str | None:
-    """Returns a sentence if a node's ranks need more than its memory. ``needed``: bytes of a rank, by stage."""
+    """Returns a sentence if a node's memory is too small. ``needed``: bytes of a rank, by stage."""
     cluster = config.cluster
     ranks = min(config.engine.parallel.world_size, cluster.gpus_per_node)
     most, room = ranks * max(needed) + root, cluster.host_memory_gib * GIB

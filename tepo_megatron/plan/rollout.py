@@ -19,7 +19,7 @@ VLLM_WORKSPACE = 3 * GIB
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """Bytes on one worker. ``capacity``: tokens of its KV cache; ``concurrency_…``: sequences."""
+    """Bytes on one worker. ``capacity`` in tokens, ``concurrency_…`` in sequences."""
 
     weights: float
     draft: float
@@ -31,12 +31,12 @@ class ServerMemory:
     capacity: float
     concurrency_longest: float
     concurrency_mean: float
-    """Limited by ``max_num_seqs`` and a server's share of a step."""
+    """At most ``max_num_seqs`` and a server's share of a step."""
 
 
 @dataclass(frozen=True)
 class SyncTraffic:
-    """One weight sync from shard to shard; ``…_most``: of the busiest rank or worker."""
+    """``…_most``: of the busiest rank or worker."""
 
     moves: int
     bytes_total: int
@@ -51,17 +51,14 @@ def _server_bytes(config: RunConfig) -> int:
 
 
 def _server_weights(spec: ModelSpec, config: RunConfig) -> float:
-    """Quantised linear layers have one byte a weight; their scales are negligible."""
+    """Scales of quantised layers are negligible."""
     b = _server_bytes(config)
     quantised = linear_parameters(spec) if config.rollout.server.quantization != "none" else 0
     return b * model_parameters(spec) - (b - 1) * quantised
 
 
 def draft_spec(config: RunConfig) -> tuple[ModelSpec | None, str | None]:
-    """Returns the draft model's shape, or why it is unknown; both None without a draft model.
-
-    vLLM supports models that the trainer does not, so an unknown shape does not refuse a run.
-    """
+    """Returns the draft model's shape, or why it is unknown. vLLM supports models that the trainer does not."""
     speculative = config.rollout.server.speculative
     if speculative is None or speculative.draft_model is None:
         return None, None
@@ -72,12 +69,12 @@ def draft_spec(config: RunConfig) -> tuple[ModelSpec | None, str | None]:
 
 
 def _kv_bytes_per_token(spec: ModelSpec, tp: int, element: int) -> float:
-    """With more workers than key/value heads, several workers hold the same head."""
+    """With more workers than heads, several workers hold the same head."""
     return 2 * spec.num_layers * max(1.0, spec.num_kv_heads / tp) * spec.head_dim * element
 
 
 def server_memory(spec: ModelSpec, config: RunConfig, *, longest: int, mean: float) -> ServerMemory:
-    """``longest`` and ``mean``: tokens of prompt and response together."""
+    """``longest`` and ``mean``: tokens of prompt and response."""
     server, b = config.rollout.server, _server_bytes(config)
     weights = _server_weights(spec, config) / server.tp
     per_token = _kv_bytes_per_token(spec, server.tp, b)
@@ -106,7 +103,7 @@ def server_memory(spec: ModelSpec, config: RunConfig, *, longest: int, mean: flo
 
 
 def check_turns(config: RunConfig, context: float) -> str | None:
-    """Returns a sentence if an awake server does not fit next to the trainer's ``context`` bytes."""
+    """Returns a sentence if an awake server does not fit next to ``context`` bytes."""
     server, memory = config.rollout.server, config.cluster.gpu_memory_gib * GIB
     if server.gpu_memory_utilization * memory + context <= memory:
         return None
@@ -132,7 +129,7 @@ def check_server(config: RunConfig, memory: ServerMemory, longest: int) -> str |
 
 
 def weight_sync(spec: ModelSpec, config: RunConfig) -> SyncTraffic:
-    """Takes seconds for a 70B model. Raises ValueError if vLLM cannot split the model."""
+    """Takes seconds for 70B. Raises ValueError if vLLM cannot split the model."""
     cluster, parallel, server = config.cluster, config.engine.parallel, config.rollout.server
     stages = pipeline_stages_of(spec, parallel)
     replicas, is_te = parallel.dp * parallel.cp, layers_of(config) == "te"

@@ -39,7 +39,7 @@ from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import check_balance, check_recompute, check_trainer_split
 
 DEFAULT_PROMPT_TOKENS = 512
-"""The longest prompt if ``data.max_prompt_tokens`` is unset."""
+"""If ``data.max_prompt_tokens`` is unset."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,6 @@ class Plan:
     hosts: tuple[HostMemory, ...]
     server: ServerMemory
     sync: SyncTraffic | None
-    """None if rollouts are replayed."""
-
     time: StepTime
     assumptions: tuple[str, ...]
     problems: tuple[str, ...]
@@ -69,8 +67,7 @@ class Plan:
 def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Plan:
     """Computes what a run needs; ``prompt_tokens`` and ``response_tokens`` are mean lengths (default: half the longest).
 
-    Raises ValueError for a run that cannot be laid out: indivisible parallel sizes, or an unknown shape. What does not fit is
-    in ``Plan.problems``.
+    Raises ValueError for a run that cannot be laid out. ``Plan.problems`` has what does not fit.
     """
     check_placement(config)
     spec, substitute = resolve_spec(config.model.path)
@@ -111,7 +108,6 @@ def check_plan(plan: Plan) -> None:
 
 
 def problems_of(config: RunConfig, spec: ModelSpec) -> tuple[str, ...]:
-    """Returns why a run does not fit the GPUs' memory, with remedies."""
     lengths = _lengths(spec, config, None, None)
     server = server_memory(spec, config, longest=lengths.longest, mean=lengths.mean)
     return tuple(_find_problems(spec, config, lengths, _stages(spec, config, lengths), server))
@@ -242,7 +238,7 @@ def _assumptions(spec: ModelSpec, config: RunConfig, lengths: Lengths, substitut
 
 
 def check_placement(config: RunConfig) -> None:
-    """Raises ValueError, naming the fields, if ranks or servers do not fit the cluster's GPUs."""
+    """Raises ValueError if ranks or servers do not fit the cluster's GPUs."""
     _check_trainer(config)
     _check_servers(config)
 
@@ -322,7 +318,7 @@ def _check_servers(config: RunConfig) -> None:
 def check_exact(plan: Plan) -> list[list[int]]:
     """Returns the parameters of every rank as Megatron builds it, ``[pp_rank][tp_rank]``, in ten seconds for 70B.
 
-    A subprocess imports torch. Raises RuntimeError if Megatron cannot run here, or a count differs from the formula.
+    Raises RuntimeError if Megatron cannot run here, or a count differs from the formula.
     """
     parallel = plan.config.engine.parallel
     request = {"spec": asdict(plan.spec), "parallel": parallel.model_dump()}

@@ -1,4 +1,4 @@
-"""Searches for the smallest changes after which a run's trainer fits into the GPUs' memory."""
+"""Searches for the smallest changes after which a run fits into the GPUs' memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_CHANGES_SHOWN = 4
 
 @dataclass(frozen=True)
 class _Change:
-    """``needed``: bytes of the fullest rank; ``seconds``: training and scoring in a step."""
+    """``needed``: bytes of the fullest rank; ``seconds``: training and scoring."""
 
     values: Settings
     config: RunConfig
@@ -52,10 +52,9 @@ def smallest_changes(
     usable: float,
     measure: Callable[[RunConfig], tuple[float, float]],
 ) -> list[_Change]:
-    """Returns changes of the fewest knobs after which a rank needs at most ``usable`` bytes; empty if none suffices.
+    """Changes the fewest knobs; more nodes are the last resort. Changes that compute the same come first, then the fastest.
 
-    Changes that compute the same come first, then the fastest; more nodes are the last resort. ``measure`` returns bytes and
-    seconds of a run and raises ValueError if it cannot be laid out.
+    ``measure`` returns bytes and seconds of a run and raises ValueError if it cannot be laid out.
     """
     knobs = list(_knobs(config, spec, longest))
     groups_of_knobs = [[knob] for knob in knobs], list(map(list, combinations(knobs, MAX_KNOBS)))

@@ -1,4 +1,4 @@
-"""Shapes of known models, and the number of parameters on a rank."""
+"""Shapes of known models, and numbers of parameters."""
 
 from __future__ import annotations
 
@@ -103,10 +103,7 @@ KNOWN_MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(
 
 
 def resolve_spec(source: str, field: str = "model.path") -> tuple[ModelSpec, str | None]:
-    """Returns the shape, and the assumption made if the model's folder is missing.
-
-    Raises ValueError for a missing folder whose name is no known model. ``field`` is named in messages.
-    """
+    """Returns the shape, and the assumption made if the model's folder is missing. Raises ValueError for an unknown model."""
     if source.startswith("builtin:"):
         return read_model_spec(
             Path(str(files("tepo_megatron.tasks.data").joinpath("builtin", source.removeprefix("builtin:"))))
@@ -125,24 +122,23 @@ def resolve_spec(source: str, field: str = "model.path") -> tuple[ModelSpec, str
 
 
 def expert_tp(parallel: ParallelConfig) -> int:
-    """Counts the ranks that split each expert."""
     return parallel.tp if parallel.etp is None else parallel.etp
 
 
 def expert_copies(parallel: ParallelConfig) -> int:
-    """Counts the ranks with the same part of the same experts."""
+    """Counts ranks with the same part of the same experts."""
     return parallel.tp * parallel.cp * parallel.dp // (parallel.ep * expert_tp(parallel))
 
 
 def expert_parameters(spec: ModelSpec, parallel: ParallelConfig) -> int:
-    """Counts a rank's parameters of one layer's experts, without router and shared experts."""
+    """Counts a rank's, in one layer, without router and shared experts."""
     if spec.experts is None:
         return 0
     return spec.experts.count // parallel.ep * 3 * spec.hidden_size * spec.ffn_size // expert_tp(parallel)
 
 
 def _layer_parameters(spec: ModelSpec, parallel: ParallelConfig, layer: int) -> int:
-    """Norms and router are not split; the biases of a router's experts are no parameters."""
+    """Norms and router are not split."""
     tp = parallel.tp
     qkv_rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim // tp
     attention = qkv_rows * (spec.hidden_size + spec.qkv_bias) + spec.hidden_size * spec.num_heads * spec.head_dim // tp
@@ -156,7 +152,7 @@ def _layer_parameters(spec: ModelSpec, parallel: ParallelConfig, layer: int) -> 
 
 
 def linear_parameters(spec: ModelSpec) -> int:
-    """Counts weights with experts, without router and head."""
+    """Counts experts, but no router or head."""
     biases = spec.qkv_bias * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     routers = 0 if spec.experts is None else _expert_layers(spec) * spec.experts.count * spec.hidden_size
     norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
@@ -172,7 +168,7 @@ def _all_layers(spec: ModelSpec) -> int:
 
 
 def vocabulary_parameters(spec: ModelSpec, tp: int) -> int:
-    """Counts a rank's part of embedding or head, with padding."""
+    """Counts a rank's part, with padding."""
     return spec.padded_vocab_size(tp) // tp * spec.hidden_size
 
 
@@ -212,7 +208,7 @@ def model_parameters(spec: ModelSpec) -> int:
 
 
 def active_parameters(spec: ModelSpec) -> int:
-    """Counts the parameters that one token meets: without experts that are not chosen."""
+    """Leaves out experts that are not chosen."""
     if spec.experts is None:
         return model_parameters(spec)
     idle = spec.experts.count - spec.experts.per_token
@@ -241,7 +237,7 @@ def layer_adapters(
 
 
 def stage_adapters(spec: ModelSpec, lora: LoraConfig, parallel: ParallelConfig, *, dense: int, sparse: int) -> AdapterCount:
-    """Counts those of a rank in ``dense`` layers without experts and ``sparse`` layers with experts."""
+    """``dense``: layers without experts; ``sparse``: layers with experts."""
     counts = [
         (layers, layer_adapters(spec, lora, parallel.tp, parallel.ep, parallel.etp, sparse=with_experts))
         for layers, with_experts in ((dense, False), (sparse, True))

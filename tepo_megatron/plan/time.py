@@ -22,7 +22,7 @@ from tepo_megatron.plan.shapes import (
 from tepo_megatron.weights.architecture import ModelSpec
 
 PACK_SECONDS_PER_TOKEN = 0.02e-6
-"""Rank 0 packs while all ranks wait. One CPU core took half of this."""
+"""All ranks wait for rank 0. One CPU core took half of this."""
 
 DECODE_SECONDS_PER_TOKEN = 3e-6
 """Measured; servers continue meanwhile."""
@@ -31,12 +31,12 @@ DIGEST_SECONDS_PER_BYTE = 1e-9
 """SHA-256 on one core, measured."""
 
 ADAM_BANDWIDTH = 0.7
-"""Share of a GPU's memory bandwidth that a step of Adam reaches: an assumption."""
+"""Share of a GPU's memory bandwidth: an assumption."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens: mean prompt, mean response, and the longest prompt and response together."""
+    """Tokens; ``longest``: of prompt and response together."""
 
     prompt: float
     response: float
@@ -50,7 +50,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Sizes of one step, FLOPs over all GPUs, and seconds of each consecutive phase."""
+    """FLOPs over all GPUs, and seconds of consecutive phases."""
 
     sequences: int
     tokens: float
@@ -65,13 +65,11 @@ class StepTime:
     """Additional work of the busiest stage over the mean."""
 
     padding: float
-    """Share of the computed tokens."""
-
     generation: float
     score: float
     train: float
     exposed: float
-    """Part of ``score`` and ``train`` in which ranks wait for others."""
+    """Part of ``score`` and ``train`` in which ranks wait."""
 
     exchange: float
     """Exposed transfer between data-parallel ranks."""
@@ -80,8 +78,6 @@ class StepTime:
     """With states on the host also transfers and the cores' work."""
 
     turns: float
-    """Weights and states leave the GPU for colocated servers, and return."""
-
     sync: float
     root: float
     save: float
@@ -102,7 +98,7 @@ def step_time(
     sync: SyncTraffic | None,
     stages: Sequence[RankMemory],
 ) -> StepTime:
-    """Counts 3 forward passes plus recomputation in training, 1 in scoring (2 with a reference model), 1 in generation."""
+    """Counts 3 forward passes plus recomputation in training, 1 in scoring (2 with a reference), 1 in generation."""
     cluster, parallel, rollout = config.cluster, config.engine.parallel, config.rollout
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     tokens, responses = sequences * lengths.mean, sequences * lengths.response
@@ -195,7 +191,7 @@ def _turns(config: RunConfig, memory: RankMemory) -> float:
 
 
 def _save(spec: ModelSpec, config: RunConfig) -> float:
-    """Ranks write to one disk at the same time; an asynchronous save only copies to the host."""
+    """An asynchronous save only copies to the host."""
     every, cluster = config.train.save_every, config.cluster
     if not every:
         return 0.0
@@ -206,7 +202,6 @@ def _save(spec: ModelSpec, config: RunConfig) -> float:
 
 
 def checkpoint_bytes_of_a_rank(spec: ModelSpec, config: RunConfig) -> float:
-    """Returns the most fp32 bytes that a rank writes."""
     return 12 * max(owned_weights(spec, config, stage) for stage in range(config.engine.parallel.pp))
 
 
@@ -216,7 +211,7 @@ def checkpoint_bytes(spec: ModelSpec, config: RunConfig) -> int:
 
 
 def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefill: float, decode: float) -> float:
-    """A wave reads the weights once per position of its longest response, and keys and values once per token."""
+    """A wave reads weights once per position of its longest response, keys and values once per token."""
     cluster, rollout = config.cluster, config.rollout
     if rollout.replay is not None:
         return 0.0
@@ -234,7 +229,7 @@ def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefi
 
 
 def _exchange(spec: ModelSpec, config: RunConfig, micro_batch: float) -> float:
-    """``micro_batch``: seconds of one forward and backward pass, behind which transfers hide if overlapped."""
+    """``micro_batch``: seconds of a forward and backward pass."""
     parallel, cluster, engine = config.engine.parallel, config.cluster, config.engine
     copies, minibatches = parallel.dp * parallel.cp, config.train.minibatches
     experts = max(stage_expert_layers(spec, parallel)) * expert_parameters(spec, parallel)
@@ -269,7 +264,7 @@ def _recomputed_flops(spec: ModelSpec, config: RunConfig, mean_length: float) ->
 
 @dataclass(frozen=True)
 class ScheduleTime:
-    """Seconds of a step under ``train.schedule``, and the idle shares of both sides."""
+    """``idle_…``: shares of the time."""
 
     schedule: str
     seconds: float
@@ -278,7 +273,7 @@ class ScheduleTime:
 
 
 def schedule_times(step: StepTime, *, is_colocated: bool) -> list[ScheduleTime]:
-    """Ignores effects of ``train.max_staleness``."""
+    """Ignores ``train.max_staleness``."""
     if step.generation == 0:
         return []
     trains = step.seconds - step.generation
