@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_time_limit(config: RunConfig) -> None:
-    """Raises ValueError if Slurm would warn the job as soon as it starts and requeue it forever."""
+    """Raises ValueError if Slurm would warn the job as soon as it starts."""
     days, _, clock = config.cluster.time_limit.rpartition("-")
     hours, minutes, seconds = (int(part) for part in clock.split(":"))
     limit_s = ((24 * int(days or 0) + hours) * 60 + minutes) * 60 + seconds
@@ -48,7 +48,7 @@ class _ClusterRun:
 
 
 def check_cluster(config: RunConfig, tunnel: Tunnel) -> None:
-    """Raises ValueError if a file is missing on the cluster's disks, or the output folder already holds a run."""
+    """Raises ValueError for missing files, or if the output folder holds a run."""
     verify_all(CLUSTER_CHECKS, _ClusterRun(config, tunnel))
 
 
@@ -91,7 +91,7 @@ def _check_images(run: _ClusterRun) -> None:
 
 
 def _check_transformer_engine(run: _ClusterRun) -> None:
-    """Looks into a ``.sqsh`` image if ``unsquashfs`` is installed. Others are checked when the job starts."""
+    """Other images than ``.sqsh`` are checked when the job starts."""
     image = run.config.cluster.container
     if not uses_gpus(run.config) or image is None or not image.endswith(".sqsh"):
         return
@@ -117,7 +117,7 @@ def _check_checkpoint(run: _ClusterRun) -> None:
 
 
 def _check_output(run: _ClusterRun) -> None:
-    """A folder holds a run (``run/output/run_folder.py``) if it has a checkpoint, or the row of a trained step."""
+    """As in ``run/output/run_folder.py``."""
     output = str(run.config.output)
     trained = f"grep -qsv '^{{\"step\": 0[,}}]' {shlex.quote(f'{output}/metrics.jsonl')}"
     if run.has_checkpoint(output) or run.succeeds(trained):

@@ -25,10 +25,10 @@ _CUSTOM_CODE = re.compile(r"[^:\n]+\.py:[A-Za-z_]\w*")
 """``path/file.py:name``."""
 
 _NOT_OURS = ("cluster", "kwargs", "verifier_kwargs", "template", "system_prompt")
-"""Fields without custom code: settings of the submitting machine, arguments, and text for the model."""
+"""Settings of the submitting machine, arguments, and text for the model."""
 
 _ValueChange = Callable[[str, Any], Any]
-"""Maps a field's name, such as ``data.train[1].verifier``, and its value to the new value."""
+"""(field such as ``data.train[1].verifier``, value) → new value."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Role:
 
 
 def roles(config: RunConfig) -> list[Role]:
-    """Returns the trainer's nodes, then the servers' if there are any. ``config`` is a result of :func:`on_nodes`."""
+    """Returns the trainer's nodes, then the servers'. ``config`` is a result of :func:`on_nodes`."""
     cluster = config.cluster
     train = Role("train", 0, cluster.train_nodes, train_script(config), cluster.container)
     if not cluster.rollout_nodes:
@@ -78,7 +78,7 @@ def uses_gpus(config: RunConfig) -> bool:
 
 
 def mounts(config: RunConfig) -> list[str]:
-    """Returns the folders that a container of the job sees, as source:target."""
+    """Returns source:target of the folders that a container sees."""
     folders = {str(config.output), config.model.path}
     adapters = config.model.lora and config.model.lora.path
     speculative = config.rollout.server.speculative
@@ -94,7 +94,7 @@ def mounts(config: RunConfig) -> list[str]:
 
 
 def train_script(config: RunConfig) -> str:
-    """Returns the script of every training node; its argument is the address of the first node."""
+    """The script's argument is the address of the first node."""
     needed = "transformer-engine" if uses_gpus(config) else ""
     cluster = config.cluster
     text = _fill("train.sh", config, python=cluster.python, nodes=cluster.train_nodes, ranks=ranks_per_node(config))
@@ -107,12 +107,12 @@ def serve_script(config: RunConfig) -> str:
 
 
 def batch_lines(config: RunConfig) -> str:
-    """Returns shell code that forwards Slurm's warning and requeues the job."""
+    """Forwards Slurm's warning and requeues the job."""
     return _fill("batch.sh", config, max_requeues=config.cluster.max_requeues)
 
 
 def warning_lead_s(config: RunConfig) -> int:
-    """Returns the seconds between SIGUSR1 to the batch script and Slurm's limit."""
+    """Returns the seconds between SIGUSR1 and Slurm's limit."""
     return math.ceil(config.train.warning_s) + JOB_END_S
 
 
@@ -166,7 +166,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def custom_code_files(config: RunConfig) -> dict[str, str]:
-    """Returns the files of custom code, without plugins, by field such as ``data.order``."""
+    """Returns files by field such as ``data.order``, without plugins."""
     result = {}
 
     def note(field: str, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Submits a job through NeMo-Run: one allocation with one ``srun`` per role. When either ends, the job ends."""
+"""Submits a job through NeMo-Run: one allocation, one ``srun`` per role. When either ends, the job ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 TITLE = "tepo"
 ROLE_POLL_INTERVAL_S = 5
-"""The batch script checks this often whether a role has ended."""
 
 
 _QUIET: dict[str, Any] = {
@@ -31,7 +30,7 @@ _QUIET: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Scripts:
-    """``sbatch``: the batch script (empty without Slurm). ``roles``: file name below OUT/launch → text."""
+    """``sbatch`` is empty without Slurm. ``roles``: file name below OUT/launch → text."""
 
     sbatch: str
     roles: dict[str, str]
@@ -49,7 +48,7 @@ def require_nemo_run() -> None:
 
 
 def connect(cluster: ClusterConfig) -> Tunnel:
-    """Returns a tunnel that runs commands on this machine, or over ssh on the login node."""
+    """Commands run on this machine, or over ssh on the login node."""
     return _tunnel(cluster, job_dir="")
 
 
@@ -82,7 +81,7 @@ def submit(config: RunConfig) -> str:
 
 
 def run_locally(config: RunConfig) -> int:
-    """Runs the trainer's script on this machine and returns its exit code."""
+    """Returns the exit code of the trainer's script."""
     import nemo_run
     from torchx.specs.api import AppState
 
@@ -95,7 +94,7 @@ def run_locally(config: RunConfig) -> int:
 
 
 def _experiment(config: RunConfig, folder: Path) -> Any:
-    """Tasks can be added only inside the experiment's own context."""
+    """Tasks can be added only inside its context."""
     from contextlib import contextmanager
 
     import nemo_run
@@ -120,7 +119,7 @@ def _arguments(role: Role) -> list[str]:
 
 
 def _executor(config: RunConfig, role: Role) -> SlurmExecutor:
-    """NeMo-Run takes the allocation from the first role, and the nodes of this role within it."""
+    """NeMo-Run takes the allocation from the first role."""
     import nemo_run
 
     from tepo_megatron.launch.slurm_logs import JobLogs

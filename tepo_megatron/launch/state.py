@@ -21,19 +21,17 @@ _QUERIES = (
     "scontrol --oneliner show job {job} | grep -o 'JobState=[A-Z_]*' | cut -d= -f2",
     "sacct --noheader --allocations --parsable2 --jobs={job} --format=State",
 )
-"""Tried in turn: squeue knows waiting and running jobs, scontrol also recent ones, sacct (not on every cluster) all."""
+"""Tried in turn: squeue knows waiting and running jobs, scontrol recent ones, sacct (not everywhere) all."""
 
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """The newest job of an output folder."""
-
     job: str
     ranks_per_node: int
 
 
 def upload(config: RunConfig, tunnel: Tunnel, scripts: dict[str, str], submission: dict[str, Any]) -> None:
-    """Writes ``launch/run.yaml``, the scripts, ``launch/submission.json`` and ``resolved.yaml`` to the output folder."""
+    """Writes scripts, ``launch/run.yaml``, ``launch/submission.json`` and ``resolved.yaml``."""
     texts = {f"launch/{name}": text for name, text in scripts.items()}
     texts["launch/run.yaml"] = texts["resolved.yaml"] = dump_resolved(config)
     texts["launch/submission.json"] = json.dumps(submission, indent=2) + "\n"
@@ -73,7 +71,7 @@ def cancel(job: str, tunnel: Tunnel) -> None:
 
 
 def log_pattern(config: RunConfig, submitted: SubmittedJob, role: str, rank: int | None) -> str:
-    """Returns a shell pattern for the logs of a role, or of one rank of the trainer."""
+    """Returns a shell pattern for a role, or one rank of the trainer."""
     logs, job = config.output / "logs", submitted.job
     if rank is not None:
         node, local = divmod(rank, submitted.ranks_per_node)
@@ -83,7 +81,7 @@ def log_pattern(config: RunConfig, submitted: SubmittedJob, role: str, rank: int
 
 
 def tail(tunnel: Tunnel, pattern: str, lines: int, *, follow: bool) -> None:
-    """Prints the ends of the files; with ``follow``, until interrupted. Raises ValueError if there is none yet."""
+    """Follows until interrupted. Raises ValueError if there are no files yet."""
     files = tunnel.run(f"ls -d {pattern} 2>/dev/null", hide=True, warn=True).stdout.split()
     if not files:
         raise ValueError(f"there is no {pattern} yet; see 'tepo launch status'")
