@@ -14,9 +14,8 @@ from typing import Any
 class Problem:
     """One task of a dataset: the prompt, and the answer for the verifier.
 
-    ``metadata``: all other keys of its line in the data file, as JSON values, ignored by ``==``. ``messages``: (role, content)
-    pairs for a chat template; ``prompt`` is then the last user message. ``source``: the name of its data source, if there are
-    several.
+    ``metadata``: all other keys of its line in the data file, ignored by ``==``. ``messages``: (role, content) pairs for a chat
+    template; ``prompt`` is then the last user message. ``source``: the name of its data source, if several.
     """
 
     id: str
@@ -28,7 +27,7 @@ class Problem:
 
 
 class ResponseText(str):
-    """The text of a response, a ``str``, with its tokens and ``finish_reason``.
+    """The text of a response, a ``str``, with its tokens.
 
     ``finish_reason`` is ``"stop"`` (the model ended it) or ``"length"`` (cut). Methods such as ``strip()`` return a plain
     ``str``. ``prompt_tokens``: tokens before a turn of an episode, else 0.
@@ -45,12 +44,12 @@ class ResponseText(str):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The sampled ids with the end token; empty if only the text is known."""
+        """With the end token; empty if only the text is known."""
         return tuple(self._ids)
 
     @cached_property
     def packed_ids(self) -> bytes:
-        """Native 32-bit integers, for the process that runs the verifier."""
+        """Native 32-bit integers."""
         with suppress(TypeError):  # no buffer
             view = memoryview(self._ids)  # type: ignore[arg-type]
             if view.format == "i":

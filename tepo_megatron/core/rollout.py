@@ -12,37 +12,34 @@ from numpy.typing import ArrayLike, NDArray
 from tepo_megatron.core.sampling_mask import SamplingMask
 
 TokenIds = NDArray[np.int32]
-"""Read-only [n]."""
 
 Logprobs = NDArray[np.float32]
-"""Natural logarithm; read-only [n]."""
 
 LossMask = NDArray[np.bool_]
-"""Read-only [n]: whether the model wrote the response token, and not an environment."""
+"""Per response token: whether the model wrote it, and not an environment."""
 
 Routes = NDArray[np.uint8] | NDArray[np.int16]
-"""Experts of a sequence's tokens except the last, read-only [tokens − 1, layers, experts per token]; uint8 up to 255 experts.
-"""
+"""Experts of all tokens but the last, read-only [tokens − 1, layers, experts per token]; uint8 up to 255 experts."""
 
 
 @dataclass(frozen=True, order=True)
 class WeightsVersion:
-    """The step after which the weights were taken, and their fingerprint in hex, empty if not known."""
+    """The step after which the weights were taken, and their hex fingerprint or ""."""
 
     step: int
     digest: str = ""
 
 
 Spans = tuple[tuple[int, WeightsVersion], ...]
-"""(index of the first token, version of the weights that drew it and the following ones), the first at index 0."""
+"""(index of the first token, version of the weights that drew it and the following ones)."""
 
 
 @dataclass(frozen=True, eq=False, init=False)
 class Response:
     """One sampled continuation of a prompt. Equality compares all bits.
 
-    ``logprobs`` [tokens] are under the sampling temperature (1 for greedy decoding), among the tokens that could be drawn.
-    ``finish_reason`` is ``"stop"`` (end token or stop string), ``"length"`` (cut) or ``"abort"`` (can be continued).
+    ``logprobs``: among the tokens that could be drawn, under the sampling temperature (1 for greedy decoding).
+    ``finish_reason``: ``"stop"`` (end token or stop string), ``"length"`` (cut) or ``"abort"`` (can be continued).
     """
 
     response_ids: TokenIds
@@ -52,9 +49,8 @@ class Response:
     routed_experts: Routes | None = None
     """Of the prompt's and the response's tokens."""
     loss_mask: LossMask | None = None
-    """None if the model wrote every token; log-probs of other tokens are 0."""
+    """None if the model wrote every token; other log-probs are 0."""
     sampling_mask: SamplingMask | None = None
-    """Of the response's tokens."""
 
     def __init__(
         self,
@@ -66,7 +62,7 @@ class Response:
         loss_mask: ArrayLike | None = None,
         sampling_mask: SamplingMask | None = None,
     ) -> None:
-        """``versions``: spans, or one version for all tokens; a token of the environment belongs to the span before it."""
+        """``versions``: spans, or one version for all; an environment's token belongs to the span before it."""
         ids = token_ids(response_ids)
         _fill(
             self,
@@ -81,7 +77,7 @@ class Response:
 
     @property
     def weights_version(self) -> WeightsVersion:
-        """The oldest: it drew the first token."""
+        """The oldest one."""
         return self.versions[0][1]
 
     @property
@@ -103,10 +99,10 @@ NO_PARTS: Mapping[str, float] = MappingProxyType({})
 class Rollout:
     """One sampled response to a prompt, with its reward. Equality compares all bits.
 
-    ``sampler_logprobs`` [response tokens] are natural logarithms under the sampling temperature, among the tokens that could be
-    drawn. ``group`` numbers the prompt within its step. ``finish_reason`` is ``"stop"`` (end token or stop string) or
-    ``"length"`` (cut). ``reward`` is None if the verifier failed: the response is recorded, but not trained on.
-    ``reward_parts``: the components of the reward's weighted sum, by name.
+    ``sampler_logprobs``: natural logarithm, under the sampling temperature, among the tokens that could be drawn. ``group``
+    numbers the prompt within its step. ``finish_reason``: ``"stop"`` (end token or stop string) or ``"length"`` (cut).
+    ``reward`` is None if the verifier failed: the response is recorded, but not trained on. ``reward_parts``: the components of
+    the reward's weighted sum.
     """
 
     problem_id: str
@@ -122,9 +118,8 @@ class Rollout:
     routed_experts: Routes | None = None
     """Of the prompt's and the response's tokens."""
     loss_mask: LossMask | None = None
-    """None if the model wrote every response token; log-probs of other tokens are 0."""
+    """None if the model wrote every response token; other log-probs are 0."""
     sampling_mask: SamplingMask | None = None
-    """Of the response's tokens."""
 
     def __init__(
         self,
@@ -142,7 +137,7 @@ class Rollout:
         loss_mask: ArrayLike | None = None,
         sampling_mask: SamplingMask | None = None,
     ) -> None:
-        """``versions``: spans, or one version for all tokens. Arrays of the right dtype are not copied, but made read-only."""
+        """``versions``: spans, or one version for all. Arrays of the right dtype are not copied, but made read-only."""
         ids = token_ids(response_ids)
         _fill(
             self,
@@ -172,7 +167,6 @@ class Rollout:
         text: str,
         reward: float | None = 0.0,
     ) -> Rollout:
-        """Makes a rollout with the tokens, masks, versions and experts of ``response``."""
         return cls(
             problem_id=problem_id,
             group=group,
@@ -190,7 +184,7 @@ class Rollout:
 
     @property
     def weights_version(self) -> WeightsVersion:
-        """The oldest: it drew the first token."""
+        """The oldest one."""
         return self.versions[0][1]
 
     @property
@@ -206,9 +200,7 @@ class Rollout:
 
 
 def token_ids(values: ArrayLike) -> TokenIds:
-    """Makes an int32 array read-only, without a copy, or converts. Raises ValueError unless ``values`` are 1-D integers of 32
-    bits.
-    """
+    """Makes an int32 array read-only without a copy, or converts. Raises ValueError unless 1-D integers of 32 bits."""
     ids = np.asarray(values)
     if ids.size == 0:
         ids = ids.astype(np.int32)
@@ -224,7 +216,7 @@ def token_ids(values: ArrayLike) -> TokenIds:
 
 
 def token_logprobs(values: ArrayLike) -> Logprobs:
-    """Makes a float32 array read-only, without a copy, or converts. Raises ValueError unless 1-D."""
+    """Makes a float32 array read-only without a copy, or converts. Raises ValueError unless 1-D."""
     logprobs = np.asarray(values, dtype=np.float32)
     if logprobs.ndim != 1:
         raise ValueError(f"log-probs must be in a row, but they have the shape {logprobs.shape}")
@@ -280,5 +272,5 @@ def _same_bits(one: Response | Rollout, other: object) -> bool:
 
 
 def not_recorded(itemsize: int) -> int:
-    """Returns the number of an unknown expert in routes with 1 or 2 bytes per number."""
+    """Returns the number of an unknown expert."""
     return 2**8 - 1 if itemsize == 1 else 2**15 - 1

@@ -1,4 +1,4 @@
-"""A sampler's mask after top-k, top-p, min-p and bad words: the tokens that could have been drawn instead."""
+"""A sampler's mask: the tokens that could have been drawn instead."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, eq=False, init=False)
 class SamplingMask:
-    """The other tokens that could have been drawn, for each of n drawn tokens, each once.
-
-    ``counts`` int32 [n]; ``ids`` int32 [Σ counts], token by token; both read-only, on the host.
-    """
+    """``counts`` int32 [n]: other tokens that could have been drawn, per drawn token; ``ids`` int32 [Σ counts]; read-only."""
 
     counts: NDArray[np.int32]
     ids: NDArray[np.int32]
 
     def __init__(self, counts: ArrayLike, ids: ArrayLike) -> None:
-        """Raises ValueError if ``ids`` has another length than the sum of ``counts``."""
+        """Raises ValueError unless ``ids`` has the length Σ counts."""
         counts, ids = np.ascontiguousarray(counts, np.int32), np.ascontiguousarray(ids, np.int32)
         total = counts.sum(dtype=np.int64)
         if counts.ndim != 1 or ids.ndim != 1 or (counts < 0).any() or total != ids.size:
@@ -33,7 +30,6 @@ class SamplingMask:
 
     @classmethod
     def empty(cls, n: int) -> SamplingMask:
-        """Makes a mask without alternatives."""
         return cls(np.zeros(n, np.int32), np.zeros(0, np.int32))
 
     @classmethod
@@ -45,7 +41,6 @@ class SamplingMask:
         return self.counts.size
 
     def __getitem__(self, indices: NDArray[np.int64]) -> SamplingMask:
-        """Selects tokens, in the order of ``indices``."""
         counts = self.counts[indices]
         ends = np.cumsum(counts, dtype=np.int64)
         starts = np.cumsum(self.counts, dtype=np.int64)[indices] - counts

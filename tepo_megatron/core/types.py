@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """S sequences packed into T tokens: a whole step, a mini-batch or a micro-batch. All on one device, unless stated.
+    """S sequences packed into T tokens: a step, a mini-batch or a micro-batch. All on one device, unless stated.
 
-    - ``tokens_T`` int64, ``labels_T`` int64 (the next token, or 0), ``loss_mask_T`` bool (the label is a response token of the
-      model; T_i counts these), ``cu_seqlens`` int32 [S+1] (offsets, first 0, last T)
+    - ``tokens_T`` int64; ``labels_T`` int64 (the next token, or 0); ``loss_mask_T`` bool (the label is a response token of the
+      model; T_i counts these); ``cu_seqlens`` int32 [S+1] (offsets, first 0, last T)
     - ``sampler_logprobs_T`` fp32 (0 outside the mask), ``rewards_S`` fp32, ``groups_S`` int64
     - fp32, ``None`` until computed: ``advantages_S``; ``old_logprobs_T``, ``old_entropy_T`` of the pre-update policy;
-      ``reference_logprobs_T`` of a frozen reference model
+      ``reference_logprobs_T``
     - ``reward_parts_SK`` fp32 [S, K]: the components of each reward
-    - ``routed_experts_T`` uint8 or int16 [T, layers, k], on the host: the experts of each *token*; the dtype's largest number
-      if unknown, as for the last token of a sequence
-    - ``sampling_mask_T``, on the host: the tokens that could have been drawn instead of the *label*; scores are among them
+    - ``routed_experts_T`` uint8 or int16 [T, layers, k], on the host: experts of each *token*; the dtype's largest number if
+      unknown
+    - ``sampling_mask_T``, on the host: the tokens that could have been drawn instead of the *label*
     - ``recorded_S`` int64: the index in the step of a sequence with recorded token values, or −1
-    - ``expert_load_LE`` int64 [layers, experts]: tokens of the whole mini-batch that each layer sent to each expert
+    - ``expert_load_LE`` int64 [layers, experts]: tokens of the whole mini-batch sent to each expert
     """
 
     tokens_T: Tensor
@@ -60,12 +60,12 @@ class Batch:
 
     @property
     def lengths_S(self) -> Tensor:
-        """Prompt and response tokens: int64 [S]."""
+        """int64 [S], with prompts."""
         return self.cu_seqlens.diff().long()
 
     @property
     def sequence_index_T(self) -> Tensor:
-        """The sequence of each token: int64 [T]."""
+        """int64 [T]."""
         import torch
 
         lengths_S = self.lengths_S
@@ -73,7 +73,7 @@ class Batch:
 
     @property
     def positions_T(self) -> Tensor:
-        """The index of each token within its sequence: int64 [T]."""
+        """int64 [T], within each sequence."""
         import torch
 
         index_T = self.sequence_index_T
@@ -83,12 +83,12 @@ class Batch:
         return replace(self, **changes)
 
     def to(self, device: torch.device | str) -> Batch:
-        """Copies to a device, except the fields on the host."""
+        """Leaves the fields on the host there."""
         names = [f.name for f in fields(self) if f.name not in ("routed_experts_T", "sampling_mask_T")]
         return replace(self, **{name: value.to(device) for name in names if (value := getattr(self, name)) is not None})
 
     def token_index(self, sequences: Sequence[int]) -> Tensor:
-        """Returns the positions of these sequences' tokens, in their order: int64."""
+        """Returns int64 positions, in the order of ``sequences``."""
         import torch
 
         offsets = self.cu_seqlens.tolist()
@@ -96,7 +96,7 @@ class Batch:
         return torch.cat([torch.zeros(0, dtype=torch.int64), *runs]).to(self.tokens_T.device)
 
     def select(self, sequences: Sequence[int]) -> Batch:
-        """Returns the batch of these sequences, in this order."""
+        """Keeps the order of ``sequences``."""
         import torch
 
         index_T = self.token_index(sequences)
@@ -117,15 +117,14 @@ class Batch:
 class TokenScores:
     """Log-probability of the label and entropy of the whole distribution: fp32 [T], natural logarithm.
 
-    The first two are differentiable in the logits (or hidden states and head weight). Every tensor-parallel rank has the same
-    values.
+    The first two are differentiable. Every tensor-parallel rank has the same values.
     """
 
     logprob: Tensor
     entropy: Tensor
     entropy_slope: Tensor | None = None
-    """Slope of the entropy H along e_k − p, the direction of the logits in a policy-gradient step on the label k with A > 0:
-    Σ_j p_j² (log p_j + H) − p_k (log p_k + H). Below 0 the step lowers H. Detached; None if not requested.
+    """Slope of the entropy H along e_k − p, the direction of a policy-gradient step on the label k with A > 0: Σ_j p_j² (log
+    p_j + H) − p_k (log p_k + H). Detached; None if not requested.
     """
 
 
@@ -133,9 +132,9 @@ class TokenScores:
 class ObjectiveOutput:
     """A micro-batch's share of the loss of one optimizer step.
 
-    ``numerator`` is a differentiable scalar, a *sum* to be minimised. ``denominator``, the same on all ranks, divides the sum
-    over all micro-batches and ranks once. ``metrics``: detached ``(sum, count)`` scalars that add up likewise; ``extrema``:
-    detached scalars, names end in ``/min`` or ``/max``. ``token_values``: detached [T], for runs that record them.
+    ``numerator``: differentiable scalar, a *sum* to be minimised. ``denominator``, the same on all ranks, divides the sum over
+    micro-batches and ranks once. ``metrics``: detached ``(sum, count)`` scalars that add up likewise; ``extrema``: detached,
+    named ``…/min`` or ``…/max``. ``token_values``: detached [T].
     """
 
     numerator: Tensor

@@ -17,14 +17,12 @@ def group_advantages(
     std: Literal["sample", "population"] = "sample",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Returns one advantage per sequence, relative to the sequences with the same number in ``groups_S`` (int64 [S]).
+    """Returns one advantage per sequence, relative to its group (equal numbers in ``groups_S``, int64 [S]).
 
     ``group`` is (R − mean) / (std + eps) (equation 1); ``no_std`` is R − mean (Dr.GRPO); ``leave_one_out`` is R minus the mean
-    of the others (RLOO); ``divide_by_mean`` is (R − mean) / mean (MaxRL). A group of equal rewards, or of one sequence, gets
-    exactly 0. The result is detached, fp32 [S] (fp64 for fp64 rewards).
-
-    Raises:
-        ValueError: shapes differ, a reward is not finite, or a mean is divided by and a reward is negative.
+    of the others (RLOO); ``divide_by_mean`` is (R − mean) / mean (MaxRL). Groups of equal rewards get exactly 0. Detached, fp32
+    [S] (fp64 for fp64 rewards). Raises ValueError if shapes differ, a reward is not finite, or ``divide_by_mean`` meets a
+    negative one.
     """
     if rewards_S.ndim != 1 or rewards_S.shape != groups_S.shape:
         raise ValueError(
@@ -75,9 +73,8 @@ def whitened_advantages(
 ) -> Tensor:
     """Returns x = R − group mean, whitened: (x − mean) / (sample std + eps) (REINFORCE++ with baseline, arXiv 2501.03262).
 
-    ``responses``: every response counts once, so a group of equal rewards keeps its exact 0. ``tokens``: a response counts
-    ``lengths_S`` (int64 [S]) times, as in verl; groups of equal rewards then get the batch's offset. Arguments, results and
-    errors are otherwise those of `group_advantages`.
+    ``responses``: every response counts once. ``tokens``: it counts ``lengths_S`` (int64 [S]) times, as in verl; groups of
+    equal rewards then get the batch's offset. Errors are those of `group_advantages`.
     """
     dtype = torch.promote_types(rewards_S.dtype, torch.float32)
     centred_S = group_advantages(rewards_S.double(), groups_S, kind="no_std")
@@ -98,12 +95,9 @@ def gdpo_advantages(
 ) -> Tensor:
     """Returns Σ_k w_k (R_k − mean) / (std + eps) in groups, over its deviation in the batch + eps (GDPO, arXiv 2601.05242).
 
-    The paper also subtracts the mean over the batch, which is 0 already. ``rewards_SK`` is float [S, K]; only proportions of
-    ``weights`` count, default 1. The result is detached, fp32 [S] (fp64 for fp64 rewards), and 0 if all rewards of a group are
-    equal.
-
-    Raises:
-        ValueError: shapes differ, or a reward is not finite.
+    The paper also subtracts the batch's mean, which is 0 already. ``rewards_SK`` is float [S, K]; only proportions of
+    ``weights`` count. Detached, fp32 [S] (fp64 for fp64 rewards). Raises ValueError if shapes differ, or a reward is not
+    finite.
     """
     if rewards_SK.ndim != 2 or (weights is not None and len(weights) != rewards_SK.shape[1]):
         raise ValueError(
@@ -122,8 +116,8 @@ def _deviation(centred_S: Tensor, count_S: Tensor, *, degrees: int) -> Tensor:
 
 
 def overlong_penalty(response_lengths_S: Tensor, *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0) -> Tensor:
-    """Returns DAPO's penalty, fp32 [S], to add to the rewards: 0 up to ``max_tokens − buffer_tokens`` response tokens, then
-    falling linearly to ``−penalty`` at ``max_tokens``.
+    """Returns DAPO's penalty, fp32 [S], to add to the rewards: 0 up to ``max_tokens − buffer_tokens``, linear to ``−penalty``
+    at ``max_tokens``.
     """
     over_S = response_lengths_S.float() - (max_tokens - buffer_tokens)
     return -penalty * (over_S / buffer_tokens).clamp(0.0, 1.0)

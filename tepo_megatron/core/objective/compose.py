@@ -1,8 +1,4 @@
-"""The objective of one optimizer step.
-
-All terms have the same weights and denominator, so a coefficient means the same under every aggregation
-(docs/reference/tepo.md).
-"""
+"""The objective of one optimizer step. All terms have the same weights and denominator (docs/reference/tepo.md)."""
 
 from __future__ import annotations
 
@@ -37,19 +33,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepContext:
-    """Statistics of the whole mini-batch of one optimizer step, equal for all micro-batches and ranks. Detached."""
+    """Statistics of the whole mini-batch, equal for all micro-batches and ranks. Detached."""
 
     denominator: Tensor
     """Scalar; divides the sum of all numerators once."""
     logprob_mean: Tensor
-    """Scalar: mean of log π_old over response tokens."""
+    """Scalar, over response tokens."""
     advantage_mean: Tensor
     effective_samples: Tensor
-    """Scalar: effective sample size of π_old/π_sampler, as a share of the response tokens."""
+    """Scalar: that of π_old/π_sampler, as a share of the response tokens."""
     entropy_coefficient: float
-    """Coefficient of the entropy bonus in this step; 0 without a bonus."""
+    """0 without a bonus."""
     mechanisms: tuple[Mechanism, ...]
-    """KL terms and token-level mechanisms, with their statistics of the mini-batch."""
+    """Prepared for this mini-batch."""
 
 
 def _prepare_step(config: ObjectiveConfig, batch: Batch, *, entropy_noise: float = 0.0) -> StepContext:
@@ -105,7 +101,7 @@ def _step_denominator(aggregation: Aggregation, lengths_S: Tensor) -> Tensor:
 
 
 def _entropy_coefficient(bonus: EntropyBonus | None, old_entropy_mean: Tensor | None) -> float:
-    """With ``adaptive`` it falls as the mean entropy of π_old rises (equation 13)."""
+    """Equation 13."""
     if bonus is None:
         return 0.0
     if bonus.kind == "fixed":
@@ -122,7 +118,7 @@ def build_objective(config: ObjectiveConfig) -> Objective:
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss over batches of sequences, without state: the same batch and scores give the same output.
+    """A loss over batches of sequences, without state.
 
     Order of a step: ``advantages`` of the whole rollout batch; for each optimizer step ``prepare`` on its whole mini-batch; a
     call for each micro-batch; the numerators' sum over micro-batches and ranks, divided once by the denominator.
@@ -132,7 +128,7 @@ class Objective:
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """Whether the gradient flows through ``TokenScores.entropy``. If not, the scores' backward pass is cheaper."""
+        """Whether the gradient flows through ``TokenScores.entropy``."""
         return "entropy_gradient" in self.config.needs
 
     @property
@@ -144,7 +140,7 @@ class Objective:
         return self.config.needs_reference
 
     def advantages(self, batch: Batch) -> Tensor:
-        """Returns fp32 [S] for the whole rollout batch; kind ``gdpo`` uses ``reward_parts_SK`` if there are any."""
+        """Returns fp32 [S] for the whole rollout batch."""
         choice, groups_S = self.config.advantage, batch.groups_S
         if isinstance(choice, OwnAdvantage):
             return custom_advantages(choice, batch)
@@ -166,7 +162,7 @@ class Objective:
         return group_advantages(rewards_S, groups_S, kind=choice.kind)
 
     def prepare(self, batch: Batch, *, entropy_noise: float = 0.0) -> StepContext:
-        """Computes denominator and statistics of one optimizer step. No collective: every rank passes the whole mini-batch.
+        """Computes denominator and statistics of one optimizer step. No collective.
 
         Args:
             batch: all sequences of the step, of all data-parallel ranks, with ``advantages_S`` and ``old_logprobs_T``;
@@ -174,13 +170,12 @@ class Objective:
             entropy_noise: rounding noise between two entropies of one token under the same weights, in nats.
 
         Raises:
-            ValueError: a field is missing or has another shape, a log-probability at a response token is not finite, or there
-                is no response token.
+            ValueError: a field is missing or has another shape, a value is not finite, or there is no response token.
         """
         return _prepare_step(self.config, batch, entropy_noise=entropy_noise)
 
     def __call__(self, scores: TokenScores, batch: Batch, context: StepContext) -> ObjectiveOutput:
-        """Returns a micro-batch's share of the loss: ``numerator`` differentiable in ``scores``, metrics over response tokens.
+        """Returns a micro-batch's share of the loss; ``numerator`` is differentiable in ``scores``.
 
         Args:
             scores: [T], of the policy being trained; values outside the loss mask are not read.
@@ -211,7 +206,7 @@ class Objective:
         return ObjectiveOutput(numerator, context.denominator, metrics, extrema, token_values(values, ratio_T, masked_T))
 
     def token_values(self, scores: TokenScores, batch: Batch, context: StepContext) -> TokenValues:
-        """Returns the inputs of the surrogate and of mechanisms, as ``__call__`` computes them."""
+        """Returns the inputs of the surrogate and of mechanisms."""
         mask_T, index_T = batch.loss_mask_T, batch.sequence_index_T
         assert batch.advantages_S is not None
         assert batch.old_logprobs_T is not None

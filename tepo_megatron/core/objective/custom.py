@@ -1,4 +1,4 @@
-"""Calls the methods of custom kinds and checks what they return: one finite value per token or sequence."""
+"""Calls the methods of custom kinds and checks what they return."""
 
 from __future__ import annotations
 

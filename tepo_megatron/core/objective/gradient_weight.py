@@ -22,7 +22,7 @@ _FALL = 0.1  # of the entropy, in nats
 
 @dataclass(frozen=True)
 class GradientWeights:
-    """∂J/∂log π_θ of a one-token response, times the denominator, at N ratios: fp64 [N] each."""
+    """∂J/∂log π_θ of a one-token response, times the denominator: fp64 [N] each."""
 
     ratios_N: Tensor
     positive_N: Tensor
@@ -30,13 +30,13 @@ class GradientWeights:
     negative_N: Tensor
     """With A = −1."""
     falling_N: Tensor
-    """With A = 1 and falling entropy; only a KL mask that measures the entropy makes a difference."""
+    """With A = 1 and falling entropy."""
 
 
 def gradient_weights(config: ObjectiveConfig, log_ratios_N: Tensor) -> GradientWeights:
     """Returns the push at log-ratios fp64 [N] of a token with probability 0.1 under π_old.
 
-    Sampler and reference model are π_old and all tokens equal, so mechanisms that choose by covariance or mismatch choose none.
+    Mechanisms that choose by covariance or mismatch choose none here.
     """
     push = {
         (sign, fall): _push(config, log_ratios_N.double(), sign, fall) for sign, fall in ((1.0, 0.0), (-1.0, 0.0), (1.0, _FALL))
@@ -45,7 +45,7 @@ def gradient_weights(config: ObjectiveConfig, log_ratios_N: Tensor) -> GradientW
 
 
 def telling_log_ratios(config: ObjectiveConfig, count: int = 201) -> Tensor:
-    """Returns log-ratios around 0, fp64 [count], wide enough to show the bounds of trust region and KL terms."""
+    """Returns fp64 [count] around 0, wide enough to show all bounds."""
     points = config.trust_region.turning_points or (0.6,)
     others = (section.turning_points for name, section in config.sections.items() if name != "trust_region")
     widest_point = max(*points, *chain.from_iterable(others), 0.0)

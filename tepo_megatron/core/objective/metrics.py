@@ -25,10 +25,9 @@ def measure(
     weight_T: Tensor | None,
     masked_T: Tensor,
 ) -> tuple[Metrics, dict[str, Tensor]]:
-    """Returns metrics and extrema (docs/reference/metrics.md).
+    """Returns metrics and extrema (docs/reference/metrics.md): means over response tokens or ``masked_T``.
 
-    Means are over response tokens; ``masked``: over ``masked_T`` (bool), tokens that a mechanism chose. KL(π_θ‖π_old) is r δ −
-    r + 1; the mismatch is KL(sampler‖π_old) by k3. Without response tokens the extrema are ±inf, the neutral elements.
+    KL(π_θ‖π_old) is r δ − r + 1; the mismatch is KL(sampler‖π_old) by k3.
     """
     mask_T = values.mask_T
     kl_T = kl_estimate(values.delta_T, "k3") * values.delta_T.exp()
@@ -64,6 +63,5 @@ def measure(
 
 
 def token_values(values: TokenValues, ratio_T: Tensor, masked_T: Tensor) -> dict[str, Tensor]:
-    """Returns detached views of the token values that :func:`measure` averages."""
     result = {"logprob_update": values.logprob_T.detach(), "ratio": ratio_T.detach(), "masked": masked_T}
     return result if values.entropy_change_T is None else {**result, "entropy_change": values.entropy_change_T}

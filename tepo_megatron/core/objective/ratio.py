@@ -1,7 +1,4 @@
-"""Ratios π_θ / π_old and π_old / π_sampler, of tokens and of sequences. S sequences, T packed tokens.
-
-Formulas: docs/reference/tepo.md, "Sequence likelihood". δ = log π_θ − log π_old at the sampled token, 0 outside the loss mask.
-"""
+"""Ratios π_θ / π_old and π_old / π_sampler (docs/reference/tepo.md). δ = log π_θ − log π_old, 0 outside the loss mask."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def sequence_sum(values_T: Tensor, sequence_index_T: Tensor, num_sequences: int) -> Tensor:
-    """Sums the token values [T] of each whole sequence; returns [S], differentiable."""
+    """Sums [T] over whole sequences to [S], differentiable."""
     return values_T.new_zeros(num_sequences).index_add(0, sequence_index_T, values_T)
 
 
@@ -30,22 +27,18 @@ def over_sequence(
     index_T: Tensor,
     lengths_S: Tensor,
 ) -> Tensor:
-    """Returns the sum (``sequence``) or mean (``geometric``) of each sequence at each of its tokens: [T]. ``values_T`` is 0
-    outside the mask.
-    """
+    """Returns the sum (``sequence``) or mean (``geometric``) of each sequence at each of its tokens: [T]."""
     sums_S = sequence_sum(values_T, index_T, lengths_S.numel())
     return (sums_S if level == "sequence" else sums_S / lengths_S.clamp(min=1))[index_T]
 
 
 def policy_log_ratio(ratio: BuiltinRatio, delta_T: Tensor, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
-    """Returns the logarithm of the ratio at every token, [T], differentiable in ``delta_T``.
+    """Returns the log-ratio at every token, [T], differentiable in ``delta_T``.
 
     - ``token``: δ_it.
     - ``sequence``: log s_i = Σ_t δ_it / T_i (equation 3), or Σ_t δ_it un-normalised.
-    - ``sequence_token``: sg[log s_i] + δ_it − sg[δ_it]: the same value, but each token gets its own gradient (equation 4).
+    - ``sequence_token``: sg[log s_i] + δ_it − sg[δ_it]: each token gets its own gradient (equation 4).
     - ``power_mean``: log (Σ_t exp(p δ_it) / T_i)^(1/p); for p = 0 that of ``sequence``.
-
-    ``lengths_S`` counts the response tokens of whole sequences, T_i; ``mask_T`` is bool.
     """
     if ratio.kind == "token":
         return delta_T
@@ -60,10 +53,10 @@ def policy_log_ratio(ratio: BuiltinRatio, delta_T: Tensor, mask_T: Tensor, lengt
 
 
 def log_power_mean(p: float, delta_T: Tensor, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
-    """Returns the log of the power mean of a sequence's token ratios, at each token; [T], differentiable (HölderPO).
+    """Returns the log of the power mean of a sequence's token ratios, at each token (HölderPO).
 
-    Ratios are first divided by their geometric mean: the mean of their powers is then at least 1, and its logarithm exact also
-    near p = 0. fp64, since exp(p δ) of |p| ≤ 10 leaves fp32 at |δ| = 9.
+    Ratios are first divided by their geometric mean, so that the logarithm is exact also near p = 0. fp64, since exp(p δ) of
+    |p| ≤ 10 leaves fp32 at |δ| = 9.
     """
     mean_T = over_sequence(delta_T, "geometric", index_T, lengths_S)
     if p == 0:
@@ -81,10 +74,9 @@ def sampler_weights(correction: Mismatch, values: TokenValues) -> Tensor:
 
 
 def mismatch_weights(correction: Truncate | MaskOutside, difference_T: Tensor, index_T: Tensor, lengths_S: Tensor) -> Tensor:
-    """Returns π_old / π_sampler of each token or sequence, at most ``cap`` (truncated importance sampling) or 0 outside [low,
-    high] (IcePop).
+    """Returns π_old / π_sampler [T], at most ``cap`` (truncated importance sampling) or 0 outside [low, high] (IcePop).
 
-    ``difference_T`` is log π_old − log π_sampler, 0 outside the loss mask. The weights multiply the surrogate only.
+    ``difference_T`` is log π_old − log π_sampler.
     """
     weight_T = log_weights(correction.level, difference_T, index_T, lengths_S).exp()
     if correction.kind == "truncate":
@@ -95,7 +87,7 @@ def mismatch_weights(correction: Truncate | MaskOutside, difference_T: Tensor, i
 
 
 def log_weights(level: Level, difference_T: Tensor, index_T: Tensor, lengths_S: Tensor) -> Tensor:
-    """Returns log π_old − log π_sampler: the token's own, or the sum or mean over its sequence; detached."""
+    """Returns the token's own log-weight, or the sum or mean over its sequence; detached."""
     difference_T = difference_T.detach()
     return difference_T if level == "token" else over_sequence(difference_T, level, index_T, lengths_S)
 

@@ -1,4 +1,4 @@
-"""Trust regions of the ratio (docs/reference/tepo.md, equation 5, and "The other presets"). All values are [T]."""
+"""Trust regions of the ratio (docs/reference/tepo.md). All values are [T]."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class Surrogate(NamedTuple):
-    """What is maximised at each token, and whether a bound of the trust region was active."""
+    """What is maximised at each token, and whether a bound was active."""
 
     value_T: Tensor
     clipped_low_T: Tensor
-    """bool: the lower bound removed the gradient of this token's ratio."""
+    """bool: the lower bound removed the ratio's gradient."""
     clipped_high_T: Tensor
 
 
@@ -40,7 +40,7 @@ def clipped(ratio_T: Tensor, advantage_T: Tensor, low: float, high: float, dual:
 
 
 def weighted_logprob(ratio_T: Tensor, logprob_T: Tensor, advantage_T: Tensor, low: float | None, high: float) -> Surrogate:
-    """Computes sg[clip(r)] · A · log π: no token loses its gradient, its weight is bounded (CISPO)."""
+    """Computes sg[clip(r)] · A · log π: no token loses its gradient (CISPO)."""
     ratio_T = ratio_T.detach()
     weight_T = ratio_T.clamp(None if low is None else 1 - low, 1 + high)
     return Surrogate(weight_T * advantage_T * logprob_T, ratio_T < weight_T, ratio_T > weight_T)
@@ -56,7 +56,7 @@ def soft_gated(ratio_T: Tensor, advantage_T: Tensor, tau_positive: float, tau_ne
 def within_divergence(
     region: Divergence, ratio_T: Tensor, logprob_T: Tensor, old_logprob_T: Tensor, advantage_T: Tensor
 ) -> Surrogate:
-    """Computes sg[min(r, cap)] · A · log π, 0 if the probability moved too far in the direction of A (DPPO, arXiv 2602.04879).
+    """Computes sg[min(r, cap)] · A · log π, 0 if the probability moved too far towards A (DPPO, arXiv 2602.04879).
 
     Too far: the divergence of (p, 1 − p) from (p_old, 1 − p_old) is above the threshold.
     """
@@ -70,7 +70,7 @@ def within_divergence(
 
 
 def binary_kl(from_logprob_T: Tensor, to_logprob_T: Tensor) -> Tensor:
-    """Computes the KL of (q, 1 − q) from (p, 1 − p), q = exp(first), p = exp(second); finite also if rounding gives p ≥ 1."""
+    """Computes the KL of (q, 1 − q) from (p, 1 − p), given as logarithms; finite also if rounding gives p ≥ 1."""
     tiny = torch.finfo(from_logprob_T.dtype).eps
     rest_from_T, rest_to_T = (-torch.expm1(logprob_T).clamp(max=-tiny) for logprob_T in (from_logprob_T, to_logprob_T))
     within_T = from_logprob_T.exp() * (from_logprob_T - to_logprob_T)
@@ -91,16 +91,14 @@ def clip_logs(delta_T: Tensor, advantage_T: Tensor, low: float, high: float) -> 
 
 
 def clip_by_length(log_ratio_T: Tensor, lengths_T: Tensor, width: float) -> _Bounded:
-    """Keeps the log of the sequence's ratio within ±width · √T_i, whatever the advantage (FSPO, arXiv 2509.09177)."""
+    """Keeps the sequence's log-ratio within ±width · √T_i (FSPO, arXiv 2509.09177)."""
     most_T = width * lengths_T.sqrt()
     bounded_T = log_ratio_T.clamp(-most_T, most_T)
     return _Bounded(bounded_T, log_ratio_T < -most_T, log_ratio_T > most_T)
 
 
 def bounded_ratio(config: ObjectiveConfig, values: TokenValues) -> tuple[Tensor, _Bounded]:
-    """Returns the ratio [T], with bounds that act on logarithms, before (`clip_logs`) or after (`clip_by_length`) a sequence's
-    ratio is formed.
-    """
+    """Bounds logarithms before (`clip_logs`) or after (`clip_by_length`) a sequence's ratio is formed."""
     region = None if isinstance(config.trust_region, OwnTrustRegion) else config.trust_region
     never_T = torch.zeros_like(values.mask_T)
     held = _Bounded(values.delta_T, never_T, never_T)
@@ -120,9 +118,7 @@ def bounded_ratio(config: ObjectiveConfig, values: TokenValues) -> tuple[Tensor,
 def surrogate(
     region: TrustRegion, ratio_T: Tensor, values: TokenValues, detached_T: Tensor | None, bounded: _Bounded
 ) -> Surrogate:
-    """Computes the surrogate from the results of `bounded_ratio`. ``detached_T`` (bool): tokens that lose their gradient, not
-    their value.
-    """
+    """``detached_T`` (bool): tokens that lose their gradient, not their value."""
     if isinstance(region, OwnTrustRegion):
         return _custom_surrogate(region, ratio_T, values, detached_T)
     logprob_T, advantage_T = values.logprob_T, values.advantage_T

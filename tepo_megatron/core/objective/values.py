@@ -1,7 +1,7 @@
-"""The inputs of the objective's terms: checks, statistics of a step, values of a micro-batch.
+"""The inputs of the objective's terms.
 
-The covariance (docs/reference/tepo.md, equation 10) is c_it = (log π_old(y_it) − mean)(A_i − mean), means over all response
-tokens of the optimizer step. With π_old a choice by c holds for the whole step, however it is cut.
+The covariance (docs/reference/tepo.md, equation 10) is c_it = (log π_old(y_it) − mean)(A_i − mean), means over the whole
+optimizer step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StepValues:
 
 @dataclass(frozen=True)
 class TokenValues:
-    """The T tokens of a micro-batch: [T], zero outside the loss mask except ``index_T``, ``labels_T`` and ``covariance_T``."""
+    """The T tokens of a micro-batch: [T], zero outside the loss mask except ``index_T``, ``labels_T``, ``covariance_T``."""
 
     mask_T: Tensor
     """bool: the response tokens."""
@@ -56,7 +56,7 @@ class TokenValues:
     entropy_change_T: Tensor | None
     """H(π_θ) − H(π_old), detached."""
     entropy_slope_T: Tensor | None
-    """Slope of H(π_θ) along a policy-gradient step on the label, see `TokenScores`."""
+    """See `TokenScores`."""
     mismatch_T: Tensor
     """log π_old − log π_sampler."""
     covariance_T: Tensor
@@ -65,22 +65,21 @@ class TokenValues:
 
 
 def covariance_statistic(logprob_T: Tensor, advantage_T: Tensor, logprob_mean: Tensor, advantage_mean: Tensor) -> Tensor:
-    """Element-wise, so that a token has the same bits in every micro-batch."""
+    """Element-wise: a token has the same bits in every micro-batch."""
     return (logprob_T - logprob_mean) * (advantage_T - advantage_mean)
 
 
 def exact_mean(values_T: Tensor) -> Tensor:
-    """Computes in fp64, so that equal values have a mean equal to them; otherwise rounding errors of c would choose tokens."""
+    """Computes in fp64, so that equal values have an equal mean; otherwise rounding errors of c would choose tokens."""
     return values_T.double().mean().to(values_T.dtype)
 
 
 def token_count(fraction: float, tokens: int) -> int:
-    """Rounds down, but returns at least 1 and at most ``tokens``."""
     return min(max(int(fraction * tokens), 1), tokens)
 
 
 def check_step(batch: Batch, *, reference: bool) -> None:
-    """Raises ValueError if a field of the mini-batch is missing, has another shape, or is not finite at a response token."""
+    """Raises ValueError if a field is missing, has another shape, or is not finite at a response token."""
     if batch.advantages_S is None:
         raise ValueError("the batch has no advantages_S; fill it with objective.advantages(batch)")
     if batch.old_logprobs_T is None:

@@ -26,7 +26,7 @@ class Backend(Protocol):
     """Computes the two passes over one shard [T, Vp], with padding columns and rows that are not scored. No collective."""
 
     def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
-        """Writes the scored rows' packed statistics (see `combine`) into a contiguous [R, K], fp32 (fp64 for fp64)."""
+        """Writes statistics (see `combine`) into a contiguous [R, K], fp32 (fp64 for fp64)."""
 
     def gradient(
         self,
@@ -37,21 +37,17 @@ class Backend(Protocol):
         grad_entropy_T: Tensor | None,
         out_TVp: Tensor,
     ) -> None:
-        """Writes the gradient to all of ``out_TVp``, zeros for padding and masked rows; it may be the logits themselves.
+        """Writes all of ``out_TVp``, zeros for padding and masked rows; it may be the logits themselves.
 
-        One of the two gradients of the tokens' scores [T] may be None.
+        One of the two gradients [T] may be None.
         """
 
 
 def get_backend(name: BackendName, device: torch.device, *, kept: bool = False) -> Backend:
     """Returns the backend for logits on ``device``; with ``kept`` the one for distributions over a few tokens.
 
-    ``torch`` works everywhere. ``cpp`` is for CPUs and needs a C++ compiler on first use. ``triton`` is for GPUs (on CPU:
-    Triton's interpreter, for tests). ``auto`` is ``triton`` on a GPU with Triton, ``cpp`` on a CPU if it compiles, else
-    ``torch``.
-
-    Raises:
-        ValueError: the name is unknown, or the backend is not for this device or not installed.
+    ``triton`` works on CPU in Triton's interpreter, for tests. Raises ValueError if the name is unknown, or the backend not for
+    this device or not installed.
     """
     chosen = _named(name, device)
     return kept_tokens if kept else chosen

@@ -1,7 +1,7 @@
-"""Combines the shards' statistics of each row to log-prob and entropy: the one collective of the forward pass.
+"""Combines the shards' statistics of each row: the one collective of the forward pass.
 
-A shard packs K = 4 numbers per row: m = max x, s = Σ e^t, u = Σ e^t·t, y = x of the label (0 if another shard has it), with t =
-(x − m)/temperature, without padding columns. The slope of the entropy adds Σ e^2t and Σ e^2t·t: K = 6.
+K = 4 numbers per row: m = max x, Σ e^t, Σ e^t·t, x of the label (0 if another shard has it), with t = (x − m)/temperature,
+without padding. The slope of the entropy adds Σ e^2t and Σ e^2t·t: K = 6.
 """
 
 from __future__ import annotations
@@ -35,27 +35,26 @@ def reduce_scatter(values: Tensor, group: ProcessGroup) -> Tensor:
 
 
 EMPTY_MAX = -1e30
-"""Maximum of a shard without a finite logit; finite, since −inf · 0 is NaN."""
+"""Of a shard without a finite logit; finite, since −inf · 0 is NaN."""
 
 
 class RowScores(NamedTuple):
-    """Scores of the R scored rows, and statistics for the backward pass; each a contiguous [R]."""
+    """Scores of the R scored rows, and statistics for the backward pass: contiguous [R]."""
 
     logprob_R: Tensor
     entropy_R: Tensor
     max_R: Tensor
-    """Largest logit of the whole vocabulary, not divided by the temperature."""
+    """Not divided by the temperature."""
     log_sum_R: Tensor
-    """log Σ exp((x − max)/temperature); adding the maximum would round."""
+    """log Σ exp((x − max)/temperature)."""
 
 
 def combine(
     stats_RK: Tensor, rows_R: Tensor | None, temperature: float, tp_group: ProcessGroup | None
 ) -> tuple[RowScores, Tensor | None]:
-    """Gathers the shards' statistics and combines them. All ranks of the group call and get the same.
+    """All ranks of the group call and get the scores, and with K = 6 the slope of the entropy [R].
 
-    Returns the scores, and with K = 6 the slope of the entropy [R]. Raises ValueError on all ranks if a row has NaN or +inf, or
-    only −inf.
+    Raises ValueError on all ranks if a row has NaN or +inf, or only −inf.
     """
     stats_pRK = stats_RK.unsqueeze(0)
     if tp_group is not None and stats_RK.numel():
@@ -83,7 +82,7 @@ def _entropy_slope(
 
 
 def merge(stats_pRK: Tensor, temperature: float) -> Tensor:
-    """Merges the statistics of p disjoint sets of columns, [p, R, K], to [R, K]."""
+    """Merges p disjoint sets of columns, [p, R, K], to [R, K]."""
     max_pR, sum_pR, weighted_pR, label_pR, *squares = stats_pRK.unbind(-1)
     max_R = max_pR.amax(0)
     shift_pR = (max_pR - max_R) / temperature

@@ -44,20 +44,20 @@ def fused_linear_logprob_and_entropy(
 
     All ranks of ``tp_group`` call, forward and backward. Forward: one all-gather of 16 bytes (24 with the entropy's slope) per
     scored token and rank. Backward: the logits are computed again, and one all-reduce sums the hidden states' gradient. Under
-    sequence parallelism the hidden states are all-gathered in both passes, and their gradient is reduce-scattered instead.
-    Other arguments are those of `logprob_and_entropy`.
+    sequence parallelism both passes all-gather the hidden states, and their gradient is reduce-scattered. Other arguments:
+    `logprob_and_entropy`.
 
     Args:
         hidden_TH: [T, H], the same on all ranks; with ``sequence_parallel`` this rank's rows, [T/p, H].
         weight_VpH: [V/p, H], rank r's rows of the head, in the hidden states' dtype, which the logits have too.
         labels_T: int64 [T], all tokens', also under sequence parallelism; likewise ``mask_T`` and ``kept_TK``.
         gradient_accumulation_fusion: as in Megatron's linears: add the weight's gradient to ``weight_VpH.main_grad`` (fp32
-            [V/p, H], if DDP gave the weight one), and set ``grad_added_to_main_grad``. Autograd's gradient then only runs
-            hooks; for a weight marked ``zero_out_wgrad`` (tied embeddings) it is the other layer's.
+            [V/p, H], if there is one), and set ``grad_added_to_main_grad``. Autograd's gradient then only runs hooks; for a
+            tied weight (``zero_out_wgrad``) it is the embedding's.
 
     Returns:
-        fp32 [T] each (fp64 for fp64 input), the same on all ranks, differentiable once in hidden states and weight, except the
-            slope. The weight's gradient is accumulated over the chunks in fp32.
+        fp32 [T] each (fp64 for fp64 input), the same on all ranks, differentiable once, except the slope. The weight's gradient
+            is accumulated in fp32.
 
     Raises:
         ValueError: as `logprob_and_entropy`, or hidden states and weight do not fit together.
@@ -160,7 +160,7 @@ def _add_gradients(
     grad_entropy_R: Tensor | None,
     grad_weight_VpH: Tensor | None,
 ) -> Tensor:
-    """Adds to ``grad_weight_VpH``; returns this vocabulary shard's share of the hidden states' gradient, [R, H]."""
+    """Returns this vocabulary shard's share of the hidden states' gradient, [R, H]."""
     grad_hidden_RH = torch.empty_like(hidden_RH)
     for index, chunk, logits_cVp in _chunks(hidden_RH, weight_VpH, scoring):
         # The logits are computed again rather than kept: keeping them is what this function avoids.
@@ -180,15 +180,14 @@ def _add_gradients(
 
 
 def _placeholder(parameter: Any) -> Tensor | None:
-    """DDP's hook expects a gradient, and on a GPU autograd would run the hook in another thread without one. A tied weight has
-    the embedding's gradient, which the hook must still add.
+    """DDP's hook expects a gradient; on a GPU autograd would run it in another thread without one. The hook must still add a
+    tied weight's gradient of the embedding.
     """
     parameter.grad_added_to_main_grad = True
     return None if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like(parameter)
 
 
 def _chunks(hidden_RH: Tensor, weight_VpH: Tensor, scoring: Scoring) -> Iterator[tuple[slice, Scoring, Tensor]]:
-    """Yields a range of scored rows, its own `Scoring`, and a reused buffer for its logits."""
     width = weight_VpH.shape[0]
     budget = _CHUNK_BYTES.get(hidden_RH.device.type, _CHUNK_BYTES_ACCELERATOR)
     size = max(16, budget // (width * hidden_RH.dtype.itemsize))

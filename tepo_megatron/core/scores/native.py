@@ -1,7 +1,6 @@
 """Sweeps over a shard on a CPU in C++, several times faster than `torch_sweep`.
 
-``sweep.cpp`` is compiled on first use by ``c++`` (or ``CXX``) and kept in the user's cache folder under a name that depends on
-source, compiler and processor. It links nothing of torch.
+``sweep.cpp`` is compiled on first use by ``c++`` (or ``CXX``) and kept in the user's cache folder. It links nothing of torch.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _BACKWARD = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT, *(_POINTER,) * 6, 
 
 
 def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_RK: Tensor) -> None:
-    """Works as `torch_sweep.forward`, which it calls for fp64 logits."""
+    """fp64 logits use `torch_sweep`."""
     if logits_TV.dtype not in _NAMES:
         return sweep.forward(logits_TV, rows_R, temperature, stats_RK)
     logits_TV = _with_dense_rows(logits_TV)
@@ -77,7 +76,7 @@ def backward(
     grad_entropy_R: Tensor | None,
     out_TV: Tensor,
 ) -> None:
-    """Works as `torch_sweep.backward`, which it calls for fp64 logits."""
+    """fp64 logits use `torch_sweep`."""
     if logits_TV.dtype not in _NAMES:
         return sweep.backward(logits_TV, rows_R, temperature, scores, labels, grad_logprob_R, grad_entropy_R, out_TV)
     logits_TV = _with_dense_rows(logits_TV)
@@ -115,7 +114,7 @@ def _with_dense_rows(logits_TV: Tensor) -> Tensor:
 
 
 def _part_of(values_TV: Tensor, rows_R: Tensor | None, index: slice) -> tuple[Tensor, int | None]:
-    """Returns the start of a part of the scored rows, and the address of its row numbers (None: all rows)."""
+    """Returns the part's start, and the address of its row numbers (None: all rows)."""
     return (values_TV[index], None) if rows_R is None else (values_TV, rows_R[index].data_ptr())
 
 
@@ -177,7 +176,7 @@ def _build(command: list[str], library: Path) -> None:
 
 
 def why_not() -> str | None:
-    """Compiles the sweeps if needed; returns the reason if that is not possible, else None."""
+    """Compiles the sweeps if needed; returns None if that works."""
     try:
         _library()
     except RuntimeError as error:

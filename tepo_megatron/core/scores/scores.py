@@ -34,22 +34,21 @@ def logprob_and_entropy(
     """Computes each label's log-probability and the entropy of the whole distribution softmax(logits / temperature).
 
     Every rank of ``tp_group`` calls, with its own columns and otherwise the same arguments, and gets the same result. Forward:
-    one all-gather of 16 bytes (24 with the slope) per scored token. Backward: no collective. Besides the outputs, memory grows
-    by the gradient and a workspace of fixed size.
+    one all-gather of 16 bytes (24 with the slope) per scored token. Backward: no collective. Memory grows by the outputs, the
+    gradient and a fixed workspace.
 
     Args:
         logits_TVp: bf16, fp16, fp32 or fp64 [T, V/p], rank r's columns from r·V/p on; −inf is probability 0.
         labels_T: int64 [T], the same on all ranks, numbered over the whole vocabulary.
         tp_group: the tensor-parallel group; None for a vocabulary in one piece.
         temperature: divides the logits, after the upcast.
-        vocab_size: the true size V; columns from it on are padding and ignored. Default: no padding.
+        vocab_size: the true size V; columns from it on are padding. Default: no padding.
         mask_T: bool [T]; tokens outside are not read, score 0, and get gradient 0.
         inplace_backward: write the gradient over the logits' storage, if nothing else reads them after the loss.
         entropy_slope: also compute `TokenScores.entropy_slope`, for the logits divided by the temperature.
-        kept_TK: int32 or int64 [T, K], the same on all ranks: the other tokens of the distribution at t, each once, padded with
-            -1. The softmax is then over label and kept tokens only. None: the whole vocabulary.
-        backend: ``torch``; ``cpp`` for CPUs, several times faster, compiled on first use; ``triton`` for GPUs; ``auto``: the
-            fastest that works.
+        kept_TK: int32 or int64 [T, K], the same on all ranks: with the label the support of the distribution at t, each token
+            once, padded with -1. None: the whole vocabulary.
+        backend: ``torch``; ``cpp`` for CPUs, compiled on first use; ``triton`` for GPUs; ``auto``: the fastest that works.
 
     Returns:
         fp32 [T] each (fp64 for fp64 logits), natural logarithm, differentiable once in the logits, except the slope.

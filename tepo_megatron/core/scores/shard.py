@@ -1,7 +1,6 @@
 """The columns of the vocabulary on a rank, the rows to score, and checks of the arguments.
 
-T tokens, R scored tokens, V true vocabulary, p tensor-parallel size, Vp columns per rank with padding: rank r holds columns
-[r·Vp, (r+1)·Vp), and those from V on are padding.
+T tokens, R scored tokens, V true vocabulary, Vp columns per rank with padding: rank r holds columns [r·Vp, (r+1)·Vp).
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ if TYPE_CHECKING:
 
 
 class LocalLabels(NamedTuple):
-    """Labels of the scored rows, in the columns of one shard."""
-
     column_R: Tensor
     """int64 [R]; 0 if another shard has the label."""
     inside_R: Tensor
-    """bool [R]: whether this shard has it."""
+    """bool [R]."""
 
 
 class _KeptColumns(NamedTuple):
@@ -46,7 +43,7 @@ class Scoring:
     """Columns without padding, which is at the end."""
     tokens: int
     rows_R: Tensor | None
-    """int64 indices of the scored rows; None if all are scored."""
+    """int64; None if all are scored."""
     labels: LocalLabels
     entropy_slope: bool = False
     kept: _KeptColumns | None = None
@@ -74,7 +71,7 @@ def plan_scoring(
     entropy_slope: bool,
     kept_TK: Tensor | None = None,
 ) -> Scoring:
-    """Checks the arguments of a call on ``tokens`` rows and a shard of ``width`` columns with padding. Raises ValueError."""
+    """Raises ValueError for impossible arguments. ``width``: columns of the shard with padding."""
     rank, world = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
     vocab_size = width * world if vocab_size is None else vocab_size
     if not 0 < vocab_size <= width * world:
@@ -99,7 +96,7 @@ def plan_scoring(
 
 
 def _local(ids: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Returns columns in the shard that begins at ``first``, 0 for tokens of other shards, and whether they are in it."""
+    """Returns columns in the shard, 0 for tokens of other shards, and whether they are in it."""
     column = ids - first
     inside = (column >= 0) & (column < columns) & (ids >= 0)
     return torch.where(inside, column, 0), inside

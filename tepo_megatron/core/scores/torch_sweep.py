@@ -1,7 +1,6 @@
-"""Sweeps over a shard of logits in plain torch, in chunks of rows that fit the cache.
+"""Sweeps over a shard of logits in plain torch, in chunks of rows that fit the cache and are upcast to fp32.
 
-Only a chunk is held in fp32. exp is computed as exp2, which is several times faster on CPU. T rows of logits, R scored ones, c
-rows of a chunk, V ≥ 1 columns without padding.
+exp2 is several times faster on CPU than exp. T rows, R scored ones, c rows of a chunk, V ≥ 1 columns without padding.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _FEW_ROWS = 8
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns fp32 for bf16, fp16 and fp32; fp64 for fp64."""
+    """Returns fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -56,7 +55,7 @@ def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_
 
 
 def _inner(a_cV: Tensor, b_cV: Tensor) -> Tensor:
-    """Avoids writing the products: for few and long rows."""
+    """Avoids writing the products."""
     return torch.stack([torch.dot(a_V, b_V) for a_V, b_V in zip(a_cV, b_cV, strict=True)])
 
 
@@ -105,7 +104,6 @@ def _exponents(source_cV: Tensor, max_c1: Tensor, temperature: float, out_cV: Te
 
 
 def _workspace(logits_TV: Tensor) -> Tensor:
-    """Returns [2, rows of a chunk, V]."""
     dtype, columns = compute_dtype(logits_TV.dtype), logits_TV.shape[1]
     budget = _WORKSPACE_BYTES.get(logits_TV.device.type, _WORKSPACE_BYTES_ACCELERATOR)
     rows = max(1, min(budget // (2 * dtype.itemsize * columns), logits_TV.shape[0]))
@@ -113,7 +111,7 @@ def _workspace(logits_TV: Tensor) -> Tensor:
 
 
 def _chunks(rows_R: Tensor | None, tokens: int, size: int) -> Iterator[tuple[slice, slice | Tensor]]:
-    """Yields ranges among the R scored rows, and their indices among the T rows."""
+    """Yields ranges among the R scored rows, and indices among the T rows."""
     count = tokens if rows_R is None else rows_R.numel()
     places = None if rows_R is None else rows_R.cpu()
     for start in range(0, count, size):
@@ -128,8 +126,6 @@ def _chunks(rows_R: Tensor | None, tokens: int, size: int) -> Iterator[tuple[sli
 
 
 class _Sweep(Protocol):
-    """The interface of `torch_sweep` and `native`."""
-
     def forward(self, logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_RK: Tensor) -> None: ...
 
     def backward(
@@ -147,8 +143,6 @@ class _Sweep(Protocol):
 
 @dataclass(frozen=True)
 class RowSweeps:
-    """A `Backend` made from a `_Sweep`."""
-
     sweep: _Sweep
 
     def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:

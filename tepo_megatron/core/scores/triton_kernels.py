@@ -1,8 +1,8 @@
 """Triton kernels for the two passes over a shard of logits. `triton_sweep` launches them.
 
 A program takes a row, or a part of one if rows are few. A tile of columns is [VECTORS, THREADS, VECTOR]: a thread loads VECTOR
-neighbours with one instruction (16 bytes), THREADS side by side, VECTORS times. Forward, threads merge their own maxima and
-sums once, at the end: no barrier in the loop, one exp2 per logit.
+neighbours with one instruction (16 bytes). Forward, threads merge their maxima and sums once, at the end: no barrier in the
+loop, one exp2 per logit.
 """
 
 from __future__ import annotations
@@ -35,15 +35,13 @@ def _at(row: tl.tensor, columns: tl.tensor, stride: int) -> tl.tensor:
 
 @triton.jit
 def _exponents(x: tl.tensor, highest: tl.tensor, to_log2: float) -> tl.tensor:
-    """Returns (x − max)/temperature in units of log 2. Subtracting first keeps large offsets exact. NaN stays NaN."""
+    """In units of log 2. Subtracting first keeps large offsets exact. NaN stays NaN."""
     return tl.maximum((x - highest) * to_log2, _FAR_BELOW, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _add_tile(x: tl.tensor, sums: tl.tuple, to_log2: float, SQUARES: tl.constexpr) -> tl.tuple:
-    """Adds a tile to the threads' maxima, Σ e^t and Σ e^t·t [THREADS]; with SQUARES also Σ e^2t and Σ e^2t·t. t is in units of
-    log 2.
-    """
+    """Adds to the threads' maxima, Σ e^t and Σ e^t·t [THREADS]; with SQUARES also Σ e^2t and Σ e^2t·t. t is in log 2."""
     highest, total, weighted, square, weighted_square = sums
     higher = tl.maximum(highest, tl.max(tl.max(x, 2), 0))
     t = _exponents(x, higher[None, :, None], to_log2)
@@ -79,7 +77,7 @@ def statistics_kernel(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> None:
-    """Program (r, j) writes the packed statistics of part j of the r-th scored row to ``parts`` [J, R, STATISTICS]."""
+    """Program (r, j) writes statistics of part j of the r-th scored row to ``parts`` [J, R, STATISTICS]."""
     TILE: tl.constexpr = VECTORS * THREADS * VECTOR
     SQUARES: tl.constexpr = STATISTICS == 6
     r, part = tl.program_id(0), tl.program_id(1)
@@ -183,7 +181,7 @@ def gradient_kernel(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> None:
-    """Program (token, j) writes part j of the token's gradient, see `torch_sweep.backward`, or zeros."""
+    """Program (token, j) writes part j of the token's gradient, or zeros."""
     TILE: tl.constexpr = VECTORS * THREADS * VECTOR
     token, part = tl.program_id(0), tl.program_id(1)
     r = token

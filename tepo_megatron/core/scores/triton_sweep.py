@@ -1,7 +1,6 @@
-"""Launches `triton_kernels`: the two passes over a shard of logits on a GPU.
+"""Launches `triton_kernels`. No atomics and no tuning at run time: the same input gives the same bits.
 
-No atomics and no tuning at run time: the same input gives the same bits. T rows, R scored ones, Vp columns of this shard, J
-parts of a row.
+T rows, R scored ones, Vp columns of this shard, J parts of a row.
 """
 
 from __future__ import annotations
@@ -23,23 +22,20 @@ from tepo_megatron.core.scores.torch_sweep import RowSweeps
 _LOG2_E = math.log2(math.e)
 _VECTOR_BYTES = 16
 _ELEMENTS = 16
-"""Elements of a tile per thread: two vectors in bf16. The forward pass then needs 32 registers, so all threads fit."""
+"""Per thread in a tile: two vectors in bf16. The forward pass then needs 32 registers, so all threads fit."""
 _WIDE = 32768
-"""Columns from which a row gets 8 warps, not 4, since every warp pays the fixed cost of a row."""
+"""Columns from which a row gets 8 warps, not 4: every warp pays the fixed cost of a row."""
 _WARPS_PER_PROCESSOR = 64
 _in_torch = RowSweeps(sweep)  # for fp64 logits
 
 
 class _Grid(NamedTuple):
-    """How rows are cut into programs, and a program's columns into tiles."""
-
     parts: int
     """J, the programs that share a row."""
     span: int
     """Columns of a part, a multiple of a tile's."""
     threads: int
     vector: int
-    """Elements that a thread loads at once."""
 
     @property
     def constants(self) -> dict[str, int]:
@@ -57,7 +53,7 @@ def is_interpreted() -> bool:
 
 
 def statistics(logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
-    """Implements `Backend.statistics` in one launch (more for parts of rows). fp64 uses `torch_sweep`."""
+    """Is one launch (more for parts of rows). fp64 uses `torch_sweep`."""
     if logits_TVp.dtype == torch.float64:
         return _in_torch.statistics(logits_TVp, scoring, stats_RK)
     if not scoring.count:
@@ -91,7 +87,7 @@ def gradient(
     grad_entropy_T: Tensor | None,
     out_TVp: Tensor,
 ) -> None:
-    """Implements `Backend.gradient` in one launch. fp64 uses `torch_sweep`."""
+    """Is one launch. fp64 uses `torch_sweep`."""
     if logits_TVp.dtype == torch.float64:
         return _in_torch.gradient(logits_TVp, scoring, scores, grad_logprob_T, grad_entropy_T, out_TVp)
     if not scoring.count:
@@ -122,7 +118,7 @@ def gradient(
 
 
 def _numbers(scoring: Scoring) -> Tensor | None:
-    """Returns int32 [T]: the token's row among the scored ones, −1 for none; None if all are scored."""
+    """Returns int32 [T]: the token's row among the scored ones, or −1; None if all are scored."""
     rows_R = scoring.rows_R
     if rows_R is None:
         return None
@@ -131,9 +127,7 @@ def _numbers(scoring: Scoring) -> Tensor | None:
 
 
 def _cut(logits_TVp: Tensor, rows: int, columns: int) -> _Grid:
-    """Gives a row several programs if the device would have idle processors. Depends only on shape, dtype and device, so that
-    the same input gives the same bits.
-    """
+    """Gives a row several programs if processors would be idle; depends only on shape, dtype and device."""
     if logits_TVp.is_cuda:
         threads = 128 if columns < _WIDE else 256
         processors = torch.cuda.get_device_properties(logits_TVp.device).multi_processor_count

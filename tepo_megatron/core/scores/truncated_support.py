@@ -1,8 +1,4 @@
-"""Scores over the few tokens of a sampler's mask, in plain torch.
-
-The label and the kept columns make a row [R, 1 + K], label first, with −inf for columns of another shard, so that shards
-combine as whole rows do.
-"""
+"""Scores over the tokens of a sampler's mask: rows [R, 1 + K], label first, −inf for columns of another shard."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from tepo_megatron.core.scores.shard import LocalLabels, Scoring, of_rows
 
 
 def statistics(logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
-    """Implements `Backend.statistics`."""
     if not scoring.count:
         return
     picked_RC, _, inside_RC = _pick(logits_TVp, scoring)
@@ -31,7 +26,7 @@ def gradient(
     grad_entropy_T: Tensor | None,
     out_TVp: Tensor,
 ) -> None:
-    """Implements `Backend.gradient`: zeros except in the columns of kept tokens."""
+    """Is zero except in the columns of kept tokens."""
     if not scoring.count:
         out_TVp.zero_()
         return
@@ -46,7 +41,7 @@ def gradient(
 
 
 def _pick(logits_TVp: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns logits [R, 1 + K], −inf outside this shard; their columns; and whether they are inside."""
+    """Returns logits [R, 1 + K], their columns, and whether they are inside this shard."""
     assert scoring.kept is not None
     column_RC = torch.cat([scoring.labels.column_R.unsqueeze(1), scoring.kept.column_RK], 1)
     inside_RC = torch.cat([scoring.labels.inside_R.unsqueeze(1), scoring.kept.inside_RK], 1)

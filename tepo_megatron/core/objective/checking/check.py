@@ -40,14 +40,12 @@ class Finding(NamedTuple):
 def check_objective(config: ObjectiveConfig, *, steps: int = _STEPS, reward_parts: int = 2) -> None:
     """Checks that an objective keeps the rules of every objective (docs/guides/own-objective.md), on a CPU in float64.
 
-    In a test: ``check_objective(ObjectiveConfig(preset="my_preset.yaml"))``.
-
     Args:
         steps: number of random optimizer steps; always the same ones.
         reward_parts: K of ``Batch.reward_parts_SK``.
 
     Raises:
-        ValueError: a rule is broken; for each such rule a sentence with the two numbers that should be equal.
+        ValueError: a rule is broken, with the two numbers that should be equal.
     """
     findings = run_checks(config, steps=steps, reward_parts=reward_parts)
     problems = [f"  {finding.rule}: {finding.problem}" for finding in findings if finding.problem]
@@ -73,7 +71,7 @@ def run_checks(config: ObjectiveConfig, *, steps: int = _STEPS, reward_parts: in
 
 
 def check_invariance(config: ObjectiveConfig, *, steps: int = _STEPS, reward_parts: int = 2) -> Iterator[Finding]:
-    """Checks what must not matter on ``steps`` random steps, as a run with plugins does before it starts."""
+    """Checks what must not matter, as a run with plugins does before it starts."""
     objective, checked = build_objective(config), list(random_steps(steps, parts=reward_parts))
     for rule, check in _RULES.items():
         problems = (_problem(partial(check, objective, *step, number)) for number, step in enumerate(checked))
@@ -118,7 +116,6 @@ def _parts(order: list[int], size: int) -> list[list[int]]:
 
 
 def _problem(check: Callable[[], object]) -> str:
-    """Returns a broken rule or an error of the user's code as a sentence, or an empty string."""
     try:
         check()
     except ObjectiveError as error:
@@ -146,7 +143,7 @@ def differ(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 
 
 def other_values(node: dict[str, Any], value: Any) -> Iterator[Any]:
-    """Yields values to try for a field, from its JSON schema."""
+    """Reads the field's JSON schema."""
     for option in node.get("anyOf") or [node]:
         if "enum" in option:
             yield from option["enum"]
@@ -163,7 +160,7 @@ def other_values(node: dict[str, Any], value: Any) -> Iterator[Any]:
 
 
 def is_choice(value: Any) -> bool:
-    """Returns whether each value has to act. Of numbers one is enough: a bound may have no effect."""
+    """Returns whether each value has to act: a number, as a bound, may have no effect."""
     return isinstance(value, bool) or not isinstance(value, float | int)
 
 
@@ -174,7 +171,6 @@ def _check_acts(config: ObjectiveConfig, kind: CustomKind, steps: Steps) -> None
 
 
 def _check_fields(config: ObjectiveConfig, kind: CustomKind, steps: Steps) -> None:
-    """Another value of each field must change the outcome of some step, or be refused."""
     expected = outcome(config, steps)
 
     def acts(path: tuple[str, ...], other: Any) -> bool:

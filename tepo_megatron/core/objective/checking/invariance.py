@@ -1,7 +1,4 @@
-"""What must not matter to an objective. Each check raises ``ObjectiveError`` with the two numbers that should be equal.
-
-Steps are in float64, so that any difference beyond rounding is seen.
-"""
+"""What must not matter to an objective. Each check raises ``ObjectiveError``. Steps are in float64."""
 
 from __future__ import annotations
 
@@ -22,8 +19,7 @@ _RTOL = 1e-9
 _ATOL = 1e-12
 
 
-class ObjectiveError(ValueError):
-    """An objective breaks a rule that every objective keeps."""
+class ObjectiveError(ValueError): ...
 
 
 def check_finite(objective: Objective, batch: Batch, scores: TokenScores) -> None:
@@ -66,7 +62,7 @@ def check_deterministic(objective: Objective, batch: Batch, scores: TokenScores)
 
 
 def check_order(objective: Objective, batch: Batch, scores: TokenScores, order: Sequence[int]) -> None:
-    """The sequences in another order give the same loss, gradients and metrics; each keeps its advantage."""
+    """Loss, gradients and metrics stay equal; each sequence keeps its advantage."""
     shuffled, shuffled_scores = pick(batch, scores, order)
     advantages_S = objective.advantages(shuffled)
     pairs = zip(objective.advantages(batch)[list(order)].tolist(), advantages_S.tolist(), strict=True)
@@ -83,7 +79,7 @@ def check_order(objective: Objective, batch: Batch, scores: TokenScores, order: 
 
 
 def check_cuts(objective: Objective, batch: Batch, scores: TokenScores, parts: Sequence[Sequence[int]]) -> None:
-    """Micro-batches give the same loss, gradients and metrics as one piece. ``parts``: numbers of sequences."""
+    """Micro-batches give the same as one piece. ``parts``: numbers of sequences."""
     ready = batch.with_(advantages_S=objective.advantages(batch))
     context = objective.prepare(ready)
     outputs = []
@@ -101,7 +97,7 @@ def check_cuts(objective: Objective, batch: Batch, scores: TokenScores, parts: S
 
 
 def check_ranks(objective: Objective, batch: Batch, scores: TokenScores, parts: Sequence[Sequence[int]]) -> None:
-    """As `check_cuts`, with each part on a data-parallel rank that prepares its own copy of the mini-batch."""
+    """Works as `check_cuts`; each part prepares its own copy of the mini-batch."""
     ready = batch.with_(advantages_S=objective.advantages(batch))
     outputs = []
     for part in parts:
@@ -120,7 +116,7 @@ def check_ranks(objective: Objective, batch: Batch, scores: TokenScores, parts: 
 
 
 def check_context_parallel(objective: Objective, batch: Batch, scores: TokenScores) -> None:
-    """Two ranks compute half of the tokens each, and the loss of all: their gradients add up."""
+    """Two ranks compute half of the tokens each, and the loss of all."""
     expected = whole(objective, batch, scores)
     ready = batch.with_(advantages_S=objective.advantages(batch))
     parts = []
@@ -136,9 +132,7 @@ def check_context_parallel(objective: Objective, batch: Batch, scores: TokenScor
 
 
 def check_padding(objective: Objective, batch: Batch, scores: TokenScores, tokens: int = 3) -> None:
-    """A trailing sequence outside the mask changes nothing, with zeros, NaN or −inf as scores, in the step or only in the
-    micro-batch; a micro-batch of padding adds nothing.
-    """
+    """A sequence outside the mask changes nothing, with scores of 0, NaN or −inf."""
     ready = batch.with_(advantages_S=objective.advantages(batch))
     context = objective.prepare(ready)
     expected = summary([objective(scores, ready, context)], scores)

@@ -32,10 +32,7 @@ def make_step(
     groups: Sequence[int] | None = None,
     parts: int = 2,
 ) -> tuple[Batch, TokenScores]:
-    """Makes an fp64 step whose sequence i has ``len(masks[i])`` tokens, and scores of a policy ``spread`` away from the old.
-
-    Without ``groups`` two sequences make one; random rewards have ``parts`` components.
-    """
+    """Makes a step in which sequence i has ``len(masks[i])`` tokens, and scores of a policy ``spread`` away from the old."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([len(mask) for mask in masks])
     total, count = int(lengths.sum()), len(masks)
@@ -67,7 +64,7 @@ def make_step(
 
 
 def random_steps(count: int, *, parts: int = 2) -> Iterator[tuple[Batch, TokenScores]]:
-    """Yields steps of 2 to 6 sequences of 1 to 7 tokens, with holes and sequences without a response; always the same."""
+    """Yields steps with holes and sequences without a response; always the same."""
     for seed in range(count):
         generator = torch.Generator().manual_seed(seed)
         sizes = torch.randint(1, 8, (2 + seed % 5,), generator=generator).tolist()
@@ -77,9 +74,7 @@ def random_steps(count: int, *, parts: int = 2) -> Iterator[tuple[Batch, TokenSc
 
 
 def telling_steps(*, parts: int = 2) -> list[tuple[Batch, TokenScores]]:
-    """Makes steps near and far from the old policy, with likely and unlikely tokens and a sampler far off: any field of an
-    objective changes one of them.
-    """
+    """Makes steps near and far from the old policy: any field of an objective changes one of them."""
     rows = [[True] * 6, [True, False, True, True], [False] + [True] * 4, [True], [False, False], [True] * 3, [True, True]]
     made = []
     for seed, spread, scale in ((0, 1e-3, 6), (1, 0.3, 6), (2, 1.0, 6), (4, 0.3, 6), (7, 0.6, 1)):
@@ -100,13 +95,11 @@ def telling_steps(*, parts: int = 2) -> list[tuple[Batch, TokenScores]]:
 
 
 def whole(objective: Objective, batch: Batch, scores: TokenScores) -> StepOutcome:
-    """Computes a step in one piece, with its advantages."""
     batch = batch.with_(advantages_S=objective.advantages(batch))
     return summary([objective(scores, batch, objective.prepare(batch))], scores)
 
 
 def summary(outputs: Sequence[ObjectiveOutput], scores: TokenScores) -> StepOutcome:
-    """Adds up the pieces of a step."""
     loss = torch.stack([output.numerator / output.denominator for output in outputs]).sum()
     gradients = torch.autograd.grad(loss, (scores.logprob, scores.entropy), allow_unused=True, materialize_grads=True)
     names = outputs[0].metrics

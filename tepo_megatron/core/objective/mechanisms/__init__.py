@@ -44,7 +44,6 @@ MECHANISMS: tuple[type[Mechanism], ...] = (
 
 
 def prepare_mechanisms(config: ObjectiveConfig, step: StepValues) -> tuple[Mechanism, ...]:
-    """Skips mechanisms that are off."""
     prepared = (kind.prepare(config, step) for kind in MECHANISMS)
     return tuple(mechanism for mechanism in prepared if mechanism is not None)
 
@@ -55,14 +54,11 @@ def choose_tokens(mechanisms: Sequence[Mechanism], values: TokenValues) -> _Choi
 
 @dataclass(frozen=True)
 class _Choices:
-    """Mechanisms with the tokens that they chose in one micro-batch (``None``: every response token)."""
-
     values: TokenValues
     pairs: tuple[tuple[Mechanism, Tensor | None], ...]
 
     @property
     def chosen_T(self) -> Tensor:
-        """bool [T], without mechanisms that act on all response tokens."""
         union_T = torch.zeros_like(self.values.mask_T)
         for _, chosen_T in self.pairs:
             if chosen_T is not None:
@@ -71,7 +67,6 @@ class _Choices:
 
     @property
     def detached_T(self) -> Tensor | None:
-        """bool [T]: tokens without a gradient of the surrogate; ``None`` if there are none."""
         detached_T = None
         for mechanism, chosen_T in self.pairs:
             if mechanism.takes_gradient:
@@ -80,7 +75,6 @@ class _Choices:
         return detached_T
 
     def penalty_T(self) -> Tensor:
-        """Sums all penalties [T], each at its own tokens; differentiable."""
         total_T = torch.zeros_like(self.values.delta_T)
         for mechanism, chosen_T in self.pairs:
             penalty_T = mechanism.penalty(self.values)

@@ -17,17 +17,14 @@ if TYPE_CHECKING:
     from tepo_megatron.core.objective.values import StepValues, TokenValues
 
 NOISE_MULTIPLE = 2.0
-"""``tolerance: auto`` in units of the measured noise of a difference of entropies."""
+"""``tolerance: auto`` in units of the measured noise."""
 
 LEAST_TOLERANCE = 1e-5
 """Nats; above the rounding of fp32."""
 
 
 def kl_estimate(difference_T: Tensor, estimator: Literal["k1", "k2", "k3", "abs"]) -> Tensor:
-    """Estimates KL(π_θ‖q) per token drawn from π_θ; ``difference_T`` is d = log π_θ − log q.
-
-    k1 = d (unbiased), k2 = d²/2, k3 = exp(−d) − 1 + d (unbiased, never negative), abs = |d|.
-    """
+    """``difference_T``: d = log π_θ − log q. k1 = d, k2 = d²/2, k3 = exp(−d) − 1 + d (never negative), abs = |d|."""
     if estimator == "k1":
         return difference_T
     if estimator == "k2":
@@ -38,11 +35,9 @@ def kl_estimate(difference_T: Tensor, estimator: Literal["k1", "k2", "k3", "abs"
 
 
 def kl_penalty(term: KLTerm, delta_T: Tensor, reference_delta_T: Tensor | None) -> Tensor:
-    """Returns KL values times the coefficient, not masked; ``delta_T`` is log π_θ − log π_old, ``reference_delta_T`` log π_θ −
-    log π_ref.
+    """With ``weight = importance`` it multiplies by exp(δ), gradient included, since tokens are drawn from π_old.
 
-    ``weight = importance`` multiplies by exp(δ), gradient included, since tokens are drawn from π_old. For k3 against π_old
-    that is r δ − r + 1, unbiased for KL(π_θ‖π_old) (docs/reference/tepo.md, equation 8).
+    For k3 against π_old that is r δ − r + 1, unbiased for KL(π_θ‖π_old) (docs/reference/tepo.md, equation 8).
     """
     difference_T = delta_T if term.against == "old" else reference_delta_T
     assert difference_T is not None
@@ -52,8 +47,6 @@ def kl_penalty(term: KLTerm, delta_T: Tensor, reference_delta_T: Tensor | None) 
 
 @dataclass(frozen=True)
 class KLPenalty(Mechanism):
-    """Subtracts coefficient · KL at every response token."""
-
     term: KL
 
     @classmethod
@@ -67,11 +60,10 @@ class KLPenalty(Mechanism):
 
 @dataclass(frozen=True)
 class KLCovPenalty(Mechanism):
-    """Subtracts coefficient · KL at the ``fraction`` of the step's response tokens with the highest covariance, if positive."""
+    """Penalises the ``fraction`` of the step's response tokens with the highest covariance, if positive."""
 
     term: KLCov
     threshold: Tensor
-    """Scalar: the smallest covariance of a penalised token."""
 
     @classmethod
     def prepare(cls, config: ObjectiveConfig, step: StepValues) -> KLCovPenalty | None:
@@ -90,7 +82,7 @@ class KLCovPenalty(Mechanism):
 
 @dataclass(frozen=True)
 class KLMaskPenalty(Mechanism):
-    """Subtracts β · KL at response tokens with A > 0 and falling entropy (docs/reference/tepo.md, equations 6 and 7)."""
+    """Penalises response tokens with A > 0 and falling entropy (docs/reference/tepo.md, equations 6 and 7)."""
 
     term: KLMask
     tolerance: float
@@ -104,7 +96,6 @@ class KLMaskPenalty(Mechanism):
         return cls(config.kl_mask, measured if config.kl_mask.tolerance == "auto" else config.kl_mask.tolerance)
 
     def choose(self, values: TokenValues) -> Tensor:
-        """Raises ValueError if ΔH is measured without H(π_old), or predicted without the slope of the entropy."""
         return values.mask_T & (values.advantage_T > 0) & _FALLING[self.term.falling](values, self.tolerance)
 
     def penalty(self, values: TokenValues) -> Tensor:

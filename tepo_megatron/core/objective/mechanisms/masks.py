@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClipCovDetach(Mechanism):
-    """Draws a ``fraction`` of the step's response tokens from those with a covariance in a range."""
+    """Draws a ``fraction`` of all response tokens from those with a covariance in a range."""
 
     takes_gradient: ClassVar[bool] = True
     region: ClipCov
     highest_ticket: int
-    """Candidates with at most this ticket are drawn; −1 without candidates."""
+    """−1 without candidates."""
 
     @classmethod
     def prepare(cls, config: ObjectiveConfig, step: StepValues) -> ClipCovDetach | None:
@@ -49,16 +49,13 @@ def _candidates(region: ClipCov, covariance_T: Tensor) -> Tensor:
 
 
 def lottery_threshold(candidates_R: Tensor, tickets_R: Tensor, fraction: float) -> int:
-    """Returns the highest winning ticket if a ``fraction`` of all tokens is drawn from candidates; −1 without any."""
+    """Returns the highest winning ticket, −1 without candidates."""
     drawn = tickets_R[candidates_R].sort().values[: token_count(fraction, candidates_R.numel())]
     return int(drawn[-1]) if drawn.numel() else -1
 
 
 def tickets(logprob_T: Tensor, advantage_T: Tensor, labels_T: Tensor) -> Tensor:
-    """Hashes the token's values to int64 in [0, 2³²).
-
-    The draw then does not depend on the order of sequences, micro-batches and ranks, nor on a resume, as a generator's would.
-    """
+    """Hashes to int64 in [0, 2³²). The draw then does not depend on order, micro-batches, ranks or a resume."""
     hashed_T = torch.zeros_like(labels_T)
     for part_T in (labels_T, logprob_T.float().view(torch.int32).long(), advantage_T.float().view(torch.int32).long()):
         hashed_T = (hashed_T ^ part_T) & 0xFFFFFFFF
@@ -111,7 +108,6 @@ class LargestSecondMoments(Mechanism):
 
     takes_gradient: ClassVar[bool] = True
     bound: Tensor
-    """Scalar: the smallest square that is left out; inf if none is."""
 
     @classmethod
     def prepare(cls, config: ObjectiveConfig, step: StepValues) -> LargestSecondMoments | None:
@@ -122,8 +118,8 @@ class LargestSecondMoments(Mechanism):
 
 
 def smallest_excluded(squares_R: Tensor, threshold: float) -> Tensor:
-    """Returns the smallest value to leave out, with its equals, so that the others' mean is at most ``threshold``; a scalar,
-    inf if none. The order of tokens does not matter.
+    """Returns the smallest value to leave out so that the others' mean is at most ``threshold``; inf if none. Independent of
+    order.
     """
     ordered_R = squares_R.sort().values
     means_R = ordered_R.double().cumsum(0) / torch.arange(1, ordered_R.numel() + 1, device=ordered_R.device)

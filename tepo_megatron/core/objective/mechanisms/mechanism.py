@@ -12,11 +12,10 @@ if TYPE_CHECKING:
 
 
 class Mechanism:
-    """Acts on chosen tokens: takes their gradient, or subtracts a penalty. Subclasses are frozen dataclasses.
+    """Takes the gradient of chosen tokens, or subtracts a penalty. Subclasses are frozen dataclasses.
 
     A choice must not depend on how the step is cut into micro-batches or ranks: ``prepare`` computes statistics of the whole
-    step, such as a threshold. The mechanism's config section states further needs and its bounds
-    (``config/objective/base.py``).
+    step.
     """
 
     takes_gradient: ClassVar[bool] = False
@@ -24,10 +23,7 @@ class Mechanism:
 
     @classmethod
     def prepare(cls, config: ObjectiveConfig, step: StepValues) -> Self | None:
-        """Makes the mechanism for one optimizer step from its whole mini-batch; ``None`` if it is off.
-
-        No collective: every rank has the same mini-batch and gets the same result.
-        """
+        """Returns ``None`` if it is off. No collective: every rank has the same mini-batch."""
         raise NotImplementedError
 
     def choose(self, values: TokenValues) -> Tensor | None:
@@ -38,9 +34,6 @@ class Mechanism:
         return None
 
     def penalty(self, values: TokenValues) -> Tensor | None:
-        """Returns what is subtracted at the chosen tokens: [T], coefficient included, differentiable; or ``None``.
-
-        It is ignored at other tokens, but must be finite there in value and gradient.
-        """
+        """Returns [T], differentiable, or ``None``; it must be finite at other tokens too."""
         del values
         return None
