@@ -13,9 +13,9 @@ class NotFiniteError(ValueError):
 
 
 def is_ours(error: BaseException) -> bool:
-    """Returns whether a ``raise`` in this package made the error, so that its text is a sentence for the user.
+    """Returns whether a ``raise`` in this package made the error, so that its text is for the user.
 
-    A ``ValueError`` or ``RuntimeError`` from a library or an operator (``a @ b``) is a bug and needs its traceback.
+    A ``ValueError`` from a library or an operator (``a @ b``) is a bug and needs its traceback.
     """
     trace = error.__traceback__
     if not isinstance(error, ValueError | RuntimeError) or trace is None:

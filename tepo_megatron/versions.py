@@ -1,4 +1,4 @@
-"""Supported versions of the large packages, and installed ones, from metadata without imports.
+"""Supported and installed versions of the large packages, without imports.
 
 ``tests/unit/test_versions.py`` holds ``pyproject.toml``, scripts, pins and images to these ranges.
 """
@@ -12,24 +12,23 @@ from packaging.specifiers import SpecifierSet
 
 MEGATRON_LINE = "0.16"
 MEGATRON_RANGE = f">={MEGATRON_LINE}.1,<0.17"
-"""The engine uses, and on a CPU patches, private parts."""
+"""The engine uses and patches private parts."""
 
 TE_RANGE = ">=2.9,<2.12"
-"""Transformer Engine for that line of Megatron-Core."""
+"""For that line of Megatron-Core."""
 
 TRITON_RANGE = ">=3.5,<4"
 
 VLLM_RANGE = ">=0.32,<0.33"
-"""The plugin that takes new weights uses private parts."""
+"""The weights' plugin uses private parts."""
 
 
 def in_range(version: str, supported: str) -> bool:
-    """Returns whether ``version`` is in the range; pre-releases and local builds (``+cpu``) may be."""
+    """Accepts pre-releases and local builds (``+cpu``)."""
     return SpecifierSet(supported).contains(version, prereleases=True)
 
 
 def installed_version(distribution: str) -> str | None:
-    """Returns ``None`` if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -37,7 +36,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def requirements_of(distribution: str) -> list[Requirement]:
-    """Returns requirements without extras; empty if the distribution is not installed."""
+    """Leaves out extras; empty if not installed."""
     try:
         wanted = [Requirement(text) for text in metadata.requires(distribution) or []]
     except metadata.PackageNotFoundError:
