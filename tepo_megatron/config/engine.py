@@ -197,8 +197,8 @@ class EngineConfig(Section):
     of those that servers leave. Default: ``OMP_NUM_THREADS``, else 1. The number changes rounding."""
 
     layers: Literal["auto", "te", "local"] = "auto"
-    """``te``: Transformer Engine's fused layers (GPU only); the run stops if it is missing. ``local``: Megatron-Core's layers
-    with torch's attention and norm. ``auto``: ``te`` on a GPU, ``local`` on a CPU."""
+    """``te``: Transformer Engine's fused layers (GPU only; the run stops without the library). ``local``: Megatron-Core's
+    layers with torch's attention and norm. ``auto``: ``te`` on a GPU, ``local`` on a CPU."""
 
     fp8: Fp8Config = Fp8Config()
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -230,7 +230,7 @@ class EngineConfig(Section):
     yet."""
 
     overlap_param_gather: bool = False
-    """Gather updated weights of the distributed optimizer during the next mini-batch's forward pass, but at once after a step's
+    """Gather the distributed optimizer's updated weights during the next mini-batch's forward pass, but at once after a step's
     last update. Needs ``overlap_grad_reduce`` and ``optimizer.distributed``. Not run on a GPU yet."""
 
     bucket_size: PositiveInt | None = None

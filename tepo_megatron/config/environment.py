@@ -87,7 +87,7 @@ class EnvironmentConfig(Section):
 
     adapter: Literal["none", "gymnasium", "skyrl_gym", "openenv", "agent"] = "none"
     """Interface of ``name``: ``none`` is this package's; ``agent`` a function that calls the model by the OpenAI protocol
-    (docs/guides/agents.md); others are of text environments of these libraries."""
+    (docs/guides/agents.md); the others are those libraries' (text environments)."""
 
     agent: AgentConfig | None = None
     """Settings for ``adapter: agent``. null: the defaults."""

@@ -26,7 +26,7 @@ class RewardConfig(Section):
     the run."""
 
     workers: PositiveInt = 1
-    """Processes that run the verifier, started by rank 0. A slow response occupies one: more help if many time out."""
+    """Processes that run the verifier, started by rank 0. A slow response occupies one; raise it if many time out."""
 
     concurrency: Annotated[int, Field(ge=1, le=128)] = 16
     """Concurrent calls per worker of an ``async`` verifier; others run one by one."""

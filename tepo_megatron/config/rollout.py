@@ -42,7 +42,7 @@ class RolloutConfig(Section):
 
     partial: bool = False
     """Partial rollouts: a step ends with enough groups; unfinished responses continue in the next one. Needs ``oversample``
-    above 1. Which groups finish first varies, so that the run's record repeats it, but not the seed."""
+    above 1. The seed alone does not repeat such a run, since the groups that finish first count; its record does."""
 
     truncated: Literal["train", "mask", "penalise"] = "train"
     """For responses cut at ``max_new_tokens``. ``train``: as any other. ``mask``: no loss on their tokens; rewards still count

@@ -108,7 +108,7 @@ class ServerConfig(Section):
 
     max_retries: NonNegativeInt = 3
     """Retries of a sample request, on another server if possible, after an invalid answer (malformed, status 5xx, broken
-    connection). After more failures in a row the server is restarted; 0: at once."""
+    connection). More failures in a row restart the server; 0: at once."""
 
     transfer: Literal["reshard", "gather"] = "reshard"
     """How weights reach the servers. ``reshard``: trainer ranks send their shards straight to the workers. ``gather``: rank 0

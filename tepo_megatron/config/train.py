@@ -62,11 +62,11 @@ class TrainConfig(Section):
 
     max_staleness: Annotated[int, Field(ge=1, le=64)] = 1
     """``overlap`` only: largest age of the weights that drew a token, in versions of the trainer's weights; servers sample as
-    many steps ahead. A larger value hides longer responses but is further off-policy."""
+    many steps ahead. More hides longer responses but is further off-policy."""
 
     stale: Literal["drop", "keep"] = "drop"
-    """``overlap`` only: groups older than ``max_staleness``. ``drop``: count them without training, so that slow prompts count
-    less. ``keep``: train on them, with correction."""
+    """``overlap`` only: groups older than ``max_staleness``. ``drop``: not trained on, but counted in the metrics; slow prompts
+    are then trained on less. ``keep``: trained on, with correction."""
 
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """``overlap`` only: keys and values of unfinished responses at a weight update. ``recompute``: with the new weights, so
@@ -75,7 +75,7 @@ class TrainConfig(Section):
 
     max_skipped: NonNegativeInt = 8
     """Most consecutive optimizer steps skipped for a non-finite loss or gradient; one more stops the run. A bad batch costs up
-    to ``minibatches``. Skipped batches go to ``<output>/skipped``. 0: the first one stops the run."""
+    to ``minibatches``, and goes to ``<output>/skipped``. 0: the first one stops the run."""
 
     hang_timeout_s: Annotated[float, Field(ge=60, allow_inf_nan=False)] = 1800.0
     """Seconds without progress of a trainer rank until the job ends as hanging, with a report in ``<output>/logs/hang-….txt``.
@@ -104,7 +104,7 @@ class TrainConfig(Section):
 
     resume: bool | Literal["auto"] = False
     """Continue from the newest whole checkpoint in the output folder; without one the run is refused. auto: without one start
-    from the beginning, for automatic restarts; its old metrics are renamed."""
+    from the beginning, for automatic restarts; earlier metrics are renamed."""
 
     callbacks: tuple[str | CallbackConfig, ...] = ()
     """Custom code on rank 0 that receives rollouts, evaluations, checkpoints and metrics, and may end the run:

@@ -57,13 +57,14 @@ class KLMask(KLTerm):
     unbiased for KL(π_θ‖π_old) under samples of π_old."""
 
     falling: Literal["measured", "covariance", "first_order"] = "measured"
-    """Test of ΔH < 0 at a token. ``measured``: full-vocabulary entropies of π_θ and π_old; ``covariance``: predicted by (log
-    π_old − mean)(A − mean) > 0; ``first_order``: the effect of a policy-gradient step on the token, exact even if bf16 drowns
-    measurements. Our interpretation: ``measured``."""
+    """Test of ΔH < 0 at a token. ``measured``: the full-vocabulary entropy of π_θ is below π_old's; ``covariance``: (log π_old
+    − mean)(A − mean) > 0 predicts it; ``first_order``: a policy-gradient step on the token lowers it to first order, exact even
+    if bf16 drowns measurements. Our interpretation: ``measured``."""
 
     tolerance: NonNegativeFloat | Literal["auto"] = "auto"
-    """``measured`` only: least fall of entropy, in nats. ``auto``: twice the 99th percentile of ``entropy/noise``
-    (``engine.noise_every``), at least 1e-5, above fp32 rounding. Our interpretation: ``auto``."""
+    """``measured`` only: the entropy must fall by more than this, in nats. ``auto``: twice the 99th percentile of
+    ``entropy/noise`` (``engine.noise_every``), the measured rounding noise, and at least 1e-5, above fp32 rounding. Our
+    interpretation: ``auto``."""
 
     @property
     def selects_tokens(self) -> bool:
