@@ -12,7 +12,6 @@ def available_cores() -> list[int]:
 
 
 def load_hint() -> str:
-    """Returns for time-out messages how many processes run on this machine; empty if the cores suffice."""
     load, cores = os.getloadavg()[0], len(available_cores())
     return "" if load <= 2 * cores else f" This machine's load is {load:.0f} on {cores} cores: end other work, or allow more."
 

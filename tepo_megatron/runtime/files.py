@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 Failed = Callable[[Path, OSError], None]
-"""Called after every failed attempt to write a file."""
 
 
 def partial_path(path: Path) -> Path:
@@ -50,10 +49,7 @@ def sync_folder(folder: Path) -> None:
 
 
 class LogFile:
-    """A file that grows by whole pieces. A piece that could not be written is retried before the next one.
-
-    The file is opened for each piece, so that a removed folder is created again.
-    """
+    """A file that grows by whole pieces; a failed one is retried before the next. The file is opened for each piece."""
 
     def __init__(self, path: Path, failed: Failed) -> None:
         self.path = path
@@ -62,11 +58,9 @@ class LogFile:
 
     @property
     def waiting(self) -> int:
-        """Number of pieces that are not on disk yet."""
         return len(self._waiting)
 
     def append(self, piece: bytes) -> None:
-        """Appends a piece. Only a crash can leave a part of it, at the end of the file."""
         self._waiting.append(piece)
         self.flush()
 
@@ -80,7 +74,6 @@ class LogFile:
 
 
 def raise_error(path: Path, error: OSError) -> None:
-    """The ``failed`` of a :class:`LogFile` when the caller handles OSError."""
     raise error
 
 

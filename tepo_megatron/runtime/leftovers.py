@@ -1,8 +1,7 @@
 """Removes the temporary folder and the names in /dev/shm that a killed server leaves.
 
-The supervisor, which outlives its server, records the names that the server's processes have mapped. If the supervisor is
-killed too, :func:`sweep` removes them later. It spares what existed before, what another user owns and what a living process
-uses. Without Linux's /proc, only the supervisor removes the folder.
+The supervisor records the names that its server has mapped; if it is killed too, :func:`sweep` removes them later. Without
+Linux's /proc, only the supervisor removes the folder.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class Scratch:
     """
 
     def __init__(self, base: Path | None = None) -> None:
-        """Raises OSError if no folder can be made in ``base`` (default: the system's temporary folder)."""
         base = base or temporary_folder()
         self.folder = base / folder_name()
         self.folder.mkdir(mode=0o700)
@@ -51,7 +49,6 @@ class Scratch:
         return dict.fromkeys(("TMPDIR", "TMP", "TEMP", "VLLM_RPC_BASE_PATH"), str(self.folder))
 
     def record(self) -> None:
-        """Records new names in /dev/shm that the group uses."""
         new = {name: inode for name in _names() if self._looks.get(name, 0) < _LOOKS and (inode := _own_inode(SHM / name))}
         if not new:
             return
@@ -89,7 +86,7 @@ def temporary_folder() -> Path:
 def sweep(base: Path | None = None) -> list[Path]:
     """Removes what this user's killed servers and trainers left on this machine; returns their folders.
 
-    A folder is in use while the process that made it, one of its group, or one whose environment names it lives.
+    A folder is in use while its process, one of that group, or one whose environment names it lives.
     """
     if not PROC.exists():
         return []

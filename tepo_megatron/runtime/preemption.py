@@ -1,7 +1,4 @@
-"""Signals that ask a run to stop (SIGINT, SIGTERM, and SIGUSR1, Slurm's warning), and exit codes.
-
-All lead to a save and the end of every process. The exit code tells a user's interruption from a preemption. Imports no torch.
-"""
+"""Signals that ask a run to stop (SIGINT, SIGTERM, and SIGUSR1, Slurm's warning), and exit codes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -59,13 +56,12 @@ def exit_code(number: int) -> int:
 class StopSignals:
     """The stop signals of this process; :func:`stop_signals` finds them.
 
-    Until :meth:`defer` the first signal raises ``StopRequested`` in the main thread at once. Later it does so only within
-    :meth:`interruptible`; elsewhere it sets :attr:`requested`, for the next safe point. A thread receives signals even while
-    the main thread waits in a collective; it ends the process after the grace time, or at a Ctrl-C after another signal.
+    Until :meth:`defer` the first signal raises ``StopRequested`` in the main thread; later only within :meth:`interruptible`,
+    and elsewhere it sets :attr:`requested`. A thread receives signals even while the main thread waits in a collective; it ends
+    the process after the grace time, or at a second signal that is Ctrl-C.
 
-    ``grace_s``, ``warning_s``: seconds from SIGTERM and from SIGUSR1 to the end of the process; Ctrl-C has no limit. ``ends``:
-    whether the process may be ended. If not, there are no limits, and a Ctrl-C after another signal raises KeyboardInterrupt in
-    the main thread.
+    ``grace_s``, ``warning_s``: seconds from SIGTERM and from SIGUSR1 to the end; Ctrl-C has no limit. ``ends``: whether the
+    process may be ended. If not, there are no limits, and a second signal that is Ctrl-C raises KeyboardInterrupt.
     """
 
     def __init__(
@@ -82,7 +78,6 @@ class StopSignals:
         self.say: Callable[[str], None] = lambda text: None
         """Shows the user a sentence; called from another thread."""
         self.at_risk: Callable[[], str] = str
-        """Returns a sentence about what would be lost if the process ended now; empty if nothing."""
         self._limits = {
             signal.SIGTERM: (grace_s, "train.grace_s"),
             signal.SIGUSR1: (warning_s, "train.warning_s"),
@@ -95,7 +90,6 @@ class StopSignals:
         self._noting = threading.RLock()  # a handler may interrupt another in the main thread
 
     def install(self) -> None:
-        """Handles the signals. Call it from the main thread."""
         hears, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
         self._before = {number: signal.getsignal(number) for number in self._numbers}
@@ -195,7 +189,6 @@ class StopSignals:
         return f"{field} = {seconds:g} s after {self._limited_by.name} are over: ended without saving"
 
     def _end(self, why: str) -> None:
-        """Servers and verifiers end with the process: each holds a pipe from it."""
         assert self.requested is not None
         lost = self.at_risk()
         with suppress(Exception):  # nothing may keep the process alive
@@ -210,7 +203,6 @@ _installed = StopSignals()
 def install_stop_signals(
     *, grace_s: float = math.inf, warning_s: float = math.inf, numbers: tuple[signal.Signals, ...] = STOP_SIGNALS
 ) -> StopSignals:
-    """Installs this process's handler. Call it once, from the main thread."""
     global _installed
     _installed = StopSignals(grace_s=grace_s, warning_s=warning_s, numbers=numbers)
     _installed.install()
@@ -219,8 +211,7 @@ def install_stop_signals(
 
 @contextmanager
 def borrowed_stop_signals() -> Iterator[StopSignals]:
-    """Context in which signals ask for a stop of what runs in the user's process, and never end it. In another thread than the
-    main one no signal is received."""
+    """Context in which signals stop what runs in the user's process, and never end it. Only the main thread receives them."""
     global _installed
     before, _installed = _installed, StopSignals(ends=False)
     mine = _installed
@@ -240,11 +231,10 @@ def stop_signals() -> StopSignals:
 
 @contextmanager
 def forward_signals(folder: Path, ranks: int) -> Iterator[Callable[[], int | None]]:
-    """Context of the ranks' parent: passes every stop signal on to each rank.
+    """Context of the ranks' parent, in its main thread: passes every stop signal on to each rank.
 
     Before all ranks handle signals, ``StopRequested`` is raised in the parent instead. ``folder`` is private to the parent.
-    Yields a function that returns the first signal or None. Call it from the main thread; torchrun's agent needs
-    :data:`AGENT_ENVIRONMENT`.
+    Yields a function that returns the first signal or None.
     """
     received: list[int] = []
 

@@ -26,7 +26,6 @@ class ProcessState:
     started: int
     threads: int = 1
     cpu_s: float = 0.0
-    """Processor time of all threads, user and system."""
     uid: int = 0
 
     @property

@@ -50,8 +50,7 @@ def is_restart() -> bool:
 def run_rank(work: Callable[[], None], *, grace_s: float, warning_s: float) -> int:
     """Runs ``work()`` as one rank; returns the exit code.
 
-    After a stop signal (see ``StopSignals``) rank 0 returns 130 or 75 and the others 0: at the first other code the agent would
-    end rank 0.
+    After a stop signal rank 0 returns 130 or 75 and the others 0: at the first other code the agent would end rank 0.
     """
     code = _run(work, grace_s, warning_s)
     if _in_a_group():
@@ -77,9 +76,8 @@ def _run(work: Callable[[], None], grace_s: float, warning_s: float) -> int:
 
 
 def report_before_leaving(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-    """The last entry of an ``ExitStack``: reports this rank's error before its peers fail of the closed connection.
-
-    A process that is no rank reports nothing; its caller gets the error.
+    """The last entry of an ``ExitStack``: reports this rank's error before its peers fail of the closed connection. In a
+    process that is no rank it does nothing.
     """
     del kind, trace
     signals = stop_signals()
@@ -88,7 +86,6 @@ def report_before_leaving(kind: type[BaseException] | None, error: BaseException
 
 
 def run_until_interrupted(work: Callable[[], None]) -> int:
-    """Runs ``work()`` in this process until it returns, or Ctrl-C or SIGTERM ends it; returns the exit code."""
     install_stop_signals(numbers=(signal.SIGINT, signal.SIGTERM))
     try:
         work()

@@ -1,8 +1,8 @@
 """Where the ranks of a run meet, so that nothing a stranger can write is unpickled.
 
-torchrun's dynamic rendezvous (``--standalone``, ``--rdzv-backend c10d``, its default on one machine) unpickles state from a
-store that any process may write. Here the ranks of one machine meet in a file of a private folder. The agents of several nodes
-meet in a JSON store on one address of the first node (docs/decisions/015-rendezvous.md).
+torchrun's dynamic rendezvous unpickles state from a store that any process may write. Here one machine's ranks meet in a file
+of a private folder, and several nodes' agents in a JSON store on one address of the first node
+(docs/decisions/015-rendezvous.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 BACKEND = "tepo"
-"""Name of this rendezvous for torchrun's agent."""
 
 FOLDER_VARIABLE = "TEPO_RENDEZVOUS"
 """Environment: the private folder in which the ranks of one machine meet."""
@@ -39,10 +38,10 @@ LONGEST_FOLDER = 66
 
 
 def run_agent(arguments: Sequence[str], folder: Path | None = None) -> None:
-    """Runs torchrun's agent with its flags ``arguments`` and this rendezvous; returns when the ranks have succeeded.
+    """Runs torchrun's agent with its flags ``arguments`` and this rendezvous until the ranks have succeeded.
 
-    Ranks of one machine meet in ``folder``, of mode 0700 (default: a temporary one). Raises what torchrun raises, and
-    ValueError for flags of a dynamic rendezvous.
+    ``folder``: of mode 0700 (default: a temporary one). Raises torchrun's errors, and ValueError for flags of a dynamic
+    rendezvous.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
@@ -103,7 +102,6 @@ def _at_end(remove: Callable[[], None]) -> None:
 
 
 def remove_folders() -> None:
-    """Removes this process's folders: for processes that skip the interpreter's exit."""
     while _removals:
         _removals.pop()()
 

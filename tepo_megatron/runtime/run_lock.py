@@ -1,8 +1,7 @@
-"""Allows one run at a time in an output folder: rank 0 holds ``run.lock``.
+"""Allows one run at a time in an output folder: rank 0 holds ``run.lock``. Imports no torch.
 
-Within a machine the kernel's lock (flock) decides. Shared file systems may not have it; so the file names its holder, who
-renews its modification time. Another machine's lock is stale if that time is old, or if the holder was this Slurm job before it
-was requeued (decision 014). Imports no torch.
+Within a machine the kernel's lock (flock) decides. Shared file systems may lack it; so the holder renews the file's time.
+Another machine's lock is stale if that time is old, or if its Slurm job was requeued (decision 014).
 """
 
 from __future__ import annotations
@@ -31,8 +30,9 @@ _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 @dataclass(frozen=True)
 class Holder:
-    """The holder of a lock. ``kernel``: the running kernel, within which flock is certain; ``born``: the process's start in
-    kernel ticks (0: unknown); ``job``, ``life``: Slurm's job id and its number of requeues."""
+    """``kernel``: the running kernel, within which flock is certain; ``born``: the process's start in kernel ticks (0:
+    unknown); ``job``, ``life``: Slurm's job id and its number of requeues.
+    """
 
     host: str
     pid: int
@@ -61,8 +61,6 @@ class Holder:
 
 
 class RunLock:
-    """The lock of one output folder: :meth:`take` it before anything is written there."""
-
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, folder / FILE
         self._own: Holder | None = None
@@ -139,7 +137,6 @@ def check_free(folder: Path) -> None:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """None if there is no lock, or it cannot be read."""
     try:
         return _parse(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
@@ -212,7 +209,6 @@ def _parse(text: str) -> Holder | None:
 
 
 def _now_on_disk(path: Path) -> float:
-    """The time by the clock that stamps the folder's files."""
     probe = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     probe.touch()
     try:

@@ -1,9 +1,8 @@
 """``python -m tepo_megatron.runtime.supervise -- COMMAND...``: runs a command that must not outlive its starter.
 
-Standard input is a pipe from the starter. When it closes, or on SIGTERM, the process group gets SIGTERM, the command first,
-then SIGKILL. When the command ends by itself, the rest of the group is killed. Then its temporary folder and shared memory are
-removed. If the supervisor is killed, Linux sends the command SIGTERM. The supervisor must lead its process group
-(``start_new_session=True``).
+When standard input, a pipe from the starter, closes, or on SIGTERM, the process group gets SIGTERM, the command first, then
+SIGKILL; also after the command's own end. Then its temporary folder and shared memory are removed. The supervisor must lead its
+process group (``start_new_session=True``).
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ GRACE_S = 2.0
 POLL_S = 0.1
 
 REST_S = 2.0
-"""Seconds for the server's other processes after it has ended, such as Python's resource tracker."""
 
 
 def main(arguments: list[str]) -> int:
@@ -97,7 +95,6 @@ def _kill_others() -> None:
 
 
 def _closed(fd: int) -> bool:
-    """Waits up to POLL_S."""
     readable, _, _ = select.select([fd], [], [], POLL_S)
     return bool(readable) and os.read(fd, 1) == b""
 

@@ -44,8 +44,8 @@ def run_ranks(
     """Runs ``python -m <module>`` with ``arguments`` as ``world_size`` ranks of this machine; returns the exit code and the
     first failed rank's message.
 
-    ``status``: folder of the ranks' heartbeats, by which ranks that hang are found and ended (``watch/``). Stop signals go to
-    every rank. If a rank fails, the others are ended. Ranks meet in a private file and use the loopback interface.
+    ``status``: folder of heartbeats, by which hanging ranks are found. Stop signals go to every rank. If a rank fails, the
+    others are ended.
     """
     hangs: list[str] = []
     with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder:
@@ -67,8 +67,6 @@ def run_ranks(
 
 @dataclass(frozen=True)
 class _End:
-    """How the first rank ended. ``killed``: by a signal, which leaves no message from the rank."""
-
     sentence: str = ""
     killed: bool = False
 
@@ -85,8 +83,8 @@ def _first_cause(hangs: Sequence[str], end: _End, said: str) -> str:
 def run_node(arguments: Sequence[str]) -> int:
     """The ``torchrun`` command for one node of several; returns the exit code.
 
-    ``--status FOLDER`` may come first: the folder of the ranks' heartbeats, by which ranks that hang are found. A signal goes
-    to every rank of the node; the node of rank 0 then returns 75 or 130. Other failures are raised as ``torchrun`` does.
+    ``--status FOLDER``, the folder of heartbeats, may come first. Stop signals go to every rank; the node of rank 0 then
+    returns 75 or 130. Other failures are raised as ``torchrun`` does.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -83,8 +83,8 @@ def locate_user_module(name: str, what: str) -> str:
 def load_user_module(name: str, what: str) -> UserModule:
     """Imports a file, by exactly the bytes of the digest, or an installed module; the same bytes only once.
 
-    A file cannot import its neighbours, and the current folder is not searched (unless PYTHONPATH names it): nothing runs that
-    was not named. Raises ValueError as :func:`locate_user_module`, also if the import raises or there is no such module.
+    Neither a file's neighbours nor the current folder are searched: nothing runs that was not named. Raises ValueError as
+    :func:`locate_user_module`, also if the import fails.
     """
     place = locate_user_module(name, what)
     try:

@@ -32,7 +32,6 @@ class RankRecord:
     world: int
     pid: int = 0
     started: int = 0
-    """``ProcessState.started``; with ``pid`` it identifies the process."""
     host: str = ""
     time: float = 0.0
     beats: int = 0
@@ -51,9 +50,7 @@ class RankRecord:
     total: int = 0
     hang_timeout_s: float = 0.0
     ended: str = ""
-    """Empty while the rank runs, and after it was killed."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Rank 0's facts about the whole run, for ``tepo status``."""
 
 
 def record_path(folder: Path, rank: int) -> Path:
@@ -90,8 +87,9 @@ class Heartbeat:
         self._longest = 0
 
     def start(self) -> None:
-        """Rank 0 calls it first, holding the output folder, and removes older files; the others follow after a collective.
-        Raises OSError if the folder cannot be written. A second call does nothing."""
+        """Rank 0 calls it first, holding the output folder; the others follow after a collective. Raises OSError if the folder
+        cannot be written.
+        """
         folder, rank = self._folder, self._record.rank
         if folder is None or self._thread is not None:
             return
@@ -130,7 +128,6 @@ class Heartbeat:
         self._record.step = step
 
     def tell(self, **facts: Any) -> None:
-        """Adds facts, as JSON values, for ``tepo status``. Rank 0 only."""
         self._record.facts = {**self._record.facts, **facts}
 
     @contextlib.contextmanager

@@ -28,8 +28,6 @@ _STATES = {"R": "runs", "S": "sleeps", "D": "waits for a device or a disk", STOP
 
 @dataclass(frozen=True)
 class WatchedRank:
-    """``record`` is None before the rank's first heartbeat."""
-
     process: ProcessState
     record: RankRecord | None
 
@@ -53,8 +51,8 @@ class _Observed:
 def watching(status: Path | None, notify: Callable[[str], None]) -> Iterator[None]:
     """Context in which a thread watches this process's children, the ranks, by their heartbeats in ``status`` (None: no watch).
 
-    If one hangs, a report is written to ``logs/hang-….txt`` next to ``status``, ``notify`` gets one sentence, and the rank is
-    killed. Whoever started the ranks ends the others.
+    If one hangs, it is killed, with a report in ``logs/hang-….txt`` next to ``status`` and a sentence to ``notify``. Whoever
+    started the ranks ends the others.
     """
     if status is None:
         yield
@@ -144,7 +142,6 @@ def _watch(status: Path, notify: Callable[[str], None], stop: threading.Event) -
 
 
 def _local_ranks(status: Path) -> list[WatchedRank]:
-    """Records of an earlier run match no living child."""
     records = {(record.pid, record.started): record for record in read_records(status)}
     return [WatchedRank(child, records.get((child.pid, child.started))) for child in children(os.getpid()) if child.alive]
 
@@ -214,7 +211,6 @@ def _stacks_size(status: Path, rank: WatchedRank) -> int:
 
 
 def _wait_for_stacks(status: Path, ranks: Sequence[WatchedRank], before: dict[int, int]) -> None:
-    """Returns when all files have grown and none is growing."""
     end, last = time.monotonic() + _STACKS_TIMEOUT_S, -1
     while time.monotonic() < end:
         sizes = [_stacks_size(status, rank) for rank in ranks]

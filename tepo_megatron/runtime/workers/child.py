@@ -49,14 +49,12 @@ def read_lines(requests: BinaryIO, inbox: SimpleQueue[Any]) -> None:
 def limit_processor_time(timeout_s: float) -> None:
     """Makes the kernel end a process whose user code still runs after the parent died.
 
-    ``read_lines`` cannot: a backtracking regular expression holds the interpreter's lock. The limit counts processor time of
-    all threads, far above the parent's own limit.
+    ``read_lines`` cannot: a backtracking regular expression holds the interpreter's lock. The limit is far above the parent's.
     """
     signal.setitimer(signal.ITIMER_PROF, 60 + 10 * timeout_s)
 
 
 def has_grown(loaded: int, memory_mb: int) -> bool:
-    """Whether so much memory is kept that the next call would have less than earlier ones."""
     most = loaded + int(_GROWTH * memory_mb * 10**6)
     if data_bytes() <= most:
         return False
@@ -112,10 +110,6 @@ def limit_memory(megabytes: int) -> int:
 
 
 def limit_file_size(megabytes: int) -> None:
-    """Makes writing more to a file raise OSError.
-
-    If standard error is a log file, it may grow by that much.
-    """
     status = os.fstat(2)
     log = status.st_size if stat.S_ISREG(status.st_mode) else 0
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

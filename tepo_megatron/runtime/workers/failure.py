@@ -22,8 +22,6 @@ _HINTS = {
 
 
 class RememberedFailures:
-    """Causes of the last failed responses, so that the same response costs its time only once."""
-
     def __init__(self, most: int = 10_000) -> None:
         self._most = most
         self._causes: OrderedDict[bytes, str] = OrderedDict()
@@ -77,7 +75,6 @@ def _a(what: str) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and its causes, each once."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -95,7 +92,6 @@ def place_of(verifier: Callable[..., Any], line: int | None = None) -> str:
 
 
 def _place(error: BaseException, verifier: Callable[..., Any]) -> str:
-    """The last line of the verifier's file in the traceback, or its definition."""
     code = getattr(verifier, "__code__", None)
     frames = traceback.extract_tb(error.__traceback__) if code is not None else ()
     lines = [frame.lineno for frame in frames if code is not None and frame.filename == code.co_filename]

@@ -52,12 +52,12 @@ class WorkerProcess:
         self._unfinished = b""
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable when ``receive`` has data or the process has ended."""
         return self._stdout.fileno()
 
     def send(self, value: Any, timeout_s: float) -> None:
-        """Writes one JSON line, within ``timeout_s`` seconds: a process that reads too slowly gets a part, and will not reply.
-        Does nothing if the process has ended, which ``receive`` reports."""
+        """Writes one JSON line. After ``timeout_s`` seconds only a part is written, and no reply will come. Does nothing if the
+        process has ended.
+        """
         remaining = memoryview(json.dumps(value).encode() + b"\n")
         deadline = time.monotonic() + timeout_s
         try:
@@ -112,11 +112,11 @@ _POLL_INTERVAL_S = 0.005
 
 
 class ForkedProcess:
-    """``main`` in a fork of this process, with pipes as standard input and output; the methods are those of
-    ``subprocess.Popen``.
+    """``main`` in a fork of this process, with pipes as standard input and output, for functions that cannot be imported;
+    methods as of ``subprocess.Popen``.
 
-    For functions that cannot be imported, such as a notebook's. The child has a copy of the memory, one thread, and no open
-    files but its pipes and standard error. ``main`` must not acquire a C library's lock that another thread may hold.
+    The child has one thread, and no open files but its pipes and standard error. ``main`` must not acquire a C library's lock
+    that another thread may hold.
     """
 
     def __init__(self, main: Callable[[], None]) -> None:
@@ -191,8 +191,6 @@ START_TIMEOUT_S = 120.0
 
 
 class Call(Protocol):
-    """``deadline``: the ``time.monotonic()`` after which the answer is late."""
-
     deadline: float
 
 
@@ -202,8 +200,6 @@ W = TypeVar("W", bound="Worker[Any]")
 
 @dataclass(eq=False)
 class Worker(Generic[C]):
-    """A started process and its calls. ``concurrent``: it runs several calls at once."""
-
     process: WorkerProcess
     ready: bool = False
     concurrent: bool = False
@@ -216,20 +212,16 @@ class Worker(Generic[C]):
 
     @property
     def running(self) -> list[C]:
-        """The calls in progress, without those queued behind the first."""
         return list(self.pending) if self.concurrent else list(self.pending)[:1]
 
     @property
     def deadline(self) -> float:
-        """When the start, or a call in progress, becomes late."""
         if not self.ready:
             return self.start_deadline
         return min((call.deadline for call in self.running), default=float("inf"))
 
 
 class WorkerSet(Generic[W]):
-    """A pool's workers in a fixed order: which has answered, and which is late."""
-
     def __init__(self) -> None:
         self._workers: list[W] = []
         self._selector = selectors.DefaultSelector()
@@ -258,8 +250,7 @@ class WorkerSet(Generic[W]):
         self._selector.register(by.process, selectors.EVENT_READ, by)
 
     def wait(self, timeout_s: float) -> Iterator[tuple[W, bool]]:
-        """Waits for output, an end, a deadline, or ``timeout_s``. Yields (readable worker, True) and (late worker, False). The
-        caller may replace and add workers meanwhile."""
+        """Waits for output, an end, a deadline, or ``timeout_s``. Yields (readable worker, True) and (late worker, False)."""
         due = min((worker.deadline for worker in self._workers), default=float("inf"))
         patience = max(0.0, min(timeout_s, due - time.monotonic()))
         heard = {id(key.data) for key, _ in self._selector.select(patience)}

@@ -31,11 +31,10 @@ class Ran:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Runs programs by this Python with the standard library alone. Each has ``seconds`` of the clock and of processor time,
-    ``memory_mb`` 10⁶ bytes of memory, 64 open files of 10 MB each, and starts no process (unless this user is root).
+    """Runs programs by this Python with the standard library alone. ``seconds``: of the clock and of processor time;
+    ``memory_mb``: 10⁶ bytes. No program opens over 64 files, writes over 10 MB to one, or (unless root) starts a process.
 
-    It has the caller's network: call :func:`require_no_network` first. It is no virtual machine: a program may read what this
-    user may read.
+    It has the caller's network: call :func:`require_no_network` first. A program may read what this user may read.
     """
 
     seconds: float
