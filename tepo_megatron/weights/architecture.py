@@ -1,5 +1,3 @@
-"""Model families, and a model's ``config.json`` as a ModelSpec."""
-
 from __future__ import annotations
 
 import json
@@ -14,8 +12,7 @@ class Family:
     """Differences of one architecture from the plain decoder (RMSNorm, RoPE, grouped queries, SwiGLU, no biases).
 
     ``qkv_bias``, ``qk_norm`` and ``ffn_size`` may name the field that sets them. ``shared``: experts as in DeepSeek-V3.
-    ``rotary_fraction``: default part of a head that RoPE turns. ``only``: fields with a single supported value, so that no
-    feature is silently ignored.
+    ``only``: fields with a single supported value, so that no feature is silently ignored.
     """
 
     qkv_bias: bool | str = False
@@ -119,7 +116,7 @@ def is_always_fp32(tensor: str) -> bool:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling. Megatron-Core hard-codes the other three constants, which are only checked."""
+    """Llama 3's scaling; the other three constants are hard-coded in Megatron-Core and only checked."""
 
     factor: float
 

@@ -34,7 +34,6 @@ def routes_fault(routes: NDArray[Any], spec: ModelSpec, tokens: int) -> str | No
 
 
 def rollout_fault(rollout: Rollout, spec: ModelSpec) -> str | None:
-    """Returns as :func:`routes_fault`."""
     if rollout.routed_experts is None:
         return "has no routing record"
     return routes_fault(rollout.routed_experts, spec, rollout.prompt_ids.size + rollout.response_ids.size)

@@ -1,4 +1,4 @@
-"""Boxes of tensors, layouts of ranks, and plans of moves between ranks. Pure values."""
+"""Boxes of tensors, layouts of ranks, and plans of moves between ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Box:
-    """``start`` is inclusive, ``stop`` exclusive, with one entry per dimension."""
+    """``start`` is inclusive, ``stop`` exclusive."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -44,7 +44,7 @@ class Box:
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Cuts elements ``start`` … ``stop``, in row-major order, into at most 2 · dimensions − 1 contiguous boxes."""
+    """Cuts elements, in row-major order, into at most 2 · dimensions − 1 contiguous boxes."""
     if start >= stop:
         return
     if len(shape) == 1:

@@ -21,7 +21,6 @@ class _AdapterNames(NamedTuple):
 
 
 def adapter_names(tensor: str) -> _AdapterNames:
-    """Returns ``….q_proj.lora_A.weight`` and ``….q_proj.lora_B.weight`` for ``….q_proj.weight``."""
     module = tensor.removesuffix(".weight")
     return _AdapterNames(f"{module}.lora_A.weight", f"{module}.lora_B.weight")
 
@@ -53,7 +52,7 @@ def _is_linear(tensor: str, shape: tuple[int, ...]) -> bool:
 
 
 def adapter_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[str], rank: int) -> dict[str, tuple[int, ...]]:
-    """Returns shapes of the whole model, A before B, in the order of the weights."""
+    """Returns A before B, in the order of the weights."""
     result: dict[str, tuple[int, ...]] = {}
     for tensor in tensors:
         rows, columns = shapes[tensor]
@@ -96,7 +95,6 @@ def adapter_layout(layout: ShardLayout, tensors: Collection[str], rank: int) -> 
 
 
 def shards_by_tensor(layout: ShardLayout, tensors: Collection[str]) -> dict[str, list[Shard]]:
-    """Omits tensors that this rank does not hold."""
     result: dict[str, list[Shard]] = {}
     for shard in layout.shards:
         if shard.tensor in tensors:

@@ -115,7 +115,6 @@ def applies(mapping: ParamMapping, spec: ModelSpec, layer: int = 0) -> bool:
 def layer_mappings(
     spec: ModelSpec, layer: int, local: int, *, fused_norms: bool = False, experts: range | None = None
 ) -> Iterator[ParamMapping]:
-    """``local`` is the layer's number in its Megatron chunk."""
     for mapping in LAYER:
         if applies(mapping, spec, layer):
             fused = FUSED_NORMS.get(mapping.megatron) if fused_norms else None
@@ -131,7 +130,7 @@ def layer_mappings(
 
 @lru_cache(maxsize=256)
 def _expert_mappings(architecture: str, experts: Experts, local_experts: range, *, grouped: bool) -> tuple[ParamMapping, ...]:
-    """vLLM's dimension of experts is flattened into rows. ``grouped``: Transformer Engine's grouped linear layers."""
+    """vLLM's dimension of experts is flattened into rows."""
     names = EXPERT_NAMES[architecture]
     router = f"{names.block}.gate.weight"
     mappings = [ParamMapping(router, "mlp.router.weight", router, "replicated", ("experts", "hidden"))]

@@ -56,7 +56,7 @@ _SUPPORTED_PEFT: dict[str, tuple[Any, ...]] = {
 
 
 def load_into(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> None:
-    """Copies this rank's boxes into its parameters, reading no other bytes. Padding rows of the vocabulary become zero.
+    """Copies this rank's boxes into its parameters, reading no other bytes. The vocabulary's padding becomes zero.
 
     Raises ValueError, before anything is written, naming every missing, unexpected and misshapen tensor, or the damaged file.
     """
@@ -83,7 +83,7 @@ def write_model(
 
 
 def copy_description(source: Path, out: Path, dtype: torch.dtype | None) -> None:
-    """Copies config and tokenizer; ``dtype`` None keeps the source's."""
+    """``dtype`` None keeps the source's."""
     config = json.loads((source / "config.json").read_text())
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
@@ -130,7 +130,6 @@ def _name_as_hugging_face(folder: Path, written: list[tuple[Path, dict[str, int]
 
 
 def model_file_name(number: int, count: int) -> str:
-    """Numbers start at 1."""
     return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 

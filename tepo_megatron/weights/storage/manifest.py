@@ -20,11 +20,11 @@ from tepo_megatron.runtime.files import write_atomically
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT = 2
-"""Also in ``state.json``. Format 1 has neither manifest nor this number."""
+"""Format 1 has no manifest."""
 
 _BLOCK_BYTES = 4 * 2**20
 _SAMPLED_TENSORS, _SAMPLED_BYTES = 64, 4096
-"""In bfloat16 a small update changes one value of a hundred: these samples include some."""
+"""In bfloat16 a small update changes one value of a hundred."""
 
 
 class DamagedCheckpoint(ValueError):  # noqa: N818
@@ -132,7 +132,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 
 def check_whole(folder: Path) -> CheckpointManifest:
-    """Reads every byte in this process. Raises DamagedCheckpoint naming every damaged file."""
+    """Reads every byte. Raises DamagedCheckpoint naming every damaged file."""
     manifest = read_manifest(folder)
     wrong = manifest.wrong_files()
     with ThreadPoolExecutor() as readers:  # digests are computed without Python's lock

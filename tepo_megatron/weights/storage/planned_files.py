@@ -44,8 +44,6 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """``name`` is the path below the folder; ``metadata`` goes into the header."""
-
     name: str
     entries: tuple[FileEntry, ...]
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -158,7 +156,6 @@ def write_boxes(
 
 
 def describe_os_error(error: OSError) -> str:
-    """Returns, for example, "No space left on device (ENOSPC)"."""
     return f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'unknown')})"
 
 

@@ -23,7 +23,7 @@ from tepo_megatron.weights.geometry import Box
 SHARDS = "shards"
 
 WEIGHT, MASTER = "weight", "master"
-"""Kinds of a stored box: an imported weight, and the optimizer's fp32 weight."""
+"""``master`` is the optimizer's fp32 weight."""
 
 _MTP_PROJECTION = "eh_proj.weight"
 
@@ -39,7 +39,7 @@ class _StoredBox:
 
 
 def box_key(kind: str, tensor: str, box: Box) -> str:
-    """The extent is not in the key: it is the shape of the stored tensor."""
+    """The extent is the shape of the stored tensor."""
     return f"{kind}|{tensor}|{','.join(map(str, box.start))}"
 
 

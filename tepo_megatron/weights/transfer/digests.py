@@ -95,7 +95,7 @@ class TensorDigests:
         self._added.append((self._index[name], value))
 
     def as_tensor(self) -> Tensor:
-        """Returns int64 [tensors] on the CPU, in the order of first mention. Waits for the device once."""
+        """Returns int64 [tensors] on the CPU, in the order of first mention; waits for the device once."""
         total = torch.zeros(len(self._index), dtype=torch.int64)
         if not self._added:
             return total
@@ -105,7 +105,7 @@ class TensorDigests:
         return total.index_add_(0, torch.tensor(index), torch.stack(values).cpu() * keys)
 
     def differences(self, other: Tensor) -> list[str]:
-        """Returns a sentence for every tensor that differs from ``other``, the sender's :meth:`as_tensor`."""
+        """``other`` is the sender's :meth:`as_tensor`."""
         sent, arrived = other.tolist(), self.as_tensor().tolist()
         return [
             f"{name!r} (sent {sent[index] % 2**64:016x}, arrived {arrived[index] % 2**64:016x})"

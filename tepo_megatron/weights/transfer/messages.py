@@ -62,7 +62,7 @@ class MessageSegment:
         return (self.boxes[1] - self.boxes[0]) * (self.rows[1] - self.rows[0]) * math.prod(self.end.region.box.shape[1:])
 
     def view(self, param: Tensor, wire: torch.dtype) -> Tensor:
-        """Returns a view [boxes, rows, …] of the parameter, in ``wire`` if bits travel unchanged."""
+        """Returns a view [boxes, rows, …], in ``wire`` if bits travel unchanged."""
         if self.end.units > 1:
             param = param.view(wire)
         return self.end.region.view(param)[slice(*self.boxes), slice(*self.rows)]
@@ -70,7 +70,6 @@ class MessageSegment:
 
 WireMessage = tuple[MessageSegment, ...]
 Queues = dict[int, list[WireMessage]]
-"""Peer → messages in order."""
 
 
 def numel_of(message: WireMessage) -> int:

@@ -19,7 +19,6 @@ from tepo_megatron.weights.transfer.transport import RelayRoutes, TransferGroup
 
 
 def source_routes(plan: ReshardPlan, rank: int, *, itemsize: int, limit: int) -> RelayRoutes:
-    """Returns no routes if no message is relayed."""
     local_source = {plan.num_sources + to: source for to, source in plan.local.items()}
     outgoing: dict[int, Queues] = {
         source: queues(source_ends(plan, source), itemsize=itemsize, limit=limit) for source in range(plan.num_sources)
@@ -92,7 +91,7 @@ class Relay:
         self.leg.wait(via, self._tag(number, worker, self.rank, via))
 
     def settle(self) -> None:
-        """Notifies workers of arrived messages. Must be called before this rank waits for anything else."""
+        """Must be called before this rank waits for anything else: workers wait for the notification."""
         arriving, self._arriving = self._arriving, []
         for source, worker, number in arriving:
             with _naming("receiving", source, worker):
@@ -148,7 +147,6 @@ class Relay:
                 work.wait()
 
     def _tag(self, number: int, worker: int, source: int, to: int) -> int:
-        """Equal at both ends, different for the opposite direction."""
         return (number * self.signals.world_size + worker) * 2 + (source > to)
 
 

@@ -35,7 +35,7 @@ _APART = "set rollout.server.placement = colocated, or rollout.server.transport 
 
 
 class Transport(Protocol):
-    """Point-to-point messages, identified by both ranks and a number; both ends must give the same size.
+    """Point-to-point messages, identified by both ranks and a number, with equal sizes at both ends.
 
     Messages of one :meth:`round` travel together. Two ranks start the messages between them in the same order, round by round.
     """
@@ -47,10 +47,10 @@ class Transport(Protocol):
         """Messages may start only inside, at least one per block."""
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
-        """Starts to send a contiguous tensor, which must not change until :meth:`wait`."""
+        """``data`` must be contiguous, and must not change until :meth:`wait`."""
 
     def receive(self, data: Tensor, peer: int, number: int) -> None:
-        """Starts to receive into a contiguous tensor."""
+        """``data`` must be contiguous."""
 
     def wait(self, peer: int, number: int) -> None:
         """Raises RuntimeError if the message fails or exceeds the time-out."""
@@ -58,13 +58,13 @@ class Transport(Protocol):
 
 class TransferGroup(Transport, Protocol):
     cancelled: Callable[[], bool]
-    """Polled during waits that have no other end; if it returns true, the message fails."""
+    """Waits that have no other end poll it; if it returns true, the message fails."""
 
     def finish(self) -> None:
-        """Ends an update at a trainer rank: returns when relayed messages have arrived. Raises as :meth:`wait`."""
+        """Ends an update at a trainer rank, when relayed messages have arrived. Raises as :meth:`wait`."""
 
     def close(self) -> None:
-        """Leaves the group; pending waits of the other members fail."""
+        """Pending waits of the other members fail."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class RelayRoutes:
 
     ``via``: at a trainer rank, worker on another GPU → the rank on that GPU; at a worker, sender → the rank on its own GPU.
     ``forwards``: (source, worker) → bytes of each relayed message, digests last. ``sources``: number of trainer ranks.
-    ``local_rounds``, ``rounds``: this rank's and the largest number of rounds.
+    ``rounds`` is the largest ``local_rounds`` of all ranks.
     """
 
     via: Mapping[int, int] = field(default_factory=dict)
@@ -99,9 +99,9 @@ class Member:
 
 @dataclass(frozen=True)
 class TransportSpec:
-    """Every member calls ``join(store, member, timeout_s)``, which returns when all have joined.
+    """``join(store, member, timeout_s)`` returns when every member has called it, or raises RuntimeError.
 
-    It raises RuntimeError if one leaves or is late. ``requires_gpu``: parameters of all members must be on GPUs.
+    ``requires_gpu``: parameters of all members must be on GPUs.
     """
 
     join: Callable[[Store, Member, float], TransferGroup]
@@ -158,7 +158,7 @@ def announce_departure(store: Store) -> None:
 class Rendezvous:
     """Joining gloo or NCCL cannot be interrupted, so it starts only when all members are present.
 
-    ``stage`` separates meetings at one store. ``parts``: a member that leaves after all have come does not fail the others.
+    ``stage`` separates meetings at one store. ``parts``: after all have come, one may leave.
     """
 
     def __init__(self, store: Store, world_size: int, timeout_s: float, stage: str = _JOINED, *, parts: bool = False) -> None:
@@ -240,7 +240,7 @@ def introduce(store: Store, rank: int, introduction: Introduction) -> None:
 def check_members(store: Store, world_size: int, *, nccl: bool, may_share: bool = False) -> str:
     """Raises the same RuntimeError on all members, before NCCL fails in one and hangs in the others.
 
-    ``may_share``: two members may share a GPU, since the group need not be NCCL's; returns which two, or "".
+    ``may_share``: two members may share a GPU; returns which two, or "".
     """
     present = [Introduction(**json.loads(store.get(_key(rank)))) for rank in range(world_size)]
     shared = _shared_gpu(present) if nccl else ""

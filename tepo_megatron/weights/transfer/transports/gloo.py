@@ -63,7 +63,7 @@ class GlooGroup:
         return self._group.recv([data], peer, number)
 
     def broadcast(self, tensor: Tensor, cancelled: Callable[[], bool]) -> None:
-        """Fills ``tensor`` with rank 0's on every rank. Raises RuntimeError on failure, time-out and ``cancelled()``."""
+        """Fills ``tensor`` with rank 0's. Raises RuntimeError on failure, time-out and ``cancelled()``."""
         work = self._group.broadcast(tensor, 0)
         while not work.is_completed():  # a wait() could not be interrupted: gloo cannot abort
             if cancelled():
