@@ -1,5 +1,5 @@
 'use strict';
-// What the whole page uses. Text that comes of a model or a file becomes a text node, never HTML.
+// Helpers of the whole page. Text from a model or a file becomes a text node, never HTML.
 
 /** An element. `props`: class, text, on (listeners by event), data, and attributes by name (null: none). */
 function el(tag, props = {}, ...children) {
@@ -26,7 +26,7 @@ function fill(node, { class: name, text, on = {}, style = {}, ...attributes }) {
   }
 }
 
-/** The value that lies in the page under this id. */
+/** The JSON value in the page under this id. */
 async function unpack(id) {
   if (typeof DecompressionStream === 'undefined') {
     throw new Error('this browser is too old for this page: it needs Chrome 80, Firefox 113 or Safari 16.4');
@@ -60,7 +60,7 @@ function floats(base64) {
   return new Float32Array(bits.buffer);
 }
 
-// What is looked at stays in the address, so that the page can load itself again, and a link says the same.
+// The view is stored in the address, so that a reload or a link shows the same.
 const view = new URLSearchParams(location.hash.slice(1));
 
 function see(name, fallback = '') {
@@ -73,7 +73,7 @@ function keep(name, value) {
   history.replaceState(null, '', '#' + view);
 }
 
-/** Something small that a browser may forbid to keep. */
+/** Small values that a browser may refuse to store. */
 const memory = {
   get(key) { try { return sessionStorage.getItem(key); } catch { return null; } },
   set(key, value) { try { sessionStorage.setItem(key, value); } catch { /* then it is not kept */ } },
@@ -106,7 +106,7 @@ const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 
 const tip = {
   node: document.getElementById('tip'),
-  /** Shows these children beside a point of the window. */
+  /** Shows these children next to a point of the window. */
   show(x, y, ...children) {
     this.node.replaceChildren(...children);
     this.node.hidden = false;

@@ -1,7 +1,7 @@
 // Line charts with one cross-hair for all: hover or arrow keys move it, a drag zooms all charts, Escape or a double click undoes it.
 
 class Chart {
-  /** `lines()` gives [{label, colour, dash, x, y, low, high}]; `marks()` the x of faults. All are asked anew at each drawing. */
+  /** `lines()` gives [{label, colour, dash, x, y, low, high}]; `marks()` the x of faults. Both are called at each drawing. */
   constructor({ title, says = '', lines, marks = () => [], unit = (value) => number(value) }) {
     Object.assign(this, { lines, marks, unit, title });
     this.value = el('span', { class: 'small quiet' });
@@ -98,7 +98,7 @@ class Chart {
     return found;
   }
 
-  /** A curve is broken where a number is missing; evaluations are joined over the steps between them. */
+  /** A missing number breaks a curve; evaluations are joined over the steps between them. */
   path(line, values) {
     let d = '', pen = false;
     for (let i = 0; i < values.length; i++) {
@@ -238,7 +238,7 @@ const watchSize = new ResizeObserver((entries) => {
   }
 });
 
-/** Takes the charts away that a tab had. */
+/** Removes a tab's charts. */
 function forgetCharts() {
   for (const chart of charts) {
     watchSight.unobserve(chart.node);

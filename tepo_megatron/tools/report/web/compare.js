@@ -1,4 +1,4 @@
-// The tab of comparisons: one of what is drawn together beside each of the others, seed by seed, with intervals.
+// The tab of comparisons: one group of runs against each other group, seed by seed, with intervals.
 
 const GREEDY = 'accuracy/greedy';
 
@@ -17,7 +17,7 @@ function areaUnder(run, metric) {
   return area / (points[points.length - 1][0] - points[0][0]);
 }
 
-/** What stands beside each other, as FIGURES; `reached`: a number of steps until something, which may never be. */
+/** Compared figures, as FIGURES; `reached`: a number of steps to a value that may never be reached. */
 function comparedFigures() {
   const least = reach(), chosen = see('figure');
   const own = [
@@ -68,7 +68,7 @@ function pairsOf(one, other) {
   });
 }
 
-/** Mean with its 95 % interval by Student's t, which takes the values for normal; no interval of fewer than two. */
+/** Mean with its 95 % interval by Student's t, for normal values; no interval for fewer than two. */
 function estimate(values) {
   const n = values.length, middle = mean(values);
   if (n < 2) return { n, mean: middle, low: null, high: null };

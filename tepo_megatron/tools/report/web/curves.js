@@ -1,4 +1,4 @@
-// The tab of curves: every metric that moves, by what it speaks of.
+// The tab of curves: every metric that changes, by topic.
 
 const KEY_METRICS = [
   'reward/mean', 'accuracy/greedy', 'accuracy/avg@k', 'entropy/mean', 'mask/fraction', 'kl/mean', 'grad_norm', 'response_len/mean', 'groups/zero_variance',

@@ -1,4 +1,4 @@
-// The tab of faults: how each run stands or ended, what went wrong at which step, and what was changed when it went on.
+// The tab of faults: each run's state or end, what went wrong at which step, and what changed on resumption.
 
 function faultCount() {
   return DATA.runs.filter((run) => run.events.length || run.hangs.length).length;

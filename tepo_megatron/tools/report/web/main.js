@@ -1,4 +1,4 @@
-// The head, the tabs, the theme, and loading the page again while a run goes on.
+// The head, the tabs, the theme, and reloading the page while a run is in progress.
 
 const TABS = [['overview', 'Overview', overviewTab], ['curves', 'Curves', curvesTab], ['compare', 'Compare', compareTab], ['time', 'Time', timeTab], ['settings', 'Settings', settingsTab], ['faults', 'Faults', faultsTab], ['samples', 'Samples', samplesTab]];
 
@@ -72,7 +72,7 @@ function applyTheme() {
   document.documentElement.dataset.theme = dark ? 'dark' : 'light';
 }
 
-// While a run goes on the page is written again and again; it loads itself anew, as it is, unless somebody works with it.
+// While a run is in progress the page is rewritten repeatedly; it reloads with the same view unless somebody uses it.
 const QUIET_S = 4;
 
 function refreshState() {

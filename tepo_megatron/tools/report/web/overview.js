@@ -1,4 +1,4 @@
-// Runs and groups of seeds as lines and rows: what curves and tables are made of; and the first tab.
+// Runs and groups of seeds as lines and rows for curves and tables; and the first tab.
 
 let DATA = null;
 
@@ -110,7 +110,7 @@ const best = (run, metric) => {
 const ofSteps = (run, metric) => (run.columns[metric] ?? []).filter((value, i) => value !== null && run.x[i] > 0);
 
 const short = (value) => number(value, 3);
-/** Name, explanation, value of a run, how it is written, and whether one run's stands to another's as a ratio. */
+/** Name, explanation, value of a run, its format, and whether two runs are compared by ratio. */
 const FIGURES = [
   ['reward', 'mean of the last ten steps', (run) => mean(ofSteps(run, 'reward/mean').slice(-10)), short],
   ['greedy', 'held out, last', (run) => last(run, 'accuracy/greedy'), short],
@@ -135,7 +135,7 @@ function middle(values) {
   return (sorted[Math.floor((sorted.length - 1) / 2)] + sorted[Math.ceil((sorted.length - 1) / 2)]) / 2;
 }
 
-/** Mean over the seeds, and their range where there are several. */
+/** Mean over the seeds, and their range if there are several. */
 function cell(values, format) {
   const known = values.filter((value) => value !== null);
   if (!known.length) return el('td', { class: 'quiet', text: '–' });
@@ -180,7 +180,7 @@ function stateText(runs, going) {
   return el('span', { class: going ? 'good' : '', text: [going ? `${going} running` : '', ended ? `${ended} ended` : ''].filter(Boolean).join(', ') });
 }
 
-/** Chooses what runs are drawn together by; nothing where there is one run. */
+/** Chooses the setting that groups runs; nothing for one run. */
 function togetherTools() {
   const same = DATA.groups.length < DATA.runs.length, others = dividing();
   if (!same && !others.length) return null;

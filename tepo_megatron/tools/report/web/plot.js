@@ -1,4 +1,4 @@
-// What all charts share: how curves are drawn, where the cross-hair is, smoothing and scales.
+// Shared by all charts: styles of curves, position of the cross-hair, smoothing and scales.
 
 const PLOT = { left: 50, right: 10, top: 8, bottom: 22, height: 188 };
 const charts = new Set();

@@ -106,13 +106,13 @@ function entry(group, at) {
   return node;
 }
 
-/** The end of a prompt, where it differs from others with the same beginning. */
+/** The end of a prompt, which differs between prompts with the same beginning. */
 function tailOf(prompt) {
   const text = prompt.trim();
   return text.length > 90 ? `… ${text.slice(-88)}` : text;
 }
 
-/** Only the entries in sight are made. */
+/** Creates only the visible entries. */
 function drawList() {
   const { list } = finder, from = Math.max(0, Math.floor(list.scrollTop / ENTRY) - 4), to = Math.min(finder.shown.length, from + Math.ceil(list.clientHeight / ENTRY) + 9);
   finder.space.replaceChildren(...finder.shown.slice(from, to).map((group, i) => entry(group, from + i)));
@@ -182,7 +182,7 @@ function tokenCards(group, name) {
   });
 }
 
-/** Share of a response's trained tokens of which `f` is true; null where none is trained. */
+/** Share of a response's trained tokens for which `f` is true; null if none is trained. */
 function share(tokens, response, f) {
   let count = 0, trained = 0;
   for (let i = response.at; i < response.at + response.tokens; i++) {
@@ -262,7 +262,7 @@ function listKey(event) {
   choose(to, true);
 }
 
-/** Keys of the whole tab, where none is being typed. */
+/** Keys of the whole tab, except while typing. */
 function samplesKey(event) {
   if (event.key === '/') {
     event.preventDefault();

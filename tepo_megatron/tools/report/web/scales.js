@@ -49,7 +49,7 @@ function ticks(low, high, count) {
   return found;
 }
 
-/** Powers of ten, and 2 and 5 of each where there are few. */
+/** Powers of ten, and twice and five times each if there are few. */
 function logTicks(low, high) {
   const found = [], few = Math.log10(high / low) < 2;
   for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high) + 1; power++) {
@@ -75,7 +75,7 @@ const COLOURINGS = {
   none: { label: 'no colour', kind: 'none', unit: '', says: '' },
 };
 
-/** Background and, where that is strong, ink for a share of −1 (blue) to 1 (orange). */
+/** Background and, if that is strong, ink for a share of −1 (blue) to 1 (orange). */
 function paint(node, share) {
   const strength = Math.min(1, Math.abs(share));
   if (!(strength > 0.02)) return;

@@ -1,4 +1,4 @@
-// The tab of times: where each step's seconds went, and who waited.
+// The tab of times: each step's seconds by phase, and who waited.
 
 const MOST_COLUMNS = 180;
 const MOST_RUNS_DRAWN = 24;

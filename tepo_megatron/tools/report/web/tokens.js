@@ -22,7 +22,7 @@ function colouringsThere() {
 
 const scales = new Map();
 
-/** `limit`: the 99th percentile of the sizes of all tokens of the page, where colours are strongest; and how they are spread. */
+/** `limit`: the 99th percentile of the absolute values of the page's tokens, at which colours are strongest; and the distribution. */
 function scaleOf(name) {
   if (!scales.has(name)) {
     const values = [];
@@ -48,7 +48,7 @@ function shareOf(name, value, limit) {
   return COLOURINGS[name].kind === 'both' && value > 0 ? size : -size;
 }
 
-/** Colour of token `i`, −1 to 1; NaN where its value was not measured. `newest` and `oldest`: versions of the group. */
+/** Colour of token `i`, −1 to 1; NaN if its value was not measured. `newest` and `oldest`: versions of the group. */
 function shareOfToken(tokens, name, i, { newest, oldest }) {
   const kind = COLOURINGS[name].kind;
   if (kind === 'none') return 0;
@@ -87,7 +87,7 @@ function scaleLegend(name) {
     el('span', {}, el('span', { class: 'swatch token unknown' }), 'not measured'), other);
 }
 
-/** What is known of a token, as rows for the tip. */
+/** A token's known values, as rows for the tip. */
 function tokenFacts(tokens, i, place) {
   const rows = [['token', `${place + 1}`], ['weights', `version ${tokens.version[i]}`]];
   const add = (name, label, text) => { if (tokens[name]) rows.push([label, Number.isNaN(tokens[name][i]) ? 'not measured' : text(tokens[name][i])]); };
