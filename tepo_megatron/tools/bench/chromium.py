@@ -49,7 +49,6 @@ class Tab:
         self._pipes, self._session = pipes, session
         self.problems: list[str] = []
         self.requests: list[str] = []
-        """Addresses requested by the page, its own first."""
         for domain in ("Tab", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -96,7 +95,7 @@ class Tab:
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
 
     def point(self, selector: str, share: float = 0.5) -> None:
-        """Move the mouse over an element, at this share of its width."""
+        """Move the mouse to ``share`` of the element's width."""
         box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
         x, y = self.evaluate(f"(b => [b.left + {share} * b.width, b.top + b.height / 2])({box})")
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)

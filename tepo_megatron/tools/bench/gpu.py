@@ -25,7 +25,6 @@ NO_GPU = 3
 """Exit status without a GPU: nothing was checked."""
 
 TAIL = 2000
-"""Characters of a failed part's output in the report."""
 
 PACKAGES = ("torch", "tepo-megatron", "megatron-core", "transformer-engine", "triton", "vllm", "apex")
 
@@ -85,7 +84,7 @@ def _obstacle(part: Part, gpu: Gpu) -> str:
 
 
 def run_part(part: Part, gpu: Gpu, *, say: Say) -> PartOutcome:
-    """Run one part in its own process, with a time limit. Any failure becomes its outcome."""
+    """Any failure becomes the part's outcome."""
     if reason := _obstacle(part, gpu):
         say(f"{part.name}: not run, {reason}")
         return PartOutcome(part.name, part.what, "not run", reason=reason)
@@ -106,7 +105,6 @@ def run_part(part: Part, gpu: Gpu, *, say: Say) -> PartOutcome:
 
 
 def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
-    """The output, and the error (empty if none)."""
     process = subprocess.Popen(
         [sys.executable, "-m", *command],
         stdout=subprocess.PIPE,

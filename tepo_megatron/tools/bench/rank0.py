@@ -25,7 +25,6 @@ from tepo_megatron.trainer.packing import pack
 
 VOCABULARY, PROMPT, GROUP = 128_256, 256, 8
 PIECE = 65_536
-"""Bytes per read of the socket."""
 
 VERSION = WeightsVersion(7, "0123456789abcdef")
 LABEL = f"{VERSION.step}:{VERSION.digest}"
@@ -113,7 +112,6 @@ def _random(length: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _receive(responses: int, length: int) -> Iterator[tuple[int, Response]]:
-    """Receives as the client does."""
     ids, logprobs = _random(length)
     labels = {LABEL: VERSION}
 

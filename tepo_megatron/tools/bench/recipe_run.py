@@ -62,12 +62,10 @@ def make_rollouts(setting: RecipeSetting, vocab_size: int) -> list[Rollout]:
 
 
 def worker(_: int, setting: RecipeSetting, recipe: str, folder: Path, out: Path) -> None:
-    """Write the JSON of a :class:`RecipeMeasurement` to ``out``."""
     out.write_text(json.dumps(asdict(measure(setting, recipe, folder))))
 
 
 def measure(setting: RecipeSetting, recipe: str, folder: Path) -> RecipeMeasurement:
-    """Score and update on the same rollouts ``setting.steps`` times."""
     from tepo_megatron.trainer.megatron.engine import Engine
 
     engine = Engine(RunConfig.model_validate(setting.run_config(recipe)), folder)
@@ -95,7 +93,6 @@ def _timed(work: Any) -> tuple[Any, float]:
 
 
 def _peak_bytes(platform: str) -> int:
-    """On a GPU, torch's allocated bytes; else the whole process's."""
     return (
         torch.cuda.max_memory_allocated() if platform == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     )

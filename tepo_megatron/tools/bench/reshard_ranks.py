@@ -69,14 +69,12 @@ class Rank:
     params: Params
     queues: messages.Queues
     pairs: GlooGroup
-    """The group of all ranks."""
     star: GlooGroup | None
     """The trainer's rank 0 and the destinations; None on other trainer ranks."""
     own: ShardLayout
     copies: int
     """Servers, each with a whole model."""
     digest_seconds: float = 0.0
-    """Processor seconds of the digests."""
 
     @property
     def is_source(self) -> bool:
@@ -87,14 +85,12 @@ class Rank:
         return next(iter(self.params.values())).dtype
 
     def reshard(self) -> None:
-        """The project's method."""
         if self.is_source:
             move.send(self.pairs, self.queues, self.params, self.dtype)
         else:
             move.receive(self.pairs, self.queues, self.params, self.dtype)
 
     def reshard_timed(self) -> None:
-        """Also measures ``digest_seconds``."""
         self.digest_seconds = 0.0
 
         def timed(data: Tensor) -> Tensor:
@@ -107,7 +103,6 @@ class Rank:
             self.reshard()
 
     def reshard_unverified(self) -> None:
-        """Without digests."""
         with mock.patch.object(move, "digest", return_value=torch.zeros((), dtype=torch.int64)):
             self.reshard()
 
@@ -147,7 +142,6 @@ class Rank:
                     start(slots[peer, number % messages.WINDOW][:numel], peer, number)
 
     def received(self, method: str) -> int:
-        """Bytes received from other ranks."""
         if method == "gather and broadcast":
             everything = sum(planned.numel for planned in self.plan.moves) // self.copies
             if self.is_source:

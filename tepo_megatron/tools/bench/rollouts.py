@@ -30,8 +30,6 @@ KINDS = {"api_server": "API server", "EngineCore": "engine core", "Worker": "wor
 
 @dataclass(frozen=True)
 class RolloutSetting:
-    """Prompts, samples per prompt, maximum of new tokens, alternating draws of both sides."""
-
     size: str
     prompts: int
     samples: int
@@ -52,7 +50,6 @@ class DrawMeasurement:
 
     @property
     def rates(self) -> list[float]:
-        """Tokens per second."""
         return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
 
     def share(self, kind: str) -> float:

@@ -57,7 +57,7 @@ class ReshardMeasurement:
     """Most bytes of a trainer rank beyond its shards; None if unknown."""
     peak_destination: int | None
     digest_seconds: float
-    """Processor seconds of the busiest rank's digests (least of the repeats)."""
+    """Processor seconds of the busiest rank."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,6 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class RecipeSetting:
-    """``sequences`` responses of ``length`` tokens."""
-
     size: str
     steps: int
     sequences: int
@@ -152,15 +150,13 @@ class StepMeasurement:
 
     layout: str
     ratio: float
-    """Measured longest sequence over the mean."""
     method: str
     tokens: int
     score_s: list[float]
     """Seconds to compute the old policy's log-probs (ours: and entropies)."""
     update_s: list[float]
-    """Seconds of forward, backward and optimizer step."""
     losses: list[float]
-    """Mean negative log-prob of response tokens in the score pass."""
+    """Mean negative log-prob of response tokens."""
     peak_bytes: int
     """Most bytes of a rank beyond those held between steps (weights, gradients, optimizer states)."""
 

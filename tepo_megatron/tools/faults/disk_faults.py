@@ -43,8 +43,6 @@ def _small_disk(folder: Path, kib: int) -> Iterator[None]:
 
 
 class FullDisks(FaultClass):
-    """Fill disks: by a link to ``/dev/full``, or by a small file system if a link does not do."""
-
     name = "disks"
     title = "the disk is full: at save, log, record, export"
     whole, quick = len(PLACES), 1

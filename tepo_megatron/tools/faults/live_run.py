@@ -13,7 +13,7 @@ from tepo_megatron.tools.faults import program, tiny
 from tepo_megatron.tools.faults.processes import by_role, descendants, end_tree, wait_until
 
 PATIENCE_S = 1800.0
-"""Limit for a start or a step on a busy machine; only a hang exceeds it."""
+"""Only a hang exceeds it, even on a busy machine."""
 
 
 class LiveRun:
@@ -38,7 +38,6 @@ class LiveRun:
         return (self.out / "model" / "model.safetensors").exists()
 
     def start(self) -> None:
-        """Start, or resume if there is a checkpoint."""
         resume = any((self.out / "checkpoints").glob("step_*/state.json"))
         if not resume:
             shutil.rmtree(self.out, ignore_errors=True)
@@ -74,7 +73,7 @@ class LiveRun:
         return tiny.last_step(self.out) >= step
 
     def wait_end(self, timeout_s: float = PATIENCE_S) -> int:
-        """The exit code. Raises TimeoutError."""
+        """Raises TimeoutError."""
         wait_until(lambda: not self.running, timeout_s, "the end of the run")
         assert self._process is not None
         return self._process.returncode

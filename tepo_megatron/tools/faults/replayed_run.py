@@ -39,7 +39,7 @@ class ReplayEnd:
 
 
 def make_rollouts(folder: Path, steps: int) -> Path:
-    """Write groups of solutions in the format of :func:`write_rollouts`; some have an error and no reward."""
+    """Some solutions have an error and no reward."""
     tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"))
     rng = random.Random(0)
     for step in range(steps):

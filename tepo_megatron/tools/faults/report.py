@@ -20,7 +20,6 @@ SILENT_COLUMNS = ("silent fault", "caught by", "prompt", "cache", "rollouts", "s
 
 
 LONGEST = 64
-"""Classes with more faults list only the lost ones."""
 
 INTRODUCTION = """# Faults, injected
 

@@ -49,11 +49,10 @@ EXPERTS = {
 }
 SAMPLES, NEW_TOKENS = 4, 24
 RANDOM_STD = 0.12
-"""Large enough that random weights give peaked outputs."""
 
 
 class World:
-    """A single-rank trainer with the weights of two successive steps, and one server."""
+    """One trainer rank with the weights of two successive steps, and one server."""
 
     def __init__(self, folder: Path, server: str) -> None:
         from tepo_megatron.trainer.megatron.engine import Engine

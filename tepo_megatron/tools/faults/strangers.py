@@ -28,7 +28,6 @@ T = TypeVar("T")
 
 NOBODY = 65534
 PATIENCE_S = 30.0
-"""For one attempt at all ports of a run."""
 
 ROUTES = (
     "/inference/v1/generate",
@@ -46,7 +45,6 @@ ROUTES = (
     "/openapi.json",
     "/metrics",
 )
-"""Tried by POST and GET, without a key and with a wrong one."""
 
 OTHERS = (
     "the run's key in the environment of its processes",
@@ -80,7 +78,6 @@ def _poison(proof: Path) -> bytes:
 
 
 def _write_to_store(port: int, proof: Path, runs_code: bool) -> bool:
-    """Whether torch's key-value store at this port accepted a value."""
     value = _poison(proof) if runs_code else b"stranger"
     names = ["tepo_stranger", "torch.rendezvous.state", "/torch.rendezvous.state"] if runs_code else ["tepo_stranger"]
     try:

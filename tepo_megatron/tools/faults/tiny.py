@@ -62,7 +62,6 @@ def slow_last_word(problem: Problem, response: str) -> float:
 
 
 def write_run(folder: Path) -> Path:
-    """Write a run's YAML with defaults only; the settings above are overrides."""
     path = folder / "run.yaml"
     path.write_text("name: faults\nmodel: {path: builtin:tiny}\n")
     return path

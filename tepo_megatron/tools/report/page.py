@@ -51,8 +51,6 @@ class Options:
 
 @dataclass(frozen=True)
 class Written:
-    """``goes_on``: whether a run is still in progress."""
-
     path: Path
     bytes: int
     runs: int

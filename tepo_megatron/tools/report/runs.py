@@ -86,7 +86,6 @@ def _plain(value: str) -> str:
 Row = Mapping[str, Any]
 
 MOST_HANG_TEXT = 20_000
-"""Characters of a hang's report on the page."""
 
 BEGINS_S = 300.0
 """A run without output may be starting its ranks for this long after its configuration was written."""
@@ -112,7 +111,7 @@ class Run:
     earlier: Sequence[tuple[str, Settings]] = ()
     """(file name, settings) before each resumption that changed some; oldest first."""
     hangs: Sequence[tuple[str, str]] = ()
-    """(file name, text) of reports of hangs."""
+    """File name, text."""
 
     @property
     def faults(self) -> list[str]:

@@ -34,7 +34,6 @@ class Spread:
 
     @property
     def mean(self) -> float:
-        """NaN without values."""
         return statistics.fmean(self.known) if self.known else math.nan
 
     @property
@@ -116,7 +115,6 @@ def area(points: Sequence[tuple[int, float]]) -> float | None:
 
 
 def table(sweep: SweepFile, result: Sequence[_SweepFigures]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: mean ± half the 95 % interval over seeds."""
     if not result:
         return [*sweep.axes, "seeds"], []
     columns = [*sweep.axes, "seeds", *result[0].figures]

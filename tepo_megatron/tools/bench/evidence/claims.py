@@ -25,7 +25,6 @@ Verdict = Callable[[Estimate, float], str]
 
 
 def half_the_time(result: Estimate, nothing: float) -> str:
-    """For a ratio of steps claimed to be a half."""
     if result.high < nothing and result.low > 0.5:
         return "faster, by less than half" + _bound(result)
     if result.high < nothing:
@@ -82,7 +81,6 @@ FEWEST_PAIRS = 3
 
 
 VERDICTS = ("holds", "faster", NOT_HALF, "undecided", "the opposite", "too few")
-"""Beginnings of verdicts, in counting order."""
 
 
 def summary(figures: Figures, rates: Sequence[str]) -> str:

@@ -12,10 +12,9 @@ from tepo_megatron.tools.bench.evidence.record import Evidence, EvidenceRow, Key
 from tepo_megatron.tools.sweep.table import Spread, area
 
 LAST_STEPS = 10
-"""Steps at a run's end over which its last entropy is averaged."""
 
 LAST_EVALUATIONS = 3
-"""Evaluations over which the last accuracy is averaged: with 200 problems, one alone varies by two points."""
+"""With 200 problems, one evaluation alone varies by two points."""
 
 Points = list[tuple[int, float]]
 
@@ -41,8 +40,6 @@ def _last(name: str) -> Callable[[Sequence[EvidenceRow]], float | None]:
 
 
 def _steps_to(at: float) -> Callable[[Sequence[EvidenceRow]], float | None]:
-    """First step with greedy accuracy at least ``at``; None: never."""
-
     def figure(rows: Sequence[EvidenceRow]) -> float | None:
         return next((float(step) for step, value in points(rows, "accuracy/greedy") if value >= at), None)
 
@@ -50,8 +47,6 @@ def _steps_to(at: float) -> Callable[[Sequence[EvidenceRow]], float | None]:
 
 
 def _entropy_at(accuracy: float) -> Callable[[Sequence[EvidenceRow]], float | None]:
-    """Mean entropy of five steps around the first evaluation with this accuracy."""
-
     def figure(rows: Sequence[EvidenceRow]) -> float | None:
         step = _steps_to(accuracy)(rows)
         near = [] if step is None else [value for at, value in points(rows, "entropy/mean") if abs(at - step) <= 2]
@@ -215,7 +210,6 @@ class Figures:
         self._known: dict[tuple[str, Key], dict[int, float | None]] = {}
 
     def of(self, name: str, key: Key) -> Mapping[int, float | None]:
-        """Seed → figure of a combination; empty if none is done."""
         if (name, key) not in self._known:
             runs = self.evidence.runs.get(key, {})
             self._known[name, key] = {seed: FIGURES[name].of(runs[seed]) for seed in self.evidence.seeds(key)}

@@ -23,7 +23,6 @@ COLOURS = ("#d9480f", "#2b6cb0", "#2f9e44", "#9c6ade", "#b08900", "#0b7285", "#c
 BASELINES = ("tepo", "grpo", "dapo", "gspo", "luspo", "cispo")
 ABLATIONS = ("tepo", "no-mask", "no-likelihood", "neither", "tepo-covariance", "tepo-first-order", "sequence-mean", "constant")
 SMOOTHED = 5
-"""Steps of the moving average of noisy columns."""
 
 
 class _Picture(NamedTuple):
@@ -137,7 +136,6 @@ def _curve(axes: Axes, evidence: Evidence, key: Key, picture: _Picture, colour: 
 
 
 def _times(evidence: Evidence, png: Path) -> None:
-    """Step time over GRPO's: each seed's ratio as a point, with mean and interval."""
     figures = Figures(evidence)
     objectives = [item for item in evidence.sweep.axes["objective"] if item != BASELINE and evidence.seeds((item,))]
     figure = _figure(8.0, 1.2 + 0.6 * max(1, len(objectives)))

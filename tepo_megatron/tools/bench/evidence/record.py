@@ -30,12 +30,12 @@ COLUMNS = (
 
 EvidenceRow = Mapping[str, float]
 Key = tuple[str, ...]
-"""A combination: choices in the order of the sweep's axes."""
+"""Choices in the order of the sweep's axes."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """``runs``: combination → seed → rows. ``dates``: run's name → its end."""
+    """``runs``: combination → seed → rows."""
 
     sweep: SweepFile
     runs: Mapping[Key, Mapping[int, Sequence[EvidenceRow]]]
@@ -45,7 +45,6 @@ class Evidence:
 
     @property
     def keys(self) -> list[Key]:
-        """All combinations, including unfinished ones."""
         return list(dict.fromkeys(_key_of(run) for run in runs_of(self.sweep)))
 
     def seeds(self, key: Key) -> list[int]:
@@ -55,7 +54,6 @@ class Evidence:
         return [self.runs[key][seed] for seed in self.seeds(key)]
 
     def rate(self, name: str) -> str:
-        """The learning rate of the choice ``name``."""
         return self.sweep.axes["lr"][name][0].partition("=")[2]
 
 

@@ -91,7 +91,6 @@ def _against(figures: Figures, rate: str) -> str:
 
 
 def _parts(figures: Figures, rates: Sequence[str]) -> str:
-    """Likelihood and mask separately: the four corners are with and without each."""
     corners = {(True, True): "tepo", (True, False): "no-mask", (False, True): "no-likelihood", (False, False): "neither"}
     rows = []
     for rate in rates:

@@ -18,7 +18,6 @@ from tepo_megatron.tools.bench.settings import DENSE, FLOOR, MEGATRON, SLOPE
 
 
 def methods(device: str, logits: Tensor, labels: Tensor) -> dict[str, Method]:
-    """Name → method that can score logits like these."""
     own: dict[str, dict[str, Method]] = {
         "cpu": {
             "tepo_megatron": partial(_own, backend="torch"),

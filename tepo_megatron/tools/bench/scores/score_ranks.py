@@ -31,7 +31,6 @@ _SCRATCH_BYTES = 2**30
 def worker(
     rank: int, tp: int, place: str, device: str, shapes: Sequence[tuple[int, int, str]], repeats: int, inbox: Any
 ) -> None:
-    """Run one rank. Rank 0 puts the measurements into ``inbox`` as JSON."""
     warnings.simplefilter("ignore")  # Megatron's, about accelerators that are not measured here
     os.environ["KINETO_LOG_LEVEL"] = "99"
     if device == "cpu":

@@ -12,7 +12,6 @@ from pathlib import Path
 
 
 def own_root() -> Path:
-    """The folder from which this package was imported."""
     return Path(__file__).parents[4]
 
 

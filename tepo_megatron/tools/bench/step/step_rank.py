@@ -35,7 +35,7 @@ class Method(Protocol):
     def load(self, rollouts: list[Rollout]) -> Any: ...
 
     def score(self, data: Any) -> tuple[Any, float | None]:
-        """A forward pass. Returns the input of ``update``, and the mean negative log-prob of response tokens if known."""
+        """Returns the input of ``update``, and the mean negative log-prob of response tokens if known."""
 
     def update(self, scored: Any) -> None: ...
 
@@ -59,7 +59,6 @@ class _Ours:
 
 
 def _make_rollouts(lengths: list[int], vocab_size: int, *, group: int, prompt: int) -> list[Rollout]:
-    """Random responses in groups, every second one rewarded; ``lengths`` include the ``prompt`` tokens."""
     generator = torch.Generator().manual_seed(1)
     rollouts = []
     for number, length in enumerate(lengths):

@@ -19,12 +19,9 @@ from tepo_megatron.tools.bench.step.step_data import rank_arguments
 _SCRIPT = Path(__file__).with_name("step_rank.py")
 
 _END_S = 20.0
-"""Seconds for ranks to exit by themselves."""
 
 
 class World:
-    """Ranks of one layout, with the package from ``root``; between steps they use no processor."""
-
     def __init__(self, root: Path, model: Path, setting: StepSetting, layout: str) -> None:
         self.layout = layout
         self.stack = ExitStack()

@@ -107,7 +107,6 @@ def _resident(kind: str) -> int:
 
 
 def child(setting: _Setting, head: str, model: Path) -> dict[str, dict[str, float]]:
-    """Measure both passes here, after one that loads libraries."""
     from tepo_megatron.trainer.megatron.engine import Engine
 
     warnings.filterwarnings("ignore")
@@ -135,7 +134,7 @@ def child(setting: _Setting, head: str, model: Path) -> dict[str, dict[str, floa
 
 
 def measure(setting: _Setting, repeats: int) -> dict[str, dict[str, dict[str, float]]]:
-    """head → pass → least seconds and least peak of the repeats."""
+    """head → pass → least seconds and least peak."""
     result: dict[str, list[dict[str, dict[str, float]]]] = {head: [] for head in HEADS}
     with tempfile.TemporaryDirectory() as folder:
         _write_random_model(Path(folder), setting)

@@ -101,7 +101,6 @@ def _draw_rollouts(sequences: int, tokens: int) -> list[Rollout]:
 
 
 def held(tensors: Iterable[Tensor]) -> int:
-    """Bytes of their storages, each counted once."""
     return sum({item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in tensors}.values())
 
 
@@ -173,7 +172,6 @@ def rates() -> Iterator[tuple[str, float, float]]:
 
 
 def best(work: Callable[[], object], repeats: int = 3) -> float:
-    """CPU seconds of the quickest repeat."""
     result = []
     for _ in range(repeats):
         began = time.process_time()
