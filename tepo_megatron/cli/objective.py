@@ -281,7 +281,7 @@ def curves(weights: GradientWeights) -> list[Curve]:
 
 
 def text_plot(xs: Sequence[float], lines: Sequence[Curve], *, width: int = 72, height: int = 17) -> str:
-    """Curves as characters, the first on top; ``xs`` is sorted."""
+    """The first curve is on top; ``xs`` is sorted."""
     low, high = _span(lines)
     grid = [[" "] * width for _ in range(height)]
 

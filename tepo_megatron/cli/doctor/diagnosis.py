@@ -19,11 +19,10 @@ class Diagnosis:
     detail: str
     advice: str = ""
     needed: bool = False
-    """A run on a CPU needs it."""
 
 
 def diagnose(checks: Sequence[Callable[[], Diagnosis]]) -> list[Diagnosis]:
-    """Run every check; one that raises is reported with its error."""
+    """A check that raises is reported with its error."""
     results = []
     for check in checks:
         try:

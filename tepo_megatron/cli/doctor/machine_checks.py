@@ -279,7 +279,6 @@ CHECKS: tuple[Callable[[], Diagnosis], ...] = (
     _verifiers,
     _loopback,
 )
-"""Checks of every machine, in the table's order."""
 
 LAUNCH_CHECKS: tuple[Callable[[], Diagnosis], ...] = (_python, _launcher, _slurm, _disk)
 """Checks of a machine that submits jobs: it needs neither torch nor vLLM."""
