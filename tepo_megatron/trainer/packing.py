@@ -65,7 +65,7 @@ def _reward_parts_SK(rollouts: Sequence[Rollout]) -> Tensor | None:
         return None
     rows = []
     for rollout in rollouts:
-        # A failed response counts as reward.failed_reward in every component.
+        # A failed response that counts as reward.failed_reward does so in every component.
         parts = rollout.reward_parts or dict.fromkeys(names, rollout.reward)
         if set(parts) != set(names):
             raise ValueError(

@@ -69,7 +69,7 @@ _BLACKWELL = (10, 0)
 def set_connections(parallel: ParallelConfig) -> None:
     """Sets ``CUDA_DEVICE_MAX_CONNECTIONS`` to 1 if Megatron wants it and the user has not set it. Called before CUDA starts.
 
-    With one queue, kernels start in the order of their calls, and collectives hide behind matrix products.
+    With one queue, kernels start in the order of their calls, and collectives overlap with matrix products.
     """
     if CONNECTIONS_VARIABLE not in os.environ and wants_one_connection(parallel, gpu_capability()):
         os.environ[CONNECTIONS_VARIABLE] = "1"

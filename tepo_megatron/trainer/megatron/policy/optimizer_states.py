@@ -75,7 +75,7 @@ def collect(optimizer: MegatronOptimizer, params: Mapping[str, torch.nn.Paramete
 
 
 def restore(optimizer: MegatronOptimizer, param: torch.nn.Parameter, values: dict[str, Tensor], *, updates: int) -> None:
-    """Writes fp32 [elements of the local range]; then call :func:`spread`."""
+    """Call :func:`spread` afterwards. ``values`` are fp32 [elements of the local range]."""
     inner = _optimizer_of(optimizer, param)
     main, local = _held(inner, param)
     if local.start != local.stop:

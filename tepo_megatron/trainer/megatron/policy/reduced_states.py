@@ -12,7 +12,7 @@ from torch import Tensor
 from tepo_megatron.config import OptimizerConfig
 
 PART_ELEMENTS = 2**26
-"""Elements with fp32 states at once in a step."""
+"""Elements with fp32 states at once in a step, or those of one larger tensor."""
 
 
 def check_states(config: OptimizerConfig, *, on_gpu: bool) -> None:
