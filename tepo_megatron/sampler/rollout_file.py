@@ -59,7 +59,6 @@ def _read_sampling_mask(value: object) -> Any:
 
 
 def _read_bits(text: object) -> Any:
-    """Reads base64 text as bits, a multiple of eight."""
     if text is None:
         return None
     if not isinstance(text, str):
@@ -315,7 +314,7 @@ def _faults(rollout: Rollout, step: int, stalest: int, vocab_size: int | None) -
     kept = rollout.sampling_mask
     if kept is not None and len(kept) != rollout.response_ids.size:
         yield f"a sampling mask of {len(kept)} tokens for {rollout.response_ids.size} response tokens"
-    for at in np.flatnonzero(~((logprobs > -math.inf) & (logprobs <= _ROUNDING))):  # nan is no number that fits, either
+    for at in np.flatnonzero(~((logprobs > -math.inf) & (logprobs <= _ROUNDING))):  # also nan
         yield f"the log-prob of response token {at} is {logprobs[at]}, not a finite number of at most 0"
     if (mask := rollout.loss_mask) is not None:
         if trained and not mask.any():

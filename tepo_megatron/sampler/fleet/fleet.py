@@ -148,7 +148,7 @@ class Fleet(Roster):
         try:
             for_all_at_once(self._clients, request)
         except RuntimeError as error:
-            if isinstance(error, ServerSilent | ServerGone):  # its processes may live, but it must not go on as it is
+            if isinstance(error, ServerSilent | ServerGone):  # its processes may live, but it must not continue
                 self._blame(error)
                 for server in self._servers:
                     if server.url == error.url:
@@ -209,7 +209,7 @@ class Fleet(Roster):
             update(self._sync)
             self._version = version
         except (RuntimeError, ValueError) as error:
-            # Also a server's fault outside the transfer: an engine whose worker is gone refuses a pause, and only then dies.
+            # Also a server's fault outside the transfer: an engine without its worker first refuses a pause, then dies.
             died = isinstance(error, ServerFault) or any(not server.healthy() for server in self._servers)
             if died:
                 self._blame(error)

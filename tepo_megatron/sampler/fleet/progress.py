@@ -9,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from tepo_megatron.sampler.vllm.client.connection import ServerGone, ServerSilent
 
 _PROBES = 20
-"""Least number of probes within the time-out."""
 
 _MAX_INTERVAL_S = 5.0
 

@@ -162,7 +162,7 @@ class Roster:
         start together, on the trainer's GPUs.
         """
         with self._changing:
-            # Not replaced meanwhile, nor lost by another stream, that of an evaluation for example.
+            # Skip a server that was replaced, or that another stream (an evaluation's) has lost.
             if lane.index not in self._lost and lane.client in self._clients:
                 self._lose(lane, cause)
 

@@ -1,4 +1,4 @@
-"""A stream of samples: spreads requests over servers and repeats failed ones."""
+"""A stream of samples over several servers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class Lane:
     pool: ThreadPoolExecutor
     healthy: Callable[[], bool]
     samples: int = 0
-    """Outstanding ones."""
     tokens: int = 0
     """Upper bound for the outstanding samples, prompts included."""
     faults: int = 0
@@ -68,7 +67,7 @@ class Host(Protocol):
 
 
 FIRST_PAUSE_S = 0.1
-"""It doubles with each repetition of a request, up to ``_LAST_PAUSE_S``."""
+"""The pause doubles with each repetition of a request, up to ``_LAST_PAUSE_S``."""
 
 _LAST_PAUSE_S = 5.0
 
@@ -102,8 +101,6 @@ class _Request:
 
 @dataclass
 class _Event:
-    """A response, the end of a request, or its error."""
-
     request: _Request
     name: str
     """A repeated request has another name."""
@@ -298,7 +295,7 @@ class FleetStream:
         request = event.request
         lane = request.lane
         if event.name not in self._sent or lane is None:
-            return  # its server was lost, and it was asked again; or it was given up
+            return  # the request was repeated at another server, or given up
         self._watches[lane.index].note_progress()
         if event.response is not None:
             if (sample := request.samples.pop(event.index, None)) is not None:
@@ -343,7 +340,7 @@ class FleetStream:
             request.lane = None
         self.host.lose(lane, cause)
         self._refresh()
-        if not self._lanes:  # also where all were started again meanwhile, and wait for their weights
+        if not self._lanes:  # also if all were restarted and wait for their weights
             raise ServerDied(f"no rollout server samples: {cause}") from cause
         self.host.count_retried(len(left))
         self._waiting.extendleft(reversed(left))

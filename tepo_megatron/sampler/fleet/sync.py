@@ -53,7 +53,6 @@ class WeightSync(ABC):
         self._pool = ThreadPoolExecutor(len(self._clients) + 1, thread_name_prefix="weight-sync")
 
     def close(self) -> None:
-        """Running requests continue in their threads until they are answered or time out."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._close_group()
 
@@ -94,18 +93,17 @@ class WeightSync(ABC):
             for index, client in enumerate(self._clients)
         ]
         own = self._pool.submit(enter)
-        # A server that fails leaves this side waiting for it until the time-out; the error need not wait for that.
+        # After a server's failure this side waits for it until the time-out; the error need not.
         members: list[Future[Any]] = [*joining, own]
         wait(members, return_when=FIRST_EXCEPTION)
         if any(_failed(member) for member in members):
             leave()
-            self._await_answers(joining)  # who waited for another answers now; who does not is at fault
+            self._await_answers(joining)  # servers that waited for another answer now; a silent one is at fault
             message = f"the servers did not join the weight-transfer group. {_causes(members)}"
             raise _failure(message, joining, self._silent(joining))
         return own.result()
 
     def _transfer(self, receive: Callable[[Client], None], send: Callable[[Callable[[], bool]], None]) -> None:
-        """``send`` gets a function that tells whether a server has failed."""
         receiving = [self._pool.submit(receive, client) for client in self._clients]
         failed: RuntimeError | None = None
         try:
@@ -148,7 +146,7 @@ class WeightSync(ABC):
             return
         error = _failure(_causes(requests), requests, [])
         first = causes[0]
-        # Nothing but the server is at fault here, where no weights travel.
+        # No weights travel here, so only the server can be at fault.
         if isinstance(first, ServerFault) and all(isinstance(cause, ServerFault) for cause in causes):
             error = type(first)(str(error), url=first.url)
         raise error

@@ -105,7 +105,7 @@ class FrameReader:
         """Yields the frames that end within this piece. Raises BadFrame for invalid ones."""
         self._pieces.append(piece)
         self._size += len(piece)
-        while self._size >= self._need:  # pieces are joined when there is something to read only: a response may have hundreds
+        while self._size >= self._need:  # join only when there is something to read: a response may have hundreds of pieces
             data = b"".join(self._pieces)
             frame, used = self._read(data)
             self._pieces, self._size = [data[used:]], len(data) - used

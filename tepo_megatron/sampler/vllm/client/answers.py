@@ -164,7 +164,7 @@ def _check_ids(ids: TokenIds, vocab_size: int | None) -> None:
 
 
 def _check_logprobs(logprobs: Logprobs) -> None:
-    wrong = ~((logprobs > -math.inf) & (logprobs <= ROUNDING))  # nan is not right, either
+    wrong = ~((logprobs > -math.inf) & (logprobs <= ROUNDING))  # also nan
     if wrong.any():
         at = int(wrong.argmax())
         raise BadAnswer(

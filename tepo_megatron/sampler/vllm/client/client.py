@@ -179,7 +179,7 @@ class Client(Connection):
             ) from error
 
     def abort(self, names: Sequence[str]) -> None:
-        """Ends these requests; their parts are answered."""
+        """Their parts are answered."""
         self._post(ABORT, {"ids": list(names)})
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
@@ -214,7 +214,9 @@ class Client(Connection):
             for from_cache in (True, False)
         )
         pairs = zip(through.response_ids.tolist(), fresh.response_ids.tolist(), strict=False)
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))  # scores after another token are another's
+        same = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)
+        )  # after a different token the scores are of another text
         return through.logprobs[:same].tolist(), fresh.logprobs[:same].tolist()
 
     def pause(self, *, keep_cache: bool = False) -> None:
@@ -255,7 +257,7 @@ class Client(Connection):
         sharded: bool,
         adapters: bool = False,
     ) -> None:
-        """Makes the workers join the group at ``place`` of ``host``; returns when all members have."""
+        """Returns when all members have joined."""
         info = {
             "host": host,
             "place": place,
@@ -285,7 +287,6 @@ class Client(Connection):
         self._post("/update_weights", {"update_info": {"manifest": tensors, "settings": dict(settings)}}, self._unbounded)
 
     def use_adapter(self) -> None:
-        """Requests from now on use the received adapters."""
         self._post(USE)
         self._model = ADAPTER_NAME
 

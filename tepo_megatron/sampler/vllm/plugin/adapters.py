@@ -51,7 +51,7 @@ def _from_memory(manager: Any, request: Any) -> Any:
     mapper = getattr(inner.model, "hf_to_vllm_mapper", None)
     found = LoRAModel.from_lora_tensors(
         request.lora_int_id,
-        # vLLM multiplies the scale into B where it lies
+        # vLLM multiplies the scale into B in place
         {name: tensor.clone() for name, tensor in held.tensors.items()},
         peft_helper=helper,
         device="cpu",

@@ -51,7 +51,7 @@ def take_cores(cores: str, worker: int) -> int:
         taken = os.sched_getaffinity(0)
     except OSError:
         taken = set()
-    if taken != own:  # the kernel takes a list of which a part exists
+    if taken != own:  # the kernel accepts a list with missing cores
         missing = ", ".join(map(str, sorted(own - taken)))
         raise ValueError(
             f"worker {worker} of this server cannot run on core {missing}: there is none, or it is kept from this job; set "

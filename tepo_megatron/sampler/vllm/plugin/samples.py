@@ -68,7 +68,7 @@ class Samples:
             await send({"type": "http.response.body", "body": end_frame(len(tasks))})
         except asyncio.CancelledError:
             if not watch.done():
-                raise  # the server ends; otherwise nobody is there to be answered
+                raise  # the server ends; otherwise the client has gone
         except Exception as error:
             status, message = _status(error), f"{error}" or type(error).__name__
             if started:
@@ -96,10 +96,10 @@ class _SamplesRequest:
             size = state.engine_client.model_config.get_vocab_size()
             self._others = min(named_tokens(body["sampling"]["top_k"]), size)
         fixed = {
-            "logprobs": self._others,  # beside that of the drawn token
+            "logprobs": self._others,  # besides that of the drawn token
             "flat_logprobs": True,  # lists of numbers instead of an object a token
             "detokenize": bool(body["sampling"].get("stop")),
-            "ignore_eos": True,  # what ends a response are its stop_token_ids, also where the server has a tokenizer
+            "ignore_eos": True,  # stop_token_ids end a response, even if the server has a tokenizer
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
         self._parameters = [

@@ -155,7 +155,6 @@ def _elements(incoming: Queues) -> dict[str, int]:
 
 
 def _wanted(place: Place) -> int:
-    """Elements that come from a checkpoint."""
     module, attribute = place
     original = get_layerwise_info(module).restore_metadata[0].get(attribute)
     shape = (original if original is not None else getattr(module, attribute)).shape  # a bias is never taken away

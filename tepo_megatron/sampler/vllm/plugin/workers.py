@@ -64,7 +64,6 @@ def allow_on_cpu() -> None:
 
 
 def _step_of(runner: Any) -> SimpleNamespace:
-    """V1's last step under V2's names."""
     batch = runner.input_batch
     requests = list(batch.req_ids)
     return SimpleNamespace(

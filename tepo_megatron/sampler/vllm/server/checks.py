@@ -1,4 +1,4 @@
-"""Checks that vLLM can serve a model, before a server takes half a minute to refuse it."""
+"""Checks before a server starts, which would take half a minute to refuse a model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_quantization(quantization: str) -> None:
 
 
 def _obstacle(quantization: str) -> str | None:
-    import torch  # the doctor of a login node, where there is none, loads this file
+    import torch  # a login node's doctor loads this file without torch
 
     if not torch.cuda.is_available():
         return _obstacle_on_cpu(quantization)

@@ -158,7 +158,6 @@ def this_machine(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
 
 
 def needed(config: ServerConfig, servers: int, *, weights_bytes: int, on_gpu: bool) -> Machine:
-    """The least resources for ``servers`` servers."""
     workers = config.tp * servers
     memory = servers * SERVER_MEMORY + workers * WORKER_MEMORY
     return Machine(
@@ -187,7 +186,6 @@ def check_machine(
 
 
 def weights_bytes(model_dir: Path) -> int:
-    """Bytes on disk; the workers of a server together hold at least these."""
     return sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
 
 
@@ -231,14 +229,13 @@ def _available(proc: Path) -> Iterator[int]:
 
 
 def _threads_left(proc: Path) -> Iterator[int]:
-    """The limit is per user and does not bind root."""
     limit = _limit(resource.RLIMIT_NPROC)
     if limit < _UNLIMITED and os.geteuid() != 0:
         yield max(0, limit - sum(state.threads for state in processes(proc) if state.uid == os.geteuid()))
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
-    """This process' cgroups and their parents, of versions 1 and 2."""
+    """Of versions 1 and 2, with their parents."""
     with suppress(OSError):
         for line in (proc / "self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -145,7 +145,7 @@ class Server:
             process.wait()
         with suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, when only zombies are left
             os.killpg(process.pid, signal.SIGKILL)  # there is something left only if the supervisor itself was killed
-        # What follows the server may need its memory and its GPU, and cannot remove its files while it lives.
+        # Later processes may need its memory and GPU, and cannot remove its files while it lives.
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while group_members(process.pid) and time.monotonic() < deadline:
             time.sleep(0.02)

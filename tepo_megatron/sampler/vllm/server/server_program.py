@@ -77,7 +77,7 @@ class ServerProgram:
             "--seed": self.seed,
             "--scheduling-policy": "priority",  # in the order of their arrival, but for the canary's requests
             "--weight-transfer-config": f'{{"backend": "{BACKEND}"}}',
-            "--logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from: under the temperature
+            "--logprobs-mode": "processed_logprobs",  # of the sampled distribution, with its temperature
             "--generation-config": "vllm",  # a top-p in the model's folder must not bend what is sampled
             "--max-logprobs": named_tokens(MOST_KEPT),  # a sampling mask is made of them
         }
@@ -128,7 +128,7 @@ class ServerProgram:
         """Whether the processes are forks of the first one: on CPUs, if each worker has its own cores (``plugin.forks``)."""
         if on_gpu or sys.platform != "linux":
             return False
-        with suppress(ValueError):  # vLLM does as it would, nobind for example
+        with suppress(ValueError):  # vLLM decides, with nobind for example
             return len(read_cores(self.cores)) == self.config.tp
         return False
 
@@ -157,7 +157,9 @@ class ServerProgram:
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(self.config.cpu_kv_cache_gib)
             environment["VLLM_CPU_OMP_THREADS_BIND"] = self.cores
             environment["OMP_NUM_THREADS"] = "1"  # of the processes around the workers
-            environment["TORCHDYNAMO_DISABLE"] = "1"  # a few small functions, for whose compilation the first requests wait
+            environment["TORCHDYNAMO_DISABLE"] = (
+                "1"  # the first requests would wait for the compilation of a few small functions
+            )
         if self.forks(on_gpu):
             environment[FORK_VARIABLE] = "1"
         if self.config.speculative is not None:
