@@ -117,7 +117,7 @@ def _pack_routes(rollouts: Sequence[Rollout]) -> Tensor | None:
 
 
 def _pack_masks(rollouts: Sequence[Rollout]) -> SamplingMask | None:
-    """The mask of a token is stored at the token before it, whose label it is."""
+    """The mask of a token is stored at the token before it, which has it as label."""
     if all(rollout.sampling_mask is None for rollout in rollouts):
         return None
     parts = []

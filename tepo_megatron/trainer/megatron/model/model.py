@@ -153,7 +153,7 @@ def _stage_options(parallel: ParallelConfig) -> dict[str, Any]:
     interleaved = parallel.vpp > 1
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     if parallel.pp == 2 and first is not None:
-        last = None  # it has the rest; with both numbers Megatron would divide by the stages between, of which there are none
+        last = None  # it has the rest; with both numbers Megatron would divide by the stages between: 0
     return {
         "virtual_pipeline_model_parallel_size": parallel.vpp if interleaved else None,
         "num_layers_in_first_pipeline_stage": first,

@@ -46,7 +46,7 @@ def is_nvidia_apex(folder: Path | None) -> bool:
 
 
 def adam_kernel(packages: Packages) -> tuple[str, str]:
-    """Returns (whose Adam, why): Megatron-Core tries Transformer Engine's, then apex', then torch's."""
+    """Returns (package, reason): Megatron-Core tries Transformer Engine's Adam, then apex', then torch's."""
     if packages.te is not None:
         return "Transformer Engine's", "it is installed"
     if packages.apex:
@@ -55,7 +55,7 @@ def adam_kernel(packages: Packages) -> tuple[str, str]:
 
 
 def norm_kernel(layers: str) -> tuple[str, str]:
-    """Returns (whose RMSNorm, why)."""
+    """Returns (package, reason) for RMSNorm."""
     if layers == "te":
         return "Transformer Engine's, fused into the linear that follows", "the layers are Transformer Engine's"
     return "torch's", "the layers are Megatron-Core's own, whose fused norm (apex') is no RMSNorm"
