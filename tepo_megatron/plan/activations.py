@@ -56,7 +56,7 @@ def _activations_without(spec: ModelSpec, config: RunConfig, again: Collection[s
     local = layers_of(config) == "local"
     attention_again, mlp_again = "core_attn" in again, "mlp" in again or "moe" in again
     as_rows = local and not attention_again  # trainer/megatron/model/attention_cpu.py
-    # Transformer Engine has the norm of a dense MLP within it, and the output of that before experts is what is discarded.
+    # Transformer Engine has the norm of a dense MLP within it, and discards the output of the norm before experts.
     norm_again = "layernorm" in again or (not local and "mlp" in again)
     return {
         "norms": b * residual * (2 * NORM_COPIES[layers_of(config)] - norm_again),
@@ -84,7 +84,7 @@ def _routing(spec: ModelSpec, config: RunConfig) -> Mapping[str, float]:
         "experts' inputs": b * inputs / parallel.tp,
         # logits, probabilities of all and of the chosen, in fp32; trainer/megatron/model/experts.py's router also its input
         "router": 4 * (3 * spec.experts.count + (spec.hidden_size if local else 0)) / parallel.tp,
-        # in the experts' MLP: what is multiplied with the probability
+        # in the experts' MLP: the factor of the probability
         "weighted product": b * spec.experts.per_token * spec.ffn_size / parallel.tp if local else 0,
     }
 

@@ -225,12 +225,12 @@ def _fused_head(config: RunConfig, tokens: int, row: float, gathered: float, wei
     """``row``: bytes of a token's logits; ``gathered``: bytes of all inputs."""
     kind = platform_of(config)
     chunk = min(tokens, max(16, FUSED_HEAD_CHUNK[kind] // row)) * row
-    # the scored tokens' inputs and their gradients; what stands for the weight's gradient is memory that a CPU never touches
+    # the scored tokens' inputs and their gradients; the weight's gradient has a placeholder that a CPU never touches
     return chunk, 2 * gathered + (weight if kind == "cuda" else 0)
 
 
 def state_bytes(config: RunConfig) -> float:
-    """Returns GPU bytes per owned weight."""
+    """Counts on the GPU, per owned weight."""
     optimizer = config.optimizer
     master = 0 if config.model.dtype == "float32" else 2 if optimizer.store_param_remainders else 4
     moments = MOMENT_BYTES[optimizer.exp_avg_dtype] + MOMENT_BYTES[optimizer.exp_avg_sq_dtype]
@@ -238,7 +238,7 @@ def state_bytes(config: RunConfig) -> float:
 
 
 def host_state_bytes(config: RunConfig) -> float:
-    """Returns host bytes per owned weight."""
+    """Counts per owned weight."""
     return HOST_STATE_BYTES * config.optimizer.offload_fraction
 
 

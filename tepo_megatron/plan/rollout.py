@@ -69,7 +69,7 @@ def draft_spec(config: RunConfig) -> tuple[ModelSpec | None, str | None]:
 
 
 def _kv_bytes_per_token(spec: ModelSpec, tp: int, element: int) -> float:
-    """With more workers than heads, several workers hold the same head."""
+    """Several workers may hold the same head."""
     return 2 * spec.num_layers * max(1.0, spec.num_kv_heads / tp) * spec.head_dim * element
 
 
@@ -80,7 +80,7 @@ def server_memory(spec: ModelSpec, config: RunConfig, *, longest: int, mean: flo
     per_token = _kv_bytes_per_token(spec, server.tp, b)
     guesser, _ = draft_spec(config)
     draft = 0.0
-    if guesser is not None:  # it has the server's tensor parallelism, and its own keys and values beside the policy's
+    if guesser is not None:  # it has the server's tensor parallelism, and its own keys and values besides the policy's
         draft = b * model_parameters(guesser) / server.tp
         per_token += _kv_bytes_per_token(guesser, server.tp, b)
     if platform_of(config) == "cuda":
@@ -115,7 +115,6 @@ def check_turns(config: RunConfig, context: float) -> str | None:
 
 
 def check_server(config: RunConfig, memory: ServerMemory, longest: int) -> str | None:
-    """Returns a sentence if the KV cache has no room for the longest sequence."""
     if memory.capacity >= longest:
         return None
     server = config.rollout.server

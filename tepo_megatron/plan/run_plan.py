@@ -1,4 +1,4 @@
-"""A plan from its parts, its problems with remedies, and the check of placement."""
+"""A plan, its problems with remedies, and the check of placement."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DEFAULT_PROMPT_TOKENS = 512
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs. ``stages``: memory of one rank of each pipeline stage; ``problems``: why it cannot run."""
+    """The needs of a run. ``stages``: memory of one rank of each pipeline stage; ``problems``: reasons why it cannot start."""
 
     config: RunConfig
     spec: ModelSpec
@@ -65,9 +65,10 @@ class Plan:
 
 
 def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Plan:
-    """Computes what a run needs; ``prompt_tokens`` and ``response_tokens`` are mean lengths (default: half the longest).
+    """Computes memory, traffic and time; ``prompt_tokens`` and ``response_tokens`` are mean lengths (default: half the
+    longest).
 
-    Raises ValueError for a run that cannot be laid out. ``Plan.problems`` has what does not fit.
+    Raises ValueError for a run that cannot be laid out. If it does not fit, ``Plan.problems`` states why.
     """
     check_placement(config)
     spec, substitute = resolve_spec(config.model.path)

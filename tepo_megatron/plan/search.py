@@ -1,4 +1,4 @@
-"""Searches for the smallest changes after which a run fits into the GPUs' memory."""
+"""Searches for the smallest changes after which a run fits."""
 
 from __future__ import annotations
 

@@ -45,7 +45,6 @@ def _schedules(plan: Plan) -> list[ScheduleTime]:
 
 
 def plan_notes(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> list[str]:
-    """``exact`` is the result of ``check_exact``."""
     counted = sum(map(len, exact or ()))
     verdict = [f"Exact: Megatron builds as many parameters on each of {counted} (tp, pp) ranks as the formula says."]
     return ["Assumed:", *(f"  - {text}" for text in plan.assumptions), *(verdict if exact else [])]

@@ -148,7 +148,7 @@ def _stage_imbalance(spec: ModelSpec, config: RunConfig) -> float:
 
 
 def _exposed_seconds(spec: ModelSpec, config: RunConfig, tokens: float) -> tuple[float, float]:
-    """A layer moves activations over tensor-parallel ranks 4 times forward, 6 times backward; 2 of these are hidden."""
+    """Activations move 4 times forward, 6 times backward per layer; 2 of these are hidden."""
     parallel, cluster = config.engine.parallel, config.cluster
     share = tokens / (parallel.dp * parallel.cp)  # that a rank sees
     activations = ELEMENT_BYTES[config.model.dtype] * spec.hidden_size * share
@@ -246,7 +246,7 @@ def _exchange(spec: ModelSpec, config: RunConfig, micro_batch: float) -> float:
 
 
 def forward_flops(spec: ModelSpec, mean_length: float) -> float:
-    """Counts 2 per weight of every matrix that a token meets, and causal attention."""
+    """Counts 2 per weight that a token meets, and causal attention."""
     matrices = active_parameters(spec) - (0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size)
     # Attention: 2 FLOPs × 2 products (scores, values) × half of the sequence on average, since it is causal.
     return 2 * matrices + 2 * spec.num_layers * spec.num_heads * spec.head_dim * mean_length
