@@ -55,7 +55,7 @@ def roles(config: RunConfig) -> list[Role]:
 def on_nodes(config: RunConfig) -> RunConfig:
     """Returns the configuration with absolute paths, and external servers on nodes of their own.
 
-    Raises ValueError for a relative path submitted through ssh, and for a space in the output's path.
+    Raises ValueError for a relative path through ssh, and for a space in the output's path.
     """
     config = _with_absolute_paths(config)
     output = config.output

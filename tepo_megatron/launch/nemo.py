@@ -53,7 +53,7 @@ def connect(cluster: ClusterConfig) -> Tunnel:
 
 
 def write_scripts(config: RunConfig) -> Scripts:
-    """Leaves no file, opens no connection and does not call Slurm."""
+    """Leaves no file and does not call Slurm."""
     with tempfile.TemporaryDirectory(prefix="tepo-launch-") as folder, _experiment(config, Path(folder)) as experiment:
         experiment.dryrun(log=False, delete_exp_dir=False)
         (sbatch,) = Path(folder).rglob("*_sbatch.sh")

@@ -1,4 +1,4 @@
-"""Records what a job ran with: git state and command where it was submitted, versions where it runs.
+"""Records git state, command and versions of a job.
 
 ``python -m tepo_megatron.launch.record FILE [DISTRIBUTION...]`` fails if one of the distributions is not installed.
 """

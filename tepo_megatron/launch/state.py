@@ -1,4 +1,4 @@
-"""A submitted job: number, state in Slurm, logs."""
+"""A submitted job."""
 
 from __future__ import annotations
 
