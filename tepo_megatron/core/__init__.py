@@ -1,1 +1,1 @@
-"""Values and maths: what passes between folders, the objective, and scores of sharded logits."""
+"""Values and maths: values that pass between folders, the objective, and scores of sharded logits."""

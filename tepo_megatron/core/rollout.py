@@ -1,4 +1,4 @@
-"""Responses of a sampler, and rollouts of a step, with the versions of the weights that drew them."""
+"""Responses of a sampler, and rollouts of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TokenIds = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 
 LossMask = NDArray[np.bool_]
-"""Per response token: whether the model wrote it, and not an environment."""
+"""Whether the model wrote the response token, and not an environment."""
 
 Routes = NDArray[np.uint8] | NDArray[np.int16]
 """Experts of all tokens but the last, read-only [tokens − 1, layers, experts per token]; uint8 up to 255 experts."""
@@ -24,7 +24,7 @@ Routes = NDArray[np.uint8] | NDArray[np.int16]
 
 @dataclass(frozen=True, order=True)
 class WeightsVersion:
-    """The step after which the weights were taken, and their hex fingerprint or ""."""
+    """The step after which the weights were taken, and their hex fingerprint, empty if unknown."""
 
     step: int
     digest: str = ""
@@ -47,7 +47,6 @@ class Response:
     finish_reason: str
     versions: Spans
     routed_experts: Routes | None = None
-    """Of the prompt's and the response's tokens."""
     loss_mask: LossMask | None = None
     """None if the model wrote every token; other log-probs are 0."""
     sampling_mask: SamplingMask | None = None
@@ -82,7 +81,6 @@ class Response:
 
     @property
     def model_tokens(self) -> int:
-        """Tokens that the model wrote."""
         return _model_tokens(self)
 
     def __eq__(self, other: object) -> bool:
@@ -116,7 +114,6 @@ class Rollout:
     reward: float | None = 0.0
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     routed_experts: Routes | None = None
-    """Of the prompt's and the response's tokens."""
     loss_mask: LossMask | None = None
     """None if the model wrote every response token; other log-probs are 0."""
     sampling_mask: SamplingMask | None = None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def custom_advantages(kind: OwnAdvantage, batch: Batch) -> Tensor:
-    """Returns fp32 [S] (fp64 for fp64 rewards), detached."""
+    """Returns detached fp32 [S] (fp64 for fp64 rewards)."""
     values = _check(kind, kind.advantages(batch), "advantages", batch.rewards_S, "response")
     return values.detach().to(torch.promote_types(batch.rewards_S.dtype, torch.float32))
 
@@ -27,7 +27,6 @@ def custom_log_ratio(kind: OwnRatio, values: TokenValues, delta_T: Tensor) -> Te
 
 
 def custom_token_weights(kind: OwnAggregation, lengths_S: Tensor, index_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Returns [T], 0 outside the loss mask."""
     weights_S = _check(kind, kind.sequence_weights(lengths_S), "sequence_weights", lengths_S, "sequence")
     return torch.where(mask_T, weights_S.detach()[index_T], 0.0)
 
@@ -44,7 +43,6 @@ def custom_denominator(kind: OwnAggregation, lengths_S: Tensor) -> Tensor:
 
 
 def custom_weights(kind: OwnMismatch, values: TokenValues) -> Tensor:
-    """Returns [T], detached."""
     return _check(kind, kind.importance_weights(values), "importance_weights", values.delta_T, "token").detach()
 
 

@@ -1,4 +1,4 @@
-"""The push of an objective on a token as a function of its ratio, by autograd."""
+"""The push of an objective on a token as a function of its ratio."""
 
 from __future__ import annotations
 

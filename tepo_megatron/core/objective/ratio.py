@@ -37,8 +37,8 @@ def policy_log_ratio(ratio: BuiltinRatio, delta_T: Tensor, mask_T: Tensor, lengt
 
     - ``token``: δ_it.
     - ``sequence``: log s_i = Σ_t δ_it / T_i (equation 3), or Σ_t δ_it un-normalised.
-    - ``sequence_token``: sg[log s_i] + δ_it − sg[δ_it]: each token gets its own gradient (equation 4).
-    - ``power_mean``: log (Σ_t exp(p δ_it) / T_i)^(1/p); for p = 0 that of ``sequence``.
+    - ``sequence_token``: sg[log s_i] + δ_it − sg[δ_it] (equation 4).
+    - ``power_mean``: log (Σ_t exp(p δ_it) / T_i)^(1/p).
     """
     if ratio.kind == "token":
         return delta_T
@@ -81,7 +81,7 @@ def mismatch_weights(correction: Truncate | MaskOutside, difference_T: Tensor, i
     weight_T = log_weights(correction.level, difference_T, index_T, lengths_S).exp()
     if correction.kind == "truncate":
         return weight_T.clamp(max=correction.cap)
-    # 0 and not the nearer bound: a token whose two probabilities differ that much is taken for wrong, and counts nothing
+    # 0 and not the nearer bound: a token whose two probabilities differ that much is taken for wrong, and does not count
     inside_T = (weight_T >= correction.low) & (weight_T <= correction.high)
     return torch.where(inside_T, weight_T, 0.0)
 
@@ -93,7 +93,7 @@ def log_weights(level: Level, difference_T: Tensor, index_T: Tensor, lengths_S: 
 
 
 def effective_sample_share(difference_T: Tensor) -> Tensor:
-    """Returns (Σw)² / (N Σw²) of w = π_old / π_sampler over N tokens; a scalar, 1 for N = 0."""
+    """Returns (Σw)² / (N Σw²), w = π_old / π_sampler over N tokens; 1 for N = 0."""
     if not difference_T.numel():
         return difference_T.new_ones(())
     weight_T = (difference_T.double() - difference_T.double().max()).exp()  # the share does not change with the scale

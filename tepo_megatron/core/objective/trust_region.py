@@ -27,7 +27,7 @@ class Surrogate(NamedTuple):
 
 
 def clipped(ratio_T: Tensor, advantage_T: Tensor, low: float, high: float, dual: float | None = None) -> Surrogate:
-    """Computes min(r A, clip(r, 1 − low, 1 + high) A); with ``dual``, at least dual · A if A < 0."""
+    """Computes min(r A, clip(r, 1 − low, 1 + high) A); with ``dual``, ≥ dual · A if A < 0."""
     # The minimum makes the clip one-sided: it holds only where the ratio has moved the way that the advantage asks for.
     value_T = torch.minimum(ratio_T * advantage_T, ratio_T.clamp(1 - low, 1 + high) * advantage_T)
     above_T = (ratio_T > 1 + high) & (advantage_T > 0)

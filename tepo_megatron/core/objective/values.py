@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepValues:
-    """The R response tokens of the mini-batch of one optimizer step: [R], detached, the same on all ranks."""
+    """The R response tokens of an optimizer step's mini-batch: [R], detached, the same on all ranks."""
 
     old_logprob_R: Tensor
     """log π_old of the label."""
@@ -29,9 +29,8 @@ class StepValues:
     """log π_old − log π_sampler."""
     covariance_R: Tensor
     old_entropy_R: Tensor | None
-    """In nats, of the full distribution."""
     entropy_noise: float = 0.0
-    """Nats between two entropies of a token under the same weights; 0 if not measured."""
+    """Rounding noise in nats; 0 if not measured."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,6 @@ class TokenValues:
     mask_T: Tensor
     """bool: the response tokens."""
     index_T: Tensor
-    """int64: the token's sequence."""
     labels_T: Tensor
     advantage_T: Tensor
     logprob_T: Tensor
@@ -105,7 +103,7 @@ def check_step(batch: Batch, *, reference: bool) -> None:
 
 
 def check_scores(scores: TokenScores, batch: Batch) -> None:
-    """Raises ValueError if a score has another shape, or is not finite at a response token."""
+    """Raises ValueError like `check_step`."""
     _check_mask(batch)
     _check_token_values("scores.logprob", scores.logprob, batch)
     _check_token_values("scores.entropy", scores.entropy, batch)

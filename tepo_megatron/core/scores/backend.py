@@ -1,4 +1,4 @@
-"""Chooses the implementation of the two passes over a shard of logits: one forward, one backward."""
+"""Chooses the implementation of the two passes over a shard of logits."""
 
 from __future__ import annotations
 

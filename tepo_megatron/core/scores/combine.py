@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def all_gather(local: Tensor, group: ProcessGroup) -> Tensor:
-    """Concatenates the ranks' [n, …] to [p·n, …]."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the second is deprecated from 2.13 on
     gathered = local.new_empty(local.shape[0] * dist.get_world_size(group), *local.shape[1:])
     gather(gathered, local.contiguous(), group=group)
@@ -27,7 +26,6 @@ def all_gather(local: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(values: Tensor, group: ProcessGroup) -> Tensor:
-    """Sums [p·n, …] over the ranks; rank r gets part r, [n, …]."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     local = values.new_empty(values.shape[0] // dist.get_world_size(group), *values.shape[1:])
     scatter(local, values.contiguous(), group=group)
@@ -82,7 +80,6 @@ def _entropy_slope(
 
 
 def merge(stats_pRK: Tensor, temperature: float) -> Tensor:
-    """Merges p disjoint sets of columns, [p, R, K], to [R, K]."""
     max_pR, sum_pR, weighted_pR, label_pR, *squares = stats_pRK.unbind(-1)
     max_R = max_pR.amax(0)
     shift_pR = (max_pR - max_R) / temperature

@@ -163,7 +163,7 @@ def _add_gradients(
     """Returns this vocabulary shard's share of the hidden states' gradient, [R, H]."""
     grad_hidden_RH = torch.empty_like(hidden_RH)
     for index, chunk, logits_cVp in _chunks(hidden_RH, weight_VpH, scoring):
-        # The logits are computed again rather than kept: keeping them is what this function avoids.
+        # The logits are computed again, since this function avoids keeping them.
         torch.mm(hidden_RH[index], weight_VpH.t(), out=logits_cVp)
         backend.gradient(
             logits_cVp,

@@ -38,7 +38,6 @@ _BACKWARD = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT, *(_POINTER,) * 6, 
 
 
 def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_RK: Tensor) -> None:
-    """fp64 logits use `torch_sweep`."""
     if logits_TV.dtype not in _NAMES:
         return sweep.forward(logits_TV, rows_R, temperature, stats_RK)
     logits_TV = _with_dense_rows(logits_TV)
@@ -163,7 +162,7 @@ def _refuse_others(path: Path) -> None:
 
 
 def _build(command: list[str], library: Path) -> None:
-    """Waits for another process that compiles it. An interruption leaves no partial library."""
+    """An interruption leaves no partial library."""
     with (library.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library.exists():

@@ -20,7 +20,6 @@ class LocalLabels(NamedTuple):
     column_R: Tensor
     """int64 [R]; 0 if another shard has the label."""
     inside_R: Tensor
-    """bool [R]."""
 
 
 class _KeptColumns(NamedTuple):
@@ -144,12 +143,10 @@ def _check_kept(kept_RK: Tensor, labels_R: Tensor, rows_R: Tensor | None, vocab_
 
 
 def to_tokens(values_R: Tensor, scoring: Scoring) -> Tensor:
-    """Scatters [R] to [T], 0 elsewhere."""
     if scoring.rows_R is None:
         return values_R
     return values_R.new_zeros(scoring.tokens).index_copy(0, scoring.rows_R, values_R)
 
 
 def of_rows(values_T: Tensor, scoring: Scoring) -> Tensor:
-    """Gathers [R] from [T]."""
     return values_T if scoring.rows_R is None else values_T[scoring.rows_R]

@@ -20,7 +20,7 @@ _LOG2_E = math.log2(math.e)
 _FAR_BELOW = -1e4
 """Stands for −inf in an exponent: 0 · −inf is NaN."""
 
-_WORKSPACE_BYTES = {"cpu": 768 * 1024}  # beside the rows themselves in a second-level cache
+_WORKSPACE_BYTES = {"cpu": 768 * 1024}  # fits a second-level cache together with the rows
 _WORKSPACE_BYTES_ACCELERATOR = 128 * 1024 * 1024  # where a chunk must be large enough to fill the device
 _FEW_ROWS = 8
 
@@ -71,7 +71,7 @@ def backward(
 ) -> None:
     """Writes the gradient of the scored rows into ``out_TV``, which may be the logits themselves.
 
-    With p = e^t / S and log p = t − log S it is (grad_logprob · (1[label] − p) − grad_entropy · p (log p + H)) / temperature.
+    It is (grad_logprob · (1[label] − p) − grad_entropy · p (log p + H)) / temperature.
     """
     # As a function of t alone it is e^t · (constant + slope · t), and at_label more in the label's column: one product a logit.
     scale_R = (-scores.log_sum_R).exp() / temperature

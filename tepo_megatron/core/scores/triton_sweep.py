@@ -53,7 +53,6 @@ def is_interpreted() -> bool:
 
 
 def statistics(logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
-    """Is one launch (more for parts of rows). fp64 uses `torch_sweep`."""
     if logits_TVp.dtype == torch.float64:
         return _in_torch.statistics(logits_TVp, scoring, stats_RK)
     if not scoring.count:
@@ -141,5 +140,4 @@ def _cut(logits_TVp: Tensor, rows: int, columns: int) -> _Grid:
 
 
 def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on torch's current device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

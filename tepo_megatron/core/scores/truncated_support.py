@@ -35,7 +35,7 @@ def gradient(
     grad_entropy_R = None if grad_entropy_T is None else of_rows(grad_entropy_T, scoring)
     labels = LocalLabels(torch.zeros_like(scoring.labels.column_R), scoring.labels.inside_R)
     sweep.backward(picked_RC, None, scoring.temperature, scores, labels, grad_logprob_R, grad_entropy_R, picked_RC)
-    # Each column is in a row once; what is −inf here since it is not inside has gradient 0, and adds it to column 0.
+    # Each column is in a row once; a −inf outside this shard adds its gradient, 0, to column 0.
     out_TVp.zero_()
     out_TVp.index_put_((_rows(scoring, logits_TVp), column_RC), picked_RC.to(out_TVp.dtype), accumulate=True)
 

@@ -1,4 +1,4 @@
-"""All checks of one objective, for ``tepo objective check`` and a user's own test."""
+"""All checks of one objective."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ Steps = Sequence[tuple[Batch, TokenScores]]
 
 
 class Finding(NamedTuple):
-    """``problem``: how the objective breaks the rule; empty if it does not."""
-
     rule: str
     problem: str
 
@@ -54,7 +52,7 @@ def check_objective(config: ObjectiveConfig, *, steps: int = _STEPS, reward_part
 
 
 def run_checks(config: ObjectiveConfig, *, steps: int = _STEPS, reward_parts: int = 2) -> list[Finding]:
-    """Returns only the first finding if the objective cannot be computed at all."""
+    """Stops after the first rule if the objective cannot be computed at all."""
     findings = list(check_invariance(config, steps=steps, reward_parts=reward_parts))
     if findings[0].problem:
         return findings
@@ -143,7 +141,6 @@ def differ(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 
 
 def other_values(node: dict[str, Any], value: Any) -> Iterator[Any]:
-    """Reads the field's JSON schema."""
     for option in node.get("anyOf") or [node]:
         if "enum" in option:
             yield from option["enum"]

@@ -46,7 +46,6 @@ def check_finite(objective: Objective, batch: Batch, scores: TokenScores) -> Non
 
 
 def check_deterministic(objective: Objective, batch: Batch, scores: TokenScores) -> None:
-    """The same step gives the same bits, and no random number is drawn."""
     before = torch.get_rng_state()
     first, second = whole(objective, batch, scores), whole(objective, batch, scores)
     advice = (

@@ -1,4 +1,4 @@
-"""Random optimizer steps in float64, and the outcome of an objective on them."""
+"""Random optimizer steps in float64."""
 
 from __future__ import annotations
 

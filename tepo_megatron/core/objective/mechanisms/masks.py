@@ -68,7 +68,7 @@ def tickets(logprob_T: Tensor, advantage_T: Tensor, labels_T: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RejectionMask(Mechanism):
-    """Chooses tokens, or whole responses, with π_old / π_sampler outside a range."""
+    """Chooses tokens or responses with π_old / π_sampler outside a range."""
 
     takes_gradient: ClassVar[bool] = True
     term: Rejection

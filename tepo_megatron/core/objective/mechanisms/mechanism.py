@@ -27,9 +27,7 @@ class Mechanism:
         raise NotImplementedError
 
     def choose(self, values: TokenValues) -> Tensor | None:
-        """Returns bool [T] within ``values.mask_T``; ``None``: every response token. Raises ValueError if the batch lacks an
-        input.
-        """
+        """Returns bool [T] within ``values.mask_T``; ``None``: every response token."""
         del values
         return None
 
