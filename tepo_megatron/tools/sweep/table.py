@@ -34,6 +34,7 @@ class Spread:
 
     @property
     def mean(self) -> float:
+        """NaN without values."""
         return statistics.fmean(self.known) if self.known else math.nan
 
     @property
