@@ -37,8 +37,8 @@ class ServerDied(RuntimeError):  # noqa: N818
 class SampleStream(Protocol):
     """Requests for samples go in at any time; responses come out as they finish.
 
-    A context manager: leaving it drops what is unfinished. One thread uses it, while another may update the weights: a response
-    in progress then continues with the new weights. Its ``versions`` are the (first token, version) of each part, oldest first.
+    A context manager: leaving it drops what is unfinished. One thread uses it. Another may update the weights: a response in
+    progress continues with the new ones, and ``versions`` has the (first token, version) of each part, oldest first.
 
     Sample ``j`` of a request has the seed ``seed + j``. The same prompt, seed and weights give the same response, up to the
     numerics of batching.
@@ -55,7 +55,7 @@ class SampleStream(Protocol):
 
     @property
     def unfinished(self) -> int:
-        """The number of samples that were requested and not returned yet."""
+        """Samples that were requested and not returned yet."""
 
     @property
     def weights_version(self) -> WeightsVersion:
@@ -83,15 +83,15 @@ class SampleStream(Protocol):
         """
 
     def next(self, timeout_s: float | None) -> KeyedResponse | None:
-        """The next response that finishes. None if none does within ``timeout_s`` (None: no limit), or none is unfinished.
+        """The next response that finishes; None if none is unfinished, or after ``timeout_s`` seconds (None: no limit).
 
-        A response ends with finish reason ``stop`` (its last token is a stop token, or completes a stop string) or ``length``.
-        Raises ServerDied if the sampler lost servers and cannot continue, RuntimeError for any other failure.
+        Its finish reason is ``stop`` (the last token is a stop token, or completes a stop string) or ``length``. Raises
+        ServerDied if the sampler lost servers and cannot continue, RuntimeError for any other failure.
         """
 
     def abort(self) -> list[KeyedResponse]:
-        """Ends everything unfinished. Returns the parts that have at least one token, with finish reason ``abort``, and the
-        responses that finished meanwhile. The stream stays usable.
+        """Ends everything unfinished, but not the stream. Returns parts with at least one token, with finish reason ``abort``,
+        and responses that finished meanwhile.
         """
 
     def leave(self, home: Hashable) -> None:
@@ -101,9 +101,9 @@ class SampleStream(Protocol):
 class WeightReceiver(Protocol):
     """Receives the trainer's weights. A run uses one of the three methods throughout.
 
-    A method returns when every server uses the new weights for its next token; later responses carry ``version``. After an
-    error the weights are undefined. It raises ServerDied if a server died (then :meth:`Sampler.revive` and repeat), otherwise
-    RuntimeError or ValueError with the tensor at fault.
+    A method returns when every server uses the new weights for its next token; later responses carry ``version``. An error
+    leaves the weights undefined: ServerDied if a server died (then :meth:`Sampler.revive` and repeat), otherwise RuntimeError
+    or ValueError with the tensor at fault.
     """
 
     def update_weights_from_tensors(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
@@ -112,7 +112,7 @@ class WeightReceiver(Protocol):
         """
 
     def update_weights_from_shards(self, version: WeightsVersion, sender: ShardSender) -> None:
-        """Takes shards from the ranks that hold them. All other ranks call ``sender.update_as_non_root``."""
+        """Takes shards from all ranks. Those other than rank 0 call ``sender.update_as_non_root``."""
 
     def update_adapters(
         self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor], settings: Mapping[str, Any]
@@ -121,10 +121,9 @@ class WeightReceiver(Protocol):
 
 
 class Sampler(WeightReceiver, Protocol):
-    """Draws responses with the policy's weights. Used by rank 0 only; a context manager that starts and stops it.
+    """Draws responses with the policy's weights. A context manager, for rank 0 only.
 
-    Only :meth:`start` and streams may run in another thread than the rest. Methods that need servers raise ServerDied if one is
-    gone.
+    Only :meth:`start` and streams may run in another thread. Methods that need servers raise ServerDied if one is gone.
     """
 
     def __enter__(self) -> Self: ...
@@ -135,7 +134,7 @@ class Sampler(WeightReceiver, Protocol):
 
     @property
     def weights_version(self) -> WeightsVersion | None:
-        """The version that all servers have. None before the start, and from a restart or failed update until the next."""
+        """The version that all servers have; None before the start, and from a restart or failed update until the next."""
 
     @property
     def addresses(self) -> list[str]:
@@ -145,19 +144,19 @@ class Sampler(WeightReceiver, Protocol):
         """Returns when the sampler is ready. A :meth:`stop` from another thread ends it. RuntimeError if a server fails."""
 
     def stop(self) -> None:
-        """Ends everything for good, within seconds. May be called again."""
+        """Ends everything for good, within seconds. May be repeated."""
 
     def revive(self) -> bool:
-        """Restarts dead servers. True if there were any: the weights must then be updated before the next sample.
+        """Restarts dead servers. True if there were any: then update the weights before the next sample.
 
         Raises RuntimeError after too many restarts in this run.
         """
 
     def sleep(self) -> None:
-        """Releases the GPU memory that it shares with the trainer, including the weights. Does nothing if it shares none."""
+        """Releases the GPU memory that it shares with the trainer, if any, including the weights."""
 
     def wake_up(self) -> None:
-        """After a weight update: takes back the rest of the memory that :meth:`sleep` released, and samples again."""
+        """After a weight update: takes back the rest of the released memory, and samples again."""
 
     def generate(
         self,
@@ -199,7 +198,7 @@ class Sampler(WeightReceiver, Protocol):
         """Each server's log-probs of up to ``n`` tokens drawn after the prompt, with its prefix cache and without."""
 
     def figures(self) -> dict[str, float]:
-        """The metrics of ``NO_SERVERS`` since the last call: restarts, servers that hung, requests that were repeated."""
+        """The metrics of ``NO_SERVERS`` since the last call."""
 
 
 class SamplerOptions(TypedDict):

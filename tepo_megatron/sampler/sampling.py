@@ -61,7 +61,7 @@ class Sampling(NamedTuple):
         return cls(settings.temperature, settings.max_new_tokens, stop_token_ids, sampling_mask=sampling_mask, **given)
 
     def parameters(self) -> dict[str, Any]:
-        """vLLM's sampling parameters, without defaults."""
+        """In vLLM's names, without defaults."""
         return {"temperature": self.temperature, "stop_token_ids": list(self.stop_token_ids), **truncation_of(self)}
 
 
@@ -148,7 +148,7 @@ def _mask_of(response: Response) -> LossMask:
 
 
 def _joined_routes(part: Response, rest: Response) -> Routes | None:
-    """The rest's record begins with the part again, maybe by newer weights: the part's own record counts."""
+    """The rest's record begins with the part again, maybe by newer weights."""
     before, after = part.routed_experts, rest.routed_experts
     if after is None or (before is None and part.versions):
         return None

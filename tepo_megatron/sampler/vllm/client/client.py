@@ -183,7 +183,7 @@ class Client(Connection):
         self._post(ABORT, {"ids": list(names)})
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
-        """The natural log-probs of all tokens but the first, at temperature 1. Passes all waiting samples."""
+        """Natural log-probs of all tokens but the first, at temperature 1. Passes all waiting samples."""
         self._check_awake()
         # prompt_logprobs = 0: only those of the prompt's own tokens; vLLM applies no temperature to them
         sampling = {"max_tokens": 1, "prompt_logprobs": 0}
@@ -195,8 +195,8 @@ class Client(Connection):
             raise ServerFault(f"{self.url} {error} (POST {GENERATE})", url=self.url) from error
 
     def cached_logprobs(self, prompt: Sequence[int], n: int, version: WeightsVersion) -> tuple[list[float], list[float]]:
-        """Draws up to ``n`` tokens; their natural log-probs with the prefix cache and without, at temperature 1. Passes all
-        waiting samples.
+        """Draws up to ``n`` tokens; natural log-probs with the prefix cache and without, at temperature 1. Passes all waiting
+        samples.
         """
         # Drawn, and not the likeliest: log-probs near 0 say little. The same seed draws the same tokens.
         through, fresh = (
@@ -220,7 +220,7 @@ class Client(Connection):
         return through.logprobs[:same].tolist(), fresh.logprobs[:same].tolist()
 
     def pause(self, *, keep_cache: bool = False) -> None:
-        """Holds requests where they are. Without ``keep_cache`` their keys and values are computed again."""
+        """Holds requests. Without ``keep_cache`` their keys and values are computed again."""
         self._post("/pause?mode=keep" + ("&clear_cache=false" if keep_cache else ""))
 
     def resume(self) -> None:

@@ -30,10 +30,10 @@ class ServerGone(ServerFault):
 
 
 class Connection:
-    """POST requests with the run's ``key``, from several threads, with ``timeout_s`` seconds for an answer.
+    """POST requests with the run's ``key``, from several threads.
 
-    Raises ServerSilent after that, ServerFault if the server cannot be reached, fails (status 5xx) or does not answer with
-    JSON, and RuntimeError for a refusal.
+    Raises ServerSilent after ``timeout_s`` seconds, ServerFault if the server cannot be reached, fails (status 5xx) or does not
+    answer with JSON, and RuntimeError for a refusal.
     """
 
     def __init__(self, url: str, key: str, timeout_s: float) -> None:

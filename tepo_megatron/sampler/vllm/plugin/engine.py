@@ -53,9 +53,8 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """Receives shards in vLLM's layout, or full Hugging Face tensors for the model's ``load_weights``.
-
-    An update runs inside vLLM's layerwise reload, since some back ends repack weights after loading.
+    """Receives shards in vLLM's layout, or full Hugging Face tensors, inside vLLM's layerwise reload, since some back ends
+    repack weights after loading.
     """
 
     init_info_cls = InitInfo
@@ -94,7 +93,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             self._loader.start()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Raises RuntimeError if the transfer or the loading of a tensor fails."""
+        """Raises RuntimeError."""
         group = self._joined()
         try:
             with torch.no_grad():
@@ -155,7 +154,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
 
 
 def _process_tied_heads(model: torch.nn.Module) -> None:
-    """vLLM's reload would keep what a tied head packed of the old weight, since no full tensor has its name."""
+    """vLLM's reload would keep what a tied head packed of the old weight."""
     plain = [
         module
         for module in model.modules()
@@ -167,9 +166,8 @@ def _process_tied_heads(model: torch.nn.Module) -> None:
 
 
 def _pack_experts_again(model: torch.nn.Module) -> None:
-    """On CPUs, before an update: makes every layer build its kernel again, and so pack the new weights.
-
-    vLLM 0.32 packs expert weights only then; a layer with a kernel would use unpacked weights as packed ones.
+    """On CPUs, before an update: makes every layer build its kernel again. vLLM 0.32 packs expert weights only then, and a
+    kernel would use unpacked weights as packed ones.
     """
     if not current_platform.is_cpu():
         return

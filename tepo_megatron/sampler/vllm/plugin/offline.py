@@ -1,8 +1,7 @@
 """``python -m tepo_megatron.sampler.vllm.plugin.offline``: vLLM's offline engine, for ``tepo bench rollouts``.
 
-Input and output are lines of JSON: first the engine's arguments, answered by ``{}``; then requests ``{"prompts": [[ids]], "n":
-8, "seeds": [7], "temperature": 1.0, "max_tokens": 32}``, answered by ``{"seconds", "tokens", "sha256"}``, with the number and a
-digest of all samples' tokens.
+Lines of JSON: first the engine's arguments, answered by ``{}``; then requests ``{"prompts": [[ids]], "n": 8, "seeds": [7],
+"temperature": 1.0, "max_tokens": 32}``, answered by ``{"seconds", "tokens", "sha256"}`` over all samples.
 """
 
 from __future__ import annotations
