@@ -20,9 +20,10 @@ def group_advantages(
     """Returns one advantage per sequence, relative to its group (equal numbers in ``groups_S``, int64 [S]).
 
     ``group`` is (R − mean) / (std + eps) (equation 1); ``no_std`` is R − mean (Dr.GRPO); ``leave_one_out`` is R minus the mean
-    of the others (RLOO); ``divide_by_mean`` is (R − mean) / mean (MaxRL). Groups of equal rewards get exactly 0. Detached, fp32
-    [S] (fp64 for fp64 rewards). Raises ValueError if shapes differ, a reward is not finite, or ``divide_by_mean`` meets a
-    negative one.
+    of the others (RLOO); ``divide_by_mean`` is (R − mean) / mean (MaxRL). Groups of equal rewards get exactly 0. The result is
+    detached, fp32 [S] (fp64 for fp64 rewards).
+
+    Raises ValueError if shapes differ, a reward is not finite, or ``divide_by_mean`` meets a negative one.
     """
     if rewards_S.ndim != 1 or rewards_S.shape != groups_S.shape:
         raise ValueError(
@@ -96,8 +97,8 @@ def gdpo_advantages(
     """Returns Σ_k w_k (R_k − mean) / (std + eps) in groups, over its deviation in the batch + eps (GDPO, arXiv 2601.05242).
 
     The paper also subtracts the batch's mean, which is 0 already. ``rewards_SK`` is float [S, K]; only proportions of
-    ``weights`` count. Detached, fp32 [S] (fp64 for fp64 rewards). Raises ValueError if shapes differ, or a reward is not
-    finite.
+    ``weights`` count. The result is detached, fp32 [S] (fp64 for fp64 rewards). Raises ValueError if shapes differ, or a reward
+    is not finite.
     """
     if rewards_SK.ndim != 2 or (weights is not None and len(weights) != rewards_SK.shape[1]):
         raise ValueError(

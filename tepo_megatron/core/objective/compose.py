@@ -38,10 +38,10 @@ class StepContext:
     denominator: Tensor
     """Scalar; divides the sum of all numerators once."""
     logprob_mean: Tensor
-    """Scalar, over response tokens."""
+    """Scalar: mean of log π_old over response tokens."""
     advantage_mean: Tensor
     effective_samples: Tensor
-    """Scalar: that of π_old/π_sampler, as a share of the response tokens."""
+    """Scalar: effective sample size of π_old/π_sampler, as a share of the response tokens."""
     entropy_coefficient: float
     """0 without a bonus."""
     mechanisms: tuple[Mechanism, ...]
@@ -101,7 +101,7 @@ def _step_denominator(aggregation: Aggregation, lengths_S: Tensor) -> Tensor:
 
 
 def _entropy_coefficient(bonus: EntropyBonus | None, old_entropy_mean: Tensor | None) -> float:
-    """Equation 13."""
+    """Computes equation 13."""
     if bonus is None:
         return 0.0
     if bonus.kind == "fixed":
@@ -140,7 +140,7 @@ class Objective:
         return self.config.needs_reference
 
     def advantages(self, batch: Batch) -> Tensor:
-        """Returns fp32 [S] for the whole rollout batch."""
+        """Returns fp32 [S] for the whole rollout batch; kind ``gdpo`` uses ``reward_parts_SK`` if there are any."""
         choice, groups_S = self.config.advantage, batch.groups_S
         if isinstance(choice, OwnAdvantage):
             return custom_advantages(choice, batch)

@@ -103,7 +103,7 @@ def check_step(batch: Batch, *, reference: bool) -> None:
 
 
 def check_scores(scores: TokenScores, batch: Batch) -> None:
-    """Raises ValueError like `check_step`."""
+    """Raises ValueError if a score has another shape, or is not finite at a response token."""
     _check_mask(batch)
     _check_token_values("scores.logprob", scores.logprob, batch)
     _check_token_values("scores.entropy", scores.entropy, batch)

@@ -118,9 +118,7 @@ class LargestSecondMoments(Mechanism):
 
 
 def smallest_excluded(squares_R: Tensor, threshold: float) -> Tensor:
-    """Returns the smallest value to leave out so that the others' mean is at most ``threshold``; inf if none. Independent of
-    order.
-    """
+    """Returns the smallest value to leave out so that the others' mean is at most ``threshold``; inf if there is none."""
     ordered_R = squares_R.sort().values
     means_R = ordered_R.double().cumsum(0) / torch.arange(1, ordered_R.numel() + 1, device=ordered_R.device)
     over_R = means_R > threshold  # means of ever larger values only grow, so this is a tail
