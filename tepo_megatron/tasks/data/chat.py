@@ -73,7 +73,7 @@ def _texts(value: Any) -> list[str]:
 
 
 _ANSWER = "\ue000"
-"""A private-use character, since the answer is not rendered again."""
+"""Placeholder for the model's answer, which is not rendered again."""
 
 _HIDDEN = "\ue001"
 """Delimits the number of a replaced special token's text."""

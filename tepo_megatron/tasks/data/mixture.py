@@ -14,7 +14,6 @@ from tepo_megatron.tasks.data.sources import order_keys
 
 
 def make_sampler(problems: Sequence[Problem], config: DataConfig, seed: int) -> ProblemOrder:
-    """``problems``: of all sources."""
     if isinstance(config.train, str):
         return ProblemSampler(problems, seed, order_keys(config.order, problems))
     samplers, weights = {}, {}
@@ -59,7 +58,6 @@ class ProblemSampler:
         return self._problems[order[position]]
 
     def state(self) -> dict[str, int | str]:
-        """JSON values for a checkpoint."""
         return {"seed": self._seed, "epoch": self._epoch, "position": self._position, "problems": self._digest}
 
     def restore(self, state: Mapping[str, int | str]) -> None:

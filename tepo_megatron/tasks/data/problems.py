@@ -96,7 +96,6 @@ def _line(place: str) -> str:
 
 
 def _problem(row: DataRow, config: SourceConfig) -> Problem:
-    """The caller adds file and line to errors."""
     fields, columns = config.fields or FieldsConfig(), row.written
     name = config.name
     if _get(columns, fields.id) not in (None, _ABSENT):
@@ -159,7 +158,6 @@ def _wrapped(prompt: str, config: SourceConfig) -> tuple[tuple[str, str], ...]:
 
 
 def _get(columns: Mapping[str, Any], name: str) -> Any:
-    """The key b of the column a for ``a.b``; ``_ABSENT`` without it."""
     if name in columns:
         return columns[name]
     value: Any = columns

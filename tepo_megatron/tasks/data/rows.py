@@ -29,7 +29,6 @@ class DataRow:
     text: str | None = None
 
     def values(self) -> Mapping[str, Any]:
-        """The columns with numbers as JSON numbers."""
         return self.written if self.text is None else json.loads(self.text)
 
 
@@ -83,7 +82,6 @@ def _list_rows(path: Path) -> Iterator[DataRow]:
 
 
 def _csv_rows(path: Path) -> Iterator[DataRow]:
-    """Values stay text."""
     with _csv_lines(path) as (columns, lines):
         for line, cells in lines:
             if len(cells) != len(columns):
@@ -157,7 +155,6 @@ def _arrow_rows(data: _DataFiles) -> Iterator[DataRow]:
 
 
 def _open(path: Path, form: str) -> tuple[list[str], Iterable[Any]]:
-    """The names of the non-binary columns, and the record batches."""
     pyarrow = _pyarrow()
     if form == "parquet":
         import pyarrow.parquet as parquet
@@ -243,7 +240,7 @@ def _find_files(path: Path, split: str | None) -> _DataFiles:
 
 
 def splits_of(path: Path) -> list[str]:
-    """Empty for a file or a folder without splits. Raises ValueError as :func:`read_rows`."""
+    """Empty without splits. Raises ValueError as :func:`read_rows`."""
     if path.is_dir() and (path / "dataset_dict.json").is_file():
         return [str(name) for name in _json(path / "dataset_dict.json").get("splits") or []]
     if not path.is_dir() or (path / "state.json").is_file():
@@ -253,7 +250,6 @@ def splits_of(path: Path) -> list[str]:
 
 
 def _saved(folder: Path) -> _DataFiles:
-    """``state.json`` of ``Dataset.save_to_disk`` lists Arrow files."""
     state = _json(folder / "state.json")
     listed = state.get("_data_files")
     if not isinstance(listed, list) or not all(isinstance(item, dict) and "filename" in item for item in listed):
@@ -274,7 +270,6 @@ def _named_by_split(folder: Path, split: str | None) -> _DataFiles:
 
 
 def _files_by_split(folder: Path) -> tuple[Format, dict[str, list[Path]]]:
-    """The first format with files is chosen."""
     for suffix, form in _SUFFIXES.items():
         by_split: dict[str, list[Path]] = {}
         for file in sorted([*folder.glob(f"*{suffix}"), *folder.glob(f"data/*{suffix}")]):

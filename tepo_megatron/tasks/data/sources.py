@@ -164,8 +164,6 @@ def _load_filter(name: str) -> Keeps:
 
 
 class _Unique:
-    """Retains the first problem with each prompt."""
-
     def __init__(self) -> None:
         self._seen: set[object] = set()
 

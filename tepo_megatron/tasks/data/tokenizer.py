@@ -251,13 +251,11 @@ def _join(ids: Sequence[int]) -> str:
 
 
 def _id_or_none(piece_id: int) -> int | None:
-    """SentencePiece returns -1."""
     return piece_id if piece_id >= 0 else None
 
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Turns the libraries' errors, of many types, into ValueError."""
     try:
         yield
     except Exception as error:
@@ -278,7 +276,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _piece_text(token: int, anchor: Sequence[int], decode: Callable[[Sequence[int]], str], name: Callable[[int], Any]) -> str:
-    """``anchor``: ids of an ordinary character; a token decoded after it keeps its leading space."""
+    """A token decoded after ``anchor`` (ids of an ordinary character) keeps its leading space."""
     before, text = decode(anchor), decode([*anchor, token])
     text = text[len(before) :] if text.startswith(before) else decode([token])
     data = _bytes_of(str(name(token))) if "\ufffd" in text else None

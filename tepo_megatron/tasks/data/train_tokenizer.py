@@ -13,7 +13,6 @@ import sentencepiece
 from tepo_megatron.tasks.data.tokenizer import UNKNOWN_TEXT
 
 ALPHABET = string.digits + "+-*=()? ." + string.ascii_lowercase + "\n" + ",:;!/'\"<>[]^_%"
-"""60 characters; with four special tokens they fill 64 rows."""
 
 SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
 

@@ -23,7 +23,6 @@ from tepo_megatron.tasks.environments.host import EnvironmentHost, EpisodeAnswer
 _POLL_INTERVAL_S = 1.0
 
 _MAX_RESTARTS = 20
-"""Counts all causes."""
 
 _FAST_POLL_S = 0.005
 """Applies while the other side may have something first."""
@@ -41,7 +40,6 @@ class EpisodeLimits:
     max_restarts: int = 1
 
     def room(self, prompt: int, behind: int) -> int:
-        """In tokens."""
         most = self.max_length - prompt
         return min(most, self.max_tokens if self.max_tokens is not None else most) - behind
 
@@ -62,8 +60,6 @@ class EpisodeEnd:
 
 
 class _EpisodeSink(Protocol):
-    """It is notified of each episode before its response is returned."""
-
     def note(self, problem: Problem, response: Response, end: EpisodeEnd) -> None: ...
 
 
@@ -81,13 +77,12 @@ class _Episode:
     drawn: Response | None = None
     """Tokens up to the model's last one."""
     context: Response | None = None
-    """The same with the environment's tokens after it."""
     turns: int = 0
     reward: Reward = 0.0
     tool_errors: int = 0
     new_histories: int = 0
     most: int | None = None
-    """Limit of the next turn in tokens, set by an agent."""
+    """In tokens; an agent sets it."""
     seconds: float = 0.0
 
 
@@ -160,7 +155,6 @@ class EpisodeStream:
         return self._ready.popleft() if self._ready else None
 
     def abort(self) -> list[KeyedResponse]:
-        """Returns the episodes that have ended before."""
         for number in list(self._open):
             self._drop(number)
         ready = list(self._ready)
@@ -175,7 +169,6 @@ class EpisodeStream:
         self.host.call(number, reset_call(episode.problem, episode.seed, alone=episode.suspected > 0))
 
     def _ask(self, number: int, episode: _Episode) -> None:
-        """The seed is that of a response continued there."""
         behind = token_ids(()) if episode.context is None else episode.context.response_ids
         seed = episode.seed + episode.index
         if behind.size:
@@ -274,7 +267,6 @@ class EpisodeStream:
         self._ready.append((episode.key, episode.index, response))
 
     def _nothing(self) -> Response:
-        """For an episode that failed before the first turn."""
         return Response((), (), "stop", self.inner.weights_version)
 
     def _drop(self, number: int) -> None:

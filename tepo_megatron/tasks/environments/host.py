@@ -42,15 +42,14 @@ class EnvironmentHost(Protocol):
         """Sends a call (``reset_call``, ``step_call``); :meth:`poll` returns its answer."""
 
     def end(self, episode: int) -> None:
-        """Returns no further answer of the episode."""
+        """Ends an episode; :meth:`poll` returns no further answer of it."""
 
     def poll(self, timeout_s: float) -> Sequence[EpisodeAnswer]:
         """New answers; waits up to ``timeout_s`` for the first if one is outstanding. Raises RuntimeError if environments
         cannot run any longer.
         """
 
-    def close(self) -> None:
-        """Safe to call twice."""
+    def close(self) -> None: ...
 
 
 def reset_call(problem: Problem, seed: int, *, alone: bool = False) -> list[Any]:
@@ -85,9 +84,7 @@ SETTING = "environment.key_file"
 
 
 def make_key(path: Path, setting: str = SETTING) -> str:
-    """The key in a file that only its owner can read, written if missing. ``setting``: its name in messages. Raises as
-    :func:`read_key`.
-    """
+    """Writes the file, for its owner only, if missing. ``setting``: its name in messages. Raises as :func:`read_key`."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -96,7 +93,7 @@ def make_key(path: Path, setting: str = SETTING) -> str:
 
 
 def read_key(path: Path, setting: str = SETTING) -> str:
-    """Writes the file, for its owner only, if missing. ``setting``: its name in messages. Raises as :func:`read_key`."""
+    """Raises ValueError if the file is missing, or accessible to others than its owner."""
     try:
         status, key = path.stat(), path.read_text(encoding="utf-8").strip()
     except OSError as error:

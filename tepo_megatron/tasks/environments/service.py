@@ -29,7 +29,6 @@ SESSION = "/sessions"
 _MAX_REQUEST_BYTES = 64 * 2**20
 
 _SESSION_TIMEOUT_S = 300.0
-"""A session without requests for so long is ended."""
 
 _POLL_INTERVAL_S = 0.002
 
@@ -37,7 +36,6 @@ _IDLE_S = 0.5
 
 
 def shared_settings(config: EnvironmentConfig, sampling: SamplingConfig | None) -> dict[str, Any]:
-    """Settings that trainer and server must share."""
     agent = {"agent": shared_setup(config.agent_settings, sampling)} if config.adapter == "agent" else {}
     return {"name": config.name, "adapter": config.adapter, "kwargs": config.kwargs, **agent}
 
@@ -46,7 +44,6 @@ def shared_settings(config: EnvironmentConfig, sampling: SamplingConfig | None) 
 class _Session:
     answers: SimpleQueue[EpisodeAnswer] = field(default_factory=SimpleQueue)
     numbers: dict[int, int] = field(default_factory=dict)
-    """The trainer's number of an episode → the server's."""
     seen: float = field(default_factory=time.monotonic)
 
 

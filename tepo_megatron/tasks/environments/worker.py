@@ -45,7 +45,6 @@ SETUP = ("name", "adapter", "kwargs", "timeout_s", "memory_mb", "file_mb", "run_
 """
 
 _FILES_OF_AGENT = 8
-"""Both sides of a connection, and an event loop."""
 
 
 def main() -> None:
@@ -75,8 +74,6 @@ def _serve() -> None:
 
 @dataclass
 class _Served:
-    """``loaded``: bytes before the first call."""
-
     desk: EpisodeTable
     setup: Mapping[str, Any]
     replies: FileIO
@@ -169,7 +166,6 @@ class EpisodeTable:
 
     @property
     def worn(self) -> bool:
-        """Whether too many of its agents still run after their episodes."""
         return self._agents is not None and not self and self._agents.worn
 
     async def answer(self, number: int, call: Sequence[Any]) -> Answer:
@@ -213,7 +209,6 @@ class EpisodeTable:
         return (lambda: ADAPTERS[adapter](loaded, kwargs)) if adapter != "none" else (lambda: loaded(**kwargs))
 
     def _first(self) -> Any:
-        """Finds errors early."""
         kwargs = self._setup["kwargs"]
         try:
             return self._make()

@@ -1,4 +1,4 @@
-"""Worker processes that run episodes, with limits for each call."""
+"""Worker processes that run episodes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ _EXTRA_TIME_S = 2.0
 
 @dataclass(eq=False)
 class _Call:
-    """``awaited``: its episode has not been ended."""
-
     number: int
     episode: int
     kind: str
@@ -58,7 +56,6 @@ class EnvironmentWorkers:
         self._numbers = count()
         self._home: dict[int, _Worker] = {}
         self._waiting: dict[int, list[Any]] = {}
-        """First calls of episodes that wait for a worker."""
         self._answers: list[EpisodeAnswer] = []
         self._notice: str | None = None
         try:

@@ -63,7 +63,6 @@ def score_groups(
 
 
 def mean_reward(responses: Sequence[Scored]) -> float | None:
-    """None without any reward."""
     results = [response.result for response in responses]
     rewards = [result.reward for result in results if result.error is None and result.reward is not None]
     return fmean(rewards) if rewards else None

@@ -20,7 +20,6 @@ Tallies = list[list[tuple[int, int]]]
 
 _ANNOUNCED = re.compile(r"(?:answer|result|solution)\s*(?:is|:|=)\s*:?\s*", re.I)
 _LONGEST = 100
-"""Digits beyond which a number keeps its exponent."""
 _SIMPLE_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 

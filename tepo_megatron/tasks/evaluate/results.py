@@ -87,7 +87,6 @@ def read_results(folder: Path) -> dict[str, StoredSet]:
 
 
 def _problem_digest(problem: Problem) -> str:
-    """Two results are compared on problems with equal digests."""
     return sha256(repr((problem.prompt, problem.answer)).encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
@@ -114,7 +113,7 @@ def _read_set(path: Path) -> StoredSet:
 
 @dataclass(frozen=True)
 class _FigureDifference:
-    """Second minus first, per problem."""
+    """The difference is second minus first, per problem."""
 
     first: Interval
     second: Interval

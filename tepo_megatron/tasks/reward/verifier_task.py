@@ -17,7 +17,6 @@ from tepo_megatron.tasks.protocol import Generate, RewardResult, turn_figures
 from tepo_megatron.tasks.reward.pool import RewardPool
 
 _FAST_POLL_S = 0.02
-"""One pool's timeout while another may answer first."""
 
 
 def reward_configs(reward: RewardConfig, data: DataConfig) -> dict[str, RewardConfig]:

@@ -113,6 +113,5 @@ def load_verifier(name: str) -> Any:
 
 
 def last_number_in(text: str) -> Decimal | None:
-    """The last number without thousands' separators; None without one."""
     numbers = _NUMBER.findall(text)
     return Decimal(numbers[-1].replace(",", "")) if numbers else None

@@ -59,7 +59,6 @@ class RewardWorkers:
         return bool(self._queue) or any(worker.pending for worker in self._workers)
 
     def drop(self) -> None:
-        """Workers finish the dropped jobs."""
         for worker in self._workers:
             for job in worker.pending:
                 job.dropped = True
@@ -175,8 +174,6 @@ _CHARACTERS = 1_000_000
 
 @dataclass(eq=False)
 class Job:
-    """``keys``: as submitted."""
-
     number: int
     problem: Problem
     keys: Sequence[Hashable]
@@ -206,7 +203,7 @@ class Job:
 
 
 class JobQueue:
-    """Jobs in sending order. Failed jobs are not sent again."""
+    """Failed jobs are not sent again."""
 
     def __init__(self) -> None:
         self.failures = RememberedFailures()
@@ -245,7 +242,6 @@ class JobQueue:
         return chunk
 
     def take_beside(self, pending: Sequence[Job]) -> Job | None:
-        """None if the worker can accept no more."""
         if not self._waiting or any(job.alone for job in pending) or (pending and self._waiting[0].alone):
             return None
         return self._waiting.popleft()

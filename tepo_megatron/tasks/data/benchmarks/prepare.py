@@ -18,10 +18,8 @@ from tepo_megatron.tasks.data.benchmarks.registry import BENCHMARKS, Benchmark, 
 from tepo_megatron.tasks.data.rows import file_digest, read_rows
 
 LOCK = "digests.json"
-"""The digest of each source file, in the folder of prepared benchmarks."""
 
 SETS = "benchmarks.yaml"
-"""A section ``evaluate.sets`` of all prepared benchmarks, in the same folder."""
 
 
 @dataclass(frozen=True)

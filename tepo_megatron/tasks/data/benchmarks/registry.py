@@ -35,7 +35,6 @@ class Benchmark:
 
     @property
     def prompts(self) -> str:
-        """Which prompts of a family apply: those for answers, or those for programs."""
         return "code" if self.verifier == "python_tests" else "all"
 
 
@@ -88,7 +87,6 @@ def _humaneval_tests(row: Row) -> Row:
 
 
 def _mbpp_prompt(column: str) -> Callable[[Row], Any]:
-    """The tests name the function."""
     return lambda row: (
         row[column] and f"{row[column].strip()}\n\nYour code should pass these tests:\n\n" + "\n".join(row["test_list"])
     )

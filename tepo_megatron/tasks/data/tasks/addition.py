@@ -17,7 +17,6 @@ NUM_HELDOUT = 200
 
 
 def train_problems() -> list[Problem]:
-    """The 7 900 training sums in a fixed pseudo-random order."""
     return list(_problems()[NUM_HELDOUT:])
 
 
@@ -27,7 +26,6 @@ def heldout_problems() -> list[Problem]:
 
 
 def solution(problem: Problem) -> str:
-    """The correct response without the end token."""
     return _write_solution(problem, slip=None, rng=None)
 
 

@@ -18,7 +18,6 @@ _TESTS = 6
 
 
 def train_problems() -> list[Problem]:
-    """The 10 000 training formulas in a fixed order."""
     return [problem for problem, _ in _problems()[NUM_HELDOUT:]]
 
 
@@ -91,7 +90,6 @@ Tree = Any
 
 INPUTS = "xyz"
 LEAVES = INPUTS * 3 + "123456789"
-"""Half of the drawn leaves are inputs."""
 
 OPERATORS = "+-*"
 _BINDS = {"?": 0, "<": 1, "+": 2, "-": 2, "*": 3}
@@ -106,7 +104,7 @@ def draw(leaves: int, pick: Callable[[int], int]) -> Tree:
 
 
 def draw_choice(leaves: int, pick: Callable[[int], int]) -> Tree:
-    """Compares two inputs; ``leaves`` (at least two) are those of its branches together."""
+    """``leaves`` (at least two) are those of the choice's branches together."""
     smaller = pick(3)
     condition = ("<", INPUTS[smaller], INPUTS[(smaller + 1 + pick(2)) % 3])
     first = 1 + pick(leaves - 1)
@@ -114,7 +112,6 @@ def draw_choice(leaves: int, pick: Callable[[int], int]) -> Tree:
 
 
 def text_of(tree: Tree, binds: int = 0) -> str:
-    """Infix notation; a right operand with the same operator is in brackets: ``x-(y-3)``."""
     if isinstance(tree, str):
         return tree
     operator, *operands = tree
@@ -127,7 +124,6 @@ def text_of(tree: Tree, binds: int = 0) -> str:
 
 
 def program_of(tree: Tree, rng: random.Random | None = None) -> str:
-    """``rng``: sometimes the second operand comes first."""
     if isinstance(tree, str):
         return tree
     operator, *operands = tree
@@ -154,7 +150,6 @@ def value_of(tree: Tree, inputs: Sequence[int]) -> int:
 
 
 def _slipped(tree: Tree, rng: random.Random) -> Tree:
-    """Its values may be equal by chance."""
     kind = rng.choice(("leaf", "operator", "order", "brackets"))
     if kind == "brackets":
         return _from_left_to_right(tree)

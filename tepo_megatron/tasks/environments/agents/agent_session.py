@@ -26,16 +26,12 @@ class EpisodeError(Exception): ...
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """With a returned value or posted reward, or with an exception."""
-
     result: Any = None
     error: BaseException | None = None
 
 
 @dataclass
 class _Turn:
-    """``waiting``: HTTP requests that wait for the answer."""
-
     asked: ParsedRequest
     answer: asyncio.Future[dict[str, Any]]
     waiting: int = 0

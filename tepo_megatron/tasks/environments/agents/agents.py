@@ -58,7 +58,6 @@ class Agents:
         return len(self._threads) > _MAX_RUNNING_AGENTS
 
     async def begin(self, problem: Problem, seed: int, talk: AgentSession, key: str) -> None:
-        """Starts the agent of an episode, or offers it to external agents."""
         url = await self.address.url()
         if self.solve is None:
             self.address.offer(_as_json(problem), key, seed)
@@ -118,7 +117,6 @@ class _AgentEpisode:
             raise EpisodeError(why_it_raised(ended.error, self._agents.solve, {**self._agents.setup, "what": "agent"}))
 
     def _reward(self, result: Any) -> Any:
-        """What the agent returned or posted, else the verifier's reward."""
         if result is not None and not isinstance(result, str):
             return result
         if result is None and self._talk.posted is not None:

@@ -29,9 +29,7 @@ class _Offer:
 
 class ChatAddress:
     """``POST /v1/chat/completions`` and ``/v1/reward``, ``GET /v1/models``; for external agents ``POST /episodes``. A
-    request's key identifies its episode.
-
-    ``outside_key``: key of requests for episodes; None: no external agents. Used from one event loop.
+    request's key identifies its episode. ``outside_key`` None: no external agents. Used from one event loop.
     """
 
     def __init__(
@@ -50,15 +48,13 @@ class ChatAddress:
         self._starting: asyncio.Task[str] | None = None
 
     async def url(self) -> str:
-        """``POST /v1/chat/completions`` and ``/v1/reward``, ``GET /v1/models``; for external agents ``POST /episodes``. A
-        request's key identifies its episode. ``outside_key`` None: no external agents. Used from one event loop.
-        """
+        """Ends with ``/v1``; listens from the first call on. Raises OSError if the port is not available."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 
     def open(self, talk: AgentSession) -> str:
-        """The key of an episode's requests."""
+        """Returns the key of the episode's requests."""
         key = f"tepo-{secrets.token_urlsafe(24)}"
         self._talks[key] = talk
         return key

@@ -131,7 +131,7 @@ def _check_field(name: str, value: Any, sampling: Mapping[str, Any]) -> None:
 def _same(given: Any, ours: Any) -> bool:
     if isinstance(ours, list):  # stop: text, or a list
         return ([given] if isinstance(given, str) else given) == ours
-    if ours is None:  # top_k; vLLM accepts None too
+    if ours is None:  # top_k is off, which vLLM writes as 0 or -1
         return given in (0, -1)
     return type(given) in (int, float) and math.isclose(given, ours, rel_tol=1e-9)
 
@@ -211,7 +211,6 @@ def completion(asked: ParsedRequest, answer: ChatAnswer, action: ResponseText) -
 
 
 def chunks(whole: Mapping[str, Any], *, usage: bool) -> list[dict[str, Any]]:
-    """The answer as a stream with one part."""
     (choice,) = whole["choices"]
     delta = dict(choice["message"])
     if "tool_calls" in delta:
@@ -265,7 +264,6 @@ class Conversation:
         return list(messages[known:]) if goes_on else None
 
     def why_not(self, messages: Sequence[Message], tools: Any) -> str:
-        """The difference, as part of a sentence."""
         for index, (ours, theirs) in enumerate(zip(self.said, messages, strict=False)):
             if _compared(ours) != _compared(theirs):
                 if ours["role"] != theirs["role"]:
