@@ -93,7 +93,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             self._loader.start()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Raises RuntimeError."""
+        """Raises RuntimeError if the transfer or the loading of a tensor fails."""
         group = self._joined()
         try:
             with torch.no_grad():

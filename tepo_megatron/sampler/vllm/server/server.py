@@ -130,7 +130,7 @@ class Server:
         return self.alive and is_healthy(self.config.host, self.port)
 
     def stop(self) -> None:
-        """SIGTERM, a wait of seconds, SIGKILL."""
+        """Ends all processes: SIGTERM, a wait of seconds, SIGKILL."""
         self._release_port()
         process, self._process = self._process, None
         if process is None:
