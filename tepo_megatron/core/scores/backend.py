@@ -70,7 +70,7 @@ def _named(name: BackendName, device: torch.device) -> Backend:
 
 @functools.cache
 def _fastest_on_cpu() -> BackendName:
-    """Logs once why it is torch."""
+    """Logs once why C++ is not available."""
     why_not = native.why_not()
     if why_not is None:
         return "cpp"

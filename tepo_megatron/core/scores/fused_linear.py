@@ -180,8 +180,8 @@ def _add_gradients(
 
 
 def _placeholder(parameter: Any) -> Tensor | None:
-    """DDP's hook expects a gradient; on a GPU autograd would run it in another thread without one. The hook must still add a
-    tied weight's gradient of the embedding.
+    """DDP's hook expects a gradient; without one, autograd would run the hook in another thread on a GPU. For a tied weight the
+    hook must still add the embedding's gradient.
     """
     parameter.grad_added_to_main_grad = True
     return None if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like(parameter)

@@ -46,8 +46,8 @@ def logprob_and_entropy(
         mask_T: bool [T]; tokens outside are not read, score 0, and get gradient 0.
         inplace_backward: write the gradient over the logits' storage, if nothing else reads them after the loss.
         entropy_slope: also compute `TokenScores.entropy_slope`, for the logits divided by the temperature.
-        kept_TK: int32 or int64 [T, K], the same on all ranks: with the label the support of the distribution at t, each token
-            once, padded with -1. None: the whole vocabulary.
+        kept_TK: int32 or int64 [T, K], the same on all ranks: the tokens other than the label that the distribution at t is
+            over, each once, padded with -1. None: the whole vocabulary.
         backend: ``torch``; ``cpp`` for CPUs, compiled on first use; ``triton`` for GPUs; ``auto``: the fastest that works.
 
     Returns:

@@ -41,7 +41,7 @@ def _exponents(x: tl.tensor, highest: tl.tensor, to_log2: float) -> tl.tensor:
 
 @triton.jit
 def _add_tile(x: tl.tensor, sums: tl.tuple, to_log2: float, SQUARES: tl.constexpr) -> tl.tuple:
-    """Adds to the threads' maxima, Σ e^t and Σ e^t·t [THREADS]; with SQUARES also Σ e^2t and Σ e^2t·t. t is in log 2."""
+    """Adds to the threads' maxima, Σ e^t and Σ e^t·t [THREADS], t in units of log 2; with SQUARES also the sums of e^2t."""
     highest, total, weighted, square, weighted_square = sums
     higher = tl.maximum(highest, tl.max(tl.max(x, 2), 0))
     t = _exponents(x, higher[None, :, None], to_log2)
