@@ -117,7 +117,6 @@ def _check_head(run: RunSubject) -> None:
 
 
 def _resumes_here(run: RunSubject) -> bool:
-    """Rank 0 looks for the checkpoint; the ranks agree on it when they have their groups."""
     return int(os.environ.get("RANK", 0)) == 0 and resumes(run.config)
 
 

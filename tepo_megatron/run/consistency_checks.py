@@ -1,8 +1,7 @@
-"""Compares the trainer's log-probs (natural) with the servers'.
+"""Compares the trainer's log-probs (natural) with the servers', since digests only show that weights arrived.
 
-Digests show that weights arrived; these checks show that servers compute with them. A canary prompt is scored under temperature
-1 without a prefix cache; so a server also draws tokens after a longer prompt with and without its cache. Rollouts cover every
-layer, head and expert, and the run's temperature.
+A canary prompt is scored under temperature 1 without a prefix cache; tokens after a longer prompt are drawn with and without
+it. Rollouts cover every layer, head and expert.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ class Canaries:
     def check_servers(
         self, fleet: Sampler, step: int, prompt: Sequence[int], logprobs: Sequence[float], *, is_logged: bool
     ) -> None:
-        """Checks the canary prompt, with the trainer's ``logprobs``, and the prefix caches. ``is_logged``: the step's row is
-        written.
-        """
+        """Checks the canary prompt, with the trainer's ``logprobs``, and the prefix caches. ``is_logged``: its row exists."""
         started = time.perf_counter()
         gap = self._canary.check(step, prompt, logprobs, fleet.prompt_logprobs(prompt))
         cache_gap = self._canary.check_cache(step, fleet.cached_logprobs(self._cached_prompt, CACHED_TOKENS))
@@ -77,8 +74,8 @@ class Agreement:
 
 
 def agreements(parts: Sequence[Batch], fresh: Sequence[Tensor] | None = None) -> list[Agreement]:
-    """One per group in the scored mini-batches ``parts``. A non-finite log-prob of the sampler counts as inf; tokens with one
-    of the trainer are left out, since the update checks them.
+    """One per group in ``parts``. A non-finite log-prob of the sampler counts as inf; tokens with one of the trainer are left
+    out, since the update checks them.
 
     ``fresh``: for each part the tokens that the trainer's present weights drew, bool [T]; None: all.
     """
@@ -140,7 +137,7 @@ CACHED_TOKENS = 16
 """Number of tokens drawn after the prompt for the caches."""
 
 CACHE_SHARE = 0.02
-"""Largest gap between cached and uncached log-probs, as a share of the tolerance. Measured: 0 in float32 and bfloat16."""
+"""The largest allowed gap, as a share of the tolerance. Measured: 0 in float32 and bfloat16."""
 
 CACHED_LENGTH = 257
 """Tokens: two blocks of vLLM on a CPU (128; 16 on a GPU), and the last token, never cached."""
@@ -162,9 +159,7 @@ def canary_prompt(vocab_size: int, limit: int) -> tuple[int, ...]:
 
 
 def cached_prompt(vocab_size: int, limit: int) -> tuple[int, ...]:
-    """As :func:`canary_prompt`, longer than blocks of a prefix cache; the same after every sync, to find blocks of older
-    weights.
-    """
+    """As :func:`canary_prompt`, longer than a cache block; the same after every sync, to find blocks of older weights."""
     return _tokens("cached canary", max(2, min(CACHED_LENGTH, limit - CACHED_TOKENS - 1)), vocab_size)
 
 
@@ -185,14 +180,14 @@ def due_prompt(config: RunConfig, spec: ModelSpec, *, sync: int) -> tuple[int, .
 
 
 def tolerance(config: RunConfig) -> float:
-    """Largest gap of a canary token in nats: the run's, or the default of the coarser of both sides' number formats."""
+    """Returns nats per canary token: the run's setting, or the default of the coarser number format."""
     if config.rollout.canary.tolerance is not None:
         return config.rollout.canary.tolerance
     return _coarser(config, _TOLERANCES, _QUANTISED_TOLERANCE)
 
 
 def rollouts_tolerance(config: RunConfig) -> float:
-    """Largest mean gap over a group's tokens in nats, chosen as in :func:`tolerance`."""
+    """Returns nats, for the mean over a group's tokens, chosen as in :func:`tolerance`."""
     if config.rollout.canary.rollouts_tolerance is not None:
         return config.rollout.canary.rollouts_tolerance
     return _coarser(config, _MEAN_TOLERANCES, _QUANTISED_MEAN_TOLERANCE)
@@ -216,9 +211,8 @@ class Canary:
         """Address → its log-probs, and the trainer's when these were first seen."""
 
     def check(self, step: int, prompt: Sequence[int], ours: Sequence[float], theirs: Mapping[str, Sequence[float]]) -> float:
-        """Returns the largest gap, in nats, between the trainer's log-probs and the servers' (by address).
-
-        Raises RuntimeError, with prompt and worst token, for servers beyond the tolerance or with old weights.
+        """Returns the largest gap, in nats. Raises RuntimeError, with prompt and worst token, beyond the tolerance or for old
+        weights.
         """
         worst = {url: _worst(ours, logprobs) for url, logprobs in theirs.items()}
         wrong = [
@@ -241,8 +235,8 @@ class Canary:
         return max(gap for gap, _ in worst.values())
 
     def check_cache(self, step: int, pairs: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> float:
-        """Returns the largest gap, in nats, between log-probs with the prefix cache and without; ``pairs``: address → both.
-        Raises RuntimeError if it exceeds ``CACHE_SHARE`` of the tolerance.
+        """Returns the largest gap, in nats, with and without the prefix cache; ``pairs``: address → both. Raises RuntimeError
+        beyond ``CACHE_SHARE`` of the tolerance.
         """
         limit = CACHE_SHARE * self._tolerance
         worst = {url: _worst(fresh, through) for url, (through, fresh) in pairs.items() if fresh}

@@ -39,7 +39,6 @@ class Loop:
     heartbeat: Heartbeat
     step: int = 0
     updates_sent: int = 0
-    """Weight updates that reached every server; a repeated one counts once."""
     skipped: SkippedUpdates = field(init=False)
     rollback: Rollback = field(init=False)
     leaving: Leaving = field(init=False)
@@ -52,9 +51,8 @@ class Loop:
         self.rollback = Rollback(self.config.train.rollback)
 
     def run(self) -> None:
-        """Runs to the end; every rank calls. The trainer is onloaded afterwards.
-
-        Raises StopRequested on every rank after a signal, once unsaved steps are saved.
+        """Every rank calls; the trainer is onloaded afterwards. Raises StopRequested on every rank after a signal, once unsaved
+        steps are saved.
         """
         try:
             self.run_steps()
@@ -155,7 +153,7 @@ class Loop:
             return scored is None or self.canary_agrees(*scored)
 
     def score_canary(self) -> tuple[Sequence[int], Sequence[float]] | None:
-        """Returns the canary prompt and the trainer's log-probs of all its tokens but the first, if due."""
+        """Returns the prompt and the log-probs of all its tokens but the first, if due."""
         # By the step, so that a resumed run checks, and logs, after the same steps; and servers that have just started, always.
         sync = self.step if self.updates_sent else 0
         prompt = due_prompt(self.config, self.engine.spec, sync=sync)
@@ -183,14 +181,14 @@ class Loop:
             self.with_servers(lambda rank0: rank0.evaluate(self.step))
 
     def save_if_due(self) -> None:
-        """Saves right after an update, while the GPUs are the trainer's, before a server can end the run."""
+        """Runs right after an update, while the GPUs are the trainer's, before a server can end the run."""
         config = self.config.train
         by_count = self.step == config.steps or (config.save_every and self.step % config.save_every == 0)
         if by_count or self.from_root(lambda _: self.leaving.save_is_due(config.save_minutes)):
             self.save()
 
     def save(self) -> None:
-        """With ``train.async_save`` training continues meanwhile; a checkpoint counts as saved only after ``finish_save``."""
+        """With ``train.async_save``, a checkpoint counts as saved only after ``finish_save``."""
         self.finish_save()
         folder, background = self.config.output / "checkpoints", self.config.train.async_save
         state = self.on_root(lambda rank0: rank0.state()) or {}
@@ -199,13 +197,13 @@ class Loop:
             self.finish_save()
 
     def finish_save(self, *, wait: bool = True) -> None:
-        """Names a finished checkpoint. Does nothing without one, or if ``wait`` is false and it is still being written."""
+        """Does nothing without a checkpoint, or if ``wait`` is false and it is still being written."""
         saved = self.engine.checkpoints.finish(wait=wait)
         if saved is not None:
             self.leaving.saved(saved.step, stage_s=saved.stage_s, write_s=saved.write_s, waited_s=saved.waited_s)
 
     def save_before_leaving(self, stop: StopRequested) -> None:
-        """Saves what was trained since the last checkpoint. A started step is dropped: its problems are drawn again."""
+        """A started step is dropped: its problems are drawn again."""
         self.finish_save()
         engine, found = self.engine, self.leaving.saved_step
         self.on_root(lambda rank0: rank0.collector.drop_step(self.step))
@@ -252,15 +250,11 @@ class Loop:
         return None if self.rank0 is None else work(self.rank0)
 
     def safe_point(self, *, unless: Callable[[], bool] = bool) -> None:
-        """Raises StopRequested on every rank if a signal asked rank 0 to stop, unless ``unless`` is true on rank 0. Every rank
-        calls.
-        """
+        """Raises StopRequested on every rank if a signal stopped rank 0, unless ``unless`` is true there. Every rank calls."""
         self.from_root(lambda rank0: None, unless=unless)
 
     def from_root(self, work: Callable[[Rank0], T], *, unless: Callable[[], bool] = bool) -> T | None:
-        """Every rank returns the result, JSON values, of rank 0's work. Every rank calls. It is a :meth:`safe_point`, also
-        during the work.
-        """
+        """Every rank gets the JSON values of rank 0's work. Every rank calls. A :meth:`safe_point`, also during the work."""
         answer: T | None = None
         with contextlib.suppress(StopRequested):  # rank 0 tells all below
             answer = self.on_root(work)

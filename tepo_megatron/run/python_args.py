@@ -54,7 +54,6 @@ def bring(
     env: Any = None,
     resume: bool | str = False,
 ) -> Brought:
-    """The arguments of ``api.train``. Raises ConfigError or ValueError."""
     given = dict(config) if isinstance(config, Mapping) else {}
     given |= settings
     forked = None
@@ -105,7 +104,7 @@ def configure(base: RunConfig | str | Path | None, settings: Mapping[str, Any]) 
 
 
 def address(thing: object) -> str | None:
-    """``module:name`` or ``path/file.py:name`` by which other processes can import a function or class; None if none can.
+    """``module:name`` or ``path/file.py:name``; None if other processes cannot import it.
 
     A module without a package goes by its file: other processes may lack its path.
     """
@@ -156,7 +155,6 @@ def _check_forks(reward: object) -> None:
 
 
 def _as_yaml(value: object) -> str:
-    """YAML does not take all characters of JSON as they are, and writes some in eight digits."""
     text = json.dumps(value, ensure_ascii=False, default=_as_json)
     return "".join(each if " " <= each <= "~" else f"\\U{ord(each):08x}" for each in text)
 
@@ -173,8 +171,8 @@ def _as_json(value: object) -> Any:
 
 @dataclass(frozen=True)
 class Extensions:
-    """Rank 0's objects. ``callbacks`` follow those of ``train.callbacks``. ``reward``, ``collect``: a verifier, in forks of
-    this process, and a generation step, if others cannot import them by name.
+    """Rank 0's objects. ``callbacks`` follow those of ``train.callbacks``. ``reward``, ``collect``: those that others cannot
+    import.
     """
 
     callbacks: Sequence[object] = ()

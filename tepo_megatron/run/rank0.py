@@ -44,7 +44,6 @@ _WAITS_FOR = {
     "sync": "the rollout servers to take the weights",
     "eval": "samples of the held-out problems",
 }
-"""Phase → whom rank 0 waits for in it, besides the other ranks."""
 
 
 class Rank0:
@@ -86,7 +85,6 @@ class Rank0:
         self._tokens = TokenRecorder(config.log, self._problems, inputs.tokenizer, output)
         self._evaluation: dict[str, float] = {}
         self._row: dict[str, float] = {}
-        """Figures of the step that is not logged yet."""
         self._returns = 0
         self._has_warned = self._has_collected = False
 
@@ -134,8 +132,8 @@ class Rank0:
     # -- servers ---------------------------------------------------------------------------------------------------------
 
     def update_weights(self, version: WeightsVersion, publisher: WeightPublisher) -> bool:
-        """Rank 0's part of a weight update; returns whether a server died. Dead servers stay dead until
-        ``servers.revive_or_wake``: their GPU memory may still be the trainer's.
+        """Returns whether a server died. It stays dead until ``servers.revive_or_wake``: its GPU memory may still be the
+        trainer's.
         """
         with self.lost.if_in_vain("lost/server") as was_in_vain, self.collector.hold_clock():
             died = self.servers.run_or_report(lambda: publisher.update_weights(version))[1]
@@ -176,7 +174,7 @@ class Rank0:
         self.callbacks.tell("on_evaluation", step, step, result)
 
     def note_step(self, step: int, row: Mapping[str, float], parts: Sequence[Batch], updates: Sequence[UpdateResult]) -> None:
-        """Keeps the figures of an updated step for checkpoints until they are logged; records token values if due."""
+        """Keeps an updated step's figures until they are logged; records token values if due."""
         rollouts = self.collector.rollouts
         self._tokens.record(step, rollouts, parts, updates)
         counts = {**self._rewards.take_figures(), "rollback/count": float(self._returns)}
@@ -208,7 +206,7 @@ class Rank0:
         return {"sampler": self.collector.state(), "row": self._row}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues in the data. The saved run's last row is written if it was not."""
+        """Continues in the data; writes the saved run's last row if it is missing."""
         restart = self.collector.restore(state)
         if restart is not None:
             self.output.message(restart)
@@ -216,7 +214,6 @@ class Rank0:
             self._row = dict(state.get("row", {}))  # checkpoints of 0.1.0 lack it
 
     def close(self) -> None:
-        """Ends servers and verifiers; safe after any failure, also while the servers start."""
         self.collector.close()
         self.servers.stop()
         self._task.close()

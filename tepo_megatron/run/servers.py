@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 class Servers:
     """Starts the servers in the background; :meth:`wait_until_ready` starts those on the trainer's GPUs. In a replayed run
-    ``sampler`` is None, and methods do nothing. ``lost`` counts the time of servers' deaths.
+    ``sampler`` is None, and methods do nothing.
     """
 
     def __init__(self, config: RunConfig, inputs: Inputs, output: Output, heartbeat: Heartbeat, lost: LostTime) -> None:
@@ -99,7 +99,6 @@ class Servers:
         return self.run_or_revive(self.sampler.wake_up)[1]
 
     def sleep(self) -> None:
-        """Puts servers on the trainer's GPUs to sleep until the next weight update."""
         if self.sampler is not None:
             self.run_or_revive(self.sampler.sleep)
 

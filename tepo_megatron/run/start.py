@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 def prepare_run(config: RunConfig, *, overwrite: bool = False) -> None:
-    """Prepares the output folder, and checks that there is a checkpoint to resume from.
-
-    Every process that may start a run calls; under torchrun only rank 0's first start acts. Raises ValueError.
-    """
+    """Every process that may start a run calls; under torchrun only rank 0's first start acts. Raises ValueError."""
     from tepo_megatron.run.output.resume import find_checkpoint, resumes
     from tepo_megatron.run.output.run_folder import prepare_folder
     from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -31,7 +28,6 @@ def prepare_run(config: RunConfig, *, overwrite: bool = False) -> None:
 
 
 def start_ranks(config: RunConfig, arguments: Sequence[str]) -> tuple[int, str]:
-    """Runs ``tepo train ARGUMENTS`` on every rank of this machine; returns the exit code and, if ranks failed, the message."""
     return run_ranks(["train", *arguments], config.engine.parallel.world_size, status=config.output / STATUS)
 
 

@@ -36,9 +36,7 @@ class WeightPublisher:
             self._sender = make_shard_sender(config, weights)
 
     def update_weights(self, version: WeightsVersion) -> None:
-        """Sends the weights, named ``version``, to every server. Every rank calls; rank 0 raises ``WeightReceiver``'s errors:
-        ServerDied, RuntimeError or ValueError.
-        """
+        """Every rank calls; rank 0 raises ``WeightReceiver``'s errors: ServerDied, RuntimeError or ValueError."""
         if not self._has_servers:
             return
         if self._serves_adapters:
@@ -74,7 +72,6 @@ class WeightPublisher:
 
 
 def make_shard_sender(config: RunConfig, weights: WeightSource) -> ShardSender:
-    """For shard-to-shard updates of ``config``'s servers. Every rank calls."""
     server = config.rollout.server
     return weights.make_shard_sender(
         VllmParallel(tp=server.tp, replicas=server.count),

@@ -26,7 +26,6 @@ class Figure:
     more_is_better: bool | None = None
 
     def name(self, samples: int) -> str:
-        """The label, with k replaced by the samples per problem."""
         return self.label.replace("@k", f"@{samples}")
 
 
@@ -54,11 +53,9 @@ FIGURES = (
     Figure("grad_norm", "grad norm", _number),
     Figure("tokens/s", "tokens/s", _count, more_is_better=True),
 )
-"""In display order."""
 
 _HELD_OUT = ("accuracy/", "heldout/")
 _SAME_AS = {"heldout/reward_greedy": "accuracy/greedy", "heldout/reward_sampled": "accuracy/avg@k"}
-"""Mean rewards, and the accuracies that equal them if every reward is 0 or 1."""
 
 _FILES = {
     "resolved.yaml": "the configuration, complete",
@@ -93,7 +90,6 @@ def _repeats(figure: Figure, row: Row) -> bool:
 
 
 def figures_line(row: Row) -> str:
-    """A plain line; empty for a row of an evaluation only."""
     shown = [(figure, value) for figure, value in figures_of(row) if not figure.key.startswith(_HELD_OUT)]
     parts = [f"{figure.label} {figure.format(value)}" for figure, value in shown]
     if parts and row.get("time/step") is not None:
@@ -130,7 +126,6 @@ def evaluation_line(row: Row, samples: int) -> str:
 
 
 def final_table(rows: Sequence[Row], output: Path) -> RenderableType:
-    """First, best and last value of each key figure with their steps, the time split, and the files below ``output``."""
     table = Table(title="The run in figures", title_justify="left", title_style="bold")
     table.add_column("")
     for heading in ("first", "best", "last"):
@@ -154,14 +149,13 @@ def final_table(rows: Sequence[Row], output: Path) -> RenderableType:
 
 
 def mean_time_split(rows: Sequence[Row]) -> dict[str, float]:
-    """Mean seconds per step of each phase, ``other`` and ``step``, from step 1 on."""
     timed = [row for row in rows if row["step"] > 0 and row.get("time/step") is not None]
     names = (*PHASE_COLOURS, "step")
     return {name: sum(row.get(f"time/{name}") or 0.0 for row in timed) / len(timed) for name in names} if timed else {}
 
 
 def idle_line(rows: Sequence[Row]) -> str:
-    """Idle shares of trainer and servers, without evaluations; empty if no row has them."""
+    """Returns the idle shares without evaluations; empty if no row has them."""
     timed = [row for row in rows if row["step"] > 0 and row.get("idle/trainer") is not None]
     seconds = [max(row["time/step"] - (row.get("time/eval") or 0.0), 0.0) for row in timed]
     if not sum(seconds):
@@ -226,7 +220,6 @@ COUNTED = {
     "reward/failed": "rewards failed",
     "rollback/count": "returns to a checkpoint",
 }
-"""Columns that count faults, in words; a run has those that it can meet."""
 
 LOST = {
     "lost/skipped": "in steps that were skipped",
@@ -234,7 +227,6 @@ LOST = {
     "lost/resume": "in steps that a resumed run repeated",
     "lost/rollback": "in steps that a return to a checkpoint undid",
 }
-"""Columns of lost seconds, in words."""
 
 
 class LostTime:

@@ -25,9 +25,8 @@ _ENTROPY, _MASKED, _NORM = "#0b7285", "#e8590c", "#6741d9"
 
 
 def plot_curves(metrics_path: Path, png: Path, title: str) -> None:
-    """Draws one run as a PNG of 1800×1080: reward and accuracy; entropy and masked fraction; gradient norm; time split.
-
-    Raises ``ValueError`` if ``metrics_path`` has no row.
+    """Draws a PNG of 1800×1080: reward and accuracy; entropy and masked fraction; gradient norm; time split. Raises
+    ``ValueError`` if ``metrics_path`` has no row.
     """
     rows = _rows(metrics_path)
     panels = _Picture(title)
@@ -40,7 +39,6 @@ def plot_curves(metrics_path: Path, png: Path, title: str) -> None:
 
 
 def plot_comparison(runs: Mapping[str, Path], png: Path, title: str) -> None:
-    """Draws several runs (name → ``metrics.jsonl``) in the same panels, except that the last shows the step time."""
     panels = _Picture(title)
     reward = panels.at(0, "Reward (line) and greedy accuracy (points)", "reward, accuracy")
     entropy = panels.at(1, "Entropy", "entropy (nats per token)")
@@ -179,7 +177,6 @@ def _points(axes: Axes, series: Series, colour: str, label: str | None, marker: 
 
 
 def _moving_average(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred; at both ends the mean of what the window still covers."""
     ones = np.ones(window)
     return np.convolve(values, ones, mode="same") / np.convolve(np.ones_like(values), ones, mode="same")
 
@@ -203,7 +200,6 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _unit_interval(axes: Axes) -> None:
-    """Rewards and accuracies of 0 to 1 are shown on the whole interval."""
     low, high = axes.dataLim.intervaly
     if low >= 0 and high <= 1:
         axes.set_ylim(0, 1.02)

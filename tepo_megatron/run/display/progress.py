@@ -51,14 +51,12 @@ class Progress(Protocol):
     def phase(self, name: str, total: int | None = None) -> None:
         """Starts a phase, which lasts until the next or the end of the step; ``total`` items if countable."""
 
-    def advance(self, n: int = 1) -> None:
-        """Reports ``n`` more finished items of the phase."""
+    def advance(self, n: int = 1) -> None: ...
 
     def step(self, step: int, row: Mapping[str, Any]) -> None:
         """Ends a step with its row; step 0 is the evaluation before the first."""
 
-    def message(self, text: str) -> None:
-        """Shows a line that stays."""
+    def message(self, text: str) -> None: ...
 
     def close(self) -> None:
         """Ends the display and restores the terminal, also after a failure. May be called twice."""
@@ -266,7 +264,6 @@ def _figures(row: Mapping[str, Any], samples: int) -> Table:
 
 
 def _sparkline(values: list[float], width: int) -> str:
-    """The last ``width`` values, scaled from their lowest to their highest."""
     shown = values[-width:]
     low, high = min(shown), max(shown)
     scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0

@@ -18,7 +18,7 @@ from tepo_megatron.runtime.preemption import PREEMPTED
 
 @dataclass(frozen=True)
 class RunSettings:
-    """``settings``: the section ``log.wandb`` or ``log.mlflow``; ``config``: the resolved configuration without secrets."""
+    """``settings``: the section ``log.wandb`` or ``log.mlflow``; ``config``: without secrets."""
 
     folder: Path
     name: str

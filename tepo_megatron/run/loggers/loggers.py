@@ -60,7 +60,7 @@ def without_secrets(value: Any) -> Any:
 
 
 class Loggers:
-    """A run's loggers, maybe none. Rank 0 only. No method raises for a logger's failure.
+    """Rank 0 only. No method raises for a logger's failure.
 
     ``notify`` shows the user a message; ``count_failures`` adds to ``log/failed``.
     """

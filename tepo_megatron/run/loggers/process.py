@@ -26,7 +26,7 @@ from tepo_megatron.runtime.preemption import STOP_SIGNALS
 from tepo_megatron.runtime.workers.child import redirect_standard_streams, reply
 
 _RETRY_S = (30.0, 3600.0)
-"""Seconds in which rows are dropped after a failure; doubled after each further one, up to the second."""
+"""Seconds in which rows are dropped after a failure: doubled up to the second value."""
 
 _MAX_WAITING_ROWS = 10_000
 

@@ -46,7 +46,7 @@ class MetricsWriter:
         return self._file.waiting
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Appends one row; ``step`` comes first, and is the step of the TensorBoard scalars, which are tagged by key."""
+        """``step`` comes first, and is the step of the TensorBoard scalars."""
         finite = {key: _finite(value) for key, value in row.items() if key != "step"}
         # One write of a whole line: a crash cuts a line off, and never mixes two.
         self._file.append((json.dumps({"step": step, **finite}) + "\n").encode())
@@ -56,7 +56,7 @@ class MetricsWriter:
             events.add_scalars(step, {key: value for key, value in finite.items() if value is not None})
 
     def truncate_after(self, step: int) -> None:
-        """Drops the rows beyond ``step``, from which a run is resumed; TensorBoard hides later events."""
+        """Drops the rows beyond ``step``; TensorBoard hides later events."""
         self._rewrite([row for row in read_metrics(self._path) if row["step"] <= step] if self._path.exists() else [])
         self._events = None
         events = self._open_events()
@@ -109,7 +109,7 @@ def _read_rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
 class Stopwatch:
     """Splits the wall time of a step into phases.
 
-    An inner phase stops the outer one's clock. Time outside of phases is ``other``. ``clock``: monotonic seconds.
+    An inner phase stops the outer one's clock. ``clock``: monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -135,7 +135,7 @@ class Stopwatch:
         return self._clock() - self._start
 
     def split(self) -> dict[str, float]:
-        """Returns seconds since the last call or the start as ``time/<phase>``, ``time/other``, ``time/step``; resets them."""
+        """Returns seconds since the last call as ``time/<phase>``, ``time/other``, ``time/step``; resets them."""
         now = self._charge()
         step = now - self._start
         split = {f"time/{name}": seconds for name, seconds in self._seconds.items()}

@@ -68,10 +68,7 @@ def _zero_variance_fraction(batch: Batch) -> float:
 
 
 def source_figures(rollouts: Sequence[Rollout], problems: Mapping[str, Problem]) -> dict[str, float]:
-    """Source → its share of the step's groups, and its responses' mean reward, absent without any.
-
-    ``rollouts``: those that a step trains on; ``problems``: all of the run by id. Empty for a single source without a name.
-    """
+    """Source → its share of the step's groups, and its mean reward. Empty for a single source without a name."""
     names = sorted({problem.source for problem in problems.values()} - {""})
     source_of = {
         rollout.problem_id: problems[rollout.problem_id].source for rollout in rollouts if rollout.problem_id in problems

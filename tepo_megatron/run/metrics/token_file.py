@@ -147,7 +147,6 @@ def token_file(folder: Path, step: int) -> Path:
 
 
 def token_files(folder: Path) -> dict[int, Path]:
-    """Step → file below a run's output folder, in order."""
     found = {int(name[1]): path for path in (folder / FOLDER).glob("step_*.npz") if (name := _NAME.fullmatch(path.name))}
     return dict(sorted(found.items()))
 

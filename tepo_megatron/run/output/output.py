@@ -87,9 +87,7 @@ class Output:
         return self._metrics.last_step
 
     def resume_from(self, step: int) -> float:
-        """Drops what was logged beyond the checkpoint, and samples of an evaluation without a row. Returns the seconds of the
-        dropped steps.
-        """
+        """Drops what was logged beyond the checkpoint; returns the seconds of the dropped steps."""
         with unwritable_is_a_sentence(self.folder):
             rows = read_metrics(self.folder / "metrics.jsonl")
             forgotten = sum(row.get("time/step") or 0.0 for row in rows if row["step"] > step)
@@ -132,7 +130,6 @@ class Output:
         self._failures += count
 
     def write_failed(self, path: Path, error: OSError) -> None:
-        """Counts a log file that could not be written; shows the first for each folder."""
         self._failures += 1
         if path.parent not in self._said:
             self._said.add(path.parent)
@@ -142,7 +139,6 @@ class Output:
             )
 
     def finish(self) -> None:
-        """Draws ``curves.png``, shows the final table and faults."""
         self.progress.close()
         self._metrics.close()
         self._samples.flush()
@@ -240,7 +236,7 @@ class Retention:
         self._seen = self._newest()
 
     def after_row(self, step: int) -> None:
-        """Call it when the row of ``step`` is written; a checkpoint may still be in progress (``train.async_save``)."""
+        """Call it when the row of ``step`` is written."""
         present = {step_of(path): path for path in checkpoints(self._folder)}
         newest = self._newest()
         if newest > step or newest == self._seen:
@@ -263,7 +259,6 @@ class Retention:
             self._say(failed)
 
     def _best(self, steps: set[int]) -> int | None:
-        """From the rows of metrics, so that a resumed run knows it too."""
         best = self._train.keep_best
         if best is None:
             return None

@@ -65,8 +65,8 @@ def find_checkpoint(config: RunConfig, model_dir: Path) -> Resumed:
 
 
 def resume(config: RunConfig, engine: Trainer, model_dir: Path) -> Resumed:
-    """Restores the engine from the first checkpoint that is whole to the last byte. Every rank calls; all get the same one, or
-    the ValueError of :func:`find_checkpoint`.
+    """Restores the first checkpoint that is whole to the last byte. Every rank calls; all get the same one, or the ValueError
+    of :func:`find_checkpoint`.
     """
     whole, damaged = first_whole(engine, _candidates(config))
     if whole is None:
@@ -79,7 +79,7 @@ def resume(config: RunConfig, engine: Trainer, model_dir: Path) -> Resumed:
 
 
 def first_whole(engine: Trainer, folders: Sequence[Path]) -> tuple[tuple[Path, dict[str, Any]] | None, list[DamagedCheckpoint]]:
-    """The first checkpoint that is whole to the last byte, its state, and the damaged ones before it.
+    """The first checkpoint that is whole to the last byte, and the damaged ones before it.
 
     Every rank calls, and gets the same; only rank 0's ``folders`` are read.
     """
@@ -126,7 +126,7 @@ def judge(
 
 
 def messages(config: RunConfig, found: Resumed) -> list[str]:
-    """Sentences: what was passed over, where the run continues, what differs, and unused permissions."""
+    """Tells what was passed over, where the run continues, what differs, and unused permissions."""
     said = [f"{error}; resuming from {found.folder.name}" for error in found.damaged]
     said.append(f"resumed from {found.folder} at step {found.step}")
     if "identity" not in found.state:
@@ -165,7 +165,6 @@ def set_aside_others(config: RunConfig, found: Resumed) -> list[str]:
 
 
 def write_resolved(config: RunConfig) -> None:
-    """Keeps a different ``resolved.yaml`` under another name."""
     path, text = config.output / "resolved.yaml", dump_resolved(config)
     if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
         number = 1

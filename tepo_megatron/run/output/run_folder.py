@@ -41,16 +41,15 @@ MADE_BY_A_RUN = (
     "wandb/*",
     "mlflow/*",
 )
-"""What ``--overwrite`` removes; all else stays, such as the files of ``tepo launch``."""
+"""``--overwrite`` removes these; all else stays, such as the files of ``tepo launch``."""
 
 
 _FIRST_ROW = re.compile(rb'\{"step": 0[,}]')
 
 
 def prepare_folder(config: RunConfig, *, overwrite: bool = False) -> None:
-    """Checks that a run can start or resume in ``config.output``; with ``overwrite`` removes its run.
-
-    Called once per run, by the parent of the ranks or by rank 0 of a ``torchrun`` by hand. Raises ValueError.
+    """Checks that a run can start or resume in ``config.output``; with ``overwrite`` removes its run. Call it once per run.
+    Raises ValueError.
     """
     folder = config.output
     if overwrite and config.train.resume:
@@ -65,7 +64,7 @@ def prepare_folder(config: RunConfig, *, overwrite: bool = False) -> None:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether there is a checkpoint or the row of a trained step; a failed start leaves neither."""
+    """Looks for a checkpoint or the row of a trained step; a failed start leaves neither."""
     return bool(checkpoints(folder / "checkpoints")) or _has_trained(folder / "metrics.jsonl")
 
 
@@ -76,7 +75,7 @@ def _has_trained(metrics: Path) -> bool:
 
 
 def forget_start(folder: Path) -> None:
-    """Removes the logs of a start without a trained step, so that the next run is another one for W&B and MLflow."""
+    """Removes the logs of a start without a trained step."""
     logged = ("metrics.jsonl", "samples.jsonl", "train_samples.jsonl", "tokens/step_*", "tensorboard/events.out.tfevents.*")
     for pattern in (*logged, "wandb/run.json", "mlflow/run.json"):
         for path in folder.glob(pattern):
@@ -107,7 +106,6 @@ def unwritable_is_a_sentence(folder: Path) -> Iterator[None]:
 
 
 def _check_writable(folder: Path) -> None:
-    """By writing; leaves no folder that was not there."""
     with unwritable_is_a_sentence(folder):
         there = folder.exists()
         folder.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,6 @@ SILENT_S = 60.0
 """Seconds of silence after which a rank on another machine may be gone."""
 
 _RECENT = 10
-"""Steps in the mean for the estimate of the remaining time."""
 
 
 def run_status(output: Path, *, now: float | None = None) -> tuple[list[str], bool]:

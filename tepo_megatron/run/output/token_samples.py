@@ -27,15 +27,11 @@ Values = NDArray[Any]
 
 
 class TokenRecorder:
-    """Writes the token values of recorded steps. Rank 0 only."""
-
     def __init__(self, log: LogConfig, problems: Mapping[str, Problem], tokenizer: Tokenizer, output: Output) -> None:
         self._log, self._problems, self._tokenizer, self._output = log, problems, tokenizer, output
 
     def record(self, step: int, rollouts: Sequence[Rollout], parts: Sequence[Batch], updates: Sequence[UpdateResult]) -> None:
-        """``step``: the number of its row; ``rollouts``: all of the step, in batch order; ``parts``: the scored mini-batches;
-        ``updates``: their results.
-        """
+        """Takes ``rollouts`` in batch order and scored ``parts``; ``step`` is the number of its row."""
         if self._log.records_tokens(step):
             self._output.write_tokens(self.samples(step, rollouts, parts, updates))
 
@@ -131,7 +127,7 @@ def train_samples(
 
 
 def turns(ids: TokenIds, loss_mask: LossMask, decode: Decode) -> list[dict[str, str]]:
-    """What model and environment wrote, in order, each as ``{"by": "model" or "environment", "text": …}``."""
+    """Returns what model and environment wrote as ``{"by": "model" or "environment", "text": …}``, in order."""
     found, at = [], 0
     for own, run in groupby(loss_mask.tolist()):
         end = at + len(list(run))

@@ -82,8 +82,7 @@ class RolloutCollector:
     # -- a step ----------------------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> list[Rollout]:
-        """Returns ``prompts_per_step`` groups, without responses that have no reward; the same if called again for the same
-        step.
+        """``prompts_per_step`` groups; the same if called again for the same step.
 
         Raises RuntimeError if too few groups or responses are left, ServerDied if servers that the step needs are gone.
         """
@@ -248,7 +247,6 @@ class RolloutCollector:
     # -- weights and the time of the servers -----------------------------------------------------------------------------
 
     def published(self, version: WeightsVersion) -> None:
-        """Tells that all servers have these weights."""
         with self._buffer.changed:
             self._buffer.version = version
         if self._thread is not None:
@@ -289,7 +287,6 @@ class RolloutCollector:
                 self._sampled_task.close()
 
     def _identity(self, group: Group) -> str:
-        """A digest of what decides a group: what decides a step's rollouts, and the group's place in the run."""
         drawn_by = self._journal.identity([group.problem], [group.prompt_ids], group.version)
         return f"{drawn_by}/{group.number}/{group.step}/{group.place}"
 
@@ -303,9 +300,7 @@ class RolloutCollector:
 
 
 def idle_shares(split: Mapping[str, float], busy_s: float) -> dict[str, float]:
-    """``idle/trainer``, ``idle/servers``: shares of a step, without its evaluation, in which the trainer waits for rollouts and
-    the servers have nothing to sample. ``split``: seconds by phase.
-    """
+    """Shares of a step, without its evaluation, in which the trainer or the servers wait. ``split``: seconds by phase."""
     seconds = split["time/step"] - split["time/eval"]
     if seconds <= 0:
         return {}

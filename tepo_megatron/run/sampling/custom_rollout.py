@@ -158,8 +158,7 @@ def arranged(
     vocab_size: int,
 ) -> list[Rollout]:
     """The rollouts by group, in the order of the problems. ``drawn_by``: the step of the weights for all tokens; None: any.
-
-    Raises RuntimeError if one cannot be trained on, or without ``samples`` for each problem.
+    Raises RuntimeError if one cannot be trained on, or is missing.
     """
     what = f"step {step + 1}: rollout.collect = {name} returned"
     by_problem: dict[str, list[Rollout]] = defaultdict(list)
@@ -188,7 +187,6 @@ def arranged(
 
 
 def with_results(rollouts: Sequence[Rollout], problems: Sequence[Problem], scorer: Scorer) -> list[RewardResult]:
-    """Uses each rollout's own reward, or the verifier's result if it has none."""
     results = [RewardResult(rollout.reward, parts=rollout.reward_parts) for rollout in rollouts]
     unscored = [index for index, rollout in enumerate(rollouts) if rollout.reward is None]
     if unscored:

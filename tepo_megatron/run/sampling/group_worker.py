@@ -23,7 +23,6 @@ from tepo_megatron.sampler.sampling import prompt_seed
 from tepo_megatron.tasks.protocol import ResponseStream, Task
 
 POLL_INTERVAL_S = 0.2
-"""The longest wait for one event, in seconds."""
 
 FAST_POLL_S = 0.02
 """The longest wait for a response while verifiers have outstanding answers."""
@@ -96,7 +95,7 @@ class GroupWorker:
     _scoring: int = field(init=False, default=0)
 
     def run(self, stream: ResponseStream, ended: Ended) -> None:
-        """Returns when ``ended`` is true. Raises errors of stream, verifiers and filters; groups keep what is finished."""
+        """Returns when ``ended`` is true. After an error groups keep what is finished."""
         self.buffer.requeue()
         self.task.reset()
         self._sampling = self._scoring = 0
@@ -125,7 +124,6 @@ class GroupWorker:
             self._ask(stream)
 
     def _ask(self, stream: ResponseStream) -> None:
-        """A group of an earlier process is decided at once, which may claim others."""
         while claimed := self.buffer.claim():
             for group in claimed:
                 self._ask_for(group, stream)
@@ -173,7 +171,6 @@ class GroupWorker:
         self._ask_verifiers(group)
 
     def _ask_verifiers(self, group: Group) -> None:
-        """A verifier of whole groups gets a group when all of it is finished."""
         size = len(group.samples)
         ready = [index for index in range(size) if group.is_finished(index)]
         if self.task.scores_groups:
@@ -206,7 +203,6 @@ class GroupWorker:
         self.files.write(group)
 
     def _put_aside(self, stream: ResponseStream) -> None:
-        """Unfinished responses keep their tokens; finished ones get their rewards."""
         with self.phase("rollout"):
             for result in stream.abort():
                 self._receive(result)
@@ -219,8 +215,8 @@ class GroupWorker:
 
 
 class BackgroundThread:
-    """Repeats ``work`` in a thread from :meth:`start` to :meth:`close`, while the servers have weights. ``work`` returns when
-    the function that it receives returns true.
+    """Repeats ``work`` in a thread while the servers have weights. ``work`` returns when the function that it receives returns
+    true.
     """
 
     def __init__(self, work: Callable[[Ended], None], buffer: GroupBuffer) -> None:
@@ -239,7 +235,6 @@ class BackgroundThread:
             self._thread.start()
 
     def resume(self) -> None:
-        """All servers have weights: a broken stream is opened again."""
         with self._buffer.changed:
             self._is_ready = True
             if isinstance(self._error, ServerDied):

@@ -106,7 +106,6 @@ class GroupBuffer:
         self.filtered: list[Group] = []
         self.version: WeightsVersion | None = None
         self.generation = 0
-        """Changes when all work in flight becomes worthless."""
         self.dropped = 0
         self._turn = 0
         self._drawn = self._carried_in = 0
@@ -151,7 +150,6 @@ class GroupBuffer:
         return len(self.done) >= self._size
 
     def take(self) -> tuple[list[Group], list[Group], dict[str, float]]:
-        """The batch in number order, the groups filtered since the last one, and figures of the row."""
         with self.changed:
             if self.window:
                 chosen = sorted(self.done, key=lambda group: (group.oldest_step, group.number))[: self._size]
@@ -169,7 +167,7 @@ class GroupBuffer:
             return batch, filtered, figures
 
     def drop_step(self, step: int) -> None:
-        """Puts the groups of ``step`` back, if it was the last one to start."""
+        """Puts back the groups of ``step``, if it was the last to start."""
         with self.changed:
             if self.window and self._batch[0] == step:
                 self.done += [group for group in self._batch[1] if group.is_complete]
@@ -183,7 +181,7 @@ class GroupBuffer:
                 self._forget_counts()
 
     def forget(self) -> None:
-        """Drops all groups. The order of the problems continues: none comes again in this pass."""
+        """Drops all groups; none comes again in this pass over the data."""
         with self.changed:
             self._carry(())
             self._before, self._batch = None, (-1, [])
@@ -192,9 +190,7 @@ class GroupBuffer:
             self.changed.notify_all()
 
     def skip(self, problem_ids: Sequence[str]) -> dict[str, float]:
-        """In window k: these groups come from the journal, and groups drawn before them are sampled. Returns figures of the
-        row.
-        """
+        """In window k: these groups come from the journal, and groups drawn before them are sampled."""
         batch = []
         with self.changed:
             for problem_id in problem_ids:
@@ -206,9 +202,7 @@ class GroupBuffer:
             return self._figures(batch)
 
     def skip_step(self, state: Mapping[str, Any] | None) -> None:
-        """In window 0: the started step comes from the journal. ``state``: at its end; None: it used the groups that it started
-        with.
-        """
+        """In window 0: the started step comes from the journal. ``state``: at its end; None: that at its start."""
         with self.changed:
             if state is not None:
                 self._restore(state)
@@ -219,13 +213,12 @@ class GroupBuffer:
     # -- for the worker --------------------------------------------------------------------------------------------------
 
     def requeue(self) -> None:
-        """Puts running groups first in line after their stream ended. They keep what is finished."""
+        """Puts running groups first in line after their stream ended."""
         with self.changed:
             self.waiting.extendleft(reversed(self.running.values()))
             self.running.clear()
 
     def claim(self) -> list[Group]:
-        """The groups to be sampled now; they become running."""
         with self.changed:
             self._draw_missing()
             count = max(0, self._free()) if self.window else len(self.waiting)
@@ -272,7 +265,7 @@ class GroupBuffer:
         return sorted([*self.waiting, *self.running.values(), *self.done], key=_number)
 
     def state(self) -> dict[str, Any]:
-        """JSON values for a checkpoint: the order of the problems, and the pending groups without responses."""
+        """JSON values: the order of the problems, and the pending groups without responses."""
         with self.changed:
             state: dict[str, Any] = dict(self.order.state())
             if pending := self.pending():

@@ -30,9 +30,7 @@ MAX_BYTES = 2**30
 
 
 class Journal:
-    """Rollouts for a resumed run and for records (``rollout.record``). ``say`` shows a sentence; ``failed`` is called for an
-    unwritable file, which does not end the run.
-    """
+    """``say`` shows a sentence; ``failed`` is called for an unwritable file, which does not end the run."""
 
     def __init__(self, config: RunConfig, say: Callable[[str], None], failed: Failed) -> None:
         self._config, self._say, self._failed = config, say, failed
@@ -46,9 +44,7 @@ class Journal:
         version: WeightsVersion | None,
         **also: Mapping[str, Any],
     ) -> str:
-        """A digest of what decides a step's rollouts: weights, problems, prompts, seed, sampling, verifier, and ``also``, JSON
-        values.
-        """
+        """Of weights, problems, prompts, seed, sampling, verifier, and ``also``, JSON values."""
         rollout = self._config.rollout
         server, environment = rollout.server, self._config.environment
         reward = self._config.reward.model_dump(mode="json", exclude={"workers", "concurrency"})
@@ -82,8 +78,8 @@ class Journal:
         return sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
     def find(self, step: int, drawn_by: str, *, stalest: int = 0) -> Record | None:
-        """An interrupted run's rollouts of the step; None if they must be drawn. ``stalest``: how many versions older their
-        weights may be. The user is told of entries that are damaged, or of other weights or settings.
+        """The step's rollouts, or None if they must be drawn. ``stalest``: versions that their weights may be older. Tells the
+        user of damaged or other entries.
         """
         path = record_path(self._folder, step)
         if not self._config.rollout.journal or not path.exists():
@@ -127,9 +123,7 @@ class Journal:
             self.prune()
 
     def prune(self) -> None:
-        """Removes entries before the oldest checkpoint, and the oldest beyond ``MAX_BYTES``. Others serve if the newest
-        checkpoint is damaged.
-        """
+        """Keeps entries since the oldest checkpoint, up to ``MAX_BYTES``, in case the newest checkpoint is damaged."""
         if not self._folder.is_dir():
             return
         oldest = min(map(step_of, checkpoints(self._config.output / "checkpoints")), default=0)
@@ -173,7 +167,7 @@ class GroupStore:
             self._failed(record_path(self._folder, group.number), error)
 
     def fill(self, group: Group, *, partial: bool) -> bool:
-        """Gives a group its responses by an earlier process; returns whether any exist. Incomplete ones need ``partial``."""
+        """Returns whether an earlier process left responses. Incomplete ones need ``partial``."""
         if group.number not in self._numbers:
             return False
         try:

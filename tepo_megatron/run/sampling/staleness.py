@@ -16,7 +16,6 @@ from tepo_megatron.run.step.minibatches import members
 
 
 def most_stale(config: RunConfig, step: int) -> int:
-    """Largest age allowed, in versions."""
     train = config.train
     if train.schedule == "sync":
         return step if config.rollout.oversample > 1 else 0  # what is carried over may be of any age
@@ -68,9 +67,7 @@ def part_ages(
 
 
 def mismatch_by_age(parts: Sequence[Batch], ages: Sequence[Tensor]) -> dict[str, float]:
-    """``staleness/kl_0``, ``staleness/kl_1``, …: KL(π_sampler‖π_old) by k3 over the tokens of each age. Tokens without a finite
-    log-prob of the trainer are left out.
-    """
+    """``staleness/kl_0``, …: KL(π_sampler‖π_old) by k3 over the tokens of each age with a finite log-prob of the trainer."""
     gaps, olds = [], []
     for part, ages_T in zip(parts, ages, strict=True):
         assert part.old_logprobs_T is not None

@@ -62,9 +62,7 @@ class StepRewards:
         return rewarded
 
     def leave_out(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts that stay in the step, in order, with their groups' numbers. Raises RuntimeError if too few are left for
-        the mini-batches.
-        """
+        """With their groups' numbers. Raises RuntimeError if too few are left for the mini-batches."""
         kept = _trained_on(rollouts)
         self.failed = max(self.failed, sum(rollout.reward is None for rollout in rollouts))
         self._components = _means_of_components(kept)
@@ -120,8 +118,8 @@ def overlong_penalty(length: int, max_new_tokens: int, overlong: OverlongConfig)
 
 
 def apply_overlong(rollouts: Sequence[Rollout], config: RunConfig, step: int) -> tuple[list[Rollout], dict[str, float]]:
-    """The rollouts with the rewards to train on (records have the verifier's), and figures of responses cut at
-    ``rollout.sampling.max_new_tokens``. Raises RuntimeError if ``truncated: mask`` leaves too few.
+    """The rollouts with the rewards to train on, and figures of cut responses. Raises RuntimeError if ``truncated: mask``
+    leaves too few.
     """
     _check_enough(rollouts, config, step)
     penalised = _penalise(rollouts, config.rollout)
@@ -140,7 +138,6 @@ def _penalise(rollouts: Sequence[Rollout], config: RolloutConfig) -> list[Rollou
 
 
 def trained_places(rollouts: Sequence[Rollout], config: RolloutConfig) -> list[int]:
-    """Indices of the rollouts in mini-batches: with ``truncated: mask`` those that are not cut."""
     masks = config.truncated == "mask"
     return [index for index, rollout in enumerate(rollouts) if not (masks and rollout.finish_reason == "length")]
 

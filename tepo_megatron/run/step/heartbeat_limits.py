@@ -11,7 +11,6 @@ from tepo_megatron.errors import describe
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 
 STATUS = "status"
-"""Folder below the output folder with a heartbeat of each rank."""
 
 
 def make_heartbeat(config: RunConfig) -> Heartbeat:
@@ -26,9 +25,7 @@ def make_heartbeat(config: RunConfig) -> Heartbeat:
 
 
 def phase_limits(config: RunConfig) -> dict[str, float]:
-    """Phase → seconds that a rank may wait for servers or verifiers without progress: only after their own time-outs does the
-    rank hang. While servers sample, every token is progress.
-    """
+    """Phase → seconds without progress that its own time-outs allow a rank. While servers sample, every token is progress."""
     server, reward = config.rollout.server, config.reward
     servers = server.longest_wait_s
     responses = config.rollout.prompts_per_step * config.rollout.samples_per_prompt

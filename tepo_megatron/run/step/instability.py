@@ -36,9 +36,7 @@ class SkippedUpdates:
         """Step and cause of the first consecutive one."""
 
     def check(self, step: int, updates: Sequence[UpdateResult], described: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
-        """Call it after each step's updates. Raises RuntimeError on every rank, with the batch on disk, if too many consecutive
-        steps were skipped.
-        """
+        """Call it after each step's updates. Raises RuntimeError on every rank if too many consecutive steps were skipped."""
         too_many = False
         for number, update in enumerate(updates):
             self._in_a_row = self._in_a_row + 1 if update.skipped else 0
@@ -82,9 +80,7 @@ def describe(updates: Sequence[UpdateResult], sequences: int | Sequence[int], *,
 
 
 def write_skipped(folder: Path, step: int, rollouts: Sequence[Rollout], skipped: Sequence[Mapping[str, Any]]) -> Path:
-    """Writes the rollouts as a record for ``rollout.replay``, and the entries as JSON; returns the latter's path. Raises
-    OSError.
-    """
+    """Writes a record for ``rollout.replay``, and the entries as JSON; returns the latter's path. Raises OSError."""
     path = write_rollouts(folder, step, rollouts).with_suffix(".json")
     path.write_text(json.dumps({"step": step, "skipped": list(skipped)}, indent=2) + "\n", encoding="utf-8")
     return path

@@ -20,7 +20,6 @@ def minibatches(batch: Batch, count: int, *, seed: int, step: int) -> Iterator[B
 
 
 def members(sequences: int | Sequence[int], count: int, *, seed: int, step: int) -> list[list[int]]:
-    """Indices of each mini-batch's sequences, in order. ``sequences``: indices of the trained ones, or their number."""
     trained = torch.tensor(range(sequences) if isinstance(sequences, int) else sequences, dtype=torch.int64)
     generator = torch.Generator().manual_seed(derive_seed(seed, step, "minibatches"))
     order = torch.randperm(trained.numel(), generator=generator)

@@ -70,14 +70,12 @@ def choose_transport(config: RunConfig, machine: Machine) -> TransportName:
 
 
 def first_server_gpu(config: RunConfig, machine: Machine) -> int:
-    """The trainer's first GPU, or the one after its last."""
     if config.rollout.server.placement == "colocated" or not trains_on_gpus(config, machine):
         return 0
     return machine.local_ranks
 
 
 def takes_turns(config: RunConfig) -> bool:
-    """Whether trainer and servers share GPUs, and use their memory in turn."""
     return config.rollout.server.placement == "colocated" and config.rollout.replay is None
 
 
@@ -152,9 +150,7 @@ def gpu_memory_gib() -> float:
 
 
 def check_fits(config: RunConfig, spec: ModelSpec, machine: Machine) -> None:
-    """Raises ValueError, a warning with ``engine.check_memory = false``, if trainer or servers do not fit the GPUs here. A run
-    on CPUs is not checked.
-    """
+    """Raises ValueError, a warning with ``engine.check_memory = false``, if trainer or servers do not fit the GPUs here."""
     if not trains_on_gpus(config, machine):
         return
     problems = problems_of(_on_this_machine(config, machine, gpu_memory_gib()), spec)
