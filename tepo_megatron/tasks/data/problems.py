@@ -20,8 +20,8 @@ _ABSENT = object()
 
 def load_problems(source: str | SourceConfig) -> list[Problem]:
     """A row has ``prompt`` (text or messages), ``answer`` (text or a number, as written) and optionally ``id``, or the columns
-    that ``source`` maps to these; other columns become ``metadata``. Without an id a row is ``<file stem>:<line>``; the
-    source's name, if any, begins the ids.
+    that ``source`` maps to these; other columns become ``metadata``. The default id is ``<file stem>:<line>``, after the
+    source's name, if any.
 
     Raises ValueError, with file and line: an unknown built-in task, a missing, damaged or empty file, a missing column, or a
     line that is no problem.

@@ -27,9 +27,8 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Decimal, Decimal], Decimal]] =
 
 
 class Calculator:
-    """Expressions have numbers, ``+ - * / // %`` and brackets. An invalid one is answered by ``error`` and the reason, and
-    counts as a tool error, for which ``penalty`` is subtracted. A turn without an expression is the answer, which ``verifier``
-    scores.
+    """An invalid expression (allowed: numbers, ``+ - * / // %`` and brackets) is answered by ``error`` and the reason, and
+    costs ``penalty``. A turn without an expression is the answer, which ``verifier`` scores.
     """
 
     def __init__(
@@ -92,8 +91,8 @@ _NUMBER = re.compile(r"\d+")
 
 
 class GuessNumber:
-    """The first number in a turn is the guess; the reward is 1 if it is found within ``turns``. A turn without a number is
-    answered by ``?`` and counts as a tool error. Bisection finds one of 2^k − 1 numbers in k turns.
+    """The first number in a turn is the guess; the reward is 1 if it is found within ``turns``. A turn without a number is a
+    tool error. Bisection finds one of 2^k − 1 numbers in k turns.
     """
 
     def __init__(self, turns: int = 3) -> None:

@@ -88,8 +88,7 @@ class _Episode:
 
 @dataclass
 class EpisodeStream:
-    """A ``ResponseStream`` of episodes: the environment's tokens precede the next request unchanged. Entering enters
-    ``inner``; exiting ends all episodes.
+    """Entering enters ``inner``; exiting ends all episodes.
 
     The finish reason is that of the last turn if the environment ended the episode, and ``length`` at a limit. A failed
     episode is returned with the tokens so far; ``sink`` receives the cause. ``numbers``: never shared by two streams, since

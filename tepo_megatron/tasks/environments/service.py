@@ -1,5 +1,4 @@
-"""``tepo environment serve`` runs environments for trainers on other machines. JSON over HTTP with a key; nothing is
-unpickled.
+"""``tepo environment serve`` runs environments for other machines. JSON over HTTP with a key; nothing is unpickled.
 
 A trainer opens a session (``POST /sessions``), sends calls (``…/calls``: a list of ``[episode, call]``) and waits for answers
 (``…/answers``: a list of ``[episode, answer, error, lost, suspect, seconds]``).

@@ -40,12 +40,11 @@ class _Worker(Worker[_Call]):
 
 
 class EnvironmentWorkers:
-    """Processes that are ready when the constructor returns. ``sampling``: the run's settings, for agents.
+    """The processes are ready when the constructor returns. ``sampling``: the run's settings, for agents.
 
     If a call raises, returns something invalid or exceeds a limit, its episode fails. A worker that hangs or dies is replaced:
-    the late call's episode fails, the others are lost. Suspected ones begin again one by one in an additional worker.
-
-    Raises ValueError: an environment that cannot be imported or made. RuntimeError: a worker does not start.
+    the late call's episode fails, the others are lost. Suspected ones begin again one by one in an additional worker. Raises
+    ValueError: an environment that cannot be made. RuntimeError: a worker does not start.
     """
 
     def __init__(self, config: EnvironmentConfig, sampling: SamplingConfig | None = None) -> None:
@@ -243,8 +242,8 @@ def shared_setup(settings: AgentConfig, sampling: SamplingConfig | None) -> dict
 
 
 def agent_setup(config: EnvironmentConfig, sampling: SamplingConfig | None) -> dict[str, Any] | None:
-    """The same with this machine's settings; None if the environment is no agent. Writes the key file of external agents if it
-    is missing. Raises ValueError for an unknown verifier or a readable key.
+    """As :func:`shared_setup`, with this machine's settings; None without an agent. Writes a missing key file. Raises
+    ValueError for an unknown verifier or a readable key.
     """
     if config.adapter != "agent":
         return None

@@ -1,4 +1,4 @@
-"""Decides which responses to a problem give the same answer, for maj@k."""
+"""Decides which responses give the same answer, for maj@k."""
 
 from __future__ import annotations
 

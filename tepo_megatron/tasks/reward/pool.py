@@ -21,13 +21,11 @@ _REHEARSAL_PROBLEMS = 4
 
 
 class RewardPool:
-    """Runs one verifier in ``config.workers`` processes, which are ready when the constructor returns. Not thread-safe.
+    """Processes that run one verifier and are ready when the constructor returns. Not thread-safe.
 
     A response fails (reward ``config.failed_reward``, with an error text) if its verifier raises, returns no finite number or
-    exceeds a limit. An equal response to the same problem then fails without another try. A response during which a worker
-    dies is tried once more.
-
-    Raises ValueError: the verifier cannot be imported or made. RuntimeError: a worker does not start.
+    exceeds a limit. An equal response then fails without another try. A response during which a worker dies is tried once
+    more. Raises ValueError: the verifier cannot be made. RuntimeError: a worker does not start.
     """
 
     def __init__(self, config: RewardConfig, components: Sequence[str] | None = None, custom: Any = None) -> None:

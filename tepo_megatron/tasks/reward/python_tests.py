@@ -1,4 +1,4 @@
-"""Scores the model's Python programs with the problem's tests, in a sandbox."""
+"""Scores Python programs with the problem's tests, in a sandbox."""
 
 from __future__ import annotations
 

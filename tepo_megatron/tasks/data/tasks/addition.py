@@ -1,7 +1,5 @@
-"""Sums of two two-digit numbers, solved by columns: ``37+58=`` is answered ``7+8=15 3+5+1=9 95``.
-
-The carry is written also if it is 0: ``3+5+0=8``. A response has 17 to 20 tokens including the end token; the answer follows
-the last space.
+"""Sums of two two-digit numbers: ``37+58=`` is answered ``7+8=15 3+5+1=9 95`` (also with a carry of 0: ``3+5+0=8``), in 17 to
+20 tokens including the end token.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Agents as environments: a function that calls the model becomes ``reset`` and ``step``, so that its episodes are driven,
-limited and counted like any other.
-"""
+"""Agents as environments: a function that calls the model becomes ``reset`` and ``step``."""
 
 from __future__ import annotations
 
