@@ -175,7 +175,7 @@ def due_prompt(config: RunConfig, spec: ModelSpec, *, sync: int) -> tuple[int, .
         return None
     lora = config.model.lora
     if sync and config.train.schedule == "overlap" and lora is not None and lora.serve == "adapter":
-        return None  # vLLM 0.32 cannot score a prompt beside other requests of an adapter; the rollouts are compared
+        return None  # vLLM 0.32 cannot score a prompt next to other requests of an adapter; the rollouts are compared
     return canary_prompt(spec.vocab_size, rollout.server.max_model_len or spec.max_positions)
 
 
@@ -208,7 +208,6 @@ class Canary:
     def __init__(self, tolerance: float) -> None:
         self._tolerance = tolerance
         self._since: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
-        """Address → its log-probs, and the trainer's when these were first seen."""
 
     def check(self, step: int, prompt: Sequence[int], ours: Sequence[float], theirs: Mapping[str, Sequence[float]]) -> float:
         """Returns the largest gap, in nats. Raises RuntimeError, with prompt and worst token, beyond the tolerance or for old

@@ -90,7 +90,7 @@ class Loop:
             parts = minibatches(batch, self.config.train.minibatches, seed=self.config.seed, step=self.step)
             scored = [engine.score(part) for part in parts]
             self.on_root(lambda rank0: rank0.checks.check_rollouts(self.step, scored, rank0.collector.rollouts))
-        self.safe_point(unless=self.leaving.update_fits)  # a step whose updates are too long is dropped
+        self.safe_point(unless=self.leaving.update_fits)  # a step is dropped if its updates take too long
         with self.phase("update"), self.leaving.timed_update():
             updates = [engine.update(part, last=at == len(scored)) for at, part in enumerate(scored, start=1)]
             trained = trained_sequences(batch)

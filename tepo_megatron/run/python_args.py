@@ -27,7 +27,7 @@ class Brought:
     extensions: Extensions
 
     def named_everywhere(self) -> RunConfig:
-        """The configuration for processes without the objects. Raises ValueError for an object without a name."""
+        """Raises ValueError for an object without a name."""
         ranks = self.config.engine.parallel.world_size
         if self.extensions.reward is not None:
             raise ValueError(_unreachable(f"reward={_called(self.extensions.reward)}", "the function by its name", ranks))
@@ -104,7 +104,7 @@ def configure(base: RunConfig | str | Path | None, settings: Mapping[str, Any]) 
 
 
 def address(thing: object) -> str | None:
-    """``module:name`` or ``path/file.py:name``; None if other processes cannot import it.
+    """Returns ``module:name`` or ``path/file.py:name``; None if other processes cannot import it.
 
     A module without a package goes by its file: other processes may lack its path.
     """

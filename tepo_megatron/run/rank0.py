@@ -96,7 +96,6 @@ class Rank0:
     # -- rollouts --------------------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> list[Rollout]:
-        """The rollouts that a step trains on; the same if called again for the same step."""
         if self.output.last_step == step and not self._has_collected:
             self.watch.split()  # a resumed run has its row already: the time of its start belongs to no step
         self._has_collected = True
@@ -108,7 +107,7 @@ class Rank0:
         return rollouts
 
     def keep_skipped(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> Path:
-        """Saves the last rollouts, some of whose mini-batches were ``skipped``; returns the file."""
+        """Saves the last rollouts after mini-batches were ``skipped``; returns the file."""
         folder = self.config.output / "skipped"
         try:
             path = write_skipped(folder, step, self.collector.rollouts, skipped)
@@ -144,7 +143,7 @@ class Rank0:
         return died
 
     def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Raises RuntimeError if the servers' log-probs of a prompt are too far from the trainer's."""
+        """Raises RuntimeError if log-probs of a prompt are too far apart."""
         assert self.servers.sampler is not None, "a replayed run has no servers"
         self.checks.check_servers(self.servers.sampler, step, prompt, logprobs, is_logged=self.output.last_step == step)
 

@@ -66,7 +66,7 @@ class Servers:
         self._heartbeat.tell(servers=addresses, reward_workers=self._config.reward.workers)
 
     def run_or_revive(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
-        """Returns the result of ``work``, and whether a server died. That one is revived, with stale weights."""
+        """A server that dies is revived, with stale weights; returns also whether one died."""
         with self._lost.if_in_vain("lost/server") as was_in_vain:
             result, died = self.run_or_report(work)
             if died:
@@ -75,7 +75,7 @@ class Servers:
         return result, died
 
     def run_or_report(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
-        """Returns the result of ``work``, and whether a server died, which stays dead and is reported."""
+        """A server that dies stays dead and is reported; returns also whether one died."""
         try:
             return work(), False
         except ServerDied as error:

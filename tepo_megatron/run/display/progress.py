@@ -44,26 +44,26 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class Progress(Protocol):
-    """The display's interface. Call ``start`` first, ``phase``, ``advance``, ``step`` in turn, and always ``close``."""
+    """Call ``start`` first, ``phase``, ``advance``, ``step`` in turn, and always ``close``."""
 
     def start(self, config: RunConfig) -> None: ...
 
     def phase(self, name: str, total: int | None = None) -> None:
-        """Starts a phase, which lasts until the next or the end of the step; ``total`` items if countable."""
+        """``total``: number of items, if countable."""
 
     def advance(self, n: int = 1) -> None: ...
 
     def step(self, step: int, row: Mapping[str, Any]) -> None:
-        """Ends a step with its row; step 0 is the evaluation before the first."""
+        """Step 0 is the evaluation before the first."""
 
     def message(self, text: str) -> None: ...
 
     def close(self) -> None:
-        """Ends the display and restores the terminal, also after a failure. May be called twice."""
+        """Restores the terminal, also after a failure. May be called twice."""
 
 
 def make_progress(config: LogConfig, stream: TextIO | None = None) -> Progress:
-    """The view of ``config.progress`` on ``stream`` (default: standard output); ``auto``: live on a terminal."""
+    """``stream``: default standard output; ``auto`` is live on a terminal."""
     stream = stream or sys.stdout
     kind = config.progress
     if kind == "auto":

@@ -100,7 +100,7 @@ class WandbClient:
             "disable_code": True,
             "disable_git": True,
             "silent": True,
-            "x_transaction_log_flush_interval": 1.0,  # what is not on the disk is lost with its process
+            "x_transaction_log_flush_interval": 1.0,  # rows that are not on the disk are lost with its process
             "x_stats_pid": os.getppid(),  # of rank 0, not of this process
             # By default the end of a run waits for the network without a limit.
             "finish_timeout": 0.8 * run.finish_timeout_s,

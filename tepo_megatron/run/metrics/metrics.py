@@ -120,7 +120,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Context whose time belongs to ``name``, one of ``PHASES``; raises ValueError for others."""
+        """Context: its time belongs to ``name``, one of ``PHASES``; raises ValueError for others."""
         if name not in self._seconds:
             raise ValueError(f"phase {name!r} is not known; known phases: {', '.join(PHASES)}")
         self._charge()

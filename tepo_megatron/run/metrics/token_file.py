@@ -109,7 +109,7 @@ class TokenSamples:
     """
 
     def __post_init__(self) -> None:
-        """Raises ValueError if shapes, dtypes or indices do not fit together."""
+        """Raises ValueError if shapes, dtypes or indices are inconsistent."""
         for name, kind in _ARRAYS.items():
             array = getattr(self, name)
             rows = self.lengths.size if name in _PER_RESPONSE else self.ids.size

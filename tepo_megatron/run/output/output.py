@@ -105,7 +105,7 @@ class Output:
         self.progress.message(text)
 
     def write_row(self, step: int, row: Mapping[str, float]) -> dict[str, float]:
-        """Returns what is written. Raises RuntimeError if another run has taken the folder."""
+        """Raises RuntimeError if another run has taken the folder."""
         self._make_again_if_removed()
         self._loggers.take_reports()
         failures, self._failures = self._failures, 0
@@ -162,7 +162,7 @@ class Output:
             self.message(f"the run is complete, but its picture and table could not be made: {error}")
 
     def close(self) -> None:
-        """Restores the terminal, completes the files and waits for loggers, also after a failure, when it shows faults."""
+        """Restores the terminal, completes the files and waits for loggers, also after a failure."""
         signals = stop_signals()
         ending: Ending = "finished" if self._finished else "failed" if signals.requested is None else "stopped"
         metrics = self.folder / "metrics.jsonl"
@@ -173,12 +173,12 @@ class Output:
                     self.progress.message(f"  {line}")
         self.progress.close()
         self._metrics.close()
-        # A run that was asked to stop keeps a second for what is left of its end.
+        # A run that was asked to stop keeps a second for the rest of its end.
         self._loggers.close(ending, max(0.0, signals.seconds_left() - 1))
         self._lock.release()
 
     def _make_again_if_removed(self) -> None:
-        """Creates a folder that was removed during the run: the next checkpoint is worth more than what is lost."""
+        """Creates a folder that was removed during the run: the next checkpoint is worth more than the lost files."""
         if self._lock.is_there():
             return
         resolved = self.folder / "resolved.yaml"
@@ -211,7 +211,6 @@ def _read_samples(path: Path) -> tuple[list[tuple[str, int]], bool]:
 
 
 def _put_aside(folder: Path) -> None:
-    """``metrics.jsonl`` becomes ``metrics.before-1.jsonl``, then 2; ``tokens`` becomes ``tokens.before-1``."""
     number = 1 + len(list(folder.glob("metrics.before-*.jsonl")))
     for name in ("metrics", "samples", "train_samples"):
         if (folder / f"{name}.jsonl").exists():

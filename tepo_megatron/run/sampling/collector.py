@@ -82,7 +82,7 @@ class RolloutCollector:
     # -- a step ----------------------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> list[Rollout]:
-        """``prompts_per_step`` groups; the same if called again for the same step.
+        """Returns ``prompts_per_step`` groups; the same if called again for the same step.
 
         Raises RuntimeError if too few groups or responses are left, ServerDied if servers that the step needs are gone.
         """
@@ -129,7 +129,7 @@ class RolloutCollector:
 
     def _find(self, step: int, drawn_by: str) -> list[Rollout] | None:
         if self._thread is not None and self._thread.is_running:
-            return None  # what is sampled follows what an interrupted run has left
+            return None  # sampling continues from an interrupted run's groups
         after = self._store.read_state(step) if self._is_dynamic else None
         if self._is_dynamic and (after is None or after.get("drawn_by") != drawn_by):
             return None

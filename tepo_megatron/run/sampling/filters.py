@@ -21,7 +21,7 @@ NO_REWARD = "no_reward"
 
 
 def zero_variance(group: Sequence[Rollout]) -> bool:
-    """Keeps a group whose rewards differ: equal ones make every advantage 0 (DAPO, "dynamic sampling")."""
+    """Keeps a group if its rewards differ: equal ones make every advantage 0 (DAPO, "dynamic sampling")."""
     return len({rollout.reward for rollout in group}) > 1
 
 
@@ -31,7 +31,7 @@ def too_long(group: Sequence[Rollout], *, max_truncated: float) -> bool:
 
 
 def reward_range(group: Sequence[Rollout], *, low: float, high: float) -> bool:
-    """Keeps a group whose mean reward is from ``low`` to ``high``."""
+    """Keeps a group if its mean reward is from ``low`` to ``high``."""
     mean = sum(rollout.reward or 0.0 for rollout in group) / len(group)
     return low <= mean <= high
 

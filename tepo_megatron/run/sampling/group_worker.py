@@ -36,7 +36,7 @@ class GroupFiles(Protocol):
 
 
 class BusyClock:
-    """Seconds in which the servers have something to sample. Thread-safe. ``clock``: monotonic seconds."""
+    """Thread-safe. ``clock``: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._lock = clock, threading.Lock()
@@ -215,9 +215,7 @@ class GroupWorker:
 
 
 class BackgroundThread:
-    """Repeats ``work`` in a thread while the servers have weights. ``work`` returns when the function that it receives returns
-    true.
-    """
+    """Repeats ``work`` in a thread while the servers have weights. ``work`` returns when its argument returns true."""
 
     def __init__(self, work: Callable[[Ended], None], buffer: GroupBuffer) -> None:
         self._work, self._buffer = work, buffer

@@ -68,7 +68,7 @@ class Group:
 
 
 class NeverFilled(RuntimeError):  # noqa: N818
-    """Filters left too few of all groups that a step may draw; the message shows the rewards."""
+    """Filters left too few groups; the message shows the rewards."""
 
 
 class GroupBuffer:
@@ -190,7 +190,7 @@ class GroupBuffer:
             self.changed.notify_all()
 
     def skip(self, problem_ids: Sequence[str]) -> dict[str, float]:
-        """In window k: these groups come from the journal, and groups drawn before them are sampled."""
+        """In window k: takes these groups from the journal; groups drawn before them are sampled."""
         batch = []
         with self.changed:
             for problem_id in problem_ids:
@@ -202,7 +202,7 @@ class GroupBuffer:
             return self._figures(batch)
 
     def skip_step(self, state: Mapping[str, Any] | None) -> None:
-        """In window 0: the started step comes from the journal. ``state``: at its end; None: that at its start."""
+        """In window 0: takes the started step from the journal. ``state``: at the step's end; None: as at its start."""
         with self.changed:
             if state is not None:
                 self._restore(state)
@@ -252,7 +252,7 @@ class GroupBuffer:
                 return  # forgotten meanwhile
             del self.running[group.number]
             self._decide(group)
-            # At once: what is drawn must not depend on how many groups were decided meanwhile.
+            # At once: the draw must not depend on how many groups were decided meanwhile.
             self._draw_missing()
             filters = self._rollout.filter_groups
             if self.window and filters is not None and len(self.filtered) >= filters.max_batches * self._size:

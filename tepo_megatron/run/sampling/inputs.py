@@ -28,7 +28,7 @@ from tepo_megatron.weights.expert_routes import rollout_fault
 
 @dataclass(frozen=True)
 class Inputs:
-    """``left_out``: source → number of unused problems and why; ``sets`` are evaluated besides ``heldout``."""
+    """``left_out``: source → number of unused problems and why; ``sets``: besides ``heldout``."""
 
     model_dir: Path
     spec: ModelSpec

@@ -44,7 +44,7 @@ class Journal:
         version: WeightsVersion | None,
         **also: Mapping[str, Any],
     ) -> str:
-        """Of weights, problems, prompts, seed, sampling, verifier, and ``also``, JSON values."""
+        """Returns a digest of weights, problems, prompts, seed, sampling, verifier, and ``also``, JSON values."""
         rollout = self._config.rollout
         server, environment = rollout.server, self._config.environment
         reward = self._config.reward.model_dump(mode="json", exclude={"workers", "concurrency"})
@@ -78,9 +78,7 @@ class Journal:
         return sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
     def find(self, step: int, drawn_by: str, *, stalest: int = 0) -> Record | None:
-        """The step's rollouts, or None if they must be drawn. ``stalest``: versions that their weights may be older. Tells the
-        user of damaged or other entries.
-        """
+        """Returns the step's rollouts; None if they must be drawn. ``stalest``: how many versions older weights may be."""
         path = record_path(self._folder, step)
         if not self._config.rollout.journal or not path.exists():
             return None
@@ -167,7 +165,9 @@ class GroupStore:
             self._failed(record_path(self._folder, group.number), error)
 
     def fill(self, group: Group, *, partial: bool) -> bool:
-        """Returns whether an earlier process left responses. Incomplete ones need ``partial``."""
+        """Gives a group its responses by an earlier process, if any; incomplete ones need ``partial``. Returns whether there
+        were any.
+        """
         if group.number not in self._numbers:
             return False
         try:

@@ -18,12 +18,12 @@ from tepo_megatron.run.step.minibatches import members
 def most_stale(config: RunConfig, step: int) -> int:
     train = config.train
     if train.schedule == "sync":
-        return step if config.rollout.oversample > 1 else 0  # what is carried over may be of any age
+        return step if config.rollout.oversample > 1 else 0  # groups carried over may be of any age
     return train.max_staleness if train.stale == "drop" else step
 
 
 def token_ages(rollout: Rollout, step: int) -> NDArray[np.int64]:
-    """Versions older than ``step``, for each response token. An environment's tokens have the age of those before them."""
+    """An environment's tokens have the age of those before them."""
     starts = [start for start, _ in rollout.versions]
     ages = [step - version.step for _, version in rollout.versions]
     return np.repeat(ages, np.diff([*starts, len(rollout.response_ids)]))

@@ -62,7 +62,7 @@ class StepRewards:
         return rewarded
 
     def leave_out(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """With their groups' numbers. Raises RuntimeError if too few are left for the mini-batches."""
+        """Returns the remaining rollouts with their groups' numbers. Raises RuntimeError if too few are left."""
         kept = _trained_on(rollouts)
         self.failed = max(self.failed, sum(rollout.reward is None for rollout in rollouts))
         self._components = _means_of_components(kept)
@@ -109,10 +109,7 @@ def _trained_on(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 
 def overlong_penalty(length: int, max_new_tokens: int, overlong: OverlongConfig) -> float:
-    """The penalty, from −``penalty`` to 0, for a response of ``length`` tokens.
-
-    DAPO's equation 13 (2503.14476): 0 up to ``max_new_tokens`` − ``buffer``, then linear to −``penalty``.
-    """
+    """Returns DAPO's equation 13 (2503.14476): 0 up to ``max_new_tokens`` − ``buffer``, then linear to −``penalty``."""
     beyond = length - (max_new_tokens - overlong.buffer)
     return -overlong.penalty * min(max(beyond, 0) / overlong.buffer, 1.0)
 

@@ -51,7 +51,7 @@ class Leaving:
         return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
     def update_fits(self) -> bool:
-        """A first update, of unknown length, does not fit; a first save is assumed to take as long as the updates."""
+        """Returns false for a first update, of unknown length; a first save is assumed to take as long as the updates."""
         left = self.signals.seconds_left()
         update = self.seconds.get("update", math.inf)
         return left == math.inf or _MARGIN * (update + self.seconds.get("save", update)) <= left

@@ -92,7 +92,7 @@ LEAST = 5
 
 
 class Rollback:
-    """Decides on returns to a checkpoint. Every rank has one, with the same rows."""
+    """Every rank has one, with the same rows."""
 
     def __init__(self, config: RollbackConfig | None) -> None:
         self._config = config
@@ -100,7 +100,7 @@ class Rollback:
         self.times = 0
 
     def reason(self, row: Mapping[str, float]) -> str:
-        """Why the run should go back after this row; empty if it should not. Raises ValueError if the row lacks the metric."""
+        """Returns an empty string if the run should not go back. Raises ValueError if the row lacks the metric."""
         config = self._config
         if config is None:
             return ""

@@ -12,8 +12,8 @@ from tepo_megatron.core.types import Batch
 
 
 def minibatches(batch: Batch, count: int, *, seed: int, step: int) -> Iterator[Batch]:
-    """``count`` mini-batches of nearly equal numbers of sequences, ordered by (seed, step) alone, the same on every rank.
-    Sequences without a token in the loss mask are left out.
+    """Mini-batches of nearly equal numbers of sequences, ordered by (seed, step) alone, the same on every rank. Sequences
+    without a token in the loss mask are left out.
     """
     for part in members(trained_sequences(batch), count, seed=seed, step=step):
         yield batch.select(part)
@@ -32,7 +32,7 @@ def trained_sequences(batch: Batch) -> list[int]:
 
 
 def mark_recorded(batch: Batch, log: LogConfig, step: int) -> Batch:
-    """The batch, with ``recorded_S`` if the step (the number of its row) is recorded; the same on every rank."""
+    """Adds ``recorded_S`` if the step (the number of its row) is recorded; the same on every rank."""
     if not log.records_tokens(step):
         return batch
     recorded = recorded_places(batch.groups_S.tolist(), log.token_samples)
@@ -48,5 +48,5 @@ def recorded_places(groups: Sequence[int], count: int) -> list[int]:
 
 
 def derive_seed(seed: int, step: int, purpose: str) -> int:
-    """A 31-bit seed for each purpose and step, the same in a resumed run."""
+    """Returns 31 bits, the same in a resumed run."""
     return int.from_bytes(blake2b(f"{seed}/{step}/{purpose}".encode(), digest_size=4).digest()) & 0x7FFFFFFF
