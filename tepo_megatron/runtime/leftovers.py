@@ -62,7 +62,7 @@ class Scratch:
         lines = [json.dumps(entry) + "\n" for entry in self._recorded.items()]
         if len(lines) > self._written:
             with suppress(OSError), (self.folder / _RECORD).open("a", encoding="utf-8") as file:
-                # On a full disk the record is in this process alone; the server goes on.
+                # On a full disk the record is in this process alone; the server continues.
                 file.writelines(lines[self._written :])
                 self._written = len(lines)
 
@@ -86,7 +86,7 @@ def temporary_folder() -> Path:
 def sweep(base: Path | None = None) -> list[Path]:
     """Removes what this user's killed servers and trainers left on this machine; returns their folders.
 
-    A folder is in use while its process, one of that group, or one whose environment names it lives.
+    A folder is in use while its process, one of that group, or one with the folder in its environment lives.
     """
     if not PROC.exists():
         return []

@@ -109,7 +109,7 @@ class StopSignals:
             self._wakes = None
 
     def defer(self) -> None:
-        """Makes signals raise only within :meth:`interruptible`, also those whose default was restored meanwhile."""
+        """Makes signals raise only within :meth:`interruptible`, even if their default was restored meanwhile."""
         self._raises = False
         if self._wakes is not None:
             self._handle_all()
@@ -139,7 +139,7 @@ class StopSignals:
         if again and number == signal.SIGINT and not self._ends:
             raise KeyboardInterrupt
         if self._raises and self.requested is not None:
-            self._raises = False  # once: what is done on the way out must not be cut short
+            self._raises = False  # once: the clean-up must not be cut short
             raise StopRequested(self.requested)
 
     def _note(self, number: int) -> None:
@@ -266,7 +266,7 @@ def _root_process() -> int:
     folder = os.environ.get(_RANKS_FOLDER)
     if folder is None or os.environ.get("RANK", "0") == "0" or not PROC.exists():
         return 0
-    with suppress(OSError, ValueError):  # rank 0 is on another machine, or has not begun
+    with suppress(OSError, ValueError):  # rank 0 is on another machine, or has not started
         return int((Path(folder) / "rank-0.pid").read_text())
     return 0
 

@@ -84,7 +84,7 @@ def rank_store(world_size: int, timeout: timedelta) -> Store | None:
         raise RuntimeError(
             f"the ranks should meet in {folder} ({FOLDER_VARIABLE}), but other users may enter it; set it to 0700"
         )
-    if os.environ["RANK"] == "0":  # who leaves last: in a store whose file is gone it would wait for minutes
+    if os.environ["RANK"] == "0":  # the last to leave: without the store's file it would wait for minutes
         _at_end(functools.partial(_remove_if_orphaned, folder, os.getppid()))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store: Store = FileStore(str(folder / f"attempt-{attempt}"), world_size)

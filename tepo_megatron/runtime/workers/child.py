@@ -47,7 +47,7 @@ def read_lines(requests: BinaryIO, inbox: SimpleQueue[Any]) -> None:
 
 
 def limit_processor_time(timeout_s: float) -> None:
-    """Makes the kernel end a process whose user code still runs after the parent died.
+    """Makes the kernel end a process if its user code still runs after the parent died.
 
     ``read_lines`` cannot: a backtracking regular expression holds the interpreter's lock. The limit is far above the parent's.
     """

@@ -157,7 +157,7 @@ def _run_child(main: Callable[[], None], requests: int, replies: int) -> NoRetur
     """Never returns, so that nothing of the parent is unwound."""
     code = 1
     try:
-        gc.freeze()  # what is the parent's is not collected here: it may close files whose numbers are others' now
+        gc.freeze()  # the parent's objects are not collected here: that could close files that reuse their numbers
         os.setsid()
         _forget_signals()
         os.dup2(requests, 0)
