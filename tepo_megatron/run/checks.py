@@ -51,7 +51,7 @@ class RunSubject:
 
 
 def check_model(config: RunConfig) -> Path:
-    """Returns the model folder. Raises ValueError for the run's first failed check. Every rank calls."""
+    """Returns the model folder. Raises ValueError for the first failed check. Every rank calls."""
     run = RunSubject(config, this_machine())
     model_dir = run.model_dir
     verify_all(RUN_CHECKS, run)

@@ -65,7 +65,7 @@ class Canaries:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Differences of log-probs, in nats, over a group's ``tokens`` response tokens."""
+    """Differences in nats over a group's ``tokens`` response tokens."""
 
     group: int
     tokens: int
@@ -103,10 +103,10 @@ def agreements(parts: Sequence[Batch], fresh: Sequence[Tensor] | None = None) ->
 def check_agreement(
     step: int, parts: Sequence[Batch], *, tolerance: float, token_tolerance: float, fresh: Sequence[Tensor] | None = None
 ) -> dict[str, float]:
-    """A group's mean difference may be ``tolerance`` nats plus ``token_tolerance`` divided by its tokens: one rare token of a
-    short response is no alarm.
+    """Returns figures, or raises RuntimeError with the worst group.
 
-    Returns figures. Raises RuntimeError with the worst group beyond that.
+    A group's mean difference may be ``tolerance`` nats plus ``token_tolerance`` divided by its tokens: one rare token of a
+    short response is no alarm.
     """
     groups = agreements(parts, fresh)
     if not groups:
@@ -169,7 +169,7 @@ def _tokens(name: str, length: int, vocab_size: int) -> tuple[int, ...]:
 
 
 def due_prompt(config: RunConfig, spec: ModelSpec, *, sync: int) -> tuple[int, ...] | None:
-    """The prompt to score after weight update ``sync`` (from 0); None if none is due."""
+    """None if none is due after weight update ``sync`` (from 0)."""
     rollout = config.rollout
     if rollout.replay is not None or not rollout.canary.every or sync % rollout.canary.every:
         return None

@@ -168,7 +168,6 @@ class Loop:
         return not self.from_root(check)
 
     def onload_trainer(self) -> None:
-        """Puts servers on the trainer's GPUs to sleep, and onloads the trainer."""
         self.from_root(lambda rank0: rank0.servers.sleep())
         self.engine.onload()
 
@@ -250,7 +249,7 @@ class Loop:
         return None if self.rank0 is None else work(self.rank0)
 
     def safe_point(self, *, unless: Callable[[], bool] = bool) -> None:
-        """Raises StopRequested on every rank if a signal stopped rank 0, unless ``unless`` is true there. Every rank calls."""
+        """Raises StopRequested on every rank if a signal told rank 0 to stop, unless ``unless`` is true there."""
         self.from_root(lambda rank0: None, unless=unless)
 
     def from_root(self, work: Callable[[Rank0], T], *, unless: Callable[[], bool] = bool) -> T | None:

@@ -59,8 +59,6 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 @dataclass
 class Callbacks:
-    """A run's callbacks in call order. ``say`` shows a sentence in the run's progress."""
-
     callbacks: Sequence[object]
     say: Callable[[str], None] = lambda text: None
     stopped: str | None = None
@@ -106,7 +104,7 @@ class Callbacks:
 
 
 def check_callbacks(config: RunConfig) -> None:
-    """Raises ValueError for a name in ``train.callbacks`` that can be no callback; imports none."""
+    """Raises ValueError for an impossible name in ``train.callbacks``; imports none."""
     for each in config.train.callbacks:
         _locate(_described(each))
 
@@ -194,7 +192,7 @@ class RunInfo:
 
 
 class EarlyStopping:
-    """Ends the run when ``metric`` has not exceeded its best by more than ``min_delta`` for ``patience`` rows that have it.
+    """Ends the run when ``metric`` has not improved on its best by more than ``min_delta`` for ``patience`` rows that have it.
     ``mode``: whether larger or smaller is better.
 
     Only rows of evaluations have ``accuracy/greedy``, so that patience counts evaluations. A resumed run continues the count

@@ -98,7 +98,6 @@ def figures_line(row: Row) -> str:
 
 
 def set_figures(row: Row) -> dict[str, dict[str, Any]]:
-    """Evaluation set → its figures by name, such as ``greedy`` and ``maj@8``."""
     found: dict[str, dict[str, Any]] = {}
     for key, value in row.items():
         if key.startswith("eval/") and value is not None:
@@ -120,7 +119,7 @@ def _is_accuracy(figure: str) -> bool:
 
 
 def evaluation_line(row: Row, samples: int) -> str:
-    """A plain line of the held-out accuracies, and mean rewards that differ from them; empty without any."""
+    """Empty without any held-out accuracies."""
     shown = [(figure, value) for figure, value in figures_of(row) if figure.key.startswith(_HELD_OUT)]
     return "held out: " + "  ".join(f"{f.name(samples)} {f.format(value)}" for f, value in shown) if shown else ""
 
@@ -230,7 +229,7 @@ LOST = {
 
 
 class LostTime:
-    """Rank 0's lost seconds in a step. ``clock``: monotonic seconds."""
+    """``clock``: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -108,8 +108,6 @@ class _Phase:
 
 
 class PlainProgress:
-    """For log files and pipes: one line per step, per evaluation, and for long phases."""
-
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock
         self._phase, self._last_line = _Phase(), clock()

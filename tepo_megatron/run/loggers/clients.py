@@ -29,12 +29,11 @@ class RunSettings:
 
 class Client(Protocol):
     def open(self, run_id: str | None) -> str:
-        """Starts a run, or continues the one of this id. Returns its id."""
+        """Starts or continues a run; returns its id."""
 
     def forget(self) -> None: ...
 
-    def address(self) -> str:
-        """Where the user finds the run."""
+    def address(self) -> str: ...
 
     def log(self, number: int, step: int, row: Mapping[str, float]) -> None:
         """``number`` counts the run's rows; ``step`` goes back when the run returns to a checkpoint."""

@@ -78,7 +78,6 @@ class Loggers:
             process.post({"row": {key: value for key, value in row.items() if math.isfinite(value)}})
 
     def take_reports(self) -> None:
-        """Shows and counts the processes' reports since the last call."""
         for process in list(self._processes):
             self._take_reports(process)
             if process.has_ended:
@@ -86,7 +85,7 @@ class Loggers:
                 process.close()
 
     def close(self, ending: Ending, timeout_s: float) -> None:
-        """Waits ``timeout_s``, and at most ``log.finish_timeout_s``, for the processes to log the rest, and ends them."""
+        """Waits at most ``timeout_s`` and ``log.finish_timeout_s``, and ends the processes."""
         processes, self._processes = self._processes, []
         deadline = time.monotonic() + min(self._timeout_s, timeout_s)
         for process in processes:

@@ -85,10 +85,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows in file order, without a last line that a crash cut off.
-
-    Raises ValueError for a line that is not a JSON object with an integer ``step``.
-    """
+    """Returns the rows, without a last line that a crash cut off. Raises ValueError for other malformed lines."""
     return _read_rows(path)[0]
 
 

@@ -44,7 +44,7 @@ class Resumed:
 
 
 def resumes(config: RunConfig) -> bool:
-    """Whether the run starts from a checkpoint: with ``train.resume = auto``, if there is one."""
+    """With ``train.resume = auto``, only if there is a checkpoint."""
     return config.train.resume is True or (config.train.resume == "auto" and bool(checkpoints(config.output / "checkpoints")))
 
 
@@ -79,7 +79,7 @@ def resume(config: RunConfig, engine: Trainer, model_dir: Path) -> Resumed:
 
 
 def first_whole(engine: Trainer, folders: Sequence[Path]) -> tuple[tuple[Path, dict[str, Any]] | None, list[DamagedCheckpoint]]:
-    """The first checkpoint that is whole to the last byte, and the damaged ones before it.
+    """The first checkpoint that is whole to the last byte, its state, and the damaged ones before it.
 
     Every rank calls, and gets the same; only rank 0's ``folders`` are read.
     """
@@ -108,7 +108,7 @@ def newest_whole(config: RunConfig, engine: Trainer, reason: str) -> Resumed | N
 def judge(
     config: RunConfig, model_dir: Path, folder: Path, state: Mapping[str, Any], damaged: Sequence[DamagedCheckpoint] = ()
 ) -> Resumed:
-    """Raises ValueError if this run cannot continue from a whole checkpoint."""
+    """Raises ValueError if this run cannot continue from the checkpoint."""
     steps, step = config.train.steps, int(state["step"])
     if steps < step:
         raise ValueError(

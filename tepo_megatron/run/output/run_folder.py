@@ -83,7 +83,7 @@ def forget_start(folder: Path) -> None:
 
 
 def check_no_run(config: RunConfig) -> None:
-    """Raises ValueError if the folder holds a run that this one does not resume."""
+    """Raises ValueError if the folder has a run that this one does not resume."""
     if not config.train.resume and holds_run(config.output):
         saved = checkpoints(config.output / "checkpoints")
         resume = "continue it (--resume)" if saved else "which --resume cannot continue, as it left no checkpoint"

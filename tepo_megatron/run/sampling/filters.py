@@ -49,9 +49,7 @@ def load_filters(config: FilterGroupsConfig | None) -> dict[str, GroupFilter]:
 
 
 def refused_by(filters: Mapping[str, GroupFilter], group: Sequence[Rollout]) -> str | None:
-    """The first filter that refuses a group, or ``NO_REWARD``; None if kept. Raises RuntimeError if a filter raises, or returns
-    no boolean.
-    """
+    """Returns None if the group is kept. Raises RuntimeError if a filter raises, or returns no boolean."""
     rewarded = [rollout for rollout in group if rollout.reward is not None]
     if len(rewarded) < min(2, len(group)):
         return NO_REWARD

@@ -240,7 +240,7 @@ class BackgroundThread:
             self._buffer.changed.notify_all()
 
     def raise_error(self, *, unless_died: bool) -> None:
-        """Raises the error that ended the work, once; with ``unless_died`` not a server's death."""
+        """Raises once; with ``unless_died`` not for a server's death."""
         with self._buffer.changed:
             if self._error is not None and not (unless_died and isinstance(self._error, ServerDied)):
                 error, self._error = self._error, None

@@ -26,7 +26,7 @@ from tepo_megatron.trainer.checkpoints.folder import checkpoints, step_of
 from tepo_megatron.trainer.checkpoints.run_compatibility import source_verifiers
 
 MAX_BYTES = 2**30
-"""Size limit without the newest entry; the oldest entries are removed first."""
+"""Without the newest entry; the oldest entries are removed first."""
 
 
 class Journal:

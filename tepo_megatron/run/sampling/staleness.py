@@ -49,7 +49,7 @@ def _model_ages(rollout: Rollout, step: int) -> NDArray[np.int64]:
 def part_ages(
     rollouts: Sequence[Rollout], parts: Sequence[Batch], *, seed: int, step: int, trained: Sequence[int] | None = None
 ) -> list[Tensor]:
-    """Ages of each mini-batch's tokens, int64 [T]; −1 for tokens that are not the model's response.
+    """int64 [T] per mini-batch; −1 for tokens that are not the model's response.
 
     ``rollouts``: the whole step in packing order. ``trained``: indices of those in the mini-batches; None: all.
     """

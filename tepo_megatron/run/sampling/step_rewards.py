@@ -45,7 +45,7 @@ class StepRewards:
         return self.reward(rollouts, self._pool.score(items, [rollout.group for rollout in rollouts]), step)
 
     def reward(self, rollouts: Sequence[Rollout], results: Sequence[RewardResult], step: int) -> list[Rollout]:
-        """The rollouts with their rewards. Raises RuntimeError if more than the share ``reward.max_failed`` failed."""
+        """Raises RuntimeError if more than the share ``reward.max_failed`` failed."""
         failures = [result.error for result in results if result.error]
         self.failed, self._cause = len(failures), f"; the first: {failures[0]}" if failures else ""
         if len(failures) / len(results) > self._config.reward.max_failed:

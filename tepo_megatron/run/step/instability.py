@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class SkippedUpdates:
-    """Counts skipped optimizer steps, on every rank. ``allowed``: consecutive ones. ``keep``: saves the step's batch on rank 0;
-    returns the file. ``from_root``: rank 0's value on every rank.
+    """Counts skipped optimizer steps, on every rank. ``allowed``: consecutive ones. ``keep``: saves the batch on rank 0;
+    returns the file. ``from_root``: as ``Loop.from_root``.
     """
 
     def __init__(
