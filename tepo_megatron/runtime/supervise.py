@@ -1,8 +1,8 @@
 """``python -m tepo_megatron.runtime.supervise -- COMMAND...``: runs a command that must not outlive its starter.
 
 When standard input, a pipe from the starter, closes, or on SIGTERM, the process group gets SIGTERM, the command first, then
-SIGKILL; also after the command's own end. Then its temporary folder and shared memory are removed. The supervisor must lead its
-process group (``start_new_session=True``).
+SIGKILL. When the command ends by itself, the rest of its group is killed. Then its temporary folder and shared memory are
+removed. The supervisor must lead its process group (``start_new_session=True``).
 """
 
 from __future__ import annotations
