@@ -49,7 +49,7 @@ class Tab:
         self._pipes, self._session = pipes, session
         self.problems: list[str] = []
         self.requests: list[str] = []
-        for domain in ("Tab", "Runtime", "Log", "Network"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
@@ -67,8 +67,8 @@ class Tab:
 
     def open(self, path: Path, state: str = "") -> None:
         """Load a file with ``#state``; wait until the page reports that it is drawn or failed."""
-        self.call("Tab.navigate", url="about:blank")
-        self.call("Tab.navigate", url=f"{path.resolve().as_uri()}#{state}")
+        self.call("Page.navigate", url="about:blank")
+        self.call("Page.navigate", url=f"{path.resolve().as_uri()}#{state}")
         self.wait_for("document.body?.dataset.ready || document.body?.dataset.failed")
 
     def evaluate(self, expression: str) -> Any:
@@ -109,7 +109,7 @@ class Tab:
 
     def screenshot(self, png: Path) -> None:
         png.parent.mkdir(parents=True, exist_ok=True)
-        png.write_bytes(base64.b64decode(self.call("Tab.captureScreenshot", format="png")["data"]))
+        png.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def _note(self, message: Mapping[str, Any]) -> None:
         params = message.get("params", {})
