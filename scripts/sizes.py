@@ -21,21 +21,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 61_500,
-    "tests, lines": 49_500,
-    "docs and docstrings, words": 206_000,
-    "public classes and functions": 1_600,
-    "modules": 580,
-    "modules below 60 lines": 185,
-    "largest folder, files": 30,
+    "package, lines": 57_500,
+    "tests, lines": 48_100,
+    "docs and docstrings, words": 162_000,
+    "public classes and functions": 1_480,
+    "modules": 403,
+    "modules below 60 lines": 85,
+    "largest folder, files": 20,
     "entries at the top of the package": 14,
-    "files above 500 lines": 1,
-    "functions above 80 lines": 1,
-    "marker words per 1 000 docstring words": 15.0,
-    "fragments without a verb per 1 000 docstrings": 1_000,
-    "docstring words per line of code": 2.6,
-    "replaced names": 3_000,
-    "lines of documents above 100 characters": 3_000,
+    "files above 500 lines": 0,
+    "functions above 80 lines": 0,
+    "marker words per 1 000 docstring words": 2.0,
+    "fragments without a verb per 1 000 docstrings": 55,
+    "docstring words per line of code": 1.35,
+    "replaced names": 310,
+    "lines of documents above 100 characters": 12,
 }
 """Figure → the most that it may be."""
 
