@@ -1,7 +1,4 @@
-"""A headless Chromium, controlled through the pipe of its DevTools protocol (Debian: ``apt-get install chromium``).
-
-Its profile is a temporary folder.
-"""
+"""Controls a headless Chromium by its DevTools protocol (Debian: ``apt-get install chromium``)."""
 
 from __future__ import annotations
 
@@ -25,13 +22,11 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 TIMEOUT_S = 300.0
-"""For one answer; a busy machine starts the browser slowly."""
 
 _START = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
-"""The browser reads messages from file descriptor 3 and writes them to 4."""
+"""The browser reads from file descriptor 3 and writes to 4."""
 
-_LOWEST_FD = 20
-"""Keeps the pipes' own descriptors off 3 and 4."""
+_LOWEST_FD = 20  # keeps the pipes' own descriptors off 3 and 4
 
 
 def find_chromium() -> str | None:
@@ -43,7 +38,7 @@ class _NavigatedError(RuntimeError):
 
 
 class Tab:
-    """A tab; ``problems`` collects exceptions, console errors, and violations of the content security policy."""
+    """``problems`` collects exceptions, console errors, and violations of the content security policy."""
 
     def __init__(self, pipes: _Pipes, session: str) -> None:
         self._pipes, self._session = pipes, session
@@ -53,7 +48,6 @@ class Tab:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Raises RuntimeError if the method fails."""
         number = self._pipes.send(method, params, self._session)
         while True:
             message = self._pipes.receive()
@@ -66,20 +60,18 @@ class Tab:
             self._note(message)
 
     def open(self, path: Path, state: str = "") -> None:
-        """Load a file with ``#state``; wait until the page reports that it is drawn or failed."""
+        """Waits until the page with ``#state`` is drawn or failed."""
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=f"{path.resolve().as_uri()}#{state}")
         self.wait_for("document.body?.dataset.ready || document.body?.dataset.failed")
 
     def evaluate(self, expression: str) -> Any:
-        """Awaits the expression. Raises RuntimeError with its exception."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in result:
             raise RuntimeError(f"{expression}: {_exception(result['exceptionDetails'])}")
         return result["result"].get("value")
 
     def wait_for(self, expression: str) -> Any:
-        """The first true value. Raises RuntimeError after the timeout."""
         end = time.monotonic() + TIMEOUT_S
         while time.monotonic() < end:
             with suppress(_NavigatedError):
@@ -89,19 +81,18 @@ class Tab:
         raise RuntimeError(f"the page never came to {expression}; its problems: {self.problems}")
 
     def press(self, key: str) -> None:
-        """Press a key such as ``ArrowRight`` or ``c``."""
         text = {"text": key} if len(key) == 1 else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
 
     def point(self, selector: str, share: float = 0.5) -> None:
-        """Move the mouse to ``share`` of the element's width."""
+        """``share`` is of the element's width."""
         box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
         x, y = self.evaluate(f"(b => [b.left + {share} * b.width, b.top + b.height / 2])({box})")
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def resize(self, width: int, height: int, *, dark: bool = False, scale: float = 1.0) -> None:
-        """Set the window's size in CSS pixels and the preferred theme."""
+        """In CSS pixels."""
         phone = width < 600
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone)
         preferred = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -126,7 +117,6 @@ class Tab:
 
 @contextmanager
 def chromium(program: str | None = None) -> Iterator[Tab]:
-    """The browser with one empty tab. Raises RuntimeError if it is missing or does not start."""
     program = program or find_chromium()
     if program is None:
         raise RuntimeError(f"no Chromium is installed (looked for {', '.join(NAMES)}); on Debian: apt-get install chromium")
@@ -218,7 +208,7 @@ WINDOWS = {"desktop": (1280, 800), "phone": (390, 844)}
 
 @dataclass(frozen=True)
 class _Load:
-    """Milliseconds until a part is drawn, from the start of loading and from the parsed HTML; medians."""
+    """Medians, from the start of loading and from the parsed HTML."""
 
     part: str
     window: str
@@ -227,11 +217,7 @@ class _Load:
 
 
 def measure(html: Path, parts: Sequence[str], repeats: int, *, state: str = "", pictures: Path | None = None) -> list[_Load]:
-    """Load each part of the page in both windows. ``state``: more of the address, such as ``colour=entropy``; ``pictures``: a
-    folder for a light and a dark picture of each part.
-
-    Raises RuntimeError without a Chromium, or if the page does not load.
-    """
+    """``state``: more of the address, such as ``colour=entropy``. ``pictures``: a folder for screenshots."""
     results = []
     with chromium() as page:
         for window, (width, height) in WINDOWS.items():

@@ -1,4 +1,4 @@
-"""Runs every check that needs a GPU and writes one report, for ``scripts/gpu_check.sh``."""
+"""Runs every check that needs a GPU and writes a report (``scripts/gpu_check.sh``)."""
 
 from __future__ import annotations
 
@@ -17,23 +17,30 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tepo_megatron.tools.bench.gpu_checks import PARTS, Part
-from tepo_megatron.tools.results import markdown, write_report
+from tepo_megatron.tools.bench.recipes import RecipeMeasurement
+from tepo_megatron.tools.bench.scores import ScoreMeasurement
+from tepo_megatron.tools.results import markdown, select_names, write_report
 from tepo_megatron.versions import installed_version
 
-NO_GPU = 3
-"""Exit status without a GPU: nothing was checked."""
+NO_GPU = 3  # exit status without a GPU
 
-TAIL = 2000
 
-PACKAGES = ("torch", "tepo-megatron", "megatron-core", "transformer-engine", "triton", "vllm", "apex")
+@dataclass(frozen=True)
+class Part:
+    """``command`` follows ``python -m``; ``{out}`` is the part's folder. Without its ``packages`` a part is skipped."""
 
-Say = Callable[[str], None]
+    name: str
+    what: str
+    command: tuple[str, ...]
+    figures: Callable[[Path, str], Mapping[str, Any]]  # (folder of results, output) → figures, or ValueError
+    packages: tuple[str, ...] = ()
+    memory_gib: float = 0
+    limit_s: int = 600
 
 
 @dataclass(frozen=True)
 class PartOutcome:
-    """``reason``: why the part was not run, or the end of a failed part's output."""
+    """``reason``: why the part was not run, or the end of its output."""
 
     name: str
     what: str
@@ -48,21 +55,16 @@ class Gpu:
     name: str
     memory_gib: float
     capability: str
-    cuda: str
-    """The version that torch was built for."""
+    cuda: str  # torch was built for this version
 
 
 def select(only: str) -> list[Part]:
-    """The parts of comma-separated names, all if empty. Raises ValueError for an unknown name."""
-    names = [name.strip() for name in only.split(",") if name.strip()]
-    known = [part.name for part in PARTS]
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"--only {', '.join(unknown)}: no such part; known: {', '.join(known)}")
-    return [part for part in PARTS if not names or part.name in names]
+    names = select_names(only, [part.name for part in PARTS], "part")
+    return [part for part in PARTS if part.name in names]
 
 
 def find_gpu() -> Gpu | str:
-    """The first GPU, or a sentence why there is none."""
+    """The text says why there is none."""
     import torch
 
     if torch.version.cuda is None:
@@ -74,18 +76,13 @@ def find_gpu() -> Gpu | str:
     return Gpu(properties.name, properties.total_memory / 2**30, capability, torch.version.cuda)
 
 
-def _obstacle(part: Part, gpu: Gpu) -> str:
+def run_part(part: Part, gpu: Gpu, *, say: Callable[[str], None]) -> PartOutcome:
+    """Any failure becomes the outcome."""
     missing = [name for name in part.packages if importlib.util.find_spec(name) is None]
-    if missing:
-        return f"{' and '.join(missing)} not installed (docs/reference/gpu.md)"
-    if part.memory_gib > gpu.memory_gib:
-        return f"needs about {part.memory_gib:.0f} GiB, this GPU has {gpu.memory_gib:.0f}"
-    return ""
-
-
-def run_part(part: Part, gpu: Gpu, *, say: Say) -> PartOutcome:
-    """Any failure becomes the part's outcome."""
-    if reason := _obstacle(part, gpu):
+    reason = f"{' and '.join(missing)} not installed (docs/reference/gpu.md)" if missing else ""
+    if not missing and part.memory_gib > gpu.memory_gib:
+        reason = f"needs about {part.memory_gib:.0f} GiB, this GPU has {gpu.memory_gib:.0f}"
+    if reason:
         say(f"{part.name}: not run, {reason}")
         return PartOutcome(part.name, part.what, "not run", reason=reason)
     say(f"{part.name}: {part.what} …")
@@ -99,9 +96,10 @@ def run_part(part: Part, gpu: Gpu, *, say: Say) -> PartOutcome:
                 figures = part.figures(Path(folder), printed)
             except (ValueError, KeyError, OSError) as error:
                 reason = f"its results cannot be read: {error!r}"
-    state: Literal["passed", "failed"] = "failed" if reason else "passed"
-    say(f"{part.name}: {state} after {seconds:.0f} s")
-    return PartOutcome(part.name, part.what, state, seconds, figures, reason and f"{reason}\n{printed[-TAIL:]}".strip())
+    say(f"{part.name}: {'failed' if reason else 'passed'} after {seconds:.0f} s")
+    if reason:
+        return PartOutcome(part.name, part.what, "failed", seconds, figures, f"{reason}\n{printed[-2000:]}".strip())
+    return PartOutcome(part.name, part.what, "passed", seconds, figures)
 
 
 def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
@@ -125,12 +123,12 @@ COLUMNS = ("part", "state", "seconds", "figures, or why not")
 
 
 def write_results(outcomes: Sequence[PartOutcome], gpu: Gpu, output: Path, started: datetime.datetime) -> tuple[Path, Path]:
-    """Write ``<output>/<gpu>/<date and time>.{json,md}``."""
     folder = output / re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
     record = {"gpu": asdict(gpu), "parts": [asdict(outcome) for outcome in outcomes]}
     table = markdown(COLUMNS, [cells(outcome) for outcome in outcomes])
     note = f"{gpu.name}, {gpu.memory_gib:.0f} GiB, compute capability {gpu.capability}, CUDA {gpu.cuda}"
-    packages = [name for name in PACKAGES if installed_version(name)]
+    known = ("torch", "tepo-megatron", "megatron-core", "transformer-engine", "triton", "vllm", "apex")
+    packages = [name for name in known if installed_version(name)]
     return write_report(folder, started.strftime("%Y-%m-%dT%H%MZ"), record, table, note=note, packages=packages)
 
 
@@ -138,3 +136,112 @@ def cells(outcome: PartOutcome) -> tuple[str, ...]:
     shown = outcome.reason.splitlines()[0] if outcome.reason else json.dumps(outcome.figures, ensure_ascii=False)
     seconds = "–" if outcome.state == "not run" else f"{outcome.seconds:.0f}"
     return (outcome.name, outcome.state, seconds, shown.replace("|", "/"))
+
+
+def pytest_figures(_: Path, printed: str) -> Mapping[str, Any]:
+    """Raises ValueError if no test passed."""
+    counts = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|error|errors|skipped)\b", printed)}
+    if not counts.get("passed"):
+        raise ValueError(f"no test passed: {counts or 'pytest printed no counts'}")
+    return counts
+
+
+def _read(folder: Path, pattern: str) -> dict[str, Any]:
+    result = sorted(folder.glob(pattern))
+    if not result:
+        raise ValueError(f"it wrote no {pattern}")
+    record: dict[str, Any] = json.loads(result[-1].read_text())
+    return record
+
+
+def score_figures(folder: Path, _: str) -> Mapping[str, Any]:
+    figures = {}
+    for row in (ScoreMeasurement(**row) for row in _read(folder, "scores-cuda*.json")["results"]):
+        if "triton" in row.method.lower() and row.copy_gbps:
+            of_a_copy = [round(gbps / row.copy_gbps, 2) for gbps in row.gbps]
+            figures[f"V {row.vocab}, {row.method}"] = {"of a copy": of_a_copy, "peak extra": round(row.peak_extra, 3)}
+    if not figures:
+        raise ValueError("it measured no Triton kernels")
+    return figures
+
+
+def step_figures(folder: Path, _: str) -> Mapping[str, Any]:
+    results = [RecipeMeasurement(**row) for row in _read(folder, "recipes-*-cuda.json")["results"]]
+    return {
+        row.recipe: {
+            "s / step": round(row.seconds, 4),
+            "× first": round(row.seconds / results[0].seconds, 3),
+            "peak GiB": round(row.peak_bytes / 2**30, 2),
+            "nats from first": row.drift(results[0]),
+        }
+        for row in results
+    }
+
+
+def _run_figures(folder: Path, _: str) -> Mapping[str, Any]:
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    expected = ("time/step", "time/sync", "canary/max_logprob_gap", "mismatch/kl", "memory/peak_gib")
+    return {"steps": len(rows) - 1} | {name: rows[-1][name] for name in expected if name in rows[-1]}
+
+
+def _steps(size: str, recipes: str, memory_gib: float) -> Part:
+    command = ("tepo_megatron", "bench", "recipes", "--size", size, "--recipes", recipes, "--steps", "50", "--output", "{out}")
+    what = f"50 optimizer steps of a {size.upper()} Llama, bf16 beside FP8"
+    return Part(f"step {size}", what, command, step_figures, ("transformer_engine",), memory_gib, limit_s=900)
+
+
+_TINY_ON_GPU = (
+    *("engine.platform=cuda", "engine.parallel.tp=1", "engine.parallel.sequence_parallel=false", "model.dtype=bfloat16"),
+    *("train.steps=3", "evaluate.every=0", "rollout.server.placement=colocated"),
+)
+
+
+def _three_steps(name: str, what: str, *settings: str) -> Part:
+    command = ("tepo_megatron", "train", "examples/tiny/run.yaml", "output={out}/run", *_TINY_ON_GPU, *settings)
+    return Part(name, what, command, _run_figures, ("vllm", "transformer_engine"))
+
+
+PARTS = (
+    Part(
+        "tests",
+        "pytest -m gpu",
+        ("pytest", "-m", "gpu", "-q", "tests/gpu"),
+        pytest_figures,
+        ("pytest", "hypothesis"),
+        limit_s=1800,
+    ),
+    Part(
+        "kernels",
+        "log-prob and entropy, bytes moved over the bandwidth of a copy",
+        ("tepo_megatron", "bench", "scores", "--device", "cuda", "--output", "{out}"),
+        score_figures,
+        ("triton",),
+    ),
+    Part(
+        "experts",
+        "experts in Transformer Engine's grouped products in bf16 and FP8, and split over two GPUs where there are two",
+        ("pytest", "-m", "gpu", "-q", "tests/gpu/test_experts_gpu.py"),
+        pytest_figures,
+        ("pytest", "transformers", "transformer_engine"),
+        limit_s=900,
+    ),
+    _steps("1b", "none,tensorwise,delayed,blockwise", memory_gib=40),
+    _steps("8b", "none,blockwise", memory_gib=160),
+    _three_steps(
+        "lean",
+        "three steps of TEPO with optimizer states in fewer bits",
+        *("optimizer.distributed=true", "optimizer.store_param_remainders=true"),
+        *("optimizer.exp_avg_dtype=bfloat16", "optimizer.exp_avg_sq_dtype=bfloat16"),
+    ),
+    _three_steps(
+        "lean host",
+        "three steps of TEPO with optimizer states on the host",
+        *("optimizer.distributed=true", "optimizer.offload_fraction=1.0"),
+    ),
+    _three_steps(
+        "sync", "three steps of TEPO with a server on the same GPU: weights handed over, checked by digests and canary"
+    ),
+    _three_steps(
+        "lora", "the same with LoRA: layers of Transformer Engine that compute with merged weights", "model.lora.rank=8"
+    ),
+)

@@ -1,92 +1,187 @@
-"""Compares optimizer steps under FP8 recipes: time, memory, and differences between the policies."""
+"""Optimizer steps under FP8 recipes (``tepo bench recipes``), and the random models of all benchmarks."""
 
 from __future__ import annotations
 
 import json
+import resource
+import statistics
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.tools.bench.settings import RecipeMeasurement, RecipeSetting
-from tepo_megatron.tools.results import markdown, write_report
+import torch
+from torch import Tensor
 
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+from tepo_megatron.config import RunConfig
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.tools.results import in_processes, markdown, write_report
+from tepo_megatron.weights.architecture import ModelSpec, model_spec
+from tepo_megatron.weights.storage.hf_folder import write_model
+from tepo_megatron.weights.table import tensor_shapes
+
+GROUP = 4  # samples of a prompt
+
+_WARM_UP = 3  # steps without times: they compile, allocate, and fill FP8's history
+
+
+def llama(layers: int, hidden: int, ffn: int, vocab: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5},
+        **{"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": ffn, "vocab_size": vocab},
+        **{"num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 4096, **more},
+    }
+
+
+_LLAMA3: dict[str, Any] = {
+    **{"rope_type": "llama3", "rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 8192,
 }
-_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5}
-SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        **_LLAMA,
-        **{"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 96},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096},
-    },
-    "1b": {
-        **_LLAMA,
-        **{"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 128256},
-        **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072},
-        **{"tie_word_embeddings": True, "rope_parameters": {**_LLAMA3, "factor": 32.0}},
-    },
-    "8b": {
-        **_LLAMA,
-        **{"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256},
-        **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072},
-        **{"rope_parameters": {**_LLAMA3, "factor": 8.0}},
-    },
-}
-"""``config.json`` of the models: shapes of Llama 3.2 1B and Llama 3.1 8B."""
+_1B = {"head_dim": 64, "tie_word_embeddings": True, "rope_parameters": {**_LLAMA3, "factor": 32.0}}
+_8B = {"head_dim": 128, "rope_parameters": {**_LLAMA3, "factor": 8.0}}
+SIZES = {
+    "tiny": llama(2, 64, 128, 96, 4, 2),
+    "1b": llama(16, 2048, 8192, 128256, 32, 8, max_position_embeddings=131072, **_1B),
+    "8b": llama(32, 4096, 14336, 128256, 32, 8, max_position_embeddings=131072, **_8B),
+}  # shapes of Llama 3.2 1B and Llama 3.1 8B
+
+
+def make_model(folder: Path, description: Mapping[str, Any]) -> None:
+    """Writes random bf16 weights (norms 1), drawn on the GPU if there is one."""
+    source = folder.with_name(folder.name + "-description")
+    source.mkdir(parents=True)
+    (source / "config.json").write_text(json.dumps(description))
+    write_model(folder, _random_weights(model_spec(description, "the benchmark's model")), source=source, dtype=torch.bfloat16)
+
+
+def _random_weights(spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    for name, shape in tensor_shapes(spec).items():
+        tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        yield name, tensor.fill_(1) if len(shape) == 1 else tensor.normal_(std=0.02, generator=generator)
+
+
+def random_rollouts(sequences: int, length: int, vocab: int, *, prompt: int = 16, logprob: float = 0.0) -> list[Rollout]:
+    """Every second response is rewarded."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(vocab, (sequences, prompt + length), generator=generator).tolist()
+    return [
+        Rollout(
+            problem_id=f"group {number // GROUP}",
+            group=number // GROUP,
+            prompt_ids=tuple(ids[:prompt]),
+            response_ids=tuple(ids[prompt:]),
+            sampler_logprobs=(logprob,) * length,
+            finish_reason="length",
+            versions=WeightsVersion(0),
+            reward=float(number % 2),
+        )
+        for number, ids in enumerate(tokens)
+    ]
+
+
+@dataclass(frozen=True)
+class RecipeSetting:
+    size: str
+    steps: int
+    sequences: int
+    length: int
+    dtype: str
+    micro_batch_tokens: int
+
+    def run_config(self, recipe: str) -> RunConfig:
+        engine = {"micro_batch_tokens": self.micro_batch_tokens, "fp8": {"recipe": recipe}}
+        return RunConfig.model_validate({"model": {"dtype": self.dtype}, "engine": engine, "optimizer": {"lr": 1e-5}})
+
+
+@dataclass(frozen=True)
+class RecipeMeasurement:
+    """Lists have one entry per step. ``logprobs``: means before the step."""
+
+    recipe: str
+    platform: str
+    logprobs: list[float]
+    grad_norms: list[float]
+    score_s: list[float]
+    update_s: list[float]
+    peak_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        steps = [a + b for a, b in zip(self.score_s, self.update_s, strict=True)]
+        return statistics.median(steps[_WARM_UP:] or steps)
+
+    def drift(self, other: RecipeMeasurement) -> float:
+        """In nats per token."""
+        return max(abs(a - b) for a, b in zip(self.logprobs, other.logprobs, strict=True))
 
 
 def run(setting: RecipeSetting, recipes: Sequence[str]) -> list[RecipeMeasurement]:
-    """Measure each recipe in its own process, on the same weights and rollouts.
-
-    Raises ValueError for an unknown size, a number of sequences that does not fill groups, or a recipe that the config
-    refuses.
-    """
-    from torch.multiprocessing.spawn import start_processes
-
-    from tepo_megatron.config import RunConfig
-    from tepo_megatron.tools.bench.recipe_run import GROUP, make_model, worker
-
+    """Raises ValueError for a refused recipe."""
     if setting.size not in SIZES:
         raise ValueError(f"--size {setting.size} is unknown; known: {', '.join(SIZES)}")
     if setting.sequences % GROUP:
         raise ValueError(f"--sequences {setting.sequences} must be a multiple of {GROUP}, the size of a group")
     for recipe in recipes:
-        RunConfig.model_validate(setting.run_config(recipe))
-    results = []
+        setting.run_config(recipe)
     with tempfile.TemporaryDirectory() as scratch:
-        make_model(Path(scratch) / "model", SIZES[setting.size])
-        for recipe in recipes:
-            out = Path(scratch) / f"{recipe}.json"
-            start_processes(worker, args=(setting, recipe, Path(scratch) / "model", out), nprocs=1, start_method="spawn")
-            results.append(RecipeMeasurement(**json.loads(out.read_text())))
-    return results
+        model = Path(scratch) / "model"
+        make_model(model, SIZES[setting.size])
+        return [RecipeMeasurement(**in_processes(_worker, 1, setting, recipe, model)) for recipe in recipes]
+
+
+def _worker(_: int, setting: RecipeSetting, recipe: str, folder: Path, inbox: Any) -> None:
+    from tepo_megatron.trainer.megatron.engine import Engine
+
+    engine = Engine(setting.run_config(recipe), folder)
+    platform = engine.platform.kind
+    rollouts = random_rollouts(setting.sequences, setting.length, engine.spec.vocab_size)
+    result = RecipeMeasurement(recipe, platform, [], [], [], [], 0)
+    for _ in range(setting.steps):
+        batch, seconds = _timed(lambda: engine.score(engine.batch_from_root(rollouts)))
+        assert batch.old_logprobs_T is not None
+        result.logprobs.append(float(batch.old_logprobs_T[batch.loss_mask_T].double().mean()))
+        result.score_s.append(seconds)
+        update, seconds = _timed(lambda batch=batch: engine.update(batch))
+        result.grad_norms.append(update.grad_norm)
+        result.update_s.append(seconds)
+    engine.close()
+    on_gpu = platform == "cuda"
+    peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    inbox.put(json.dumps({**asdict(result), "peak_bytes": peak}))
+
+
+def _timed(work: Any) -> tuple[Any, float]:
+    start = time.perf_counter()
+    result = work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return result, time.perf_counter() - start
 
 
 COLUMNS = ("recipe", "s / step", "× first", "tokens/s", "peak GiB", "log-prob, first → last step", "largest difference, nats")
 
 
-def cells(row: RecipeMeasurement, first: RecipeMeasurement, setting: RecipeSetting) -> tuple[str, ...]:
-    return (
-        row.recipe,
-        f"{row.seconds:.3f}",
-        f"{row.seconds / first.seconds:.2f}",
-        f"{setting.sequences * setting.length / row.seconds:.0f}",
-        f"{row.peak_bytes / 2**30:.2f}",
-        f"{row.logprobs[0]:.4f} → {row.logprobs[-1]:.4f}",
-        "–" if row is first else f"{row.drift(first):.1e}",
-    )
+def table(results: Sequence[RecipeMeasurement], setting: RecipeSetting) -> list[tuple[str, ...]]:
+    first = results[0]
+    return [
+        (
+            row.recipe,
+            f"{row.seconds:.3f}",
+            f"{row.seconds / first.seconds:.2f}",
+            f"{setting.sequences * setting.length / row.seconds:.0f}",
+            f"{row.peak_bytes / 2**30:.2f}",
+            f"{row.logprobs[0]:.4f} → {row.logprobs[-1]:.4f}",
+            "–" if row is first else f"{row.drift(first):.1e}",
+        )
+        for row in results
+    ]
 
 
 def write_results(results: Sequence[RecipeMeasurement], folder: Path, setting: RecipeSetting) -> tuple[Path, Path]:
-    """Write ``recipes-<size>-<platform>.json`` and ``.md``."""
     record = {"setting": asdict(setting), "results": [asdict(row) for row in results]}
-    table = markdown(COLUMNS, [cells(row, results[0], setting) for row in results])
     stem = f"recipes-{setting.size}-{results[0].platform}"
-    return write_report(folder, stem, record, table, note=f"{setting.steps} steps")
+    return write_report(folder, stem, record, markdown(COLUMNS, table(results, setting)), note=f"{setting.steps} steps")

@@ -6,10 +6,9 @@ import math
 
 import pytest
 
-from tepo_megatron.tools.bench.recipes import SIZES, run
-from tepo_megatron.tools.bench.settings import RecipeSetting
+from tepo_megatron.tools.bench.recipes import SIZES, RecipeSetting, run
 from tepo_megatron.weights.architecture import model_spec
-from tepo_megatron.weights.layouts import tensor_shapes
+from tepo_megatron.weights.table import tensor_shapes
 
 
 def setting(**changes: object) -> RecipeSetting:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tepo_megatron.tools.bench.rank0 import measure_rank0
-from tepo_megatron.tools.bench.rollouts import OFFLINE, OURS, DrawMeasurement, table
+from tepo_megatron.tools.bench.rollouts import OFFLINE, OURS, DrawMeasurement, measure_rank0, table
 
 
 def test_rank_0_is_measured_on_whole_responses_both_ways() -> None:

@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.bench import app
-from tepo_megatron.tools.bench.scores.score_bench import COLUMNS, cells, run
-from tepo_megatron.tools.bench.settings import FLOOR, MEGATRON, SLOPE, ScoreMeasurement
+from tepo_megatron.tools.bench.score_methods import FLOOR, MEGATRON, SLOPE
+from tepo_megatron.tools.bench.scores import COLUMNS, ScoreMeasurement, cells, run
 
 
 @pytest.mark.slow

@@ -10,11 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.tools.bench.settings import OLDER, OURS, PACKED, ROWS, StepMeasurement, StepSetting
-from tepo_megatron.tools.bench.step.checkout import own_root, source_of
-from tepo_megatron.tools.bench.step.step_bench import COLUMNS, _measure_ratio, run, table
-from tepo_megatron.tools.bench.step.step_data import draw_lengths
-from tepo_megatron.tools.bench.step.step_world import World
+from tepo_megatron.tools.bench.step import (
+    COLUMNS,
+    OLDER,
+    OURS,
+    PACKED,
+    ROOT,
+    ROWS,
+    StepMeasurement,
+    StepSetting,
+    World,
+    draw_lengths,
+    measure_ratio,
+    run,
+    source_of,
+    table,
+)
 
 
 def setting(**changes: object) -> StepSetting:
@@ -24,7 +35,7 @@ def setting(**changes: object) -> StepSetting:
 
 @pytest.mark.slow
 def test_ours_megatrons_and_an_older_state_compute_the_same() -> None:
-    results = run(setting(), str(own_root()))
+    results = run(setting(), str(ROOT))
     assert [row.method for row in results] == [OURS, PACKED, ROWS, OLDER]
     ours, packed, rows, older = results
     assert older.losses == ours.losses
@@ -49,7 +60,7 @@ class FakeWorld:
 def test_methods_that_do_not_compute_the_same_are_not_compared() -> None:
     same, other = FakeWorld(iter([4.0, 4.0])), FakeWorld(iter([4.0, 4.002]))
     with pytest.raises(RuntimeError, match=r"tp2, longest/mean 3: .* they do not compute the same"):
-        _measure_ratio(setting(repeats=2), "tp2", 3.0, {OURS: same, PACKED: other})
+        measure_ratio(setting(repeats=2), "tp2", 3.0, {OURS: same, PACKED: other})
 
 
 def test_ratios_are_medians_of_the_pairs_of_each_repeat() -> None:
@@ -75,23 +86,33 @@ def refused(state: str) -> None:
         raise AssertionError("it was found")
 
 
-def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--size 2b is unknown; known: tiny, small"):
-        run(setting(size="2b"), "none")
-    with pytest.raises(ValueError, match="--layouts tq2 is not made of sizes such as tp2"):
-        run(setting(layouts=("tq2",)), "none")
-    with pytest.raises(ValueError, match="--ratios 8 is no longest length over the mean of 8 sequences"):
-        run(setting(ratios=(8.0,)), "none")
-    with pytest.raises(ValueError, match="--sequences 6 must be a multiple of 4"):
-        run(setting(sequences=6), "none")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"size": "2b"}, "--size 2b is unknown; known: tiny, small"),
+        ({"layouts": ("tq2",)}, "--layouts tq2 is not made of sizes such as tp2"),
+        ({"ratios": (8.0,)}, "--ratios 8 is no longest length over the mean of 8 sequences"),
+        ({"sequences": 6}, "--sequences 6 must be a multiple of 4"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(setting(**changes), "none")
+
+
+def test_an_older_state_that_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--before .* has no package tepo_megatron"):
+        refused(str(tmp_path))
+    (tmp_path / "tepo_megatron").mkdir()
+    (tmp_path / "tepo_megatron" / "__init__.py").touch()
+    with pytest.raises(ValueError, match=r"--before .* is from before the package's folders moved"):
         refused(str(tmp_path))
     with pytest.raises(ValueError, match="--before no-such-state is neither a folder nor a revision that git finds"):
         refused("no-such-state")
 
 
 def test_a_revision_is_found_as_it_was_committed() -> None:
-    if subprocess.run(["git", "-C", str(own_root()), "rev-parse", "HEAD"], capture_output=True, check=False).returncode:
+    if subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, check=False).returncode:
         pytest.skip("not a checkout")
     with source_of("HEAD") as folder:
         assert folder is not None

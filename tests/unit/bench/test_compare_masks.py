@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.loading.load import dump_resolved
+from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.sampler.rollout_file import write_rollouts
-from tepo_megatron.tools.bench.recipe_run import make_model, make_rollouts
-from tepo_megatron.tools.bench.recipes import SIZES
-from tepo_megatron.tools.bench.settings import RecipeSetting
+from tepo_megatron.tools.bench.recipes import SIZES, make_model, random_rollouts
 from tepo_megatron.tools.bench.studies.compare_masks import by_entropy, describe
 
 ROOT = Path(__file__).parents[3]
@@ -42,11 +40,11 @@ def test_parts_by_entropy():
 @pytest.mark.slow
 def test_a_recorded_run(tmp_path):
     """Half of the responses have a positive advantage; in a first update nothing has been measured yet, and the others act."""
-    run, setting = tmp_path / "run", RecipeSetting("tiny", 2, 8, 20, "float32", 100)
+    run = tmp_path / "run"
     make_model(tmp_path / "model", SIZES["tiny"])
     (tmp_path / "model" / "tokenizer.json").touch()  # a model folder without a tokenizer is refused; nothing reads this one
     for step in range(2):
-        write_rollouts(run / "rollouts", step, make_rollouts(setting, SIZES["tiny"]["vocab_size"]))
+        write_rollouts(run / "rollouts", step, random_rollouts(8, 20, SIZES["tiny"]["vocab_size"]))
     document = {
         "name": "two steps",
         "output": str(run),
@@ -56,17 +54,8 @@ def test_a_recorded_run(tmp_path):
         "train": {"steps": 2, "minibatches": 2},
     }
     (run / "resolved.yaml").write_text(dump_resolved(RunConfig.model_validate(document)))
-    command = [
-        sys.executable,
-        "-m",
-        "tepo_megatron.tools.bench.studies.compare_masks",
-        str(run),
-        "--steps",
-        "2",
-        "--output",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tepo_megatron.tools.bench.studies.compare_masks", str(run)]
+    done = subprocess.run([*command, "--steps", "2", "--output", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     record = json.loads((tmp_path / "masks-float32.json").read_text())
     first, second = record["updates"]

@@ -16,14 +16,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.tools.bench.evidence import record
-from tepo_megatron.tools.bench.evidence.claims import CLAIMS, NOT_HALF, half_the_time, judged, less, more
-from tepo_megatron.tools.bench.evidence.figures import FIGURES, Estimate, Figures, interval, jitter, largest_fall, paired
-from tepo_megatron.tools.bench.evidence.page import MOST_BYTES, SWEEPS, as_text, evidence_of, fill, make
-from tepo_megatron.tools.bench.evidence.pictures import mean_curve, shown
-from tepo_megatron.tools.bench.evidence.record import COLUMNS
-from tepo_megatron.tools.bench.evidence.tables import _effects, make_tables
-from tepo_megatron.tools.sweep.file import read_sweep, runs_of
+from tepo_megatron.tools.bench import evidence_figures
+from tepo_megatron.tools.bench.evidence import MOST_BYTES, SWEEPS, evidence_of, fill, frontier, make, mean_curve, shown
+from tepo_megatron.tools.bench.evidence_figures import (
+    COLUMNS,
+    FIGURES,
+    Estimate,
+    Evidence,
+    Figures,
+    collect,
+    holm,
+    interval,
+    jitter,
+    largest_fall,
+    p_value,
+    paired,
+    read,
+)
+from tepo_megatron.tools.bench.evidence_tables import (
+    CLAIMS,
+    NOT_HALF,
+    _effects,
+    comparison,
+    corrected,
+    half_the_time,
+    judged,
+    less,
+    make_tables,
+    more,
+)
+from tepo_megatron.tools.sweep import read_sweep, runs_of
 
 ROOT = Path(__file__).parents[3]
 STEPS = 60
@@ -161,7 +183,7 @@ def test_the_coverage_of_skewed_values_is_what_the_page_says() -> None:
     text = (ROOT / "docs/results/evidence.md").read_text()
     exponential = coverage(random.exponential(size=TRIALS), 1.0)
     log_normal = coverage(np.exp(0.5 * random.normal(size=TRIALS)), math.exp(0.125))
-    said = re.search(r"(\d+) % for\nexponential ones, (\d+) % for log-normal", text)
+    said = re.search(r"(\d+) % for\s+exponential ones, (\d+) % for log-normal", text)
     assert said is not None
     assert [exponential, log_normal] == pytest.approx([int(each) / 100 for each in said.groups()], abs=0.015)
 
@@ -205,6 +227,71 @@ def test_one_pair_is_no_verdict_and_a_run_that_never_got_there_none_in_favour_of
     assert judged(CLAIMS[0], Estimate(0.8, 0.6, 1.2, 5, at_most=2)) == "undecided: the other never got there in 2"
 
 
+# -- many comparisons
+
+
+def test_holm_by_hand() -> None:
+    """Smallest first, times 4, 3, 2, 1, and never below the one before: 0.02, 0.03, 0.06, and 0.06 in place of 0.04."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.floats(0.001, 0.999))
+def test_holm_rejects_what_the_procedure_of_its_definition_rejects(values: list[float], level: float) -> None:
+    """One after another from the smallest; the first that is above its share of the level ends it."""
+    rejected: set[int] = set()
+    for rank, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        if values[index] * (len(values) - rank) > level:
+            break
+        rejected.add(index)
+    assert {index for index, value in enumerate(holm(values)) if value <= level} == rejected
+
+
+@pytest.mark.parametrize("seeds", range(2, 32))
+def test_the_p_value_at_the_end_of_the_interval_is_5_percent(seeds: int) -> None:
+    values = list(np.random.default_rng(seeds).normal(size=seeds))
+    result = interval(values)
+    assert [p_value(result, edge, ratio=False) for edge in (result.low, result.high)] == pytest.approx([0.05] * 2, abs=2e-4)
+    assert p_value(result, result.mean, ratio=False) == 1.0
+    factor = Estimate(math.exp(result.mean), math.exp(result.low), math.exp(result.high), seeds)
+    assert p_value(factor, 1.0, ratio=True) == pytest.approx(p_value(result, 0.0, ratio=False))
+
+
+@given(st.floats(-30, 30), st.integers(1, 40))
+def test_the_p_value_is_that_of_student(t: float, freedom: int) -> None:
+    """Its density integrated: with t = √freedom tan x it is cos x to the power freedom − 1, up to a factor."""
+    end = math.atan(abs(t) / math.sqrt(freedom))
+    outside, whole = (_integral(np.cos(np.linspace(start, math.pi / 2, 4001)) ** (freedom - 1)) for start in (end, 0.0))
+    assert evidence_figures.student(t, freedom) == pytest.approx(
+        outside * (math.pi / 2 - end) / (whole * math.pi / 2), abs=1e-7
+    )
+
+
+def _integral(values: np.ndarray) -> float:
+    """Simpson's rule over the unit interval."""
+    return float(values[0] + values[-1] + 4 * values[1:-1:2].sum() + 2 * values[2:-1:2].sum()) / 3 / (len(values) - 1)
+
+
+def test_a_verdict_that_holds_alone_may_not_hold_among_many() -> None:
+    """p = 0.027 against 0: enough alone, not as one of three; p = 0.0003 is enough."""
+    weak, strong = interval([0.1, 0.2, 0.35, 0.1, 0.05]), interval([1.0, 1.1, 1.2, 1.0, 1.1])
+    claim = next(claim for claim in CLAIMS if claim.figure == "avg")
+    assert [judged(claim, result) for result in (weak, strong)] == ["holds", "holds"]
+    assert corrected([(claim, weak)]) == ["holds"]
+    assert corrected([(claim, weak), (claim, strong), (claim, weak)]) == ["undecided", "holds", "undecided"]
+    assert corrected([(claim, interval([0.5, 0.5]))]) == ["too few for a verdict"]
+
+
+def test_half_the_time_has_two_edges_to_be_corrected_for() -> None:
+    quick, slow = interval([0.1, 0.11, 0.12, 0.1]), interval([3.0, 3.1, 3.2, 3.0])
+    claim = CLAIMS[0]
+    factors = [Estimate(item.mean, item.low, item.high, item.seeds) for item in (quick, slow)]
+    assert corrected([(claim, item) for item in factors]) == ["holds", "the opposite"]
+    assert corrected([(claim, Estimate(0.7, 0.6, 0.8, 5))]) == ["faster, by less than half"]
+    assert corrected([(claim, Estimate(0.8, 0.62, 1.03, 5))]) == [NOT_HALF]
+
+
 # -- the page
 
 
@@ -230,7 +317,6 @@ def test_the_page_is_what_the_command_makes_of_the_metrics_that_are_kept() -> No
     """No number of a table was put in by hand."""
     sweeps = [evidence_of(ROOT, name) for name in SWEEPS]
     tables = make_tables(*sweeps)
-    assert (ROOT / "docs/results/data/evidence/tables.md").read_text() == as_text(tables)
     page = (ROOT / "docs/results/evidence.md").read_text()
     assert page == fill(page, {**tables, **shown(*sweeps)})
     kept = [path for path in (ROOT / "docs/results/data/evidence").rglob("*") if path.is_file()]
@@ -255,14 +341,14 @@ def test_an_unfinished_sweep_makes_the_page_and_a_second_one_adds_to_it(
     assert "| overhead | grpo | 0 of 5 |" in page
     assert "Not run yet." in page.split("<!-- overhead -->")[1].split("<!-- end -->")[0]
     assert {path.name for path in (root / "docs/images").iterdir()} == {
-        f"evidence-{name}.png" for name in ("learning", "entropy", "chosen", "others", "gradient", "mask", "kl")
+        f"evidence-{name}.png" for name in ("learning", "frontier", "entropy", "chosen", "others", "gradient", "mask", "kl")
     }
     assert make(root, {})[0].startswith("wrote")
     assert (root / "docs/results/evidence.md").read_text() == page
 
     # Another machine's folder has the third seed only; what was collected stays, as what ran elsewhere.
-    assert f"Collected on {record._this_machine()}." in page
-    monkeypatch.setattr(record, "describe_machine", lambda: "64 × another, load average 0.1")
+    assert re.search(r"Collected on \d+ × .*, torch .*, python [\d.]+\.\n", page)
+    monkeypatch.setattr(evidence_figures, "describe_machine", lambda: "64 × another, load average 0.1")
     make(root, {"tiny": first})
     assert (root / "docs/results/evidence.md").read_text() == page
     write_runs(file, second, {"tepo": 3, "grpo": 3}, lambda objective, seed: rates.get(objective, 0.1) + 0.01 * seed)
@@ -312,6 +398,40 @@ def test_the_curve_of_several_runs_is_over_the_steps_that_all_have() -> None:
     assert steps.tolist() == [2, 3]
     assert values.tolist() == [[3, 7], [2, 6], [4, 8]]
     assert mean_curve([[(1, 0.0), (2, 3.0), (3, 6.0)]], window=3)[1][0].tolist() == [1.5, 3, 4.5]
+
+
+def test_the_frontier_has_the_entropy_at_every_evaluation() -> None:
+    """Smoothing a straight line changes it at its ends only; the first step has no entropy, as it trained nothing."""
+    sweep = read_sweep(ROOT / "examples/evidence/tiny.yaml")
+    rows = [
+        {
+            "step": step,
+            **({"accuracy/greedy": step / 100} if step % 2 == 0 else {}),
+            **({"entropy/mean": 1 - step / 50} if step else {}),
+        }
+        for step in range(31)
+    ]
+    path = frontier(Evidence(sweep, {("tepo", "usual"): {0: rows, 1: rows}}), ("tepo", "usual"))
+    assert path.shape == (15, 2)
+    inner = np.arange(6, 26, 2)
+    assert path[2:12] == pytest.approx(np.stack([1 - inner / 50, inner / 100], 1))
+    assert frontier(Evidence(sweep, {}), ("tepo", "usual")).shape == (0, 2)
+
+
+def test_the_comparison_of_the_second_round_is_collected_with_the_same_tables(root: Path, tmp_path: Path) -> None:
+    """Its learning rates are each method's own, so that there is one column of them."""
+    file = root / "examples/evidence/second/compare-tiny.yaml"
+    rates = {"tepo": 0.15, "grpo": 0.05}
+    write_runs(file, tmp_path / "out", dict.fromkeys(rates, 14), lambda objective, seed: rates.get(objective, 0.1))
+    assert len(collect(file, tmp_path / "out", tmp_path / "kept")) == 8
+    evidence = read(file, tmp_path / "kept")
+    assert evidence.rate("tuned") == "tuned"
+    claims = comparison(Figures(evidence))["claims"].splitlines()
+    assert "after Holm's correction" in claims[0]
+    speed = next(line for line in claims if "steps to 90 %" in line and "| grpo |" in line)
+    assert speed.count("4 pairs: **holds**") == 2
+    assert speed.endswith("**holds** |")
+    assert len(frontier(evidence, ("tepo", "tuned"))) == 30
 
 
 def test_what_is_kept_is_explained() -> None:

@@ -16,8 +16,18 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli.bench import app
 from tepo_megatron.runtime.proc import process_state
-from tepo_megatron.tools.bench.gpu import Gpu, find_gpu, run_part, select, write_results
-from tepo_megatron.tools.bench.gpu_checks import PARTS, Part, pytest_figures, score_figures, step_figures
+from tepo_megatron.tools.bench.gpu import (
+    PARTS,
+    Gpu,
+    Part,
+    find_gpu,
+    pytest_figures,
+    run_part,
+    score_figures,
+    select,
+    step_figures,
+    write_results,
+)
 from tests.support.programs import TIMEOUT_S
 
 ROOT = Path(__file__).parents[3]

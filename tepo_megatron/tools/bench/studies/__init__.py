@@ -1,1 +1,1 @@
-"""Single measurements that a page quotes, run by ``python -m tepo_megatron.tools.bench.studies.NAME``."""
+"""Measurements that a page quotes, run by ``python -m tepo_megatron.tools.bench.studies.NAME``."""

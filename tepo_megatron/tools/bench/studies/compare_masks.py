@@ -3,14 +3,12 @@
     tepo train examples/tiny/run.yaml output=out/tiny rollout.record=true train.steps=10
     python -m tepo_megatron.tools.bench.studies.compare_masks out/tiny --steps 10
 
-It repeats the run's first steps from its first weights, on one rank without servers. At every update all three ways of
-`objective.kl_mask.falling` choose tokens. Shares are of tokens with a positive advantage, the only candidates. Writes Markdown
-and JSON to --output.
+It repeats the run's first steps on one rank without servers. At every update all three ways of `objective.kl_mask.falling`
+choose tokens. Shares are of tokens with a positive advantage, the only candidates. Writes Markdown and JSON to --output.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,15 +20,15 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.config.objective.terms import KLMask
 from tepo_megatron.core.objective import Objective, StepContext
-from tepo_megatron.core.objective.mechanisms.kl import LEAST_TOLERANCE, NOISE_MULTIPLE, KLMaskPenalty
+from tepo_megatron.core.objective.mechanisms import LEAST_TOLERANCE, NOISE_MULTIPLE, KLMaskPenalty
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.sampler.rollout_file import read_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.tools.results import markdown, write_report
+from tepo_megatron.tools.results import markdown, study_parser, write_report
 
 WAYS = ("measured", "covariance", "first_order")
 PAIRS = tuple(combinations(range(len(WAYS)), 2))
@@ -38,22 +36,21 @@ PAIRS = tuple(combinations(range(len(WAYS)), 2))
 
 @dataclass(frozen=True)
 class _Watched(Objective):
-    """A run's objective that also records the tokens that every way would choose."""
-
     noted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Of each micro-batch, for its A tokens with positive advantage: bool [3, A], π_old's entropy [A]."""
+    """For A tokens of positive advantage per micro-batch: bool [3, A], π_old's entropy [A]."""
 
-    tolerances: list[float] = field(default_factory=list)
-    """Rounding, in nats, that ``measured`` allows at each optimizer step."""
+    tolerances: list[float] = field(default_factory=list)  # nats of rounding that measured allows at each optimizer step
 
     @property
     def needs_entropy_slope(self) -> bool:
         return True
 
-    def prepare(self, batch: Batch, *, entropy_noise: float = 0.0) -> StepContext:
-        given = KLMask().tolerance if self.config.kl_mask is None else self.config.kl_mask.tolerance
-        self.tolerances.append(max(LEAST_TOLERANCE, NOISE_MULTIPLE * entropy_noise) if given == "auto" else given)
-        return super().prepare(batch, entropy_noise=entropy_noise)
+    def prepare(
+        self, batch: Batch, *, entropy_noise: float = 0.0, clip_range: tuple[float, float] | None = None
+    ) -> StepContext:
+        tolerance = KLMask().tolerance if self.config.kl_mask is None else self.config.kl_mask.tolerance
+        self.tolerances.append(max(LEAST_TOLERANCE, NOISE_MULTIPLE * entropy_noise) if tolerance == "auto" else tolerance)
+        return super().prepare(batch, entropy_noise=entropy_noise, clip_range=clip_range)
 
     def __call__(self, scores: TokenScores, batch: Batch, context: StepContext, **options: Any) -> ObjectiveOutput:
         with torch.no_grad():
@@ -67,7 +64,6 @@ class _Watched(Objective):
 
 
 def replay(config: RunConfig, rollouts: Path, steps: int) -> list[list[tuple[Tensor, Tensor]]]:
-    """Number of the update within its step → one `_Watched` pair per step."""
     from tepo_megatron.trainer.megatron.engine import Engine
 
     watched = _Watched(config.objective)
@@ -92,7 +88,6 @@ def join(noted: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def describe(chosen_3A: Tensor, entropy_A: Tensor) -> dict[str, Any]:
-    """Shares of tokens: chosen by each way, decided equally by two, and chosen by both if either chooses."""
     tokens = entropy_A.numel()
     shares = chosen_3A.double().mean(1).tolist() if tokens else [float("nan")] * len(WAYS)
     alike, overlap = {}, {}
@@ -107,7 +102,6 @@ def describe(chosen_3A: Tensor, entropy_A: Tensor) -> dict[str, Any]:
 
 
 def by_entropy(chosen_3A: Tensor, entropy_A: Tensor, quantiles: int) -> list[dict[str, Any]]:
-    """In equal parts of the tokens, by increasing entropy of π_old."""
     order = entropy_A.argsort(stable=True)
     return [describe(chosen_3A[:, part], entropy_A[part]) for part in order.tensor_split(quantiles)]
 
@@ -148,27 +142,26 @@ def tables(updates: Sequence[dict[str, Any]], later: dict[str, Any], quantiles: 
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = study_parser(__doc__)
     parser.add_argument("run", type=Path, help="folder of a run with rollout.record=true")
     parser.add_argument("--steps", type=int, default=10, help="steps to go through, from the first (default 10)")
     parser.add_argument("--quantiles", type=int, default=4, help="parts of the tokens by entropy (default 4)")
     parser.add_argument("--dtype", help="float32 or bfloat16; default: the run's")
-    parser.add_argument("--output", type=Path, default=Path("docs/results/data"), help="folder for the results")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args()
     layout = {"tp": "1", "pp": "1", "dp": "1", "ep": "1", "etp": "null", "sequence_parallel": "false"}
     changes = [f"engine.parallel.{name}={value}" for name, value in layout.items()]
-    changes += [f"model.dtype={given.dtype}"] if given.dtype else []
-    config = load_run(given.run / "resolved.yaml", changes)
+    changes += [f"model.dtype={args.dtype}"] if args.dtype else []
+    config = load_run(args.run / "resolved.yaml", changes)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    by_update = [join(steps) for steps in replay(config, given.run / "rollouts", given.steps)]
+    by_update = [join(steps) for steps in replay(config, args.run / "rollouts", args.steps)]
     later = join(by_update[1:] or by_update)
-    updates, quantiles = [describe(*result) for result in by_update], by_entropy(*later, given.quantiles)
-    record = {"run": config.name, "dtype": config.model.dtype, "steps": given.steps}
+    updates, quantiles = [describe(*result) for result in by_update], by_entropy(*later, args.quantiles)
+    record = {"run": config.name, "dtype": config.model.dtype, "steps": args.steps}
     record |= {"updates": updates, "later_updates": describe(*later), "by_entropy": quantiles}
-    note = f"{config.name} · {config.model.dtype} · {given.steps} steps of {config.train.minibatches} updates"
+    note = f"{config.name} · {config.model.dtype} · {args.steps} steps of {config.train.minibatches} updates"
     stem = f"masks-{config.model.dtype}"
-    paths = write_report(given.output, stem, record, tables(updates, record["later_updates"], quantiles), note=note)
+    paths = write_report(args.output, stem, record, tables(updates, record["later_updates"], quantiles), note=note)
     print(f"wrote {' and '.join(str(path) for path in paths)}")
 
 

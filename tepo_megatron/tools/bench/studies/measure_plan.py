@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.plan.memory import BATCH_BYTES_PER_TOKEN, host_state_bytes, owned_weights, rank_memory, state_bytes
 from tepo_megatron.plan.shapes import resolve_spec
 from tepo_megatron.plan.time import (
@@ -34,17 +33,20 @@ from tepo_megatron.plan.time import (
     checkpoint_bytes,
     checkpoint_bytes_of_a_rank,
 )
-from tepo_megatron.tools.results import markdown, write_report
+from tepo_megatron.tools.bench.recipes import llama, make_model, random_rollouts
+from tepo_megatron.tools.results import markdown, study_parser, write_report
 from tepo_megatron.trainer.packing import pack
-from tepo_megatron.weights.architecture import model_spec
-from tepo_megatron.weights.layouts.table import tensor_shapes
 
-SEQUENCES, TOKENS = 8, 32
-SHARED = {"optimizer": {"distributed": True}}
-RUNS: dict[str, dict[str, Any]] = {
+_SEQUENCES, _TOKENS, _VOCAB = 8, 32, 1024
+MODEL = llama(4, 256, 512, _VOCAB, 8, 2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False)
+_RUNS: dict[str, dict[str, Any]] = {
     "float32, TP2": {"engine": {"parallel": {"tp": 2, "sequence_parallel": True}}},
     "float32, PP2": {"engine": {"parallel": {"pp": 2}}},
-    "bfloat16, DP2, distributed": {"model": {"dtype": "bfloat16"}, "engine": {"parallel": {"dp": 2}}, **SHARED},
+    "bfloat16, DP2, distributed": {
+        "model": {"dtype": "bfloat16"},
+        "engine": {"parallel": {"dp": 2}},
+        "optimizer": {"distributed": True},
+    },
     "the same, states on the host": {
         "model": {"dtype": "bfloat16"},
         "engine": {"parallel": {"dp": 2}},
@@ -56,7 +58,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class _Term:
-    """``planned`` and ``counted``: bytes of the rank with most, or of all ranks for disk."""
+    """Bytes of the rank with most, or of all ranks for disk."""
 
     run: str
     term: str
@@ -68,52 +70,33 @@ class _Term:
         return self.planned / self.counted - 1
 
 
-def write_random_model(folder: Path) -> None:
-    """3 million parameters, no tokenizer."""
-    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512}
-    config |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
-    config |= {"max_position_embeddings": 256, "tie_word_embeddings": False}
-    generator = torch.Generator().manual_seed(0)
-    shapes = tensor_shapes(model_spec(config, "random"))
-    tensors = {name: 0.02 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 def configs(model: Path) -> dict[str, RunConfig]:
     result = {}
-    for name, given in RUNS.items():
+    for name, given in _RUNS.items():
         document = {**given, "model": {**given.get("model", {}), "path": str(model)}, "rollout": {"replay": "recorded"}}
-        document["engine"] = {**given["engine"], "platform": "cpu", "micro_batch_tokens": SEQUENCES * TOKENS}
+        document["engine"] = {**given["engine"], "platform": "cpu", "micro_batch_tokens": _SEQUENCES * _TOKENS}
         result[name] = RunConfig.model_validate({**document, "train": {"minibatches": 1, "steps": 1}})
     return result
 
 
-def _draw_rollouts(sequences: int, tokens: int) -> list[Rollout]:
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for index in range(sequences):
-        ids = tuple(torch.randint(0, 1024, (tokens,), generator=generator).tolist())
-        logprobs, version = (-6.0,) * (tokens - 1), WeightsVersion(0)
-        made.append(Rollout(str(index), index // 4, ids[:1], ids[1:], logprobs, "stop", version, reward=float(index % 2)))
-    return made
-
-
-def held(tensors: Iterable[Tensor]) -> int:
+def _held(tensors: Iterable[Tensor]) -> int:
     return sum({item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in tensors}.values())
 
 
+def _draw_rollouts(sequences: int, tokens: int) -> list[Rollout]:
+    return random_rollouts(sequences, tokens - 1, _VOCAB, prompt=1, logprob=-6.0)
+
+
 def counts(config: RunConfig, folder: Path) -> dict[str, int]:
-    """Bytes that this rank holds and writes, by plan term. Every rank calls, in an existing process group."""
+    """Every rank calls, in an existing process group."""
     from megatron.core import parallel_state
 
     from tepo_megatron.trainer.megatron.engine import Engine
-    from tepo_megatron.trainer.megatron.policy.optimizer_states import adam_tensors
+    from tepo_megatron.trainer.megatron.optimizer_states import adam_tensors
 
     engine = Engine(config, Path(config.model.path))
-    batch = engine.batch_from_root(_draw_rollouts(SEQUENCES, TOKENS) if engine.ranks.rank == 0 else None)
-    batch = engine.score(batch)
+    rollouts = _draw_rollouts(_SEQUENCES, _TOKENS) if engine.ranks.rank == 0 else None
+    batch = engine.score(engine.batch_from_root(rollouts))
     engine.update(batch)
     policy, lora = engine.policy, engine.policy.lora
     model = [param.detach() for param in (*policy.params.values(), *(lora.params.values() if lora else ()))]
@@ -121,9 +104,9 @@ def counts(config: RunConfig, folder: Path) -> dict[str, int]:
     states = [item for inner in policy.optimizer.chained_optimizers for item in adam_tensors(inner.optimizer) if item.dim()]
     engine.checkpoints.save(folder, step=1, state={})
     result = {
-        "weights": held(model),
-        "gradients": held(buffer.grad_data for ddp in policy.ddp for buffer in ddp.buffers),
-        "optimizer": held(item for item in states if item.untyped_storage().data_ptr() not in of_model),
+        "weights": _held(model),
+        "gradients": _held(buffer.grad_data for ddp in policy.ddp for buffer in ddp.buffers),
+        "optimizer": _held(item for item in states if item.untyped_storage().data_ptr() not in of_model),
         "batch": sum(value.nbytes for value in vars(batch).values() if isinstance(value, Tensor)),
         "written": sum(path.stat().st_size for path in folder.rglob(f"*/shards/rank{engine.ranks.rank:05d}*")),
     }
@@ -132,11 +115,11 @@ def counts(config: RunConfig, folder: Path) -> dict[str, int]:
 
 
 def compare(name: str, config: RunConfig, ranks: list[Mapping[str, int]]) -> Iterator[_Term]:
-    """``ranks``: :func:`counts` of each. For states on the host it counts 12 bytes, without gradients."""
+    """States on the host count 12 bytes, without gradients."""
     spec, _ = resolve_spec(config.model.path)
-    step = SEQUENCES * TOKENS
+    step = _SEQUENCES * _TOKENS
     stages = range(config.engine.parallel.pp)
-    planned = [rank_memory(spec, config, stage, longest=TOKENS, step_tokens=step) for stage in stages]
+    planned = [rank_memory(spec, config, stage, longest=_TOKENS, step_tokens=step) for stage in stages]
     for term in ("weights", "gradients"):
         yield _Term(name, term, max(getattr(item, term) for item in planned), max(rank[term] for rank in ranks))
     owned = max(owned_weights(spec, config, stage) for stage in stages)
@@ -147,23 +130,23 @@ def compare(name: str, config: RunConfig, ranks: list[Mapping[str, int]]) -> Ite
     yield _Term(name, "checkpoint, a rank", checkpoint_bytes_of_a_rank(spec, config), max(rank["written"] for rank in ranks))
 
 
-def worst(terms: list[_Term]) -> list[_Term]:
+def _worst(terms: list[_Term]) -> list[_Term]:
     names = dict.fromkeys(item.term for item in terms)
     return [max((item for item in terms if item.term == name), key=lambda item: abs(item.error)) for name in names]
 
 
-def rates() -> Iterator[tuple[str, float, float]]:
-    """Yield (name, the plan's seconds, measured seconds) for a part of one core's work."""
+def _rates() -> Iterator[tuple[str, float, float]]:
+    """(name, planned, measured), on one core."""
     rollouts, raw = _draw_rollouts(256, 512), bytes(2**27)
     packed = sum(len(item.response_ids) for item in rollouts)
-    yield "packing a sampled token, µs", PACK_SECONDS_PER_TOKEN * 1e6, best(lambda: pack(rollouts)) / packed * 1e6
-    digest = best(lambda: hashlib.sha256(raw).digest()) / len(raw)
+    yield "packing a sampled token, µs", PACK_SECONDS_PER_TOKEN * 1e6, _best(lambda: pack(rollouts)) / packed * 1e6
+    digest = _best(lambda: hashlib.sha256(raw).digest()) / len(raw)
     yield "digest of a byte of a checkpoint, ns", DIGEST_SECONDS_PER_BYTE * 1e9, digest * 1e9
     param = torch.nn.Parameter(torch.zeros(2**24))
     param.grad = torch.ones_like(param)
     adam = torch.optim.AdamW([param], fused=True)
     adam.step()
-    per_weight = best(adam.step) / param.numel()
+    per_weight = _best(adam.step) / param.numel()
     yield (
         "Adam on the host, a weight of eight cores' work, ns",
         1e9 / RunConfig().cluster.host_adam_per_s,
@@ -171,7 +154,7 @@ def rates() -> Iterator[tuple[str, float, float]]:
     )
 
 
-def best(work: Callable[[], object], repeats: int = 3) -> float:
+def _best(work: Callable[[], object], repeats: int = 3) -> float:
     result = []
     for _ in range(repeats):
         began = time.process_time()
@@ -190,8 +173,7 @@ def _rank_main(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("docs/results/data"))
+    parser = study_parser(__doc__)
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank is not None:
@@ -202,16 +184,16 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
-        write_random_model(folder / "model")
+        make_model(folder / "model", MODEL)
         code, message = run_ranks(["--rank", str(folder)], 2, module="tepo_megatron.tools.bench.studies.measure_plan")
         if code:
             sys.exit(message or code)
         ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
         given = configs(folder / "model")
         terms = [term for name, config in given.items() for term in compare(name, config, [rank[name] for rank in ranks])]
-    measured = list(rates())
+    measured = list(_rates())
     rows = [
-        (item.term, item.run, f"{item.planned:,.0f}", f"{item.counted:,.0f}", f"{item.error:+.1%}") for item in worst(terms)
+        (item.term, item.run, f"{item.planned:,.0f}", f"{item.counted:,.0f}", f"{item.error:+.1%}") for item in _worst(terms)
     ]
     rows += [
         (what, "one core", f"{planned:.2f}", f"{seen:.2f}", f"{planned / seen - 1:+.0%}") for what, planned, seen in measured

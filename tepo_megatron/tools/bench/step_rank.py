@@ -1,7 +1,7 @@
-"""One rank of ``tepo bench step``, as a script, since its package may be another checkout's.
+"""One rank of ``tepo bench step``, as a script: its package may be another checkout's.
 
-It uses only what both versions have: the configuration, ``Engine``'s methods, ``Rollout``. Requests are JSON lines on standard
-input; answers go to the file descriptor in its second argument.
+It uses only what both versions have. Requests are JSON lines on standard input; answers go to the file descriptor in its second
+argument.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 
 class Method(Protocol):
-    """A way to make a training step. Every rank calls; ``data`` comes from ``load``."""
+    """Every rank calls; ``data`` comes from ``load``."""
 
     def load(self, rollouts: list[Rollout]) -> Any: ...
 
@@ -79,7 +79,7 @@ def _make_rollouts(lengths: list[int], vocab_size: int, *, group: int, prompt: i
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Most CPU bytes that torch allocated during ``work`` beyond those before."""
+    """Counts what torch allocates during ``work``, beyond earlier bytes."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     held, peak = 0, 0
@@ -91,7 +91,6 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 def timed(work: Callable[[], R]) -> tuple[R, float]:
-    """All ranks run it at once; the seconds are this rank's."""
     dist.barrier()
     start = time.perf_counter()
     result = work()
@@ -101,13 +100,12 @@ def timed(work: Callable[[], R]) -> tuple[R, float]:
 def _make_method(name: str, engine: Engine) -> Method:
     if name.startswith("tepo_megatron"):
         return _Ours(engine)
-    from tepo_megatron.tools.bench.step.megatron_step import MegatronStep  # an older checkout does not have it
+    from tepo_megatron.tools.bench.megatron_step import MegatronStep  # an older checkout does not have it
 
     return MegatronStep(engine, rows="rows" in name)
 
 
 def main(arguments: dict[str, Any], reply: int) -> None:
-    """Make the engine, then one step per request: ``method``, ``ratio``, ``memory`` (measure memory instead of time)."""
     warnings.simplefilter("ignore")  # Megatron's, about accelerators that are not measured here
     from tepo_megatron.trainer.megatron.engine import Engine
 

@@ -1,7 +1,7 @@
-"""Megatron-Core's training step, as in ``pretrain_gpt.py``, on an engine's model, tokens and micro-batches.
+"""Makes Megatron-Core's training step, as in ``pretrain_gpt.py``, on an engine's model and data.
 
-Data is prepared before timing. Megatron's local attention takes no packed sequences: a step is packed with this project's
-attention, or in right-padded rows with Megatron's.
+Megatron's local attention takes no packed sequences: a step is packed with this project's attention, or in right-padded rows
+with Megatron's.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from torch.nn.utils.rnn import pad_sequence
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.core.types import Batch
 from tepo_megatron.trainer.megatron.engine import Engine
-from tepo_megatron.trainer.megatron.policy.policy import PolicyBuilder
+from tepo_megatron.trainer.megatron.policy import PolicyBuilder
 
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """Rows [b, s], or one row of packed sequences."""
-
     tokens: Tensor
     labels: Tensor
     positions: Tensor
@@ -42,7 +40,7 @@ class _MicroBatch:
 
 
 class _PackedBuilder(PolicyBuilder):
-    """A mean loss over tokens, micro-batches and ranks, as in pretrain_gpt; ours is a sum (``step/update.py``)."""
+    """A mean loss, as in pretrain_gpt; ours is a sum (``update.py``)."""
 
     def _chunks(self) -> tuple[TransformerConfig, list[GPTModel]]:
         megatron, chunks = super()._chunks()
@@ -61,8 +59,6 @@ class _RowsBuilder(_PackedBuilder):
 
 
 class MegatronStep:
-    """A ``step_rank.Method`` on the engine's initial weights."""
-
     def __init__(self, engine: Engine, *, rows: bool) -> None:
         self.engine, self.rows = engine, rows
         builder = _RowsBuilder if rows else _PackedBuilder
@@ -79,13 +75,11 @@ class MegatronStep:
         return [make(batch.select(sequences)) for sequences in self.engine.forward.micro_batches(batch)]
 
     def score(self, data: list[_MicroBatch]) -> tuple[list[_MicroBatch], float | None]:
-        """Megatron's forward-only schedule; keeps each token's loss."""
         with torch.no_grad():
             retained = self._run(data, forward_only=True)
         return data, self._mean_loss(retained)
 
     def update(self, scored: list[_MicroBatch]) -> None:
-        """Megatron's ``train_step``, with its reductions for the log."""
         for ddp in self.policy.ddp:
             ddp.zero_grad_buffer()
         self.policy.optimizer.zero_grad()
@@ -118,7 +112,7 @@ class MegatronStep:
         output = model(micro.tokens, micro.positions, micro.attention_mask, labels=micro.labels, packed_seq_params=micro.packed)
 
         def loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            """pretrain_gpt's ``loss_func``; it also keeps token losses, from which an RL step makes log-probs."""
+            """As pretrain_gpt's ``loss_func``; keeps token losses."""
             total, count = (losses.view(-1) * micro.loss_mask.view(-1)).sum(), micro.loss_mask.sum().int()
             return total, count, {"report": torch.stack([total.detach(), count.to(total.dtype)]), "losses": losses.detach()}
 

@@ -1,0 +1,256 @@
+"""Time and memory of log-prob and entropy over a sharded vocabulary (``tepo bench scores``)."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tepo_megatron.core.scores.backend import get_backend
+from tepo_megatron.tools.bench.score_methods import AREAL, DENSE, FLOOR, MEGATRON, SLOPE, VERL, Method, Outputs, methods
+from tepo_megatron.tools.bench.step_rank import peak_bytes
+from tepo_megatron.tools.results import in_processes, markdown, write_report
+from tepo_megatron.weights.transfer.transport import connect, listen
+
+R = TypeVar("R")
+Shape = tuple[int, int, str]  # tokens, vocabulary, bf16 or fp32
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {"tp": 2, "tokens": "1024,4096", "vocab": "32000,128256", "dtype": "bf16,fp32"},
+    "cuda": {"tp": 1, "tokens": "8192", "vocab": "16032,32064,64128,128256", "dtype": "bf16"},
+}
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_HOST, _TIMEOUT_S = "127.0.0.1", 120.0
+_CPU_COPY_BYTES = 2**28
+_SCRATCH_BYTES = 2**30  # written before timing on a GPU: empties its cache, and the CPU can launch ahead
+
+
+@dataclass(frozen=True)
+class ScoreMeasurement:
+    tokens: int
+    vocab: int
+    dtype: str
+    method: str
+    forward_ms: float
+    backward_ms: float
+    peak_extra: float  # of peak memory beyond the logits, over one logits shard
+    forward_collectives: int
+    backward_collectives: int
+    shard_bytes: int
+    copy_gbps: float  # of a large copy in the same run, 1e9 bytes/s read and written
+
+    @property
+    def total_ms(self) -> float:
+        return self.forward_ms + self.backward_ms
+
+    @property
+    def gbps(self) -> tuple[float, float]:
+        """Of the required bytes: one read forward, one read and write backward."""
+        return self.shard_bytes / self.forward_ms / 1e6, 2 * self.shard_bytes / self.backward_ms / 1e6
+
+
+def run(*, tp: int, device: str, shapes: Sequence[Shape], repeats: int) -> list[ScoreMeasurement]:
+    """Raises ValueError for an impossible setting."""
+    if device == "cuda" and torch.cuda.device_count() < tp:
+        raise ValueError(f"--device cuda --tp {tp} needs {tp} GPUs, torch sees {torch.cuda.device_count()}; lower --tp")
+    if device == "cuda":
+        get_backend("triton", torch.device("cuda"))
+    for _, size, dtype in shapes:
+        if dtype not in _DTYPES:
+            raise ValueError(f"--dtype {dtype} is unknown; give bf16, fp32 or both")
+        if size % tp:
+            raise ValueError(f"--vocab {size} cannot be split into {tp} equal shards; give a multiple of --tp")
+    _, place = listen(_HOST)
+    rows = in_processes(_worker, tp, tp, place, device, list(shapes), repeats)
+    return [ScoreMeasurement(**row) for row in rows]
+
+
+def _worker(rank: int, tp: int, place: str, device: str, shapes: Sequence[Shape], repeats: int, inbox: Any) -> None:
+    warnings.simplefilter("ignore")  # Megatron's, about accelerators that are not measured here
+    os.environ["KINETO_LOG_LEVEL"] = "99"
+    if device == "cpu":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(rank)
+    store = connect(_HOST, place, _TIMEOUT_S)
+    dist.init_process_group("gloo" if device == "cpu" else "nccl", store=store, rank=rank, world_size=tp)
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    rows = [row for shape in shapes for row in _measure_shape(shape, tp, device, repeats)]
+    if rank == 0:
+        inbox.put(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def _measure_shape(shape: Shape, tp: int, device: str, repeats: int) -> list[dict[str, Any]]:
+    tokens, vocab, dtype = shape
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(tokens, vocab // tp, generator=generator)).to(_DTYPES[dtype])
+    labels = torch.randint(0, vocab, (tokens,), generator=generator).to(device)
+    gradients = torch.randn(2, tokens, generator=generator).to(device)
+    logits = logits.to(device)
+    copy_gbps = _copy_gbps(repeats, device)
+    chosen = methods(device, logits, labels)
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    if tokens * vocab * 4 * 5 * tp > free / 2:  # about five fp32 copies of the whole logits on each rank
+        del chosen[DENSE]
+    rows: dict[str, dict[str, Any]] = {}
+    for name, method in chosen.items():
+        peak = _peak_extra(method, logits, labels, gradients)
+        forward, backward = _count_collectives(method, logits, labels, gradients)
+        rows[name] = {
+            **{"tokens": tokens, "vocab": vocab, "dtype": dtype, "method": name},
+            **{"forward_ms": float("inf"), "backward_ms": float("inf"), "peak_extra": round(peak / logits.nbytes, 3)},
+            **{"forward_collectives": forward, "backward_collectives": backward},
+            **{"shard_bytes": logits.nbytes, "copy_gbps": copy_gbps},
+        }
+    for _ in range(repeats):  # all methods in turn, so that a busy moment of the machine affects all of them
+        for name, method in chosen.items():
+            times = torch.tensor(_run(method, logits, labels, gradients), device=device)
+            dist.all_reduce(times, op=dist.ReduceOp.MAX)
+            forward_ms, backward_ms = (1e3 * times).tolist()
+            if forward_ms + backward_ms < rows[name]["forward_ms"] + rows[name]["backward_ms"]:
+                rows[name].update(forward_ms=round(forward_ms, 4), backward_ms=round(backward_ms, 4))
+    return list(rows.values())
+
+
+def _run(method: Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> tuple[float, float]:
+    leaf = logits.clone().requires_grad_()
+    view = leaf.view_as(leaf)
+    _settle(logits)
+    outputs, forward = _timed(lambda: method(view, labels), logits.device)
+    chosen = _of_outputs(gradients, outputs)
+    _, backward = _timed(lambda: torch.autograd.backward(outputs, chosen), logits.device)
+    return forward, backward
+
+
+def _of_outputs(gradients: Tensor, outputs: Outputs) -> list[Tensor]:
+    return [grad.to(out.dtype) for grad, out in zip(gradients, outputs, strict=False)]
+
+
+def _timed(work: Callable[[], R], device: torch.device) -> tuple[R, float]:
+    if device.type == "cpu":
+        start = time.perf_counter()
+        return work(), time.perf_counter() - start
+    _scratch().zero_()
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before.record()
+    result = work()
+    after.record()
+    after.synchronize()
+    return result, before.elapsed_time(after) / 1e3
+
+
+@functools.cache
+def _scratch() -> Tensor:
+    return torch.empty(_SCRATCH_BYTES, dtype=torch.uint8, device="cuda")
+
+
+def _copy_gbps(repeats: int, device: str) -> float:
+    """On a CPU all ranks copy at once, and the slowest counts."""
+    source = torch.randint(0, 2**31, ((_SCRATCH_BYTES if device == "cuda" else _CPU_COPY_BYTES) // 8,), device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(max(repeats, 10)):
+        _settle(source)
+        seconds = torch.tensor(_timed(lambda: target.copy_(source), source.device)[1], device=device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        best = min(best, float(seconds))
+    return round(2 * source.nbytes / best / 1e9, 1)
+
+
+def _settle(like: Tensor) -> None:
+    if like.is_cuda:
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def _peak_extra(method: Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> int:
+    if not logits.is_cuda:
+        return peak_bytes(lambda: _run(method, logits, labels, gradients)) - logits.nbytes
+    _scratch()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    _run(method, logits, labels, gradients)
+    return torch.cuda.max_memory_allocated() - before - logits.nbytes
+
+
+def _count_collectives(method: Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> tuple[int, int]:
+    originals = {name: getattr(dist, name) for name in dir(dist) if name.startswith(("all_", "reduce_scatter", "broadcast"))}
+    count = 0
+
+    def counting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            return original(*args, **kwargs)
+
+        return collective
+
+    for name, original in originals.items():
+        setattr(dist, name, counting(original))
+    try:
+        outputs = method((leaf := logits.clone().requires_grad_()).view_as(leaf), labels)
+        forward = count
+        torch.autograd.backward(outputs, _of_outputs(gradients, outputs))
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    return forward, count - forward
+
+
+COLUMNS = (
+    *("method", "forward ms", "backward ms", "total ms", "× Megatron", "× best peer", "× floor", "× without slope"),
+    *("peak extra", "collectives", "GB/s forward / backward", "of a copy's"),
+)
+
+
+def shape_name(row: ScoreMeasurement) -> str:
+    return f"T {row.tokens}, V {row.vocab}, {row.dtype}"
+
+
+def cells(row: ScoreMeasurement, peers: Sequence[ScoreMeasurement]) -> tuple[str, ...]:
+    def times(*names: str) -> str:
+        reference = min((peer.total_ms for peer in peers if peer.method in names), default=None)
+        return "–" if reference is None else f"{row.total_ms / reference:.2f}"
+
+    return (
+        row.method,
+        *(f"{ms:.1f}" if ms >= 10 else f"{ms:.3f}" for ms in (row.forward_ms, row.backward_ms, row.total_ms)),
+        times(MEGATRON),
+        times(AREAL, VERL),
+        times(FLOOR),
+        times(row.method.removesuffix(SLOPE)) if row.method.endswith(SLOPE) else "",
+        f"{row.peak_extra:.3f}",
+        f"{row.forward_collectives} + {row.backward_collectives}",
+        " / ".join(f"{x:.0f}" if x >= 10 else f"{x:.1f}" for x in row.gbps),
+        " / ".join(f"{x / row.copy_gbps:.0%}" for x in row.gbps),
+    )
+
+
+def write_results(results: Sequence[ScoreMeasurement], folder: Path, **arguments: Any) -> tuple[Path, Path]:
+    rows = []
+    for row in results:
+        peers = [peer for peer in results if shape_name(peer) == shape_name(row)]
+        rows.append((shape_name(row) if row is peers[0] else "", *cells(row, peers)))
+    record = {"arguments": arguments, "results": [asdict(row) for row in results]}
+    note, packages = f"best of {arguments['repeats']}", ["torch", "megatron-core", "tepo-megatron"]
+    if arguments["device"] == "cuda":
+        record["gpu"] = torch.cuda.get_device_name()
+        note = f"{record['gpu']} · {note}"
+        packages.append("triton")
+    stem = f"scores-{arguments['device']}-tp{arguments['tp']}"
+    return write_report(folder, stem, record, markdown(("shape", *COLUMNS), rows), note=note, packages=packages)

@@ -1,1 +1,0 @@
-"""Scores of sharded logits, compared with other methods."""

@@ -1,0 +1,331 @@
+"""Compares training steps on CPU with Megatron-Core's and an older version's (``tepo bench step``)."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import NormalDist
+from types import TracebackType
+from typing import Any, TextIO
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.tools.bench.recipes import llama, make_model
+from tepo_megatron.tools.results import markdown, write_report
+
+ROOT = Path(__file__).parents[3]
+
+SIZES = {
+    "tiny": llama(4, 128, 256, 64, 4, 2),
+    "small": llama(4, 256, 688, 8192, 8, 2, max_position_embeddings=32768),
+}  # 0.6 and 7 million parameters
+
+OURS = "tepo_megatron"
+OLDER = "tepo_megatron before"
+PACKED = "Megatron-Core, packed, our attention"
+ROWS = "Megatron-Core, padded rows"
+
+_AGREEMENT = 1e-3  # nats; rounding of float32 gives about 1e-6
+
+_GROUP, _PROMPT = 4, 4
+
+_WIDEST = 20.0  # standard deviation of logarithms; beyond it one sequence has nearly all tokens
+
+_END_S = 20.0
+
+
+@dataclass(frozen=True)
+class StepSetting:
+    """``ratios``: longest sequence over the mean."""
+
+    layouts: tuple[str, ...]
+    ratios: tuple[float, ...]
+    size: str
+    sequences: int
+    mean_length: int
+    micro_batch_tokens: int
+    repeats: int
+
+
+@dataclass(frozen=True)
+class StepMeasurement:
+    """Repeats have one entry each, of the slowest rank."""
+
+    layout: str
+    ratio: float
+    method: str
+    tokens: int
+    score_s: list[float]
+    update_s: list[float]
+    losses: list[float]
+    peak_bytes: int  # of a rank, beyond weights, gradients and optimizer states
+
+    @property
+    def both_s(self) -> list[float]:
+        return [score + update for score, update in zip(self.score_s, self.update_s, strict=True)]
+
+
+def run(setting: StepSetting, before: str, *, say: Callable[[str], None] = lambda line: None) -> list[StepMeasurement]:
+    """Methods alternate on the same weights and tokens. ``before``: see :func:`source_of`. Raises ValueError for an invalid
+    setting, RuntimeError if a rank fails or log-probs differ.
+    """
+    if setting.size not in SIZES:
+        raise ValueError(f"--size {setting.size} is unknown; known: {', '.join(SIZES)}")
+    for layout in setting.layouts:
+        RunConfig.model_validate(_rank_arguments(setting, layout)["config"])
+    results = []
+    with tempfile.TemporaryDirectory() as scratch, source_of(before) as older:
+        model = Path(scratch) / "model"
+        make_model(model, SIZES[setting.size])
+        for layout in setting.layouts:
+            with ExitStack() as stack:  # ranks of one version wait while those of the other compute
+                worlds = dict.fromkeys((OURS, PACKED, ROWS), stack.enter_context(World(ROOT, model, setting, layout)))
+                if older is not None:
+                    worlds[OLDER] = stack.enter_context(World(older, model, setting, layout))
+                for ratio in setting.ratios:
+                    say(f"{layout}, longest/mean {ratio:g}")
+                    results += measure_ratio(setting, layout, ratio, worlds)
+    return results
+
+
+@contextmanager
+def source_of(state: str) -> Iterator[Path | None]:
+    """Takes a folder, a git revision, or ``none``. Raises ValueError if it is missing or too old."""
+    if state == "none":
+        yield None
+    elif Path(state).is_dir():
+        yield _checked(state, Path(state).resolve())
+    else:
+        with tempfile.TemporaryDirectory(prefix="tepo-before-") as folder:
+            with tarfile.open(fileobj=io.BytesIO(_archive(state))) as files:
+                files.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 and later have it
+                files.extractall(folder)  # noqa: S202  # our own checkout's files
+            yield _checked(state, Path(folder))
+
+
+def _checked(state: str, root: Path) -> Path:
+    if not (root / "tepo_megatron" / "__init__.py").is_file():
+        raise ValueError(f"--before {state} has no package tepo_megatron; give the root of a checkout")
+    if not (root / "tepo_megatron" / "core" / "rollout.py").is_file():
+        raise ValueError(
+            f"--before {state} is from before the package's folders moved (2026-11-23), which this command cannot measure; "
+            "give a later one, or none"
+        )
+    return root
+
+
+def _archive(revision: str) -> bytes:
+    command = ["git", "-C", str(ROOT), "archive", "--format=tar", revision, "tepo_megatron"]
+    try:
+        result = subprocess.run(command, capture_output=True, check=False)
+    except FileNotFoundError:
+        raise ValueError(f"--before {revision} is no folder, and there is no git here; give a folder, or none") from None
+    if result.returncode:
+        raise ValueError(
+            f"--before {revision} is neither a folder nor a revision that git finds in {ROOT} "
+            f"({result.stderr.decode().strip().splitlines()[-1]}); give another, or --before none"
+        )
+    return result.stdout
+
+
+def draw_lengths(setting: StepSetting, ratio: float) -> list[int]:
+    """Lognormal quantiles (tokens with prompt) in a fixed random order; the longest is ``ratio`` times the mean. Raises
+    ValueError for a ratio out of reach.
+    """
+    count = setting.sequences
+    if count % _GROUP:
+        raise ValueError(f"--sequences {count} must be a multiple of {_GROUP}, the size of a group")
+    low, high = 0.0, _WIDEST
+    if not 1 <= ratio < max(_shares(count, high)):
+        raise ValueError(
+            f"--ratios {ratio:g} is no longest length over the mean of {count} sequences; give at least 1 and less "
+            "than --sequences"
+        )
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if max(_shares(count, middle)) < ratio else (low, middle)
+    lengths = [max(_PROMPT + 1, round(setting.mean_length * share)) for share in _shares(count, high)]
+    random.Random(0).shuffle(lengths)
+    return lengths
+
+
+def _shares(count: int, sigma: float) -> list[float]:
+    logs = [sigma * NormalDist().inv_cdf((index + 0.5) / count) for index in range(count)]
+    values = [math.exp(log - max(logs)) for log in logs]
+    mean = sum(values) / count
+    return [value / mean for value in values]
+
+
+def _rank_arguments(setting: StepSetting, layout: str) -> dict[str, Any]:
+    sizes = re.findall(r"(tp|pp|dp|cp)(\d+)", layout)
+    if not sizes or "".join(name + size for name, size in sizes) != layout:
+        raise ValueError(f"--layouts {layout} is not made of sizes such as tp2, pp2, dp2 or tp2pp2")
+    parallel = {name: int(size) for name, size in sizes}
+    config = {
+        "model": {"dtype": "float32"},
+        "engine": {"platform": "cpu", "micro_batch_tokens": setting.micro_batch_tokens, "parallel": parallel},
+        # So small that the weights do not change: every repeat and every method computes on the same weights.
+        "optimizer": {"lr": 1e-12, "warmup_steps": 0},
+    }
+    lengths = {f"{ratio:g}": draw_lengths(setting, ratio) for ratio in setting.ratios}
+    return {"config": config, "lengths": lengths, "group": _GROUP, "prompt": _PROMPT}
+
+
+class World:
+    """Ranks have one thread each (``step_rank.py``)."""
+
+    def __init__(self, root: Path, model: Path, setting: StepSetting, layout: str) -> None:
+        self._layout = layout
+        self._stack = ExitStack()
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tepo-step-")))
+        arguments = _rank_arguments(setting, layout)
+        world = RunConfig.model_validate(arguments["config"]).engine.parallel.world_size
+        arguments |= {"model": str(model), "store": str(self._folder / "store")}
+        self._ranks: list[subprocess.Popen[str]] = []
+        self._replies: list[TextIO] = []
+        try:
+            for rank in range(world):
+                self._start(root, rank, world, json.dumps(arguments))
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, root: Path, rank: int, world: int, arguments: str) -> None:
+        reading, writing = os.pipe()
+        self._replies.append(self._stack.enter_context(os.fdopen(reading)))
+        log = self._stack.enter_context(self._log(rank).open("w"))
+        environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+        if sys.platform == "linux":
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
+        script = Path(__file__).with_name("step_rank.py")
+        try:
+            # -P: do not import from the script's folder, since the package may be another checkout's
+            process = subprocess.Popen(
+                [sys.executable, "-P", str(script), arguments, str(writing)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                text=True,
+                pass_fds=[writing],
+                env=os.environ | environment,
+            )
+        finally:
+            os.close(writing)
+        self._ranks.append(process)
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"rank{rank}.log"
+
+    def step(self, method: str, ratio: float, *, memory: bool) -> dict[str, float]:
+        """Returns the largest figures of all ranks. Raises RuntimeError with the last line of a rank that ended."""
+        request = json.dumps({"method": method, "ratio": f"{ratio:g}", "memory": memory})
+        for rank, process in enumerate(self._ranks):
+            assert process.stdin is not None
+            try:
+                process.stdin.write(request + "\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                raise self._failure(rank) from None
+        answers = []
+        for rank, reply in enumerate(self._replies):
+            line = reply.readline()
+            if not line:
+                raise self._failure(rank)
+            answers.append(json.loads(line))
+        names = answers[-1]  # the last rank is in the last pipeline stage, and only that stage knows the loss
+        return {name: max(answer[name] for answer in answers if name in answer) for name in names}
+
+    def _failure(self, rank: int) -> RuntimeError:
+        code = self._ranks[rank].wait()
+        lines = self._log(rank).read_text().strip().splitlines() or ["it wrote nothing"]
+        return RuntimeError(f"{self._layout}: rank {rank} ended with exit code {code}: {lines[-1]}")
+
+    def close(self) -> None:
+        for process in self._ranks:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # the rank has ended
+                process.stdin.close()
+        for process in self._ranks:
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:  # its peer failed, and it waits in a collective
+                process.kill()
+                process.wait()
+        self._stack.close()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            for process in self._ranks:
+                process.kill()
+        self.close()
+
+
+def measure_ratio(setting: StepSetting, layout: str, ratio: float, worlds: Mapping[str, Any]) -> list[StepMeasurement]:
+    lengths = draw_lengths(setting, ratio)
+    actual = round(max(lengths) * len(lengths) / sum(lengths), 2)
+    rows: dict[str, StepMeasurement] = {}
+    for method, world in worlds.items():  # the first step of each allocates: its memory counts, its time does not
+        peak = world.step(method, ratio, memory=True)["peak_bytes"]
+        rows[method] = StepMeasurement(layout, actual, method, sum(lengths), [], [], [], int(peak))
+    names = list(worlds)
+    for repeat in range(setting.repeats):
+        shift = repeat % len(names)
+        for method in (*names[shift:], *names[:shift]):
+            figures = worlds[method].step(method, ratio, memory=False)
+            rows[method].score_s.append(figures["score_s"])
+            rows[method].update_s.append(figures["update_s"])
+            rows[method].losses.append(figures["loss"])
+    first = rows[OURS].losses[0]
+    for row in rows.values():
+        if any(abs(loss - first) > _AGREEMENT for loss in row.losses):
+            raise RuntimeError(
+                f"{layout}, longest/mean {ratio:g}: {row.method} has the mean log-probs {row.losses}, {OURS} {first}; they do "
+                "not compute the same, and their times say nothing"
+            )
+    return list(rows.values())
+
+
+COLUMNS = (
+    *("ranks", "longest / mean", "method", "update, tokens/s", "scores + update, tokens/s"),
+    *("ours ÷ it, update", "ours ÷ it, scores + update", "ours with scores ÷ its update", "peak MiB"),
+)
+
+
+def table(results: Sequence[StepMeasurement]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for row in results:
+        ours = next(r for r in results if (r.layout, r.ratio, r.method) == (row.layout, row.ratio, OURS))
+        place = (row.layout, f"{row.ratio:g}") if row is ours else ("", "")
+        rates = (f"{row.tokens / statistics.median(seconds):.0f}" for seconds in (row.update_s, row.both_s))
+        pairs = ((row.update_s, ours.update_s), (row.both_s, ours.both_s)) if row is not ours else ()
+        ratios = [_spread(*pair) for pair in pairs] or ["", ""]
+        with_scores = _spread(row.update_s, ours.both_s)
+        rows.append((*place, row.method, *rates, *ratios, with_scores, f"{row.peak_bytes / 2**20:.1f}"))
+    return rows
+
+
+def _spread(theirs: Sequence[float], ours: Sequence[float]) -> str:
+    ratios = [their / our for their, our in zip(theirs, ours, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+
+
+def write_results(results: Sequence[StepMeasurement], folder: Path, setting: StepSetting, before: str) -> tuple[Path, Path]:
+    record = {"setting": asdict(setting), "before": before, "results": [asdict(row) for row in results]}
+    note = f"median of {setting.repeats}, least and greatest in brackets · before: {before[:9]}"
+    packages = ("torch", "megatron-core", "tepo-megatron")
+    return write_report(folder, f"step-{setting.size}", record, markdown(COLUMNS, table(results)), note=note, packages=packages)

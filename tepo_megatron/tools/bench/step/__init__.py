@@ -1,1 +1,0 @@
-"""Training steps, compared with Megatron-Core and an older version."""
