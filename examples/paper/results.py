@@ -1,12 +1,13 @@
 """Fills the table of results.md from what ``tepo eval`` wrote: python examples/paper/results.py out/paper > results.md
 
-Below the folder each run has one of its own, named as its file here (7b, 7b-p1, …). What is not there stays "not run here".
+Each evaluation has a folder below it, named after its file here (7b, 7b-seed1, 7b-step72, …). Others are "not run here".
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,15 +37,41 @@ ROWS = (
     Row("minerva", "Minerva Math", p2="49.26"),
 )
 AVERAGE = Row("", "average", "32.04, 1.74 above GRPO", "44.02")
-RUNS = ("7b", "7b-p1", "7b-grpo", "7b-dapo", "70b", "70b-p1", "70b-grpo")
-"""Their files, and their folders."""
+RUNS = ("7b", "7b-p1", "7b-grpo", "7b-dapo", "14b", "14b-grpo", "14b-dapo", "70b", "70b-p1", "70b-grpo")  # their files
+LARGE_STEPS = 200
+STEPS = (72, 132)  # both are reported; a run of 132 steps keeps its model of step 72
+SEEDS = (0, 1)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the table: one configuration after so many steps, with a folder for each seed."""
+
+    run: str
+    steps: int
+    folders: tuple[str, ...]
+
+
+def _lines() -> Iterator[Line]:
+    for run in RUNS:
+        if run.startswith("70b"):
+            yield Line(run, LARGE_STEPS, (run,))
+        else:
+            for steps in STEPS:
+                end = "" if steps == STEPS[-1] else f"-step{steps}"
+                yield Line(run, steps, tuple(f"{run}{f'-seed{seed}' if seed else ''}{end}" for seed in SEEDS))
+
+
+LINES = tuple(_lines())
+FOLDERS = tuple(folder for line in LINES for folder in line.folders)
+"""Where ``tepo eval`` leaves its results, below the folder of all runs."""
 
 HEAD = f"""# The papers' figures, and ours
 
-Written by `python examples/paper/results.py out/paper`: accuracy in percent, avg@n of each benchmark with its 95 % interval
-over the problems. **P1** and **P2** are what the papers report; their base models, prompts and lengths are not all known, so a
-difference to them says little. Our columns of one size can be compared: they differ in the objective alone (DAPO's in its
-sampling too). "{NOT_RUN}" means that nobody has run it with this project.
+Written by `python examples/paper/results.py out/paper`: accuracy in percent, avg@n of each benchmark, with its 95 % interval
+over the problems for one seed, and each seed's accuracy for two. **P1** and **P2** are what the papers report; their prompts
+and rates are not known, so a difference to them says little. Our lines of one size and number of steps can be compared: they
+differ in the objective alone (DAPO's in its sampling too). "{NOT_RUN}" means that nobody has run it with this project.
 
 """
 
@@ -55,29 +82,49 @@ def figure_of(results: StoredSet) -> str:
     return f"avg@{samples}" if samples else "greedy"
 
 
-def accuracy(results: StoredSet) -> tuple[float, str]:
-    """In percent: the mean, and how the table shows it."""
+def accuracy(results: StoredSet) -> tuple[float, float, float]:
+    """Mean, low and high, in percent."""
     figure = figure_of(results)
-    found = interval(figure, [figures[figure] for _, figures in results.problems.values()])
-    low, mean, high = (100 * value for value in (found.low, found.mean, found.high))
-    return mean, f"{mean:.1f} ({low:.1f} to {high:.1f})"
+    result = interval(figure, [figures[figure] for _, figures in results.problems.values()])
+    return 100 * result.mean, 100 * result.low, 100 * result.high
 
 
-def cells_of(run: Mapping[str, StoredSet]) -> dict[str, str]:
-    """By benchmark; the average only where every benchmark is there."""
-    found = {row.name: accuracy(run[row.name]) for row in ROWS if row.name in run}
-    cells = {name: shown for name, (_, shown) in found.items()}
-    if len(found) == len(ROWS):
-        cells[AVERAGE.name] = f"{sum(mean for mean, _ in found.values()) / len(ROWS):.1f}"
-    return cells
+def of_seeds(means: Sequence[float]) -> str:
+    if len(means) == 1:
+        return f"{means[0]:.1f}"
+    return f"{statistics.fmean(means):.1f} ({', '.join(f'{mean:.1f}' for mean in means)})"
+
+
+def cells_of(seeds: Sequence[Mapping[str, StoredSet]]) -> list[str]:
+    """Of each benchmark, and the average if every seed has every benchmark."""
+    by_seed = [{row.name: accuracy(run[row.name]) for row in ROWS if row.name in run} for run in seeds]
+    cells = []
+    for row in ROWS:
+        results = [run[row.name] for run in by_seed if row.name in run]
+        if len(results) < len(seeds):
+            cells.append(NOT_STATED)
+        elif len(results) == 1:
+            cells.append("{:.1f} ({:.1f} to {:.1f})".format(*results[0]))
+        else:
+            cells.append(of_seeds([mean for mean, _, _ in results]))
+    averages = [statistics.fmean(mean for mean, _, _ in run.values()) for run in by_seed if len(run) == len(ROWS)]
+    return [*cells, of_seeds(averages) if len(averages) == len(seeds) else NOT_STATED]
 
 
 def table(folder: Path | None) -> str:
     """The page. Raises ValueError for results that are damaged."""
-    columns = [cells_of(read_results(folder / run)) if folder and (folder / run / "eval").is_dir() else {} for run in RUNS]
-    lines = [["benchmark", "P1", "P2", *(f"`{run}`" for run in RUNS)], ["---"] * (3 + len(RUNS))]
-    for row in (*ROWS, AVERAGE):
-        lines.append([row.title, row.p1, row.p2, *(column.get(row.name, NOT_RUN) for column in columns)])
+    benchmarks = (*ROWS, AVERAGE)
+    lines = [["run", "steps", "seeds", *(row.title for row in benchmarks)], ["---"] * (3 + len(benchmarks))]
+    lines.append(["P1", NOT_STATED, NOT_STATED, *(row.p1 for row in benchmarks)])
+    lines.append(["P2", NOT_STATED, "2", *(row.p2 for row in benchmarks)])
+    for line in LINES:
+        done = {
+            seed: read_results(folder / name)
+            for seed, name in enumerate(line.folders)
+            if folder and (folder / name / "eval").is_dir()
+        }
+        cells = cells_of(list(done.values())) if done else [NOT_STATED] * len(benchmarks)
+        lines.append([f"`{line.run}`", str(line.steps), ", ".join(map(str, done)) or NOT_RUN, *cells])
     return HEAD + "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 

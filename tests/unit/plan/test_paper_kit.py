@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import pytest
 
 from examples.paper import results
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.plan import make_plan
-from tepo_megatron.tasks.data.benchmarks.prepare import sets_yaml
-from tepo_megatron.tasks.data.benchmarks.registry import BENCHMARKS
+from tepo_megatron.plan.time import schedule_times
+from tepo_megatron.tasks.data.benchmarks import BENCHMARKS, sets_yaml
 
 KIT = Path(__file__).parents[3] / "examples/paper"
 FILES = sorted(KIT.glob("*.yaml"))
@@ -43,41 +43,97 @@ def test_the_list_of_data_is_the_registrys() -> None:
     assert set(prepared.split()) == set(listed)
 
 
-def test_the_commands_for_evaluation_are_configurations(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", [path for path in FILES if path.stem.startswith(("7b", "14b"))], ids=lambda path: path.stem)
+def test_the_setting_that_readers_report(path: Path) -> None:
+    config = load_run(path)
+    model = {"7b": "Qwen2.5-7B", "14b": "Qwen3-14B"}[path.stem.partition("-")[0]]
+    assert Path(config.model.path).name == model
+    assert [source.name for source in config.data.train_sources] == ["dapo-math"]
+    assert (config.rollout.prompts_per_step, config.rollout.samples_per_prompt, config.train.minibatches) == (64, 8, 8)
+    assert config.rollout.sampling.max_new_tokens == 8192
+    for steps in (72, 132):  # both are evaluated, and both models are kept
+        assert steps <= config.train.steps
+        assert steps % config.evaluate.every == steps % config.train.save_every == 0
+    assert (config.train.steps, config.train.keep_every) == (132, 72)
+
+
+def commands(folder: Path) -> list[list[str]]:
+    """The words of each ``tepo`` command, as bash makes them of the page's blocks."""
+    (folder / "examples/paper").mkdir(parents=True)
+    stubs = 'tepo() { printf "%s\\n" "$@" "--end--"; }; hf() { :; }; python() { :; }\n'
+    script = stubs + "".join(re.findall(r"^```bash\n(.*?)^```", PAGE, re.M | re.S))
+    result = subprocess.run(["bash", "-euc", script], cwd=folder, capture_output=True, text=True, check=True)
+    return [text.strip().split("\n") for text in result.stdout.split("--end--")[:-1]]
+
+
+def test_every_command_of_the_page_is_a_run_or_an_evaluation(tmp_path: Path) -> None:
+    """Each run with both seeds, into a folder of its own; each evaluation with the benchmarks and lengths of its size."""
     lock = {name: {"family": "base", "prepared_sha256": "0" * 64} for name in json.loads((KIT / "data.json").read_text())}
     (tmp_path / "benchmarks.yaml").write_text(sets_yaml(tmp_path, lock))
-    commands = re.findall(r"^ *tepo eval (\S+) --run data/benchmarks/benchmarks.yaml (.*)$", PAGE, re.M)
-    assert len(commands) == 2
-    for model, settings in commands:
-        config = load_run(tmp_path / "benchmarks.yaml", [f"model.path={model}", *shlex.split(settings)])
-        assert set(config.evaluate.sets) == set(lock)
-    of_training = {load_run(path).rollout.sampling.max_new_tokens for path in FILES}
-    assert of_training == {3072, 4096}
-    for path, (_, settings) in zip(("7b", "70b"), commands, strict=True):
-        assert f"max_new_tokens={load_run(KIT / f'{path}.yaml').rollout.sampling.max_new_tokens} " in settings
+    trained, evaluated = [], []
+    exported = set()
+    for command, first, *rest in commands(tmp_path):
+        if command in ("train", "launch"):
+            settings = [word for word in rest if not word.startswith("--")]
+            trained.append((Path(first).stem, load_run(KIT / Path(first).name, settings)))
+        if command == "export":
+            exported.add(rest[0])
+        if command == "eval":
+            size = Path(first).parent.name.partition("-")[0]
+            config = load_run(tmp_path / "benchmarks.yaml", [f"model.path={first}", *rest[2:]])
+            assert Path(first) == config.output / "model"
+            assert rest[:2] == ["--run", f"data/benchmarks{'-reasoning' if size == '14b' else ''}/benchmarks.yaml"]
+            assert set(config.evaluate.sets) == set(lock)
+            of_training = load_run(KIT / f"{size}.yaml").rollout
+            assert config.rollout.sampling.max_new_tokens == of_training.sampling.max_new_tokens
+            assert config.rollout.server.max_model_len == of_training.server.max_model_len
+            evaluated.append(config.output)
+    seeds = {(name, config.seed) for name, config in trained}
+    assert {(path.stem, seed) for path in FILES if not path.stem.startswith("70b") for seed in (0, 1)} <= seeds
+    assert {name for name, _ in trained} == {path.stem for path in FILES}
+    folders = {config.output for _, config in trained}
+    assert len(folders) == len(seeds)
+    assert {*folders, *(Path(model).parent for model in exported)} == set(evaluated)
+    assert sorted(folder.name for folder in evaluated) == sorted(results.FOLDERS)
+
+
+def test_the_costs_of_the_page_are_those_of_the_plan() -> None:
+    for name in ("7b", "14b", "70b"):
+        config = load_run(KIT / f"{name}.yaml")
+        gpus, steps = 8 * (config.cluster.train_nodes + config.cluster.rollout_nodes), config.train.steps
+        sync, overlap = (item.seconds for item in schedule_times(make_plan(config).time, is_colocated=False))
+        hours = sync * steps / 3600
+        cells = [name, gpus, steps, round(sync), f"{hours:.1f}", round(gpus * hours), round(overlap)]
+        assert f"| {' | '.join(map(str, [*cells, round(overlap * steps / 3600 * gpus)]))} |\n" in PAGE
 
 
 def test_the_table_is_empty_until_results_fill_it(tmp_path: Path) -> None:
     assert (KIT / "results.md").read_text() == results.table(None)
-    assert results.table(None).count(results.NOT_RUN) == len(results.RUNS) * (len(results.ROWS) + 1) + 1
+    assert results.table(None).count(results.NOT_RUN) == 1 + len(results.LINES)
+    assert {line.run for line in results.LINES} == {path.stem for path in FILES}
     for row in results.ROWS:
         write(tmp_path / "7b-p1", row.name, samples=4)
-    write(tmp_path / "7b", "math500", samples=0)
+        write(tmp_path / "7b-p1-seed1", row.name, samples=4, rewards=(0.5, 0.25))
+    write(tmp_path / "7b-step72", "math500", samples=0)
     (tmp_path / "7b-grpo").mkdir()  # trained, not evaluated
     lines = [line.strip("| ").split(" | ") for line in results.table(tmp_path).splitlines() if line.startswith("|")]
-    columns = {head: cells for head, _, *cells in zip(*lines, strict=True)}
-    assert columns["`7b`"][0].startswith("100.0 (")
-    assert set(columns["`7b`"][1:]) == {results.NOT_RUN}
-    assert all(cell.startswith("62.5 (") for cell in columns["`7b-p1`"][:-1])
-    assert columns["`7b-p1`"][-1] == "62.5"  # the average
-    assert set(columns["`7b-grpo`"]) == {results.NOT_RUN}
+    rows = {tuple(cells[:2]): dict(zip(lines[0][2:], cells[2:], strict=False)) for cells in lines[2:]}
+    assert rows["`7b`", "72"]["seeds"] == "0"
+    assert rows["`7b`", "72"]["MATH-500"].startswith("100.0 (")
+    assert rows["`7b`", "72"]["AIME 2024"] == rows["`7b`", "72"]["average"] == "–"
+    both = rows["`7b-p1`", "132"]
+    assert both["seeds"] == "0, 1"
+    assert both["Omni-MATH"].startswith("50.0 (62.5, 37.5)")
+    assert both["average"] == "50.0 (62.5, 37.5)"
+    assert rows["`7b-grpo`", "132"]["seeds"] == results.NOT_RUN
+    assert rows["P2", "–"]["AMC 2023"] == "66.41"
 
 
-def write(folder: Path, name: str, *, samples: int) -> None:
+def write(folder: Path, name: str, *, samples: int, rewards: tuple[float, float] = (1.0, 0.25)) -> None:
     """What ``tepo eval`` leaves of a benchmark of two problems."""
     place = folder / "eval/results"
     place.mkdir(parents=True, exist_ok=True)
-    figures: list[dict[str, Any]] = [{f"avg@{samples}": 1.0}, {f"avg@{samples}": 0.25}] if samples else [{"greedy": 1.0}] * 2
-    rows = [{"problem": str(at), "digest": str(at), "figures": each} for at, each in enumerate(figures)]
+    figures: list[dict[str, Any]] = [{f"avg@{samples}": reward} for reward in rewards] if samples else [{"greedy": 1.0}] * 2
+    rows = [{"problem": str(index), "digest": str(index), "figures": item} for index, item in enumerate(figures)]
     (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (place / f"{name}.json").write_text(json.dumps({"settings": {"samples": samples}}))
