@@ -1,1 +1,1 @@
-"""Processes, signals, locks, child workers and files; no RL."""
+"""Processes, signals, locks and files; no RL."""

@@ -1,5 +1,3 @@
-"""Files that survive a crash, a full disk and a removed folder: replaced by rename, or extended by whole pieces."""
-
 from __future__ import annotations
 
 import json
@@ -17,9 +15,9 @@ def partial_path(path: Path) -> Path:
 
 
 def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) -> None:
-    """Replaces a file by rename. ``sync``: the content also survives a power cut.
+    """``sync``: the content survives a power cut.
 
-    Creates the folder. Raises OSError, and then leaves no partial file.
+    Raises OSError, and then leaves no partial file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_path(path)
@@ -40,7 +38,7 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) ->
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder survive a power cut."""
+    """Names in the folder then survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -49,7 +47,7 @@ def sync_folder(folder: Path) -> None:
 
 
 class LogFile:
-    """A file that grows by whole pieces; a failed one is retried before the next. The file is opened for each piece."""
+    """Grows by whole pieces; a failed one is retried before the next."""
 
     def __init__(self, path: Path, failed: Failed) -> None:
         self.path = path
@@ -78,8 +76,7 @@ def raise_error(path: Path, error: OSError) -> None:
 
 
 def read_lines(path: Path) -> tuple[list[str], bool]:
-    """Returns the complete lines, without line feeds, and whether a crash cut off one more. Raises ValueError unless they are
-    UTF-8."""
+    """Returns the complete lines, and whether a crash cut off one more. Raises ValueError unless they are UTF-8."""
     # Not splitlines(): a response may contain characters that it, unlike JSON, treats as the end of a line.
     *lines, rest = path.read_bytes().split(b"\n")
     result = []
@@ -92,11 +89,10 @@ def read_lines(path: Path) -> tuple[list[str], bool]:
 
 
 def parse_samples(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Returns the rows. Raises ValueError with the number of a damaged line."""
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: not a sample: {error}; remove the line") from error
         if not isinstance(row, dict):
             raise ValueError(f"{path}:{number}: not a sample: an object was expected; remove the line")

@@ -1,4 +1,4 @@
-"""Named checks that several commands share: one command stops at the first problem, another reports all."""
+"""Checks that several commands share: one stops at the first problem, another reports all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _always(_subject: object) -> bool:
 
 @dataclass(frozen=True)
 class NamedCheck(Generic[Subject]):
-    """A check. ``needs`` names what it requires, such as "model" or "machine"."""
+    """``needs`` names requirements, such as "model"."""
 
     name: str
     verify: Callable[[Subject], object]
@@ -32,7 +32,6 @@ class NamedCheck(Generic[Subject]):
 
 
 def verify_all(checks: Iterable[NamedCheck[Subject]], subject: Subject) -> None:
-    """Raises ValueError with the message of the first check that fails."""
     for check in checks:
         if check.applies(subject):
             check.verify(subject)

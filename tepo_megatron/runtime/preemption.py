@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop (SIGINT, SIGTERM, and SIGUSR1, Slurm's warning), and exit codes. Imports no torch."""
+"""Signals that ask a run to stop (SIGINT, SIGTERM, SIGHUP, and SIGUSR1, Slurm's warning), and exit codes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -19,26 +19,23 @@ from typing import Any
 from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.runtime.proc import PROC, start_time
 
-INTERRUPTED = 130
-"""Exit code after SIGINT, as in shells."""
+INTERRUPTED = 130  # after SIGINT, as in shells
 
-PREEMPTED = 75
-"""Exit code after SIGTERM or SIGUSR1 (``EX_TEMPFAIL``): the run can be resumed."""
+PREEMPTED = 75  # after another signal (EX_TEMPFAIL): the run can be resumed
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 _RANKS_FOLDER = "TEPO_RANKS_FOLDER"
-"""Environment: the folder where each rank of this machine writes its PID once it handles signals."""
+"""Each rank of this machine writes its PID here once it handles signals."""
 
-_LOOK_S = 1.0
-"""Seconds between looks whether rank 0 still lives, after a signal."""
+_LOOK_S = 1.0  # between looks whether rank 0 lives, after a signal
 
 _OTHERS_S = 5.0
-"""Seconds that other ranks wait longer than rank 0 at the end of the grace time, so that rank 0 reports the reason."""
+"""Other ranks wait longer, so that rank 0 reports the reason."""
 
 
 class StopRequested(KeyboardInterrupt):
-    """A signal asked the run to stop. In a loop it is raised on every rank at the same point."""
+    """In a loop all ranks raise it at the same point."""
 
     def __init__(self, number: int) -> None:
         self.number = signal.Signals(number)
@@ -53,15 +50,20 @@ def exit_code(number: int) -> int:
     return INTERRUPTED if number == signal.SIGINT else PREEMPTED
 
 
+def not_ignored(numbers: Iterable[signal.Signals] = STOP_SIGNALS) -> tuple[signal.Signals, ...]:
+    """Leaves out what this process's starter ignores, as ``nohup`` does SIGHUP. A job's script ignores SIGUSR1 for all but the
+    ranks, which handle it.
+    """
+    return tuple(item for item in numbers if item == signal.SIGUSR1 or signal.getsignal(item) is not signal.SIG_IGN)
+
+
 class StopSignals:
-    """The stop signals of this process; :func:`stop_signals` finds them.
+    """Until :meth:`defer` the first signal raises ``StopRequested`` in the main thread; later only within
+    :meth:`interruptible`, and elsewhere it sets :attr:`requested`. A thread ends the process after the grace time, or at a
+    second Ctrl-C.
 
-    Until :meth:`defer` the first signal raises ``StopRequested`` in the main thread; later only within :meth:`interruptible`,
-    and elsewhere it sets :attr:`requested`. A thread receives signals even while the main thread waits in a collective; it ends
-    the process after the grace time, or at a second signal that is Ctrl-C.
-
-    ``grace_s``, ``warning_s``: seconds from SIGTERM and from SIGUSR1 to the end; Ctrl-C has no limit. ``ends``: whether the
-    process may be ended. If not, there are no limits, and a second signal that is Ctrl-C raises KeyboardInterrupt.
+    ``grace_s``, ``warning_s``: seconds from SIGTERM and from SIGUSR1; Ctrl-C and SIGHUP have no limit. Without ``ends`` a
+    second Ctrl-C raises KeyboardInterrupt. Signals that are ignored at :meth:`install` stay ignored.
     """
 
     def __init__(
@@ -73,14 +75,14 @@ class StopSignals:
         ends: bool = True,
     ) -> None:
         self._numbers, self._ends = numbers, ends
-        self.requested: signal.Signals | None = None
-        """The first signal."""
+        self.requested: signal.Signals | None = None  # the first one
         self.say: Callable[[str], None] = lambda text: None
-        """Shows the user a sentence; called from another thread."""
+        """Called from another thread."""
         self.at_risk: Callable[[], str] = str
         self._limits = {
             signal.SIGTERM: (grace_s, "train.grace_s"),
             signal.SIGUSR1: (warning_s, "train.warning_s"),
+            signal.SIGHUP: (math.inf, ""),  # a closed terminal kills nobody
         }
         self._deadline, self._limited_by = math.inf, signal.SIGTERM
         self._raises = True
@@ -92,6 +94,7 @@ class StopSignals:
     def install(self) -> None:
         hears, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
+        self._numbers = not_ignored(self._numbers)
         self._before = {number: signal.getsignal(number) for number in self._numbers}
         self._wakes_before = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         self._handle_all()
@@ -100,7 +103,7 @@ class StopSignals:
             write_atomically(Path(folder) / f"rank-{rank}.pid", str(os.getpid()))
 
     def uninstall(self) -> None:
-        """Restores the earlier handlers, if :meth:`install` was called. Call it from the main thread."""
+        """Must run in the main thread."""
         if self._wakes is not None:
             signal.set_wakeup_fd(self._wakes_before, warn_on_full_buffer=False)
             for number, handler in self._before.items():
@@ -109,14 +112,14 @@ class StopSignals:
             self._wakes = None
 
     def defer(self) -> None:
-        """Makes signals raise only within :meth:`interruptible`, even if their default was restored meanwhile."""
+        """Signals then raise only within :meth:`interruptible`."""
         self._raises = False
         if self._wakes is not None:
             self._handle_all()
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Context of the main thread, after :meth:`defer`, in which a signal, also an earlier one, raises ``StopRequested``."""
+        """A signal in this context, also an earlier one, raises ``StopRequested``."""
         self._raises = True
         try:
             if self.requested is not None:
@@ -126,7 +129,7 @@ class StopSignals:
             self._raises = False
 
     def seconds_left(self) -> float:
-        """Seconds until the process ends; infinite without a signal and after Ctrl-C."""
+        """Returns infinity without a signal and after Ctrl-C."""
         return self._deadline - time.monotonic()
 
     def _handle_all(self) -> None:
@@ -150,11 +153,11 @@ class StopSignals:
                 self._deadline, self._limited_by = deadline, came
 
     def _listen(self, hears: socket.socket) -> None:
-        """Runs in a thread: the kernel reports signals here whatever the main thread does."""
+        """The kernel reports signals here whatever the main thread does."""
         told: signal.Signals | None = None
         while True:
             left = max(0.0, self.seconds_left() + _patience())
-            # Who waits for rank 0, for as long as it takes, does not see that it is gone.
+            # A rank that waits for rank 0 does not notice its end.
             wait = min(left, _LOOK_S) if told is not None and _root_process() else left
             if not select.select([hears], [], [], None if wait == math.inf else wait)[0]:
                 if wait == left:
@@ -211,7 +214,7 @@ def install_stop_signals(
 
 @contextmanager
 def borrowed_stop_signals() -> Iterator[StopSignals]:
-    """Context in which signals stop what runs in the user's process, and never end it. Only the main thread receives them."""
+    """Signals never end the user's process. Only the main thread receives them."""
     global _installed
     before, _installed = _installed, StopSignals(ends=False)
     mine = _installed
@@ -225,16 +228,16 @@ def borrowed_stop_signals() -> Iterator[StopSignals]:
 
 
 def stop_signals() -> StopSignals:
-    """This process's handler; one without signals if the caller of the public functions handles them."""
+    """Returns a handler without signals if the caller of the public functions handles them."""
     return _installed
 
 
 @contextmanager
 def forward_signals(folder: Path, ranks: int) -> Iterator[Callable[[], int | None]]:
-    """Context of the ranks' parent, in its main thread: passes every stop signal on to each rank.
+    """The ranks' parent passes every stop signal on to each rank.
 
-    Before all ranks handle signals, ``StopRequested`` is raised in the parent instead. ``folder`` is private to the parent.
-    Yields a function that returns the first signal or None.
+    Before all ranks handle signals, ``StopRequested`` is raised in the parent. ``folder`` is private. Yields a function that
+    returns the first signal or None.
     """
     received: list[int] = []
 
@@ -242,12 +245,14 @@ def forward_signals(folder: Path, ranks: int) -> Iterator[Callable[[], int | Non
         received.append(number)
         files = list(folder.glob("rank-*.pid"))
         if len(files) < ranks:
+            if len(received) > 1 and number != signal.SIGINT:
+                return  # a closed terminal sends SIGHUP twice: the second one must not cut the clean-up short
             raise StopRequested(number)
         for file in files:
             with suppress(ProcessLookupError):  # it has ended
                 os.kill(int(file.read_text()), number)
 
-    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, forward) for number in not_ignored()}
     os.environ[_RANKS_FOLDER] = str(folder)
     try:
         yield lambda: received[0] if received else None
@@ -257,12 +262,14 @@ def forward_signals(folder: Path, ranks: int) -> Iterator[Callable[[], int | Non
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-AGENT_ENVIRONMENT = {"PET_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT"}
-"""For torchrun's agent, which would kill the ranks 30 s after a signal."""
+def agent_environment() -> dict[str, str]:
+    """torchrun's agent then handles no stop signal, at which it would kill the ranks after 30 s, and none that is ignored."""
+    # The list may not be empty; nobody sends the other one.
+    return {"PET_SIGNALS_TO_HANDLE": "SIGQUIT" if not_ignored([signal.SIGQUIT]) else "SIGRTMAX"}
 
 
 def _root_process() -> int:
-    """The PID of rank 0 on this machine; 0 if unknown."""
+    """Returns the PID of rank 0 on this machine, or 0."""
     folder = os.environ.get(_RANKS_FOLDER)
     if folder is None or os.environ.get("RANK", "0") == "0" or not PROC.exists():
         return 0

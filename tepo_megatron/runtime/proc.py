@@ -1,4 +1,4 @@
-"""Processes of this machine, read from Linux's /proc. On other systems every lookup returns "nothing"."""
+"""Processes of this machine, read from Linux's /proc. Other systems have no results."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from pathlib import Path
 
 PROC = Path("/proc")
 
-STOPPED = "T"
-"""State letter of a process stopped by SIGSTOP or SIGTSTP. Under a debugger it is "t"."""
+STOPPED = "T"  # by a signal; under a debugger it is "t"
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """``state`` is the kernel's letter (proc(5)). ``started`` is in clock ticks since boot; with it the PID is unique."""
+    """``state`` is the kernel's letter (proc(5)). ``started``, in clock ticks since boot, makes the PID unique."""
 
     pid: int
     parent: int
@@ -48,14 +47,14 @@ def process_state(pid: int, proc: Path = PROC) -> ProcessState | None:
 
 
 def processes(proc: Path = PROC) -> Iterator[ProcessState]:
-    """All processes that this container sees."""
+    """Sees this container only."""
     for entry in os.listdir(proc) if proc.is_dir() else ():
         if entry.isdigit() and (state := process_state(int(entry), proc)):
             yield state
 
 
 def descendants(pid: int) -> list[ProcessState]:
-    """All processes below this one, parents first."""
+    """Parents come first."""
     states = list(processes())
     result: list[ProcessState] = []
     parents = {pid}
@@ -82,20 +81,19 @@ def group_members(group: int) -> list[int]:
 
 
 def start_time(pid: int) -> int:
-    """``ProcessState.started`` of a running process; 0 if it has ended or without /proc."""
+    """Returns 0 if the process has ended."""
     state = process_state(pid)
     return state.started if state is not None and state.alive else 0
 
 
 def command_line(pid: int) -> str:
-    """The arguments, joined by blanks; empty if the process has ended or belongs to another user."""
     with suppress(OSError):
         return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return ""
 
 
 def environment(pid: int) -> dict[str, str]:
-    """The variables at the process's start; empty if they cannot be read."""
+    """Returns the variables at the process's start."""
     with suppress(OSError):
         entries = (PROC / str(pid) / "environ").read_bytes().decode(errors="surrogateescape").split("\0")
         return dict(entry.split("=", 1) for entry in entries if "=" in entry)
@@ -103,14 +101,14 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def wait_channel(pid: int) -> str:
-    """The kernel function in which the process sleeps; empty if unknown."""
+    """Returns the kernel function in which the process sleeps."""
     with suppress(OSError):
         return (PROC / str(pid) / "wchan").read_text().strip("0")
     return ""
 
 
 def boot_id() -> str:
-    """Identifies this boot of this machine in all its containers; the host name without /proc."""
+    """All containers share it; without /proc it is the host name."""
     with suppress(OSError):
         return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()

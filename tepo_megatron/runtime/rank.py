@@ -1,5 +1,3 @@
-"""Signals, exit codes and the error message of a rank, started by ``run_ranks``, ``runtime.torchrun`` or ``torchrun``."""
-
 from __future__ import annotations
 
 import ctypes
@@ -23,14 +21,14 @@ from tepo_megatron.runtime.preemption import (
     stop_signals,
 )
 from tepo_megatron.runtime.rendezvous import refuse_dynamic_rendezvous, refuse_pickles, remove_folders
+from tepo_megatron.runtime.text import echo
 
-_LEAVE_S = 2.0
-"""Seconds that a rank asked to stop waits for its threads, which may wait for servers that continue without it."""
+_LEAVE_S = 2.0  # for threads, which may wait for servers
 
 _REPORTED = "_tepo_reported"
 
 FAILURE_FILE = "TEPO_FAILURE_FILE"
-"""Environment: the file where the first rank that fails writes its message."""
+"""The first rank that fails writes its message here."""
 
 
 def under_torchrun() -> bool:
@@ -38,17 +36,17 @@ def under_torchrun() -> bool:
 
 
 def speaks_first() -> bool:
-    """Whether this process reports for all: it is the parent, or rank 0 of a ``torchrun`` by hand."""
+    """True in the parent, and in rank 0 if ``torchrun`` was called by hand."""
     return not under_torchrun() or (os.environ["RANK"] == "0" and FAILURE_FILE not in os.environ)
 
 
 def is_restart() -> bool:
-    """Whether torchrun restarted this rank after a failure (``--max-restarts``)."""
+    """torchrun restarts ranks with ``--max-restarts``."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def run_rank(work: Callable[[], None], *, grace_s: float, warning_s: float) -> int:
-    """Runs ``work()`` as one rank; returns the exit code.
+    """Returns the exit code.
 
     After a stop signal rank 0 returns 130 or 75 and the others 0: at the first other code the agent would end rank 0.
     """
@@ -69,16 +67,14 @@ def _run(work: Callable[[], None], grace_s: float, warning_s: float) -> int:
         return _leave(stop.exit_code if os.environ["RANK"] == "0" else 0)
     except Exception as error:
         if signals.requested is not None and not signals.at_risk():
-            return _leave(exit_code(signals.requested))  # what failed was on its way out
+            return _leave(exit_code(signals.requested))  # the error follows from the stop
         _report(error)
         return 1
     return 0
 
 
 def report_before_leaving(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-    """The last entry of an ``ExitStack``: reports this rank's error before its peers fail of the closed connection. In a
-    process that is no rank it does nothing.
-    """
+    """Reports this rank's error before its peers fail of the closed connection."""
     del kind, trace
     signals = stop_signals()
     if under_torchrun() and isinstance(error, Exception) and (signals.requested is None or signals.at_risk()):
@@ -86,7 +82,7 @@ def report_before_leaving(kind: type[BaseException] | None, error: BaseException
 
 
 def run_until_interrupted(work: Callable[[], None]) -> int:
-    install_stop_signals(numbers=(signal.SIGINT, signal.SIGTERM))
+    install_stop_signals(numbers=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
         work()
     except StopRequested:
@@ -95,8 +91,7 @@ def run_until_interrupted(work: Callable[[], None]) -> int:
 
 
 def print_error(text: str) -> None:
-    sys.stderr.write(f"error: {text}\n")
-    sys.stderr.flush()
+    echo(f"error: {text}", err=True)
 
 
 def _report(error: Exception) -> None:
@@ -106,7 +101,7 @@ def _report(error: Exception) -> None:
     sentence = describe(error) if is_ours(error) else f"rank {os.environ['RANK']}: {describe(error)}"
     first = _claim(sentence)
     if wants_traceback() or (first and not is_ours(error)):
-        traceback.print_exception(error)
+        echo("".join(traceback.format_exception(error)).removesuffix("\n"), err=True)
     if FAILURE_FILE not in os.environ:
         print_error(sentence)
 
@@ -115,7 +110,7 @@ def _claim(sentence: str) -> bool:
     if FAILURE_FILE not in os.environ:
         return True
     try:
-        with open(os.environ[FAILURE_FILE], "x", encoding="utf-8") as file:
+        with open(os.environ[FAILURE_FILE], "x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(sentence)
     except FileExistsError:
         return False
@@ -135,13 +130,13 @@ def _leave(code: int) -> int:
 
 
 def _in_a_group() -> bool:
-    """Python's exit with gloo's threads alive may abort; a rank ended by SIGABRT would pass for the first that failed."""
+    """Python's exit with gloo's threads alive may abort, and hide the rank that failed first."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _exit_now(code: int) -> NoReturn:
-    """Ends the process without the interpreter's exit, for which threads may not be ready."""
+    """Threads may not be ready for the interpreter's exit."""
     remove_folders()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -149,7 +144,6 @@ def _exit_now(code: int) -> NoReturn:
 
 
 def _end_with_parent() -> None:
-    """On Linux, the kernel sends SIGTERM to this rank if the agent dies."""
     if sys.platform == "linux" and FAILURE_FILE in os.environ:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

@@ -1,8 +1,7 @@
-"""Where the ranks of a run meet, so that nothing a stranger can write is unpickled.
+"""Where ranks meet, so that they unpickle nothing from strangers (docs/decisions/015-rendezvous.md).
 
 torchrun's dynamic rendezvous unpickles state from a store that any process may write. Here one machine's ranks meet in a file
-of a private folder, and several nodes' agents in a JSON store on one address of the first node
-(docs/decisions/015-rendezvous.md).
+of a private folder, and several nodes' agents in a JSON store on the first node.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tepo_megatron.runtime.leftovers import folder_name
+from tepo_megatron.runtime.supervise import folder_name
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -29,19 +28,16 @@ if TYPE_CHECKING:
 BACKEND = "tepo"
 
 FOLDER_VARIABLE = "TEPO_RENDEZVOUS"
-"""Environment: the private folder in which the ranks of one machine meet."""
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
 
-LONGEST_FOLDER = 66
-"""Bytes of the longest folder path that leaves room for a socket's name (107 bytes in all)."""
+LONGEST_FOLDER = 66  # bytes; leaves room for a socket's name (107 in all)
 
 
 def run_agent(arguments: Sequence[str], folder: Path | None = None) -> None:
-    """Runs torchrun's agent with its flags ``arguments`` and this rendezvous until the ranks have succeeded.
+    """``arguments`` are torchrun's flags.
 
-    ``folder``: of mode 0700 (default: a temporary one). Raises torchrun's errors, and ValueError for flags of a dynamic
-    rendezvous.
+    Raises torchrun's errors, and ValueError for flags of a dynamic rendezvous.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
@@ -70,9 +66,9 @@ def run_agent(arguments: Sequence[str], folder: Path | None = None) -> None:
 
 
 def rank_store(world_size: int, timeout: timedelta) -> Store | None:
-    """The store of one machine's ranks; None if torch uses ``MASTER_ADDR`` (several nodes, torchrun by hand).
+    """Every rank calls. Returns None if torch uses ``MASTER_ADDR`` (several nodes, torchrun by hand).
 
-    Every rank calls. Raises RuntimeError if other users may enter the folder.
+    Raises RuntimeError if other users may enter the folder.
     """
     from torch.distributed import FileStore  # type: ignore[attr-defined] # torch exports it without saying so
 
@@ -113,10 +109,7 @@ def _remove_if_orphaned(folder: Path, agent: int) -> None:
 
 @functools.cache
 def private_folder() -> Path:
-    """Creates a folder of mode 0700, removed when this process ends.
-
-    In a rank it is below the ranks' folder, which the agent removes; in /tmp if that path is too long for sockets.
-    """
+    """The folder has mode 0700, a path short enough for sockets, and is removed when this process ends."""
     ranks = os.environ.get(FOLDER_VARIABLE)
     parent, name = (ranks, "tepo-") if ranks else (tempfile.gettempdir(), f"{folder_name()}-")
     if len(os.fsencode(f"{parent}/{name}12345678")) > LONGEST_FOLDER:
@@ -127,7 +120,6 @@ def private_folder() -> Path:
 
 
 def refuse_dynamic_rendezvous() -> None:
-    """Raises ValueError if torchrun started this rank with a rendezvous that is not static."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None or FOLDER_VARIABLE in os.environ or os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1":
         return
@@ -144,10 +136,7 @@ def refuse_dynamic_rendezvous() -> None:
 
 
 def refuse_pickles() -> None:
-    """Makes torch's collectives of Python objects raise RuntimeError before they unpickle.
-
-    Connections between ranks have neither encryption nor keys: what arrives must not run code.
-    """
+    """Torch's collectives of Python objects then raise RuntimeError, since connections between ranks have no keys."""
     from torch.distributed import distributed_c10d
 
     distributed_c10d._unpickler = _refuse_to_unpickle  # type: ignore[assignment]
@@ -156,7 +145,7 @@ def refuse_pickles() -> None:
 def _refuse_to_unpickle(_bytes: object) -> NoReturn:
     raise RuntimeError(
         "a collective of Python objects (all_gather_object, broadcast_object_list, …) would unpickle what another process "
-        "sent; send tensors or JSON (tepo_megatron.trainer.megatron.platform.collectives)"
+        "sent; send tensors or JSON (tepo_megatron.trainer.megatron.collectives)"
     )
 
 
@@ -204,7 +193,7 @@ def _make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _meet(host: str, port: int, node: int, nodes: int, limit: timedelta) -> Store:
-    """The agents' store. The first node listens on ``host`` only; torch's own would listen on every interface."""
+    """The first node listens on ``host`` only; torch's own store would listen on every interface."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if node > 0:

@@ -23,15 +23,15 @@ from tepo_megatron.runtime.proc import PROC, boot_id, start_time
 FILE = "run.lock"
 RENEW_EVERY_S = 15.0
 SILENT_S = 180.0
-"""Seconds without renewal after which another machine's lock is stale; file systems cache times for up to 60 s."""
+"""File systems cache times for up to 60 s."""
 
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 @dataclass(frozen=True)
-class Holder:
-    """``kernel``: the running kernel, within which flock is certain; ``born``: the process's start in kernel ticks (0:
-    unknown); ``job``, ``life``: Slurm's job id and its number of requeues.
+class _Holder:
+    """``kernel``: within it flock is certain; ``born``: the process's start in kernel ticks (0: unknown); ``life``: Slurm's
+    number of requeues.
     """
 
     host: str
@@ -44,7 +44,7 @@ class Holder:
     token: str
 
     @classmethod
-    def this_process(cls) -> Holder:
+    def this_process(cls) -> _Holder:
         return cls(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -63,15 +63,15 @@ class Holder:
 class RunLock:
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, folder / FILE
-        self._own: Holder | None = None
+        self._own: _Holder | None = None
         self._fd = -1
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def take(self) -> Holder | None:
-        """Takes the lock, and renews it until :meth:`release`; returns the earlier holder if its lock was stale.
+    def take(self) -> _Holder | None:
+        """Renews the lock until :meth:`release`; returns the holder of a stale lock.
 
-        Raises ValueError if a run holds the folder, OSError if the folder cannot be written.
+        Raises ValueError if a run holds the folder, OSError if it cannot be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         while True:
@@ -81,7 +81,7 @@ class RunLock:
                 if not _is_at(fd, self._path):  # its holder has removed it meanwhile
                     os.close(fd)
                     continue
-                self._own = Holder.this_process()
+                self._own = _Holder.this_process()
                 _write(fd, self._own)
             except BaseException:
                 os.close(fd)
@@ -94,7 +94,7 @@ class RunLock:
         return left_behind
 
     def is_there(self) -> bool:
-        """Whether the file still exists. Raises RuntimeError if another run has taken the folder."""
+        """Raises RuntimeError if another run has taken the folder."""
         found = read_holder(self._path)
         if found is not None and self._own is not None and found.token != self._own.token:
             raise RuntimeError(
@@ -104,13 +104,12 @@ class RunLock:
         return found is not None and _is_at(self._fd, self._path)
 
     def release(self) -> None:
-        """Does nothing if this does not hold the lock."""
         if self._fd < 0:
             return
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-        # The folder may be gone, or another's by now.
+        # The folder may be removed or another run's by now.
         with suppress(OSError):
             if _is_at(self._fd, self._path) and read_holder(self._path) == self._own:
                 self._path.unlink()
@@ -119,12 +118,12 @@ class RunLock:
 
     def _renew(self, fd: int) -> None:
         while not self._stop.wait(RENEW_EVERY_S):
-            with suppress(OSError):  # a disk that is away: others see the silence, and is_there() what came of it
+            with suppress(OSError):  # a disk may be away: others see the silence, and is_there() the result
                 os.utime(fd)
 
 
 def check_free(folder: Path) -> None:
-    """Raises ValueError if a run holds the folder. Changes nothing."""
+    """Changes nothing."""
     path = folder / FILE
     try:
         fd = os.open(path, os.O_RDONLY)
@@ -136,15 +135,15 @@ def check_free(folder: Path) -> None:
         os.close(fd)
 
 
-def read_holder(path: Path) -> Holder | None:
+def read_holder(path: Path) -> _Holder | None:
     try:
         return _parse(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         return None
 
 
-def _judge(fd: int, path: Path, mode: int) -> Holder | None:
-    """Locks the file; returns the dead holder, if any. Raises ValueError if a living run holds it."""
+def _judge(fd: int, path: Path, mode: int) -> _Holder | None:
+    """Returns the dead holder. Raises ValueError if a living run holds the lock."""
     certain = _flock(fd, mode)
     holder = _parse(os.pread(fd, 4096, 0).decode("utf-8", errors="replace"))
     if certain is False:
@@ -155,9 +154,9 @@ def _judge(fd: int, path: Path, mode: int) -> Holder | None:
         if certain is None and _is_running(holder):
             raise _held(path, holder, "wait until it ends, end it, or give another folder (output=…)")
         return holder
-    own = Holder.this_process()
+    own = _Holder.this_process()
     if holder.job and holder.job == own.job and own.life > holder.life:
-        return holder  # Slurm starts a job's next life when the one before has ended
+        return holder  # Slurm starts a job's next life after the end of the last one
     silent_s = _now_on_disk(path) - os.fstat(fd).st_mtime
     if silent_s < SILENT_S:
         raise _held(
@@ -169,13 +168,13 @@ def _judge(fd: int, path: Path, mode: int) -> Holder | None:
     return holder
 
 
-def _held(path: Path, holder: Holder | None, what_to_do: str) -> ValueError:
+def _held(path: Path, holder: _Holder | None, what_to_do: str) -> ValueError:
     who = "another run" if holder is None else str(holder)
     return ValueError(f"output {path.parent} is in use by {who} ({path.name}); {what_to_do}")
 
 
 def _flock(fd: int, mode: int) -> bool | None:
-    """Whether the lock was taken; None if the file system has no flock."""
+    """None means that the file system has no flock."""
     try:
         fcntl.flock(fd, mode | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -194,16 +193,16 @@ def _is_at(fd: int, path: Path) -> bool:
         return False
 
 
-def _write(fd: int, holder: Holder) -> None:
+def _write(fd: int, holder: _Holder) -> None:
     """Writes in place: a lock is on the file, not on its name."""
     text = (json.dumps(asdict(holder)) + "\n").encode()
     os.pwrite(fd, text, 0)
     os.ftruncate(fd, len(text))
 
 
-def _parse(text: str) -> Holder | None:
+def _parse(text: str) -> _Holder | None:
     try:
-        return Holder(**json.loads(text))
+        return _Holder(**json.loads(text))
     except (ValueError, TypeError):
         return None
 
@@ -217,7 +216,7 @@ def _now_on_disk(path: Path) -> float:
         probe.unlink()
 
 
-def _is_running(holder: Holder) -> bool:
+def _is_running(holder: _Holder) -> bool:
     if PROC.exists():
         return start_time(holder.pid) == holder.born
     try:

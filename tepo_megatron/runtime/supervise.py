@@ -1,27 +1,35 @@
 """``python -m tepo_megatron.runtime.supervise -- COMMAND...``: runs a command that must not outlive its starter.
 
 When standard input, a pipe from the starter, closes, or on SIGTERM, the process group gets SIGTERM, the command first, then
-SIGKILL. When the command ends by itself, the rest of its group is killed. Then its temporary folder and shared memory are
-removed. The supervisor must lead its process group (``start_new_session=True``).
+SIGKILL. Then its temporary folder and shared memory are removed. The supervisor must lead its process group
+(``start_new_session=True``).
+
+It records the names in /dev/shm that its group has mapped; if it is killed too, :func:`sweep` removes them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import select
+import shutil
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from uuid import uuid4
 
-from tepo_megatron.runtime.leftovers import Scratch, sweep
-from tepo_megatron.runtime.proc import group_members
+from tepo_megatron.runtime.preemption import not_ignored
+from tepo_megatron.runtime.proc import PROC, boot_id, group_members, processes, start_time
 
-GRACE_S = 2.0
-"""Seconds between SIGTERM and SIGKILL."""
+GRACE_S = 2.0  # between SIGTERM and SIGKILL
 
 POLL_S = 0.1
 
@@ -29,18 +37,17 @@ REST_S = 2.0
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command; returns when the whole process group has ended."""
     if len(arguments) < 2 or arguments[0] != "--":
         raise SystemExit("usage: python -m tepo_megatron.runtime.supervise -- COMMAND...")
     if os.getpgrp() != os.getpid():
         raise SystemExit("the supervisor must lead its own process group; start it with start_new_session=True")
     asked_to_stop: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in not_ignored((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
         signal.signal(number, lambda number, _frame: asked_to_stop.append(number))  # a handler is not inherited by the command
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm warns all processes of a step; the trainer acts on it. Inherited
     starter = os.getppid()
     sweep()
-    scratch = Scratch()
+    scratch = _Scratch()
     child = subprocess.Popen(
         arguments[1:],
         stdin=subprocess.DEVNULL,
@@ -85,7 +92,6 @@ def _others() -> list[int]:
 
 
 def _kill_others() -> None:
-    """A process that the kernel cannot end yet is not waited for beyond REST_S."""
     deadline = time.monotonic() + REST_S
     while (left := _others()) and time.monotonic() < deadline:
         for pid in left:
@@ -97,6 +103,169 @@ def _kill_others() -> None:
 def _closed(fd: int) -> bool:
     readable, _, _ = select.select([fd], [], [], POLL_S)
     return bool(readable) and os.read(fd, 1) == b""
+
+
+_PREFIX = "tepo"
+SHM = Path("/dev/shm")  # noqa: S108
+_LONGEST_BASE = 107 - len("/tepo-01abcd-1234567-1234567890") - len(f"/{uuid4()}")
+_RECORD = "shm"
+_LOOKS = 3
+"""A name that the server has not mapped in this many looks belongs to others."""
+
+
+class _Scratch:
+    """Create it before the group's other processes."""
+
+    def __init__(self, base: Path | None = None) -> None:
+        base = base or temporary_folder()
+        self.folder = base / folder_name()
+        self.folder.mkdir(mode=0o700)
+        self._looks = dict.fromkeys(_names(), _LOOKS)
+        self._recorded: dict[str, int] = {}
+        self._written = 0
+
+    def environment(self) -> dict[str, str]:
+        """vLLM's processes unpickle messages from sockets in the folder: its mode is 0700."""
+        return dict.fromkeys(("TMPDIR", "TMP", "TEMP", "VLLM_RPC_BASE_PATH"), str(self.folder))
+
+    def record(self) -> None:
+        new = {name: inode for name in _names() if self._looks.get(name, 0) < _LOOKS and (inode := _own_inode(SHM / name))}
+        if not new:
+            return
+        used = _used_inodes(group_members(os.getpgrp()))
+        for name, inode in new.items():
+            self._looks[name] = _LOOKS if inode in used else self._looks.get(name, 0) + 1
+        self._recorded |= {name: inode for name, inode in new.items() if inode in used}
+        self._write()
+
+    def _write(self) -> None:
+        lines = [json.dumps(entry) + "\n" for entry in self._recorded.items()]
+        if len(lines) > self._written:
+            with suppress(OSError), (self.folder / _RECORD).open("a", encoding="utf-8") as file:
+                # On a full disk the record is in this process alone; the server continues.
+                file.writelines(lines[self._written :])
+                self._written = len(lines)
+
+    def remove(self) -> None:
+        """Call it when the group's other processes have ended."""
+        _remove(self.folder, self._recorded)
+
+
+def folder_name() -> str:
+    """Returns ``tepo-PLACE-PID-STARTED``."""
+    pid = os.getpid()
+    return f"{_PREFIX}-{_place()}-{pid}-{start_time(pid)}"
+
+
+def temporary_folder() -> Path:
+    """Socket paths have at most 107 characters."""
+    found = Path(tempfile.gettempdir())
+    return found if len(os.fsencode(found)) <= _LONGEST_BASE else Path("/tmp")  # noqa: S108
+
+
+def sweep(base: Path | None = None) -> list[Path]:
+    """Removes the folders of this user's killed servers and trainers.
+
+    A folder is in use while its process, one of that group, or one with the folder in its environment lives.
+    """
+    if not PROC.exists():
+        return []
+    base = base or temporary_folder()
+    removed = []
+    for folder in base.glob(f"{_PREFIX}-{_place()}-*"):
+        with suppress(FileNotFoundError):  # another sweeps too
+            if _is_own_folder(folder) and not _in_use(folder):
+                _remove(folder, _read_record(folder / _RECORD))
+                removed.append(folder)
+    return removed
+
+
+def _place() -> str:
+    """Identifies boot and PID namespace, in which a PID is valid."""
+    parts = [os.uname().nodename, boot_id()]
+    with suppress(OSError):
+        parts.append(os.readlink(PROC / "self/ns/pid"))
+    return blake2b("/".join(parts).encode(), digest_size=3).hexdigest()
+
+
+def _remove(folder: Path, recorded: Mapping[str, int]) -> None:
+    """Removes shared memory first: its record is in the folder."""
+    present = {name for name, inode in recorded.items() if _own_inode(SHM / name) == inode}
+    still_used = _used_inodes(_own_processes()) if present else set()
+    for name in present:
+        if recorded[name] not in still_used:
+            with suppress(FileNotFoundError):
+                (SHM / name).unlink()
+    shutil.rmtree(folder, ignore_errors=True)  # the next sweep removes the rest
+
+
+def _read_record(path: Path) -> dict[str, int]:
+    found: dict[str, int] = {}
+    with suppress(FileNotFoundError):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):  # the supervisor was killed while it wrote
+                name, inode = json.loads(line)
+                found[name] = inode
+    return found
+
+
+def _names() -> list[str]:
+    try:
+        return os.listdir(SHM)
+    except OSError:  # the system has no /dev/shm
+        return []
+
+
+def _own_inode(path: Path) -> int:
+    with suppress(FileNotFoundError):
+        found = path.lstat()
+        if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
+            return found.st_ino
+    return 0
+
+
+def _used_inodes(processes: Iterable[int]) -> set[int]:
+    """Semaphores are mapped under another name, from which they were renamed."""
+    used: set[int] = set()
+    for process in processes:
+        with suppress(OSError):
+            maps = (PROC / str(process) / "maps").read_text(errors="replace")
+            used |= {int(line.split()[4]) for line in maps.splitlines() if f" {SHM}/" in line}
+        with suppress(OSError):
+            for descriptor in os.scandir(PROC / str(process) / "fd"):
+                with suppress(OSError):
+                    if os.readlink(descriptor.path).startswith(f"{SHM}/"):
+                        used.add(os.stat(descriptor.path).st_ino)
+    return used
+
+
+def _own_processes() -> list[int]:
+    return [state.pid for state in processes() if state.uid == os.getuid()]
+
+
+def _is_own_folder(folder: Path) -> bool:
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+
+
+def _in_use(folder: Path) -> bool:
+    try:
+        pid, began = map(int, folder.name.split("-")[2:4])
+    except ValueError:
+        return True  # no folder of ours, whatever its name
+    now = start_time(pid)
+    if now:  # a number is reused only when its process and its group have ended
+        return now == began
+    return bool(group_members(pid)) or _is_named(folder)
+
+
+def _is_named(folder: Path) -> bool:
+    name = os.fsencode(folder)
+    for process in _own_processes():
+        with suppress(OSError):
+            if name in (PROC / str(process) / "environ").read_bytes():
+                return True
+    return False
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""The ranks of a run on one machine: starts and ends them together, and returns one error message.
+"""Starts and ends the ranks of one machine together.
 
-``python -m tepo_megatron.runtime.torchrun`` is the ``torchrun`` command for a node of a cluster, with our signals and exit
-codes.
+``python -m tepo_megatron.runtime.torchrun`` is ``torchrun`` for a node of a cluster, with our signals and exit codes.
 """
 
 from __future__ import annotations
@@ -19,18 +18,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import wants_traceback
-from tepo_megatron.runtime.leftovers import folder_name
+from tepo_megatron.runtime.heartbeat import watching
+from tepo_megatron.runtime.job_control import stopped_together
 from tepo_megatron.runtime.preemption import (
-    AGENT_ENVIRONMENT,
     INTERRUPTED,
     PREEMPTED,
     StopRequested,
+    agent_environment,
     exit_code,
     forward_signals,
 )
 from tepo_megatron.runtime.rank import FAILURE_FILE, print_error
 from tepo_megatron.runtime.rendezvous import run_agent
-from tepo_megatron.runtime.watch.watcher import watching
+from tepo_megatron.runtime.streams import open_closed_streams, outlive_readers
+from tepo_megatron.runtime.supervise import folder_name
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -41,11 +42,9 @@ _AGENT_LOG = "torch.distributed.elastic.multiprocessing.api"
 def run_ranks(
     arguments: Sequence[str], world_size: int, module: str = "tepo_megatron", *, status: Path | None = None
 ) -> tuple[int, str]:
-    """Runs ``python -m <module>`` with ``arguments`` as ``world_size`` ranks of this machine; returns the exit code and the
-    first failed rank's message.
+    """Returns the exit code and the first failed rank's message.
 
-    ``status``: folder of heartbeats, by which hanging ranks are found. Stop signals go to every rank. If a rank fails, the
-    others are ended.
+    ``status``: folder of heartbeats. Stop signals go to every rank. If a rank fails, the others are ended.
     """
     hangs: list[str] = []
     with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder:
@@ -54,6 +53,7 @@ def run_ranks(
             with (
                 _environment(failure),
                 watching(status, hangs.append),
+                stopped_together(_show_cursor),
                 forward_signals(Path(folder), world_size) as asked,
             ):
                 code, end = _run_agent(["-m", module, *arguments], world_size, Path(folder), asked)
@@ -72,7 +72,7 @@ class _End:
 
 
 def _first_cause(hangs: Sequence[str], end: _End, said: str) -> str:
-    """A killed rank comes before what the others ``said``, since their connections to it broke."""
+    """A killed rank comes first, since the others' connections to it broke."""
     if hangs:
         return hangs[0]
     if end.killed and said:
@@ -81,10 +81,9 @@ def _first_cause(hangs: Sequence[str], end: _End, said: str) -> str:
 
 
 def run_node(arguments: Sequence[str]) -> int:
-    """The ``torchrun`` command for one node of several; returns the exit code.
+    """One node of several: ``--status FOLDER``, the folder of heartbeats, may come first.
 
-    ``--status FOLDER``, the folder of heartbeats, may come first. Stop signals go to every rank; the node of rank 0 then
-    returns 75 or 130. Other failures are raised as ``torchrun`` does.
+    After a stop signal the node of rank 0 returns 75 or 130. Other failures are raised as ``torchrun`` does.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -92,12 +91,12 @@ def run_node(arguments: Sequence[str]) -> int:
     status = None
     if list(arguments[:1]) == ["--status"]:
         status, arguments = Path(arguments[1]), arguments[2:]
-    os.environ.update(AGENT_ENVIRONMENT)
+    os.environ.update(agent_environment())
     parsed = torchrun.parse_args(list(arguments))
-    with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder, watching(status, print_error):
+    with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder, watching(status, print_error), stopped_together():
         try:
             with forward_signals(Path(folder), int(parsed.nproc_per_node)) as asked:
-                # The agent would log a rank that did as it was asked as a failure.
+                # The agent would log a rank that stopped on request as a failure.
                 logging.getLogger(_AGENT_LOG).addFilter(lambda record: asked() is None)
                 try:
                     run_agent(arguments, Path(folder))
@@ -118,6 +117,7 @@ def _stop_code(error: ChildFailedError, asked: int | None) -> int | None:
 
 
 def _run_agent(arguments: Sequence[str], world_size: int, folder: Path, asked: Callable[[], int | None]) -> tuple[int, _End]:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     options = ["--nnodes=1", f"--nproc-per-node={world_size}", f"--rdzv-id={uuid.uuid4()}", f"--log-dir={folder / 'ranks'}"]
@@ -126,12 +126,16 @@ def _run_agent(arguments: Sequence[str], world_size: int, folder: Path, asked: C
     except ChildFailedError as error:
         code = _stop_code(error, asked())
         return _describe_end(error) if code is None else (code, _End())
+    except SignalException as error:
+        name = error.sigval.name
+        sentence = f"{name}: the job is ended at once, without saving; go on from its newest checkpoint with --resume"
+        return 128 + error.sigval, _End(sentence)
     return 0, _End()
 
 
 def _describe_end(error: ChildFailedError) -> tuple[int, _End]:
     rank, failure = error.get_first_failure()
-    # A rank that a signal ended takes others with it, which may have been seen to end before it.
+    # A killed rank breaks the connections of others, and their ends may be seen first.
     killed = [
         (r, f) for r, f in error.failures.items() if f.exitcode < 0 and -f.exitcode not in (signal.SIGINT, signal.SIGTERM)
     ]
@@ -147,7 +151,7 @@ def _describe_end(error: ChildFailedError) -> tuple[int, _End]:
 def _environment(failure: Path) -> Iterator[None]:
     before, level = dict(os.environ), logging.root.manager.disable
     os.environ[FAILURE_FILE] = str(failure)
-    os.environ.update(AGENT_ENVIRONMENT)
+    os.environ.update(agent_environment())
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -162,11 +166,12 @@ def _environment(failure: Path) -> Iterator[None]:
 
 
 def _show_cursor() -> None:
-    """A rank that was killed during its live view could not restore the cursor."""
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")
         sys.stdout.flush()
 
 
 if __name__ == "__main__":
+    open_closed_streams()
+    outlive_readers()
     sys.exit(run_node(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The user's code by name: ``path/file.py:name``, ``package.module:name``, or a whole module. Imports nothing heavy."""
+"""Loads the user's code by name: ``path/file.py:name``, ``package.module:name``, or a whole module."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ from typing import Any
 
 
 def locate_user_code(name: str, what: str) -> str:
-    """Returns ``module:name`` or ``/path/of/file.py:name`` without importing it.
-
-    ``what`` names it in messages, such as ``the verifier 'mine.py:score'``. Raises ValueError for other forms and missing
-    files.
-    """
+    """Does not import. ``what`` names the code in messages, such as ``the verifier 'mine.py:score'``. Raises ValueError."""
     place, _, attribute = name.rpartition(":")
     if place.endswith(".py") and attribute.isidentifier():
         path = Path(place).expanduser().resolve()
@@ -35,7 +31,7 @@ def locate_user_code(name: str, what: str) -> str:
 
 
 def load_user_code(name: str, what: str) -> Any:
-    """Imports what :func:`locate_user_code` finds. Raises its ValueError, also if the import raises or the name is missing."""
+    """Also raises ValueError if the import fails."""
     place, _, attribute = locate_user_code(name, what).rpartition(":")
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else import_module(place)
@@ -51,7 +47,7 @@ def _import_file(path: Path) -> ModuleType:
     """The file can import its neighbours, unless another module has the name."""
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    # A name of its own: the file may be called as a module of the standard library is.
+    # The file may have the name of a module of the standard library.
     spec = spec_from_file_location(f"user_code_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -62,14 +58,14 @@ def _import_file(path: Path) -> ModuleType:
 
 
 @dataclass(frozen=True)
-class UserModule:
+class _UserModule:
     module: ModuleType
     digest: str
-    """16 hexadecimal digits, of the imported bytes; for a package, of all its Python files."""
+    """16 hexadecimal digits; for a package, of all its Python files."""
 
 
 def locate_user_module(name: str, what: str) -> str:
-    """Returns ``/path/of/file.py`` or ``package.module`` without importing it. Raises ValueError for anything else."""
+    """Does not import. Returns ``/path/of/file.py`` or ``package.module``."""
     if name.endswith(".py"):
         path = Path(name).expanduser().absolute()
         if not path.is_file():
@@ -80,11 +76,10 @@ def locate_user_module(name: str, what: str) -> str:
     return name
 
 
-def load_user_module(name: str, what: str) -> UserModule:
-    """Imports a file, by exactly the bytes of the digest, or an installed module; the same bytes only once.
+def load_user_module(name: str, what: str) -> _UserModule:
+    """Imports a file, by exactly the bytes of the digest, or an installed module.
 
-    Neither a file's neighbours nor the current folder are searched: nothing runs that was not named. Raises ValueError as
-    :func:`locate_user_module`, also if the import fails.
+    Neither a file's neighbours nor the current folder are searched: no code runs unless it was named.
     """
     place = locate_user_module(name, what)
     try:
@@ -93,11 +88,11 @@ def load_user_module(name: str, what: str) -> UserModule:
         raise ValueError(f"{what}: {_import_failure(place, error)}") from error
 
 
-_IMPORTED: dict[tuple[str, str], UserModule] = {}
+_IMPORTED: dict[tuple[str, str], _UserModule] = {}
 
 
 class _Bytes(SourceFileLoader):
-    """Imports the given bytes, without Python's cache of compiled files."""
+    """Skips Python's cache of compiled files."""
 
     def __init__(self, fullname: str, path: str, data: bytes) -> None:
         super().__init__(fullname, path)
@@ -108,7 +103,7 @@ class _Bytes(SourceFileLoader):
         return self.source_to_code(self._data, self.path)
 
 
-def _import_bytes(path: Path) -> UserModule:
+def _import_bytes(path: Path) -> _UserModule:
     data = path.read_bytes()
     digest = hashlib.sha256(data).hexdigest()[:16]
     known = _IMPORTED.get((str(path), digest))
@@ -126,11 +121,11 @@ def _import_bytes(path: Path) -> UserModule:
     except BaseException:
         del sys.modules[name]
         raise
-    _IMPORTED[str(path), digest] = UserModule(module, digest)
+    _IMPORTED[str(path), digest] = _UserModule(module, digest)
     return _IMPORTED[str(path), digest]
 
 
-def _import_installed(name: str) -> UserModule:
+def _import_installed(name: str) -> _UserModule:
     with _without_current_folder():
         module = import_module(name)
     files = [Path(module.__file__)] if module.__file__ else []
@@ -139,7 +134,7 @@ def _import_installed(name: str) -> UserModule:
     hashed = hashlib.sha256()
     for file in files:
         hashed.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-    return UserModule(module, hashed.hexdigest()[:16])
+    return _UserModule(module, hashed.hexdigest()[:16])
 
 
 @contextmanager

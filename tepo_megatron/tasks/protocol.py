@@ -17,10 +17,8 @@ from tepo_megatron.sampler.protocol import Sampler, SampleStream
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The reward of a response. ``error`` tells why it could not be scored; the reward is then ``reward.failed_reward``.
-
-    ``parts``: the verifier's components; the reward is their weighted sum. ``seconds``: time of scoring, of the whole group
-    for a verifier of groups.
+    """``error``: why it could not be scored. ``parts``: components, whose weighted sum is the reward. ``seconds``: of scoring;
+    with a verifier of groups, of the group.
     """
 
     reward: float | None
@@ -30,7 +28,7 @@ class RewardResult:
 
 
 class Generate(Protocol):
-    """Samples ``n`` responses for each prompt, in the prompts' order; temperature 0 is greedy."""
+    """Keeps the prompts' order; temperature 0 is greedy."""
 
     def __call__(
         self, prompts: list[tuple[int, ...]], *, n: int, temperature: float, max_new_tokens: int, seed: int
@@ -38,7 +36,7 @@ class Generate(Protocol):
 
 
 class ResponseStream(Protocol):
-    """Responses that are requested at any time and returned as they finish. Arguments and errors as of ``SampleStream``."""
+    """Arguments and errors are those of ``SampleStream``."""
 
     @property
     def unfinished(self) -> int: ...
@@ -59,63 +57,59 @@ class ResponseStream(Protocol):
 
 
 class Task(Protocol):
-    """Samples responses to problems with the fleet's servers, and rewards them. Used from one thread of rank 0.
-
-    ``VerifierTask``: a response is one sample, rewarded by a verifier. ``EnvironmentTask``: a response is an episode, rewarded
-    by its environment.
-    """
+    """One thread of rank 0 uses it. A response is a sample (``VerifierTask``) or an episode (``EnvironmentTask``)."""
 
     @property
     def notice(self) -> str | None:
-        """A limit of the workers that this machine's kernel does not support; None: all limits are in force."""
+        """A limit that this machine's kernel does not support."""
 
     @property
     def verifier(self) -> str | None:
-        """The verifier's name, if the task can score any response; None: it scores only the responses that it sampled."""
+        """None: the task scores only responses that it sampled."""
 
     @property
     def scores_groups(self) -> bool:
-        """Whether a response is rewarded together with its whole group."""
+        """A response is rewarded with its whole group."""
 
     @property
     def unfinished(self) -> int:
-        """Responses that were submitted and whose results :meth:`poll` has not returned."""
+        """Responses whose results :meth:`poll` has not returned."""
 
     def stream(self, samples: SampleStream, problem_of: Callable[[Any], Problem]) -> ResponseStream:
-        """Responses sampled through ``samples``; ``problem_of`` maps the key of a request to its problem."""
+        """``problem_of`` maps a request's key to its problem."""
 
     def heldout_generate(self, generate: Generate, fleet: Sampler, problems: Sequence[Problem], **settings: Any) -> Generate:
-        """A function that answers ``problems``, called with their prompts in the same order. ``generate`` samples one turn;
-        ``settings`` are keywords of ``Sampler.generate``.
+        """Returns a function that answers ``problems``, called with their prompts in this order. ``settings``: as of
+        ``Sampler.generate``.
         """
 
     def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:
-        """Requests the reward of a response. ``key`` is unique; a verifier of groups needs ``group`` and ``group_size``."""
+        """``key`` is unique. A verifier of groups needs ``group`` and ``group_size``."""
 
     def poll(self, timeout_s: float | None = 0.0) -> list[tuple[Hashable, RewardResult]]:
-        """New (key, result) pairs in any order, after at most ``timeout_s`` (None: no limit); empty if none is pending."""
+        """New (key, result) pairs in any order, after at most ``timeout_s`` (None: no limit)."""
 
     def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable] | None = None) -> list[RewardResult]:
-        """The results of (problem, response) pairs in their order, after a :meth:`reset`."""
+        """Results in order, after a :meth:`reset`."""
 
     def reset(self) -> None:
-        """Drops what was submitted and not returned."""
+        """Drops submitted responses."""
 
     def rehearse(self, problems: Sequence[Problem]) -> None:
-        """Tries the first few problems. Raises ValueError if none of them can be rewarded."""
+        """Raises ValueError if none of the first few can be rewarded."""
 
     def take_figures(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Metrics of a step with these rollouts and of the responses sampled since the last call."""
+        """Metrics of these rollouts and of responses since the last call."""
 
     def another(self) -> Task:
-        """An equal task for another thread."""
+        """It is for another thread."""
 
     def close(self) -> None:
-        """Ends the workers; safe to call twice."""
+        """It can be called twice."""
 
 
 def turn_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Means over the rollouts; empty if no rollout has environment tokens."""
+    """Means; empty if no rollout has environment tokens."""
     if all(rollout.loss_mask is None for rollout in rollouts):
         return {}
     return {
@@ -125,7 +119,7 @@ def turn_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _turns(rollout: Rollout) -> int:
-    """Two turns without environment tokens between them count as one."""
+    """Turns without environment tokens between them count as one."""
     if rollout.loss_mask is None:
         return 1
     return int(np.count_nonzero(np.diff(rollout.loss_mask.astype(np.int8), prepend=0) == 1))

@@ -12,9 +12,7 @@ _BUILTIN = "builtin:"
 
 
 def resolve_model_path(source: str) -> Path:
-    """``source``: ``builtin:NAME`` or a folder, checked for ``config.json``, safetensors and a tokenizer. Raises ValueError
-    with all faults.
-    """
+    """Takes a folder or ``builtin:NAME``. Raises ValueError with all faults."""
     folder = _builtin_folder(source.removeprefix(_BUILTIN)) if source.startswith(_BUILTIN) else Path(source).expanduser()
     if not folder.is_dir():
         raise ValueError(

@@ -1,30 +1,47 @@
-"""Loads problems from built-in tasks, files and folders."""
+"""Loads problems and encodes their prompts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tepo_megatron.config.data import BUILTIN, FieldsConfig, SourceConfig
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.data.prompts import fill_template, read_messages
+from tepo_megatron.runtime.text import check_text
+from tepo_megatron.tasks.data import addition, stack_machine
 from tepo_megatron.tasks.data.rows import DataRow, columns_of, read_rows
-from tepo_megatron.tasks.data.tasks import BUILTIN_TASKS
+from tepo_megatron.tasks.data.tokenizer import Tokenizer
 
 _ABSENT = object()
 
 
-def load_problems(source: str | SourceConfig) -> list[Problem]:
-    """A row has ``prompt`` (text or messages), ``answer`` (text or a number, as written) and optionally ``id``, or the columns
-    that ``source`` maps to these; other columns become ``metadata``. The default id is ``<file stem>:<line>``, after the
-    source's name, if any.
+def _guess_number(name: str, rounds: int) -> list[Problem]:
+    return [
+        Problem(id=f"{name} {turn}: {number}", prompt="guess 1-7?", answer=str(number))
+        for turn in range(1, rounds + 1)
+        for number in range(1, 8)
+    ]
 
-    Raises ValueError, with file and line: an unknown built-in task, a missing, damaged or empty file, a missing column, or a
-    line that is no problem.
+
+BUILTIN_TASKS: Mapping[str, Callable[[], list[Problem]]] = {
+    "addition": addition.train_problems,
+    "addition-heldout": addition.heldout_problems,
+    "guess-number": partial(_guess_number, "game", 20),
+    "guess-number-heldout": partial(_guess_number, "heldout", 4),
+    "stack-machine": stack_machine.train_problems,
+    "stack-machine-heldout": stack_machine.heldout_problems,
+}
+
+
+def load_problems(source: str | SourceConfig) -> list[Problem]:
+    """Default columns are ``prompt``, ``answer`` and ``id``; others become ``metadata``. The default id is ``<file
+    stem>:<line>``, after the source's name, if any. Raises ValueError, with file and line.
     """
     config = SourceConfig(path=source) if isinstance(source, str) else source
     if config.path.startswith(BUILTIN):
@@ -52,9 +69,17 @@ def _load_builtin(name: str) -> list[Problem]:
 def _shaped(problem: Problem, config: SourceConfig) -> Problem:
     if config.template is not None:
         columns = {"prompt": problem.prompt, "answer": problem.answer, "id": problem.id, **problem.metadata}
-        problem = replace(problem, prompt=fill_template(config.template, columns, columns))
+        problem = replace(problem, prompt=_fill_template(config.template, columns, columns))
     identity = f"{config.name}/{problem.id}" if config.name else problem.id
-    return replace(problem, id=identity, messages=_wrapped(problem.prompt, config))
+    return _checked(replace(problem, id=identity, messages=_wrapped(problem.prompt, config)), config)
+
+
+def _checked(problem: Problem, config: SourceConfig) -> Problem:
+    for what in ("id", "prompt", "answer", "messages", "metadata"):
+        check_text(getattr(problem, what), f"{what} of the problem")
+    if config.special_tokens and problem.messages:
+        raise ValueError("special_tokens = true is for plain prompts, and messages never have any; leave it out")
+    return replace(problem, special_tokens=bool(config.special_tokens))
 
 
 def _check_columns(path: Path, config: SourceConfig) -> None:
@@ -79,7 +104,7 @@ def _without_repeats(path: Path, config: SourceConfig) -> Iterator[Problem]:
     place_of_id: dict[str, str] = {}
     for row in read_rows(path, config.split):
         try:
-            problem = _problem(row, config)
+            problem = _checked(_problem(row, config), config)
         except ValueError as error:
             raise ValueError(f"{row.place}: {error}") from error
         if problem.id in place_of_id:
@@ -114,7 +139,7 @@ def _problem(row: DataRow, config: SourceConfig) -> Problem:
 def _read_prompt(
     columns: Mapping[str, Any], config: SourceConfig, fields: FieldsConfig
 ) -> tuple[str, tuple[tuple[str, str], ...], str | None]:
-    """The messages are empty unless the chat template is used; the last is the column that was read."""
+    """(text, messages if the chat template is used, column that was read)."""
     column = _messages_column(columns, fields)
     if column is not None:
         if config.template is not None:
@@ -125,7 +150,7 @@ def _read_prompt(
         return messages[-1][1], messages, column
     if config.template is not None:
         prompt = _get(columns, fields.prompt)
-        prompt = fill_template(config.template, columns, {} if prompt is _ABSENT else {"prompt": prompt})
+        prompt = _fill_template(config.template, columns, {} if prompt is _ABSENT else {"prompt": prompt})
         return (
             prompt,
             _wrapped(prompt, config),
@@ -185,3 +210,85 @@ def _text(columns: Mapping[str, Any], name: str, field: str) -> str:
     if not value.strip():
         raise ValueError(f"{name!r} is empty")
     return value
+
+
+def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> tuple[int, ...]:
+    """Raises ValueError for unknown characters, and for messages without a usable chat template."""
+    special = problem.special_tokens
+    texts = [content for _, content in problem.messages] or [problem.prompt]
+    try:
+        if problem.messages:
+            ids = tokenizer.chat_ids(problem.messages)
+        else:
+            ids = tokenizer.prompt_ids(problem.prompt, special_tokens=special)
+        unknown = tokenizer.unk_id is not None and any(
+            tokenizer.unk_id in tokenizer.encode(text, special_tokens=special) for text in texts
+        )
+    except ValueError as error:
+        raise ValueError(f"the prompt of problem {problem.id!r} cannot be encoded: {error}") from error
+    if unknown:
+        text = "".join(texts)
+        raise ValueError(
+            f"the prompt of problem {problem.id!r} has characters that the tokenizer does not know: "
+            f"{_unknown_characters(tokenizer, text) or text!r}; change the prompt, or use a model whose tokenizer knows them"
+        )
+    return tuple(ids)
+
+
+def _unknown_characters(tokenizer: Tokenizer, text: str) -> str:
+    if tokenizer.unk_id is None:
+        return ""
+    return "".join(character for character in dict.fromkeys(text) if tokenizer.unk_id in tokenizer.encode(character))
+
+
+_PLACE = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*(?:\.\w+)*)\}")
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def _fill_template(template: str, columns: Mapping[str, Any], named: Mapping[str, Any]) -> str:
+    """``{name}`` is a column or in ``named``; ``{a.b}`` is the key b of column a; ``{{`` is a brace. Raises ValueError for a
+    missing or empty column.
+    """
+
+    def fill(found: re.Match[str]) -> str:
+        name = found[1]
+        if name is None:
+            return found[0][0]
+        value: Any = {**columns, **named}
+        for part in [name] if name in value else name.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                raise ValueError(f"the template has {{{name}}}, and the keys are: {', '.join(columns) or 'none'}")
+            value = value[part]
+        if value is None or (isinstance(value, str) and not value.strip()):
+            raise ValueError(f"{name!r} is empty, and the template has it")
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+    return _PLACE.sub(fill, template)
+
+
+def read_messages(given: Any, column: str) -> tuple[tuple[str, str], ...]:
+    """(role, content) pairs. Raises ValueError, also if the last message needs no answer."""
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"{column!r} must be a list of messages, each with role and content, not {json.dumps(given)[:40]}")
+    messages = tuple(_message(message, f"{column}[{index}]") for index, message in enumerate(given))
+    if messages[-1][0] not in ("user", "tool"):
+        raise ValueError(
+            f"the last message of {column!r} is the {messages[-1][0]}'s, and the model is to answer a user's; leave it out, or "
+            "give it as the answer"
+        )
+    return messages
+
+
+def _message(given: Any, place: str) -> tuple[str, str]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{place} is no message with role and content, but {json.dumps(given)[:40]}")
+    role, content = given.get("role"), given.get("content")
+    if role not in ROLES:
+        raise ValueError(f"{place} has the role {json.dumps(role)[:40]}; a role is one of {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise ValueError(f"the content of {place} must be text, not {json.dumps(content)[:40]}")
+    more = [key for key, value in given.items() if key not in ("role", "content") and value is not None]
+    if more:
+        raise ValueError(f"{place} has {', '.join(more)} beside role and content, which prompts here do not take; leave it out")
+    return str(role), content

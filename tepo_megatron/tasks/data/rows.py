@@ -1,6 +1,4 @@
-"""The rows of JSON lines, a JSON list, CSV, Parquet, and folders in the layout of Hugging Face ``datasets``. Binary columns
-are left out.
-"""
+"""Reads JSON, CSV, Parquet and folders of Hugging Face ``datasets``. Binary columns are left out."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class DataRow:
-    """``place`` names the row in messages; ``name`` is the id of a problem without one. ``written``: numbers are the text in
-    the file if the file is ``text``.
-    """
+    """``name`` is the default id. If the file has JSON ``text``, numbers in ``written`` are text."""
 
     place: str
     name: str
@@ -33,7 +29,7 @@ class DataRow:
 
 
 def read_rows(path: Path, split: str | None = None) -> Iterator[DataRow]:
-    """Raises ValueError, with file and line: nothing readable, no such split, or a line that is no JSON object."""
+    """Raises ValueError, with file and line."""
     files_found = _find_files(path, split)
     of_text = {"json": _json_rows, "list": _list_rows, "csv": _csv_rows}
     if files_found.format in of_text:
@@ -44,7 +40,7 @@ def read_rows(path: Path, split: str | None = None) -> Iterator[DataRow]:
 
 
 def columns_of(path: Path, split: str | None = None) -> tuple[str, ...] | None:
-    """None for JSON, whose rows have their own columns."""
+    """None for JSON, since rows may differ."""
     files_found = _find_files(path, split)
     if files_found.format in ("json", "list"):
         return None
@@ -56,7 +52,7 @@ def columns_of(path: Path, split: str | None = None) -> tuple[str, ...] | None:
 
 
 def first_columns(path: Path, split: str | None = None) -> list[str]:
-    """JSON: the columns of the first row. Raises ValueError as :func:`read_rows`."""
+    """For JSON it reads the first row."""
     named = columns_of(path, split)
     if named is None:
         named = tuple(next((row.written for row in read_rows(path, split)), ()))
@@ -129,7 +125,7 @@ def _parse(line: bytes, place: str) -> tuple[str, Mapping[str, Any]]:
 def _decode(data: bytes, place: str, of: str) -> tuple[str, Any]:
     """Numbers stay text, because "1.50" must not become "1.5"."""
     try:
-        # utf-8-sig: editors on Windows start a file with a byte-order mark.
+        # Editors on Windows write a byte-order mark.
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{place}: not UTF-8 text (byte {error.start + 1}{of}); save the file as UTF-8") from error
@@ -148,7 +144,12 @@ def _arrow_rows(data: _DataFiles) -> Iterator[DataRow]:
         with _readable(file, data.format):
             columns, batches = _open(file, data.format)
             for batch in batches:
-                for entry in batch.select(columns).to_pylist():
+                try:
+                    entries = batch.select(columns).to_pylist()
+                except UnicodeDecodeError as error:
+                    rows = f"rows {number + 1} to {number + batch.num_rows}"
+                    raise ValueError(f"{data.name}, one of the {rows}: text that is not UTF-8; save it as UTF-8") from error
+                for entry in entries:
                     number += 1
                     values = {name: _plain(value) for name, value in entry.items()}
                     yield DataRow(f"{data.name}, row {number}", f"{data.stem}:{number}", values)
@@ -200,7 +201,6 @@ def _plain(value: Any) -> Any:
 
 
 Format = Literal["json", "list", "csv", "parquet", "arrow"]
-"""``json``: JSON lines; ``list``: a JSON list of objects."""
 
 _SHARD = re.compile(r"(?P<split>.+?)(-\d+-of-\d+)?")
 _SUFFIXES: Mapping[str, Format] = {".parquet": "parquet", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
@@ -208,7 +208,7 @@ _SUFFIXES: Mapping[str, Format] = {".parquet": "parquet", ".jsonl": "json", ".cs
 
 @dataclass(frozen=True)
 class _DataFiles:
-    """``stem`` begins the ids of problems without one."""
+    """``stem`` begins the default ids."""
 
     format: Format
     files: tuple[Path, ...]
@@ -217,9 +217,7 @@ class _DataFiles:
 
 
 def _find_files(path: Path, split: str | None) -> _DataFiles:
-    """A file, a folder of ``save_to_disk``, or a folder of files named by their split (``train.parquet``,
-    ``data/train-00000-of-00002.parquet``), as on the Hub. Raises ValueError as :func:`read_rows`.
-    """
+    """Takes a file, a folder of ``save_to_disk``, or files named by their split (``data/train-00000-of-00002.parquet``)."""
     if path.is_file():
         if split is not None:
             raise ValueError(f"the data file {path} is one file, and split = {split} is for a folder; leave it out")
@@ -240,7 +238,6 @@ def _find_files(path: Path, split: str | None) -> _DataFiles:
 
 
 def splits_of(path: Path) -> list[str]:
-    """Empty without splits. Raises ValueError as :func:`read_rows`."""
     if path.is_dir() and (path / "dataset_dict.json").is_file():
         return [str(name) for name in _json(path / "dataset_dict.json").get("splits") or []]
     if not path.is_dir() or (path / "state.json").is_file():
@@ -320,7 +317,7 @@ def _json(path: Path) -> Mapping[str, Any]:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 in hexadecimal. Raises ValueError if the file cannot be read."""
+    """SHA-256 in hexadecimal."""
     digest = sha256()
     try:
         with path.open("rb") as file:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from tepo_megatron.tasks.data.chat import AnyMessage, chat_ids, turn_ids
+from tepo_megatron.runtime.text import check_text
+from tepo_megatron.weights.architecture import generation_end_ids
 
-UNKNOWN_TEXT = "\ufffd"
-"""It is visible, because without it ``9<unk>5`` would read as the right answer."""
+UNKNOWN_TEXT = "\ufffd"  # visible: without it 9<unk>5 would read as the right answer
 
 _NO_CHAT = (
     ", which prompts of messages and chat_template = true need; use an instruct model's tokenizer, or plain prompts and set "
@@ -25,7 +25,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 
 class Tokenizer(Protocol):
-    """``eos_ids`` end a response; the tokenizer's own id comes first."""
+    """``eos_ids`` end a response; the tokenizer's own comes first."""
 
     @property
     def bos_id(self) -> int | None: ...
@@ -37,41 +37,35 @@ class Tokenizer(Protocol):
     def unk_id(self) -> int | None: ...
     @property
     def vocab_size(self) -> int:
-        """The largest known id plus one; the model's vocabulary may be padded beyond it."""
+        """The largest id plus one; the model may pad its vocabulary."""
 
-    def encode(self, text: str) -> list[int]:
-        """Ids without special tokens around the text."""
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        """No special tokens are added, and their names in ``text`` become such only with ``special_tokens``. Raises ValueError
+        if that cannot be done, or if ``text`` is no Unicode.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Leaves special tokens out; ids without text become ``UNKNOWN_TEXT``."""
+        """Special tokens are left out; ids without text become ``UNKNOWN_TEXT``."""
 
-    def prompt_ids(self, text: str) -> list[int]:
-        """Ids of a plain prompt, with the begin token if the tokenizer adds one. Names of special tokens are parsed, because
-        the text may come from a rendered chat template.
-        """
+    def prompt_ids(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        """Puts the begin token before what :meth:`encode` returns."""
 
     def chat_ids(self, messages: Sequence[AnyMessage], *, tools: Tools = None) -> list[int]:
-        """Ids up to the beginning of the answer. ``tools``: functions in the OpenAI format. The text of a special token in a
-        content stays plain text. Raises ValueError if there is no template or it refuses the messages.
-        """
+        """See :func:`chat_ids`."""
 
     def turn_ids(self, messages: Sequence[AnyMessage], *, ended: bool) -> list[int]:
-        """Ids that follow an answer: its end token unless present (``ended``), the messages, and the beginning of the next
-        answer. Raises as :meth:`chat_ids`.
-        """
+        """See :func:`turn_ids`."""
 
     def show(self, ids: Sequence[int]) -> str:
-        """Text for people: as ``decode``, with special tokens as ``⟦name⟧``."""
+        """As ``decode``, with special tokens as ``⟦name⟧``."""
 
     def piece(self, token: int) -> str:
-        """As ``show``, for one id in the middle of a text, with bytes of incomplete characters as ``⟨xx⟩``."""
+        """As ``show`` for one id; bytes of incomplete characters are ``⟨xx⟩``."""
 
 
 def load_tokenizer(model_dir: str | Path) -> Tokenizer:
-    """Reads ``tokenizer.json`` as it is; without it SentencePiece reads ``tokenizer.model``, otherwise ``AutoTokenizer``
-    decides (no code of the folder runs). ``generation_config.json`` may add end tokens.
-
-    Raises ValueError: a missing or damaged tokenizer, or one without an end token.
+    """Takes ``tokenizer.json``, else ``tokenizer.model``, else ``AutoTokenizer`` without the folder's code. Raises ValueError
+    if none is usable or no end token is known.
     """
     folder = Path(model_dir)
     has_json, has_model = (folder / "tokenizer.json").is_file(), (folder / "tokenizer.model").is_file()
@@ -98,16 +92,19 @@ class _SentencePieceTokenizer:
         self._adds_bos = self.bos_id is not None and config.get("add_bos_token", True)
         self._special = frozenset(i for i in range(self.vocab_size) if self._processor.is_control(i)) | set(self.eos_ids)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        if special_tokens:
+            raise ValueError("a SentencePiece tokenizer.model reads no special tokens in a text; set special_tokens = false")
+        check_text(text, "the text")
         ids: list[int] = self._processor.encode(text)
-        return ids
+        return _without_special(ids, self._special, text, self._processor.id_to_piece)
 
     def decode(self, ids: Sequence[int]) -> str:
         return _decode(ids, self._special, self.unk_id, self.vocab_size, self._processor.decode)
 
-    def prompt_ids(self, text: str) -> list[int]:
+    def prompt_ids(self, text: str, *, special_tokens: bool = False) -> list[int]:
         begin = [self.bos_id] if self._adds_bos and self.bos_id is not None else []
-        return begin + self.encode(text)
+        return begin + self.encode(text, special_tokens=special_tokens)
 
     def chat_ids(self, messages: Sequence[AnyMessage], *, tools: Tools = None) -> list[int]:
         raise ValueError(f"a SentencePiece tokenizer.model has no chat template{_NO_CHAT}")
@@ -128,8 +125,7 @@ class HuggingFaceTokenizer:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-        # For some model types AutoTokenizer takes only the vocabulary from tokenizer.json and splits text by its own rules:
-        # the ids silently differ from those that the model was trained on.
+        # For some models AutoTokenizer splits text by its own rules instead of tokenizer.json's: the ids silently differ.
         whole = (folder / "tokenizer.json").is_file()
         loader: Any = PreTrainedTokenizerFast if whole else AutoTokenizer
         with _reading(folder):
@@ -141,20 +137,23 @@ class HuggingFaceTokenizer:
         self.eos_ids = _end_ids(self._tokenizer.eos_token_id, folder)
         pad_id: int | None = self._tokenizer.pad_token_id
         self.pad_id = self.eos_ids[0] if pad_id is None else pad_id
-        # Some tokenizers use one token as end and unknown token: it is left out as an end token.
+        # Some tokenizers have one token for end and unknown.
         self._special = ({i for i, token in added.items() if token.special} - {self.unk_id}) | set(self.eos_ids)
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        check_text(text, "the text")
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not special_tokens)
+        return ids if special_tokens else _without_special(ids, self._special, text, self._tokenizer.convert_ids_to_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
         return _decode(ids, self._special, self.unk_id, self.vocab_size, self._decode_known)
 
-    def prompt_ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True)
-        # A tokenizer set up for training may end every text; a prompt must stay open.
-        return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id else ids
+    def prompt_ids(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        plain = self.encode(text, special_tokens=special_tokens)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True, split_special_tokens=not special_tokens)
+        # A tokenizer set up for training may add an end token.
+        end = [self._tokenizer.eos_token_id]
+        return ids[:-1] if ids[-1:] == end != plain[-1:] else ids
 
     def chat_ids(self, messages: Sequence[AnyMessage], *, tools: Tools = None) -> list[int]:
         if not self._tokenizer.chat_template:
@@ -177,9 +176,7 @@ class HuggingFaceTokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer, model_dir: str | Path) -> None:
-    """Raises ValueError if the tokenizer has ids beyond the model's vocabulary, or none of its end tokens is one of the
-    model's.
-    """
+    """Raises ValueError for ids beyond the model's vocabulary, or no common end token."""
     path = Path(model_dir) / "config.json"
     model_config = _read_json(path)
     rows = model_config.get("vocab_size")
@@ -213,6 +210,17 @@ def _decode(
     return UNKNOWN_TEXT.join(known(run) if run else "" for run in runs)
 
 
+def _without_special(ids: list[int], special: Container[int], text: str, name: Callable[[int], Any]) -> list[int]:
+    """A vocabulary may have a special token's name as an ordinary piece."""
+    result = next((token for token in ids if token in special), None)
+    if result is not None:
+        raise ValueError(
+            f"the text {text[:60]!r} has {str(name(result))!r} in it, which this tokenizer can only read as the special token; "
+            "change it, or allow it by special_tokens = true"
+        )
+    return ids
+
+
 def _show(ids: Sequence[int], special: Container[int], decode: Callable[[list[int]], str], name: Callable[[int], Any]) -> str:
     parts: list[str] = []
     run: list[int] = []
@@ -233,8 +241,7 @@ def _piece(token: int, tokenizer: Tokenizer, special: Container[int], name: Call
 
 
 def _end_ids(own: int | None, folder: Path) -> tuple[int, ...]:
-    more = _as_ids(_read_json(folder / "generation_config.json").get("eos_token_id"))
-    ids = tuple(dict.fromkeys(([] if own is None else [own]) + more))
+    ids = tuple(dict.fromkeys(([] if own is None else [own]) + generation_end_ids(folder)))
     if not ids:
         raise ValueError(f"the tokenizer in {folder} has no end token; set eos_token in tokenizer_config.json")
     return ids
@@ -276,7 +283,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _piece_text(token: int, anchor: Sequence[int], decode: Callable[[Sequence[int]], str], name: Callable[[int], Any]) -> str:
-    """A token decoded after ``anchor`` (ids of an ordinary character) keeps its leading space."""
+    """``anchor``: ids of an ordinary character; a token decoded after it keeps its leading space."""
     before, text = decode(anchor), decode([*anchor, token])
     text = text[len(before) :] if text.startswith(before) else decode([token])
     data = _bytes_of(str(name(token))) if "\ufffd" in text else None
@@ -292,7 +299,7 @@ def _bytes_of(name: str) -> bytes | None:
 
 @cache
 def _byte_level() -> dict[str, int]:
-    """Character → byte: printable Latin-1 bytes map to themselves, others follow from U+0100."""
+    """Character → byte: printable Latin-1 as itself, others from U+0100."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
     return {**{chr(byte): byte for byte in printed}, **{chr(0x100 + index): byte for index, byte in enumerate(others)}}
@@ -307,9 +314,7 @@ _TEXTS = 200
 
 
 def check_served_tokenizer(tokenizer: Tokenizer, folder: Path, texts: Iterable[str]) -> None:
-    """``AutoTokenizer``, with which vLLM finds stop strings, has other rules than ``tokenizer.json`` for some model types.
-    Raises ValueError if the first texts are encoded or decoded otherwise.
-    """
+    """vLLM's ``AutoTokenizer`` may differ from ``tokenizer.json``. Raises ValueError if it does on the first texts."""
     if not (folder / "tokenizer.json").is_file():
         return
     from transformers import AutoTokenizer
@@ -317,10 +322,117 @@ def check_served_tokenizer(tokenizer: Tokenizer, folder: Path, texts: Iterable[s
     served: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     for text in islice(texts, _TEXTS):
         ids = tokenizer.encode(text)
-        if served.encode(text, add_special_tokens=False) == ids and served.decode(ids) == tokenizer.decode(ids):
+        plain = served.encode(text, add_special_tokens=False, split_special_tokens=True)
+        if plain == ids and served.decode(ids) == tokenizer.decode(ids):
             continue
         raise ValueError(
             "rollout.sampling.stop and bad_words are looked for by vLLM, which reads tokenizers with transformers' "
             f"AutoTokenizer, and that divides or joins text otherwise than {folder / 'tokenizer.json'} says, such as "
             f"{text[:60]!r}; leave stop and bad_words out, and end responses with the end token"
         )
+
+
+AnyMessage = tuple[str, str] | Mapping[str, Any]  # (role, content), or with more keys for templates (tool_calls)
+
+_PRIVATE = range(0xE000, 0xF900)  # private use; they replace special tokens' texts in templates
+
+
+def chat_ids(
+    tokenizer: Any, messages: Sequence[AnyMessage], special: Sequence[str], tools: Sequence[Mapping[str, Any]] | None = None
+) -> list[int]:
+    """Returns ids up to the beginning of the answer. Special tokens' texts in a content stay plain text: they must not end the
+    user's turn. Raises ValueError if the template is missing or refuses.
+    """
+    check_text((list(messages), tools), "a message")
+    hidden: list[str] = []
+    plain = [_as_mapping(message) for message in messages]
+    texts = "".join(text for part in (plain, tools or ()) for text in _texts(part))
+    mark = next(chr(code) for code in _PRIVATE if chr(code) not in texts)
+    pattern = _special_pattern(special)
+
+    def hide(found: re.Match[str]) -> str:
+        hidden.append(found[0])
+        return f"{mark}{len(hidden) - 1}{mark}"
+
+    filled = [_with_texts(message, lambda text: pattern.sub(hide, text)) for message in plain]
+    shown = {} if tools is None else {"tools": _with_texts(tools, lambda text: pattern.sub(hide, text))}
+    try:
+        if not hidden:
+            ids: list[int] = tokenizer.apply_chat_template(filled, add_generation_prompt=True, return_dict=False, **shown)
+            return ids
+        text = tokenizer.apply_chat_template(filled, add_generation_prompt=True, tokenize=False, **shown)
+    except Exception as error:  # templates are programs and raise anything
+        why = " ".join(str(error).split()) or type(error).__name__
+        roles = ", ".join(str(message["role"]) for message in plain)
+        raise ValueError(f"the tokenizer's chat template does not take messages of {roles}: {why}") from error
+    ids = []
+    for index, part in enumerate(re.split(rf"{mark}(\d+){mark}", text)):
+        if index % 2:
+            ids += tokenizer.encode(hidden[int(part)], add_special_tokens=False, split_special_tokens=True)
+        elif part:
+            ids += tokenizer.encode(part, add_special_tokens=False)
+    return ids
+
+
+def _as_mapping(message: AnyMessage) -> Mapping[str, Any]:
+    return message if isinstance(message, Mapping) else {"role": message[0], "content": message[1]}
+
+
+def _special_pattern(special: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) or r"(?!)")
+
+
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _with_texts(entry, change) for name, entry in value.items()}
+    return [_with_texts(item, change) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _texts(value: Any) -> list[str]:
+    texts: list[str] = []
+    _with_texts(value, lambda text: texts.append(text) or text)  # type: ignore[func-returns-value]
+    return texts
+
+
+_ANSWER = "\ue000"  # stands for the model's answer
+
+_HIDDEN = "\ue001"  # delimits the number of a replaced special token
+
+
+def turn_ids(
+    tokenizer: Any, messages: Sequence[AnyMessage], *, ended: bool, special: Sequence[str], end_ids: Collection[int]
+) -> list[int]:
+    """Returns ids between an answer and the next. ``ended``: the answer has its end token, which is left out."""
+    if not tokenizer.chat_template:
+        raise ValueError("the environment returned messages, and the model's tokenizer has no chat template; return text")
+    check_text(list(messages), "a message")
+    hidden: list[str] = []
+    pattern = _special_pattern(special)
+
+    def hide(found: re.Match[str]) -> str:
+        hidden.append(found[0])
+        return f"{_HIDDEN}{len(hidden) - 1}{_HIDDEN}"
+
+    before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    mappings = [_as_mapping(message) for message in messages]
+    plain = [
+        _with_texts(message, lambda text: pattern.sub(hide, re.sub(f"[{_ANSWER}{_HIDDEN}]", "", text))) for message in mappings
+    ]
+    try:
+        text = tokenizer.apply_chat_template([*before, *plain], add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # templates are programs and raise anything
+        why = " ".join(str(error).split()) or type(error).__name__
+        roles = ", ".join(str(message["role"]) for message in mappings)
+        raise ValueError(f"the tokenizer's chat template takes no messages of {roles} behind an answer: {why}") from error
+    _, answer, rest = text.partition(_ANSWER)
+    if not answer:
+        raise ValueError("the tokenizer's chat template leaves the model's answers out; have the environment return text")
+    ids: list[int] = []
+    for index, part in enumerate(re.split(rf"{_HIDDEN}(\d+){_HIDDEN}", rest)):
+        if index % 2:
+            ids += tokenizer.encode(hidden[int(part)], add_special_tokens=False, split_special_tokens=True)
+        elif part:
+            ids += tokenizer.encode(part, add_special_tokens=False)
+    return ids[1:] if ended and ids and ids[0] in end_ids else ids

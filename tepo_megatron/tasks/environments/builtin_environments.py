@@ -1,17 +1,20 @@
-"""A calculator, a guessing game, and a Python tool (docs/guides/environments.md)."""
+"""Built-in environments (docs/guides/environments.md), and adapters for other libraries, which are not imported here."""
 
 from __future__ import annotations
 
 import ast
 import asyncio
+import inspect
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from typing import Any
 
 from tepo_megatron.core.problem import Problem, ResponseText
-from tepo_megatron.runtime.workers.sandbox import Sandbox, require_no_network
-from tepo_megatron.tasks.environments.protocol import StepResult
+from tepo_megatron.runtime.sandbox import Sandbox, require_no_network
+from tepo_megatron.runtime.user_code import load_user_code
+from tepo_megatron.tasks.environments.protocol import Observation, StepResult
 from tepo_megatron.tasks.reward.verifiers import load_verifier
 
 _LONGEST = 200
@@ -27,9 +30,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Decimal, Decimal], Decimal]] =
 
 
 class Calculator:
-    """An invalid expression (allowed: numbers, ``+ - * / // %`` and brackets) is answered by ``error`` and the reason, and
-    costs ``penalty``. A turn without an expression is the answer, which ``verifier`` scores.
-    """
+    """An invalid expression gets ``error`` and the reason, and costs ``penalty``. A turn without one is the answer."""
 
     def __init__(
         self,
@@ -60,9 +61,7 @@ class Calculator:
 
 
 def compute(expression: str) -> str:
-    """The value in plain decimal notation: ``3/4`` gives ``0.75``. Raises ValueError: not arithmetic, division by zero, too
-    long or too large.
-    """
+    """``3/4`` gives ``0.75``. Raises ValueError."""
     if len(expression) > _LONGEST:
         raise ValueError(f"longer than {_LONGEST} characters")
     try:
@@ -91,9 +90,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 class GuessNumber:
-    """The first number in a turn is the guess; the reward is 1 if it is found within ``turns``. A turn without a number is a
-    tool error. Bisection finds one of 2^k − 1 numbers in k turns.
-    """
+    """The first number of a turn is the guess. A turn without a number is a tool error."""
 
     def __init__(self, turns: int = 3) -> None:
         self._left = turns
@@ -114,10 +111,8 @@ class GuessNumber:
 
 class PythonTool:
     """Limits: ``seconds`` of wall and processor time, ``memory_mb``, ``output`` characters, 64 open files of 10 MB, no child
-    processes (except as root), the standard library, 16 programs at a time per worker.
-
-    A program that raises, prints nothing or exceeds a limit counts as a tool error. A turn without a program is the answer.
-    Needs ``environment.run_code`` and a kernel that can cut the worker's network; raises RuntimeError otherwise.
+    processes (except as root), 16 programs at a time per worker. A failing or silent program is a tool error. Needs
+    ``environment.run_code`` and a kernel that can cut the network, else raises RuntimeError.
     """
 
     runs_code = True
@@ -162,3 +157,102 @@ class PythonTool:
         text = ran.head.decode("utf-8", "replace").strip()
         shown = text if len(text) <= self._output else f"{text[: self._output]} ..."
         return shown or "(it printed nothing)", not shown
+
+
+class Gymnasium:
+    """``reset`` gets the problem's id, prompt, answer and metadata as ``options``. An info with a true ``tool_error`` counts as
+    one.
+    """
+
+    def __init__(self, found: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+        self._environment = found(**kwargs)
+
+    def reset(self, problem: Problem, seed: int) -> Observation:
+        options = {"id": problem.id, "prompt": problem.prompt, "answer": problem.answer, **problem.metadata}
+        observation, _ = self._environment.reset(seed=seed % 2**32, options=options)
+        return _readable(observation)
+
+    def step(self, action: ResponseText) -> StepResult:
+        observation, reward, terminated, truncated, info = self._environment.step(str(action))
+        tool_error = bool(info.get("tool_error")) if isinstance(info, Mapping) else False
+        return StepResult(_readable(observation), reward, bool(terminated or truncated), tool_error)
+
+    def close(self) -> None:
+        self._environment.close()
+
+
+class SkyrlGym:
+    """A ``BaseTextEnv``, made with ``env_config`` (``environment.kwargs``) and ``extras`` (the metadata; by default the answer
+    is ``reward_spec.ground_truth``). ``init`` must not change the prompt.
+    """
+
+    def __init__(self, found: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+        self._found, self._kwargs = found, dict(kwargs)
+        self._environment: Any = None
+
+    def reset(self, problem: Problem, seed: int) -> Observation:
+        extras = {"reward_spec": {"ground_truth": problem.answer}, "max_turns": 1, **problem.metadata}
+        self._environment = self._found(env_config=self._kwargs, extras=extras)
+        prompt = [{"role": "user", "content": problem.prompt}]
+        begun, _ = self._environment.init(prompt)
+        if begun != prompt:
+            raise ValueError("init changed the prompt; write the prompt as the model is to read it into the data")
+        return None
+
+    def step(self, action: ResponseText) -> StepResult:
+        result = self._environment.step(str(action))
+        metadata = result.get("metadata") or {}
+        return StepResult(result["observations"], result["reward"], bool(result["done"]), bool(metadata.get("tool_error")))
+
+    def close(self) -> None:
+        if self._environment is not None:
+            self._environment.close()
+
+
+class OpenEnv:
+    """Clients of a server. ``environment.kwargs``: ``action`` (``package.module:Class``), ``action_field`` (for the text),
+    ``observation_field`` (default: all), and the client's own.
+    """
+
+    def __init__(self, found: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+        options = dict(kwargs)
+        missing = [name for name in ("action", "action_field") if name not in options]
+        if missing:
+            raise ValueError(f"environment.kwargs needs {' and '.join(missing)} for adapter = openenv")
+        self._action = load_user_code(options.pop("action"), "the OpenEnv action")
+        self._field, self._shown = options.pop("action_field"), options.pop("observation_field", None)
+        self._client = found(**options)
+
+    async def reset(self, problem: Problem, seed: int) -> Observation:
+        return self._text((await _awaited(self._client.reset())).observation)
+
+    async def step(self, action: ResponseText) -> StepResult:
+        result = await _awaited(self._client.step(self._action(**{self._field: str(action)})))
+        reward = 0.0 if result.reward is None else result.reward
+        return StepResult(self._text(result.observation), reward, bool(result.done))
+
+    async def close(self) -> None:
+        await _awaited(self._client.close())
+
+    def _text(self, observation: Any) -> Observation:
+        shown = observation if self._shown is None else getattr(observation, self._shown)
+        return _readable(shown)
+
+
+ADAPTERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
+    "gymnasium": Gymnasium,
+    "skyrl_gym": SkyrlGym,
+    "openenv": OpenEnv,
+}
+
+
+async def _awaited(found: Any) -> Any:
+    return await found if inspect.isawaitable(found) else found
+
+
+def _readable(observation: Any) -> Observation:
+    if observation is None or isinstance(observation, str):
+        return observation
+    if isinstance(observation, Sequence) and all(type(item) is int or isinstance(item, Mapping) for item in observation):
+        return observation
+    return str(observation)

@@ -1,4 +1,4 @@
-"""The task of a run with environments: a response is an episode."""
+"""Task of a run with environments: a response is an episode."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from types import TracebackType
 from typing import Any
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.environment import OUTSIDE, EnvironmentConfig
-from tepo_megatron.config.sampling import SamplingConfig
+from tepo_megatron.config.reward import OUTSIDE, EnvironmentConfig
+from tepo_megatron.config.rollout import SamplingConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Response, Rollout
+from tepo_megatron.runtime.text import valid_text
 from tepo_megatron.sampler.protocol import Sampler, SampleStream
 from tepo_megatron.sampler.sampling import Sampling, prompt_seed
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
-from tepo_megatron.tasks.environments.episode_tokens import Observations, opening_of
-from tepo_megatron.tasks.environments.episodes import EpisodeEnd, EpisodeLimits, EpisodeStream
-from tepo_megatron.tasks.environments.host import EnvironmentHost, reset_call
-from tepo_megatron.tasks.environments.remote import RemoteEnvironments
+from tepo_megatron.tasks.environments.episodes import EpisodeEnd, EpisodeLimits, EpisodeStream, Observations, opening_of
+from tepo_megatron.tasks.environments.protocol import EnvironmentHost, reset_call
+from tepo_megatron.tasks.environments.service import RemoteEnvironments
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 from tepo_megatron.tasks.protocol import Generate, RewardResult, turn_figures
 from tepo_megatron.tasks.reward.pool import weigh
@@ -45,8 +45,8 @@ class _Counts:
 
 @dataclass(eq=False)
 class EnvironmentTask:
-    """The rewards of episodes are known when they end; :meth:`submit` and :meth:`score` look them up. A failed episode has
-    ``reward.failed_reward`` and an error text. ``max_length``: tokens of the prompt and all turns.
+    """:meth:`submit` and :meth:`score` look up the rewards of ended episodes. ``max_length``: tokens of prompt and all
+    turns.
     """
 
     config: RunConfig
@@ -56,11 +56,10 @@ class EnvironmentTask:
     host: EnvironmentHost = field(init=False)
     components: tuple[str, ...] | None = field(init=False, default=None)
     _results: OrderedDict[tuple[str, bytes], deque[RewardResult]] = field(init=False, default_factory=OrderedDict)
-    """By problem and tokens. Episodes with equal tokens may exchange their rewards."""
+    """By problem and tokens: equal episodes may exchange rewards."""
     _finished: list[tuple[Hashable, RewardResult]] = field(init=False, default_factory=list)
     _counts: _Counts = field(init=False, default_factory=_Counts)
-    _numbers: Iterator[int] = field(init=False, default_factory=count)
-    """An episode's number is never reused, since answers to an ended one may still arrive."""
+    _numbers: Iterator[int] = field(init=False, default_factory=count)  # never reused: an ended episode may still be answered
 
     def __post_init__(self) -> None:
         environment, weights = self.config.environment, self.config.reward.weights
@@ -68,8 +67,11 @@ class EnvironmentTask:
         self._environment = environment
         self.components = None if weights is None else tuple(weights)
         tokenizer = self.tokenizer
+        encode = partial(tokenizer.encode, special_tokens=True) if environment.special_tokens else tokenizer.encode
+        if environment.special_tokens:
+            encode("")  # refuses what the tokenizer cannot do
         self._observations = Observations(
-            tokenizer.encode,
+            encode,
             lambda messages, ended: tokenizer.turn_ids(messages, ended=ended),
             tokenizer.unk_id,
             self.vocab_size,
@@ -131,7 +133,7 @@ class EnvironmentTask:
         on_move: Callable[[], None] = lambda: None,
         **truncation: Any,
     ) -> list[list[Response]]:
-        """As ``Sampler.generate``. ``max_new_tokens`` is per turn; ``truncation``: further fields of ``Sampling``."""
+        """``max_new_tokens``: per turn. ``truncation``: more fields of ``Sampling``."""
         groups: list[dict[int, Response]] = [{} for _ in prompts]
         counted, self._counts = self._counts, _Counts()  # a row counts only the step's episodes
         inner = fleet.sample_stream(Sampling(temperature, max_new_tokens, **truncation), on_move=on_move)
@@ -160,7 +162,7 @@ class EnvironmentTask:
             self._results.popitem(last=False)
 
     def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:
-        """The response must come from this task's stream."""
+        """``response`` must come from this task's stream."""
         self._finished.append((key, self._take(problem, response)))
 
     def poll(self, timeout_s: float | None = 0.0) -> list[tuple[Hashable, RewardResult]]:
@@ -174,7 +176,7 @@ class EnvironmentTask:
         self._finished.clear()
 
     def rehearse(self, problems: Sequence[Problem]) -> None:
-        """Begins an episode of each; not with external agents, which may start later. Raises ValueError if none begins."""
+        """Begins an episode of each, except with external agents, which may start later. Raises ValueError if none begins."""
         tried = problems[: _REHEARSAL_PROBLEMS if self._environment.name != OUTSIDE else 0]
         errors: list[str] = []
         for problem in tried:
@@ -247,7 +249,7 @@ class EnvironmentTask:
                     self.components = tuple(parts)
                 return RewardResult(reward, parts=parts, seconds=end.seconds)
         failed = self.config.reward.failed_reward if response.model_tokens else None  # without tokens nothing can be learnt
-        return RewardResult(failed, f"problem {problem.id!r}: {error}", seconds=end.seconds)
+        return RewardResult(failed, valid_text(f"problem {problem.id!r}: {error}"), seconds=end.seconds)
 
 
 def open_host(config: EnvironmentConfig, sampling: SamplingConfig) -> EnvironmentHost:
@@ -255,7 +257,7 @@ def open_host(config: EnvironmentConfig, sampling: SamplingConfig) -> Environmen
 
 
 def open_task(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, custom: Any = None) -> VerifierTask | EnvironmentTask:
-    """``custom``: a verifier that is an object of this process. Raises as the task's class."""
+    """``custom``: a verifier that is an object of this process."""
     if config.environment is None or config.rollout.replay is not None:
         return VerifierTask(reward_configs(config.reward, config.data), custom=custom)
     return EnvironmentTask(config, tokenizer, spec.vocab_size, config.rollout.server.max_model_len or spec.max_positions)

@@ -13,26 +13,28 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
+from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Response, TokenIds, token_ids
+from tepo_megatron.runtime.text import check_text
 from tepo_megatron.sampler.protocol import KeyedResponse, SampleStream
 from tepo_megatron.sampler.sampling import append_observation, join_parts, prompt_seed
-from tepo_megatron.tasks.environments.episode_tokens import Observations
-from tepo_megatron.tasks.environments.host import EnvironmentHost, EpisodeAnswer, reset_call, step_call
+from tepo_megatron.tasks.data.problems import encode_prompt
+from tepo_megatron.tasks.data.tokenizer import AnyMessage, Tokenizer
+from tepo_megatron.tasks.environments.protocol import EnvironmentHost, EpisodeAnswer, reset_call, step_call
 
 _POLL_INTERVAL_S = 1.0
 
 _MAX_RESTARTS = 20
 
-_FAST_POLL_S = 0.005
-"""Applies while the other side may have something first."""
+_FAST_POLL_S = 0.005  # while the environments owe an answer
 
 Reward = float | dict[str, float]
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """``max_tokens`` after the prompt (None: no limit); ``max_length`` of prompt and all turns."""
+    """``max_tokens`` counts after the prompt (None: no limit), ``max_length`` with it."""
 
     max_turns: int
     max_tokens: int | None
@@ -46,9 +48,7 @@ class EpisodeLimits:
 
 @dataclass(frozen=True)
 class EpisodeEnd:
-    """``reward``: sum over turns; ``seconds``: of the environment; ``new_histories``: how often an agent began its
-    conversation again.
-    """
+    """``reward``: sum over turns. ``new_histories``: conversations that the agent began again."""
 
     turns: int
     reward: Reward
@@ -69,30 +69,23 @@ class _Episode:
     index: int
     problem: Problem
     prompt: TokenIds
-    seed: int
-    """The group's; the sample's seed is ``seed`` + ``index``."""
+    seed: int  # the group's; a sample's is seed + index
     restarts: int = 0
-    suspected: int = 0
-    """How often a worker ended during a call of this episode."""
-    drawn: Response | None = None
-    """Tokens up to the model's last one."""
+    suspected: int = 0  # how often a worker ended during a call of this episode
+    drawn: Response | None = None  # tokens up to the model's last one
     context: Response | None = None
     turns: int = 0
     reward: Reward = 0.0
     tool_errors: int = 0
     new_histories: int = 0
-    most: int | None = None
-    """In tokens; an agent sets it."""
+    most: int | None = None  # tokens; an agent sets it
     seconds: float = 0.0
 
 
 @dataclass
 class EpisodeStream:
-    """Entering enters ``inner``; exiting ends all episodes.
-
-    The finish reason is that of the last turn if the environment ended the episode, and ``length`` at a limit. A failed
-    episode is returned with the tokens so far; ``sink`` receives the cause. ``numbers``: never shared by two streams, since
-    answers to ended episodes may still arrive.
+    """Exiting ends all episodes. The finish reason is the last turn's, or ``length`` at a limit. A failed episode has its
+    tokens so far; ``sink`` receives the cause. ``numbers``: never shared, since ended episodes may still be answered.
     """
 
     inner: SampleStream
@@ -130,15 +123,13 @@ class EpisodeStream:
         continued: Mapping[int, Response] | None = None,
         only: Sequence[int] | None = None,
     ) -> None:
-        """As ``SampleStream.submit``; episodes cannot be continued, since the environment's state is lost."""
+        """Episodes cannot be continued: the environment's state is lost."""
         assert not continued, "episodes cannot be continued; the configuration refuses rollout.partial"
         for index in range(n) if only is None else only:
             self._begin(_Episode(key, index, self.problem_of(key), token_ids(prompt_ids), seed))
 
     def next(self, timeout_s: float | None) -> KeyedResponse | None:
-        """None if no episode ends within ``timeout_s`` (None: no limit), or none is open. Raises as ``SampleStream.next``, and
-        RuntimeError if environments cannot run any longer.
-        """
+        """None after ``timeout_s`` (None: no limit), or if none is open. Raises RuntimeError if environments cannot run."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._ready and self._open:
             left = _POLL_INTERVAL_S if deadline is None else min(_POLL_INTERVAL_S, max(0.0, deadline - time.monotonic()))
@@ -159,8 +150,6 @@ class EpisodeStream:
         ready = list(self._ready)
         self._ready.clear()
         return ready
-
-    # -- private -----------------------------------------------------------------------------------------------------------
 
     def _begin(self, episode: _Episode) -> None:
         number = next(self.numbers)
@@ -275,7 +264,7 @@ class EpisodeStream:
 
 
 def add_rewards(total: Reward, turn: Reward) -> Reward:
-    """Numbers, or components by name; 0 adds to either. Raises ValueError if turns mix both."""
+    """Numbers, or components by name; 0 adds to either. Raises ValueError for a mix."""
     if isinstance(total, dict) and isinstance(turn, dict):
         return {name: total.get(name, 0.0) + turn.get(name, 0.0) for name in {**total, **turn}}
     if turn == 0.0:
@@ -285,3 +274,103 @@ def add_rewards(total: Reward, turn: Reward) -> Reward:
     if isinstance(total, dict) or isinstance(turn, dict):
         raise ValueError("the environment returned a number as the reward of one turn, and components as that of another")
     return total + turn
+
+
+@dataclass(frozen=True)
+class Observations:
+    """Without ``chat_ids`` messages are read as plain text."""
+
+    encode: Callable[[str], Sequence[int]]
+    turn_ids: Callable[[Sequence[AnyMessage], bool], Sequence[int]]
+    unknown: int | None
+    vocab_size: int
+    chat_ids: Callable[[Sequence[AnyMessage], Any], Sequence[int]] | None = None
+
+    def ids(self, observation: Sequence[Any] | None, *, ended: bool | None, opening: TokenIds | None = None) -> TokenIds:
+        """``ended``: the preceding turn has an end token; None: no turn precedes. ``opening``: an agent's prompt, left out of
+        its chat. Raises ValueError for what cannot be encoded.
+        """
+        if observation is None:
+            return token_ids(())
+        check_text(observation, "the environment's observation")
+        kind, value = observation
+        if kind == "chat":
+            return self._chat(value, ended=ended, opening=opening)
+        if kind == "ids":
+            return self._checked(value)
+        if kind == "text":
+            return self._known(self.encode(value), value)
+        if ended is None:
+            raise ValueError(
+                "the environment's reset returned messages, but the prompt that begins a chat is the data's: give the problem "
+                "messages, and return text, token ids or None from reset"
+            )
+        pairs = [(str(message["role"]), str(message["content"])) for message in value]
+        return self._known(self.turn_ids(pairs, ended), " ".join(content for _, content in pairs))
+
+    def _chat(self, request: Mapping[str, Any], *, ended: bool | None, opening: TokenIds | None) -> TokenIds:
+        messages, tools = request["messages"], request["tools"]
+        text = " ".join(message["content"] for message in messages)
+        if self.chat_ids is None:
+            if tools:
+                raise ValueError(
+                    "the agent sends tools, which need a chat template; set environment.agent.chat_template = true, or have "
+                    "the agent describe its tools in a message"
+                )
+            return self._known([token for message in messages for token in self.encode(message["content"])], text)
+        if not request["begins"]:
+            return self._known(self.turn_ids(messages, bool(ended)), text)
+        ids = self._known(self.chat_ids(messages, tools), text)
+        if opening is None:
+            return ids
+        if ids[: opening.size].tolist() != opening.tolist():
+            raise ValueError(
+                f"the agent's chat begins with token {ids[:1].tolist()} in the model's chat template, and others begin with "
+                f"{opening.tolist()}: all prompts of a run begin alike; use another template, or chat_template = false"
+            )
+        return ids[opening.size :]
+
+    def _checked(self, ids: Sequence[int]) -> TokenIds:
+        for index, token in enumerate(ids):
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"the environment returned {token} as token {index} of its observation, which is no token of the model's "
+                    f"vocabulary of {self.vocab_size}"
+                )
+        return token_ids(ids)
+
+    def _known(self, ids: Sequence[int], text: str) -> TokenIds:
+        if self.unknown is not None and self.unknown in ids:
+            lost = [character for character in dict.fromkeys(text) if self.unknown in self.encode(character)] or [text[:60]]
+            raise ValueError(
+                f"the environment's observation has characters that the tokenizer does not know: {''.join(lost)[:60]!r}; "
+                "change it, or use a model whose tokenizer knows them"
+            )
+        return token_ids(ids)
+
+
+def prompt_of(environment: EnvironmentConfig | None, tokenizer: Tokenizer, problem: Problem) -> tuple[int, ...]:
+    """Agents write their own messages, which count as the environment's: the prompt is the token that begins every chat."""
+    opening = opening_of(environment, tokenizer)
+    return encode_prompt(tokenizer, problem) if opening is None else opening
+
+
+def opening_of(environment: EnvironmentConfig | None, tokenizer: Tokenizer) -> tuple[int, ...] | None:
+    """One token; None without agents. Raises ValueError if no token begins a chat."""
+    if environment is None or environment.adapter != "agent":
+        return None
+    if not environment.agent_settings.chat_template:
+        begin = tokenizer.prompt_ids("")
+        if not begin:
+            raise ValueError(
+                "environment.agent.chat_template = false: the model's tokenizer has no begin token, behind which an agent's "
+                "words could be read; use a model with a chat template"
+            )
+        return tuple(begin[:1])
+    try:
+        return tuple(tokenizer.chat_ids([("user", "?")])[:1])
+    except ValueError as error:
+        raise ValueError(
+            f"environment.adapter = agent: {error}; or set environment.agent.chat_template = false, and the contents of "
+            "messages are read as they stand"
+        ) from error

@@ -1,31 +1,30 @@
-"""The protocol of user-defined environments (docs/guides/environments.md). Imports no NumPy."""
+"""Environments (docs/guides/environments.md) and what runs them. Imports no NumPy."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+import os
+import secrets
+import stat
+import threading
+from base64 import b64decode, b64encode
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from tepo_megatron.core.problem import Problem, ResponseText
 
-Message = Mapping[str, Any]
-"""A chat message: ``{"role": "user" or "tool" or "system", "content": "…"}``, with further keys that the chat template
-reads.
-"""
+Message = Mapping[str, Any]  # role (user, tool or system), content, and more keys for the chat template
 
-Observation = str | Sequence[int] | Sequence[Message] | None
-"""What the model reads next: text, encoded without special tokens; token ids, unchanged; messages, rendered by the chat
-template; None: nothing.
-"""
+Observation = str | Sequence[int] | Sequence[Message] | None  # text (encoded without special tokens), ids, messages, or nothing
 
 
 @dataclass(frozen=True)
 class StepResult:
     """The environment's answer to a turn.
 
-    ``reward``: of this turn, a number or components by name; an episode's reward is the sum over its turns. ``done``: the
-    episode ends, and ``observation`` is ignored. ``tool_error``: the model used a tool wrongly, which is only counted
-    (``environment/tool_errors``).
+    ``reward``: a number or components by name; an episode's reward is the sum. ``done``: the episode ends, and ``observation``
+    is ignored. ``tool_error``: the model used a tool wrongly (only counted, in ``environment/tool_errors``).
     """
 
     observation: Observation = None
@@ -37,14 +36,125 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """One episode. The class is instantiated for each, with ``environment.kwargs``. Methods may be ``async``: a worker process
-    then runs many episodes concurrently.
+    """One episode, made with ``environment.kwargs``. Methods may be ``async``: a worker then runs many episodes
+    concurrently.
     """
 
     def reset(self, problem: Problem, seed: int) -> Observation | Awaitable[Observation]:
-        """Begins the episode. Returns what the model reads after the problem's prompt: text, token ids or None. ``seed`` is
-        the same for all episodes of a group.
-        """
+        """Returns what the model reads after the prompt: text, token ids or None. All episodes of a group have one ``seed``."""
 
     def step(self, action: ResponseText) -> StepResult | Awaitable[StepResult]:
-        """The model has written ``action``: a ``str`` with ``token_ids`` and ``finish_reason``."""
+        """``action`` is a ``str`` with ``token_ids`` and ``finish_reason``."""
+
+
+@dataclass(frozen=True)
+class EpisodeAnswer:
+    """``error``: why the episode failed. ``lost``: why its worker ended; it can begin again. ``suspect``: it may be the
+    cause.
+    """
+
+    episode: int
+    answer: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    lost: str | None = None
+    suspect: bool = False
+    seconds: float = 0.0
+
+
+class EnvironmentHost(Protocol):
+    """Takes at most one open call per episode. Used from one thread."""
+
+    @property
+    def notice(self) -> str | None:
+        """A limit that the kernel does not support."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    def call(self, episode: int, call: list[Any]) -> None:
+        """Sends a ``reset_call`` or ``step_call``; :meth:`poll` returns the answer."""
+
+    def end(self, episode: int) -> None:
+        """Further answers of it are dropped."""
+
+    def poll(self, timeout_s: float) -> Sequence[EpisodeAnswer]:
+        """Waits up to ``timeout_s`` for the first one. Raises RuntimeError if environments cannot run."""
+
+    def close(self) -> None: ...
+
+
+def reset_call(problem: Problem, seed: int, *, alone: bool = False) -> list[Any]:
+    """``alone``: in a worker without other episodes."""
+    messages = [list(pair) for pair in problem.messages]
+    fields = [problem.id, problem.prompt, problem.answer, dict(problem.metadata), messages, problem.source]
+    return ["reset", fields, seed, alone]
+
+
+def read_problem(fields: list[Any]) -> Problem:
+    identity, prompt, answer, metadata, messages, source = fields
+    pairs = tuple((role, content) for role, content in messages)
+    return Problem(identity, prompt, answer, metadata, messages=pairs, source=source)
+
+
+def step_call(action: ResponseText) -> list[Any]:
+    return ["step", str(action), b64encode(action.packed_ids).decode(), action.finish_reason, action.prompt_tokens]
+
+
+def read_action(fields: list[Any]) -> ResponseText:
+    text, ids, finish_reason, *prompt_tokens = fields
+    action = ResponseText.unpack(text, b64decode(ids), finish_reason)
+    if prompt_tokens:  # older trainers do not send it
+        (action.prompt_tokens,) = prompt_tokens
+    return action
+
+
+END = ["end"]
+
+
+class Strangers:
+    """Connections to an address that have not shown a key yet. The oldest is closed when there are more than ``most``: nobody
+    takes all threads or open files of a process. Thread-safe.
+    """
+
+    def __init__(self, most: int = 64) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._closes: dict[Any, Callable[[], object]] = {}
+
+    def add(self, connection: Any, close: Callable[[], object]) -> None:
+        with self._lock:
+            self._closes[connection] = close
+            if len(self._closes) > self._most:
+                self._closes.pop(next(iter(self._closes)))()
+
+    def discard(self, connection: Any) -> None:
+        """It has shown the key, or ended."""
+        with self._lock:
+            self._closes.pop(connection, None)
+
+
+SETTING = "environment.key_file"
+
+
+def make_key(path: Path, setting: str = SETTING) -> str:
+    """Writes a missing file, for its owner only. ``setting``: its name in messages."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_urlsafe(32))
+    return read_key(path, setting)
+
+
+def read_key(path: Path, setting: str = SETTING) -> str:
+    """Raises ValueError if the file is missing or not its owner's alone."""
+    try:
+        status, key = path.stat(), path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ValueError(
+            f"{setting} = {path} cannot be read ({error.strerror}); 'tepo environment serve' writes it, and it must "
+            "be where the trainer sees it"
+        ) from error
+    if stat.S_IMODE(status.st_mode) & (stat.S_IRWXG | stat.S_IRWXO) or status.st_uid != os.geteuid():
+        raise ValueError(f"{setting} = {path} can be read by others than you; chmod 600 it, or remove it")
+    if not key:
+        raise ValueError(f"{setting} = {path} is empty; remove it, and another is written")
+    return key

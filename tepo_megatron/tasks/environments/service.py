@@ -1,7 +1,7 @@
-"""``tepo environment serve`` runs environments for other machines. JSON over HTTP with a key; nothing is unpickled.
+"""``tepo environment serve`` runs environments for other machines: JSON over HTTP with a key, no pickle.
 
-A trainer opens a session (``POST /sessions``), sends calls (``…/calls``: a list of ``[episode, call]``) and waits for answers
-(``…/answers``: a list of ``[episode, answer, error, lost, suspect, seconds]``).
+A trainer opens a session (``POST /sessions``), sends lists of ``[episode, call]`` (``…/calls``) and waits for lists of
+``[episode, answer, error, lost, suspect, seconds]`` (``…/answers``).
 """
 
 from __future__ import annotations
@@ -9,23 +9,34 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from tepo_megatron.config.environment import EnvironmentConfig
-from tepo_megatron.config.sampling import SamplingConfig
-from tepo_megatron.tasks.environments.host import EpisodeAnswer
+import httpx
+
+from tepo_megatron.config.reward import EnvironmentConfig
+from tepo_megatron.config.rollout import SamplingConfig
+from tepo_megatron.runtime.text import read_json
+from tepo_megatron.tasks.environments.protocol import END, EpisodeAnswer, Strangers, read_key
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers, shared_setup
 
 SESSION = "/sessions"
 
 _MAX_REQUEST_BYTES = 64 * 2**20
+_UNREAD_BYTES = 2**16
+"""What a connection without the key may send at most."""
+
+_TIMEOUT_S = 120.0
+_LONGEST_WAIT_S = 60.0
 
 _SESSION_TIMEOUT_S = 300.0
 
@@ -34,7 +45,7 @@ _POLL_INTERVAL_S = 0.002
 _IDLE_S = 0.5
 
 
-def shared_settings(config: EnvironmentConfig, sampling: SamplingConfig | None) -> dict[str, Any]:
+def _shared_settings(config: EnvironmentConfig, sampling: SamplingConfig | None) -> dict[str, Any]:
     agent = {"agent": shared_setup(config.agent_settings, sampling)} if config.adapter == "agent" else {}
     return {"name": config.name, "adapter": config.adapter, "kwargs": config.kwargs, **agent}
 
@@ -47,14 +58,12 @@ class _Session:
 
 
 class EnvironmentService:
-    """Port 0: any free one. ``sampling``: the run's settings, for agents. Whoever has ``key`` can run the environment. Raises
-    as ``EnvironmentWorkers``, and OSError if the address is not available.
-    """
+    """Whoever has ``key`` can run the environment. Port 0: any free one. Raises OSError if the address is not available."""
 
     def __init__(
         self, config: EnvironmentConfig, *, host: str, port: int, key: str, sampling: SamplingConfig | None = None
     ) -> None:
-        self._described, self._key = shared_settings(config, sampling), key
+        self._described, self._key = _shared_settings(config, sampling), key
         self._inbox: SimpleQueue[tuple[_Session, list[Any]]] = SimpleQueue()
         self._sessions: dict[str, _Session] = {}
         self._owners: dict[int, tuple[_Session, int]] = {}
@@ -74,7 +83,7 @@ class EnvironmentService:
         return self._workers.notice
 
     def serve(self) -> None:
-        """Returns after :meth:`stop`. Raises RuntimeError if a replaced worker does not start."""
+        """Returns after :meth:`stop`."""
         threading.Thread(target=self._http.serve_forever, name="environment-http", daemon=True).start()
         try:
             while not self._stopped.is_set():
@@ -85,10 +94,8 @@ class EnvironmentService:
             self._workers.close()
 
     def stop(self) -> None:
-        """May be called from any thread or signal handler."""
+        """Threads and signal handlers may call it."""
         self._stopped.set()
-
-    # -- serving thread ---------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         try:
@@ -132,11 +139,10 @@ class EnvironmentService:
                 for episode in list(session.numbers):
                     self._forget(session, episode)
 
-    # -- request threads ---------------------------------------------------------------------------------------------------
+    def knows(self, authorization: str) -> bool:
+        return hmac.compare_digest(authorization.encode(), f"Bearer {self._key}".encode())
 
-    def answer(self, method: str, path: str, key: str, body: Any) -> tuple[int, Any]:
-        if not hmac.compare_digest(key.encode(), f"Bearer {self._key}".encode()):
-            return 401, {"error": "another key"}
+    def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         parts = path.strip("/").split("/")
         if method == "POST" and path == SESSION:
             return self._begin_session(body)
@@ -150,8 +156,8 @@ class EnvironmentService:
         if method == "POST" and parts[2:] == ["calls"] and _are_calls(body):
             self._inbox.put((session, body))
             return 200, {}
-        if method == "POST" and parts[2:] == ["answers"] and isinstance(body, dict):
-            return 200, _taken(session.answers, min(float(body.get("wait_s", 0.0)), 60.0))
+        if method == "POST" and parts[2:] == ["answers"] and isinstance(body, dict) and _is_wait(body.get("wait_s", 0.0)):
+            return 200, _taken(session.answers, min(body.get("wait_s", 0.0), _LONGEST_WAIT_S))
         return 400, {"error": "neither calls nor a question for answers"}
 
     def _begin_session(self, body: Any) -> tuple[int, Any]:
@@ -179,6 +185,10 @@ def _is_call(call: list[Any]) -> bool:
     return False
 
 
+def _is_wait(seconds: Any) -> bool:
+    return type(seconds) in (int, float) and 0 <= seconds <= 3600
+
+
 def _taken(answers: SimpleQueue[EpisodeAnswer], wait_s: float) -> list[list[Any]]:
     results = []
     try:
@@ -193,33 +203,67 @@ def _taken(answers: SimpleQueue[EpisodeAnswer], wait_s: float) -> list[list[Any]
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128
     service: EnvironmentService
+
+    def __init__(self, *args: Any) -> None:
+        self.strangers = Strangers()
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.strangers.add(request, lambda: _hang_up(request))
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.strangers.discard(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], ConnectionError):  # a disconnected trainer is not an error
             super().handle_error(request, client_address)
 
 
+def _hang_up(connection: socket.socket) -> None:
+    with suppress(OSError):  # its thread reads the end, and closes it
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    timeout = 120.0
+    timeout = 10.0  # until it has shown the key
+    disable_nagle_algorithm = True  # a reply is two writes
     server: _Server
 
     def _do(self) -> None:
-        length = self.headers.get("Content-Length", "0")
-        if not length.isdecimal() or int(length) > _MAX_REQUEST_BYTES:
-            self.close_connection = True
-            self._reply(413, {"error": f"a request has at most {_MAX_REQUEST_BYTES} bytes, and says how many"})
+        length = self._length()
+        if not self.server.service.knows(self.headers.get("Authorization", "")):
+            if length is not None and length <= _UNREAD_BYTES:
+                self.rfile.read(length)  # else the client may lose the answer
+            self._refuse(401, "another key")
             return
-        raw = self.rfile.read(int(length))
+        self.server.strangers.discard(self.request)
+        self.connection.settimeout(_TIMEOUT_S)
+        if length is None or length > _MAX_REQUEST_BYTES:
+            self._refuse(413, f"a request has at most {_MAX_REQUEST_BYTES} bytes, and says how many")
+            return
+        raw = self.rfile.read(length)
         try:
-            body = json.loads(raw) if raw else None
-        except ValueError:
-            self._reply(400, {"error": "not JSON"})
+            body = read_json(raw, "the request") if raw else None
+        except ValueError as error:
+            self._reply(400, {"error": str(error)})
             return
-        self._reply(*self.server.service.answer(self.command, self.path, self.headers.get("Authorization", ""), body))
+        self._reply(*self.server.service.answer(self.command, self.path, body))
 
     do_POST = do_DELETE = _do
+
+    def _length(self) -> int | None:
+        length = self.headers.get("Content-Length", "0")
+        return int(length) if length.isdecimal() and len(length) < 20 else None
+
+    def _refuse(self, status: int, sentence: str) -> None:
+        """The rest of the request is not read."""
+        self.close_connection = True
+        self._reply(status, {"error": sentence})
 
     def _reply(self, status: int, value: Any) -> None:
         data = json.dumps(value).encode()
@@ -230,4 +274,159 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Suppressed: one line per turn would fill the log."""
+        """A line per turn would fill the log."""
+
+
+_WAIT_S = 10.0
+
+_EXTRA_TIME_S = 20.0
+
+
+@dataclass(eq=False)
+class _RemoteServer:
+    url: str
+    http: httpx.Client
+    session: str = ""
+    episodes: set[int] = field(default_factory=set)
+    owed: set[int] = field(default_factory=set)
+    outbox: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    gone: str = ""
+
+
+class RemoteEnvironments:
+    """Episodes of a server that fails begin again on the others. Raises ValueError for a wrong key or another environment,
+    RuntimeError if no server answers.
+    """
+
+    def __init__(self, config: EnvironmentConfig, sampling: SamplingConfig | None = None) -> None:
+        assert config.key_file is not None, "the configuration asks for one"
+        key = read_key(config.key_file)
+        self._config, self._wanted = config, _shared_settings(config, sampling)
+        self._inbox: SimpleQueue[tuple[_RemoteServer, list[Any] | str]] = SimpleQueue()
+        self._home: dict[int, _RemoteServer] = {}
+        self._found: list[EpisodeAnswer] = []
+        self._closed = threading.Event()
+        self._servers: list[_RemoteServer] = []
+        self._notice: str | None = None
+        try:
+            for url in config.servers:
+                self._servers.append(self._open(url, key))
+        except BaseException:
+            self.close()
+            raise
+        for server in self._servers:
+            for work in (self._hand_over, self._listen):
+                threading.Thread(target=work, args=(server,), name="environment-server", daemon=True).start()
+
+    @property
+    def notice(self) -> str | None:
+        return self._notice
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._found) or any(server.owed for server in self._servers)
+
+    def call(self, episode: int, call: list[Any]) -> None:
+        server = self._home.get(episode) or self._least_busy()
+        self._home[episode] = server
+        server.episodes.add(episode)
+        server.owed.add(episode)
+        server.outbox.put([episode, call])
+
+    def end(self, episode: int) -> None:
+        self._found = [item for item in self._found if item.episode != episode]
+        server = self._home.pop(episode, None)
+        if server is not None:
+            server.episodes.discard(episode)
+            server.owed.discard(episode)
+            server.outbox.put([episode, END])
+
+    def poll(self, timeout_s: float) -> Sequence[EpisodeAnswer]:
+        with suppress(Empty):  # takes all available answers
+            while True:
+                self._take(*self._inbox.get(timeout=timeout_s if self.busy and not self._found and timeout_s > 0 else 0.001))
+                timeout_s = 0.0
+        result, self._found = self._found, []
+        return result
+
+    def close(self) -> None:
+        self._closed.set()
+        for server in self._servers:
+            server.outbox.put(None)
+            if server.session:
+                with suppress(httpx.HTTPError):  # the server ends unused sessions
+                    server.http.delete(f"{SESSION}/{server.session}", timeout=2.0)
+            server.http.close()
+        self._servers = []
+
+    def _open(self, url: str, key: str) -> _RemoteServer:
+        http = httpx.Client(
+            base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=_WAIT_S + _EXTRA_TIME_S, trust_env=False
+        )
+        server = _RemoteServer(url, http)
+        try:
+            reply = http.post(SESSION, json={"environment": self._wanted})
+        except httpx.HTTPError as error:
+            raise RuntimeError(f"environment.servers: {url} does not answer ({error or type(error).__name__})") from error
+        if reply.status_code == 401:
+            raise ValueError(f"environment.servers: {url} has another key than environment.key_file = {self._config.key_file}")
+        if reply.is_error:
+            raise ValueError(f"environment.servers: {url}: {reply.text[:500]}")
+        result = reply.json()
+        server.session = result["session"]
+        self._notice = self._notice or result["notice"]
+        return server
+
+    def _least_busy(self) -> _RemoteServer:
+        alive = [server for server in self._servers if not server.gone]
+        if not alive:
+            gone = "; ".join(f"{server.url}: {server.gone}" for server in self._servers)
+            raise RuntimeError(f"no environment server is left: {gone}; start them again (tepo environment serve)")
+        return min(alive, key=lambda server: len(server.episodes))
+
+    def _take(self, server: _RemoteServer, found: list[Any] | str) -> None:
+        if isinstance(found, str):
+            if server.gone:
+                return
+            server.gone = found
+            for episode in sorted(server.episodes):
+                del self._home[episode]
+                self._found.append(EpisodeAnswer(episode, lost=f"{server.url} does not answer: {found}"))
+            server.episodes.clear()
+            server.owed.clear()
+            return
+        for episode, answer, error, lost, suspect, seconds in found:
+            if self._home.get(episode) is server:
+                server.owed.discard(episode)
+                if lost is not None:
+                    server.episodes.discard(episode)
+                    del self._home[episode]
+                self._found.append(EpisodeAnswer(episode, answer, error, lost, suspect, seconds))
+
+    def _hand_over(self, server: _RemoteServer) -> None:
+        while not self._closed.is_set():
+            calls = [server.outbox.get()]
+            while not server.outbox.empty():
+                calls.append(server.outbox.get())
+            if None in calls:
+                return
+            self._post(server, f"{SESSION}/{server.session}/calls", calls)
+
+    def _listen(self, server: _RemoteServer) -> None:
+        while not self._closed.is_set():
+            answers = self._post(server, f"{SESSION}/{server.session}/answers", {"wait_s": _WAIT_S})
+            if answers is None:
+                return
+            if answers:
+                self._inbox.put((server, answers))
+
+    def _post(self, server: _RemoteServer, path: str, body: Any) -> Any:
+        try:
+            # Not json=, which refuses what a data file may have, such as NaN.
+            reply = server.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+            reply.raise_for_status()
+            return reply.json()
+        except (httpx.HTTPError, RuntimeError, ValueError) as error:  # RuntimeError: the client was closed
+            if not self._closed.is_set():
+                self._inbox.put((server, " ".join(str(error).split()) or type(error).__name__))
+            return None

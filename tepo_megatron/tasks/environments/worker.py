@@ -1,4 +1,4 @@
-"""The worker process of ``EnvironmentWorkers``, which reads and writes JSON lines and imports neither torch nor NumPy.
+"""The worker process of ``EnvironmentWorkers``. It reads and writes JSON lines, and imports neither torch nor NumPy.
 
 Input: the fields of :data:`SETUP`, then lists of ``[call's number, episode's number, call]``. A call is ``["reset", [id,
 prompt, answer, metadata, messages, source], seed, alone]``, ``["step", text, packed ids in base 64, finish reason, tokens
@@ -15,34 +15,32 @@ import inspect
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from typing import Any
 
+from tepo_megatron.runtime.text import echo, text_fault
 from tepo_megatron.runtime.user_code import load_user_code, locate_user_code
-from tepo_megatron.runtime.workers.child import (
+from tepo_megatron.runtime.worker_child import (
     OPEN_FILES,
     has_a_free_file,
     has_grown,
     limit_file_size,
     limit_memory,
     limit_processor_time,
+    place_of,
     reply,
+    why_it_raised,
 )
-from tepo_megatron.runtime.workers.failure import place_of, why_it_raised
-from tepo_megatron.tasks.environments.adapters import ADAPTERS
-from tepo_megatron.tasks.environments.agents.agent_session import EpisodeError
-from tepo_megatron.tasks.environments.agents.chat_requests import ChatRequest
-from tepo_megatron.tasks.environments.host import read_action, read_problem
-from tepo_megatron.tasks.environments.protocol import StepResult
+from tepo_megatron.tasks.environments.agent_session import ChatRequest, EpisodeError
+from tepo_megatron.tasks.environments.builtin_environments import ADAPTERS
+from tepo_megatron.tasks.environments.protocol import StepResult, read_action, read_problem
 from tepo_megatron.tasks.reward.worker import WorkerChannel, check_value, open_channel, run_worker
 
 SETUP = ("name", "adapter", "kwargs", "timeout_s", "memory_mb", "file_mb", "run_code")
-"""Fields of ``environment`` in the setup, besides ``concurrency``, ``network``, ``agent`` (from ``agent_setup``) and ``path``.
-"""
+"""Fields of ``environment`` in the setup, which also has ``concurrency``, ``network``, ``agent`` and ``path``."""
 
 _FILES_OF_AGENT = 8
 
@@ -99,7 +97,6 @@ async def _answer_in_turn(served: _Served, channel: WorkerChannel) -> None:
 
 
 async def _answer_all(served: _Served, channel: WorkerChannel) -> None:
-    """The parent limits the number of episodes."""
     loop = asyncio.get_running_loop()
 
     def begin(calls: Sequence[Any]) -> None:
@@ -119,18 +116,14 @@ BUILTIN: Mapping[str, str] = {
     "calculator": "tepo_megatron.tasks.environments.builtin_environments:Calculator",
     "python": "tepo_megatron.tasks.environments.builtin_environments:PythonTool",
 }
-"""Name → ``module:class``."""
 
-OUTSIDE = "outside"
-"""External agents; nothing is imported."""
+OUTSIDE = "outside"  # external agents; nothing is imported
 
 Answer = dict[str, Any]
 
 
 def resolve_environment(name: str) -> str:
-    """``module:Class``, ``/path/of/file.py:Class`` or ``outside``, not imported. Raises ValueError for an unknown name or a
-    missing file.
-    """
+    """``module:Class``, ``/path/of/file.py:Class`` or ``outside``, not imported. Raises ValueError for an unknown one."""
     if ":" in name:
         return locate_user_code(name, f"the environment {name!r}")
     if name == OUTSIDE:
@@ -144,10 +137,10 @@ def resolve_environment(name: str) -> str:
 
 
 class EpisodeTable:
-    """``setup``: fields of ``environment``, and ``what`` and ``section`` for messages."""
+    """``setup``: fields of ``environment``, and ``what`` and ``section``."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        """Raises ValueError if the environment cannot be imported or made, or lacks ``reset`` or ``step``."""
+        """Raises ValueError if the environment cannot be made, or lacks ``reset`` or ``step``."""
         self._setup = setup
         self._agents: Any = None
         self._make = self._maker()
@@ -169,7 +162,7 @@ class EpisodeTable:
         return self._agents is not None and not self and self._agents.worn
 
     async def answer(self, number: int, call: Sequence[Any]) -> Answer:
-        """Exceptions become answers; those of ``close`` are also printed, since the episode already has its reward."""
+        """Exceptions become answers; those of ``close`` are printed too, since the reward is already known."""
         kind, *arguments = call
         method: Callable[..., Any] = self._make
         timeout_s = self._setup["timeout_s"]
@@ -193,7 +186,7 @@ class EpisodeTable:
             late = isinstance(error, TimeoutError) and limit.expired()
             why = took_too_long(timeout_s, kind) if late else why_it_raised(error, method, self._setup)
             if kind == "end":
-                sys.stderr.write(f"at the end of an episode: {why}\n")
+                echo(f"at the end of an episode: {why}", err=True)
             return {"error": why}
 
     def _maker(self) -> Callable[[], Any]:
@@ -229,6 +222,8 @@ class EpisodeTable:
         if fault is not None:
             return {"error": f"{fault}{place_of(method)}"}
         observation, why = _observation(result.observation)
+        if why is None and (fault := text_fault(observation)) is not None:
+            why = f"an observation with {fault}"
         if why is not None:
             return failed(why)
         return {"observation": observation, "reward": reward, "done": bool(result.done), "tool_error": bool(result.tool_error)}
@@ -244,7 +239,7 @@ def _nothing() -> None: ...
 
 def _agents(name: str, kwargs: Mapping[str, Any], setup: Mapping[str, Any]) -> Any:
     try:
-        from tepo_megatron.tasks.environments.agents.agents import Agents
+        from tepo_megatron.tasks.environments.agents import Agents
     except ModuleNotFoundError as error:
         if error.name != "aiohttp":
             raise

@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from tepo_megatron.config.environment import OUTSIDE, AgentConfig, EnvironmentConfig
-from tepo_megatron.config.sampling import SamplingConfig
-from tepo_megatron.runtime.workers.failure import why_it_ended
-from tepo_megatron.runtime.workers.process import START_TIMEOUT_S, Worker, WorkerProcess, WorkerSet
-from tepo_megatron.tasks.environments.host import END, EpisodeAnswer, make_key
+from tepo_megatron.config.reward import OUTSIDE, AgentConfig, EnvironmentConfig
+from tepo_megatron.config.rollout import SamplingConfig
+from tepo_megatron.runtime.worker_child import why_it_ended
+from tepo_megatron.runtime.worker_process import START_TIMEOUT_S, Worker, WorkerProcess, WorkerSet
+from tepo_megatron.tasks.environments.protocol import END, EpisodeAnswer, make_key
 from tepo_megatron.tasks.environments.worker import SETUP, resolve_environment, took_too_long
 from tepo_megatron.tasks.reward.verifiers import resolve_verifier
 
-_EXTRA_TIME_S = 2.0
-"""Extra time for an ``async`` environment's worker, which ends late calls itself."""
+_EXTRA_TIME_S = 2.0  # an async environment's worker ends late calls itself
 
 
 @dataclass(eq=False)
@@ -32,19 +31,15 @@ class _Call:
 
 @dataclass(eq=False)
 class _Worker(Worker[_Call]):
-    alone: bool = False
-    """Runs one episode at a time, which may have ended another worker."""
+    alone: bool = False  # it runs one episode at a time, to find which ended another worker
     episodes: set[int] = field(default_factory=set)
-    outbox: list[Any] = field(default_factory=list)
-    """Calls to send when it is ready; before that it does not read."""
+    outbox: list[Any] = field(default_factory=list)  # calls to send when it is ready; it does not read before
 
 
 class EnvironmentWorkers:
-    """The processes are ready when the constructor returns. ``sampling``: the run's settings, for agents.
-
-    If a call raises, returns something invalid or exceeds a limit, its episode fails. A worker that hangs or dies is replaced:
-    the late call's episode fails, the others are lost. Suspected ones begin again one by one in an additional worker. Raises
-    ValueError: an environment that cannot be made. RuntimeError: a worker does not start.
+    """A call that raises, is invalid or exceeds a limit fails its episode. A worker that hangs or dies is replaced: the late
+    call's episode fails, others are lost, and suspected ones begin again one by one in an extra worker. Raises ValueError for
+    an unusable environment, RuntimeError if a worker does not start.
     """
 
     def __init__(self, config: EnvironmentConfig, sampling: SamplingConfig | None = None) -> None:
@@ -106,8 +101,6 @@ class EnvironmentWorkers:
     def close(self) -> None:
         self._workers.close()
 
-    # -- private -----------------------------------------------------------------------------------------------------------
-
     def _start(self, *, alone: bool = False) -> _Worker:
         config = self._config
         process = WorkerProcess("tepo_megatron.tasks.environments.worker")
@@ -152,7 +145,7 @@ class EnvironmentWorkers:
             self.call(episode, call)
 
     def _deadline(self, worker: _Worker) -> float:
-        """A call that waits for others gets a new deadline when its turn comes."""
+        """A waiting call gets a new deadline when its turn comes."""
         return time.monotonic() + self._config.timeout_s + (_EXTRA_TIME_S if worker.concurrent else 0.0)
 
     def _wait(self, timeout_s: float) -> None:
@@ -223,7 +216,7 @@ class EnvironmentWorkers:
 
 
 def shared_setup(settings: AgentConfig, sampling: SamplingConfig | None) -> dict[str, Any]:
-    """Settings that determine an agent's episode, as JSON values. ``sampling`` None: defaults."""
+    """Settings that determine an agent's episode, as JSON values."""
     drawn = sampling or SamplingConfig()
     return {
         "history": settings.history,
@@ -242,9 +235,7 @@ def shared_setup(settings: AgentConfig, sampling: SamplingConfig | None) -> dict
 
 
 def agent_setup(config: EnvironmentConfig, sampling: SamplingConfig | None) -> dict[str, Any] | None:
-    """As :func:`shared_setup`, with this machine's settings; None without an agent. Writes a missing key file. Raises
-    ValueError for an unknown verifier or a readable key.
-    """
+    """As :func:`shared_setup`, with this machine's settings; None without an agent. Writes a missing key file."""
     if config.adapter != "agent":
         return None
     settings = config.agent_settings

@@ -24,7 +24,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def avg_at_k(num_samples: int, num_correct: int) -> float:
-    """Raises ValueError unless 0 <= c <= n and n > 0."""
     _check(num_samples, num_correct)
     if num_samples == 0:
         raise ValueError("avg@k needs at least one sample")
@@ -32,11 +31,8 @@ def avg_at_k(num_samples: int, num_correct: int) -> float:
 
 
 def maj_at_k(answers: Sequence[tuple[int, int]], num_samples: int, k: int) -> float:
-    """Unbiased estimate: the mean over all k-element subsets. Tied answers count equal shares; a subset without votes is
-    wrong.
-
-    ``answers``: (samples, correct samples) of each distinct answer. ``num_samples`` includes samples without an answer, which
-    have no vote. Raises ValueError: inconsistent counts, or not 1 <= k <= n.
+    """Unbiased: the mean over all k-subsets. Ties share, and a subset without votes is wrong. ``answers``: (samples, correct
+    samples) of each distinct answer; ``num_samples`` includes samples without one.
     """
     if not 1 <= k <= num_samples:
         raise ValueError(f"maj@{k} cannot be estimated from {num_samples} samples; draw at least k, with k at least 1")
@@ -49,8 +45,8 @@ def maj_at_k(answers: Sequence[tuple[int, int]], num_samples: int, k: int) -> fl
 
 
 def _chance_to_win(own: int, counts: Sequence[int], silent: int, k: int) -> float:
-    """For each number m of its votes, a polynomial counts the subsets in which no other answer has more: ``ways[t][s]`` ways
-    to draw s of the other samples so that t answers also have m.
+    """For each number m of its votes, ``ways[t][s]`` counts the draws of s other samples in which t answers also have m and
+    none has more.
     """
     others = list(counts)
     others.remove(own)
@@ -82,15 +78,13 @@ def _check(num_samples: int, num_correct: int) -> None:
 
 
 _NORMAL = NormalDist()
-_CHUNK = 4_000_000
-"""Bounds the memory."""
+_CHUNK = 4_000_000  # bounds the memory
 
 T_975 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
-"""Student's t at 97.5 % by degrees of freedom from 1; beyond 30 the normal's 1.96 is at most 4 % too small."""
+)  # Student's t at 97.5 % from 1 degree of freedom; beyond 30, 1.96 is at most 4 % too small
 
 
 @dataclass(frozen=True)
@@ -114,10 +108,8 @@ def bootstrap(
     share: bool = False,
 ) -> Interval:
     """The percentile interval, widened to the tails of Student's t with n - 1 degrees of freedom and by sqrt(n / (n - 1)),
-    because it is too narrow for few problems (Hesterberg 2015, "What Teachers Should Know About the Bootstrap").
-
-    If all values are equal, the interval is the mean; for a ``share`` of 0 or 1 it is one-sided binomial. Raises ValueError
-    without values, or if one is not finite.
+    because it is too narrow for few problems (Hesterberg 2015, "What Teachers Should Know About the Bootstrap"). Equal values
+    give a point, or for a ``share`` of 0 or 1 a one-sided binomial interval.
     """
     array = np.asarray(values, dtype=np.float64)
     if not array.size or not np.isfinite(array).all():
@@ -127,16 +119,14 @@ def bootstrap(
     if np.all(array == array[0]):
         return _without_width(mean, count, tail, share)
     means = np.sort(_resampled_means(array, resamples, seed))
-    # With few problems the t quantile exceeds every share of the resamples: the ends are then the outermost resamples.
+    # With few problems t exceeds every share of the resamples: the ends are then the outermost ones.
     wide = _NORMAL.cdf(-student_quantile(1 - tail, count - 1) * (count / (count - 1)) ** 0.5)
     low, high = np.quantile(means, [wide, 1 - wide])
     return Interval(mean, float(low), float(high), count)
 
 
 def student_quantile(probability: float, freedom: int) -> float:
-    """Exact for 1 and 2 degrees of freedom, else the Cornish-Fisher expansion (at 0.975: error below 1e-2 at 3 degrees, 1e-3
-    from 6).
-    """
+    """Exact for 1 and 2 degrees of freedom, else Cornish-Fisher (errors at 0.975: 1e-2 at 3 degrees, 1e-3 from 6)."""
     if freedom == 1:
         return float(np.tan(np.pi * (probability - 0.5)))
     if freedom == 2:

@@ -1,29 +1,41 @@
-"""Evaluates the held-out problems and the evaluation sets. Rank 0 only."""
+"""Evaluates held-out problems and evaluation sets on rank 0."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.evaluate import EvaluateConfig
-from tepo_megatron.config.sampling import SamplingConfig
+from tepo_megatron.config.data import EvaluateConfig, SourceConfig
+from tepo_megatron.config.rollout import SamplingConfig
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.data.prompts import encode_prompt
+from tepo_megatron.sampler.sampling import truncation_of
+from tepo_megatron.tasks.data.problems import encode_prompt
+from tepo_megatron.tasks.data.rows import file_digest
+from tepo_megatron.tasks.data.sources import read_source
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
-from tepo_megatron.tasks.evaluate.answers import SampleGroups, Scored, Scorer, answers_row, mean_reward, score_groups
-from tepo_megatron.tasks.evaluate.estimators import avg_at_k, pass_at_k
-from tepo_megatron.tasks.evaluate.sets import EvaluationSet, SetResult, evaluate_set
+from tepo_megatron.tasks.evaluate.answers import (
+    Notion,
+    SampleGroups,
+    Scored,
+    Scorer,
+    answers_row,
+    mean_reward,
+    notion_of,
+    score_groups,
+    tally_answers,
+)
+from tepo_megatron.tasks.evaluate.estimators import avg_at_k, maj_at_k, pass_at_k
 from tepo_megatron.tasks.protocol import Generate, Task
 from tepo_megatron.tasks.reward.pool import RewardPool
+from tepo_megatron.tasks.reward.verifiers import resolve_verifier
 
 
 class VerifierPools:
-    """The run's task if a set uses its verifier, else a pool that is rehearsed and closed here. Raises ValueError as
-    ``RewardPool``.
-    """
+    """Returns the run's task if it uses the set's verifier, else a pool, which is closed here."""
 
     def __init__(self, config: RunConfig, sets: Sequence[EvaluationSet], task: Task) -> None:
         self.task = task
@@ -77,7 +89,7 @@ def evaluate_all(
     pools: VerifierPools,
     seed: Callable[[str], int],
 ) -> EvaluationResult:
-    """``seed`` maps a purpose to a seed; ``generate_heldout`` answers the held-out problems, ``generate`` the sets."""
+    """``seed``: purpose → seed. ``generate`` answers the sets."""
     result = EvaluationResult({}, 0, 0, 0.0, 0, [])
     if heldout:
         result = evaluate(
@@ -128,11 +140,10 @@ def what_failed(result: EvaluationResult) -> list[str]:
 class EvaluationResult:
     """The result of an evaluation.
 
-    ``metrics``: ``accuracy/greedy``; if samples were drawn, ``accuracy/avg@k`` and ``accuracy/pass@k`` for ``k`` samples (0:
-    greedy only); the mean rewards ``heldout/reward_greedy`` and ``heldout/reward_sampled`` if any response has one; and the
-    metrics of ``sets``. ``mean_response_len``: tokens of the greedy responses including the end token. ``failures``: responses
-    that the verifier could not score, which count as wrong; ``first_failure``: the first cause. ``samples``: rows of
-    ``samples.jsonl``.
+    ``metrics``: ``accuracy/greedy``; with samples, ``accuracy/avg@k`` and ``accuracy/pass@k`` for ``k`` samples (0: greedy
+    only); the mean rewards ``heldout/reward_greedy`` and ``heldout/reward_sampled``; and the metrics of ``sets``.
+    ``mean_response_len``: tokens of greedy responses, with the end token. ``failures``: responses that could not be scored and
+    count as wrong; ``first_failure``: the first cause. ``samples``: rows of ``samples.jsonl``.
     """
 
     metrics: dict[str, float]
@@ -155,9 +166,7 @@ def evaluate(
     sampling: SamplingConfig,
     seed: int,
 ) -> EvaluationResult:
-    """Rank 0 only. The first ``config.problems`` are used, so that evaluations are comparable. Raises ValueError: no problem,
-    or a prompt that cannot be encoded.
-    """
+    """Uses the first ``config.problems``, so that evaluations are comparable. Raises ValueError without problems."""
     chosen = list(problems[: config.problems])
     if not chosen:
         raise ValueError("there is no held-out problem to evaluate; give data.heldout, or set evaluate.every = 0")
@@ -191,10 +200,165 @@ def _accuracies(greedy: Sequence[Scored], sampled: Sequence[Sequence[Scored]], k
 
 
 def _mean_rewards(greedy: Sequence[Scored], sampled: Sequence[Sequence[Scored]]) -> dict[str, float]:
-    """Of samples, the mean of each problem comes first, as in avg@k."""
+    """Averages each problem's samples first, as avg@k."""
     means = {}
     if (of_greedy := mean_reward(greedy)) is not None:
         means["heldout/reward_greedy"] = of_greedy
     if of_sampled := [mean for group in sampled if (mean := mean_reward(group)) is not None]:
         means["heldout/reward_sampled"] = fmean(of_sampled)
     return means
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """``notion`` None: no maj@k. ``left_out``: problems with too long a prompt."""
+
+    name: str
+    problems: tuple[Problem, ...]
+    prompts: tuple[tuple[int, ...], ...]
+    left_out: int
+    verifier: str
+    greedy: bool
+    samples: int
+    ks: tuple[int, ...]
+    temperature: float
+    max_new_tokens: int
+    truncation: Mapping[str, Any]
+    notion: Notion | None
+    correct_at: float
+    show: int
+
+
+@dataclass(frozen=True)
+class _ProblemResult:
+    """``greedy``, ``avg@n``, ``pass@k``, ``maj@k`` and others, if they apply."""
+
+    problem: Problem
+    greedy: Scored | None
+    sampled: Sequence[Scored]
+    figures: dict[str, float]
+
+    @property
+    def responses(self) -> list[Scored]:
+        return [*([] if self.greedy is None else [self.greedy]), *self.sampled]
+
+
+@dataclass(frozen=True)
+class SetResult:
+    """``metrics``: ``eval/NAME/…``, means over the problems that have the figure. ``samples``: rows of ``samples.jsonl``."""
+
+    name: str
+    problems: Sequence[_ProblemResult]
+    metrics: dict[str, float]
+    failures: int
+    first_failure: str | None
+    samples: list[dict[str, Any]]
+
+
+def load_sets(config: RunConfig, tokenizer: Tokenizer, names: Iterable[str] | None = None) -> list[EvaluationSet]:
+    """Raises ValueError for unusable problems."""
+    known = config.evaluate.sets
+    chosen = list(known) if names is None else list(names)
+    for name in chosen:
+        if name not in known:
+            raise ValueError(f"there is no set {name!r}; evaluate.sets has {', '.join(known) or 'none'}")
+    return [_load_set(config, tokenizer, name) for name in chosen]
+
+
+def _load_set(config: RunConfig, tokenizer: Tokenizer, name: str) -> EvaluationSet:
+    settings, defaults, training = config.evaluate.sets[name], config.evaluate, config.rollout.sampling
+    inherited = ("template", "system_prompt", "chat_template", "special_tokens", "fields", "split")
+    prompts = {field: getattr(settings, field) for field in inherited}
+    if settings.sha256 is not None and (digest := file_digest(Path(settings.path))) != settings.sha256:
+        raise ValueError(
+            f"evaluate.sets.{name}.sha256 = {settings.sha256}, but {settings.path} has {digest}: it was changed; restore it, "
+            "or give its own digest"
+        )
+    try:
+        source = read_source(
+            config.data, config.data.complete(SourceConfig(path=settings.path, **prompts), filtered=False), tokenizer
+        )
+    except ValueError as error:
+        raise ValueError(f"evaluate.sets.{name}: {error}") from error
+    problems = source.used[: settings.problems]
+    samples = defaults.samples if settings.samples is None else settings.samples
+    verifier = settings.verifier or config.reward.verifier
+    resolve_verifier(verifier)
+    sampling = settings.sampling
+    return EvaluationSet(
+        name=name,
+        problems=tuple(problems),
+        prompts=tuple(encode_prompt(tokenizer, problem) for problem in problems),
+        left_out=source.left_out.total(),
+        verifier=verifier,
+        greedy=settings.greedy,
+        samples=samples,
+        ks=tuple(sorted((samples,) if settings.k is None else settings.k)) if samples else (),
+        temperature=training.temperature if sampling.temperature is None else sampling.temperature,
+        max_new_tokens=sampling.max_new_tokens or training.max_new_tokens,
+        truncation={**truncation_of(training), **sampling.truncation},
+        notion=notion_of(settings.majority, verifier),
+        correct_at=defaults.correct_at if settings.correct_at is None else settings.correct_at,
+        show=defaults.show if settings.show is None else settings.show,
+    )
+
+
+def evaluate_set(of: EvaluationSet, *, generate: SampleGroups, tokenizer: Tokenizer, pool: Scorer, seed: int) -> SetResult:
+    prompts, problems = list(of.prompts), of.problems
+
+    def answer(n: int, temperature: float, truncation: Mapping[str, Any]) -> list[list[Scored]]:
+        length = of.max_new_tokens
+        groups = generate(prompts, n=n, temperature=temperature, max_new_tokens=length, seed=seed, **truncation)
+        return score_groups(problems, groups, n, tokenizer, pool, of.correct_at)
+
+    greedy: list[Scored | None] = [group[0] for group in answer(1, 0.0, {})] if of.greedy else [None] * len(problems)
+    sampled = answer(of.samples, of.temperature, of.truncation) if of.samples else [[] for _ in problems]
+    return _set_result(of, greedy, sampled, pool)
+
+
+def _set_result(
+    of: EvaluationSet, greedy: Sequence[Scored | None], sampled: Sequence[Sequence[Scored]], pool: Scorer
+) -> SetResult:
+    tallies: Sequence[list[tuple[int, int]] | None] = [None] * len(of.problems)
+    if of.notion is not None and of.samples:
+        tallies = tally_answers(
+            of.problems, sampled, verifier=of.verifier, notion=of.notion, pool=pool, correct_at=of.correct_at
+        )
+    results = [
+        _ProblemResult(problem, one, several, _figures(of, one, several, tally))
+        for problem, one, several, tally in zip(of.problems, greedy, sampled, tallies, strict=True)
+    ]
+    errors = [response.result.error for result in results for response in result.responses if response.result.error is not None]
+    return SetResult(
+        of.name,
+        results,
+        {f"eval/{of.name}/{name}": mean for name, mean in (_mean_figures(results) | {"failed": float(len(errors))}).items()},
+        len(errors),
+        errors[0] if errors else None,
+        [{"set": of.name, **answers_row(result.problem, result.greedy, result.sampled)} for result in results[: of.show]],
+    )
+
+
+def _mean_figures(results: Sequence[_ProblemResult]) -> dict[str, float]:
+    names = dict.fromkeys(name for result in results for name in result.figures)
+    return {name: fmean(result.figures[name] for result in results if name in result.figures) for name in names}
+
+
+def _figures(
+    of: EvaluationSet, greedy: Scored | None, sampled: Sequence[Scored], tally: Sequence[tuple[int, int]] | None
+) -> dict[str, float]:
+    results: dict[str, float] = {}
+    if greedy is not None:
+        results["greedy"] = float(greedy.correct)
+    if sampled:
+        right = sum(response.correct for response in sampled)
+        results[f"avg@{of.samples}"] = avg_at_k(of.samples, right)
+        results |= {f"pass@{k}": pass_at_k(of.samples, right, k) for k in of.ks}
+        if tally is not None:
+            results |= {f"maj@{k}": maj_at_k(tally, of.samples, k) for k in of.ks if k > 1}
+    means = {"reward_greedy": mean_reward([] if greedy is None else [greedy]), "reward_sampled": mean_reward(sampled)}
+    results |= {name: mean for name, mean in means.items() if mean is not None}
+    responses = sampled or ([] if greedy is None else [greedy])
+    results["response_len"] = fmean(response.num_tokens for response in responses)
+    results["truncated"] = fmean(response.finish_reason == "length" for response in responses)
+    return results

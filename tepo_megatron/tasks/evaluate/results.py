@@ -1,4 +1,4 @@
-"""Results of evaluation sets on disk, and their comparison."""
+"""Stores and compares results of evaluation sets."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import Any
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.evaluate.answers import answers_row
 from tepo_megatron.tasks.evaluate.estimators import Interval, bootstrap
-from tepo_megatron.tasks.evaluate.sets import EvaluationSet, SetResult
+from tepo_megatron.tasks.evaluate.evaluation import EvaluationSet, SetResult
 
-RESULTS = "results"
-"""Folder below the output of ``tepo eval``."""
+RESULTS = "results"  # folder in the output of tepo eval
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class StoredSet:
 
 
 def interval(figure: str, values: Sequence[float]) -> Interval:
-    """The 95 % interval."""
     return bootstrap(values, share=figure in ("greedy", "truncated") or "@" in figure)
 
 
@@ -39,7 +37,6 @@ def set_intervals(result: SetResult) -> dict[str, Interval]:
 
 
 def settings_of(of: EvaluationSet, model: Path | str, seed: int) -> dict[str, Any]:
-    """A comparison reports differences of these values."""
     prompts = sha256(repr(of.prompts).encode()).hexdigest()[:16]
     return {
         "model": str(model),
@@ -58,7 +55,7 @@ def settings_of(of: EvaluationSet, model: Path | str, seed: int) -> dict[str, An
 
 
 def write_results(folder: Path, result: SetResult, settings: Mapping[str, Any]) -> None:
-    """Writes ``NAME.json`` (settings, figures with intervals) and ``NAME.jsonl`` (each problem with its responses)."""
+    """``NAME.json``: settings, figures and intervals. ``NAME.jsonl``: problems with responses."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for problem in result.problems:
@@ -75,7 +72,7 @@ def write_results(folder: Path, result: SetResult, settings: Mapping[str, Any]) 
 
 
 def read_results(folder: Path) -> dict[str, StoredSet]:
-    """``folder``: the output of ``tepo eval``, or a folder in it. Raises ValueError without results, or for a damaged file."""
+    """Raises ValueError for missing or damaged results."""
     place = next(
         (candidate for candidate in (folder / "eval" / RESULTS, folder / RESULTS, folder) if any(candidate.glob("*.jsonl"))),
         None,
@@ -113,7 +110,7 @@ def _read_set(path: Path) -> StoredSet:
 
 @dataclass(frozen=True)
 class _FigureDifference:
-    """The difference is second minus first, per problem."""
+    """Second minus first, per problem."""
 
     first: Interval
     second: Interval
@@ -122,7 +119,7 @@ class _FigureDifference:
 
 @dataclass(frozen=True)
 class SetComparison:
-    """``left_out``: problems that are not in both results or differ; ``settings``: settings that differ, except the model."""
+    """``left_out``: problems that differ or are in one result."""
 
     name: str
     problems: int
@@ -132,7 +129,7 @@ class SetComparison:
 
 
 def compare_results(first: Path, second: Path) -> list[SetComparison]:
-    """Differences are paired by problem, so that a problem's difficulty cancels. Raises ValueError without common problems."""
+    """Pairs by problem, so that difficulty cancels. Raises ValueError without common problems."""
     one, other = read_results(first), read_results(second)
     comparisons = [_compare_sets(one[name], other[name]) for name in one if name in other]
     if not any(comparison.problems for comparison in comparisons):

@@ -1,50 +1,53 @@
-"""``tepo eval`` serves and evaluates a model folder without a trainer."""
+"""Evaluates a model folder without a trainer (``tepo eval``)."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, WeightsVersion
-from tepo_megatron.sampler.registry import make_sampler, sampler_spec
+from tepo_megatron.runtime.terminal import terminal
+from tepo_megatron.sampler.protocol import make_sampler, sampler_spec
 from tepo_megatron.sampler.sampling import truncation_of
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.sources import read_sources
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from tepo_megatron.tasks.environments.environment_task import open_task
 from tepo_megatron.tasks.evaluate.answers import SampleGroups
-from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, VerifierPools, evaluate_all
+from tepo_megatron.tasks.evaluate.evaluation import (
+    EvaluationResult,
+    EvaluationSet,
+    SetResult,
+    VerifierPools,
+    evaluate_all,
+    load_sets,
+)
 from tepo_megatron.tasks.evaluate.results import RESULTS, set_intervals, settings_of, write_results
-from tepo_megatron.tasks.evaluate.sets import EvaluationSet, SetResult, load_sets
 from tepo_megatron.weights.architecture import read_model_spec
 
 
 def evaluate_model(
     config: RunConfig, model: Path | str, *, table: bool = True, sets: Sequence[str] | None = None, resume: bool = False
 ) -> EvaluationResult:
-    """Evaluates a Hugging Face folder on ``config.data.heldout`` and on the sets of ``config.evaluate``; one process calls.
+    """Evaluates a Hugging Face folder on ``config.data.heldout`` and the sets of ``config.evaluate``. One process calls.
 
-    With sets, the default held-out problems are left out, because they belong to the demonstration. ``sets``: only these
-    names. ``resume``: reuse the responses that an interrupted evaluation of the same model and settings left.
-    ``<output>/eval`` receives ``metrics.json``, ``samples.jsonl``, the servers' logs, and ``results/NAME.jsonl`` (responses)
-    and ``results/NAME.json`` (figures with intervals) of each set.
+    With sets, the default held-out problems are left out: they belong to the demonstration. ``sets``: only these names.
+    ``resume``: reuse responses of an interrupted evaluation of equal model and settings. ``<output>/eval`` receives
+    ``metrics.json``, ``samples.jsonl``, servers' logs, and for each set ``results/NAME.jsonl`` (responses) and
+    ``results/NAME.json`` (figures with intervals).
 
-    Raises:
-        ValueError: nothing to evaluate; an unusable model or data source; a verifier that cannot be made or scores none of the
-            first problems; a model that ``rollout.server.tp`` cannot split; external servers that start without weights.
-        RuntimeError: a server does not start.
+    Raises ValueError for nothing to evaluate, an unusable model, source or verifier, a ``rollout.server.tp`` that cannot split
+    the model, or external servers that start without weights; RuntimeError if a server does not start.
     """
     folder = resolve_model_path(str(model))
     spec = read_model_spec(folder)
@@ -62,7 +65,7 @@ def evaluate_model(
         stop_token_ids=tokenizer.eos_ids,
         log_dir=output / "logs",
         seed=config.seed,
-        tokenizer=config.servers_need_tokenizer,
+        tokenizer=config.rollout.sampling.needs_tokenizer,
     )
     stored = output / "responses.jsonl"
     if not resume:
@@ -90,8 +93,7 @@ def evaluate_model(
     for evaluation_set, set_result in zip(chosen, result.sets, strict=True):
         write_results(output / RESULTS, set_result, settings_of(evaluation_set, model, config.seed))
     if table:
-        # A pipe has no width: paths are better whole than cut.
-        console = Console(width=None if sys.stdout.isatty() else 160)
+        console = terminal()
         if heldout:
             console.print(_table(model, ", ".join(source.path for source in config.data.heldout_sources), result, left_out))
         if chosen:
@@ -112,7 +114,7 @@ def _heldout(config: RunConfig, tokenizer: Tokenizer, sets: Sequence[str] | None
 
 
 def without_trainer(server: ServerConfig) -> ServerConfig:
-    """Colocated servers become local ones that never sleep, and they read the model's weights."""
+    """Colocated servers become local ones that never sleep and read the model's weights."""
     if server.placement == "external":
         return server
     changes = {"placement": "local", "load_format": "auto"}
@@ -138,7 +140,7 @@ def _write(output: Path, result: EvaluationResult) -> None:
 
 
 def _table(model: Path | str, source: str, result: EvaluationResult, left_out: int) -> Table:
-    table = Table("", "value", title=f"{model} on {source}", title_justify="left")
+    table = Table("", "value", title=escape(f"{model} on {source}"), title_justify="left")
     for name, value in result.metrics.items():
         if not name.startswith("eval/"):
             table.add_row(name.removesuffix("k") + str(result.k) if name.endswith("@k") else name, f"{value:.3f}")
@@ -152,7 +154,7 @@ def _table(model: Path | str, source: str, result: EvaluationResult, left_out: i
 
 
 def _sets_table(model: Path | str, sets: Sequence[EvaluationSet], results: Sequence[SetResult]) -> Table:
-    table = Table("set", "", "value", "95 %", title=f"{model} on {len(sets)} sets", title_justify="left")
+    table = Table("set", "", "value", "95 %", title=escape(f"{model} on {len(sets)} sets"), title_justify="left")
     for evaluation_set, result in zip(sets, results, strict=True):
         left_out = f" ({evaluation_set.left_out} left out, too long)" if evaluation_set.left_out else ""
         table.add_row(evaluation_set.name, "problems", f"{len(result.problems)}{left_out}")
@@ -169,16 +171,15 @@ _NO_WEIGHTS = WeightsVersion(0)
 
 
 class StoredResponses:
-    """Draws only the responses that the file lacks; a prompt's seed depends on its index alone, so the result is the same.
-    Responses with another ``of`` (the model and settings) are ignored. Log-probs are not stored.
+    """Draws only responses that the file lacks. Seeds depend on a prompt's index alone, so the result is the same. ``of``:
+    model and settings. Log-probs are not stored.
     """
 
     def __init__(self, path: Path, generate: SampleGroups, of: str) -> None:
-        """An incomplete last line is dropped. Raises ValueError, with the line, for other damage."""
+        """Drops an incomplete last line. Raises ValueError for other damage."""
         self._path, self._generate, self._of = path, generate, of
         self._known = _read(path)
-        self.taken = 0
-        """Prompts with responses from the file."""
+        self.taken = 0  # prompts with stored responses
 
     def __call__(
         self, prompts: list[tuple[int, ...]], *, n: int, temperature: float, max_new_tokens: int, seed: int, **truncation: Any
@@ -212,7 +213,7 @@ class StoredResponses:
 
 
 def model_identity(folder: Path) -> str:
-    """Names, sizes and times of the files; the weights are not read."""
+    """Of names, sizes and times; weights are not read."""
     parts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir()) if path.is_file()]
     return sha256(repr(parts).encode()).hexdigest()
 

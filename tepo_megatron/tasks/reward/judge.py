@@ -31,24 +31,23 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class JudgeError(RuntimeError):
-    """The judge gave no score; the response counts as failed, not as wrong."""
+    """The response counts as failed, not as wrong."""
 
 
 class Judge:
     """Asks a model to score each response; a worker has up to ``reward.concurrency`` requests open.
 
-    A missing reply, a status other than 200 and a reply without a score raise :class:`JudgeError`. Transient errors (no
+    A missing reply, a status other than 200 or a reply without a score raises :class:`JudgeError`. Transient errors (no
     connection, status 408, 409, 425, 429 or 5xx) are retried ``retries`` times, after 0.5, 1, 2, … seconds or as the server
-    asks. ``reward.timeout_s`` limits all tries of a response together. Each worker remembers the last ``cache`` replies.
+    asks; ``reward.timeout_s`` limits all tries. Each worker remembers the last ``cache`` replies.
 
     Args:
-        base_url: address up to ``/v1``, without user or password.
-        model: the model's name at the server.
-        prompt: the question, with ``{prompt}``, ``{answer}`` and ``{response}`` replaced.
-        pattern: a regular expression whose first group is the score; the last match counts.
-        api_key_env: environment variable with the key; None: no key. The key is never shown.
+        base_url: up to ``/v1``, without user or password.
+        prompt: the question, with ``{prompt}``, ``{answer}`` and ``{response}``.
+        pattern: a regular expression; the first group of its last match is the score.
+        api_key_env: environment variable with the key, which is never shown.
         timeout_s: seconds of one try.
-        body: further fields of a request, such as ``{"top_p": 0.9}``.
+        body: more fields of a request, such as ``{"top_p": 0.9}``.
 
     Raises:
         ValueError: an invalid address, or an unset variable.
@@ -86,9 +85,9 @@ class Judge:
         self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers, trust_env=trust_env)
 
     async def score(self, problem: Problem, response: ResponseText) -> float:
-        """Returns the judge's score. Override it if the score is one component of several."""
+        """Override it if the score is one component of several."""
         values = {"prompt": problem.prompt, "answer": problem.answer, "response": str(response)}
-        # Not str.format: the prompt may contain other braces, and inserted text must not be parsed.
+        # Not str.format: the prompt may have other braces, and inserted text must not be parsed.
         question = re.sub(r"\{(prompt|answer|response)\}", lambda match: values[match[1]], self._prompt)
         reply = await self.ask(question)
         scores = self._pattern.findall(reply)
@@ -98,7 +97,7 @@ class Judge:
         return float(scores[-1])
 
     async def ask(self, question: str) -> str:
-        """Returns the model's reply, possibly remembered. Raises JudgeError if all tries fail."""
+        """The reply may be remembered. Raises JudgeError if all tries fail."""
         if question in self._replies:
             self._replies.move_to_end(question)
             return self._replies[question]
@@ -120,7 +119,7 @@ class Judge:
         raise JudgeError(f"the judge at {self._url} gave no reply: {last}")
 
     async def _try(self, question: str) -> tuple[str | None, str, float | None]:
-        """The reply; or an error and the pause in seconds before the next try (0: the usual one, None: no further try)."""
+        """The reply; or an error and the seconds until the next try (0: the usual pause, None: no try)."""
         try:
             answer = await self._client.post(
                 self._url, json={**self._body, "messages": [{"role": "user", "content": question}]}

@@ -7,15 +7,12 @@ from math_verify.errors import TimeoutException
 
 from tepo_megatron.core.problem import Problem
 
-_SOFT_LIMIT_S = 5
-"""math-verify's own alarm needs the main thread, where workers run verifiers."""
+_SOFT_LIMIT_S = 5  # math-verify's own alarm needs the main thread, where workers run verifiers
 
 
 def math(problem: Problem, response: str) -> float:
-    r"""1 if the response's final answer, as math-verify finds it (``\boxed{...}``, LaTeX, plain), equals the problem's, else
-    0.
-
-    Raises ValueError: the problem's answer is no expression. TimeoutError: the comparison takes too long.
+    r"""1 if the final answer, as math-verify finds it (``\boxed{...}``, LaTeX, plain), equals the problem's, else 0. Raises
+    ValueError if the problem's answer is no expression.
     """
     try:
         gold = _parse_gold(problem.answer)
@@ -26,7 +23,7 @@ def math(problem: Problem, response: str) -> float:
 
 
 def _parse_gold(answer: str) -> list[object]:
-    answer = answer.replace("\\$", "")  # currency signs, which a response may omit; not the signs around LaTeX
+    answer = answer.replace("\\$", "")  # currency signs, not the signs around LaTeX
     text = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
     gold: list[object] = parse(text, parsing_timeout=_SOFT_LIMIT_S, raise_on_error=True)
     if not gold:

@@ -1,4 +1,4 @@
-"""Reads responses to score without a trainer: a run's ``samples.jsonl`` or other JSON lines."""
+"""Reads responses to score without a trainer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.runtime.text import check_text
 
 _OF_A_LINE = ("id", "prompt", "answer", "response", "responses", "finish_reason")
 
@@ -20,13 +21,11 @@ class RecordedGroup:
 
 
 def read_recorded(path: Path) -> list[RecordedGroup]:
-    """A line is a row of ``samples.jsonl``, or an object with ``prompt``, ``answer`` and ``response`` or ``responses``, whose
-    other keys are metadata.
-
-    Raises ValueError, with file and line: an unreadable file, no response, or an invalid line.
+    """A line is a row of ``samples.jsonl``, or an object with ``prompt``, ``answer``, ``response`` or ``responses``; other keys
+    are metadata. Raises ValueError, with file and line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): JSON may have other line separators in it
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     groups: list[RecordedGroup] = []
@@ -47,17 +46,22 @@ def _object(line: str) -> Mapping[str, Any]:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply to be read") from error
     if not isinstance(entry, dict):
         raise ValueError("not a JSON object")
+    check_text(entry, "the line")
     return entry
 
 
 def _groups(entry: Mapping[str, Any], default_id: str) -> Iterator[RecordedGroup]:
     if "greedy" in entry or "sampled" in entry:
-        metadata = entry.get("metadata") or {}
+        metadata, sampled = entry.get("metadata") or {}, entry.get("sampled") or []
+        if not isinstance(metadata, dict) or not isinstance(sampled, list):
+            raise ValueError("a sample's metadata are an object, and its sampled responses a list")
         source = str(entry.get("source", ""))
         problem = Problem(_text(entry, "problem"), _text(entry, "prompt"), _text(entry, "answer"), metadata, source=source)
-        rows = [[entry["greedy"]] if entry.get("greedy") else [], entry.get("sampled") or []]
+        rows = [[entry["greedy"]] if entry.get("greedy") else [], sampled]
         for group in rows:
             if group:
                 yield RecordedGroup(problem, [_response(row) for row in group])

@@ -1,4 +1,4 @@
-"""The task of a run with verifiers: a response is one sample."""
+"""Task of a run with verifiers: a response is one sample."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ _FAST_POLL_S = 0.02
 
 
 def reward_configs(reward: RewardConfig, data: DataConfig) -> dict[str, RewardConfig]:
-    """Source name → how it is scored; the empty name: every other source. A held-out source is scored as the training source
-    of its name, unless it has its own verifier.
-    """
+    """Source name → how it is scored (empty: any other). A held-out source defaults to the training source of its name."""
     configs = {"": reward}
     for source in (*data.train_sources, *data.heldout_sources):
         if source.verifier is not None:
@@ -32,12 +30,10 @@ def reward_configs(reward: RewardConfig, data: DataConfig) -> dict[str, RewardCo
 
 
 class VerifierTask:
-    """Raises as ``RewardPool``."""
-
     def __init__(
         self, configs: Mapping[str, RewardConfig], components: Sequence[Sequence[str] | None] = (), custom: Any = None
     ) -> None:
-        """One element of ``components`` for each distinct verifier. ``custom``: for the first one."""
+        """``components`` has an entry per distinct verifier. ``custom`` replaces the first one."""
         distinct: list[RewardConfig] = []
         for config in configs.values():
             if config not in distinct:
@@ -62,7 +58,7 @@ class VerifierTask:
 
     @property
     def scores_groups(self) -> bool:
-        """If one of several verifiers scores groups, all wait for whole groups."""
+        """If one of several verifiers scores groups, all wait."""
         return any(pool.scores_groups for pool in self._pools)
 
     @property

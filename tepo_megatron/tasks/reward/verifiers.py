@@ -1,7 +1,4 @@
-"""Built-in verifiers, and how a verifier is found (docs/guides/rewards.md).
-
-Imports only light modules, so that a worker with a simple verifier starts quickly.
-"""
+"""Built-in verifiers (docs/guides/rewards.md). Imports only light modules, so that workers start quickly."""
 
 from __future__ import annotations
 
@@ -20,17 +17,14 @@ VERIFIERS: Mapping[str, str] = {
     "last_word": "tepo_megatron.tasks.reward.verifiers:last_word",
     "math": "tepo_megatron.tasks.reward.math_verifier:math",
 }
-"""Name → ``module:function``."""
 
 VERIFIER_CLASSES: Mapping[str, str] = {
     "judge": "tepo_megatron.tasks.reward.judge:Judge",
-    "python_tests": "tepo_megatron.tasks.reward.python_tests:PythonTests",
-    "stack_machine": "tepo_megatron.tasks.reward.stack_machine:StackMachine",
-}
-"""Name → ``module:class``, made with ``reward.kwargs``."""
+    "python_tests": "tepo_megatron.tasks.reward.programs:PythonTests",
+    "stack_machine": "tepo_megatron.tasks.reward.programs:StackMachine",
+}  # made with reward.kwargs
 
-GIVEN = "(python):"
-"""Prefix of ``reward.verifier`` for a function that was passed as an object and cannot be imported."""
+GIVEN = "(python):"  # prefix of an object that cannot be imported
 
 # A sign counts only if no operand precedes it: the last number of "7-5" is 5.
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -43,14 +37,11 @@ def last_word(problem: Problem, response: str) -> float:
 
 
 def exact(problem: Problem, response: str) -> float:
-    """1 if the response is the answer up to surrounding white space, else 0."""
     return float(response.strip() == problem.answer.strip())
 
 
 def last_number(problem: Problem, response: str) -> float:
-    """1 if the last numbers have the same value (``1,234.50`` equals ``1234.5``), else 0. Raises ValueError if the answer has
-    none.
-    """
+    """1 if the last numbers are equal (``1,234.50`` and ``1234.5``), else 0. Raises ValueError if the answer has none."""
     expected = last_number_in(problem.answer)
     if expected is None:
         raise ValueError(f"the answer {problem.answer!r} has no number in it; use another verifier, or correct the data")
@@ -58,9 +49,7 @@ def last_number(problem: Problem, response: str) -> float:
 
 
 def check_reachable(name: str, problems: Iterable[Problem]) -> int:
-    """The number of problems with an answer that a built-in verifier refuses (0 for ``math``, ``judge`` and user-defined
-    verifiers). Raises ValueError if no problem can be solved.
-    """
+    """Counts the answers that a built-in verifier refuses. Raises ValueError if no problem can be solved."""
     verifier = {"exact": exact, "last_number": last_number, "last_word": last_word}.get(name)
     if verifier is None:
         return 0
@@ -82,7 +71,7 @@ def _solves_itself(verifier: Callable[[Problem, str], float], problem: Problem) 
 
 
 def resolve_verifier(name: str) -> str:
-    """``module:name`` or ``/path/of/file.py:name``, not imported. Raises ValueError for an unknown name or a missing file."""
+    """``module:name`` or ``/path/of/file.py:name``, not imported. Raises ValueError for an unknown one."""
     if name.startswith(GIVEN):
         function = name.removeprefix(GIVEN)
         raise ValueError(
@@ -104,7 +93,6 @@ def resolve_verifier(name: str) -> str:
 
 
 def load_verifier(name: str) -> Any:
-    """Raises ValueError if the import fails."""
     what = f"the verifier {name!r}"
     verifier = load_user_code(resolve_verifier(name), what)
     if not (callable(verifier) or hasattr(verifier, "score") or hasattr(verifier, "score_group")):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
 import os
 import signal
 import sys
@@ -26,8 +25,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, SupportsFloat
 
-from tepo_megatron.core.problem import Problem, ResponseText
-from tepo_megatron.runtime.workers.child import (
+from tepo_megatron.core.problem import Problem, ResponseText, is_reward, not_a_reward
+from tepo_megatron.runtime.worker_child import (
     NO_MEMORY,
     OPEN_FILES,
     forget_memory_file,
@@ -38,15 +37,15 @@ from tepo_megatron.runtime.workers.child import (
     limit_memory,
     limit_process,
     limit_processor_time,
+    place_of,
     read_lines,
     redirect_standard_streams,
     reply,
+    why_it_raised,
 )
-from tepo_megatron.runtime.workers.failure import place_of, why_it_raised
 from tepo_megatron.tasks.reward.verifiers import load_verifier
 
-SETUP = ("kwargs", "timeout_s", "memory_mb", "file_mb", "run_code")
-"""Fields of ``reward`` in the setup, besides ``verifier``, ``network`` and ``path``."""
+SETUP = ("kwargs", "timeout_s", "memory_mb", "file_mb", "run_code")  # with verifier, network and path
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class WorkerChannel:
 
 
 def open_channel(open_files: Callable[[Mapping[str, Any]], int] = lambda setup: OPEN_FILES) -> WorkerChannel | None:
-    """Limits this process; None if the parent has closed the pipe."""
+    """Limits this process; None if the parent closed the pipe."""
     requests, replies = redirect_standard_streams()
     line = requests.readline()
     if not line:
@@ -85,7 +84,7 @@ def open_channel(open_files: Callable[[Mapping[str, Any]], int] = lambda setup: 
 
 
 def run_worker(serve: Callable[[], None]) -> None:
-    """Runs until the pipe closes or the parent dies. The exit status tells that memory was the cause."""
+    """The exit status tells whether memory was the cause."""
     try:
         serve()
     except MemoryError:
@@ -98,7 +97,6 @@ def main() -> None:
 
 
 def serve_in_fork(custom: Any) -> None:
-    """As :func:`main`, in a fork of the process that has ``custom``."""
     forget_memory_file()
     run_worker(partial(_serve, custom))
 
@@ -131,7 +129,6 @@ def _serve(custom: Any = None) -> None:
 
 
 async def _serve_concurrently(served: _Served, channel: WorkerChannel) -> None:
-    """The parent limits the number of open calls."""
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
     running: set[asyncio.Task[None]] = set()
@@ -169,7 +166,7 @@ class _Served:
         limit_file_size(self.setup["file_mb"])
 
     def reply(self, number: int, outcomes: Sequence[ScoreOutcome], seconds: float) -> bool:
-        """Returns whether the process has grown too large."""
+        """Returns whether the process must end."""
         last = has_grown(self.loaded, self.setup["memory_mb"]) or not has_a_free_file()
         reply(self.replies, [number, outcomes, seconds, last])
         return last
@@ -182,8 +179,7 @@ def _read_call(call: Any) -> tuple[int, Problem, list[ResponseText]]:
 
 
 Value = float | dict[str, float]
-ScoreOutcome = tuple[Value | None, str | None]
-"""The reward or components, or the reason for their absence."""
+ScoreOutcome = tuple[Value | None, str | None]  # the value, or the reason for its absence
 
 
 @dataclass(frozen=True)
@@ -284,8 +280,11 @@ def check_value(value: Any, *, what: str = "verifier") -> ScoreOutcome:
 def _number(value: Any) -> tuple[float | None, str | None]:
     if not isinstance(value, SupportsFloat):
         return None, f"{type(value).__name__}, not a number"
-    number = float(value)
-    return (number, None) if math.isfinite(number) else (None, f"{number}, not a finite number")
+    try:
+        number = float(value)
+    except Exception as error:  # here, so that it fails one response of a group
+        return None, f"{type(value).__name__}, whose number cannot be taken ({type(error).__name__})"
+    return (number, None) if is_reward(number) else (None, not_a_reward(number))
 
 
 if __name__ == "__main__":

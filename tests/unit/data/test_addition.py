@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.data.tasks import addition
+from tepo_megatron.tasks.data import addition
 
 numbers = st.integers(10, 99)
 

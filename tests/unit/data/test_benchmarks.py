@@ -12,10 +12,9 @@ import yaml
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
-from tepo_megatron.config.loading.load import load_run
-from tepo_megatron.tasks.data.benchmarks import prepare as preparing
-from tepo_megatron.tasks.data.benchmarks.prepare import LOCK, SETS, prepare, templates
-from tepo_megatron.tasks.data.benchmarks.registry import BENCHMARKS, Benchmark, convert
+from tepo_megatron.config.load import load_run
+from tepo_megatron.tasks.data import benchmarks as preparing
+from tepo_megatron.tasks.data.benchmarks import BENCHMARKS, LOCK, SETS, Benchmark, convert, prepare, templates
 from tepo_megatron.tasks.data.rows import file_digest
 from tests.support import code_rows
 

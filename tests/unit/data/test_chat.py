@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.data.prompts import encode_prompt
+from tepo_megatron.tasks.data.problems import encode_prompt
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tests.support.chat_tokenizer import SPECIAL, write_chat_tokenizer
 
@@ -25,16 +25,17 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @given(system=pieces, user=pieces)
 def test_only_what_the_template_writes_is_special(chat: Tokenizer, system: str, user: str) -> None:
     ids = chat.chat_ids((("system", system), ("user", user)))
-    end, system_id, user_id, assistant = (chat.encode(token)[0] for token in SPECIAL)
+    end, system_id, user_id, assistant = (chat.encode(token, special_tokens=True)[0] for token in SPECIAL)
     assert [each for each in ids if each < len(SPECIAL)] == [system_id, end, user_id, end, assistant]
     assert chat.decode(ids) == system.strip() + user.strip()
     assert chat.show(ids) == f"⟦<|system|>⟧{system.strip()}⟦<|end|>⟧⟦<|user|>⟧{user.strip()}⟦<|end|>⟧⟦<|assistant|>⟧"
 
 
-def test_a_plain_prompt_is_read_as_the_tokenizer_reads_it(chat: Tokenizer) -> None:
-    """Data that were rendered by a template before keep their special tokens."""
-    ids = chat.prompt_ids("<|user|>the sum<|end|>\n")
-    assert chat.show(ids) == "⟦<|user|>⟧the sum⟦<|end|>⟧\n"
+def test_a_plain_prompt_is_text_unless_special_tokens_are_asked_for(chat: Tokenizer) -> None:
+    """Data that were rendered by a template before keep their special tokens by ``data.special_tokens``."""
+    rendered = "<|user|>the sum<|end|>\n"
+    assert chat.show(chat.prompt_ids(rendered)) == rendered
+    assert chat.show(chat.prompt_ids(rendered, special_tokens=True)) == "⟦<|user|>⟧the sum⟦<|end|>⟧\n"
 
 
 def test_a_template_that_refuses_says_why(chat: Tokenizer, tmp_path: Path) -> None:

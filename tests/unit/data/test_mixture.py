@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config.data import DataConfig
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.data.mixture import MixedSampler, make_sampler, whole_weights
+from tepo_megatron.tasks.data.sources import MixedSampler, make_sampler, whole_weights
 
 weights = st.lists(st.one_of(st.integers(1, 9), st.sampled_from([0.1, 0.25, 0.7, 2.5])), min_size=1, max_size=5)
 sizes = st.integers(1, 7)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.data.mixture import ProblemSampler
+from tepo_megatron.tasks.data.sources import ProblemSampler
 
 
 def _problems(n: int, answer: str = "a") -> list[Problem]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.tiny.make_warm_start import ALPHABET, stack_machine_examples
+from tepo_megatron.tasks.data import stack_machine
 from tepo_megatron.tasks.data.problems import load_problems
-from tepo_megatron.tasks.data.tasks import stack_machine
-from tepo_megatron.tasks.data.tasks.stack_machine import LEAVES, text_of
-from tepo_megatron.tasks.data.train_tokenizer import ALPHABET
-from tepo_megatron.tasks.reward.stack_machine import StackMachine
+from tepo_megatron.tasks.data.stack_machine import LEAVES, text_of
+from tepo_megatron.tasks.reward.programs import StackMachine
 
 BY_PROMPT = {problem.prompt: problem for problem in stack_machine.train_problems()}
 SCORE = StackMachine().score
@@ -53,8 +53,8 @@ def test_brackets_are_where_they_are_needed() -> None:
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=10, deadline=None)
 def test_without_noise_programs_are_right_in_several_ways(seed: int) -> None:
-    examples = stack_machine.supervised_examples(400, 0.0, seed)
-    assert examples == stack_machine.supervised_examples(400, 0.0, seed)
+    examples = stack_machine_examples(400, 0.0, seed)
+    assert examples == stack_machine_examples(400, 0.0, seed)
     assert all(SCORE(BY_PROMPT[prompt], program) == 1 for prompt, program in examples)
     assert 0.5 < sum(program == BY_PROMPT[prompt].answer for prompt, program in examples) / 400 < 0.9
 
@@ -62,12 +62,12 @@ def test_without_noise_programs_are_right_in_several_ways(seed: int) -> None:
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=10, deadline=None)
 def test_every_slip_fails_a_test(seed: int) -> None:
-    examples = stack_machine.supervised_examples(200, 1.0, seed)
+    examples = stack_machine_examples(200, 1.0, seed)
     assert all(SCORE(BY_PROMPT[prompt], program) == 0 for prompt, program in examples)
 
 
 def test_noise_is_the_share_of_wrong_programs_and_heldout_formulas_are_not_shown() -> None:
-    examples = stack_machine.supervised_examples(10_000, 0.3, 0)
+    examples = stack_machine_examples(10_000, 0.3, 0)
     wrong = sum(SCORE(BY_PROMPT[prompt], program) == 0 for prompt, program in examples)
     assert abs(wrong / 10_000 - 0.3) < 0.03  # 6.5 standard deviations
     assert len({prompt for prompt, _ in examples}) == 10_000

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.tiny.make_warm_start import ALPHABET, train_char_tokenizer
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.data.prompts import encode_prompt
-from tepo_megatron.tasks.data.tasks import addition
+from tepo_megatron.tasks.data import addition
+from tepo_megatron.tasks.data.problems import encode_prompt
 from tepo_megatron.tasks.data.tokenizer import (
     HuggingFaceTokenizer,
     Tokenizer,
@@ -18,7 +19,6 @@ from tepo_megatron.tasks.data.tokenizer import (
     check_tokenizer,
     load_tokenizer,
 )
-from tepo_megatron.tasks.data.train_tokenizer import ALPHABET, train_char_tokenizer
 
 TINY = Path(str(files("tepo_megatron.tasks.data").joinpath("builtin", "tiny")))
 alphabet_text = st.text(st.sampled_from(ALPHABET), max_size=40)

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.environment import AgentConfig
-from tepo_megatron.config.sampling import SamplingConfig
+from tepo_megatron.config.reward import AgentConfig
+from tepo_megatron.config.rollout import SamplingConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
-from tepo_megatron.tasks.environments.agents.chat_requests import (
+from tepo_megatron.tasks.environments.agent_session import (
     ChatRequest,
     Conversation,
     Message,
@@ -26,8 +26,7 @@ from tepo_megatron.tasks.environments.agents.chat_requests import (
     read_messages,
     read_request,
 )
-from tepo_megatron.tasks.environments.episode_tokens import Observations
-from tepo_megatron.tasks.environments.episodes import EpisodeLimits, EpisodeStream
+from tepo_megatron.tasks.environments.episodes import EpisodeLimits, EpisodeStream, Observations
 from tepo_megatron.tasks.environments.protocol import StepResult
 from tepo_megatron.tasks.environments.workers import shared_setup
 from tests.support.chat_tokenizer import write_chat_tokenizer

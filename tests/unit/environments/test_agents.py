@@ -18,7 +18,7 @@ import pytest
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Response
-from tepo_megatron.sampler.vllm.server.resources import reserve_port
+from tepo_megatron.sampler.vllm.resources import reserve_port
 from tepo_megatron.tasks.environments import workers
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 from tepo_megatron.tasks.environments.worker import EpisodeTable
@@ -272,7 +272,7 @@ def test_an_agent_that_cannot_be_called_is_refused_at_the_start(change: dict[str
 
 def test_a_tokenizer_without_a_beginning_is_refused() -> None:
     """END is in no prompt: all prompts of agents are the token that chats begin with."""
-    from tepo_megatron.tasks.environments.episode_tokens import opening_of, prompt_of
+    from tepo_megatron.tasks.environments.episodes import opening_of, prompt_of
 
     environment = config().environment
     assert prompt_of(environment, Begun(), Problem("p", "0", "")) == (1,)  # type: ignore[arg-type]
@@ -294,7 +294,7 @@ def test_a_tokenizer_without_a_beginning_is_refused() -> None:
 
 def test_agents_that_run_on_wear_their_process_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """With no episode left, and more of them than are left behind; one that ends in time does not count."""
-    from tepo_megatron.tasks.environments.agents import agents
+    from tepo_megatron.tasks.environments import agents
 
     monkeypatch.setattr(agents, "_MAX_RUNNING_AGENTS", 1)
     environment = config("runs_on").environment
@@ -321,7 +321,7 @@ def test_agents_that_run_on_wear_their_process_out(monkeypatch: pytest.MonkeyPat
 
 def test_a_process_that_agents_wore_out_is_replaced_and_episodes_go_on() -> None:
     """One more than are left behind, of episodes that have failed."""
-    from tepo_megatron.tasks.environments.agents.agents import _MAX_RUNNING_AGENTS
+    from tepo_megatron.tasks.environments.agents import _MAX_RUNNING_AGENTS
 
     with opened(config("stays")) as pool:
         before = processes(pool)

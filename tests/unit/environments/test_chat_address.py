@@ -12,17 +12,23 @@ from typing import Any
 import httpx
 import pytest
 
-from tepo_megatron.config.environment import AgentConfig
-from tepo_megatron.config.sampling import SamplingConfig
+from tepo_megatron.config.reward import AgentConfig
+from tepo_megatron.config.rollout import SamplingConfig
 from tepo_megatron.core.problem import ResponseText
-from tepo_megatron.tasks.environments.agents.agent_session import AgentEnd, AgentSession, EpisodeError
-from tepo_megatron.tasks.environments.agents.chat_requests import ChatRequest, RefusedError, read_request
+from tepo_megatron.tasks.environments.agent_session import (
+    AgentEnd,
+    AgentSession,
+    ChatRequest,
+    EpisodeError,
+    RefusedError,
+    read_request,
+)
 from tepo_megatron.tasks.environments.workers import shared_setup
 from tests.support.programs import TIMEOUT_S
 
 pytest.importorskip("aiohttp")
 
-from tepo_megatron.tasks.environments.agents.chat_address import ChatAddress
+from tepo_megatron.tasks.environments.agents import ChatAddress
 
 SAMPLING = shared_setup(AgentConfig(), SamplingConfig())["sampling"]
 ASKED: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "0"}]}

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.sampling import prompt_seed
-from tepo_megatron.tasks.environments.episode_tokens import Observations
-from tepo_megatron.tasks.environments.episodes import EpisodeLimits, EpisodeStream, add_rewards
+from tepo_megatron.tasks.environments.episodes import EpisodeLimits, EpisodeStream, Observations, add_rewards
 from tepo_megatron.tasks.environments.protocol import StepResult
 from tests.support.episodes import END, VOCABULARY, Ends, FakeHost, FakeSamples, turn_of
 

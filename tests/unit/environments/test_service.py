@@ -16,14 +16,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tepo_megatron.cli.tasks import serve
+from tepo_megatron.cli.data import serve
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.environment import EnvironmentConfig
+from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
-from tepo_megatron.tasks.environments.host import make_key, read_key
-from tepo_megatron.tasks.environments.remote import RemoteEnvironments
-from tepo_megatron.tasks.environments.service import EnvironmentService
+from tepo_megatron.tasks.environments.protocol import make_key, read_key
+from tepo_megatron.tasks.environments.service import EnvironmentService, RemoteEnvironments
 from tests.support.episodes import VOCABULARY, FakeSamples
 from tests.support.programs import TIMEOUT_S
 from tests.unit.environments.test_workers import HOSTILE, PROMPT, Letters, play

@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.environment import EnvironmentConfig
+from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.tasks.data.problems import load_problems
-from tepo_megatron.tasks.environments.adapters import Gymnasium, OpenEnv, SkyrlGym
-from tepo_megatron.tasks.environments.builtin_environments import Calculator, GuessNumber, compute
-from tepo_megatron.tasks.environments.host import reset_call, step_call
-from tepo_megatron.tasks.environments.protocol import StepResult
+from tepo_megatron.tasks.environments.builtin_environments import Calculator, GuessNumber, Gymnasium, OpenEnv, SkyrlGym, compute
+from tepo_megatron.tasks.environments.protocol import StepResult, reset_call, step_call
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.environment import EnvironmentConfig
-from tepo_megatron.config.reward import RewardConfig
+from tepo_megatron.config.reward import EnvironmentConfig, RewardConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Response, Rollout
 from tepo_megatron.run.sampling.step_rewards import StepRewards

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.tasks.protocol import RewardResult
-from tepo_megatron.tasks.reward import workers
 from tepo_megatron.tasks.reward.pool import RewardPool, weigh
 
 FORMS = '''
@@ -164,7 +163,7 @@ def test_async_calls_are_under_way_together_within_a_bound(file: str) -> None:
 
 def test_among_many_async_calls_only_the_bad_ones_fail(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one holds up or ends the process that the others are under way in."""
-    monkeypatch.setattr(workers, "_EXTRA_TIME_S", 1.0)
+    monkeypatch.setattr("tepo_megatron.tasks.reward.pool._EXTRA_TIME_S", 1.0)
     bad = {
         "late": "took longer than reward.timeout_s = 2 s",
         "block": "took longer than reward.timeout_s = 2 s",

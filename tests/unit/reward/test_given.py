@@ -17,7 +17,7 @@ import pytest
 
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem, ResponseText
-from tepo_megatron.runtime.workers.child import data_bytes
+from tepo_megatron.runtime.worker_child import data_bytes
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tests.support.programs import TIMEOUT_S

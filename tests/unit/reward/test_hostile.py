@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from tepo_megatron.tools.faults.answer_faults import hostile_answers
+from tepo_megatron.tools.faults.input_faults import hostile_answers
 from tests.support.programs import TIMEOUT_S
 
 MEMORY_MB = 300
 SCORE = f"""
 import json, resource
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.tools.faults.answer_faults import hostile_answers
+from tepo_megatron.tools.faults.input_faults import hostile_answers
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tepo_megatron.core.problem import Problem
 

@@ -16,7 +16,7 @@ import pytest
 
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.runtime.workers.failure import RememberedFailures
+from tepo_megatron.runtime.worker_child import RememberedFailures
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tests.support.programs import TIMEOUT_S
 
@@ -169,7 +169,7 @@ with RewardPool(RewardConfig(verifier="printing:judge", file_mb=1)) as pool:
 
 def cut() -> bool:
     """Whether this kernel lets a process leave the network."""
-    probe = "from tepo_megatron.runtime.workers.child import leave_network; import sys; sys.exit(leave_network() is not None)"
+    probe = "from tepo_megatron.runtime.worker_child import leave_network; import sys; sys.exit(leave_network() is not None)"
     return subprocess.run([sys.executable, "-c", probe], timeout=TIMEOUT_S).returncode == 0
 
 
@@ -208,7 +208,7 @@ def test_a_verifier_without_network_reaches_nobody(tries: Path) -> None:
 def test_a_user_without_privileges_leaves_the_network_too() -> None:
     if not cut():
         return
-    limits = (Path(__file__).parents[3] / "tepo_megatron/runtime/workers/child.py").read_text()
+    limits = (Path(__file__).parents[3] / "tepo_megatron/runtime/worker_child.py").read_text()
     code = limits + (
         "\nimport encodings.idna, socket\nos.setgid(65534), os.setuid(65534)\n"
         "ctypes.CDLL(None).prctl(4, 1)  # its own files in /proc are its own again, as after an exec\n"

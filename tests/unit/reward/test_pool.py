@@ -227,7 +227,7 @@ def test_workers_die_with_the_parent(module: str, tmp_path: Path, work: str, how
 def test_an_orphan_that_holds_the_lock_runs_out_of_processor_time() -> None:
     code = """
 import re
-from tepo_megatron.runtime.workers.child import limit_processor_time
+from tepo_megatron.runtime.worker_child import limit_processor_time
 limit_processor_time(-5.97)
 re.match("(a|a)*b", "a" * 60)
 """

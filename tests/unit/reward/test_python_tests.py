@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.data.benchmarks.registry import BENCHMARKS, convert
+from tepo_megatron.tasks.data.benchmarks import BENCHMARKS, convert
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.pool import RewardPool
-from tepo_megatron.tasks.reward.python_tests import program_in
+from tepo_megatron.tasks.reward.programs import program_in
 from tests.support.code_rows import FILES
 
 
@@ -131,7 +131,7 @@ def test_programs_are_off_unless_switched_on_whatever_their_verifier_is_called()
         assert load_run(None, [*own, *overrides, "reward.run_code=true"]).reward.run_code
     with pytest.raises(ValueError, match="python_tests has no network"):
         load_run(None, [*own, "reward={verifier: python_tests, run_code: true, network: true}"])
-    by_path = "tepo_megatron.tasks.reward.python_tests:PythonTests"
+    by_path = "tepo_megatron.tasks.reward.programs:PythonTests"
     with pytest.raises(ValueError, match=said):
         RewardPool(RewardConfig(verifier=by_path, network=False))
     with pytest.raises(ValueError, match="the kernel does not take the network away from it"):

@@ -8,9 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tepo_megatron.runtime.heartbeat import STOPPED_S, HangDetector, RankRecord, WatchedRank
 from tepo_megatron.runtime.proc import ProcessState
-from tepo_megatron.runtime.watch.heartbeat import RankRecord
-from tepo_megatron.runtime.watch.watcher import STOPPED_S, HangDetector, WatchedRank
 
 LIMIT = 100.0
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tepo_megatron.runtime.heartbeat import Heartbeat, read_records, record_path
 from tepo_megatron.runtime.proc import process_state
-from tepo_megatron.runtime.watch.heartbeat import Heartbeat, read_records, record_path
 from tests.support.programs import TIMEOUT_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux'
 RANK = """
 import sys, time
 from pathlib import Path
-from tepo_megatron.runtime.watch.heartbeat import Heartbeat
+from tepo_megatron.runtime.heartbeat import Heartbeat
 
 what, folder, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 
@@ -44,12 +44,12 @@ the_place_where_it_waits()
 PARENT = f"""
 import subprocess, sys, time
 from pathlib import Path
-from tepo_megatron.runtime.watch import heartbeat, watcher
+from tepo_megatron.runtime import heartbeat
 
-watcher.INTERVAL_S, watcher.STOPPED_S = 0.2, 2.0
+heartbeat.INTERVAL_S, heartbeat.STOPPED_S = 0.2, 2.0
 folder = Path(sys.argv[2])
 ranks = [subprocess.Popen([sys.executable, "-c", {RANK!r}, *sys.argv[1:], str(number)]) for number in (0, 1)]
-with watcher.watching(folder / "status", lambda sentence: print(sentence, flush=True)):
+with heartbeat.watching(folder / "status", lambda sentence: print(sentence, flush=True)):
     print(ranks[1].pid, flush=True)
     code = ranks[1].wait()
 ranks[0].kill()

@@ -1,6 +1,4 @@
-"""Sums of two two-digit numbers: ``37+58=`` is answered ``7+8=15 3+5+1=9 95`` (also with a carry of 0: ``3+5+0=8``), in 17 to
-20 tokens including the end token.
-"""
+"""Sums of two-digit numbers: ``37+58=`` is answered ``7+8=15 3+5+1=9 95``; a carry of 0 is written too."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ def solution(problem: Problem) -> str:
 
 
 def supervised_examples(n: int, noise: float, seed: int) -> list[tuple[str, str]]:
-    """(prompt, response) pairs for a supervised warm start; they repeat after all were used. ``noise``: probability in [0, 1]
-    of a slip, which makes the result wrong. Raises ValueError: ``noise`` outside [0, 1], or negative ``n``.
+    """(prompt, response) pairs, repeated beyond all problems. ``noise``: probability in [0, 1] of a slip, which makes the
+    result wrong.
     """
     if not 0 <= noise <= 1:
         raise ValueError(f"noise = {noise} is a probability: give a value from 0 to 1")
@@ -66,6 +64,6 @@ def _write_solution(problem: Problem, slip: str | None, rng: random.Random | Non
 
 @cache
 def _problems() -> tuple[Problem, ...]:
-    """All 8 100 sums ordered by digest, because random generators may change between versions."""
+    """Sorted by digest, because random generators may change between versions."""
     problems = [Problem(id=f"{a}+{b}", prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(10, 100) for b in range(10, 100)]
     return tuple(sorted(problems, key=lambda problem: sha256(problem.id.encode()).digest()))

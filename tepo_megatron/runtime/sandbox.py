@@ -1,4 +1,4 @@
-"""Runs Python programs that a model wrote, each in its own process: limited, without network, in an empty folder."""
+"""Runs Python programs that a model wrote."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import BinaryIO
 _MOST_PRINTED = 4 * 2**20
 
 _ENVIRONMENT: Mapping[str, str] = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
-"""All variables that a program sees; ``HOME`` and ``TMPDIR`` are its folder."""
+"""``HOME`` and ``TMPDIR`` are added."""
 
 
 @dataclass(frozen=True)
-class Ran:
-    """A program's first and last output bytes and exit status, or a sentence about the limit that ended it."""
+class _Ran:
+    """Has the first and last bytes of output and the exit status, or names the limit that ended the program."""
 
     head: bytes
     tail: bytes
@@ -31,18 +31,17 @@ class Ran:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Runs programs by this Python with the standard library alone. ``seconds``: of the clock and of processor time;
-    ``memory_mb``: 10⁶ bytes. No program opens over 64 files, writes over 10 MB to one, or (unless root) starts a process.
+    """Runs programs by this Python with the standard library alone, each in an empty folder.
 
-    It has the caller's network: call :func:`require_no_network` first. A program may read what this user may read.
+    ``seconds`` limits clock and processor time; ``memory_mb`` is in 10⁶ bytes. Programs may read all files of this user, and
+    have the caller's network: call :func:`require_no_network` first.
     """
 
     seconds: float
     memory_mb: int
 
-    async def run(self, arguments: Sequence[str], *, kept: int, given: bytes = b"") -> Ran:
-        """Runs ``python ARGUMENTS`` with the input ``given``. ``kept``: bytes of its output to return, from both ends. Raises
-        OSError if no process can be started."""
+    async def run(self, arguments: Sequence[str], *, kept: int, given: bytes = b"") -> _Ran:
+        """``kept``: bytes of output to return, from both ends. Raises OSError."""
         with (
             tempfile.TemporaryDirectory(prefix="tepo-python-", ignore_cleanup_errors=True) as folder,
             tempfile.TemporaryFile() as stdin,
@@ -72,7 +71,7 @@ class Sandbox:
                         os.killpg(process.pid, signal.SIGKILL)
                     await process.wait()
 
-    async def _read(self, process: asyncio.subprocess.Process, stdout: asyncio.StreamReader, kept: int) -> Ran:
+    async def _read(self, process: asyncio.subprocess.Process, stdout: asyncio.StreamReader, kept: int) -> _Ran:
         head, tail, printed = b"", b"", 0
         try:
             async with asyncio.timeout(self.seconds):
@@ -81,10 +80,10 @@ class Sandbox:
                     head = (head + piece)[:kept]
                     tail = (tail + piece)[-kept:]
                     if printed > _MOST_PRINTED:
-                        return Ran(head, tail, None, f"it printed more than {_MOST_PRINTED} bytes")
-                return Ran(head, tail, await process.wait())
+                        return _Ran(head, tail, None, f"it printed more than {_MOST_PRINTED} bytes")
+                return _Ran(head, tail, await process.wait())
         except TimeoutError:
-            return Ran(head, tail, None, f"it ran longer than {self.seconds:g} s")
+            return _Ran(head, tail, None, f"it ran longer than {self.seconds:g} s")
 
     def _limit(self) -> None:
         for what, most in (
@@ -101,7 +100,7 @@ class Sandbox:
 
 
 def require_no_network() -> None:
-    """Raises RuntimeError if this process still has its parent's network, which a model's programs would share."""
+    """Raises RuntimeError if this process still has its parent's network."""
     if _shares_network():
         raise RuntimeError("the kernel does not take the network away from it, and the model's programs would have one")
 
@@ -109,7 +108,7 @@ def require_no_network() -> None:
 def _shares_network() -> bool:
     try:
         return os.readlink("/proc/self/ns/net") == os.readlink(f"/proc/{os.getppid()}/ns/net")
-    except PermissionError:  # of another namespace of users
+    except PermissionError:  # it belongs to another namespace of users
         return False
     except OSError:
         return True

@@ -1,21 +1,160 @@
-"""The benchmarks by name: pinned published files, and how a row becomes a problem."""
+"""Converts published benchmark files to problems and checks their digests (``tepo data prepare``)."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
+
+import yaml
+
+from tepo_megatron.runtime.files import write_atomically
+from tepo_megatron.tasks.data.rows import file_digest, read_rows
+
+LOCK = "digests.json"
+
+SETS = "benchmarks.yaml"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    name: str
+    path: Path
+    problems: int
+    source: Path
+    source_sha256: str
+    recorded: bool
+
+
+def prepare(
+    name: str, folder: Path, *, source: Path | None = None, family: str | None = None, accept_changed: bool = False
+) -> Prepared:
+    """``source`` None: the pinned revision of the Hugging Face hub. ``family`` None: as before, or ``instruct``. Raises
+    ValueError for an unusable file or an unexpected digest.
+    """
+    benchmark = _find_benchmark(name)
+    families = templates()
+    if family is not None and family not in families:
+        raise ValueError(f"unknown family {family!r}; known: {', '.join(families)}")
+    path = _fetch(benchmark) if source is None else _find(benchmark, source)
+    digest = file_digest(path)
+    lock = _read_lock(folder)
+    expected = lock.get(name, {}).get("sha256") or benchmark.sha256
+    if expected is not None and digest != expected and not accept_changed:
+        whence = f"recorded in {folder / LOCK}" if name in lock else f"of {benchmark.repository} at {benchmark.revision[:12]}"
+        raise ValueError(
+            f"{path} has the SHA-256 {digest}, but {expected} is {whence}: another file, of which figures are not comparable; "
+            "give that one, or take this one from now on (--accept-changed)"
+        )
+    rows = list(read_rows(path))
+    try:
+        problems = convert(name, benchmark, (row.values() for row in rows))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if len(problems) != benchmark.problems and not accept_changed:
+        raise ValueError(
+            f"{path} has {len(problems)} problems, and {benchmark.title} has {benchmark.problems}; give the whole file, or "
+            "take this one (--accept-changed)"
+        )
+    family = family or lock.get(name, {}).get("family") or "instruct"
+    content = _as_lines(problems)
+    target = folder / f"{name}.jsonl"
+    lock[name] = {
+        "title": benchmark.title,
+        "repository": benchmark.repository,
+        "revision": benchmark.revision if source is None else None,
+        "file": benchmark.file,
+        "sha256": digest,
+        "problems": len(problems),
+        "prepared_sha256": sha256(content).hexdigest(),
+        "family": family,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, content)
+    write_atomically(folder / LOCK, (json.dumps(lock, indent=2, sort_keys=True) + "\n").encode())
+    write_atomically(folder / SETS, sets_yaml(folder, lock).encode())
+    return Prepared(name, target, len(problems), path, digest, recorded=expected is None)
+
+
+def sets_yaml(folder: Path, lock: Mapping[str, Mapping[str, Any]]) -> str:
+    sets = {}
+    for name in (known for known in BENCHMARKS if known in lock):
+        benchmark, entry = BENCHMARKS[name], lock[name]
+        value = templates()[entry["family"]]
+        sets[name] = {
+            "path": str((folder / f"{name}.jsonl").absolute()),
+            "sha256": entry["prepared_sha256"],
+            "verifier": benchmark.verifier,
+            "samples": benchmark.samples,
+            **value.get(benchmark.prompts, {}),
+            **value.get(name, {}),
+        }
+    head = "# Written by tepo data prepare: tepo eval MODEL --run benchmarks.yaml, or base: benchmarks.yaml in a run.\n"
+    return head + yaml.safe_dump({"data": {"heldout": None}, "evaluate": {"sets": sets}}, sort_keys=False, allow_unicode=True)
+
+
+@cache
+def templates() -> Mapping[str, Mapping[str, Any]]:
+    """Model family → fields of an evaluation set, by ``all``, ``code`` or a benchmark's name."""
+    text = files("tepo_megatron.tasks.data").joinpath("benchmark_templates.yaml").read_text(encoding="utf-8")
+    result: Mapping[str, Mapping[str, Any]] = yaml.safe_load(text)
+    return result
+
+
+def _read_lock(folder: Path) -> dict[str, dict[str, Any]]:
+    path = folder / LOCK
+    if not path.is_file():
+        return {}
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): dict(entry) for name, entry in result.items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}; restore it, or prepare into another folder") from error
+
+
+def _fetch(benchmark: Benchmark) -> Path:
+    try:
+        return _download(benchmark)
+    except Exception as error:  # errors of the hub, the network or a missing package
+        why = (str(error) or type(error).__name__).strip().splitlines()[0]
+        raise ValueError(
+            f"{benchmark.repository} {benchmark.file} cannot be fetched: {why}; fetch it where there is a network (hf download "
+            f"{benchmark.repository} {benchmark.file} --repo-type dataset --revision {benchmark.revision} --local-dir FOLDER), "
+            "and give --from FOLDER"
+        ) from error
+
+
+def _download(benchmark: Benchmark) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(benchmark.repository, benchmark.file, repo_type="dataset", revision=benchmark.revision))
+
+
+def _find(benchmark: Benchmark, source: Path) -> Path:
+    candidates: Sequence[Path] = [source] if source.is_file() else [source / benchmark.file, source / Path(benchmark.file).name]
+    for path in candidates:
+        if path.is_file():
+            return path
+    raise ValueError(
+        f"{source} has no {benchmark.file} of {benchmark.repository}; give the file itself, or the folder that "
+        f"'hf download {benchmark.repository} --repo-type dataset --local-dir' has made"
+    )
+
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """``sha256``: of the file at ``revision``; None: the first preparation records it. ``problems``: its number of rows;
-    ``samples``: the usual number per problem. ``kept``: columns that become metadata.
+    """``sha256`` None: the first preparation records it. ``samples``: usual number per problem. ``kept``: columns for the
+    metadata.
     """
 
     title: str
@@ -38,8 +177,7 @@ class Benchmark:
         return "code" if self.verifier == "python_tests" else "all"
 
 
-def find_benchmark(name: str) -> Benchmark:
-    """Raises ValueError for an unknown name, with the nearest known one."""
+def _find_benchmark(name: str) -> Benchmark:
     if name not in BENCHMARKS:
         near = get_close_matches(name, BENCHMARKS, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -69,18 +207,15 @@ def _olympiad_prompt(row: Row) -> Any:
 
 
 def _olympiad_answer(row: Row) -> Any:
-    """Several parts are expected in their order."""
     parts = [str(answer).strip().strip("$") for answer in row["final_answer"] or []]
     return ", ".join(parts)
 
 
 def _humaneval_answer(row: Row) -> Any:
-    """The whole function, since the solution alone begins with an indented line."""
     return f"{row['prompt']}{row['canonical_solution']}"
 
 
 def _humaneval_tests(row: Row) -> Row:
-    """``check`` receives the function; imports and helpers precede it."""
     name = row["entry_point"]
     before = re.split(rf"^def {re.escape(name)}\b", row["prompt"], maxsplit=1, flags=re.M)[0]
     return {"tests": [f"{row['test']}\ncheck({name})\n"], "setup": before, "entry_point": name, "stub": row["prompt"]}
@@ -261,9 +396,7 @@ Problem = Mapping[str, Any]
 
 
 def convert(name: str, benchmark: Benchmark, rows: Iterable[Row]) -> list[Problem]:
-    """Problems in the order of the file, with ids ``name/…``. Raises ValueError, with the row's number: a missing column, a
-    row without prompt, answer or tests, or a repeated id.
-    """
+    """Raises ValueError, with the row's number."""
     problems: dict[str, Problem] = {}
     for number, row in enumerate(rows, start=1):
         missing = [column for column in benchmark.columns if column not in row]
@@ -288,8 +421,7 @@ def convert(name: str, benchmark: Benchmark, rows: Iterable[Row]) -> list[Proble
     return list(problems.values())
 
 
-def as_lines(problems: Iterable[Problem]) -> bytes:
-    """JSON lines; equal problems give equal bytes."""
+def _as_lines(problems: Iterable[Problem]) -> bytes:
     return "".join(json.dumps(problem, ensure_ascii=False) + "\n" for problem in problems).encode()
 
 

@@ -1,7 +1,8 @@
-"""Requests and answers of the OpenAI protocol. A field is refused if the run decides it."""
+"""An agent's episode: the model answers its OpenAI requests."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -9,17 +10,17 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tepo_megatron.core.problem import ResponseText
+from tepo_megatron.runtime.text import check_text, text_fault
 
 _WITHOUT_EFFECT = frozenset(
     {
         *("model", "messages", "stream", "stream_options", "tools", "max_tokens", "max_completion_tokens"),
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     }
-)
-"""Accepted fields that do not change what the model writes."""
+)  # they do not change what the model writes
 
 _USUAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -34,8 +35,7 @@ _USUAL: Mapping[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "reasoning_effort": (),
     "verbosity": (),
-}
-"""Field → allowed values, which leave the model's distribution unchanged."""
+}  # these values leave the model's distribution unchanged
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
 
@@ -54,9 +54,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """``messages``: the new ones; all if the conversation ``begins``, with ``tools`` for the template. ``max_tokens``: limit
-    of the answer, if the agent sets one.
-    """
+    """``messages``: the new ones, or all if the conversation ``begins``."""
 
     messages: tuple[Message, ...]
     begins: bool
@@ -69,7 +67,7 @@ class ChatRequest:
 
 
 @dataclass(frozen=True)
-class ParsedRequest:
+class _ParsedRequest:
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     max_tokens: int | None
@@ -78,12 +76,14 @@ class ParsedRequest:
     model: str
 
 
-def read_request(body: Any, sampling: Mapping[str, Any], ignored: frozenset[str]) -> ParsedRequest:
-    """Parses the body of ``/v1/chat/completions``. ``sampling``: the run's temperature, top_p, top_k, min_p and stop, which a
-    request may repeat but not change. Fields in ``ignored`` are skipped. Raises RefusedError.
+def read_request(body: Any, sampling: Mapping[str, Any], ignored: frozenset[str]) -> _ParsedRequest:
+    """A request may repeat settings in ``sampling``, but not change them. ``ignored`` fields are skipped. Raises
+    RefusedError.
     """
     if not isinstance(body, dict):
         raise RefusedError("the body must be a JSON object")
+    if (fault := text_fault(body)) is not None:
+        raise RefusedError(f"the body has {fault}; change it, or leave it out")
     fields = {name: value for name, value in body.items() if value is not None and name not in ignored}
     for name, value in fields.items():
         _check_field(name, value, sampling)
@@ -92,7 +92,7 @@ def read_request(body: Any, sampling: Mapping[str, Any], ignored: frozenset[str]
     except ValueError as error:
         raise RefusedError(str(error), param="messages") from None
     options = fields.get("stream_options")
-    return ParsedRequest(
+    return _ParsedRequest(
         messages,
         _tools(fields.get("tools")),
         _max_tokens(fields),
@@ -159,24 +159,22 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-# -- answers ---------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class ChatAnswer:
+class _ChatAnswer:
     message: Message
     finish_reason: str
     malformed: bool = False
 
 
-def read_answer(action: ResponseText, tool_calls: str) -> ChatAnswer:
+def read_answer(action: ResponseText, tool_calls: str) -> _ChatAnswer:
     text, calls, malformed = str(action), [], False
     if tool_calls == "hermes":
         for result in _CALL.findall(text):
             try:
                 call = json.loads(result)
+                check_text(call, "the call")
                 function = {"name": str(call["name"]), "arguments": call.get("arguments") or {}}
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 malformed = True
                 continue
             calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
@@ -185,10 +183,10 @@ def read_answer(action: ResponseText, tool_calls: str) -> ChatAnswer:
     message: Message = {"role": "assistant", "content": text}
     if calls:
         message["tool_calls"] = calls
-    return ChatAnswer(message, "tool_calls" if calls else action.finish_reason, malformed)
+    return _ChatAnswer(message, "tool_calls" if calls else action.finish_reason, malformed)
 
 
-def completion(asked: ParsedRequest, answer: ChatAnswer, action: ResponseText) -> dict[str, Any]:
+def completion(asked: _ParsedRequest, answer: _ChatAnswer, action: ResponseText) -> dict[str, Any]:
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
         for call in answer.message.get("tool_calls", ())
@@ -230,9 +228,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_messages(given: Any) -> list[Message]:
-    """``developer`` becomes ``system``. Raises ValueError: no list of messages, content other than text, or a last message
-    that is not to be answered.
-    """
+    """``developer`` becomes ``system``. Raises ValueError, also if the last message needs no answer."""
     if not isinstance(given, list) or not given:
         raise ValueError("messages must be a list of at least one message")
     messages = [_message(item, f"messages[{index}]") for index, item in enumerate(given)]
@@ -244,23 +240,22 @@ def read_messages(given: Any) -> list[Message]:
     return messages
 
 
-def same_messages(ours: Sequence[Message], theirs: Sequence[Message]) -> bool:
-    """The model's messages are known by their tokens, so white space around their content and ids of calls are not compared."""
+def _same_messages(ours: Sequence[Message], theirs: Sequence[Message]) -> bool:
+    """White space around content and ids of calls are not compared: tokens identify the model's messages."""
     return len(ours) == len(theirs) and all(_compared(a) == _compared(b) for a, b in zip(ours, theirs, strict=True))
 
 
 @dataclass
 class Conversation:
     said: list[Message] = field(default_factory=list)
-    tools: Any = None
-    """From the first request, since a template shows them at the beginning."""
+    tools: Any = None  # from the first request: templates show tools at the beginning
 
     def new(self, messages: Sequence[Message], tools: Any) -> list[Message] | None:
-        """None if an earlier message or the tools differ, or if there is no new message."""
+        """None if an earlier message or the tools differ, or no message is new."""
         if not self.said:
             return list(messages)
         known = len(self.said)
-        goes_on = len(messages) > known and tools == self.tools and same_messages(self.said, messages[:known])
+        goes_on = len(messages) > known and tools == self.tools and _same_messages(self.said, messages[:known])
         return list(messages[known:]) if goes_on else None
 
     def why_not(self, messages: Sequence[Message], tools: Any) -> str:
@@ -328,7 +323,8 @@ def _calls(given: Any, place: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments", "")
         try:
             result = json.loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or {}
-        except ValueError:
+            check_text(result, "the arguments")
+        except (ValueError, RecursionError):
             result = arguments
         calls.append(
             {"id": str(call.get("id", "")), "type": "function", "function": {"name": function["name"], "arguments": result}}
@@ -345,3 +341,133 @@ def _compared(message: Message) -> Message:
 
 def _abbreviated(message: Message) -> str:
     return repr(message["content"] if len(message["content"]) <= 60 else f"{message['content'][:57]}…")
+
+
+OVER = "the episode is over"
+
+
+class EpisodeError(Exception): ...
+
+
+@dataclass(frozen=True)
+class AgentEnd:
+    result: Any = None
+    error: BaseException | None = None
+
+
+@dataclass
+class _Turn:
+    asked: _ParsedRequest
+    answer: asyncio.Future[dict[str, Any]]
+    waiting: int = 0
+
+
+@dataclass(eq=False)
+class AgentSession:
+    """Connects an agent (:meth:`ask`) with its episode (:meth:`wait`, :meth:`give`), in one event loop. A refused request fails
+    the episode: an agent that continues would be rewarded for something else.
+    """
+
+    history: Literal["fail", "restart"]
+    tool_calls: str
+    reward_ends: bool = False
+    posted: Any = None
+    malformed: bool = False
+    _conversation: Conversation = field(default_factory=Conversation)
+    _turn: _Turn | None = None
+    _ask: ChatRequest | None = None
+    _ended: AgentEnd | None = None
+    _failure: str | None = None
+    _closed: bool = False
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def ask(self, asked: _ParsedRequest, *, again: bool) -> dict[str, Any]:
+        """``again``: a repeated request, which gets the same answer. Raises RefusedError."""
+        turn = self._begun(asked, again=again) or self._begin(asked)
+        turn.waiting += 1
+        try:
+            return await asyncio.shield(turn.answer)
+        finally:
+            turn.waiting -= 1
+
+    def refuse(self, sentence: str) -> None:
+        self._failure = self._failure or sentence
+        self._news.set()
+
+    def _begun(self, asked: _ParsedRequest, *, again: bool) -> _Turn | None:
+        if self._closed or self._ended is not None or self._failure is not None:
+            raise RefusedError(
+                OVER if self._failure is None else f"the episode has failed: {self._failure}", code="episode_over"
+            )
+        turn = self._turn
+        same = turn is not None and asked.tools == turn.asked.tools and _same_messages(turn.asked.messages, asked.messages)
+        if turn is None or (turn.answer.done() and not (same and again)):
+            return None
+        if same and (again or not turn.waiting):
+            return turn
+        raise RefusedError(
+            "the agent asks again before it was answered; an episode is one conversation, so have it wait for each answer",
+            code="one_at_a_time",
+        )
+
+    def _begin(self, asked: _ParsedRequest) -> _Turn:
+        new = self._conversation.new(asked.messages, asked.tools)
+        begins = not self._conversation.said
+        if new is None:
+            if self.history == "fail":
+                why = self._conversation.why_not(asked.messages, asked.tools)
+                raise RefusedError(
+                    f"the agent sent another history than what was said: {why}; an episode is trained on as one sequence, so "
+                    "send what was said and the new messages behind it, or set environment.agent.history = restart to train "
+                    "on the last conversation alone",
+                    code="other_history",
+                    param="messages",
+                )
+            new, begins = asked.messages, True
+        self._conversation.heard(asked.messages, asked.tools)
+        tools = None if asked.tools is None or not begins else tuple(asked.tools)
+        self._ask = ChatRequest(tuple(new), begins, tools, asked.max_tokens)
+        self._turn = _Turn(asked, asyncio.get_running_loop().create_future())
+        self._news.set()
+        return self._turn
+
+    def post(self, reward: Any) -> None:
+        self.posted = reward
+        if self.reward_ends:
+            self.end(AgentEnd())
+
+    def end(self, ended: AgentEnd) -> None:
+        if self._ended is None:
+            self._ended = ended
+            self._news.set()
+
+    async def wait(self) -> ChatRequest | AgentEnd:
+        """Raises EpisodeError for a refused request."""
+        while self._ask is None and self._ended is None and self._failure is None:
+            self._news.clear()
+            await self._news.wait()
+        if self._failure is not None:
+            raise EpisodeError(self._failure)
+        if self._ended is not None:
+            return self._ended
+        assert self._ask is not None
+        ask, self._ask = self._ask, None
+        return ask
+
+    def give(self, action: ResponseText) -> None:
+        turn = self._turn
+        assert turn is not None, "nothing was asked"
+        answer: _ChatAnswer = read_answer(action, self.tool_calls)
+        self.malformed = answer.malformed
+        self._conversation.answered(answer.message)
+        if not turn.answer.done():
+            turn.answer.set_result(completion(turn.asked, answer, action))
+
+    def close(self) -> None:
+        self._closed = True
+        turn = self._turn
+        if turn is not None and not turn.answer.done():
+            if turn.waiting:
+                turn.answer.set_exception(RefusedError(OVER, code="episode_over"))
+            else:
+                turn.answer.cancel()

@@ -1,4 +1,4 @@
-"""The parent's side of child processes that exchange JSON lines over pipes: verifiers, environments, loggers."""
+"""The parent's side of child processes that exchange JSON lines over pipes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from io import FileIO
 from typing import IO, Any, Generic, NoReturn, Protocol, TypeVar
 
+from tepo_megatron.runtime.preemption import not_ignored
 from tepo_megatron.runtime.proc import STOPPED, process_state
 
 _CLOSE_TIMEOUT_S = 1.0
@@ -29,13 +30,13 @@ _CLOSE_TIMEOUT_S = 1.0
 class WorkerProcess:
     """Runs ``python -m MODULE``, or ``forked`` in a fork, in a new session, which Ctrl-C does not reach.
 
-    Starting a module is safe in a process with threads; for a fork see :class:`ForkedProcess`. A selector can wait for it.
+    A selector can wait for it.
     """
 
     def __init__(self, module: str, forked: Callable[[], None] | None = None, stderr: IO[bytes] | None = None) -> None:
-        self._process: subprocess.Popen[bytes] | ForkedProcess
+        self._process: subprocess.Popen[bytes] | _ForkedProcess
         if forked is not None:
-            self._process = ForkedProcess(forked)
+            self._process = _ForkedProcess(forked)
         else:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module],
@@ -55,14 +56,12 @@ class WorkerProcess:
         return self._stdout.fileno()
 
     def send(self, value: Any, timeout_s: float) -> None:
-        """Writes one JSON line. After ``timeout_s`` seconds only a part is written, and no reply will come. Does nothing if the
-        process has ended.
-        """
+        """After ``timeout_s`` a part is written, and no reply will come. Ignores an ended process."""
         remaining = memoryview(json.dumps(value).encode() + b"\n")
         deadline = time.monotonic() + timeout_s
         try:
             while remaining:
-                written = self._stdin.write(remaining)  # None where the pipe is full
+                written = self._stdin.write(remaining)  # None if the pipe is full
                 if written is None and not select.select([], [self._stdin], [], max(0.0, deadline - time.monotonic()))[1]:
                     return
                 remaining = remaining[written or 0 :]
@@ -70,7 +69,7 @@ class WorkerProcess:
             return
 
     def receive(self) -> list[Any]:
-        """Returns the values of the complete lines; blocks until something is written. Raises EOFError if the process ended."""
+        """Blocks until complete lines or a part arrive. Raises EOFError."""
         data = os.read(self.fileno(), 1 << 16)
         if not data:
             raise EOFError
@@ -78,7 +77,7 @@ class WorkerProcess:
         return [json.loads(line) for line in lines]
 
     def exit_status(self) -> str:
-        """``signal N`` or ``exit status N`` of a process that closed its output."""
+        """Returns ``signal N`` or ``exit status N``."""
         try:
             code = self._process.wait(_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -87,12 +86,11 @@ class WorkerProcess:
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal or a debugger stopped the process; False if unknown."""
         state = process_state(self._process.pid)
         return state is not None and state.state in (STOPPED, "t")
 
     def close(self) -> None:
-        """Closes the process's input, which ends it; kills it after a second."""
+        """The end of its input ends it; otherwise it is killed after a second."""
         self._stdin.close()
         try:
             self._process.wait(_CLOSE_TIMEOUT_S)
@@ -102,7 +100,6 @@ class WorkerProcess:
         self._stdout.close()
 
     def kill(self) -> None:
-        """Kills the whole process group."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self.close()
@@ -111,12 +108,10 @@ class WorkerProcess:
 _POLL_INTERVAL_S = 0.005
 
 
-class ForkedProcess:
-    """``main`` in a fork of this process, with pipes as standard input and output, for functions that cannot be imported;
-    methods as of ``subprocess.Popen``.
+class _ForkedProcess:
+    """Runs ``main``, which need not be importable, in a fork, with pipes as standard input and output.
 
-    The child has one thread, and no open files but its pipes and standard error. ``main`` must not acquire a C library's lock
-    that another thread may hold.
+    The child has one thread. ``main`` must not acquire a C library's lock that another thread may hold.
     """
 
     def __init__(self, main: Callable[[], None]) -> None:
@@ -134,7 +129,7 @@ class ForkedProcess:
         self._code: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, negative for a signal. Raises ``subprocess.TimeoutExpired``."""
+        """The exit code is negative for a signal."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while self._code is None:
             found, status = os.waitpid(self.pid, 0 if deadline is None else os.WNOHANG)
@@ -176,18 +171,18 @@ def _run_child(main: Callable[[], None], requests: int, replies: int) -> NoRetur
 
 def _forget_signals() -> None:
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in not_ignored():
         signal.signal(number, signal.SIG_DFL)
 
 
 def _close_others() -> None:
-    """A pipe left open here would keep servers and other workers alive, which end when it closes."""
+    """An open pipe would keep servers and other workers alive."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     os.closerange(3, most if most != resource.RLIM_INFINITY else 1 << 20)
 
 
 START_TIMEOUT_S = 120.0
-"""Seconds to start a worker and import user code; symbolic mathematics libraries need several."""
+"""User code may import symbolic mathematics libraries, which needs several seconds."""
 
 
 class Call(Protocol):
@@ -241,7 +236,7 @@ class WorkerSet(Generic[W]):
         self._selector.register(worker.process, selectors.EVENT_READ, worker)
 
     def kill(self, worker: W) -> None:
-        """Kills a worker without reading its last output; :meth:`replace` it afterwards."""
+        """Loses its last output; :meth:`replace` it afterwards."""
         self._selector.unregister(worker.process)
         worker.process.kill()
 
@@ -250,7 +245,7 @@ class WorkerSet(Generic[W]):
         self._selector.register(by.process, selectors.EVENT_READ, by)
 
     def wait(self, timeout_s: float) -> Iterator[tuple[W, bool]]:
-        """Waits for output, an end, a deadline, or ``timeout_s``. Yields (readable worker, True) and (late worker, False)."""
+        """Yields (readable worker, True) and (late worker, False)."""
         due = min((worker.deadline for worker in self._workers), default=float("inf"))
         patience = max(0.0, min(timeout_s, due - time.monotonic()))
         heard = {id(key.data) for key, _ in self._selector.select(patience)}

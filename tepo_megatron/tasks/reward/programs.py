@@ -1,4 +1,5 @@
-"""A small stack machine whose programs are scored by hidden tests. Each character is an instruction; white space is ignored:
+"""Scores programs with the problem's tests: Python in a sandbox, and a stack machine. Each character of its program
+is an instruction; white space is ignored:
 
     0 … 9     push the digit
     x y z     push the first, second or third input
@@ -12,10 +13,95 @@ The result is the only remaining value.
 
 from __future__ import annotations
 
+import json
 import operator
+import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.runtime.sandbox import Sandbox, require_no_network
+from tepo_megatron.tasks.reward import run_tests
+
+_FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M)
+_FENCE = re.compile(r"^[ \t]*```(.*)$", re.M)
+_DEFINED = re.compile(r"^(?:async\s+)?(?:def|class)\s+(\w+)", re.M)
+_LINE_BYTES = 100
+
+
+class PythonTests:
+    """1 if a program passes all tests, else 0; ``partial``: the share of passed tests. docs/guides/rewards.md describes
+    columns. The program is the last code block that defines ``entry_point``, or the whole response; text before ``</think>`` is
+    ignored. ``seconds``: of wall and processor time, fewer than ``reward.timeout_s``. Needs ``reward.run_code`` and a kernel
+    that can cut the network, else raises RuntimeError.
+    """
+
+    runs_code = True
+
+    def __init__(self, seconds: float = 5.0, memory_mb: int = 256, partial: bool = False) -> None:
+        require_no_network()
+        self._sandbox, self._partial = Sandbox(seconds, memory_mb), partial
+
+    async def score(self, problem: Problem, response: ResponseText) -> float:
+        """Raises ValueError without tests, RuntimeError without a sandbox."""
+        tests = problem.metadata.get("tests")
+        if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
+            raise ValueError('the problem has no tests; give it "tests": ["assert f(1) == 2", …] beside prompt and answer')
+        key = secrets.token_hex(16)
+        task = {
+            "key": key,
+            "setup": problem.metadata.get("setup") or "",
+            "program": program_in(response, problem),
+            "tests": tests,
+            "may_hide": _DEFINED.findall(problem.answer),
+            "all": not self._partial,
+        }
+        ran = await self._sandbox.run(
+            (str(Path(run_tests.__file__)),), given=json.dumps(task).encode(), kept=_LINE_BYTES * (len(tests) + 1)
+        )
+        said = _said(ran.head, key)
+        if run_tests.BEGUN not in said:
+            why = ran.limit or ran.tail.decode("utf-8", "replace").strip()[-200:] or f"it ended with {ran.status}"
+            raise RuntimeError(f"the sandbox did not start: {why}")
+        passed = sum(f"{number}" in said for number in range(len(tests)))
+        return passed / len(tests) if self._partial else float(passed == len(tests))
+
+
+def program_in(response: str, problem: Problem) -> str:
+    text = response.rpartition("</think>")[2]
+    entry_point, stub = problem.metadata.get("entry_point"), problem.metadata.get("stub")
+    first = _FENCE.search(text)
+    if first is not None and not first[1].strip() and _defines(text[: first.start()], entry_point):
+        return text[: first.start()]  # the prompt opened the block, which ends here
+    blocks = [match[1] for match in _FENCED.finditer(text)] or [text]
+    defining = [block for block in blocks if _defines(block, entry_point)]
+    if defining:
+        return defining[-1]
+    return f"{stub}{_indented(blocks[-1])}" if stub else blocks[-1]
+
+
+def _defines(program: str, name: Any) -> bool:
+    if name is None:
+        return _DEFINED.search(program) is not None
+    return re.search(rf"^(?:async\s+)?(?:def|class)\s+{re.escape(name)}\b|^{re.escape(name)}\s*=", program, re.M) is not None
+
+
+def _indented(text: str) -> str:
+    lines: list[str] = []
+    for line in text.splitlines(keepends=True):
+        if line.strip() and line[0] not in " \t":
+            break
+        lines.append(line)
+    return "".join(lines)
+
+
+def _said(written: bytes, key: str) -> Sequence[str]:
+    """The program does not know the key."""
+    lines = written.decode("utf-8", "replace").splitlines()
+    return [line.removeprefix(f"{key} ") for line in lines if line.startswith(f"{key} ")]
+
 
 INPUTS = "xyz"
 _LARGEST = 10**12
@@ -31,9 +117,7 @@ class MachineError(ValueError): ...
 
 
 class StackMachine:
-    """1 if a program passes all of the problem's tests, else 0; ``partial``: the share of passed tests. ``tests`` are pairs of
-    inputs (at most three numbers) and the expected result: ``[[[3, 5, 1], 16], …]``.
-    """
+    """As :class:`PythonTests`. ``tests``: pairs of inputs (at most three) and the result: ``[[[3, 5, 1], 16], …]``."""
 
     def __init__(self, steps: int = 1000, depth: int = 100, partial: bool = False) -> None:
         for name, value in (("steps", steps), ("depth", depth)):
@@ -42,7 +126,6 @@ class StackMachine:
         self._steps, self._depth, self._partial = steps, depth, partial
 
     def score(self, problem: Problem, response: str) -> float:
-        """Raises ValueError if the problem has no tests."""
         tests = problem.metadata.get("tests")
         if not tests:
             raise ValueError('the problem has no tests; give it "tests": [[inputs, result], …] beside prompt and answer')
@@ -57,7 +140,7 @@ class StackMachine:
 
 
 def run(program: str, inputs: Sequence[int], *, steps: int = 1000, depth: int = 100) -> int:
-    """Raises MachineError: no result, an invalid instruction, a missing input, or a limit (also a value beyond 10¹²)."""
+    """Raises MachineError, also at a limit or for a value beyond 10¹²."""
     code = "".join(program.split())
     partner = _partners(code)
     stack: list[int] = []

@@ -1,24 +1,194 @@
-"""Watches this machine's ranks from their parent, and ends a run that hangs, with a report."""
+"""Every few seconds each rank writes what it does as a JSON line into its own file."""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import json
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import IO, Any
 
-from tepo_megatron.runtime.proc import STOPPED, ProcessState, children, command_line, descendants, wait_channel
-from tepo_megatron.runtime.watch.heartbeat import STACK_SIGNAL, RankRecord, read_records, stacks_path
-
-STOPPED_S = 30.0
-"""Seconds after which a stopped rank counts as hanging: only another signal continues it."""
+from tepo_megatron.runtime.proc import STOPPED, ProcessState, children, command_line, descendants, process_state, wait_channel
 
 INTERVAL_S = 2.0
+
+STACK_SIGNAL = signal.SIGUSR2
+"""Makes a rank write its stacks into :func:`stacks_path`. SIGUSR1 is Slurm's warning."""
+
+
+@dataclass
+class RankRecord:
+    """Times are seconds since 1970; ``beats`` and ``moves`` never decrease."""
+
+    rank: int
+    world: int
+    pid: int = 0
+    started: int = 0
+    host: str = ""
+    time: float = 0.0
+    beats: int = 0
+    moves: int = 0
+    """Counts phases, micro-batches and servers' answers."""
+    moved_at: float = 0.0
+    phase: str = "start"
+    since: float = 0.0
+    step: int = 0
+    waits_for: str = ""
+    passive: bool = False
+    """The rank waits for rank 0, and need not move before."""
+    allowance_s: float = 0.0  # added to hang_timeout_s by the phase's own time-outs
+    done: int = 0
+    total: int = 0
+    hang_timeout_s: float = 0.0
+    ended: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def record_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.json"
+
+
+def _stacks_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.stacks"
+
+
+class Heartbeat:
+    """The main thread uses it. No method waits for a disk.
+
+    ``limits``: phase → seconds that its own time-outs may need.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        rank: int = 0,
+        world: int = 1,
+        *,
+        hang_timeout_s: float = 0.0,
+        limits: Mapping[str, float] | None = None,
+    ) -> None:
+        self._folder, self._limits = folder, dict(limits or {})
+        state = process_state(os.getpid())
+        self._record = RankRecord(rank, world, os.getpid(), state.started if state else 0, socket.gethostname())
+        self._record.since = self._record.moved_at = time.time()
+        self._record.hang_timeout_s = hang_timeout_s
+        self._changed, self._stop = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._files: list[IO[Any]] = []
+        self._longest = 0
+
+    def start(self) -> None:
+        """Rank 0 calls it first, holding the output folder; the others follow after a collective. Raises OSError."""
+        folder, rank = self._folder, self._record.rank
+        if folder is None or self._thread is not None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            for old in folder.glob("rank-*"):
+                old.unlink()
+        file = record_path(folder, rank).open("wb", buffering=0)
+        stacks = _stacks_path(folder, rank).open("w")
+        self._files = [file, stacks]
+        if threading.current_thread() is threading.main_thread():
+            faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+        self._write(file)
+        self._thread = threading.Thread(target=self._beat, args=(file,), name="heartbeat", daemon=True)
+        self._thread.start()
+
+    # -- what the rank does ------------------------------------------------------------------------------------------------
+
+    def phase(self, name: str, *, waits_for: str = "", total: int = 0) -> None:
+        """``waits_for`` names what the rank waits for."""
+        record = self._record
+        record.phase, record.waits_for, record.done, record.total = name, waits_for, 0, total
+        record.since, record.allowance_s = time.time(), self._limits.get(name, 0.0)
+        self.moved()
+        self._changed.set()
+
+    def moved(self, done: int | None = None, total: int | None = None) -> None:
+        record = self._record
+        record.moves += 1
+        record.moved_at = time.time()
+        record.done = record.done if done is None else done
+        record.total = record.total if total is None else total
+
+    def step(self, step: int) -> None:
+        self._record.step = step
+
+    def tell(self, **facts: Any) -> None:
+        self._record.facts = {**self._record.facts, **facts}
+
+    @contextlib.contextmanager
+    def waiting(self, waits_for: str) -> Iterator[None]:
+        record = self._record
+        before, record.waits_for, record.passive = record.waits_for, waits_for, True
+        try:
+            yield
+        finally:
+            record.waits_for, record.passive = before, False
+            self.moved()
+
+    def close(self, ended: str) -> None:
+        """May be called twice, and before :meth:`start`."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._stop.set()
+        self._changed.set()
+        thread.join(INTERVAL_S)  # a disk that does not answer must not keep the rank
+        self._record.ended = ended
+        if not thread.is_alive():
+            self._write(self._files[0])
+        with contextlib.suppress(RuntimeError, ValueError):
+            faulthandler.unregister(STACK_SIGNAL)
+        for file in self._files:
+            file.close()
+
+    # -- the thread --------------------------------------------------------------------------------------------------------
+
+    def _beat(self, file: IO[bytes]) -> None:
+        while not self._stop.is_set():
+            self._changed.wait(INTERVAL_S)
+            self._changed.clear()
+            self._write(file)
+
+    def _write(self, file: IO[bytes]) -> None:
+        record = self._record
+        record.beats += 1
+        record.time = time.time()
+        data = json.dumps(asdict(record)).encode()
+        # Filled up with spaces: cut to its length in a second call, the file would end with a part of a longer one in between.
+        self._longest = max(self._longest, len(data))
+        with contextlib.suppress(OSError):  # a full disk: the run needs no heartbeat, and the watch sees that it is silent
+            os.pwrite(file.fileno(), data.ljust(self._longest) + b"\n", 0)
+
+
+def read_records(folder: Path) -> list[RankRecord]:
+    """Skips damaged files."""
+    found = (_read(path) for path in sorted(folder.glob("rank-*.json")))
+    return [record for record in found if record is not None]
+
+
+def _read(path: Path) -> RankRecord | None:
+    for _ in range(3):
+        try:
+            return RankRecord(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, TypeError):  # gone, of another version
+            return None
+        except ValueError:  # being written at this moment
+            time.sleep(0.02)
+    return None
+
+
+STOPPED_S = 30.0
+"""Only another signal continues a stopped rank."""
 
 _STACKS_TIMEOUT_S = 10.0
 """Ranks write their stacks in milliseconds, unless the disk hangs."""
@@ -33,8 +203,8 @@ class WatchedRank:
 
 
 @dataclass(frozen=True)
-class Hang:
-    """``sentence`` names the ranks that hang, their phase, and since when; ``processes``: PIDs to kill."""
+class _Hang:
+    """``processes`` are PIDs to kill."""
 
     processes: tuple[int, ...]
     sentence: str
@@ -49,10 +219,8 @@ class _Observed:
 
 @contextlib.contextmanager
 def watching(status: Path | None, notify: Callable[[str], None]) -> Iterator[None]:
-    """Context in which a thread watches this process's children, the ranks, by their heartbeats in ``status`` (None: no watch).
-
-    If one hangs, it is killed, with a report in ``logs/hang-….txt`` next to ``status`` and a sentence to ``notify``. Whoever
-    started the ranks ends the others.
+    """Kills a rank that hangs by its heartbeats in ``status`` (None: no watch), after a report to ``logs/hang-….txt`` next to
+    it. Whoever started the ranks ends the others.
     """
     if status is None:
         yield
@@ -68,16 +236,13 @@ def watching(status: Path | None, notify: Callable[[str], None]) -> Iterator[Non
 
 
 class HangDetector:
-    """Decides from heartbeats and process states which rank hangs.
-
-    Only time between two checks counts, so that no rank is blamed after the parent was stopped or the machine slept.
-    """
+    """Only time between two checks counts, so that no rank is blamed after the machine slept."""
 
     def __init__(self) -> None:
         self._observed: dict[tuple[int, int], _Observed] = {}
 
-    def check(self, ranks: Sequence[WatchedRank], elapsed_s: float) -> Hang | None:
-        """``elapsed_s``: since the last check.
+    def check(self, ranks: Sequence[WatchedRank], elapsed_s: float) -> _Hang | None:
+        """``elapsed_s`` is the time since the last check.
 
         A rank hangs if it is stopped for ``STOPPED_S`` (or a shorter ``hang_timeout_s``), or makes no move for
         ``hang_timeout_s`` and its phase's allowance, unless it waits for rank 0.
@@ -104,11 +269,11 @@ class HangDetector:
         return None
 
 
-def _hang(ranks: Sequence[tuple[WatchedRank, float]], what: str) -> Hang:
+def _hang(ranks: Sequence[tuple[WatchedRank, float]], what: str) -> _Hang:
     sentences = [f"{_name(rank)} {what.format(seconds)}{_activity(rank.record)}" for rank, seconds in ranks]
-    # If another rank can be killed, rank 0 is left to end what it has started.
+    # If another rank can be killed, rank 0 stays to end the processes that it started.
     others = [rank for rank, _ in ranks if rank.record is None or rank.record.rank]
-    return Hang(tuple(rank.process.pid for rank in others or [rank for rank, _ in ranks]), "; ".join(sentences))
+    return _Hang(tuple(rank.process.pid for rank in others or [rank for rank, _ in ranks]), "; ".join(sentences))
 
 
 def _name(rank: WatchedRank) -> str:
@@ -146,7 +311,7 @@ def _local_ranks(status: Path) -> list[WatchedRank]:
     return [WatchedRank(child, records.get((child.pid, child.started))) for child in children(os.getpid()) if child.alive]
 
 
-def _write_report(status: Path, hang: Hang) -> str:
+def _write_report(status: Path, hang: _Hang) -> str:
     """Returns the report's path, or why there is none: a hang must end even if nothing can be written."""
     path = status.parent / "logs" / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}.txt"
     try:
@@ -158,7 +323,7 @@ def _write_report(status: Path, hang: Hang) -> str:
     return f"The stacks of this machine's processes are in {path}"
 
 
-def _report(status: Path, hang: Hang, ranks: Sequence[WatchedRank]) -> str:
+def _report(status: Path, hang: _Hang, ranks: Sequence[WatchedRank]) -> str:
     before = {rank.process.pid: _stacks_size(status, rank) for rank in ranks}
     asked = [rank for rank in ranks if rank.record is not None and not rank.record.ended and rank.process.state != STOPPED]
     for rank in asked:
@@ -181,7 +346,7 @@ def _rank_report(status: Path, rank: WatchedRank) -> str:
         return head + "No stack: a stopped process runs no handler. The kernel's line above is all there is.\n"
     text = ""
     with contextlib.suppress(OSError):
-        text = stacks_path(status, rank.record.rank).read_text(errors="replace")
+        text = _stacks_path(status, rank.record.rank).read_text(errors="replace")
     return head + (text or f"No stack: the process did not answer signal {STACK_SIGNAL} within {_STACKS_TIMEOUT_S:g} s.\n")
 
 
@@ -206,7 +371,7 @@ def _process_line(process: ProcessState) -> str:
 def _stacks_size(status: Path, rank: WatchedRank) -> int:
     if rank.record is not None:
         with contextlib.suppress(OSError):
-            return stacks_path(status, rank.record.rank).stat().st_size
+            return _stacks_path(status, rank.record.rank).stat().st_size
     return 0
 
 

@@ -1,0 +1,77 @@
+"""Ctrl-Z for a job whose processes have sessions of their own, so that the terminal stops only the first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from tepo_megatron.runtime.preemption import not_ignored
+from tepo_megatron.runtime.proc import PROC, STOPPED, descendants
+
+_CONTINUE = 'read _; kill -CONT "$@"'
+
+
+@contextmanager
+def stopped_together(before_stop: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Ctrl-Z (SIGTSTP) stops every process below this one, and then this one; when this one continues, or dies, the others
+    continue. Needs the main thread and Linux's /proc, and acts only if SIGTSTP is not ignored.
+    """
+    if not PROC.exists() or not not_ignored([signal.SIGTSTP]):
+        yield
+        return
+
+    is_stopping = is_pressed_again = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del frame
+        nonlocal is_stopping, is_pressed_again
+        if is_stopping:
+            is_pressed_again = True
+            return
+        is_stopping = is_pressed_again = True
+        while is_pressed_again:
+            before_stop()
+            with _continued_later(_stop_descendants()):
+                is_pressed_again = False  # before the job stops, a second Ctrl-Z changes nothing
+                signal.signal(number, signal.SIG_DFL)
+                signal.pthread_kill(threading.get_ident(), number)  # returns when this process continues
+                signal.signal(number, stop)
+        is_stopping = False
+
+    before = signal.signal(signal.SIGTSTP, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTSTP, before)
+
+
+def _stop_descendants() -> list[int]:
+    """Parents come first: a stopped one starts no further process."""
+    stopped: list[int] = []
+    while running := [
+        state.pid for state in descendants(os.getpid()) if state.alive and state.state != STOPPED and state.pid not in stopped
+    ]:
+        for pid in running:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        stopped += running
+    return stopped
+
+
+@contextmanager
+def _continued_later(pids: Sequence[int]) -> Iterator[None]:
+    """Another process continues them, so that this one may be killed meanwhile."""
+    command = ["/bin/sh", "-c", _CONTINUE, "sh", *map(str, pids)]
+    quiet = subprocess.DEVNULL
+    helper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
+    try:
+        yield
+    finally:
+        assert helper.stdin is not None
+        helper.stdin.close()
+        helper.wait()

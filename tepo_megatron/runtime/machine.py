@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tepo_megatron.runtime.proc import processes
+
+SHM = Path("/dev/shm")  # noqa: S108
+_UNLIMITED = 2**62
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Sizes are in bytes; ``address_space`` is one process's."""
+
+    gpus: int = 0
+    has_nccl: bool = False
+    local_ranks: int = 1
+    ranks: int = 1
+    open_files: int = _UNLIMITED
+    processes: int = _UNLIMITED
+    memory: int = _UNLIMITED
+    address_space: int = _UNLIMITED
+    shared_memory: int = _UNLIMITED
+
+
+def this_machine(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Machine:
+    """Unknown resources count as unlimited."""
+    import torch
+    from torch import distributed
+
+    groups = list(_groups(proc, cgroups))
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    return Machine(
+        gpus=torch.cuda.device_count(),
+        has_nccl=distributed.is_nccl_available(),
+        local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),
+        ranks=ranks,
+        open_files=_limit(resource.RLIMIT_NOFILE, hard=True),
+        processes=min([_UNLIMITED, *_threads_left(proc), *(left for group in groups for left in _left(group, "pids"))]),
+        memory=min([_UNLIMITED, *_available(proc), *(left for group in groups for left in _left(group, "memory"))]),
+        address_space=min(_limit(resource.RLIMIT_AS), _limit(resource.RLIMIT_DATA)),
+        shared_memory=_free_shared_memory(),
+    )
+
+
+def available_cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def load_hint() -> str:
+    load, cores = os.getloadavg()[0], len(available_cores())
+    return "" if load <= 2 * cores else f" This machine's load is {load:.0f} on {cores} cores: end other work, or allow more."
+
+
+def read_cores(cores: str) -> list[list[int]]:
+    """Returns each worker's cores from ``VLLM_CPU_OMP_THREADS_BIND``, such as ``0|1`` or ``0-3|4-7``."""
+    return [[core for part in worker.split(",") for core in _read_range(part)] for worker in cores.split("|")]
+
+
+def _read_range(part: str) -> range:
+    first, dash, last = part.partition("-")
+    cores = range(int(first), int(last if dash else first) + 1)
+    if not cores:
+        raise ValueError(f"{part!r} is no range of cores")
+    return cores
+
+
+def _limit(which: int, *, hard: bool = False) -> int:
+    value = resource.getrlimit(which)[1 if hard else 0]
+    return _UNLIMITED if value == resource.RLIM_INFINITY else value
+
+
+def _free_shared_memory() -> int:
+    try:
+        disk = os.statvfs(SHM)
+    except OSError:
+        return _UNLIMITED
+    return disk.f_bavail * disk.f_frsize
+
+
+def _available(proc: Path) -> Iterator[int]:
+    with suppress(OSError):
+        for line in (proc / "meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                yield int(line.split()[1]) * 1024
+
+
+def _threads_left(proc: Path) -> Iterator[int]:
+    limit = _limit(resource.RLIMIT_NPROC)
+    if limit < _UNLIMITED and os.geteuid() != 0:
+        yield max(0, limit - sum(state.threads for state in processes(proc) if state.uid == os.geteuid()))
+
+
+def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
+    """Yields control groups of versions 1 and 2."""
+    with suppress(OSError):
+        for line in (proc / "self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            names = [name for name in controllers.split(",") if name in ("memory", "pids")]
+            for root in [cgroups / name for name in names] if controllers else [cgroups]:
+                folder = root / path.lstrip("/")
+                yield from (inner for inner in (folder, *folder.parents) if inner == root or root in inner.parents)
+
+
+def _left(group: Path, controller: str) -> Iterator[int]:
+    """Memory of cached files counts as free."""
+    pairs = {
+        "memory": (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+        "pids": (("pids.max", "pids.current"),),
+    }
+    for limit, usage in pairs[controller]:
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            left = int((group / limit).read_text()) - int((group / usage).read_text())
+            yield max(0, left + (_cached(group) if controller == "memory" else 0))
+
+
+def _cached(group: Path) -> int:
+    with suppress(OSError):
+        for line in (group / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name in ("inactive_file", "total_inactive_file"):
+                return int(value)
+    return 0

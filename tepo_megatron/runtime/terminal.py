@@ -1,0 +1,31 @@
+"""Tables and live views on a terminal pass :func:`printable`, as lines do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from tepo_megatron.runtime.text import printable
+
+
+class Terminal(Console):
+    """A console that shows escapes in a text as text; only its own styles act on the terminal."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Escapes the text before its width is measured; :meth:`render` has what is no ``str``."""
+        return super().render_str(printable(text, self.encoding), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control else Segment(printable(text, self.encoding), style)
+
+
+def terminal(**options: Any) -> Terminal:
+    """Returns standard output's. A pipe has no width, and cells are not cut there."""
+    return Terminal(width=None if sys.stdout.isatty() else 160, **options)

@@ -1,1 +1,0 @@
-"""Heartbeats of ranks, and the watch over them."""

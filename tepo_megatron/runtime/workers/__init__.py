@@ -1,1 +1,0 @@
-"""Child processes that answer JSON lines within limits of time and memory."""

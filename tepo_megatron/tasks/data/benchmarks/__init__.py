@@ -1,1 +1,0 @@
-"""Published benchmarks, and prompts for families of models."""

@@ -1,0 +1,372 @@
+"""Agents as environments: they call the model on loopback by the OpenAI protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import inspect
+import json
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.runtime.text import read_json
+from tepo_megatron.runtime.worker_child import why_it_raised
+from tepo_megatron.tasks.environments.agent_session import (
+    AgentEnd,
+    AgentSession,
+    ChatRequest,
+    EpisodeError,
+    RefusedError,
+    chunks,
+    read_request,
+)
+from tepo_megatron.tasks.environments.protocol import StepResult, Strangers
+from tepo_megatron.tasks.reward.verifiers import load_verifier
+
+_STACK_BYTES = 2 * 2**20  # per episode; counts to environment.memory_mb
+
+_MAX_RUNNING_AGENTS = 32  # a process with more agents left from ended episodes ends
+
+
+class Agents:
+    """``solve`` None: external agents. Raises ValueError if ``name`` is no function of (problem, base_url, api_key)."""
+
+    def __init__(self, solve: Callable[..., Any] | None, kwargs: Mapping[str, Any], setup: Mapping[str, Any]) -> None:
+        settings = setup["agent"]
+        self.solve, self.kwargs, self.setup = solve, kwargs, setup
+        if solve is not None:
+            self._takes_seed = _takes_seed(solve, kwargs, setup["name"])
+        self.verify = None if settings["verifier"] is None else load_verifier(settings["verifier"])
+        if self.verify is not None and (inspect.isclass(self.verify) or not callable(self.verify)):
+            raise ValueError(f"environment.agent.verifier = {settings['verifier']} must be a function of one response")
+        self.address = ChatAddress(
+            settings["sampling"],
+            frozenset(settings["ignore"]),
+            port=settings["port"],
+            max_request_bytes=settings["max_request_mb"] * 10**6,
+            outside_key=settings["key"],
+        )
+        self._threads: list[threading.Thread] = []
+
+    def episode(self) -> _AgentEpisode:
+        settings = self.setup["agent"]
+        return _AgentEpisode(self, AgentSession(settings["history"], settings["tool_calls"], reward_ends=self.solve is None))
+
+    @property
+    def worn(self) -> bool:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        return len(self._threads) > _MAX_RUNNING_AGENTS
+
+    async def begin(self, problem: Problem, seed: int, talk: AgentSession, key: str) -> None:
+        url = await self.address.url()
+        if self.solve is None:
+            self.address.offer(_as_json(problem), key, seed)
+            return
+        loop = asyncio.get_running_loop()
+        arguments = {**self.kwargs, "base_url": url, "api_key": key, **({"seed": seed} if self._takes_seed else {})}
+
+        def run() -> None:
+            ended = _run(self.solve, problem, arguments)
+            try:
+                loop.call_soon_threadsafe(talk.end, ended)
+            except RuntimeError:
+                if not loop.is_closed():  # closed: the worker has ended, and nobody waits for this episode
+                    raise
+
+        # A thread each: agents may block, and async ones may run their own event loop.
+        thread = threading.Thread(target=run, name="agent", daemon=True)
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+        self._threads = [*(thread_ for thread_ in self._threads if thread_.is_alive()), thread]
+
+
+class _AgentEpisode:
+    def __init__(self, agents: Agents, talk: AgentSession) -> None:
+        self._agents, self._talk = agents, talk
+        self._key = ""
+        self._problem: Problem | None = None
+        self._last = ResponseText("")
+
+    async def reset(self, problem: Problem, seed: int) -> ChatRequest:
+        self._problem = problem
+        self._key = self._agents.address.open(self._talk)
+        await self._agents.begin(problem, seed, self._talk, self._key)
+        request = await self._talk.wait()
+        if isinstance(request, ChatRequest):
+            return request
+        self._check(request)
+        raise EpisodeError("the agent ended without asking the model anything")
+
+    async def step(self, action: ResponseText) -> StepResult:
+        self._last = action
+        self._talk.give(action)
+        mistake = self._talk.malformed
+        request = await self._talk.wait()
+        if isinstance(request, ChatRequest):
+            asked: Any = request  # only this package makes it
+            return StepResult(asked, tool_error=mistake)
+        self._check(request)
+        return StepResult(reward=self._reward(request.result), done=True, tool_error=mistake)
+
+    def close(self) -> None:
+        self._agents.address.close(self._key)
+        self._talk.close()
+
+    def _check(self, ended: AgentEnd) -> None:
+        if ended.error is not None:
+            assert self._agents.solve is not None
+            raise EpisodeError(why_it_raised(ended.error, self._agents.solve, {**self._agents.setup, "what": "agent"}))
+
+    def _reward(self, result: Any) -> Any:
+        if result is not None and not isinstance(result, str):
+            return result
+        if result is None and self._talk.posted is not None:
+            return self._talk.posted
+        if self._agents.verify is None:
+            what = "text" if isinstance(result, str) else "nothing"
+            raise EpisodeError(
+                f"the agent returned {what}, and no reward; return a number, send one to /v1/reward, or set "
+                "environment.agent.verifier"
+            )
+        action = self._last
+        answer = action if result is None else ResponseText(result, action.token_ids, action.finish_reason)
+        try:
+            return self._agents.verify(self._problem, answer)
+        except Exception as error:
+            sentence = why_it_raised(error, self._agents.verify, {**self._agents.setup, "what": "verifier"})
+            raise EpisodeError(sentence) from error
+
+
+def _run(solve: Callable[..., Any] | None, problem: Problem, given: Mapping[str, Any]) -> AgentEnd:
+    assert solve is not None
+    try:
+        result = solve(problem, **given)
+        return AgentEnd(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
+    except BaseException as error:  # SystemExit too: it must end the episode, not silently the thread
+        return AgentEnd(error=error)
+
+
+async def _awaited(found: Any) -> Any:
+    return await found
+
+
+def _takes_seed(solve: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> bool:
+    try:
+        signature = inspect.signature(solve)
+        parameters = signature.parameters.values()
+        takes = "seed" not in kwargs and any(
+            parameter.name == "seed" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters
+        )
+        signature.bind(None, base_url="", api_key="", **({"seed": 0} if takes else {}), **kwargs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the agent {name!r} is called with (problem, base_url=…, api_key=…) and environment.kwargs, which it does not "
+            f"take ({error})"
+        ) from error
+    return takes
+
+
+def _as_json(problem: Problem) -> dict[str, Any]:
+    messages = [{"role": role, "content": content} for role, content in problem.messages]
+    return {
+        "id": problem.id,
+        "prompt": problem.prompt,
+        "answer": problem.answer,
+        "metadata": dict(problem.metadata),
+        "messages": messages or [{"role": "user", "content": problem.prompt}],
+    }
+
+
+HOST = "127.0.0.1"
+_FOLLOWS = {"Cache-Control": "no-cache", "Content-Type": "text/event-stream"}
+_LONGEST_WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class _Offer:
+    problem: Mapping[str, Any]
+    key: str
+    seed: int
+
+
+class ChatAddress:
+    """``POST /v1/chat/completions`` and ``/v1/reward``, ``GET /v1/models``, and for external agents ``POST /episodes``. Keys
+    identify episodes. Used from one event loop.
+    """
+
+    def __init__(
+        self,
+        sampling: Mapping[str, Any],
+        ignored: frozenset[str],
+        *,
+        port: int,
+        max_request_bytes: int,
+        outside_key: str | None = None,
+    ) -> None:
+        self._sampling, self._ignored, self._port, self._outside_key = sampling, ignored, port, outside_key
+        self._max_request_bytes = max_request_bytes
+        self._talks: dict[str, AgentSession] = {}
+        self._offers: asyncio.Queue[_Offer] = asyncio.Queue()
+        self._starting: asyncio.Task[str] | None = None
+        self._strangers = Strangers()
+
+    async def url(self) -> str:
+        """The first call starts the server. Raises OSError if the port is not available."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        return await asyncio.shield(self._starting)
+
+    def open(self, talk: AgentSession) -> str:
+        """Returns the episode's key."""
+        key = f"tepo-{secrets.token_urlsafe(24)}"
+        self._talks[key] = talk
+        return key
+
+    def close(self, key: str) -> None:
+        self._talks.pop(key, None)
+
+    def offer(self, problem: Mapping[str, Any], key: str, seed: int) -> None:
+        self._offers.put_nowait(_Offer(problem, key, seed))
+
+    async def _start(self) -> str:
+        app = web.Application(client_max_size=self._max_request_bytes, middlewares=[_with_errors])
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/reward", self._reward),
+                web.get("/v1/models", self._models),
+                web.post("/episodes", self._episode),
+            ]
+        )
+        # A client that disconnects may ask the same once more.
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        await runner.setup()
+        handler: Any = runner.server
+        loop = asyncio.get_running_loop()
+        try:
+            server = await loop.create_server(lambda: _Connection(handler(), self._strangers), HOST, self._port)
+        except OSError as error:
+            raise OSError(
+                f"environment.agent.port = {self._port} cannot be listened on ({error.strerror or error}); give another, or 0"
+            ) from error
+        return f"http://{HOST}:{server.sockets[0].getsockname()[1]}/v1"
+
+    def _talk(self, request: web.Request) -> AgentSession:
+        key = _key_of(request)
+        talk = self._talks.get(key)
+        if talk is None:
+            raise RefusedError(
+                "no episode has this API key: it is over, or the agent does not send the key that it was given",
+                status=401,
+                code="invalid_api_key",
+            )
+        self._strangers.discard(request.transport)
+        return talk
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        talk = self._talk(request)
+        again = request.headers.get("x-stainless-retry-count", "0") != "0"  # OpenAI's clients count
+        try:
+            asked = read_request(await _body(request), self._sampling, self._ignored)
+            answer = await talk.ask(asked, again=again)
+        except RefusedError as refused:
+            if refused.code != "episode_over":
+                talk.refuse(str(refused))
+            raise
+        if not asked.stream:
+            return web.json_response(answer)
+        response = web.StreamResponse(headers=_FOLLOWS)
+        await response.prepare(request)
+        for chunk in chunks(answer, usage=asked.usage_in_stream):
+            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        talk = self._talk(request)
+        try:
+            body = await _body(request)
+            if not isinstance(body, dict) or body.get("reward") is None:
+                raise RefusedError('a reward is sent as {"reward": 1.0}, or with components by name', param="reward")
+        except RefusedError as refused:
+            talk.refuse(str(refused))
+            raise
+        talk.post(body["reward"])
+        return web.json_response({"reward": body["reward"]})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._talk(request)
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "tepo_megatron"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _episode(self, request: web.Request) -> web.Response:
+        key = self._outside_key
+        if key is None:
+            raise RefusedError("this run has no agents outside (environment.name = outside)", status=404)
+        if not hmac.compare_digest(_key_of(request).encode(), key.encode()):
+            raise RefusedError("another key than that of environment.agent.key_file", status=401, code="invalid_api_key")
+        self._strangers.discard(request.transport)
+        try:
+            async with asyncio.timeout(_LONGEST_WAIT_S):
+                offer = await self._offers.get()
+                while offer.key not in self._talks:  # the episode ended before it was fetched
+                    offer = await self._offers.get()
+        except TimeoutError:
+            return web.Response(status=204)
+        return web.json_response(
+            {"problem": offer.problem, "base_url": await self.url(), "api_key": offer.key, "seed": offer.seed}
+        )
+
+
+def _key_of(request: web.Request) -> str:
+    return request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+
+
+class _Connection(asyncio.Protocol):
+    """Passes all events of a connection on to aiohttp's handler."""
+
+    def __init__(self, handler: asyncio.Protocol, strangers: Strangers) -> None:
+        self._handler, self._strangers = handler, strangers
+        self._transport: asyncio.BaseTransport | None = None
+        self.data_received, self.eof_received = handler.data_received, handler.eof_received  # type: ignore[method-assign]
+        self.pause_writing, self.resume_writing = handler.pause_writing, handler.resume_writing  # type: ignore[method-assign]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        self._strangers.add(transport, transport.close)
+        self._handler.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._strangers.discard(self._transport)
+        self._handler.connection_lost(exc)
+
+
+async def _body(request: web.Request) -> Any:
+    try:
+        return read_json(await request.read(), "the body")
+    except ValueError as error:
+        raise RefusedError(str(error)) from None
+    except web.HTTPRequestEntityTooLarge:
+        raise RefusedError("the request is larger than environment.agent.max_request_mb allows", status=413) from None
+
+
+@web.middleware
+async def _with_errors(request: web.Request, handler: Any) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RefusedError as refused:
+        return web.json_response(refused.body(), status=refused.status)
+    except web.HTTPException as error:
+        known = "POST /v1/chat/completions, POST /v1/reward and GET /v1/models"
+        sentence = f"{request.method} {request.path} is not served here ({error.reason}); there are {known}"
+        return web.json_response(RefusedError(sentence, status=error.status).body(), status=error.status)

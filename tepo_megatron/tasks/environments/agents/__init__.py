@@ -1,1 +1,0 @@
-"""Agents: programs that call the model through a chat address."""

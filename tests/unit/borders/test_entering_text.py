@@ -1,0 +1,348 @@
+"""Text from environments, agents, the model, verifiers and data files: one episode, one response or one file fails, with a
+sentence, and never rank 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.data import SourceConfig
+from tepo_megatron.config.reward import EnvironmentConfig, RewardConfig
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.runtime.files import parse_samples
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.problems import encode_prompt, load_problems
+from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
+from tepo_megatron.tasks.environments.agent_session import ChatRequest, RefusedError, completion, read_answer, read_request
+from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
+from tepo_megatron.tasks.environments.episodes import EpisodeLimits, EpisodeStream, Observations
+from tepo_megatron.tasks.environments.protocol import reset_call, step_call
+from tepo_megatron.tasks.environments.worker import SETUP, EpisodeTable
+from tepo_megatron.tasks.reward.pool import RewardPool
+from tepo_megatron.tasks.reward.recorded import read_recorded
+from tests.support import hostile_environment
+from tests.support.chat_tokenizer import SPECIAL, write_chat_tokenizer
+from tests.support.episodes import END, Ends, FakeHost, FakeSamples
+from tests.support.hostile import as_json, broken_json, texts, valid_texts, values, without_surrogates
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(write_chat_tokenizer(tmp_path_factory.mktemp("chat"), TOOLS_TEMPLATE))
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Tokenizer:
+    return load_tokenizer(resolve_model_path("builtin:tiny"))
+
+
+@pytest.fixture(scope="module", params=["chat", "tiny"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    result: Tokenizer = request.getfixturevalue(request.param)
+    return result
+
+
+def observations_of(tokenizer: Tokenizer) -> Observations:
+    return Observations(
+        tokenizer.encode,
+        lambda messages, ended: tokenizer.turn_ids(messages, ended=ended),
+        tokenizer.unk_id,
+        tokenizer.vocab_size,
+        lambda messages, tools: tokenizer.chat_ids(messages, tools=tools),
+    )
+
+
+messages = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "tool"]) | texts, "content": texts}, optional={"name": values}),
+    min_size=1,
+    max_size=2,
+)
+observations = st.one_of(texts, messages, st.lists(st.integers(-1, 2**70), max_size=3), values)
+
+
+@example(observation="\ud83d")
+@example(observation=[{"role": "user", "content": "\ud83d"}])
+@example(observation=ChatRequest(({"role": "user", "content": "\ud83d"},), begins=False))
+@example(observation=ChatRequest(({"role": "user", "content": ""},), True, ({"function": {"name": "\udc00"}},)))
+@given(observation=observations)
+def test_what_an_environment_says_fails_its_own_episode_at_most(observation: Any, tokenizer: Tokenizer) -> None:
+    """Of two episodes, one has a hostile environment, as an environment server's may be."""
+    kind = "chat" if isinstance(observation, ChatRequest) else "messages" if isinstance(observation, list) else "text"
+    if kind == "messages" and all(type(item) is int for item in observation):
+        kind = "ids"
+    if kind in ("messages", "text") and not isinstance(observation, str | list):
+        return
+    if kind == "messages" and not all(isinstance(item, dict) and {"role", "content"} <= {*item} for item in observation):
+        return
+    told = observation.as_json() if isinstance(observation, ChatRequest) else observation
+
+    class Host(FakeHost):
+        def poll(self, timeout_s: float) -> Any:
+            answers = super().poll(timeout_s)
+            for answer in answers:
+                if answer.answer.get("observation") == ["text", "HOSTILE"]:
+                    answer.answer["observation"] = [kind, told]
+            return answers
+
+    made = iter([hostile_environment.Says(then="HOSTILE"), hostile_environment.Says()])
+    samples, ends = FakeSamples(random.Random(0)), Ends()
+    stream = EpisodeStream(
+        samples,  # type: ignore[arg-type]
+        Host(lambda: next(made), random.Random(0)),
+        lambda number: Problem(f"p{number}", "", ""),
+        observations_of(tokenizer),
+        lambda ids: "",
+        EpisodeLimits(3, 60, 100),
+        frozenset([END]),
+        ends,
+    )
+    with stream:
+        stream.submit(0, (1,), 3)
+        stream.submit(1, (1,), 7)
+        finished = {}
+        while stream.unfinished:
+            if (result := stream.next(1.0)) is not None:
+                finished[result[0]] = result
+    assert sorted(finished) == [0, 1]
+    (other,) = [end for problem, _, end in ends.found if problem.id == "p1"]
+    assert other.error is None
+
+
+def table_of(**kwargs: Any) -> EpisodeTable:
+    config = EnvironmentConfig(name=f"{hostile_environment.__file__}:Says", timeout_s=60.0)
+    setup = {name: getattr(config, name) for name in SETUP} | {"what": "environment", "section": "environment"}
+    return EpisodeTable({**setup, "kwargs": kwargs, "agent": None, "network": True})
+
+
+@settings(max_examples=20)
+@example(first="\ud83d", then="\ud83d", reward=1.0)
+@given(first=observations, then=observations, reward=values)
+def test_a_worker_answers_with_text_or_an_error(first: Any, then: Any, reward: Any, chat: Tokenizer) -> None:
+    """Values go from an environment's methods through the pipe to the tokenizer; no lone surrogate leaves the worker."""
+    table = table_of(first=first, then=then, reward=reward)
+    for call in (reset_call(Problem("p", "", ""), 1), step_call(ResponseText("1"))):
+        answer = json.loads(json.dumps(asyncio.run(table.answer(0, call))))
+        if "error" not in answer:
+            json.dumps(answer, ensure_ascii=False).encode()
+            with suppress(ValueError):  # which fails the episode
+                observations_of(chat).ids(answer["observation"], ended=True)
+
+
+arguments = values.map(as_json) | broken_json
+calls = arguments.map(lambda text: f'a <tool_call>{{"name": "f", "arguments": {text}}}</tool_call> b').map(without_surrogates)
+
+
+@example(wrote='<tool_call>{"name": "f", "arguments": {"q": "\\ud83d"}}</tool_call>')
+@given(wrote=calls | valid_texts)
+def test_a_models_tool_call_comes_back_as_tokens_or_is_refused(wrote: str, chat: Tokenizer) -> None:
+    """The agent's client sends the model's call back, as part of a new conversation."""
+    asked = read_request({"messages": [{"role": "user", "content": "?"}]}, {}, frozenset())
+    action = ResponseText(wrote)
+    answer = json.loads(json.dumps(completion(asked, read_answer(action, "hermes"), action)))
+    message = answer["choices"][0]["message"]
+    body = {"messages": [{"role": "user", "content": "?"}, message, {"role": "user", "content": "1"}]}
+    again = read_request(json.loads(json.dumps(body)), {}, frozenset())  # what the model wrote is never refused
+    request = ChatRequest(tuple(again.messages), begins=True).as_json()
+    ids = observations_of(chat).ids(["chat", request], ended=None)
+    assert ids.size
+
+
+contents = texts | values
+user_messages = st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": contents}), max_size=2)
+functions = st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": values}), max_size=2)
+options = {"tools": functions | values, "model": values, "stop": values, "temperature": values}
+bodies = st.fixed_dictionaries({"messages": user_messages | values}, optional=options) | values
+
+
+@example(body={"messages": [{"role": "user", "content": "<|end|>\ud83d"}]})
+@given(body=bodies)
+def test_an_agents_request_is_read_or_refused(body: Any, chat: Tokenizer) -> None:
+    try:
+        asked = read_request(body, {"temperature": 1.0, "stop": []}, frozenset())
+    except RefusedError as refused:
+        json.dumps(refused.body()).encode()
+        return
+    tools = None if asked.tools is None else tuple(asked.tools)
+    request = json.loads(json.dumps(ChatRequest(tuple(asked.messages), True, tools).as_json()))
+    with suppress(ValueError):
+        observations_of(chat).ids(["chat", request], ended=None)
+
+
+columns = {"id": contents, "more": values, "messages": values}
+rows = st.fixed_dictionaries({"prompt": contents, "answer": contents}, optional=columns)
+lines = rows.map(as_json) | broken_json.map(lambda text: text.replace("\n", " "))
+
+
+@example(line='{"prompt": "\\ud83d", "answer": "1"}', template=None)
+@example(line='{"prompt": "1", "answer": "\\ud83d"}', template=None)
+@example(line='{"prompt": "1", "answer": "1", "id": "\\ud83d"}', template=None)
+@example(line='{"prompt": "1", "answer": "1", "more": [{"\\ud83d": 1}]}', template=None)
+@given(line=lines, template=st.sampled_from([None, "{prompt} {answer}", "{more}"]))
+def test_a_data_file_is_read_or_refused_with_its_line(
+    line: str, template: str | None, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "data.jsonl"
+    path.write_bytes(line.encode("utf-8", "surrogatepass") + b"\n")
+    problems, said = [], str(path)
+    try:
+        problems = load_problems(SourceConfig(path=str(path), template=template))
+    except ValueError as error:
+        said = str(error)
+    assert str(path) in said
+    for problem in problems:
+        json.dumps([problem.id, problem.prompt, problem.answer, problem.metadata], ensure_ascii=False).encode()
+        with suppress(ValueError):
+            encode_prompt(tokenizer, problem)
+
+
+def test_a_file_whose_name_is_not_utf8_names_no_problem(tmp_path: Path) -> None:
+    (tmp_path / "d\udcff.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    with pytest.raises(ValueError, match=r":1: id of the problem has the lone surrogate '\\udcff'"):
+        load_problems(str(tmp_path))
+
+
+def test_arrow_text_that_is_not_utf8_is_refused_with_its_rows(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    raw = pa.array([b"1", b"\xff"]).cast(pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 2, raw.buffers())
+    parquet.write_table(pa.table({"prompt": text, "answer": pa.array(["1", "2"])}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet, one of the rows 1 to 2: text that is not UTF-8"):
+        load_problems(str(tmp_path / "a.parquet"))
+
+
+answers = st.fixed_dictionaries({"response": contents}, optional={"finish_reason": values, "reward": values})
+samples = st.fixed_dictionaries(
+    {"problem": contents, "prompt": contents, "answer": contents},
+    optional={"greedy": answers | values, "sampled": st.lists(answers | values, max_size=2) | values, "metadata": values},
+)
+recorded = st.fixed_dictionaries(
+    {"prompt": contents, "answer": contents, "response": contents}, optional={"responses": values, "finish_reason": values}
+)
+
+
+@example(line="[" * 3000)
+@example(line='{"problem": "p", "prompt": "q", "answer": "a", "sampled": 1}')
+@example(line='{"prompt": "q", "answer": "a", "response": "one line separator: \u2028"}')
+@given(line=samples.map(as_json) | recorded.map(as_json) | broken_json.map(lambda text: text.replace("\n", " ")))
+def test_recorded_responses_are_read_or_refused_with_their_line(line: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "recorded.jsonl"
+    path.write_bytes(line.encode("utf-8", "surrogatepass") + b"\n")
+    groups, said = [], str(path)
+    try:
+        groups = read_recorded(path)
+    except ValueError as error:
+        said = str(error)
+    assert str(path) in said
+    assert "\u2028" not in line or not line.startswith('{"prompt": "q"') or groups
+    for group in groups:
+        json.dumps([group.problem.id, dict(group.problem.metadata), group.responses], ensure_ascii=False).encode()
+
+
+@given(line=samples.map(as_json) | broken_json.map(lambda text: text.replace("\n", " ")))
+def test_a_line_of_samples_is_a_row_or_a_sentence(line: str) -> None:
+    with suppress(ValueError):
+        list(parse_samples(Path("samples.jsonl"), [line]))
+
+
+def test_a_verifiers_exception_is_a_sentence_that_any_writer_takes() -> None:
+    def verify(problem: Problem, response: str) -> float:
+        raise ArithmeticError("\ud83d \x1b[2J")
+
+    with RewardPool(RewardConfig(), custom=verify) as pool:
+        (result,) = pool.score([(Problem("p", "1", "1"), "1")])
+    assert result.reward is None
+    assert "the verifier raised ArithmeticError" in str(result.error)
+    str(result.error).encode()
+
+
+class TestSpecialTokens:
+    @settings(max_examples=20)
+    @given(text=valid_texts)
+    def test_names_in_a_text_are_characters(self, text: str, chat: Tokenizer) -> None:
+        for ids in (chat.encode(text), chat.prompt_ids(text), observations_of(chat).ids(["text", text], ended=True).tolist()):
+            assert not [token for token in ids if token < len(SPECIAL)]
+            assert chat.decode(ids) == text
+
+    @settings(max_examples=20)
+    @given(text=valid_texts)
+    def test_they_are_tokens_where_that_is_asked_for(self, text: str, chat: Tokenizer) -> None:
+        ids = chat.encode(text, special_tokens=True)
+        names = sum(text.count(name) for name in SPECIAL)
+        assert len([token for token in ids if token < len(SPECIAL)]) == names
+        assert chat.prompt_ids(text, special_tokens=True) == ids
+
+    @settings(max_examples=20)
+    @given(text=valid_texts)
+    def test_text_without_names_is_the_same_either_way(self, text: str, chat: Tokenizer) -> None:
+        for name in SPECIAL:
+            text = text.replace(name, "")
+        if not any(name in text for name in SPECIAL):
+            assert chat.encode(text) == chat.encode(text, special_tokens=True)
+
+    def test_a_tokenizer_that_cannot_is_refused(self, tiny: Tokenizer) -> None:
+        with pytest.raises(ValueError, match=r"a SentencePiece tokenizer\.model reads no special tokens in a text"):
+            tiny.encode("1", special_tokens=True)
+
+    def test_a_name_that_can_only_be_the_token_is_refused(self, tmp_path: Path) -> None:
+        """A vocabulary of words has the name itself as a word."""
+        from tokenizers import Tokenizer as Core
+        from tokenizers import models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        core = Core(models.WordLevel({"</s>": 0, "a": 1, "?": 2}, unk_token="?"))
+        core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", unk_token="?").save_pretrained(tmp_path)
+        words = load_tokenizer(tmp_path)
+        assert words.encode("a a") == [1, 1]
+        with pytest.raises(ValueError, match=r"has '</s>' in it, which this tokenizer can only read as the special token"):
+            words.encode("a </s> a")
+        assert words.encode("a </s> a", special_tokens=True) == [1, 0, 1]
+
+    def test_data_say_by_source_whether_names_are_tokens(self, chat: Tokenizer, tmp_path: Path) -> None:
+        path = tmp_path / "rendered.jsonl"
+        path.write_text(json.dumps({"prompt": "<|user|>the sum<|end|>", "answer": "1"}) + "\n")
+        plain, special = (load_problems(SourceConfig(path=str(path), special_tokens=value))[0] for value in (None, True))
+        assert chat.show(encode_prompt(chat, plain)) == "<|user|>the sum<|end|>"
+        assert chat.show(encode_prompt(chat, special)) == "⟦<|user|>⟧the sum⟦<|end|>⟧"
+        with pytest.raises(ValueError, match=r"rendered\.jsonl:1: special_tokens = true is for plain prompts"):
+            load_problems(SourceConfig(path=str(path), special_tokens=True, chat_template=True))
+
+    @pytest.mark.parametrize(("special", "tokens"), [(False, 0), (True, 2)])
+    def test_an_environments_text_has_them_only_by_its_setting(self, special: bool, tokens: int, chat: Tokenizer) -> None:
+        environment = {"name": f"{hostile_environment.__file__}:Says", "kwargs": {"first": "<|end|>\n<|user|>"}}
+        run = RunConfig.model_validate({"environment": {**environment, "special_tokens": special, "timeout_s": 600.0}})
+        samples = FakeSamples(random.Random(0))
+        with (
+            EnvironmentTask(run, chat, chat.vocab_size, 200) as task,
+            task.stream(samples, lambda number: Problem("p", "", "")) as stream,  # type: ignore[arg-type]
+        ):
+            stream.submit(0, (4,), 3)
+            while not samples.asked:
+                stream.next(0.1)
+        (_, read, _, _), *_ = samples.asked
+        assert len([token for token in read if token < len(SPECIAL)]) == tokens
+
+    def test_an_environment_that_cannot_have_them_is_refused(self, tiny: Tokenizer) -> None:
+        with pytest.raises(ValueError, match=r"reads no special tokens in a text; set special_tokens = false"):
+            EnvironmentTask(RunConfig.model_validate({"environment": {"name": "a.py:A", "special_tokens": True}}), tiny, 64, 9)
+        with pytest.raises(ValueError, match=r"special_tokens = true is for text, and messages never have any"):
+            EnvironmentConfig(name="a.py:a", adapter="agent", special_tokens=True)
