@@ -1,9 +1,7 @@
-"""Base class of configuration sections."""
-
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -17,8 +15,10 @@ Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
 
 
 class Section(BaseModel):
-    """Frozen; refuses unknown keys, infinite numbers, integers beyond 31 bits, and text that no file can hold. ``tepo config
-    schema`` shows the string below a field."""
+    """Refuses unknown keys, infinite numbers, integers beyond 31 bits, and text that no file can hold.
+
+    ``tepo config schema`` shows the string below a field.
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -43,6 +43,16 @@ class Section(BaseModel):
             if isinstance(item, str | Path):
                 _check_text(str(item))
         return value
+
+    def _faults(self) -> Iterator[str]:
+        """Yields sentences that say what to change in fields that contradict each other; validation reports the first."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _fields_go_together(self) -> Self:
+        for fault in self._faults():
+            raise ValueError(fault)
+        return self
 
 
 def _check_text(text: str) -> None:

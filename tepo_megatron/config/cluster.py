@@ -11,13 +11,13 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class ClusterConfig(Section):
-    """Nodes and GPUs that ``tepo plan`` assumes and ``tepo launch`` requests; ``tepo train`` ignores them."""
+    """Nodes and GPUs for ``tepo plan`` and ``tepo launch``; ``tepo train`` ignores them."""
 
     train_nodes: PositiveInt = 1
     """Nodes for training. More than one: engine.parallel fills all their GPUs."""
 
     rollout_nodes: NonNegativeInt = 0
-    """Nodes for vLLM servers; 0: they use the GPUs of the training node that engine.parallel leaves free."""
+    """Nodes for vLLM servers; 0: the training node's free GPUs."""
 
     gpus_per_node: PositiveInt = 8
     """GPUs per node, equal on all nodes."""
@@ -26,7 +26,7 @@ class ClusterConfig(Section):
     """Memory of one GPU, as torch reports it: 79 for an 80 GB H100 or A100, 139 for an H200."""
 
     host_memory_gib: PositiveFloat = 1000.0
-    """Memory of one node's host: usually 1000 to 2000 with eight H100."""
+    """A node's memory."""
 
     gpu_tflops: PositiveFloat = 989.0
     """Peak of one GPU in dense bf16, in 10¹² FLOP/s: 989 for an H100 SXM, 312 for an A100."""
@@ -38,29 +38,30 @@ class ClusterConfig(Section):
     """Peak rate between GPUs of a node, in 10⁹ bytes/s per GPU and direction."""
 
     network_gb_per_s: PositiveFloat = 50.0
-    """Peak rate between nodes, in 10⁹ bytes/s per GPU and direction: 50 is a 400 Gbit/s adapter per GPU."""
+    """The same between nodes: 50 is a 400 Gbit/s adapter per GPU."""
 
     pcie_gb_per_s: PositiveFloat = 55.0
-    """Peak rate between GPU and host, in 10⁹ bytes/s per GPU and direction: PCIe 5.0 × 16 has 55, PCIe 4.0 has 25."""
+    """The same between GPU and host: PCIe 5.0 × 16 has 55, PCIe 4.0 has 25."""
 
     link_efficiency: Share = 0.7
     """Assumed fraction of a link's peak rate; not measured."""
 
     train_mfu: Share = 0.45
-    """Assumed model FLOPs utilisation (FLOPs over peak) in training while a GPU computes, without bubble and waiting."""
+    """Assumed model FLOPs utilisation in training while a GPU computes."""
 
     score_mfu: Share = 0.45
-    """The same without gradient: log-probs before the update, prompts in the servers."""
+    """As ``train_mfu``, without gradient."""
 
     storage_gb_per_s: PositiveFloat = 7.0
-    """Assumed rate at which all nodes together write a checkpoint to the shared disk, in 10⁹ bytes/s."""
+    """Assumed rate at which all nodes together write to the shared disk, in 10⁹ bytes/s."""
 
     host_adam_per_s: PositiveFloat = 2e9
-    """Assumed CPU-Adam throughput of a rank's share of host cores (about eight), in parameters per second, with
-    ``optimizer.offload_fraction``."""
+    """Assumed CPU-Adam throughput of a rank's host cores (about eight), in parameters per second, with
+    ``optimizer.offload_fraction``.
+    """
 
     decode_bandwidth: Share = 0.5
-    """Assumed fraction of memory bandwidth in token-by-token generation."""
+    """Assumed fraction of memory bandwidth in decoding."""
 
     account: str | None = None
     """Slurm account to charge."""
@@ -72,25 +73,25 @@ class ClusterConfig(Section):
     """Slurm's limit: [days-]hours:minutes:seconds."""
 
     max_requeues: NonNegativeInt = 50
-    """Most requeues of a job that was warned or preempted and has saved (exit code 75), by Slurm's restart count. 0: never."""
+    """Most requeues of a job that was warned or preempted and has saved (exit code 75). 0: never."""
 
     sbatch: tuple[str, ...] = ()
-    """Further options of sbatch without dashes, such as ``qos=high`` or ``reservation=rl``."""
+    """Further options of sbatch without dashes, such as ``qos=high``."""
 
     ssh: str | None = Field(default=None, pattern=r"^[^@\s]+@[^@:\s]+(:\d+)?$")
-    """Login node to submit from, as user@host[:port]. Default: this machine has sbatch."""
+    """Jobs are submitted on this node, user@host[:port]. Default: this machine."""
 
     ssh_identity: Path | None = None
-    """Private key for ``ssh``. Default: the agent's, or a password prompt."""
+    """The private key is used for ``ssh``. Default: the agent's, or a password prompt."""
 
     container: str | None = None
-    """Trainer image (registry name or .sqsh file), for Slurm with pyxis. Default: ``python`` on the nodes."""
+    """Trainer image (registry name or .sqsh file), for Slurm with pyxis. Default: none; ``python`` on the nodes."""
 
     rollout_container: str | None = None
     """Image of the servers. Default: ``container``."""
 
     mounts: tuple[str, ...] = ()
-    """Further container folders, as source:target. Those of output, model and data are always mounted."""
+    """Further container folders, as source:target, besides output, model and data."""
 
     python: str = "python"
     """Trainer's interpreter on the nodes or in ``container``, such as /shared/tepo/.venv/bin/python."""

@@ -1,13 +1,13 @@
-"""``data``: problems for training and evaluation."""
+"""``data`` and ``evaluate``: problems and evaluations."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from tepo_megatron.config.base import USER_FUNCTION, Section
 
@@ -18,16 +18,19 @@ class FieldsConfig(Section):
     """Column names of a file. ``a.b`` is key b of column a."""
 
     prompt: Annotated[str, Field(min_length=1)] = "prompt"
-    """The column with the prompt: text, or a list of messages."""
+    """The prompt: text, or a list of messages."""
 
     messages: Annotated[str, Field(min_length=1)] | None = None
-    """Column with the prompt as messages, each with ``role`` and ``content``. null: ``messages``, in lines without a prompt."""
+    """The prompt as messages with ``role`` and ``content``. null: ``messages``, in lines without a prompt."""
 
     answer: Annotated[str, Field(min_length=1)] = "answer"
-    """Column with the answer: text, or a number."""
+    """Text, or a number."""
 
     id: Annotated[str, Field(min_length=1)] = "id"
-    """Column that names the problem. Without it, file and line do."""
+    """Names the problem. Without it, file and line do."""
+
+
+_OF_PROMPTS = ("template", "system_prompt", "chat_template", "special_tokens")
 
 
 class PromptsConfig(Section):
@@ -35,10 +38,11 @@ class PromptsConfig(Section):
 
     template: str | None = None
     r"""Makes a prompt of a line: text with columns in braces, such as ``"{prompt}\nAnswer:"``; ``{{`` is a brace. null: the
-    prompt as it is."""
+    prompt as it is.
+    """
 
     system_prompt: str | None = None
-    """System message of each prompt in the chat template; a line's own one wins. null, or empty: none."""
+    """System message in the chat template; a line's own one wins. null, or empty: none."""
 
     @field_validator("template")
     @classmethod
@@ -49,7 +53,6 @@ class PromptsConfig(Section):
 
 
 BUILTIN = "builtin:"
-"""Prefix of problems that ship with the package."""
 
 FILTERS = ("unique", "number")
 
@@ -68,20 +71,21 @@ def _known(names: Sequence[str], known: Sequence[str], what: str, form: str) -> 
 
 
 class SourceConfig(PromptsConfig):
-    """One of several sources of problems. Unset fields are as in ``data``, or ``reward`` for the verifier."""
+    """Unset fields are as in ``data``, or ``reward`` for the verifier."""
 
     path: Annotated[str, Field(min_length=1)]
     """``builtin:NAME``, a file (JSON lines or Parquet), or a folder (of Hugging Face's ``datasets``, or Parquet files)."""
 
     name: str | None = None
     """Name in metrics, messages and ids (``name/id``): letters, digits, and ``_ . -``. null: the file's name, and ids
-    unchanged."""
+    unchanged.
+    """
 
     weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Share of the prompts, relative to other sources' weights."""
 
     verifier: str | None = None
-    """Scores responses to its problems. null: ``reward.verifier``, with its arguments and weights."""
+    """Scores its responses. null: ``reward.verifier``, with its arguments and weights."""
 
     verifier_kwargs: dict[str, Any] = Field(default_factory=dict)
     """As ``reward.kwargs``, for ``verifier``."""
@@ -92,11 +96,14 @@ class SourceConfig(PromptsConfig):
     chat_template: bool | None = None
     """As ``data.chat_template``; null: the same."""
 
+    special_tokens: bool | None = None
+    """Overrides ``data.special_tokens``; null: the same."""
+
     fields: FieldsConfig | None = None
     """As ``data.fields``; null: the same."""
 
     split: str | None = None
-    """Split of a folder, such as ``train``. null: the only one."""
+    """Names a folder's split, such as ``train``. null: the only one."""
 
     filter: tuple[str, ...] | None = None
     """As ``data.filter``; null: the same for problems to train on."""
@@ -114,17 +121,12 @@ class SourceConfig(PromptsConfig):
         _known(names or (), FILTERS, "filter", "(problem) -> bool")
         return names
 
-    @model_validator(mode="after")
-    def _arguments_have_their_verifier(self) -> SourceConfig:
+    def _faults(self) -> Iterator[str]:
         if self.verifier is None and (self.verifier_kwargs or self.verifier_weights is not None):
-            raise ValueError(
-                "verifier_kwargs and verifier_weights are for this source's own verifier; give it, or set reward's"
-            )
-        return self
+            yield "verifier_kwargs and verifier_weights are for this source's own verifier; give it, or set reward's"
 
     @property
     def called(self) -> str:
-        """Its name, or one from its path."""
         stem = PurePath(self.path.removeprefix(BUILTIN)).stem
         split = f"-{self.split}" if self.split else ""
         return self.name or re.sub(r"^[^A-Za-z_]+|[^\w.-]", "", f"{stem}{split}")[:60] or "source"
@@ -136,30 +138,35 @@ Sources = str | tuple[SourceConfig, ...]
 class DataConfig(PromptsConfig):
     train: Sources = "builtin:addition"
     """Problems to train on: ``builtin:NAME``, or a file or folder with ``prompt``, ``answer`` and optionally ``id``; or a list
-    of sources (``path``, ``weight``, ``verifier``, …: docs/guides/data.md)."""
+    of sources (docs/guides/data.md).
+    """
 
     heldout: Sources | None = "builtin:addition-heldout"
-    """Problems for evaluation, never trained on; weights do not count. null: none, the default if ``train`` is your own, since
-    built-in problems go only with built-in ones."""
+    """Problems for evaluation, never trained on; weights do not count. null: none, the default if ``train`` is custom."""
 
     chat_template: bool = False
-    """Wrap each prompt in the tokenizer's chat template as a user message; prompts of messages always are."""
+    """Wrap prompts in the tokenizer's chat template; prompts of messages always are."""
+
+    special_tokens: bool = False
+    """Names of special tokens in plain prompts, and in ``template``, become these tokens. false: they are plain text."""
 
     fields: FieldsConfig = FieldsConfig()
     """Column names of the files."""
 
     filter: tuple[str, ...] = ()
     """Filters of training problems; all must keep a problem: ``unique`` (no repeated prompt in a source), ``number`` (the
-    answer has a number), or a custom function ``(problem) -> bool``, true to keep it, as ``path/file.py:function`` or
-    ``package.module:function``."""
+    answer has a number), or a custom ``(problem) -> bool``, true to keep it, as ``path/file.py:function`` or
+    ``package.module:function``.
+    """
 
     order: str = "shuffled"
     """Order of a source's problems in each pass: ``shuffled`` (by ``seed``, new in each pass), ``as_given``, ``shortest_first``
-    (by characters of the prompt), or a custom function ``(problem) -> float`` as ``path/file.py:function``, smallest first,
-    equal ones shuffled. Sources always alternate by weight."""
+    (by characters), or a custom ``(problem) -> float`` as ``path/file.py:function``, smallest first. Sources alternate by
+    weight.
+    """
 
     max_prompt_tokens: PositiveInt | None = None
-    """Largest prompt in tokens; problems with longer ones are left out, and counted. Default: no bound."""
+    """Largest prompt in tokens; problems with longer ones are left out. Default: no bound."""
 
     @field_validator("train", "heldout")
     @classmethod
@@ -186,7 +193,7 @@ class DataConfig(PromptsConfig):
 
     @property
     def train_sources(self) -> tuple[SourceConfig, ...]:
-        """Training sources with all that they inherit from this section. A plain path is one without a name."""
+        """They inherit from this section. A plain path is a source without a name."""
         return tuple(self.complete(source) for source in _listed(self.train))
 
     @property
@@ -196,7 +203,7 @@ class DataConfig(PromptsConfig):
 
     @property
     def paths(self) -> dict[str, str]:
-        """Path of each source by field, such as ``data.train`` or ``data.train[1].path``."""
+        """Path of each source by field, such as ``data.train[1].path``."""
         result = {}
         for field in ("train", "heldout"):
             raw = getattr(self, field)
@@ -207,7 +214,6 @@ class DataConfig(PromptsConfig):
         return result
 
     def with_paths(self, change: dict[str, str]) -> DataConfig:
-        """Keys are as in :attr:`paths`."""
         changed: dict[str, Any] = {}
         for field in ("train", "heldout"):
             raw = getattr(self, field)
@@ -221,8 +227,8 @@ class DataConfig(PromptsConfig):
         return self.model_copy(update=changed)
 
     def complete(self, source: SourceConfig, *, filtered: bool = True) -> SourceConfig:
-        """The source with all that it inherits from this section; ``filtered``: also ``filter``."""
-        inherited = ["template", "system_prompt", "chat_template", "fields", *(["filter"] if filtered else [])]
+        """Fills in what the source inherits from this section."""
+        inherited = [*_OF_PROMPTS, "fields", *(["filter"] if filtered else [])]
         return source.model_copy(update={name: getattr(self, name) for name in inherited if getattr(source, name) is None})
 
 
@@ -230,15 +236,162 @@ def _listed(raw: Sources) -> tuple[SourceConfig, ...]:
     return (SourceConfig(path=raw),) if isinstance(raw, str) else raw
 
 
-def is_custom(given: Any) -> bool:
-    """Whether a problem is the user's own; ``given`` is as for ``data.train``, checked or not."""
-    if isinstance(given, str):
-        return not given.startswith(BUILTIN)
-    if isinstance(given, Sequence):
-        return any(is_custom(source.get("path") if isinstance(source, Mapping) else source) for source in given)
-    return is_custom(given.path) if isinstance(given, SourceConfig) else False
+def is_custom(value: Any) -> bool:
+    """Whether a problem is the user's own; ``value`` is as for ``data.train``, checked or not."""
+    if isinstance(value, str):
+        return not value.startswith(BUILTIN)
+    if isinstance(value, Sequence):
+        return any(is_custom(source.get("path") if isinstance(source, Mapping) else source) for source in value)
+    return is_custom(value.path) if isinstance(value, SourceConfig) else False
 
 
-def show_paths(given: Sources) -> str:
-    """Paths of problems, in one line."""
-    return given if isinstance(given, str) else ", ".join(source.path for source in given)
+def show_paths(value: Sources) -> str:
+    return value if isinstance(value, str) else ", ".join(source.path for source in value)
+
+
+class SetSamplingConfig(Section):
+    """Sampling for a set; defaults are those of ``rollout.sampling``. Greedy uses only the length."""
+
+    temperature: Annotated[float | None, Field(ge=0.01, le=2)] = None
+    """Sampling temperature. Default: ``rollout.sampling.temperature``."""
+
+    max_new_tokens: PositiveInt | None = None
+    """Largest response in tokens. Default: ``rollout.sampling.max_new_tokens``."""
+
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    """Nucleus sampling: probability of the kept tokens; 1: all. Default: ``rollout.sampling.top_p``."""
+
+    top_k: NonNegativeInt | None = None
+    """This many likeliest tokens; 0: all. Default: ``rollout.sampling.top_k``."""
+
+    min_p: Annotated[float | None, Field(ge=0, lt=1)] = None
+    """Tokens with at least this fraction of the likeliest one's probability; 0: all. Default: ``rollout.sampling.min_p``."""
+
+    @property
+    def truncation(self) -> dict[str, float | int | None]:
+        """In the sampler's form: a ``top_k`` of None is all."""
+        bounds = {"top_p": self.top_p, "min_p": self.min_p}
+        args: dict[str, float | int | None] = {name: value for name, value in bounds.items() if value is not None}
+        return args if self.top_k is None else {**args, "top_k": self.top_k or None}
+
+
+class EvaluationSetConfig(PromptsConfig):
+    path: Annotated[str, Field(min_length=1)]
+    """Problems, in the form of ``data.heldout``; never trained on."""
+
+    sha256: Annotated[str | None, Field(pattern="^[0-9a-f]{64}$")] = None
+    """Expected digest of the file, from ``tepo data prepare``. null: not checked."""
+
+    verifier: str | None = None
+    """Scores the responses, as ``reward.verifier``, with the limits of ``reward`` but not its ``kwargs`` or ``weights``. null:
+    the run's own.
+    """
+
+    chat_template: bool | None = None
+    """As ``data.chat_template``. null: the same."""
+
+    special_tokens: bool | None = None
+    """Overrides ``data.special_tokens``. null: the same."""
+
+    fields: FieldsConfig | None = None
+    """As ``data.fields``. null: the same; likewise ``template`` and ``system_prompt``."""
+
+    split: str | None = None
+    """Names a folder's split, such as ``test``. null: the only one."""
+
+    every: NonNegativeInt | None = None
+    """As ``evaluate.every``. null: the same. ``tepo eval`` ignores it."""
+
+    problems: PositiveInt | None = None
+    """Use the first so many problems. Default: all."""
+
+    greedy: bool = True
+    """Greedy answers are added."""
+
+    samples: NonNegativeInt | None = None
+    """n, the samples per problem. null: ``evaluate.samples``."""
+
+    k: tuple[PositiveInt, ...] | None = None
+    """The k of pass@k and maj@k, estimated from the samples; each at most ``samples``. null: ``samples`` alone."""
+
+    sampling: SetSamplingConfig = SetSamplingConfig()
+
+    majority: Literal["auto", "verifier", "text", "none"] = "auto"
+    """Equality of answers for maj@k. ``verifier``: it accepts one for the other. ``text``: equal final answers, up to spaces,
+    case and the like. ``auto``: ``verifier`` for exact, last_word, last_number and math, ``none`` for python_tests and
+    stack_machine, else ``text``. ``none``: no maj@k.
+    """
+
+    correct_at: Annotated[float | None, Field(allow_inf_nan=False)] = None
+    """As ``evaluate.correct_at``. null: the same."""
+
+    show: NonNegativeInt | None = None
+    """As ``evaluate.show``. null: the same."""
+
+    def _faults(self) -> Iterator[str]:
+        if not self.greedy and self.samples == 0:
+            yield "greedy = false with samples = 0 leaves nothing to answer; set one of them"
+        if self.k is not None and len(set(self.k)) < len(self.k):
+            yield "k names a number twice; leave one out"
+
+
+_SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
+
+
+class EvaluateConfig(Section):
+    every: NonNegativeInt = 10
+    """Evaluate before the first step, after every multiple of this, and after the last; 0: never."""
+
+    problems: PositiveInt | None = None
+    """Use the first so many held-out problems. Default: all."""
+
+    samples: NonNegativeInt = 4
+    """k, samples per problem for avg@k and pass@k, by ``rollout.sampling``; 0: greedy only."""
+
+    correct_at: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Responses with at least this reward are correct. Mean rewards (``heldout/…``) do not depend on it."""
+
+    show: NonNegativeInt = 32
+    """First problems of each evaluation written to ``samples.jsonl``."""
+
+    sets: dict[str, EvaluationSetConfig] = Field(default_factory=dict)
+    """Further problems by name: ``evaluate.sets.aime.path=aime.jsonl``. Metrics: ``eval/NAME/…``."""
+
+    def every_of(self, name: str | None) -> int:
+        every = None if name is None else self.sets[name].every
+        return self.every if every is None else every
+
+    def is_due(self, name: str | None, step: int, last_step: int) -> bool:
+        """``name`` None: ``data.heldout``."""
+        every = self.every_of(name)
+        return bool(every) and (step % every == 0 or step == last_step)
+
+    def any_due(self, step: int, last_step: int) -> bool:
+        return any(self.is_due(name, step, last_step) for name in (None, *self.sets))
+
+    @property
+    def paths(self) -> dict[str, str]:
+        return {name: item.path for name, item in self.sets.items()}
+
+    def with_paths(self, change: Mapping[str, str]) -> EvaluateConfig:
+        sets = {name: self.sets[name].model_copy(update={"path": path}) for name, path in change.items()}
+        return self.model_copy(update={"sets": {**self.sets, **sets}})
+
+    @field_validator("sets")
+    @classmethod
+    def _sets_have_names(cls, sets: Mapping[str, EvaluationSetConfig]) -> Mapping[str, EvaluationSetConfig]:
+        for name in sets:
+            if not _SET_NAME.fullmatch(name):
+                raise ValueError(
+                    f"{name[:60]!r} cannot name a set, whose metrics are eval/NAME/…: a name has letters, digits, - and _, 40 "
+                    "at most"
+                )
+        return sets
+
+    def _faults(self) -> Iterator[str]:
+        for name, item in self.sets.items():
+            samples = self.samples if item.samples is None else item.samples
+            if not item.greedy and not samples:
+                yield f"evaluate.sets.{name}: greedy = false with evaluate.samples = 0 leaves nothing to answer"
+            if item.k is not None and max(item.k, default=0) > samples:
+                yield f"evaluate.sets.{name}.k = {max(item.k)} cannot be estimated from {samples} samples; raise its samples"

@@ -1,8 +1,10 @@
-"""``engine``: the trainer on Megatron-Core."""
+"""``engine`` and ``model``."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from tepo_megatron.config.base import Section
 
@@ -19,7 +21,8 @@ class ParallelConfig(Section):
 
     vpp: PositiveInt = 1
     """Virtual pipeline stages: a rank's layers are cut into this many alternating chunks (interleaved 1F1B). Divides idle time
-    by vpp and multiplies transfers by it. More than 1 needs pp > 1 and at least dp × pp sequences per mini-batch."""
+    by vpp and multiplies transfers by it. More than 1 needs pp > 1 and at least dp × pp sequences per mini-batch.
+    """
 
     num_layers_in_first_pipeline_stage: PositiveInt | None = None
     """Layers of the first stage (with the embedding); middle stages share the rest evenly. Default: as every other stage."""
@@ -29,18 +32,20 @@ class ParallelConfig(Section):
 
     cp: PositiveInt = 1
     """Context-parallel size: ranks that share the tokens of every sequence, for long responses (docs/reference/context.md).
-    Sequences are padded to a multiple of 2 cp."""
+    Sequences are padded to a multiple of 2 cp.
+    """
 
     cp_comm_type: Literal["p2p", "a2a"] = "p2p"
-    """Exchange of context-parallel ranks in Transformer Engine's attention. ``p2p``: keys and values pass round a ring during
-    the computation. ``a2a``: ranks trade tokens for heads; cp must divide a rank's key/value heads. A CPU gathers keys and
-    values. Not run on a GPU yet."""
+    """Exchange of context-parallel ranks in Transformer Engine's attention. ``p2p``: keys and values pass round a ring.
+    ``a2a``: ranks trade tokens for heads; cp must divide a rank's key/value heads. A CPU gathers keys and values. Not run on a
+    GPU yet.
+    """
 
     ep: PositiveInt = 1
     """Expert-parallel size: ranks, of tp × cp × dp, that share the experts."""
 
     etp: PositiveInt | None = None
-    """Expert-tensor-parallel size: ranks that share each expert. Default: tp, as in Megatron-Core."""
+    """Expert-tensor-parallel size: ranks that share each expert. Default: tp."""
 
     sequence_parallel: bool = False
     """Split activations outside attention and MLP over the tensor-parallel ranks (Megatron's SP)."""
@@ -54,46 +59,28 @@ class ParallelConfig(Section):
         """A rank's number of micro-batches is a multiple of this."""
         return self.pp if self.vpp > 1 else 1
 
-    @model_validator(mode="after")
-    def _sequence_parallel_needs_tp(self) -> "ParallelConfig":
+    def _faults(self) -> Iterator[str]:
         if self.sequence_parallel and self.tp == 1:
-            raise ValueError("sequence_parallel = true needs tp > 1; set tp, or sequence_parallel = false")
-        return self
-
-    @model_validator(mode="after")
-    def _the_exchange_can_act(self) -> "ParallelConfig":
+            yield "sequence_parallel = true needs tp > 1; set tp, or sequence_parallel = false"
         if self.cp == 1 and self.cp_comm_type != "p2p":
-            raise ValueError(f"cp_comm_type = {self.cp_comm_type} is for context parallelism, and cp = 1; set cp, or unset it")
-        return self
-
-    @model_validator(mode="after")
-    def _experts_fit_a_stage(self) -> "ParallelConfig":
+            yield f"cp_comm_type = {self.cp_comm_type} is for context parallelism, and cp = 1; set cp, or unset it"
         etp, ranks = self.tp if self.etp is None else self.etp, self.tp * self.cp * self.dp
         if ranks % (self.ep * etp):
-            raise ValueError(
+            yield (
                 f"ep × etp = {self.ep} × {etp} does not divide the {ranks} ranks of a pipeline stage (tp × cp × dp); "
                 "lower ep, or raise dp"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _virtual_stages_need_stages(self) -> "ParallelConfig":
         if self.vpp > 1 and self.pp == 1:
-            raise ValueError(f"vpp = {self.vpp} divides pipeline stages further and needs pp > 1; set pp, or vpp = 1")
-        return self
-
-    @model_validator(mode="after")
-    def _uneven_stages_need_stages(self) -> "ParallelConfig":
+            yield f"vpp = {self.vpp} divides pipeline stages further and needs pp > 1; set pp, or vpp = 1"
         for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
             layers = getattr(self, name)
             if layers is not None and self.pp == 1:
-                raise ValueError(f"{name} = {layers} needs stages to differ from, and pp = 1; set pp, or leave {name} out")
+                yield f"{name} = {layers} needs stages to differ from, and pp = 1; set pp, or leave {name} out"
             if layers is not None and layers % self.vpp:
-                raise ValueError(
+                yield (
                     f"vpp = {self.vpp} does not divide {name} = {layers} into equal chunks; use a multiple of {self.vpp}, or "
                     "lower vpp"
                 )
-        return self
 
 
 Recipe = Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"]
@@ -103,7 +90,8 @@ class Fp8Config(Section):
     recipe: Recipe = "none"
     """FP8 scaling of the layers' matrix products. ``delayed``: one scale per tensor, from earlier steps; ``tensorwise``: one
     per tensor, from its values; ``blockwise``: one per 128 values (Hopper); ``mxfp8``: one per 32 values (Blackwell); ``none``:
-    no FP8. Not run on a GPU yet."""
+    no FP8. Not run on a GPU yet.
+    """
 
     format: Literal["e4m3", "hybrid"] = "hybrid"
     """``e4m3`` for everything; ``hybrid``: E4M3 forward, and E5M2 (more range) for gradients."""
@@ -118,47 +106,41 @@ class Fp8Config(Section):
     """``delayed`` only: powers of two between the scale and the largest possible one. Default: 0."""
 
     first_layers_bf16: NonNegativeInt = 0
-    """First layers that stay in bfloat16."""
+    """First layers in bfloat16."""
 
     last_layers_bf16: NonNegativeInt = 0
-    """Last layers that stay in bfloat16."""
+    """Last layers in bfloat16."""
 
     params: bool = False
-    """Keep the layers' weights in FP8 only (masters stay fp32), and gather them so; needs optimizer.distributed."""
+    """Keep and gather the layers' weights in FP8 only (masters stay fp32); needs optimizer.distributed."""
 
     @property
     def enabled(self) -> bool:
         return self.recipe != "none"
 
-    @model_validator(mode="after")
-    def _nothing_is_set_without_effect(self) -> "Fp8Config":
+    def _faults(self) -> Iterator[str]:
         if not self.enabled:
             idle = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
             if idle:
-                raise ValueError(f"{', '.join(idle)} has no effect while recipe = none; choose a recipe, or leave it out")
-            return self
+                yield f"{', '.join(idle)} has no effect while recipe = none; choose a recipe, or leave it out"
+            return
         history = [name for name in ("amax_history_len", "amax_compute_algo", "margin") if getattr(self, name) is not None]
         if history and self.recipe != "delayed":
-            raise ValueError(
+            yield (
                 f"{', '.join(history)} is for recipe = delayed; {self.recipe} computes its scales from the values at hand. "
                 "Leave it out, or set recipe = delayed"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _delayed_scaling_is_for_all_layers(self) -> "Fp8Config":
-        kept = self.first_layers_bf16 + self.last_layers_bf16
-        if self.recipe == "delayed" and kept:
-            raise ValueError(
-                f"{kept} layers in bfloat16 do not go with recipe = delayed, which reduces its history for all layers at once "
-                "(Megatron-Core refuses it); set first_layers_bf16 = last_layers_bf16 = 0, or recipe = tensorwise"
+        in_bf16 = self.first_layers_bf16 + self.last_layers_bf16
+        if self.recipe == "delayed" and in_bf16:
+            yield (
+                f"{in_bf16} layers in bfloat16 do not go with recipe = delayed, which reduces its history for all layers "
+                "at once (Megatron-Core refuses it); set first_layers_bf16 = last_layers_bf16 = 0, or recipe = tensorwise"
             )
         if self.recipe == "delayed" and self.params:
-            raise ValueError(
+            yield (
                 "params = true does not go with recipe = delayed: a checkpoint carries no history, so that weights which are "
                 "read would be rounded under a scale of 1, far from theirs; set recipe = tensorwise, or params = false"
             )
-        return self
 
 
 _KIND_OF = {"coefficient": "aux_loss", "update_rate": "expert_bias"}
@@ -166,23 +148,23 @@ _KIND_OF = {"coefficient": "aux_loss", "update_rate": "expert_bias"}
 
 class MoeBalanceConfig(Section):
     kind: Literal["none", "aux_loss", "expert_bias"] = "none"
-    """``none``: no balance. ``aux_loss``: an auxiliary loss on the routers, over the mini-batch. ``expert_bias``: a bias per
-    expert, moved against its load after each update (DeepSeek-V3), for families whose servers have it too."""
+    """``aux_loss``: an auxiliary loss on the routers, over the mini-batch. ``expert_bias``: a bias per expert, moved against
+    its load after each update (DeepSeek-V3), for families whose servers have it too.
+    """
 
     coefficient: Annotated[float, Field(gt=0, le=1)] = 1e-3
     """``aux_loss`` only: factor of each layer's loss, 1 at even load. It competes with the objective; pre-training uses 1e-3 to
-    1e-2."""
+    1e-2.
+    """
 
     update_rate: Annotated[float, Field(gt=0, le=1)] = 1e-3
     """``expert_bias`` only: change of a bias per update; scores are between 0 and 1. 1e-3 is DeepSeek-V3's."""
 
-    @model_validator(mode="after")
-    def _settings_act(self) -> "MoeBalanceConfig":
+    def _faults(self) -> Iterator[str]:
         for name, kind in _KIND_OF.items():
             value = getattr(self, name)
             if self.kind != kind and value != type(self).model_fields[name].default:
-                raise ValueError(f"{name} = {value} does nothing with kind = {self.kind}; set kind = {kind}, or leave it out")
-        return self
+                yield f"{name} = {value} does nothing with kind = {self.kind}; set kind = {kind}, or leave it out"
 
 
 RecomputeModule = Literal["core_attn", "mlp", "moe", "moe_act", "layernorm"]
@@ -194,130 +176,184 @@ class EngineConfig(Section):
 
     cpu_threads: PositiveInt | Literal["auto"] | None = None
     """Torch's threads per rank on a CPU. ``auto``: an equal share of the cores with ``train.schedule = sync``; with ``overlap``
-    of those that servers leave. Default: ``OMP_NUM_THREADS``, else 1. The number changes rounding."""
+    of those that servers leave. Default: ``OMP_NUM_THREADS``, else 1. The number changes rounding.
+    """
 
     layers: Literal["auto", "te", "local"] = "auto"
-    """``te``: Transformer Engine's fused layers (GPU only; the run stops without the library). ``local``: Megatron-Core's
-    layers with torch's attention and norm. ``auto``: ``te`` on a GPU, ``local`` on a CPU."""
+    """``te``: Transformer Engine's fused layers (GPU only). ``local``: Megatron-Core's layers with torch's attention and norm.
+    ``auto``: ``te`` on a GPU, ``local`` on a CPU.
+    """
 
     fp8: Fp8Config = Fp8Config()
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Fraction of a GPU's memory that the trainer may allocate; ``memory/peak_gib`` is its use. Sleeping colocated servers keep
-    some memory too."""
+    """Fraction of a GPU's memory that the trainer may allocate."""
 
     check_memory: bool = True
-    """Refuse a run that needs more memory than its GPUs have, before building it (docs/reference/plan.md). ``false``: only
-    warn."""
+    """Refuse a run that needs more memory than its GPUs have (docs/reference/plan.md). ``false``: only warn."""
 
     parallel: ParallelConfig = ParallelConfig()
 
     moe_balance: MoeBalanceConfig = MoeBalanceConfig()
 
     micro_batch_tokens: PositiveInt = 4096
-    """Most tokens per micro-batch, over all context-parallel ranks; a longer sequence gets its own."""
+    """Most tokens per micro-batch, over all context-parallel ranks, or a longer sequence."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass instead of stored: ``selective`` those of ``recompute_modules``, ``full``
-    every layer's. Saves memory, costs time."""
+    every layer's.
+    """
 
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
     """Modules of ``recompute = selective``, by Megatron-Core's names. ``core_attn``: attention without projections; ``mlp``: a
     dense MLP; with experts ``moe`` (router, experts, exchange), or, with Transformer Engine, ``moe_act`` (the experts'
-    activation) and ``layernorm`` (before the router)."""
+    activation) and ``layernorm`` (before the router).
+    """
 
     overlap_grad_reduce: bool = False
-    """Reduce gradients between data-parallel ranks by buckets during the last micro-batch's backward pass. Not run on a GPU
-    yet."""
+    """Reduce gradients by buckets during the last micro-batch's backward pass. Not run on a GPU yet."""
 
     overlap_param_gather: bool = False
-    """Gather the distributed optimizer's updated weights during the next mini-batch's forward pass, but at once after a step's
-    last update. Needs ``overlap_grad_reduce`` and ``optimizer.distributed``. Not run on a GPU yet."""
+    """Gather the distributed optimizer's updated weights during the next mini-batch's forward pass. Needs
+    ``overlap_grad_reduce`` and ``optimizer.distributed``. Not run on a GPU yet.
+    """
 
     bucket_size: PositiveInt | None = None
-    """Parameters per bucket of ``overlap_grad_reduce``. Default: Megatron's max(40 million, a million per data-parallel
-    rank)."""
+    """Parameters per bucket of ``overlap_grad_reduce``. Default: Megatron's max(40 million, a million per data-parallel rank).
+    """
 
     head: Literal["logits", "fused"] = "logits"
-    """``logits``: scores follow from a whole micro-batch's logits. ``fused``: head and scores run together on chunks of tokens:
-    no rank holds ``micro_batch_tokens`` × vocabulary / ``tp`` logits, but the backward pass repeats the product. ``logits`` is
-    faster if memory suffices."""
+    """``logits``: faster if memory suffices for ``micro_batch_tokens`` × vocabulary / ``tp`` logits. ``fused``: head and scores
+    run together on chunks of tokens, but the backward pass repeats the product.
+    """
 
     score_backend: Literal["auto", "torch", "cpp", "triton"] = "auto"
     """Implementation of log-probs and entropies: ``cpp`` (CPU with a C++ compiler), ``triton`` (GPU) or ``torch``. ``auto``:
-    ``triton`` or ``cpp`` if available, else ``torch``. They agree to fp32 rounding; each repeats its bits."""
+    ``triton`` or ``cpp`` if available. They agree to fp32 rounding.
+    """
 
     noise_every: NonNegativeInt = 50
-    """Steps between measurements of rounding noise, from the first step: a few sequences are scored twice. Gives
-    ``entropy/noise``, ``ratio/noise`` and ``sequence_ratio/noise``. 0: never."""
+    """Steps between measurements of rounding noise (``entropy/noise``, ``ratio/noise``, ``sequence_ratio/noise``), from the
+    first step: a few sequences are scored twice. 0: never.
+    """
 
     noise_sequences: PositiveInt = 8
     """Sequences scored twice, from shortest to longest; a multiple of the data-parallel size."""
 
     @property
     def recomputed(self) -> tuple[RecomputeModule, ...]:
-        """Modules whose activations are computed again; empty with whole layers."""
+        """Empty if whole layers are computed again."""
         return self.recompute_modules if self.recompute == "selective" else ()
 
-    @model_validator(mode="after")
-    def _recomputed_modules_act(self) -> "EngineConfig":
+    def _faults(self) -> Iterator[str]:
         if self.recompute == "selective" and not self.recompute_modules:
-            raise ValueError("recompute = selective with no recompute_modules computes nothing again; set recompute = none")
+            yield "recompute = selective with no recompute_modules computes nothing again; set recompute = none"
         if self.recompute != "selective" and self.recompute_modules != ("core_attn",):
-            raise ValueError(
+            yield (
                 f"recompute_modules = {list(self.recompute_modules)} acts with recompute = selective alone, and recompute = "
                 f"{self.recompute}; set recompute = selective, or leave recompute_modules out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _overlap_has_what_it_needs(self) -> "EngineConfig":
         copies = self.parallel.dp * self.parallel.cp
         if self.overlap_grad_reduce and copies == 1:
-            raise ValueError(
+            yield (
                 "overlap_grad_reduce = true hides a reduction between data-parallel ranks, and with dp × cp = 1 there is none; "
                 "leave it out, or raise parallel.dp"
             )
         for name, value in (("overlap_param_gather", self.overlap_param_gather), ("bucket_size", self.bucket_size)):
             if value and not self.overlap_grad_reduce:
-                raise ValueError(
+                yield (
                     f"{name} acts with overlap_grad_reduce = true alone, which cuts gradients and weights into buckets; set "
                     f"it, or leave {name} out"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _threads_are_a_cpus(self) -> "EngineConfig":
         if self.cpu_threads is not None and self.platform == "cuda":
-            raise ValueError(
-                f"cpu_threads = {self.cpu_threads} acts where the trainer runs on a CPU, and platform = cuda; leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _layers_fit_the_platform(self) -> "EngineConfig":
+            yield f"cpu_threads = {self.cpu_threads} acts where the trainer runs on a CPU, and platform = cuda; leave it out"
         if self.layers == "te" and self.platform == "cpu":
-            raise ValueError("layers = te needs a GPU, and platform = cpu; set layers = local, or another platform")
+            yield "layers = te needs a GPU, and platform = cpu; set layers = local, or another platform"
         if self.fp8.enabled and (self.layers == "local" or self.platform == "cpu"):
             instead = "layers = local" if self.layers == "local" else "platform = cpu"
-            raise ValueError(
+            yield (
                 f"fp8.recipe = {self.fp8.recipe} needs Transformer Engine's layers on a GPU, but {instead}; set fp8.recipe = "
                 "none, or layers = te on a GPU"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _context_parallelism_fits(self) -> "EngineConfig":
         cp, exchange = self.parallel.cp, self.parallel.cp_comm_type
         if exchange != "p2p" and (self.layers == "local" or self.platform == "cpu"):
             instead = "layers = local" if self.layers == "local" else "platform = cpu"
-            raise ValueError(
+            yield (
                 f"parallel.cp_comm_type = {exchange} is of Transformer Engine's attention, and {instead} gathers keys and "
                 "values; leave it out"
             )
         if cp > 1 and self.fp8.recipe in ("delayed", "tensorwise"):
-            raise ValueError(
+            yield (
                 f"parallel.cp = {cp} with fp8.recipe = {self.fp8.recipe}: the recipe scales whole tensors by their largest "
                 "value, which may be that of a token that only pads a sequence to a multiple of 2 cp; set fp8.recipe = "
                 "blockwise (on Hopper) or mxfp8 (on Blackwell), or parallel.cp = 1"
             )
-        return self
+
+
+ALL_LINEAR = "all-linear"
+
+
+class LoraConfig(Section):
+    rank: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Inner dimension of an adapter: A is [rank, in], B is [out, rank]. 8 to 32 is usual for RL."""
+
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """An adapter adds alpha / rank · B · A to its weight. Twice the rank is usual."""
+
+    rslora: bool = False
+    """alpha is divided by the square root of the rank instead."""
+
+    dropout: float = 0.0
+    """Must be 0, so that scores can be repeated; refuses copied settings."""
+
+    target_modules: tuple[Annotated[str, Field(min_length=1)], ...] = (ALL_LINEAR,)
+    """Layers with adapters, by Hugging Face names: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (of every
+    expert too; w1, w2, w3 in Mixtral). ``all-linear``: all of them.
+    """
+
+    path: Path | None = None
+    """PEFT folder (adapter_config.json, adapter_model.safetensors) of adapters to train further. None: A from the seed and B =
+    0.
+    """
+
+    serve: Literal["merged", "adapter"] = "merged"
+    """What servers receive. ``merged``: weights with adapters added, rounded as the trainer's. ``adapter``: only A and B,
+    applied next to the weights of ``model.path``: fewer bytes. Equal in float32; bfloat16 rounds differently. For dense models
+    up to rank 512, with servers on other GPUs or a CPU. Not run on a GPU yet.
+    """
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    @field_validator("dropout")
+    @classmethod
+    def _no_dropout(cls, dropout: float) -> float:
+        if dropout != 0:
+            raise ValueError(
+                "dropout must be 0: nothing in a training step draws random numbers, so that log-probs can be computed twice "
+                "and compared; leave model.lora.dropout out"
+            )
+        return dropout
+
+    def _faults(self) -> Iterator[str]:
+        names = self.target_modules
+        if not names:
+            yield "model.lora.target_modules is empty, so that nothing would be trained; name layers, or all-linear"
+        if len(set(names)) < len(names):
+            yield f"model.lora.target_modules names a layer twice: {', '.join(names)}; name each once"
+        if ALL_LINEAR in names and len(names) > 1:
+            yield "model.lora.target_modules: all-linear already means every layer; leave the other names out"
+
+
+class ModelConfig(Section):
+    path: str = "builtin:tiny"
+    """Hugging Face folder with config.json, safetensors and tokenizer; ``builtin:tiny`` is this package's warm start."""
+
+    shards: Path | None = None
+    """Folder that ``tepo import`` wrote from ``path``, for the trainer's shards."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the trainer and, by default, of the servers."""
+
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the weights."""

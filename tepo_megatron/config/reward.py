@@ -1,9 +1,10 @@
-"""``reward``: scores a response."""
+"""``reward`` and ``environment``: what scores a response, or answers it."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from tepo_megatron.config.base import Section
 
@@ -13,49 +14,50 @@ _RESERVED_NAMES = ("mean", "std", "failed")
 class RewardConfig(Section):
     verifier: str = "last_word"
     """``last_word``, ``exact``, ``last_number``, ``math`` (the math-verify library), ``judge`` (a model behind an
-    OpenAI-compatible address), ``python_tests`` (runs the model's program and the problem's tests in a sandbox),
-    ``stack_machine`` (the same for a small stack machine), or your function ``(problem, response) -> float`` as
-    ``path/file.py:function`` or ``package.module:function``. Other forms: docs/guides/rewards.md. A reward of 1 or more counts
-    as correct."""
+    OpenAI-compatible address), ``python_tests`` (runs program and tests in a sandbox), ``stack_machine`` (the same for a small
+    stack machine), or your function ``(problem, response) -> float`` as ``path/file.py:function`` or
+    ``package.module:function``. Other forms: docs/guides/rewards.md. A reward of 1 or more is correct.
+    """
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a verifier class, made once per worker. No secrets: the run's folder keeps its configuration."""
+    """Keyword arguments of a verifier class, made once per worker. No secrets: the run's folder keeps them."""
 
     weights: dict[str, float] | None = None
-    """Weights of named components; the verifier must return exactly these. null: 1 each, for the components of a trial before
-    the run."""
+    """Weights of named components; the verifier must return exactly these. null: 1 each."""
 
     workers: PositiveInt = 1
-    """Processes that run the verifier, started by rank 0. A slow response occupies one; raise it if many time out."""
+    """Processes that run the verifier, next to rank 0. More if many time out."""
 
     concurrency: Annotated[int, Field(ge=1, le=128)] = 16
     """Concurrent calls per worker of an ``async`` verifier; others run one by one."""
 
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
-    """Seconds per response, or per group for a verifier of groups; one that needs more fails, without a retry."""
+    """Seconds per response, or per group for a verifier of groups; then it fails."""
 
     memory_mb: PositiveInt = 512
-    """A verifier's memory in 10⁶ bytes, beyond that after the import; a response that needs more fails. The default is several
-    times math-verify's need; a verifier that loads a model at its first call needs more. Linux only."""
+    """A verifier's memory in 10⁶ bytes, beyond that after the import. More if it loads a model at its first call. Linux only.
+    """
 
     file_mb: PositiveInt = 256
-    """Largest file that a verifier may write, in 10⁶ bytes; earlier output in the run's log does not count."""
+    """Largest file that a verifier may write, in 10⁶ bytes."""
 
     network: bool | None = None
     """Network access, this machine included. null: only for ``judge`` and custom verifiers. false removes it if the kernel
-    allows; ``tepo doctor`` tests that."""
+    allows; ``tepo doctor`` tests that.
+    """
 
     run_code: bool = False
-    """Lets ``python_tests`` run the model's programs: in a limited process, without network, in a temporary folder. This is no
-    virtual machine: they may read what this user may read."""
+    """Lets ``python_tests`` run the model's programs: in a limited process, without network, in a temporary folder. They may
+    read what this user may read.
+    """
 
-    failed_reward: float | None = None
-    """Reward if the verifier raised, returned no finite number, or passed a limit. null: the response leaves its group; a group
-    then left with fewer than two teaches nothing."""
+    failed_reward: Annotated[float, Field(ge=-1e15, le=1e15)] | None = None  # as core.problem.LARGEST_REWARD
+    """Reward if the verifier raised, returned no finite number, or passed a limit. null: the response leaves its group."""
 
     max_failed: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Largest share of a step's responses that may fail; above it, or with too few left for ``train.minibatches`` on all
-    data-parallel ranks, the run stops with the first cause."""
+    data-parallel ranks, the run stops.
+    """
 
     @field_validator("weights")
     @classmethod
@@ -75,9 +77,198 @@ class RewardConfig(Section):
 
 
 def component_fault(name: Any) -> str | None:
-    """Why this cannot name a reward component, whose metric is ``reward/<name>``; None: it can."""
+    """Returns None if this can name a component, whose metric is ``reward/<name>``."""
     if not isinstance(name, str) or not name.isidentifier() or len(name) > 60:
         return f"{str(name)[:60]!r} cannot name a component of a reward: a name has letters, digits and underscores, 60 at most"
     if name in _RESERVED_NAMES:
         return f"a component cannot be called {name}, since reward/{name} is a metric of its own; choose another name"
     return None
+
+
+Ignorable = Literal[
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "stop",
+    "seed",
+    "max_tokens",
+    "max_completion_tokens",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "response_format",
+    "tool_choice",
+    "parallel_tool_calls",
+    "reasoning_effort",
+    "verbosity",
+]  # do not change the form of the answer
+
+
+class AgentConfig(Section):
+    """How an agent's requests become an episode, with ``adapter: agent`` and the agent as ``name``."""
+
+    history: Literal["fail", "restart"] = "fail"
+    """If an agent changes its conversation's history (edits, summaries, a second conversation). ``fail``: the episode fails.
+    ``restart``: it starts again with these messages; earlier turns are not trained on.
+    """
+
+    ignore: tuple[Ignorable, ...] = ()
+    """Request fields to ignore, such as temperature or seed. Others that change the output are refused."""
+
+    verifier: str | None = None
+    """Rates the last answer if the agent returns no reward: as ``reward.verifier``, of one response."""
+
+    chat_template: bool = True
+    """false: concatenate messages instead."""
+
+    tool_calls: Literal["text", "hermes"] = "text"
+    """Tool calls in answers. ``text``: as written. ``hermes``: JSON between ``<tool_call>`` and ``</tool_call>`` (Qwen, Hermes)
+    becomes ``tool_calls`` of the message.
+    """
+
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Loopback port for requests; 0: any free one, one per worker."""
+
+    key_file: Path | None = None
+    """Key of agents outside (``name: outside``); written if missing."""
+
+    max_request_mb: PositiveInt = 16
+    """Largest request, in 10⁶ bytes."""
+
+    def _faults(self) -> Iterator[str]:
+        if len(set(self.ignore)) < len(self.ignore):
+            yield f"ignore = {', '.join(self.ignore)} names a field twice"
+
+
+BUILTIN_ENVIRONMENTS = ("guess_number", "calculator", "python")
+
+OUTSIDE = "outside"  # agents elsewhere ask for episodes over HTTP
+
+
+class EnvironmentConfig(Section):
+    """Episodes of several turns: the model writes, the environment answers, until done. Only the model's tokens are trained on.
+    The environment gives rewards; ``reward.weights``, ``failed_reward`` and ``max_failed`` apply.
+    """
+
+    name: str
+    """``guess_number``, ``calculator``, ``python``, or a custom ``path/file.py:Class`` or ``package.module:Class``; with
+    ``adapter: agent`` a custom function, or ``outside``.
+    """
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class, made once per episode. No secrets: the run's folder keeps them."""
+
+    adapter: Literal["none", "gymnasium", "skyrl_gym", "openenv", "agent"] = "none"
+    """Interface of ``name``: ``none`` is this package's; ``agent`` a function that calls the model by the OpenAI protocol
+    (docs/guides/agents.md); the others are those libraries' (text environments).
+    """
+
+    agent: AgentConfig | None = None
+    """Settings for ``adapter: agent``."""
+
+    max_turns: PositiveInt = 8
+    """Most turns of the model per episode; a longer one is cut."""
+
+    max_tokens: PositiveInt | None = None
+    """Most tokens of an episode after the prompt; a longer one is cut. Default: the model's limit."""
+
+    workers: PositiveInt = 1
+    """Processes that run environments, next to rank 0 or in each of ``servers``."""
+
+    concurrency: Annotated[int, Field(ge=1, le=65536)] = 256
+    """Concurrent episodes per worker. Lower it if they need much memory."""
+
+    timeout_s: Annotated[float, Field(gt=0, le=86400)] = 10.0
+    """Seconds per ``reset`` or ``step``; an episode that needs more fails."""
+
+    memory_mb: PositiveInt = 1024
+    """A worker's memory for all its episodes, in 10⁶ bytes, beyond that after the import. Linux only."""
+
+    file_mb: PositiveInt = 256
+    """Largest file that an environment may write, in 10⁶ bytes."""
+
+    network: bool | None = None
+    """Network access, this machine included. null: only for custom environments. false removes it if the kernel allows; ``tepo
+    doctor`` tests that.
+    """
+
+    max_restarts: NonNegativeInt = 1
+    """Restarts, alone in a worker, of an episode that may have ended its worker; then it fails."""
+
+    special_tokens: bool = False
+    """Names of special tokens in text that an environment returns become these tokens. false: they are plain text, as in
+    messages.
+    """
+
+    run_code: bool = False
+    """Lets ``python`` run the model's programs: in a limited process, without network, in a temporary folder. They may read
+    what this user may read.
+    """
+
+    servers: tuple[str, ...] = ()
+    """Addresses of ``tepo environment serve``, such as http://node7:8400; episodes are spread over them. Default: processes
+    next to rank 0.
+    """
+
+    key_file: Path | None = None
+    """``tepo environment serve`` writes this key of ``servers``."""
+
+    @field_validator("servers")
+    @classmethod
+    def _addresses_are_http(cls, servers: tuple[str, ...]) -> tuple[str, ...]:
+        for url in servers:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} is no address of an environment server; give one such as http://127.0.0.1:8400")
+        return servers
+
+    def _faults(self) -> Iterator[str]:
+        if self.servers and self.key_file is None:
+            yield "environment.servers needs environment.key_file: the file with the key that 'tepo environment serve' wrote"
+        if self.name == "python" and not self.run_code:
+            yield (
+                "environment.name = python runs programs that the model writes; set environment.run_code = true if you mean it"
+            )
+        if self.name == "python" and self.network:
+            yield "environment.name = python has no network; leave environment.network out"
+        if self.special_tokens and self.adapter == "agent" and self.agent_settings.chat_template:
+            yield "environment.special_tokens = true is for text, and messages never have any; leave it out"
+        if self.adapter != "agent":
+            if self.agent is not None or self.name == OUTSIDE:
+                name = "environment.agent" if self.agent is not None else f"environment.name = {OUTSIDE}"
+                yield f"{name} without environment.adapter = agent; set it"
+            return
+        if self.name in BUILTIN_ENVIRONMENTS:
+            yield f"environment.name = {self.name} is an environment, and no agent; leave environment.adapter out"
+        if self.network is False:
+            yield "environment.network = false with adapter = agent: an agent reaches the model over this machine's"
+        settings = self.agent_settings
+        if self.workers > 1 and settings.port:
+            yield (
+                f"environment.workers = {self.workers} cannot share environment.agent.port = {settings.port}; leave one of the "
+                "two out"
+            )
+        if self.name == OUTSIDE and (settings.port == 0 or settings.key_file is None):
+            yield (
+                f"environment.name = {OUTSIDE} needs environment.agent.port and environment.agent.key_file, with which agents "
+                "ask for episodes"
+            )
+
+    @property
+    def agent_settings(self) -> AgentConfig:
+        return self.agent or AgentConfig()
+
+    def decides(self) -> dict[str, Any]:
+        """JSON values of what decides how an episode goes."""
+        where = {"workers", "concurrency", "servers", "key_file", "max_restarts"}
+        result = self.model_dump(mode="json", exclude={*where, "agent"})
+        if self.adapter == "agent":
+            result["agent"] = self.agent_settings.model_dump(mode="json", exclude={"port", "key_file"})
+        return result
+
+    @property
+    def cuts_network(self) -> bool:
+        if self.adapter == "agent":
+            return False
+        return not self.network and (self.network is False or ":" not in self.name)

@@ -1,126 +1,470 @@
 """``rollout``: how responses are sampled, and by which servers."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from tepo_megatron.config.base import Section
-from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.config.sampling import FilterGroupsConfig, OverlongConfig, SamplingConfig, training_fault
+from tepo_megatron.config.base import USER_FUNCTION, Seconds, Section
+
+
+class SpeculativeConfig(Section):
+    """Speculative decoding: n-grams or a draft model guess tokens, and the model checks them in one pass. Samples change, their
+    distribution does not. Pays if few sequences are decoded at a time.
+    """
+
+    num_speculative_tokens: PositiveInt = 4
+    """Most tokens guessed at a time."""
+
+    draft_model: Path | None = None
+    """Folder of a smaller Hugging Face model with the policy's vocabulary; it is never updated. Default: n-grams."""
+
+    prompt_lookup_min: PositiveInt = 2
+    """Shortest n-gram looked up, in tokens."""
+
+    prompt_lookup_max: PositiveInt = 4
+    """Longest n-gram looked up, in tokens; the longest match counts."""
+
+    def _faults(self) -> Iterator[str]:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            yield (
+                f"prompt_lookup_min = {self.prompt_lookup_min} is above prompt_lookup_max = {self.prompt_lookup_max}, so that "
+                "nothing would be looked for; set it lower"
+            )
+        fields = type(self).model_fields  # a complete configuration (resolved.yaml) names the defaults too
+        raw = [name for name in ("prompt_lookup_max", "prompt_lookup_min") if getattr(self, name) != fields[name].default]
+        if self.draft_model is not None and raw:
+            yield f"{raw[0]} is for n-grams, and draft_model guesses here; leave one of the two out"
+
+
+class ServerConfig(Section):
+    placement: Literal["local", "colocated", "external"] = "local"
+    """``local``: the trainer starts servers on free GPUs of its machine. ``colocated``: on its own GPUs, in turns, on one
+    machine; not run on a GPU yet. ``external``: by ``tepo serve``, listed in ``registry``; ``tepo launch`` sets both.
+    """
+
+    registry: Path | None = None
+    """Shared folder with the external servers' addresses and the run's key."""
+
+    interface: str | None = None
+    """Network interface for external servers, such as ib0. Default: that of the host name."""
+
+    count: PositiveInt = 1
+    """Servers; prompts are spread over them."""
+
+    tp: PositiveInt = 1
+    """Tensor-parallel size."""
+
+    host: str = "127.0.0.1"
+    """Address of this machine for local servers, no wildcard. Whoever has the run's key can change the weights there."""
+
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """First port to try; 0: the system chooses."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """The servers' dtype; ``auto`` is ``model.dtype``."""
+
+    quantization: Literal["none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"] = "none"
+    """vLLM's online quantisation of linear weights, with a scale per tensor, output channel or 128 × 128 block. Needs dtype
+    bfloat16.
+    """
+
+    head_dtype: Literal["model", "float32"] = "model"
+    """Dtype of the logits. ``model``: ``dtype``. ``float32``: products of bfloat16 weights are not rounded, as with
+    ``engine.head = fused``. Not run on a GPU yet.
+    """
+
+    max_model_len: PositiveInt | None = None
+    """Most tokens of prompt and response together. Default: the model's limit."""
+
+    max_num_seqs: PositiveInt = 512
+    """Most sequences that a server decodes at once."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """Fraction of each GPU's memory that an awake server uses; ``engine.gpu_memory_fraction`` bounds the trainer."""
+
+    cpu_kv_cache_gib: PositiveInt = 1
+    """KV cache memory of a worker without GPU, in GiB."""
+
+    cpu_threads: str = "auto"
+    """Without GPU: cores of each worker as in ``VLLM_CPU_OMP_THREADS_BIND``, such as ``0-3`` or ``0|1`` for two workers.
+    ``auto``: one each. ``all``: workers share all cores, for ``train.schedule = sync``.
+    """
+
+    load_format: Literal["auto", "dummy", "model"] = "auto"
+    """A server's first weights. ``dummy``: meaningless numbers, until the trainer sends weights. ``model``: those of
+    ``model.path``. ``auto``: ``dummy`` in training and tepo serve, if transfer is ``reshard`` (whose plan fills every
+    parameter) and there is no draft model; else ``model``.
+    """
+
+    start_timeout_s: Seconds = 900.0
+    """Seconds from a server's start to its first answer: usually 15 to 60. A slow disk or compiling kernels may need more."""
+
+    request_timeout_s: Seconds = 300.0
+    """Seconds without an answer (in sampling, without a token) before the server is restarted. The default is vLLM's limit for
+    one step of its workers.
+    """
+
+    max_retries: NonNegativeInt = 3
+    """Retries of a sample request, on another server if possible, after an invalid answer (malformed, status 5xx, broken
+    connection). More in a row restart the server; 0: at once.
+    """
+
+    transfer: Literal["reshard", "gather"] = "reshard"
+    """How weights reach the servers. ``reshard``: trainer ranks send shards straight to the workers. ``gather``: rank 0 gathers
+    and broadcasts each full tensor, for models without an entry in ``weights/layouts``.
+    """
+
+    transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
+    """Transport of shards. ``gloo``: sockets, through host memory. ``nccl``: between separate GPUs. ``ipc``: within a colocated
+    GPU; other shards go by NCCL through the trainer's rank there. ``auto``: ``gloo`` if the trainer is on a CPU or shares a GPU
+    with a server, ``ipc`` if colocated, else ``nccl``. NCCL and IPC have not been run on a GPU yet.
+    """
+
+    transfer_timeout_s: Seconds = 120.0
+    """Seconds for one message of a weight update; then the update fails."""
+
+    max_restarts: NonNegativeInt = 3
+    """Restarts in a run, over all servers; the next one stops it."""
+
+    speculative: SpeculativeConfig | None = None
+    """Speculative decoding; ``{}``: n-grams with the defaults. Default: none. Not run on a GPU yet."""
+
+    routing_replay: bool = False
+    """Servers return each token's experts, which the trainer replays in scores and updates (docs/reference/moe.md). Costs
+    layers × experts per token bytes per token. With ``rollout.replay`` recorded rollouts must have them.
+    """
+
+    extra_args: tuple[str, ...] = ()
+    """Further arguments of ``vllm.entrypoints.openai.api_server``, as on its command line."""
+
+    def served_dtype(self, model_dtype: str) -> str:
+        return model_dtype if self.dtype == "auto" else self.dtype
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Seconds that a weight update may wait for servers, restart included."""
+        return self.start_timeout_s + self.request_timeout_s + self.transfer_timeout_s
+
+    @property
+    def drafts(self) -> bool:
+        """A draft model's weights are never updated."""
+        return self.speculative is not None and self.speculative.draft_model is not None
+
+    def starts_with_dummies(self, *, trained: bool) -> bool:
+        """``trained``: a weight update comes before their first sample."""
+        own_format = any(item.split("=")[0] == "--load-format" for item in self.extra_args)
+        if self.load_format == "auto":
+            return trained and self.transfer == "reshard" and not own_format and not self.drafts
+        return self.load_format == "dummy"
+
+    @field_validator("host")
+    @classmethod
+    def _no_wildcard(cls, host: str) -> str:
+        if host in ("", "0.0.0.0", "::"):  # noqa: S104
+            raise ValueError(
+                f"{host!r} is no address that trainer and servers can reach each other at; name one of this machine's"
+            )
+        return host
+
+    def _faults(self) -> Iterator[str]:
+        if self.load_format == "dummy" and self.transfer == "gather":
+            yield (
+                "load_format = dummy needs transfer = reshard, whose plan proves that every parameter is filled; with "
+                "transfer = gather what no tensor brings would stay as it is: set load_format = model"
+            )
+        if self.quantization != "none" and self.drafts:
+            yield (
+                f"quantization = {self.quantization} with speculative.draft_model has not been tested; leave one of the two out"
+            )
+        overrides = next((item for item in self.extra_args if item.replace("_", "-").startswith("--hf-overrides")), None)
+        if self.head_dtype != "model" and overrides is not None:
+            yield (
+                f"head_dtype = {self.head_dtype} with {overrides.split('=')[0]} in extra_args: vLLM takes one of the two; "
+                'leave head_dtype out, and put "head_dtype": "float32" into the overrides'
+            )
+        if self.load_format == "dummy" and self.drafts:
+            yield (
+                "load_format = dummy with speculative.draft_model: vLLM would fill the draft model with dummies too, and no "
+                "update brings its weights; set load_format = auto"
+            )
+        if self.placement == "external" and self.registry is None:
+            yield "placement = external needs registry: a folder that all nodes share, such as OUT/servers"
+        if self.placement == "colocated" and self.registry is not None:
+            yield (
+                "placement = colocated starts the servers on the trainer's GPUs, but registry is for external ones; leave "
+                "registry out, or set placement = external"
+            )
+        if self.routing_replay and self.speculative is not None:
+            yield (
+                "routing_replay = true with speculative: the experts of guesses that the model rejects would stand between "
+                "those of drawn tokens; leave one of the two out"
+            )
+        if self.transport not in ("auto", "gloo") and self.transfer == "gather":
+            yield f"transport = {self.transport} is for transfer = reshard; gather broadcasts over gloo"
+        if self.transport == "ipc" and self.placement != "colocated":
+            yield (
+                f"transport = ipc needs trainer and servers on the same GPUs, but placement = {self.placement} puts them "
+                "apart; set transport = nccl, or placement = colocated"
+            )
+        if self.transport == "nccl" and self.placement == "colocated":
+            yield (
+                "transport = nccl needs a GPU for each of its ranks, and with placement = colocated trainer and servers share "
+                "theirs; set transport = ipc"
+            )
+
+
+MOST_KEPT = 1024
+"""Limit on ``top_k`` in training: a server names all candidates of every token."""
+
+
+class SamplingConfig(Section):
+    max_new_tokens: PositiveInt = 512
+    """Most tokens of a response; a longer one is cut."""
+
+    temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
+    """The trainer divides its logits by it too. vLLM raises values below 0.01, and refuses values above 2."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling: draw from the likeliest tokens that reach this probability; 1: from all
+    (docs/reference/truncated-sampling.md).
+    """
+
+    top_k: PositiveInt | None = None
+    """Draw from this many likeliest tokens; default: all. Training with ``top_p``, ``min_p`` or ``bad_words`` needs it, usually
+    20 to 100 and at most 1024, since a server lists them.
+    """
+
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Draw from tokens with at least this fraction of the likeliest one's probability; 0: from all. Training needs ``top_k``.
+    """
+
+    stop: tuple[str, ...] = ()
+    """A response ends with the token that completes one of these strings (reason ``stop``), and keeps it."""
+
+    bad_words: tuple[str, ...] = ()
+    """Strings not to draw, as tokenized with and without a leading space; other divisions of the text are possible. Training
+    needs ``top_k``.
+    """
+
+    @property
+    def truncates(self) -> bool:
+        """If some tokens cannot be drawn, the others' probabilities rise."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0 or bool(self.bad_words)
+
+    @property
+    def needs_tokenizer(self) -> bool:
+        return bool(self.stop or self.bad_words)
+
+    @field_validator("stop", "bad_words")
+    @classmethod
+    def _no_empty_strings(cls, strings: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(strings):
+            raise ValueError("one of the strings is empty, and would be found everywhere; leave it out")
+        return strings
+
+
+def _training_fault(sampling: SamplingConfig, *, speculative: bool, partial: bool) -> str | None:
+    """Returns a sentence if rollouts cannot be drawn, or the trainer cannot score their tokens."""
+    top_k = sampling.top_k
+    if partial and sampling.needs_tokenizer:
+        return (
+            "partial = true with sampling.stop or sampling.bad_words: a string that begins in one part of a response and ends "
+            "in the next would not be found; leave one of the two out"
+        )
+    if not sampling.truncates:
+        return None
+    if top_k is None:
+        raw = "bad_words" if sampling.bad_words else f"min_p = {sampling.min_p:g}"
+        raw = f"top_p = {sampling.top_p:g}" if sampling.top_p < 1 else raw
+        return (
+            f"sampling.{raw} without sampling.top_k: the trainer scores a token among those that could have been drawn, "
+            "which a server names one by one, and without top_k that may be the whole vocabulary; set sampling.top_k = 100, or "
+            f"up to {MOST_KEPT}"
+        )
+    if top_k > MOST_KEPT:
+        return (
+            f"sampling.top_k = {top_k}: a server names every token that could have been drawn, at most {MOST_KEPT} of them; "
+            "set it lower, or leave it out together with top_p, min_p and bad_words"
+        )
+    if speculative:
+        return (
+            f"sampling.top_k = {top_k} with server.speculative: which tokens could have been drawn in place of a guess has not "
+            "been tested; leave one of the two out"
+        )
+    return None
+
+
+NAMED_FILTERS = ("zero_variance", "too_long", "reward_range")
+
+
+class FilterGroupsConfig(Section):
+    """Dynamic sampling (DAPO): filtered groups are not trained on; further prompts fill the batch to ``prompts_per_step``
+    groups.
+    """
+
+    filters: tuple[str, ...] = ("zero_variance",)
+    """In this order; all must keep a group. ``zero_variance`` refuses equal rewards, ``too_long`` more than ``max_truncated``
+    cut responses, ``reward_range`` a mean reward outside ``reward_range``, or a custom ``(group: Sequence[Rollout]) -> bool``,
+    true to keep it: ``package.module:function`` or ``path/file.py:function``. They see the verifier's rewards, without
+    ``overlong``.
+    """
+
+    max_batches: PositiveInt = 10
+    """Most prompts of a step, in units of ``prompts_per_step``; then the run stops. verl: ``max_num_gen_batches``; NeMo-RL:
+    ``dynamic_sampling_max_gen_batches``.
+    """
+
+    max_truncated: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """For ``too_long``: largest share of a group's responses cut at ``max_new_tokens``."""
+
+    reward_range: tuple[float, float] | None = None
+    """For ``reward_range``: smallest and largest mean reward, inclusive; (0.1, 0.9) drops groups (almost) always or never
+    solved.
+    """
+
+    @field_validator("filters")
+    @classmethod
+    def _filters_are_known(cls, filters: tuple[str, ...]) -> tuple[str, ...]:
+        if not filters:
+            raise ValueError("filters is empty, so that nothing is filtered; leave filter_groups out")
+        for name in filters:
+            if name not in NAMED_FILTERS and not USER_FUNCTION.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} is no filter; known: {', '.join(NAMED_FILTERS)}, or your own as package.module:function or "
+                    "path/file.py:function"
+                )
+        names = [name.rpartition(":")[2] for name in filters]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"two filters are called {twice}, and their counts could not be told apart; rename one")
+        return filters
+
+    def _faults(self) -> Iterator[str]:
+        for name, field in (("too_long", "max_truncated"), ("reward_range", "reward_range")):
+            if (name in self.filters) != (getattr(self, field) is not None):
+                missing = f"the filter {name} needs {field}" if name in self.filters else f"{field} is for the filter {name}"
+                yield f"{missing}; give both, or neither"
+        if self.reward_range is not None and self.reward_range[0] > self.reward_range[1]:
+            yield f"reward_range = {list(self.reward_range)} holds no number; give the smaller one first"
+
+
+class OverlongConfig(Section):
+    """DAPO's soft overlong punishment, subtracted from the reward of a response close to ``max_new_tokens``."""
+
+    buffer: PositiveInt
+    """Tokens before ``max_new_tokens`` over which the punishment grows from 0 to ``penalty``; DAPO: 4096 of 20480."""
+
+    penalty: Annotated[float, Field(gt=0, le=1e15)] = 1.0  # as core.problem.LARGEST_REWARD
+    """Subtracted from a cut response's reward; 1 in DAPO, with rewards −1 and 1."""
 
 
 class CanaryConfig(Section):
     """Checks that servers compute as the trainer: on a fixed prompt after a weight sync, through prefix caches, and on
-    rollouts. A difference above tolerance stops the run."""
+    rollouts. A difference above tolerance stops the run.
+    """
 
     every: NonNegativeInt = 1
     """Weight syncs between checks; rollouts are checked in every step. 0: never."""
 
     tolerance: PositiveFloat | None = None
-    """Largest difference of a token's log-prob, in nats. Default: from the sides' coarser dtype
-    (docs/reference/numerics.md)."""
+    """Largest difference of a token's log-prob, in nats. Default: by the coarser dtype (docs/reference/numerics.md)."""
 
     rollouts_tolerance: PositiveFloat | None = None
-    """Largest mean log-prob difference between sampler and trainer over a group, in nats. Default: as ``tolerance``, but
-    smaller, since a mean varies less."""
+    """Largest mean log-prob difference between sampler and trainer over a group, in nats. Default: smaller than
+    ``tolerance``'s, since a mean varies less.
+    """
 
 
 class RolloutConfig(Section):
     prompts_per_step: PositiveInt = 64
-    """Prompts per step; it has this × ``samples_per_prompt`` responses."""
+    """Prompts, and so groups of responses, per step."""
 
     samples_per_prompt: PositiveInt = 8
-    """G, responses per prompt: the group that is compared for the advantage."""
+    """G, responses per prompt."""
 
     filter_groups: FilterGroupsConfig | None = None
-    """Dynamic sampling: train only on groups that pass filters; sample until there are ``prompts_per_step``."""
+    """Dynamic sampling: train on ``prompts_per_step`` groups that pass filters."""
 
     oversample: Annotated[float, Field(ge=1, le=2)] = 1.0
-    """Groups started per missing group, with ``filter_groups`` or ``partial``: less waiting. The next step uses the surplus,
-    one step old. 1: none."""
+    """Groups started per missing group, with ``filter_groups`` or ``partial``: less waiting. The next step uses the surplus."""
 
     partial: bool = False
     """Partial rollouts: a step ends with enough groups; unfinished responses continue in the next one. Needs ``oversample``
-    above 1. The seed alone does not repeat such a run, since the groups that finish first count; its record does."""
+    above 1. The seed alone does not repeat such a run; its record does.
+    """
 
     truncated: Literal["train", "mask", "penalise"] = "train"
     """For responses cut at ``max_new_tokens``. ``train``: as any other. ``mask``: no loss on their tokens; rewards still count
-    in the group (DAPO's overlong filtering). ``penalise``: ``overlong`` lowers rewards of long responses."""
+    in the group (DAPO's overlong filtering). ``penalise``: ``overlong`` lowers rewards of long responses.
+    """
 
     overlong: OverlongConfig | None = None
     """For ``truncated: penalise``."""
 
     collect: str | None = None
-    """Custom generation step instead of ``samples_per_prompt`` draws, such as best-of-n: ``(problems, sampler) -> rollouts`` as
-    ``path/file.py:function`` or ``package.module:function``."""
+    """Replaces the draws of a step, for example by best-of-n: ``(problems, sampler) -> rollouts`` as ``path/file.py:function``
+    or ``package.module:function``.
+    """
 
     sampling: SamplingConfig = SamplingConfig()
     server: ServerConfig = ServerConfig()
     canary: CanaryConfig = CanaryConfig()
     uncorrected: bool = False
-    """Train on samples of quantised servers or older weights (``train.schedule``) without ``objective.mismatch``, as if they
-    were the trainer's."""
+    """Train on samples of quantised servers or older weights (``train.schedule``) without ``objective.mismatch``."""
 
     journal: bool = True
     """Write each step's rollouts to ``<output>/journal/`` once rewarded; a resumed run reads them instead of sampling. Removed
-    when no checkpoint needs them. Cost: ``time/journal``."""
+    when no checkpoint needs them.
+    """
 
     record: bool = False
     """Write every step's rollouts to ``<output>/rollouts/``, and keep them."""
 
     replay: Path | None = None
-    """Read rollouts from this folder, written by ``record``, instead of sampling; no server starts."""
+    """Read rollouts from this folder, written by ``record``; no server starts."""
 
-    @model_validator(mode="after")
-    def _started_groups_are_used(self) -> "RolloutConfig":
+    replay_weights: Literal["same", "any"] = "same"
+    """Weights that drew the record's first step. ``same``: others than this run's are refused, by digest. ``any``: they are
+    trained on, off-policy.
+    """
+
+    def _faults(self) -> Iterator[str]:
+        if self.replay_weights != "same" and self.replay is None:
+            yield f"replay_weights = {self.replay_weights} has no effect without replay; leave it out"
         if self.oversample > 1 and self.filter_groups is None and not self.partial:
-            raise ValueError(
+            yield (
                 f"oversample = {self.oversample:g} begins more groups than a step trains on, and every one of them would be "
                 "kept; set filter_groups or partial, or leave oversample out"
             )
         if self.partial and self.oversample == 1:
-            raise ValueError(
+            yield (
                 "partial = true, but oversample = 1 begins no more groups than a step needs, so that none is unfinished at its "
                 "end; set oversample = 1.5, or partial = false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _collect_chooses_itself(self) -> "RolloutConfig":
         if self.collect is not None and (self.filter_groups is not None or self.oversample > 1 or self.partial):
-            raise ValueError(
+            yield (
                 f"collect = {self.collect} decides itself which responses are trained on; leave filter_groups, oversample and "
                 "partial out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _groups_can_vary(self) -> "RolloutConfig":
         if self.filter_groups and "zero_variance" in self.filter_groups.filters and self.samples_per_prompt == 1:
-            raise ValueError(
+            yield (
                 "filter_groups.filters has zero_variance, which refuses every group of samples_per_prompt = 1; raise "
                 "samples_per_prompt, or choose another filter"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _overlong_is_for_penalise(self) -> "RolloutConfig":
         if (self.truncated == "penalise") != (self.overlong is not None):
-            raise ValueError(
+            yield (
                 f"truncated = {self.truncated} and overlong belong together: truncated = penalise needs overlong.buffer, and "
                 "nothing else reads it"
             )
         if self.overlong is not None and self.overlong.buffer > self.sampling.max_new_tokens:
-            raise ValueError(
+            yield (
                 f"overlong.buffer = {self.overlong.buffer} is more than sampling.max_new_tokens = "
                 f"{self.sampling.max_new_tokens}, so that even an empty response would be punished; lower it"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _drawn_tokens_can_be_scored(self) -> "RolloutConfig":
-        fault = training_fault(self.sampling, speculative=self.server.speculative is not None, partial=self.partial)
+        fault = _training_fault(self.sampling, speculative=self.server.speculative is not None, partial=self.partial)
         if fault is not None:
-            raise ValueError(fault)
-        return self
+            yield (fault)

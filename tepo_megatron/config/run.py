@@ -2,26 +2,68 @@
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.checks import check_sections
-from tepo_megatron.config.data import BUILTIN, is_custom, show_paths
-from tepo_megatron.config.sections import RunSections
+from tepo_megatron.config.cluster import ClusterConfig
+from tepo_megatron.config.data import BUILTIN, DataConfig, EvaluateConfig, is_custom, show_paths
+from tepo_megatron.config.engine import EngineConfig, ModelConfig
+from tepo_megatron.config.objective.choices import Clip, GDPOAdvantage
+from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.config.reward import EnvironmentConfig, RewardConfig
+from tepo_megatron.config.rollout import RolloutConfig
+from tepo_megatron.config.train import LogConfig, OptimizerConfig, TrainConfig
 
 _ABSENT = object()
 
+_MAX_SERVED_RANK = 512  # vLLM 0.32's limit
 
-class RunConfig(RunSections):
+
+class RunConfig(Section):
     """All settings of a run: the sections of its YAML. Made by `load_run`, immutable, checked as a whole."""
 
+    name: Annotated[str, Field(min_length=1, max_length=200)] = "run"
+    """Run name in progress view, pictures and plans: printable, without the slash."""
+
+    output: Path = Path("out/run")
+    """Folder for all output of the run; not in /proc, /sys or /dev, except /dev/shm."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seed of everything random. On a CPU equal seed and rollouts give equal weights, bit for bit."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig | None = None
+    """Default: none; each response is one turn, scored by ``reward.verifier``."""
+
+    objective: ObjectiveConfig = ObjectiveConfig()
+    engine: EngineConfig = EngineConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    log: LogConfig = LogConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def adapter_rank(self) -> int | None:
+        """None if servers get merged weights."""
+        lora = self.model.lora
+        return lora.rank if lora is not None and lora.serve == "adapter" and self.rollout.replay is None else None
+
+    @property
+    def fewest_sequences(self) -> int:
+        """A group of micro-batches per data-parallel rank, for all mini-batches."""
+        parallel = self.engine.parallel
+        return self.train.minibatches * parallel.dp * parallel.micro_batch_group
+
     def require_data(self) -> None:
-        """Raises ValueError if the user's own model would be trained on the demonstration's problems for lack of others. A plan
-        needs no data."""
+        """Raises ValueError if the user's model would be trained on built-in problems that the user did not name."""
         own_model = not self.model.path.startswith(BUILTIN)
         if own_model and self.rollout.replay is None and "train" not in self.data.model_fields_set:
             raise ValueError(
@@ -37,11 +79,12 @@ class RunConfig(RunSections):
         if not isinstance(raw, Mapping):
             return raw
         data, evaluate = raw.get("data", {}), raw.get("evaluate", {})
-        train, heldout = _given(data, "train"), _given(data, "heldout")
-        if heldout is _ABSENT and is_custom(train):
+        heldout = _given(data, "heldout")
+        if heldout is _ABSENT and is_custom(_given(data, "train")):
             heldout = None
             raw = {**raw, "data": _with(data, heldout=None)}
-        if heldout is None and _given(evaluate, "every") is _ABSENT and not _has_sets(evaluate):
+        has_sets = _given(evaluate, "sets") is not _ABSENT and _given(evaluate, "sets")
+        if heldout is None and _given(evaluate, "every") is _ABSENT and not has_sets:
             warnings.warn(
                 "no held-out problems (data.heldout): nothing is evaluated. Give a file of problems that are not trained on, "
                 "or set evaluate.every = 0 to say that you mean it",
@@ -66,10 +109,17 @@ class RunConfig(RunSections):
             raise ValueError(f"a run cannot write to the system's own /{parts[1]}; name a folder on a disk")
         return output
 
-    @model_validator(mode="after")
-    def _sections_fit_together(self) -> "RunConfig":
-        check_sections(self)
-        return self
+    def _faults(self) -> Iterator[str]:
+        yield from _engine_faults(self)
+        yield from _optimizer_faults(self)
+        yield from _objective_faults(self)
+        yield from _evaluation_faults(self)
+        yield from _reward_faults(self)
+        yield from _rollout_faults(self)
+        if self.environment is not None and self.rollout.replay is None:
+            yield from _environment_faults(self, self.environment)
+        if self.model.lora is not None and self.model.lora.serve == "adapter":
+            yield from _adapter_faults(self, self.model.lora.rank)
 
 
 def _given(section: Any, field: str) -> Any:
@@ -79,12 +129,300 @@ def _given(section: Any, field: str) -> Any:
     return section.get(field, _ABSENT) if isinstance(section, Mapping) else _ABSENT
 
 
-def _has_sets(evaluate: Any) -> bool:
-    return bool(_given(evaluate, "sets")) and _given(evaluate, "sets") is not _ABSENT
-
-
 def _with(section: Any, **changes: Any) -> Any:
     """Later checks report what is no section."""
     if isinstance(section, Section):
         return section.model_copy(update=changes)
     return {**section, **changes} if isinstance(section, Mapping) else section
+
+
+def _colocated(run: RunConfig) -> bool:
+    return run.rollout.server.placement == "colocated" and run.rollout.replay is None
+
+
+def _engine_faults(run: RunConfig) -> Iterator[str]:
+    engine, parallel, fp8, dtype = run.engine, run.engine.parallel, run.engine.fp8, run.model.dtype
+    if engine.moe_balance.kind == "expert_bias" and run.model.lora is not None:
+        yield (
+            "engine.moe_balance.kind = expert_bias moves biases of the model, which model.lora leaves as it is, and a "
+            "folder of adapters has no place for them; set kind = aux_loss or none, or leave model.lora out"
+        )
+    sequences = run.rollout.prompts_per_step * run.rollout.samples_per_prompt
+    if sequences < run.fewest_sequences:
+        group = f", {parallel.pp} for each, as engine.parallel.vpp = {parallel.vpp} needs" if parallel.vpp > 1 else ""
+        yield (
+            f"{sequences} rollouts a step cannot fill train.minibatches = {run.train.minibatches} on engine.parallel.dp = "
+            f"{parallel.dp} ranks{group}; raise rollout.prompts_per_step or samples_per_prompt, or lower train.minibatches"
+        )
+    if fp8.enabled and dtype != "bfloat16":
+        yield (
+            f"engine.fp8.recipe = {fp8.recipe} with model.dtype = {dtype}: Transformer Engine's FP8 layers take and give "
+            "bfloat16; set model.dtype = bfloat16"
+        )
+    if fp8.params and not run.optimizer.distributed:
+        yield (
+            "engine.fp8.params = true needs optimizer.distributed = true: only Megatron's distributed optimizer makes FP8 "
+            "weights from its fp32 masters; set it, or engine.fp8.params = false"
+        )
+    if fp8.params and _colocated(run):
+        yield (
+            "engine.fp8.params = true with rollout.server.placement = colocated: weights kept in FP8 cannot leave the GPU "
+            "for the servers' turn, nor be read there by them; set engine.fp8.params = false, or another placement"
+        )
+
+
+def _optimizer_faults(run: RunConfig) -> Iterator[str]:
+    optimizer, engine, dtype = run.optimizer, run.engine, run.model.dtype
+    name = "offload_fraction" if optimizer.offload_fraction else next(iter(optimizer.reduced_fields), "")
+    if optimizer.own_masters and engine.fp8.params:
+        yield (
+            f"optimizer.{name} with engine.fp8.params = true: FP8 weights are made from fp32 masters in Megatron's "
+            f"optimizer, and with {name} they are in Adam; leave one of them out"
+        )
+    if optimizer.precision_aware and engine.platform == "cpu":
+        yield (
+            f"optimizer.{name} needs Transformer Engine's Adam on a GPU, and engine.platform = cpu; leave it out, or use "
+            "optimizer.offload_fraction, which a CPU has too"
+        )
+    if optimizer.own_masters and dtype != "bfloat16":
+        yield (
+            f"optimizer.{name} with model.dtype = {dtype}: there an Adam of its own kind has the fp32 masters of bfloat16 "
+            "weights, and float32 weights are their own; set model.dtype = bfloat16"
+        )
+    if _colocated(run) and "fp8" in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype):
+        yield (
+            "optimizer.exp_avg_dtype or exp_avg_sq_dtype = fp8 with rollout.server.placement = colocated: states kept in "
+            "FP8 cannot leave the GPU for the servers' turn; use bfloat16 or float16, or another placement"
+        )
+    if run.model.lora is not None and engine.fp8.enabled:
+        yield (
+            f"model.lora with engine.fp8.recipe = {engine.fp8.recipe}: each layer's pass merges the weights again, and "
+            "Transformer Engine would not quantise them again; set engine.fp8.recipe = none, or leave model.lora out"
+        )
+    if engine.overlap_param_gather and not optimizer.distributed:
+        yield (
+            "engine.overlap_param_gather = true gathers weights of which each data-parallel rank has updated a share, and "
+            "only optimizer.distributed = true shares them; set it, or engine.overlap_param_gather = false"
+        )
+
+
+def _objective_faults(run: RunConfig) -> Iterator[str]:
+    if "entropy_noise" in run.objective.needs and not run.engine.noise_every:
+        yield (
+            "objective.kl_mask.tolerance = auto takes the rounding noise that the run measures, but engine.noise_every = 0 "
+            "measures none; set engine.noise_every = 50, or a tolerance in nats"
+        )
+    region = run.objective.trust_region
+    if isinstance(region, Clip) and region.is_auto and run.train.minibatches == 1:
+        yield (
+            "objective.trust_region.low or high = auto with train.minibatches = 1: at a step's only update every ratio is 1, "
+            "so that there is no spread to take a quantile of; set train.minibatches = 4, or give numbers"
+        )
+    mask = run.objective.kl_mask
+    if mask is not None and mask.against == "old" and run.train.minibatches == 1:
+        warnings.warn(
+            "objective.kl_mask adds nothing with train.minibatches = 1: at a step's only update the policy is still the "
+            "one before it, their KL is 0, and so is its gradient; 4 is usual",
+            stacklevel=2,
+        )
+
+
+def _evaluation_faults(run: RunConfig) -> Iterator[str]:
+    train, heldout, evaluate, best = run.data.train, run.data.heldout, run.evaluate, run.train.keep_best
+    if heldout is None and evaluate.every and not evaluate.sets:
+        yield (
+            f"evaluate.every = {evaluate.every}, but there are no held-out problems; give data.heldout or evaluate.sets, or "
+            "set evaluate.every = 0"
+        )
+    if heldout is not None and is_custom(train) != is_custom(heldout):
+        yield (
+            f"data.train = {show_paths(train)} with data.heldout = {show_paths(heldout)}: one is your own, the other the "
+            "demonstration's, and a model is examined in what it is trained in; give both, or data.heldout = null to evaluate "
+            "nothing"
+        )
+    if run.rollout.samples_per_prompt == 1:
+        yield (
+            "rollout.samples_per_prompt = 1: an advantage compares the responses to one prompt, and that of a single one "
+            "is 0, so that nothing would be learnt; set 2 or more, 8 is usual"
+        )
+    if best is not None and best.metric.startswith("eval/"):
+        name = best.metric.split("/")[1]
+        if name not in evaluate.sets or not evaluate.every_of(name):
+            yield (
+                f"train.keep_best.metric = {best.metric} is measured on evaluate.sets.{name}, which "
+                f"{'is never evaluated; set its every' if name in evaluate.sets else 'is not given'}"
+            )
+    if best is not None and best.metric.startswith(("accuracy/", "heldout/")):
+        measured = f"train.keep_best.metric = {best.metric} is measured"
+        if heldout is None:
+            yield f"{measured} on data.heldout, which is not given; give it, or another metric"
+        if not evaluate.every:
+            yield f"{measured} by evaluations, but evaluate.every = 0 makes none; set evaluate.every, or another metric"
+    if run.log.token_samples and run.log.token_samples_every > run.train.steps:
+        yield (
+            f"log.token_samples_every = {run.log.token_samples_every} is more than train.steps = {run.train.steps}: token "
+            f"values of no step would be written; set it to {run.train.steps} or less"
+        )
+
+
+def _reward_faults(run: RunConfig) -> Iterator[str]:
+    advantage, weights = run.objective.advantage, run.reward.weights
+    if isinstance(advantage, GDPOAdvantage):
+        yield from _gdpo_faults(run, advantage.weights, weights)
+    if run.rollout.truncated == "penalise" and advantage.kind == "gdpo":
+        yield (
+            "rollout.truncated = penalise lowers the reward, and objective.advantage.kind = gdpo takes the components "
+            "of it instead; give the length a component of its own, or set rollout.truncated = mask"
+        )
+    if run.rollout.truncated == "penalise" and advantage.kind == "divide_by_mean":
+        yield (
+            "rollout.truncated = penalise makes rewards negative, and objective.advantage.kind = divide_by_mean divides by "
+            "their mean; set rollout.truncated = mask, or another advantage"
+        )
+    verifiers = {"reward.verifier": run.reward.verifier}
+    verifiers |= {f"evaluate.sets.{name}.verifier": item.verifier or "" for name, item in run.evaluate.sets.items()}
+    for item in (*run.data.train_sources, *run.data.heldout_sources):
+        verifiers[f"the verifier of the source {item.called}"] = item.verifier or ""
+    field = next((field for field, verifier in verifiers.items() if verifier == "python_tests"), None)
+    if field is not None and not run.reward.run_code:
+        yield f"{field} = python_tests runs programs that the model writes; set reward.run_code = true if you mean it"
+    if field is not None and run.reward.network:
+        yield f"{field} = python_tests has no network; leave reward.network out"
+
+
+def _gdpo_faults(run: RunConfig, over: tuple[float, ...] | None, weights: Mapping[str, float] | None) -> Iterator[str]:
+    """GDPO weighs normalised components by ``over``, a plain reward raw ones by ``weights``: neither replaces the other."""
+    other = next((source.called for source in run.data.train_sources if source.verifier is not None), None)
+    if other is not None:
+        yield (
+            f"objective.advantage.kind = gdpo weighs the components that one verifier returns, and the source {other} of "
+            "data.train has a verifier of its own; set another advantage, or reward.verifier for all sources"
+        )
+    if over is None:
+        if weights is not None and len(set(weights.values())) > 1:
+            values = ", ".join(f"{weight:g}" for weight in weights.values())
+            yield (
+                "reward.weights differ, but objective.advantage.kind = gdpo without weights weighs all components the "
+                f"same; set objective.advantage.weights=[{values}], in this order, or reward.weights to 1 each"
+            )
+    elif weights is None:
+        yield (
+            f"objective.advantage.weights names {len(over)} rewards, but a run has one for each response unless "
+            "reward.weights names the components that reward.verifier returns; set that, or leave "
+            "objective.advantage.weights out"
+        )
+    elif len(weights) != len(over):
+        yield (
+            f"objective.advantage.weights has {len(over)} entries, but reward.weights names {len(weights)} components: "
+            f"{', '.join(weights)}; give one for each, in this order"
+        )
+
+
+def _rollout_faults(run: RunConfig) -> Iterator[str]:
+    rollout, server = run.rollout, run.rollout.server
+    uncorrected = run.objective.mismatch is None and not rollout.uncorrected
+    remedy = "set objective.mismatch.kind = truncate, or rollout.uncorrected = true to train without a correction"
+    if rollout.oversample > 1 and uncorrected:
+        yield (
+            f"rollout.oversample = {rollout.oversample:g} trains on groups that a step has left over for the next one, of "
+            f"older weights than are trained, which biases the gradient; {remedy}"
+        )
+    if run.train.rollback is not None and rollout.replay is not None:
+        yield (
+            "train.rollback with rollout.replay: the same rollouts would be read again, and lead to the same step; leave "
+            "one of them out"
+        )
+    if run.train.schedule == "overlap":
+        if server.placement == "colocated":
+            yield (
+                "train.schedule = overlap with rollout.server.placement = colocated: trainer and servers take turns on the "
+                "same GPUs, and neither can work while the other does; set placement = local or external, or schedule = sync"
+            )
+        if server.cpu_threads == "all" and server.placement == "local":
+            yield (
+                "rollout.server.cpu_threads = all with train.schedule = overlap would leave the trainer no core of its own; "
+                "both work at a time. Name the servers' cores, such as cpu_threads = 0; engine.cpu_threads = auto is the rest"
+            )
+        if uncorrected:
+            yield (
+                f"objective.mismatch = null with train.schedule = overlap: train.max_staleness = {run.train.max_staleness} "
+                f"lets older weights draw the rollouts, and preset {run.objective.preset} takes them for those of the policy "
+                f"before the update; {remedy}"
+            )
+    dtype = server.served_dtype(run.model.dtype)
+    if server.head_dtype == dtype:
+        yield (
+            f"rollout.server.head_dtype = {server.head_dtype} does nothing for servers in {dtype}; leave it out, or set "
+            "rollout.server.dtype = bfloat16"
+        )
+    if server.quantization != "none" and dtype != "bfloat16":
+        yield (
+            f"rollout.server.quantization = {server.quantization} takes servers in bfloat16, not {dtype}; set "
+            "rollout.server.dtype = bfloat16"
+        )
+    if server.quantization != "none" and uncorrected:
+        yield (
+            f"rollout.server.quantization = {server.quantization} samples from another distribution than the one that is "
+            f"trained, which biases the gradient; {remedy}"
+        )
+
+
+def _environment_faults(run: RunConfig, environment: EnvironmentConfig) -> Iterator[str]:
+    default = RewardConfig()  # which a complete configuration (resolved.yaml) names too
+    if (run.reward.verifier, run.reward.kwargs) != (default.verifier, default.kwargs):
+        yield (
+            f"reward.verifier = {run.reward.verifier} with environment.name = {environment.name}: rewards come from the "
+            "environment; leave reward.verifier and reward.kwargs out, or give them to the environment by its kwargs"
+        )
+    other = next((source.called for source in run.data.train_sources if source.verifier is not None), None)
+    if other is not None:
+        yield (
+            f"the source {other} of data.train has a verifier, with environment.name = {environment.name}: rewards come from "
+            "the environment; leave the verifier out"
+        )
+    if run.rollout.partial:
+        yield (
+            "rollout.partial = true with environment: an episode cannot be put aside, since what its environment knows is "
+            "gone with it; leave partial out"
+        )
+    if run.rollout.truncated == "penalise":
+        yield (
+            "rollout.truncated = penalise with environment: rollout.sampling.max_new_tokens bounds a turn, and not the "
+            "episode whose length would be punished; have the environment do it, or set rollout.truncated = mask"
+        )
+    if environment.max_tokens is not None and environment.max_tokens < 2:
+        yield "environment.max_tokens = 1 leaves no room for an answer behind a turn; raise it"
+    if run.rollout.collect is not None:
+        yield (
+            f"rollout.collect = {run.rollout.collect} draws single responses, and environment.name = {environment.name} plays "
+            "episodes; leave one of the two out"
+        )
+
+
+def _adapter_faults(run: RunConfig, rank: int) -> Iterator[str]:
+    server = run.rollout.server
+    if rank > _MAX_SERVED_RANK:
+        yield (
+            f"model.lora.serve = adapter takes ranks up to {_MAX_SERVED_RANK}, as vLLM does, and model.lora.rank = {rank}; set "
+            "model.lora.serve = merged"
+        )
+    if server.placement == "colocated":
+        yield (
+            "model.lora.serve = adapter needs servers that keep their weights, and those of rollout.server.placement = "
+            "colocated free them whenever the trainer has the GPU; set model.lora.serve = merged"
+        )
+    if server.quantization != "none":
+        yield (
+            f"model.lora.serve = adapter is for servers in full precision, and rollout.server.quantization = "
+            f"{server.quantization}; set model.lora.serve = merged, whose weights are quantised with the adapters in them"
+        )
+    if server.drafts:
+        yield (
+            "model.lora.serve = adapter with rollout.server.speculative.draft_model has not been tested; set model.lora."
+            "serve = merged, or leave the draft model out"
+        )
+    if server.load_format == "dummy":
+        yield (
+            "model.lora.serve = adapter never sends the weights under the adapters, so that servers would have none with "
+            "rollout.server.load_format = dummy; set it to auto"
+        )

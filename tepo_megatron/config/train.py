@@ -1,44 +1,44 @@
-"""``train``: length of a run, and what it keeps."""
-
 import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from tepo_megatron.config.base import Section
+from tepo_megatron.config.base import Seconds, Section
 
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class RollbackConfig(Section):
-    """When and how often the run returns to a checkpoint."""
+    """Returns to a checkpoint if a metric explodes."""
 
     metric: str
-    """A key of the step's row, such as ``loss``, ``grad_norm``, ``mismatch/kl`` or ``ratio/max``."""
+    """Names a key of the step's row, such as ``loss``, ``grad_norm``, ``mismatch/kl`` or ``ratio/max``."""
 
     above: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    """The run goes back if the metric is above this."""
+    """Largest value allowed."""
 
     factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    """The run goes back if the metric exceeds this × its median over the last 20 steps, from the sixth step on."""
+    """Largest value allowed, as a multiple of the median over the last 20 steps, from the sixth step on."""
 
     max_times: PositiveInt = 3
     """Most rollbacks; the next one stops the run."""
 
-    @model_validator(mode="after")
-    def _one_bound(self) -> "RollbackConfig":
+    def _faults(self) -> Iterator[str]:
         if (self.above is None) == (self.factor is None):
-            raise ValueError("give one of above (a bound) and factor (times the running median), not both and not none")
-        return self
+            yield "give one of above (a bound) and factor (times the running median), not both and not none"
 
 
 class KeepBestConfig(Section):
     metric: str = Field(min_length=1)
-    """A key of ``metrics.jsonl``, such as ``accuracy/greedy``. Only checkpoints of steps with it are compared: let
-    ``save_every`` be a multiple of ``evaluate.every``."""
+    """Names a key of ``metrics.jsonl``, such as ``accuracy/greedy``. Only checkpoints of steps with it are compared: let
+    ``save_every`` be a multiple of ``evaluate.every``.
+    """
 
     mode: Literal["max", "min"] = "max"
-    """Whether the best value is the largest or the smallest; of equal ones the newest."""
+    """Of equal values the newest counts."""
 
 
 class CallbackConfig(Section):
@@ -46,108 +46,111 @@ class CallbackConfig(Section):
     """``early_stopping``, or a custom class: ``path/file.py:Class`` or ``package.module:Class``."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the class. No secrets: the run's folder keeps its configuration."""
+    """Keyword arguments of the class. No secrets: the run's folder keeps them."""
 
 
 class TrainConfig(Section):
     steps: PositiveInt = 100
-    """Steps of the run; each samples one batch of rollouts and trains on it."""
+    """Steps of the run, with one batch of rollouts each."""
 
     minibatches: PositiveInt = 4
     """K, optimizer steps per batch of rollouts, each on an equal part of the responses."""
 
     schedule: Literal["sync", "overlap"] = "sync"
-    """``sync``: trainer and servers wait for each other. ``overlap``: servers sample ahead, and receive new weights within
-    responses; rollouts then come from older weights, which ``objective.mismatch`` corrects."""
+    """``sync``: trainer and servers wait for each other. ``overlap``: servers sample ahead with older weights, which
+    ``objective.mismatch`` corrects.
+    """
 
     max_staleness: Annotated[int, Field(ge=1, le=64)] = 1
-    """``overlap`` only: largest age of the weights that drew a token, in versions of the trainer's weights; servers sample as
-    many steps ahead. More hides longer responses but is further off-policy."""
+    """``overlap`` only: largest age of the weights that drew a token, in steps; servers sample so far ahead. More is further
+    off-policy.
+    """
 
     stale: Literal["drop", "keep"] = "drop"
-    """``overlap`` only: groups older than ``max_staleness``. ``drop``: not trained on, but counted in the metrics; slow prompts
-    are then trained on less. ``keep``: trained on, with correction."""
+    """``overlap`` only: groups older than ``max_staleness``. ``drop``: not trained on, so slow prompts count less. ``keep``:
+    trained on, with correction.
+    """
 
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """``overlap`` only: keys and values of unfinished responses at a weight update. ``recompute``: with the new weights, so
-    that later tokens follow the trainer's policy. ``keep``: faster, but later tokens follow no single policy; the server
-    returns their log-probs."""
+    """``overlap`` only: keys and values of unfinished responses at a weight update. ``recompute``: with the new weights.
+    ``keep``: faster, but later tokens follow no single policy; the server returns their log-probs.
+    """
 
     max_skipped: NonNegativeInt = 8
-    """Most consecutive optimizer steps skipped for a non-finite loss or gradient; one more stops the run. A bad batch costs up
-    to ``minibatches``, and goes to ``<output>/skipped``. 0: the first one stops the run."""
+    """Most consecutive optimizer steps skipped for a non-finite loss or gradient; one more stops the run. Their batches go to
+    ``<output>/skipped``. 0: the first one stops the run.
+    """
 
     hang_timeout_s: Annotated[float, Field(ge=60, allow_inf_nan=False)] = 1800.0
-    """Seconds without progress of a trainer rank until the job ends as hanging, with a report in ``<output>/logs/hang-….txt``.
-    Progress: a phase, a micro-batch, an answered prompt, a server's tokens; time-outs of awaited servers and verifiers are
-    added. It must exceed a micro-batch, a checkpoint, and a rank's start. For a rank stopped by a signal it is 30 seconds."""
+    """Seconds without progress of a trainer rank before the job ends, with a report in ``<output>/logs/hang-….txt``. Progress:
+    a phase, a micro-batch, an answered prompt, a server's tokens; time-outs of awaited servers and verifiers are added. It must
+    exceed a micro-batch, a checkpoint, and a rank's start. For a rank stopped by a signal it is 30 seconds.
+    """
 
     save_every: NonNegativeInt = 0
-    """Steps between checkpoints; one is always written at the end, also by signal. 0: no others by count."""
+    """Steps between checkpoints; one is always written at the end. 0: no others by count."""
 
     async_save: bool = False
-    """Train on while a thread writes the checkpoint from host memory (12 bytes a parameter). Only a complete checkpoint counts;
-    after an earlier kill the run resumes from the previous one. For slow checkpoints."""
+    """Train on while a thread writes the checkpoint from host memory (12 bytes a parameter). After an earlier kill the run
+    resumes from the previous one.
+    """
 
     save_minutes: float = Field(default=30.0, ge=0, allow_inf_nan=False)
-    """Minutes after which the next step ends with a checkpoint, whatever ``save_every``: the most that a failing machine costs.
-    0: never."""
+    """Minutes after which the next step ends with a checkpoint, whatever ``save_every``. 0: never."""
 
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints kept; an older one is deleted when a newer one has its row of metrics."""
 
     keep_every: NonNegativeInt = 0
-    """Checkpoints of steps that are multiples of this are never deleted. 0: none."""
+    """Never delete checkpoints of steps that are multiples of this. 0: none."""
 
     keep_best: KeepBestConfig | None = None
-    """Also keep the checkpoint that is best by a metric of its step. Default: none."""
+    """The best checkpoint by a metric is kept too."""
 
     resume: bool | Literal["auto"] = False
     """Continue from the newest whole checkpoint in the output folder; without one the run is refused. auto: without one start
-    from the beginning, for automatic restarts; earlier metrics are renamed."""
+    from the beginning, for automatic restarts.
+    """
 
     callbacks: tuple[str | CallbackConfig, ...] = ()
-    """Custom code on rank 0 that receives rollouts, evaluations, checkpoints and metrics, and may end the run:
-    ``early_stopping``, or classes as ``path/file.py:Class``; with arguments ``{callback: early_stopping, kwargs: {patience:
-    3}}`` (docs/guides/from-python.md)."""
+    """Custom code on rank 0, which may end the run: ``early_stopping``, or classes as ``path/file.py:Class``; with arguments
+    ``{callback: early_stopping, kwargs: {patience: 3}}`` (docs/guides/from-python.md).
+    """
 
     grace_s: _Seconds = 60.0
-    """Seconds from SIGTERM to the end of all processes, a checkpoint included: after the step's updates if time allows, else at
-    once. At most the time before SIGKILL (Slurm: KillWait, or a partition's GraceTime)."""
+    """Seconds from SIGTERM to the end of all processes, a checkpoint included. At most the time before SIGKILL (Slurm:
+    KillWait, or a partition's GraceTime).
+    """
 
     warning_s: _Seconds = 300.0
-    """The same for SIGUSR1, Slurm's warning; ``tepo launch`` asks for it this long, plus half a minute, before the time
-    limit."""
+    """The same for SIGUSR1, Slurm's warning, which ``tepo launch`` requests half a minute earlier."""
 
     rollback: RollbackConfig | None = None
-    """Return to the newest checkpoint, without the step's batch, if a metric explodes. Needs ``save_every``. Off by default: a
-    tight bound throws work away."""
+    """Return to the newest checkpoint, without the step's batch, if a metric explodes. Needs ``save_every``."""
 
     resume_from: str | None = None
-    """Continue from this checkpoint: a name in the output folder (``step_000040``) or a path. Later ones there are set aside.
-    Needs ``resume``. Default: the newest."""
+    """A name in the output folder (``step_000040``) or a path. Later checkpoints are set aside. Needs ``resume``. Default: the
+    newest.
+    """
 
     allow_change: tuple[str, ...] = ()
     """Fields or sections that may differ from the checkpoint's run, such as ``[seed, objective.kl]``. Other differences are
-    refused, unless they only move or lengthen the run."""
+    refused, unless they only move or lengthen the run.
+    """
 
-    @model_validator(mode="after")
-    def _there_is_something_to_go_back_to(self) -> "TrainConfig":
+    def _faults(self) -> Iterator[str]:
         if self.rollback is not None and not self.save_every:
-            raise ValueError("rollback goes back to a checkpoint, but save_every = 0 writes none on the way; set save_every")
-        return self
-
-    @model_validator(mode="after")
-    def _overlap_is_meant(self) -> "TrainConfig":
+            yield "rollback goes back to a checkpoint, but save_every = 0 writes none on the way; set save_every"
         if self.schedule == "sync":
             for name in ("max_staleness", "stale", "kv_cache"):
                 value = getattr(self, name)
                 if value != type(self).model_fields[name].default:
-                    raise ValueError(
+                    yield (
                         f"{name} = {value} does nothing with schedule = sync, whose rollouts are never stale; set "
                         "train.schedule = overlap, or leave it out"
                     )
-        return self
+        if self.resume_from is not None and not self.resume:
+            yield f"resume_from = {self.resume_from} has no effect without resume; set train.resume = true"
 
     @field_validator("resume_from")
     @classmethod
@@ -158,8 +161,226 @@ class TrainConfig(Section):
             )
         return name
 
-    @model_validator(mode="after")
-    def _a_checkpoint_is_for_resuming(self) -> "TrainConfig":
-        if self.resume_from is not None and not self.resume:
-            raise ValueError(f"resume_from = {self.resume_from} has no effect without resume; set train.resume = true")
-        return self
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+MomentDtype = Literal["float32", "bfloat16", "float16", "fp8"]
+
+STALLS_AT: Mapping[MomentDtype, float] = MappingProxyType(
+    {"float32": 2**-24, "bfloat16": 2**-8, "float16": 2**-11, "fp8": 2**-4}
+)
+"""A running mean that loses less per optimizer step than half of a dtype's largest relative step may be rounded back for ever.
+"""
+
+
+class OptimizerConfig(Section):
+    lr: PositiveFloat = 1e-6
+    """Adam's learning rate after the warm-up. The default suits billions of parameters; the tiny example (0.6 million) uses
+    5e-5.
+    """
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear rise from 0 to ``lr``."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: ``constant``, or a line or half cosine down to ``min_lr`` at the run's end."""
+
+    min_lr: float = Field(default=0.0, ge=0)
+    """Final learning rate of ``linear`` and ``cosine``; at most ``lr``."""
+
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Decay per optimizer step of Adam's means of the gradient and its square. 0.95 is usual for language models."""
+
+    eps: PositiveFloat = 1e-8
+    """Adam's ε, added to the root of the mean square."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay (AdamW): a step subtracts ``lr`` × this × the weight, but not from norms and biases. 0, since RL
+    is short and starts from a trained model.
+    """
+
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Largest norm of the gradient over all weights. 0: no clipping."""
+
+    distributed: bool = False
+    """Shard optimizer states (fp32 weights, both means) over data- and context-parallel ranks: Megatron's distributed
+    optimizer. The fields below need it.
+    """
+
+    exp_avg_dtype: MomentDtype = "float32"
+    """Dtype of Adam's mean gradient between steps: Megatron's precision-aware optimizer, which computes in fp32. Needs a GPU
+    and Transformer Engine. Not run on a GPU yet.
+    """
+
+    exp_avg_sq_dtype: MomentDtype = "float32"
+    """As ``exp_avg_dtype``, for the mean square."""
+
+    store_param_remainders: bool = False
+    """Store only the 16 bits of each fp32 weight that its bfloat16 weight lacks: 2 bytes instead of 4, same values. Needs a GPU
+    and Transformer Engine. Not run on a GPU yet.
+    """
+
+    offload_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Fraction of weights with optimizer states in host memory, where Adam then computes: Megatron's hybrid optimizer. Costs 16
+    host bytes a weight, and transfers each step. Not run on a GPU yet.
+    """
+
+    @property
+    def precision_aware(self) -> bool:
+        """True if Transformer Engine's Adam keeps states below fp32."""
+        return self.store_param_remainders or (self.exp_avg_dtype, self.exp_avg_sq_dtype) != ("float32", "float32")
+
+    @property
+    def own_masters(self) -> bool:
+        """True if fp32 weights are in Adam itself, not in Megatron's optimizer."""
+        return self.precision_aware or self.offload_fraction > 0
+
+    def _faults(self) -> Iterator[str]:
+        if self.min_lr > self.lr:
+            yield f"min_lr = {self.min_lr:g} is more than lr = {self.lr:g}; lower min_lr, or raise lr"
+        if not self.own_masters:
+            return
+        name = "offload_fraction" if self.offload_fraction else self.reduced_fields[0]
+        if not self.distributed:
+            yield (
+                f"{name} = {getattr(self, name)} needs optimizer.distributed = true, also where dp × cp is 1: only "
+                f"Megatron's distributed optimizer leaves the fp32 weights to Adam; set it, or leave {name} out"
+            )
+        if self.offload_fraction and self.precision_aware:
+            yield (
+                f"{self.reduced_fields[0]} with offload_fraction = {self.offload_fraction:g}: Megatron's optimizer on the host "
+                "keeps all states in fp32, and would take no notice; leave one of them out"
+            )
+        for number, name in enumerate(("exp_avg_dtype", "exp_avg_sq_dtype")):
+            dtype: MomentDtype = getattr(self, name)
+            lost = 1 - self.betas[number]
+            if dtype != "float32" and lost <= STALLS_AT[dtype]:
+                yield (
+                    f"{name} = {dtype} with betas[{number}] = {self.betas[number]:g}: a step takes {lost:.2g} of the mean, and "
+                    f"{dtype} rounds what is up to {STALLS_AT[dtype]:.2g} away back to it, so that the mean would never fall; "
+                    f"set {name} to more bits, or betas[{number}] below {1 - STALLS_AT[dtype]:g}"
+                )
+
+    @property
+    def reduced_fields(self) -> tuple[str, ...]:
+        dtypes = [name for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(self, name) != "float32"]
+        return (*dtypes, *(["store_param_remainders"] if self.store_param_remainders else []))
+
+
+Name = Annotated[str, Field(min_length=1, max_length=250)]
+Tag = Annotated[str, Field(min_length=1, max_length=64)]
+
+_NOT_IN_PROJECTS = "/\\#?%:"
+
+
+class WandbConfig(Section):
+    """A Weights & Biases run with the rows of ``metrics.jsonl`` and the configuration without secrets. Needs
+    ``tepo-megatron[wandb]``, and the key of ``wandb login`` or WANDB_API_KEY.
+    """
+
+    project: Annotated[str, Field(min_length=1, max_length=128)]
+    """W&B project of the run."""
+
+    entity: Name | None = None
+    """User or team that owns the project. null: W&B's default."""
+
+    name: Name | None = None
+    """Run name in W&B. null: the run's ``name``."""
+
+    group: Name | None = None
+    """Group in W&B, such as the seeds of one setting."""
+
+    tags: tuple[Tag, ...] = ()
+    """Tags of the run."""
+
+    mode: Literal["online", "offline"] = "online"
+    """``offline``: kept in ``OUT/wandb`` until ``wandb sync`` sends it. ``online``: sent during the run; written offline if W&B
+    is never reached.
+    """
+
+    @field_validator("project")
+    @classmethod
+    def _project_is_taken_by_wandb(cls, project: str) -> str:
+        wrong = [character for character in _NOT_IN_PROJECTS if character in project]
+        if wrong:
+            raise ValueError(
+                f"W&B takes no {' '.join(wrong)} in the name of a project; leave it out, and name a team in entity"
+            )
+        return project
+
+
+class MlflowConfig(Section):
+    """An MLflow run with the rows of ``metrics.jsonl``, and the configuration without secrets as parameters. Needs
+    ``tepo-megatron[mlflow]``.
+    """
+
+    experiment_name: Name
+    """MLflow experiment; made if missing."""
+
+    run_name: Name | None = None
+    """Run name in MLflow. null: the run's ``name``."""
+
+    tracking_uri: str | None = None
+    """Tracking server, or a database such as ``sqlite:////shared/mlflow.db``. null: MLFLOW_TRACKING_URI, else
+    ``OUT/mlflow/mlflow.db``. No password.
+    """
+
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Tags of the run."""
+
+    @field_validator("tracking_uri")
+    @classmethod
+    def _uri_has_a_scheme_and_no_password(cls, uri: str | None) -> str | None:
+        if uri is None:
+            return uri
+        try:
+            parts = urlsplit(uri)
+            password = parts.password
+        except ValueError as error:
+            raise ValueError(f"{uri!r} is no address: {error}") from error
+        if password is not None:
+            raise ValueError(
+                "an address with a password in it would be kept in the run's folder; give the address without it, and the "
+                "password by MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or the whole by MLFLOW_TRACKING_URI"
+            )
+        if not parts.scheme or parts.scheme == "file":
+            raise ValueError(
+                f"{uri!r} is a folder, which MLflow 3 no longer writes to; give a database (sqlite:////path/mlflow.db) or the "
+                "address of a server, or leave it out"
+            )
+        return uri
+
+
+class LogConfig(Section):
+    progress: Literal["auto", "live", "plain", "none"] = "auto"
+    """``live``: redraws itself; ``plain``: a line per step. ``auto``: live on a terminal, plain in a file or pipe."""
+
+    tensorboard: bool = True
+    """Also write TensorBoard events to ``<output>/tensorboard``."""
+
+    wandb: WandbConfig | None = None
+    """Also log to Weights & Biases. null: off."""
+
+    mlflow: MlflowConfig | None = None
+    """Also log to MLflow. null: off."""
+
+    finish_timeout_s: Seconds = 30.0
+    """Seconds that the run's end waits for W&B and MLflow to accept remaining rows, or less if the run has less. Others are
+    reported and stay in ``metrics.jsonl``.
+    """
+
+    train_samples: NonNegativeInt = 0
+    """First responses of each training step in ``train_samples.jsonl``, with prompt, expected answer and reward. 0: none;
+    ``rollout.record`` keeps all, with tokens.
+    """
+
+    token_samples: NonNegativeInt = 0
+    """First groups of a step written token by token to ``<output>/tokens``, for ``tepo report``: log-probs of sampler and
+    trainer, entropy and its change, advantage, mask, ratio, version. About 20 bytes a token; 0: none.
+    """
+
+    token_samples_every: PositiveInt = 10
+    """Steps between files of ``token_samples``."""
+
+    def records_tokens(self, step: int) -> bool:
+        """``step``: completed steps, as in its row."""
+        return bool(self.token_samples) and step % self.token_samples_every == 0

@@ -1,1 +1,1 @@
-"""Values and maths: values that pass between folders, the objective, and scores of sharded logits."""
+"""Values that pass between folders, the objective's mathematics, and scores of logits."""

@@ -1,7 +1,8 @@
-"""A problem and a response as verifiers receive them. Verifier processes import nothing else of core, and no NumPy."""
+"""A problem and a response as verifiers receive them. Verifier processes import no NumPy."""
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -9,13 +10,26 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+LARGEST_REWARD = 1e15
+"""The trainer computes in float32: sums of squares of a million rewards of this size are finite."""
+
+
+def is_reward(value: float) -> bool:
+    """Returns False for NaN too."""
+    return abs(value) <= LARGEST_REWARD
+
+
+def not_a_reward(value: float) -> str:
+    return f"{value}, beyond ±{LARGEST_REWARD:g}" if math.isfinite(value) else f"{value}, not a finite number"
+
 
 @dataclass(frozen=True)
 class Problem:
-    """One task of a dataset: the prompt, and the answer for the verifier.
+    """One task of a dataset.
 
     ``metadata``: all other keys of its line in the data file, ignored by ``==``. ``messages``: (role, content) pairs for a chat
-    template; ``prompt`` is then the last user message. ``source``: the name of its data source, if several.
+    template; ``prompt`` is then the last user message. ``special_tokens``: names of special tokens in ``prompt`` become these
+    tokens.
     """
 
     id: str
@@ -24,13 +38,13 @@ class Problem:
     metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
     messages: tuple[tuple[str, str], ...] = ()
     source: str = ""
+    special_tokens: bool = False
 
 
 class ResponseText(str):
-    """The text of a response, a ``str``, with its tokens.
+    """A response's text with its tokens. Methods such as ``strip()`` return a plain ``str``.
 
-    ``finish_reason`` is ``"stop"`` (the model ended it) or ``"length"`` (cut). Methods such as ``strip()`` return a plain
-    ``str``. ``prompt_tokens``: tokens before a turn of an episode, else 0.
+    ``finish_reason``: ``"stop"`` or ``"length"`` (cut). ``prompt_tokens``: tokens before a turn of an episode.
     """
 
     finish_reason: str
@@ -44,7 +58,7 @@ class ResponseText(str):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """With the end token; empty if only the text is known."""
+        """Empty if only the text is known."""
         return tuple(self._ids)
 
     @cached_property

@@ -2,54 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tepo_megatron.core.sampling_mask import SamplingMask
-
 TokenIds = NDArray[np.int32]
 
 Logprobs = NDArray[np.float32]
 
-LossMask = NDArray[np.bool_]
-"""Whether the model wrote the response token, and not an environment."""
+LossMask = NDArray[np.bool_]  # whether the model, and not an environment, wrote the response token
 
 Routes = NDArray[np.uint8] | NDArray[np.int16]
-"""Experts of all tokens but the last, read-only [tokens − 1, layers, experts per token]; uint8 up to 255 experts."""
+"""Experts of all tokens but the last, read-only [tokens − 1, layers, experts per token]."""
 
 
 @dataclass(frozen=True, order=True)
 class WeightsVersion:
-    """The step after which the weights were taken, and their hex fingerprint, empty if unknown."""
+    """``step``: the one after which the weights were taken; ``digest``: hex, empty if unknown."""
 
     step: int
     digest: str = ""
 
 
-Spans = tuple[tuple[int, WeightsVersion], ...]
-"""(index of the first token, version of the weights that drew it and the following ones)."""
+Spans = tuple[tuple[int, WeightsVersion], ...]  # (index of the first token, weights that drew it and the following ones)
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class Response:
-    """One sampled continuation of a prompt. Equality compares all bits.
-
-    ``logprobs``: among the tokens that could be drawn, under the sampling temperature (1 for greedy decoding).
-    ``finish_reason``: ``"stop"`` (end token or stop string), ``"length"`` (cut) or ``"abort"`` (can be continued).
-    """
+class _Sampled:
+    """Equality compares all bits."""
 
     response_ids: TokenIds
-    logprobs: Logprobs
     finish_reason: str
     versions: Spans
-    routed_experts: Routes | None = None
-    loss_mask: LossMask | None = None
-    """None if the model wrote every token; other log-probs are 0."""
-    sampling_mask: SamplingMask | None = None
+    routed_experts: Routes | None
+    loss_mask: LossMask | None
+    """None if the model wrote every response token."""
+    sampling_mask: SamplingMask | None
+
+    def _fill(
+        self,
+        response_ids: ArrayLike,
+        versions: Spans | WeightsVersion,
+        routed_experts: Routes | None,
+        loss_mask: ArrayLike | None,
+        **others: object,
+    ) -> None:
+        ids = token_ids(response_ids)
+        values = {
+            "response_ids": ids,
+            "versions": ((0, versions),) if isinstance(versions, WeightsVersion) else tuple(versions),
+            "routed_experts": _read_only(routed_experts),
+            "loss_mask": _loss_mask(loss_mask, len(ids)),
+            **others,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def weights_version(self) -> WeightsVersion:
+        """The oldest one."""
+        return self.versions[0][1]
+
+    @property
+    def model_tokens(self) -> int:
+        """T_i."""
+        return self.response_ids.size if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, type(self)):
+            return False
+        for item in fields(self):
+            a, b = getattr(self, item.name), getattr(other, item.name)
+            if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+                a, b = a.tobytes(), b.tobytes()  # so that nan equals nan, and 0 is not -0
+            if (a is None) != (b is None) or a != b:
+                return False
+        return True
+
+    def __hash__(self) -> int:
+        return hash(self.response_ids.tobytes())
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class Response(_Sampled):
+    """``logprobs``: among the tokens that could be drawn, under the sampling temperature (1 for greedy decoding).
+
+    ``finish_reason``: ``"stop"``, ``"length"`` or ``"abort"`` (can be continued).
+    """
+
+    logprobs: Logprobs
 
     def __init__(
         self,
@@ -61,62 +105,37 @@ class Response:
         loss_mask: ArrayLike | None = None,
         sampling_mask: SamplingMask | None = None,
     ) -> None:
-        """``versions``: spans, or one version for all; an environment's token belongs to the span before it."""
-        ids = token_ids(response_ids)
-        _fill(
-            self,
-            response_ids=ids,
+        """An environment's token belongs to the span before it."""
+        self._fill(
+            response_ids,
+            versions,
+            routed_experts,
+            loss_mask,
             logprobs=token_logprobs(logprobs),
             finish_reason=finish_reason,
-            versions=_spans(versions),
-            routed_experts=_read_only(routed_experts),
-            loss_mask=_loss_mask(loss_mask, len(ids)),
             sampling_mask=sampling_mask,
         )
-
-    @property
-    def weights_version(self) -> WeightsVersion:
-        """The oldest one."""
-        return self.versions[0][1]
-
-    @property
-    def model_tokens(self) -> int:
-        return _model_tokens(self)
-
-    def __eq__(self, other: object) -> bool:
-        return _same_bits(self, other)
-
-    def __hash__(self) -> int:
-        return hash((self.response_ids.tobytes(), self.finish_reason))
 
 
 NO_PARTS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class Rollout:
-    """One sampled response to a prompt, with its reward. Equality compares all bits.
+class Rollout(_Sampled):
+    """One sampled response to a prompt, with its reward.
 
     ``sampler_logprobs``: natural logarithm, under the sampling temperature, among the tokens that could be drawn. ``group``
-    numbers the prompt within its step. ``finish_reason``: ``"stop"`` (end token or stop string) or ``"length"`` (cut).
-    ``reward`` is None if the verifier failed: the response is recorded, but not trained on. ``reward_parts``: the components of
-    the reward's weighted sum.
+    numbers the prompt within its step. ``reward`` is None if the verifier failed: the response is not trained on.
+    ``reward_parts``: the components of its weighted sum.
     """
 
     problem_id: str
     group: int
     prompt_ids: TokenIds
-    response_ids: TokenIds
     sampler_logprobs: Logprobs
-    finish_reason: str
-    versions: Spans
-    text: str = ""
-    reward: float | None = 0.0
-    reward_parts: Mapping[str, float] = field(default_factory=dict)
-    routed_experts: Routes | None = None
-    loss_mask: LossMask | None = None
-    """None if the model wrote every response token; other log-probs are 0."""
-    sampling_mask: SamplingMask | None = None
+    text: str
+    reward: float | None
+    reward_parts: Mapping[str, float]
 
     def __init__(
         self,
@@ -134,22 +153,20 @@ class Rollout:
         loss_mask: ArrayLike | None = None,
         sampling_mask: SamplingMask | None = None,
     ) -> None:
-        """``versions``: spans, or one version for all. Arrays of the right dtype are not copied, but made read-only."""
-        ids = token_ids(response_ids)
-        _fill(
-            self,
+        """Arrays of the right dtype are not copied, but made read-only."""
+        self._fill(
+            response_ids,
+            versions,
+            routed_experts,
+            loss_mask,
             problem_id=problem_id,
             group=group,
             prompt_ids=token_ids(prompt_ids),
-            response_ids=ids,
             sampler_logprobs=token_logprobs(sampler_logprobs),
             finish_reason=finish_reason,
-            versions=_spans(versions),
             text=text,
             reward=reward,
             reward_parts=dict(reward_parts),
-            routed_experts=_read_only(routed_experts),
-            loss_mask=_loss_mask(loss_mask, len(ids)),
             sampling_mask=sampling_mask,
         )
 
@@ -179,25 +196,9 @@ class Rollout:
             sampling_mask=response.sampling_mask,
         )
 
-    @property
-    def weights_version(self) -> WeightsVersion:
-        """The oldest one."""
-        return self.versions[0][1]
-
-    @property
-    def model_tokens(self) -> int:
-        """T_i: response tokens that the model wrote."""
-        return _model_tokens(self)
-
-    def __eq__(self, other: object) -> bool:
-        return _same_bits(self, other)
-
-    def __hash__(self) -> int:
-        return hash((self.problem_id, self.group, self.response_ids.tobytes()))
-
 
 def token_ids(values: ArrayLike) -> TokenIds:
-    """Makes an int32 array read-only without a copy, or converts. Raises ValueError unless 1-D integers of 32 bits."""
+    """Makes an int32 array read-only, or converts."""
     ids = np.asarray(values)
     if ids.size == 0:
         ids = ids.astype(np.int32)
@@ -213,7 +214,6 @@ def token_ids(values: ArrayLike) -> TokenIds:
 
 
 def token_logprobs(values: ArrayLike) -> Logprobs:
-    """Makes a float32 array read-only without a copy, or converts. Raises ValueError unless 1-D."""
     logprobs = np.asarray(values, dtype=np.float32)
     if logprobs.ndim != 1:
         raise ValueError(f"log-probs must be in a row, but they have the shape {logprobs.shape}")
@@ -243,31 +243,59 @@ def _loss_mask(mask: ArrayLike | None, tokens: int) -> LossMask | None:
     return bools
 
 
-def _model_tokens(value: Response | Rollout) -> int:
-    return value.response_ids.size if value.loss_mask is None else int(np.count_nonzero(value.loss_mask))
-
-
-def _spans(versions: Spans | WeightsVersion) -> Spans:
-    return ((0, versions),) if isinstance(versions, WeightsVersion) else tuple(versions)
-
-
-def _fill(target: object, **values: object) -> None:
-    for name, value in values.items():
-        object.__setattr__(target, name, value)
-
-
-def _same_bits(one: Response | Rollout, other: object) -> bool:
-    if not isinstance(other, type(one)):
-        return False
-    for item in fields(one):
-        a, b = getattr(one, item.name), getattr(other, item.name)
-        if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-            a, b = a.tobytes(), b.tobytes()  # so that nan equals nan, and 0 is not -0
-        if (a is None) != (b is None) or a != b:
-            return False
-    return True
-
-
 def not_recorded(itemsize: int) -> int:
-    """Returns the number of an unknown expert."""
     return 2**8 - 1 if itemsize == 1 else 2**15 - 1
+
+
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class SamplingMask:
+    """``counts`` int32 [n]: other tokens that could have been drawn; ``ids`` int32 [Σ counts]; read-only."""
+
+    counts: NDArray[np.int32]
+    ids: NDArray[np.int32]
+
+    def __init__(self, counts: ArrayLike, ids: ArrayLike) -> None:
+        counts, ids = np.ascontiguousarray(counts, np.int32), np.ascontiguousarray(ids, np.int32)
+        total = counts.sum(dtype=np.int64)
+        if counts.ndim != 1 or ids.ndim != 1 or (counts < 0).any() or total != ids.size:
+            raise ValueError(f"a sampling mask of {total} tokens beside those that were drawn names {ids.size}")
+        for name, values in (("counts", counts), ("ids", ids)):
+            values.flags.writeable = False
+            object.__setattr__(self, name, values)
+
+    @classmethod
+    def empty(cls, n: int) -> SamplingMask:
+        return cls(np.zeros(n, np.int32), np.zeros(0, np.int32))
+
+    @classmethod
+    def joined(cls, parts: Iterable[SamplingMask]) -> SamplingMask:
+        masks = [cls.empty(0), *parts]
+        return cls(np.concatenate([mask.counts for mask in masks]), np.concatenate([mask.ids for mask in masks]))
+
+    def __len__(self) -> int:
+        return self.counts.size
+
+    def __getitem__(self, indices: NDArray[np.int64]) -> SamplingMask:
+        counts = self.counts[indices]
+        ends = np.cumsum(counts, dtype=np.int64)
+        starts = np.cumsum(self.counts, dtype=np.int64)[indices] - counts
+        return SamplingMask(
+            counts, self.ids[np.arange(ends[-1] if ends.size else 0) + np.repeat(starts - (ends - counts), counts)]
+        )
+
+    def padded(self) -> NDArray[np.int32]:
+        width = int(self.counts.max(initial=0))
+        padded = np.full((len(self), width), NO_TOKEN, np.int32)
+        padded[np.arange(width) < self.counts[:, None]] = self.ids
+        return padded
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SamplingMask):
+            return NotImplemented
+        return np.array_equal(self.counts, other.counts) and np.array_equal(self.ids, other.ids)
+
+    def __hash__(self) -> int:
+        return hash((self.counts.tobytes(), self.ids.tobytes()))

@@ -1,4 +1,4 @@
-"""Tensors that pass between folders: a batch of sequences, its scores, the output of an objective.
+"""Tensors that pass between folders.
 
 S sequences, T packed tokens. A ``_T`` value at position t belongs to the *label* at t, the next token of its sequence.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from tepo_megatron.core.sampling_mask import SamplingMask
+from tepo_megatron.core.rollout import SamplingMask
 
 if TYPE_CHECKING:
     import torch
@@ -18,19 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """S sequences packed into T tokens: a step, a mini-batch or a micro-batch. All on one device, unless stated.
+    """S sequences packed into T tokens: a step, a mini-batch or a micro-batch.
 
-    - ``tokens_T`` int64; ``labels_T`` int64 (the next token, or 0); ``loss_mask_T`` bool (the label is a response token of the
-      model; T_i counts these); ``cu_seqlens`` int32 [S+1] (offsets, first 0, last T)
-    - ``sampler_logprobs_T`` fp32 (0 outside the mask), ``rewards_S`` fp32, ``groups_S`` int64
-    - fp32, ``None`` until computed: ``advantages_S``; ``old_logprobs_T``, ``old_entropy_T`` of the pre-update policy;
-      ``reference_logprobs_T``
-    - ``reward_parts_SK`` fp32 [S, K]: the components of each reward
-    - ``routed_experts_T`` uint8 or int16 [T, layers, k], on the host: experts of each *token*; the dtype's largest number if
-      unknown
+    - int64: ``tokens_T``, ``labels_T`` (the next token, or 0), ``groups_S``
+    - ``loss_mask_T`` bool: whether the model wrote the label; ``cu_seqlens`` int32 [S+1]: offsets, first 0, last T
+    - ``sampler_logprobs_T`` is 0 outside the mask; ``old_logprobs_T`` and ``old_entropy_T`` are of the pre-update policy
+    - ``routed_experts_T`` uint8 or int16 [T, layers, k], on the host: experts of each *token*, unknown ones the dtype's maximum
     - ``sampling_mask_T``, on the host: the tokens that could have been drawn instead of the *label*
     - ``recorded_S`` int64: the index in the step of a sequence with recorded token values, or −1
-    - ``expert_load_LE`` int64 [layers, experts]: tokens of the whole mini-batch sent to each expert
+    - ``expert_load_LE`` int64 [layers, experts]: tokens of the mini-batch sent to each expert
     """
 
     tokens_T: Tensor
@@ -60,12 +56,11 @@ class Batch:
 
     @property
     def lengths_S(self) -> Tensor:
-        """int64 [S], with prompts."""
+        """With prompts."""
         return self.cu_seqlens.diff().long()
 
     @property
     def sequence_index_T(self) -> Tensor:
-        """int64 [T]."""
         import torch
 
         lengths_S = self.lengths_S
@@ -73,7 +68,6 @@ class Batch:
 
     @property
     def positions_T(self) -> Tensor:
-        """int64 [T], within each sequence."""
         import torch
 
         index_T = self.sequence_index_T
@@ -83,12 +77,10 @@ class Batch:
         return replace(self, **changes)
 
     def to(self, device: torch.device | str) -> Batch:
-        """Leaves the fields on the host there."""
         names = [f.name for f in fields(self) if f.name not in ("routed_experts_T", "sampling_mask_T")]
         return replace(self, **{name: value.to(device) for name in names if (value := getattr(self, name)) is not None})
 
     def token_index(self, sequences: Sequence[int]) -> Tensor:
-        """Returns int64 positions, in the order of ``sequences``."""
         import torch
 
         offsets = self.cu_seqlens.tolist()
@@ -96,7 +88,6 @@ class Batch:
         return torch.cat([torch.zeros(0, dtype=torch.int64), *runs]).to(self.tokens_T.device)
 
     def select(self, sequences: Sequence[int]) -> Batch:
-        """Keeps the order of ``sequences``."""
         import torch
 
         index_T = self.token_index(sequences)
@@ -115,10 +106,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Log-probability of the label and entropy of the whole distribution: fp32 [T], natural logarithm.
-
-    The first two are differentiable. Every tensor-parallel rank has the same values.
-    """
+    """Label's log-probability and entropy: fp32 [T], differentiable, natural logarithm, equal on tensor-parallel ranks."""
 
     logprob: Tensor
     entropy: Tensor
@@ -132,9 +120,9 @@ class TokenScores:
 class ObjectiveOutput:
     """A micro-batch's share of the loss of one optimizer step.
 
-    ``numerator``: differentiable scalar, a *sum* to be minimised. ``denominator``, the same on all ranks, divides the sum over
-    micro-batches and ranks once. ``metrics``: detached ``(sum, count)`` scalars that add up likewise; ``extrema``: detached,
-    named ``…/min`` or ``…/max``. ``token_values``: detached [T].
+    ``numerator``: a differentiable *sum*. ``denominator``, equal on all ranks, divides the sum over micro-batches and ranks
+    once. Detached: ``metrics``, ``(sum, count)`` scalars that add up likewise; ``extrema``, named ``…/min`` or ``…/max``;
+    ``token_values`` [T]; ``moves`` int64 [2, bins], counts of ratios by their distance from 1 that add up too.
     """
 
     numerator: Tensor
@@ -142,3 +130,4 @@ class ObjectiveOutput:
     metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     extrema: Mapping[str, Tensor] = field(default_factory=dict)
     token_values: Mapping[str, Tensor] = field(default_factory=dict)
+    moves: Tensor | None = None

@@ -1,17 +1,25 @@
 """The four choices of an objective: advantage, ratio, trust region, aggregation.
 
-A docstring with *our interpretation* fills a gap of the TEPO papers (docs/reference/tepo.md).
-π_θ is the trained policy, π_old the policy before the update, δ = log π_θ − log π_old at a response token.
+A docstring with *our interpretation* fills a gap of the TEPO papers (docs/reference/tepo.md). π_θ is the trained policy, π_old
+the policy before the update, δ = log π_θ − log π_old at a response token.
 """
 
 import math
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.objective.base import NoiseBound, ObjectiveSection
-from tepo_megatron.config.objective.custom import CustomSlot, OwnAdvantage, OwnAggregation, OwnRatio, OwnTrustRegion
+from tepo_megatron.config.objective.custom import (
+    CustomSlot,
+    NoiseBound,
+    ObjectiveSection,
+    OwnAdvantage,
+    OwnAggregation,
+    OwnRatio,
+    OwnTrustRegion,
+)
 
 
 class _LowHigh(ObjectiveSection):
@@ -26,10 +34,10 @@ class _Range(_LowHigh):
     """The interval [1 − low, 1 + high] for a ratio."""
 
     low: NonNegativeFloat
-    """Clips below a ratio of 1 − low: about 0.2 for token ratios, 3e-4 for length-normalised sequence ratios."""
+    """Clips below 1 − low: about 0.2 for token ratios, 3e-4 for length-normalised sequence ratios."""
 
     high: NonNegativeFloat
-    """Clips above a ratio of 1 + high: about 0.2 for token ratios, 4e-4 for length-normalised sequence ratios."""
+    """Clips above 1 + high: about 0.2 for token ratios, 4e-4 for length-normalised sequence ratios."""
 
     @property
     def turning_points(self) -> tuple[float, ...]:
@@ -39,23 +47,81 @@ class _Range(_LowHigh):
     @classmethod
     def _low_below_one(cls, low: float) -> float:
         if low >= 1:
-            raise ValueError(
-                f"trust_region.low = {low:g} puts the lower bound 1 − low at or below 0; give about 0.2 for a token ratio, "
-                "3e-4 for a sequence ratio"
-            )
+            raise ValueError(_low_too_wide(low))
         return low
 
 
-class Clip(_Range):
-    """min(ratio · A, clip(ratio, 1 − low, 1 + high) · A), as in PPO; A is the advantage."""
+def _low_too_wide(low: float) -> str:
+    return (
+        f"trust_region.low = {low:g} puts the lower bound 1 − low at or below 0; give about 0.2 for a token ratio, 3e-4 for a "
+        "sequence ratio"
+    )
+
+
+class Clip(_LowHigh):
+    """min(ratio · A, clip(ratio) · A), as in PPO; A is the advantage."""
 
     kind: Literal["clip"] = "clip"
+    low: NonNegativeFloat | Literal["auto"]
+    """``scale: fixed``: clips below 1 − low, about 0.2 for token ratios. ``scale: length``: c of the lower bound, about 0.03.
+    ``auto``: c follows the last step's ratios (``share``).
+    """
+
+    high: NonNegativeFloat | Literal["auto"]
+    """The same for the upper bound, 1 + high."""
+
+    scale: Literal["fixed", "length"] = "fixed"
+    """``fixed``: one range for every response. ``length``: bounds of the log-ratio in proportion to its usual spread, −c/√n and
+    c/√n for a length-normalised ratio of n tokens, −c √n and c √n for a product. n: the response's tokens, or with ``prefix``
+    those up to this one.
+    """
+
+    share: Annotated[float, Field(gt=0, lt=0.5)] | None = None
+    """With ``auto``: c leaves this share of the last step's tokens outside, of those with A < 0 (``low``) or A > 0 (``high``).
+    null: 0.1.
+    """
+
+    initial: PositiveFloat | None = None
+    """With ``auto``: c before the first quantile. null: 0.03."""
+
     dual: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip: if A < 0 the surrogate is at least ``dual`` · A, for any ratio; null: no such bound."""
+    """Dual clip: if A < 0 the surrogate is at least ``dual`` · A; null: no such bound."""
+
+    @property
+    def is_auto(self) -> bool:
+        return "auto" in (self.low, self.high)
+
+    def bounds(self, measured: tuple[float, float] | None) -> tuple[float, float]:
+        """Returns (low, high) in force; ``measured``: the last step's quantiles, or None before there are any."""
+        low, high = measured or (self.initial or INITIAL_BOUND,) * 2
+        return (low if self.low == "auto" else self.low), (high if self.high == "auto" else self.high)
+
+    @property
+    def noise_bounds(self) -> tuple[NoiseBound, ...]:
+        if self.scale == "fixed":
+            return super().noise_bounds
+        advice = "some are clipped by chance; set it higher, or train in a finer dtype"
+        bounds = zip(("low", "high"), self.bounds(None), strict=True)
+        return tuple(NoiseBound(name, value, "token_ratio", advice) for name, value in bounds)
 
     @property
     def turning_points(self) -> tuple[float, ...]:
-        return self.low, self.high, math.log(self.dual) / 2 if self.dual else 0.0
+        return *self.bounds(None), math.log(self.dual) / 2 if self.dual else 0.0
+
+    def _faults(self) -> Iterator[str]:
+        if self.scale == "fixed" and self.is_auto:
+            yield (
+                "trust_region.low or high = auto with scale = fixed: a quantile is one of all lengths only where the bound "
+                "follows the length; set trust_region.scale = length, or give numbers"
+            )
+        elif self.scale == "fixed" and self.low != "auto" and self.low >= 1:
+            yield _low_too_wide(self.low)
+        for name in ("share", "initial"):
+            if getattr(self, name) is not None and not self.is_auto:
+                yield f"trust_region.{name} acts with auto bounds only; set low or high = auto, or leave {name} out"
+
+
+INITIAL_BOUND, CLIPPED_SHARE = 0.03, 0.1
 
 
 class ClipCov(_Range):
@@ -75,11 +141,9 @@ class ClipCov(_Range):
     def selects_tokens(self) -> bool:
         return True
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.cov_low > self.cov_high:
-            raise ValueError(f"trust_region.cov_low = {self.cov_low:g} is above cov_high = {self.cov_high:g}; exchange them")
-        return self
+            yield f"trust_region.cov_low = {self.cov_low:g} is above cov_high = {self.cov_high:g}; exchange them"
 
 
 class ClipWeight(_LowHigh):
@@ -105,7 +169,8 @@ class NoTrustRegion(ObjectiveSection):
 
 class LogClip(_LowHigh):
     """δ of a token is bounded before the ratio, on the side that its advantage favours: min(δ, high) if A > 0, max(δ, −low) if
-    A < 0. With a sequence ratio this is GMPO's clip."""
+    A < 0. With a sequence ratio this is GMPO's clip.
+    """
 
     kind: Literal["log_clip"] = "log_clip"
     low: NonNegativeFloat = 0.4
@@ -144,7 +209,8 @@ class SoftGate(ObjectiveSection):
 
 class Divergence(ObjectiveSection):
     """sg[min(ratio, cap)] · A · log π_θ, except for tokens whose probability went too far the way their advantage favours
-    (DPPO). The distance compares two distributions, this token or any other: p of π_θ and p of π_old."""
+    (DPPO). The distance compares two distributions, this token or any other: p of π_θ and p of π_old.
+    """
 
     kind: Literal["divergence"] = "divergence"
     measure: Literal["tv", "kl"]
@@ -170,23 +236,19 @@ class OverlongPenaltyConfig(Section):
     """Response tokens from which on the whole penalty applies."""
 
     buffer_tokens: PositiveInt
-    """Tokens before ``max_tokens`` over which the penalty grows linearly from 0."""
+    """Tokens before ``max_tokens`` over which the penalty grows from 0."""
 
     penalty: PositiveFloat = 1.0
     """Reward lost by a response of ``max_tokens`` or more."""
 
-    @model_validator(mode="after")
-    def _buffer_fits(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.buffer_tokens >= self.max_tokens:
-            raise ValueError(
-                f"advantage.overlong.buffer_tokens = {self.buffer_tokens} must be below max_tokens = {self.max_tokens}"
-            )
-        return self
+            yield f"advantage.overlong.buffer_tokens = {self.buffer_tokens} must be below max_tokens = {self.max_tokens}"
 
 
 class _Advantage(ObjectiveSection):
     overlong: OverlongPenaltyConfig | None = None
-    """Lowers rewards of long responses before the advantage (DAPO); null: off."""
+    """Lowers rewards of long responses (DAPO); null: off."""
 
 
 class GroupAdvantage(_Advantage):
@@ -224,7 +286,8 @@ class WhitenedAdvantage(_Advantage):
     kind: Literal["whitened"] = "whitened"
     over: Literal["responses", "tokens"] = "responses"
     """Mean and standard deviation: ``responses`` weighs each response once, as the paper; ``tokens`` by its response tokens, as
-    verl."""
+    verl.
+    """
 
     eps: PositiveFloat = 1e-6
     """Added to the batch's standard deviation."""
@@ -232,7 +295,8 @@ class WhitenedAdvantage(_Advantage):
 
 class GDPOAdvantage(ObjectiveSection):
     """Several rewards per response, the components of ``reward.verifier``: each is normalised as by kind ``group``, then their
-    weighted sum is divided by its standard deviation over the rollout batch (GDPO). A length penalty is one of them."""
+    weighted sum is divided by its standard deviation over the rollout batch (GDPO). A length penalty is one of them.
+    """
 
     kind: Literal["gdpo"] = "gdpo"
     weights: Annotated[tuple[PositiveFloat, ...], Field(min_length=2)] | None = None
@@ -267,7 +331,16 @@ class SequenceTokenRatio(ObjectiveSection):
     noise: ClassVar[str] = "sequence_ratio"
     kind: Literal["sequence_token"] = "sequence_token"
     length_normalized: bool = True
-    """true: s_i is the geometric mean of the token ratios; false: their product. Our interpretation: the mean, as in GSPO."""
+    """true: s_i is the geometric mean of the token ratios; false: their product. Readers of the TEPO papers report the mean."""
+
+
+class PrefixRatio(ObjectiveSection):
+    """At token t the ratio of the response's first t tokens, with the token's own gradient (CTPO)."""
+
+    noise: ClassVar[str] = "sequence_ratio"
+    kind: Literal["prefix"] = "prefix"
+    length_normalized: bool = False
+    """true: the geometric mean of the t token ratios; false: their product."""
 
 
 class PowerMeanRatio(ObjectiveSection):
@@ -276,7 +349,7 @@ class PowerMeanRatio(ObjectiveSection):
     noise: ClassVar[str] = "ratio"
     kind: Literal["power_mean"] = "power_mean"
     p: Annotated[float, Field(ge=-10, le=10)]
-    """1: the arithmetic mean; 0: the geometric mean, as in GSPO. Larger p gives the largest ratios more weight."""
+    """1: the arithmetic mean; 0: the geometric mean, as in GSPO. Larger p weighs the largest ratios more."""
 
 
 class TokenMean(ObjectiveSection):
@@ -296,7 +369,7 @@ class ConstantSum(ObjectiveSection):
 
     kind: Literal["constant"] = "constant"
     constant: PositiveFloat = 1024.0
-    """The divisor, in tokens; usually the longest response (``rollout.sampling.max_new_tokens``)."""
+    """The divisor, in tokens; usually ``rollout.sampling.max_new_tokens``."""
 
     per: Literal["sequence", "step"] = "sequence"
     """``sequence``: the constant times the optimizer step's sequences; ``step``: the constant alone."""
@@ -312,6 +385,6 @@ Advantage = Annotated[
     | OwnAdvantage,
     CustomSlot("advantage"),
 ]
-BuiltinRatio = TokenRatio | SequenceRatio | SequenceTokenRatio | PowerMeanRatio
+BuiltinRatio = TokenRatio | SequenceRatio | SequenceTokenRatio | PrefixRatio | PowerMeanRatio
 Ratio = Annotated[BuiltinRatio | OwnRatio, CustomSlot("ratio")]
 Aggregation = Annotated[TokenMean | SequenceMean | ConstantSum | OwnAggregation, CustomSlot("aggregation")]

@@ -6,30 +6,65 @@ No torch here, so no tensor type is named. Axes in names: S sequences, T tokens.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, ClassVar, Union, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema, core_schema
 
-from tepo_megatron.config.objective.base import Need, ObjectiveSection
+from tepo_megatron.config.base import Section
 from tepo_megatron.runtime.user_code import load_user_module, locate_user_module
+
+Need = Literal["reference", "entropy_slope", "entropy_gradient", "entropy_noise"]
+"""``reference``: log-probs of a frozen copy of the first weights. ``entropy_slope``: ``TokenScores.entropy_slope``.
+``entropy_gradient``: a gradient through ``TokenScores.entropy``. ``entropy_noise``: measured rounding noise.
+"""
+
+
+class NoiseBound(NamedTuple):
+    """A bound without effect if the rounding noise is larger."""
+
+    field: str
+    value: float
+    noise: Literal["entropy", "ratio", "token_ratio"]
+    """``ratio``: at the level of ``objective.ratio``."""
+    consequence: str
+    """Ends a warning: the effect below the noise, and a remedy."""
+
+
+class ObjectiveSection(Section):
+    """By default a section needs no inputs, chooses no tokens and has no bounds."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset()
+
+    @property
+    def selects_tokens(self) -> bool:
+        return False
+
+    @property
+    def noise_bounds(self) -> tuple[NoiseBound, ...]:
+        return ()
+
+    @property
+    def turning_points(self) -> tuple[float, ...]:
+        """Distances of a token's log-ratio from 0 at which the push on it changes, for plots."""
+        return ()
 
 
 class CustomKind(ObjectiveSection):
-    """Base of all custom kinds; subclass one of the classes below, with ``kind: Literal["name"] = "name"``."""
+    """Subclass one of the classes below, with ``kind: Literal["name"] = "name"``."""
 
-    slot: ClassVar[str]
-    """Field below ``objective`` that accepts the kind."""
+    slot: ClassVar[str]  # the field below ``objective`` that accepts the kind
 
-    defines: ClassVar[str]
-    """Method that a kind must define."""
+    defines: ClassVar[str]  # the method that a kind must define
 
     kind: str
     """The kind's name."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it reads ``values.reference_delta_T``; then a frozen copy of the first weights is kept and scored."""
+        """True if it reads ``values.reference_delta_T``; then a frozen copy of the first weights is kept and scored."""
         return False
 
     @property
@@ -38,13 +73,13 @@ class CustomKind(ObjectiveSection):
 
 
 class OwnAdvantage(CustomKind):
-    """A way to turn rewards into advantages."""
+    """Turns rewards into advantages."""
 
     slot: ClassVar[str] = "advantage"
     defines: ClassVar[str] = "advantages"
 
     def advantages(self, batch: Any) -> Any:
-        """One advantage for each response of a whole rollout batch.
+        """Returns one advantage for each response of a whole rollout batch.
 
         Args:
             batch: `Batch` with ``rewards_S`` fp32, ``groups_S`` int64 (equal numbers make a group), ``loss_mask_T``, and
@@ -66,14 +101,14 @@ class OwnRatio(CustomKind):
     def log_ratio(self, values: Any) -> Any:
         """Log-ratio at every token of a micro-batch, [T], differentiable.
 
-        ``values``: `TokenValues`; its ``delta_T`` is log π_θ − log π_old, 0 outside the loss mask (already bounded
-        with the trust region ``log_clip``).
+        ``values``: `TokenValues`; its ``delta_T`` is log π_θ − log π_old, 0 outside the loss mask (already bounded with the
+        trust region ``log_clip``).
         """
         raise NotImplementedError
 
 
 class OwnTrustRegion(CustomKind):
-    """A bound on how far a ratio carries the surrogate."""
+    """Bounds how far a ratio carries the surrogate."""
 
     slot: ClassVar[str] = "trust_region"
     defines: ClassVar[str] = "surrogate"
@@ -129,7 +164,7 @@ class OwnMismatch(CustomKind):
 
 class _CustomTerm(CustomKind):
     def prepare(self, step: Any) -> Any:
-        """Statistics of the whole optimizer step, passed to ``choose`` and ``penalty`` as ``found``. None by default.
+        """Statistics of the whole optimizer step, passed to ``choose`` and ``penalty`` as ``prepared``.
 
         ``step``: `StepValues`, all response tokens of the step on every rank.
         """
@@ -146,10 +181,10 @@ class OwnMask(_CustomTerm):
     def selects_tokens(self) -> bool:
         return True
 
-    def choose(self, values: Any, found: Any) -> Any:
+    def choose(self, values: Any, prepared: Any) -> Any:
         """Tokens of a micro-batch without gradient, bool [T]; those outside the loss mask are ignored.
 
-        ``values``: `TokenValues`; ``found``: the result of ``prepare``.
+        ``values``: `TokenValues`; ``prepared``: the result of ``prepare``.
         """
         raise NotImplementedError
 
@@ -164,15 +199,15 @@ class OwnPenalty(_CustomTerm):
     def selects_tokens(self) -> bool:
         return type(self).choose is not OwnPenalty.choose
 
-    def choose(self, values: Any, found: Any) -> Any:
+    def choose(self, values: Any, prepared: Any) -> Any:
         """Penalised tokens of a micro-batch, bool [T]; every response token by default."""
-        del values, found
+        del values, prepared
 
-    def penalty(self, values: Any, found: Any) -> Any:
+    def penalty(self, values: Any, prepared: Any) -> Any:
         """Penalty at each token of a micro-batch, [T], coefficient included, differentiable.
 
-        ``values``: `TokenValues`; ``found``: the result of ``prepare``. Only tokens of ``choose`` count, but value and gradient
-        must be finite everywhere.
+        ``values``: `TokenValues`; ``prepared``: the result of ``prepare``. Only tokens of ``choose`` count, but value and
+        gradient must be finite everywhere.
         """
         raise NotImplementedError
 
@@ -190,18 +225,15 @@ CUSTOM_BASES: tuple[type[CustomKind], ...] = (
 
 @dataclass(frozen=True)
 class Plugin:
-    name: str
-    """Absolute path of its file, or module name."""
+    name: str  # absolute path of its file, or module name
 
-    digest: str
-    """Digest of the imported bytes."""
+    digest: str  # of the imported bytes
 
-    kinds: tuple[type[CustomKind], ...]
-    """In order of definition."""
+    kinds: tuple[type[CustomKind], ...]  # in order of definition
 
 
 def load_plugin(name: str) -> Plugin:
-    """Imports a plugin, ``path/file.py`` or a module's name, unless the same bytes were imported before.
+    """Imports ``path/file.py`` or a module, unless the same bytes were imported before.
 
     Raises:
         ValueError: it cannot be imported, defines no kind, or has an incomplete kind.
@@ -258,7 +290,7 @@ def _kinds_of(plugins: Sequence[str], slot: str) -> tuple[type[CustomKind], ...]
 
 @dataclass(frozen=True)
 class CustomSlot:
-    """Annotates a field below ``objective`` that also accepts kinds of ``objective.plugins`` and instances of a kind."""
+    """Annotates a field below ``objective`` that also accepts custom kinds."""
 
     slot: str
 
@@ -299,10 +331,7 @@ class CustomSlot:
 
 
 def plugin_schemas(plugins: Sequence[str], slots: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
-    """JSON schemas, with ``$defs``, of the fields below ``objective`` that these plugins have kinds for.
-
-    ``slots``: the built-in sections of each field.
-    """
+    """JSON schemas, with ``$defs``, of the fields with kinds of these plugins; ``slots``: each field's built-in sections."""
     schemas: dict[str, Any] = {"$defs": {}}
     for slot, members in slots.items():
         custom = _kinds_of(plugins, slot)

@@ -1,5 +1,3 @@
-"""The presets: their changes to the defaults of `ObjectiveConfig`, with formulas and sources."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -9,19 +7,17 @@ from typing import Any, NamedTuple
 
 import yaml
 
-LARGEST_FILE = 2**20
-"""In bytes; a configuration has a few thousand."""
+LARGEST_FILE = 2**20  # bytes; a configuration has a few thousand
 
 
 class Preset(NamedTuple):
     source: str
-    """Paper, and the peer with values that the paper lacks."""
+    """The paper, and a peer that has values which the paper lacks."""
 
     formula: str
     """Value to maximise at each token, and the divisor of the sum. Notation: docs/reference/tepo.md."""
 
-    changes: Mapping[str, Any]
-    """Sections that differ from TEPO's."""
+    changes: Mapping[str, Any]  # sections that differ from TEPO's
 
 
 def _token(**changes: Any) -> Mapping[str, Any]:
@@ -165,8 +161,7 @@ CORRECTIONS: Mapping[str, Preset] = {
         "verl", "1[0.999 ≤ (Π_t w)^(1/T_i) ≤ 1.001]", {"rejection": {"level": "geometric", "low": 0.999, "high": 1.001}}
     ),
 }
-"""Weights w = π_old / π_sampler for another sampler, by peers' names. Each goes with any preset; a rejection goes with
-weights."""
+"""Weights w = π_old / π_sampler for another sampler, by peers' names. Each goes with any preset, a rejection with weights."""
 
 
 SUFFIXES = (".yaml", ".yml")
@@ -174,11 +169,9 @@ SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class _PresetFile:
-    base: str
-    """Built-in preset under the file."""
+    base: str  # built-in preset under the file
 
-    plugins: tuple[str, ...]
-    """Absolute paths, or module names."""
+    plugins: tuple[str, ...]  # absolute paths, or module names
 
     preset: Preset
 
@@ -188,9 +181,9 @@ def is_preset_file(name: str) -> bool:
 
 
 def read_preset(name: str) -> _PresetFile:
-    """Reads a preset file: keys of an ``objective`` section, and ``formula`` and ``source`` as text.
+    """A file has the keys of an ``objective`` section, and ``formula`` and ``source`` as text.
 
-    ``preset`` in it names the preset below, by default ``tepo``; paths of ``plugins`` are relative to the file.
+    Its ``preset`` names the preset below, by default ``tepo``; paths of ``plugins`` are relative to the file.
 
     Raises:
         ValueError: no such file, other YAML, or an unknown preset below.
@@ -209,22 +202,22 @@ def read_preset(name: str) -> _PresetFile:
     if isinstance(raw.get("objective"), Mapping):
         raise ValueError(f"{where}: the keys of an objective section are at its top, without 'objective:'; is it a run's file?")
     sections = dict(raw)
-    said = {key: _text(sections.pop(key, ""), key, where) for key in ("source", "formula")}
+    texts = {key: _text(sections.pop(key, ""), key, where) for key in ("source", "formula")}
     base = sections.pop("preset", "tepo")
     if not isinstance(base, str) or base not in PRESETS:
         raise ValueError(f"{where}: its own preset = {str(base)[:60]!r} must be one of {', '.join(PRESETS)}")
-    return _PresetFile(base, beside(path, sections.pop("plugins", ())), Preset(**said, changes=sections))
+    return _PresetFile(base, beside(path, sections.pop("plugins", ())), Preset(**texts, changes=sections))
 
 
 def beside(file: Path, plugins: Any) -> tuple[Any, ...]:
-    """``plugins`` with paths relative to the file made absolute; anything but a list is returned unchanged."""
+    """Makes paths relative to the file absolute; returns anything but a list unchanged."""
     if not isinstance(plugins, list | tuple):
         return (plugins,)
     return tuple(beside_path(file, item) if isinstance(item, str) and item.endswith(".py") else item for item in plugins)
 
 
 def beside_path(file: Path, path: str) -> str:
-    """Absolute path of one relative to the file; ``~`` and ``${`` at its start are left alone."""
+    """Leaves ``~`` and ``${`` at the start alone."""
     return path if path.startswith(("~", "${")) else str(file.absolute().parent / path)
 
 

@@ -2,14 +2,13 @@
 
 import difflib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Self, get_args
+from typing import Any, get_args
 
 from pydantic import model_validator
 
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.objective.base import Need, ObjectiveSection
 from tepo_megatron.config.objective.choices import (
     Advantage,
     Aggregation,
@@ -24,7 +23,7 @@ from tepo_megatron.config.objective.choices import (
     TokenRatio,
     TrustRegion,
 )
-from tepo_megatron.config.objective.custom import CustomKind, kind_name, load_plugin
+from tepo_megatron.config.objective.custom import CustomKind, Need, ObjectiveSection, OwnRatio, kind_name, load_plugin
 from tepo_megatron.config.objective.presets import PRESETS, is_preset_file, read_preset
 from tepo_megatron.config.objective.terms import (
     KL,
@@ -47,23 +46,27 @@ class ObjectiveConfig(Section):
     """
 
     preset: str = "tepo"
-    """A name from ``tepo objective list``, or your file ``path/my_preset.yaml`` (relative to the run's file), which is laid
-    over the preset that it names."""
+    """A name from ``tepo objective list``, or your file ``path/my_preset.yaml`` (relative to the run's file), laid over the
+    preset that it names.
+    """
 
     plugins: tuple[str, ...] = ()
-    """Your modules with kinds for the sections below: ``path/my_objective.py`` (relative to the run's file), or an installed
-    module. Reading the run's file imports them (docs/guides/own-objective.md)."""
+    """Modules with custom kinds: ``path/my_objective.py`` (relative to the run's file), or an installed module. Reading the
+    run's file imports them.
+    """
 
     advantage: Advantage = GroupAdvantage()
-    """How the rewards of a prompt's responses become advantages A, one per response."""
+    """How rewards become advantages A, one per response."""
 
     ratio: Ratio = SequenceTokenRatio()
-    """Level at which π_θ is compared with π_old, the policy before the update. Our interpretation of TEPO: the token form of
-    the length-normalised sequence ratio."""
+    """Level at which π_θ is compared with π_old. Our interpretation of TEPO: the token form of the length-normalised sequence
+    ratio.
+    """
 
     trust_region: TrustRegion = Clip(low=3e-4, high=4e-4)
-    """How far a ratio may carry the surrogate from 1. Our interpretation of TEPO: clip with GSPO's range, since the ratio is
-    length-normalised."""
+    """How far a ratio may carry the surrogate from 1. Our interpretation of TEPO: GSPO's range, since the ratio is
+    length-normalised.
+    """
 
     aggregation: Aggregation = TokenMean()
     """How token values become one number: weights and divisor."""
@@ -75,10 +78,10 @@ class ObjectiveConfig(Section):
     """A KL penalty on every response token; null: off."""
 
     kl_cov: KLCov | None = None
-    """A KL penalty on the few tokens of highest covariance of log-probability and advantage (KL-Cov); null: off."""
+    """A KL penalty on the tokens of highest covariance (KL-Cov); null: off."""
 
     entropy: EntropyBonus | None = None
-    """A bonus for the full distribution's entropy; default kind ``fixed``; null: off."""
+    """A bonus for the full distribution's entropy; null: off."""
 
     mismatch: Mismatch | None = None
     """Weights for a sampler whose probabilities differ from the trainer's; default kind ``truncate``; null: off."""
@@ -87,13 +90,13 @@ class ObjectiveConfig(Section):
     """Leaves out samples whose sampler probabilities differ too much from the trainer's; null: off."""
 
     opsm: OffPolicySequenceMask | None = None
-    """Leaves out responses of negative advantage that the policy has left (off-policy sequence mask); null: off."""
+    """Leaves out responses of negative advantage that the policy has left (OPSM); null: off."""
 
     m2po: SecondMomentMask | None = None
-    """Leaves out the tokens on which trainer and sampler differ most (M2PO's second-moment mask); null: off."""
+    """Leaves out the tokens on which trainer and sampler differ most (M2PO); null: off."""
 
     mask: Mask | None = None
-    """Your mask, from ``plugins``: no gradient for the tokens that it chooses; null: off."""
+    """Your mask, from ``plugins``: chosen tokens get no gradient; null: off."""
 
     penalty: Penalty | None = None
     """Your penalty, from ``plugins``, subtracted from the surrogate; null: off."""
@@ -106,12 +109,11 @@ class ObjectiveConfig(Section):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Inputs of a step that sections need besides log-probs and entropies."""
         return frozenset().union(*(section.needs for section in self.sections.values()))
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen copy of the first weights is kept and scored."""
+        """True if a frozen copy of the first weights is kept and scored."""
         return "reference" in self.needs
 
     @property
@@ -147,38 +149,46 @@ class ObjectiveConfig(Section):
             merged["plugins"] = tuple(dict.fromkeys([*used, *(load_plugin(item).name for item in plugins)]))
         return {**merged, "preset": name}
 
-    @model_validator(mode="after")
-    def _plugins_are_used(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         for plugin in map(load_plugin, self.plugins):
             if not _uses(plugin.kinds, self.model_dump()):
                 kinds = ", ".join(f"objective.{kind.slot}.kind = {kind_name(kind)}" for kind in plugin.kinds)
-                raise ValueError(
-                    f"objective.plugins names {plugin.name}, and nothing of it is used; set {kinds}, or leave it out"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _length_clip_bounds_a_sum(self) -> Self:
-        if isinstance(self.trust_region, LengthClip) and (self.ratio.kind == "token" or _is_normalized(self.ratio)):
-            raise ValueError(
+                yield f"objective.plugins names {plugin.name}, and nothing of it is used; set {kinds}, or leave it out"
+        if isinstance(self.trust_region, LengthClip) and (self.ratio.kind in ("token", "prefix") or _is_normalized(self.ratio)):
+            yield (
                 f"objective.trust_region.kind = 'length_clip' with objective.ratio.kind = {self.ratio.kind!r}: its bound grows "
                 "with the length, as a sum of log-ratios does; set objective.ratio.kind = 'sequence' and "
                 "objective.ratio.length_normalized = false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _range_belongs_to_ratio(self) -> Self:
         region = self.trust_region
+        if isinstance(region, Clip) and region.scale == "length":
+            yield from self._length_scale_faults(region)
+            return
         if not isinstance(region, Clip | ClipCov):
-            return self
-        widest = max(region.low, region.high)
+            return
+        widest = max(value for value in (region.low, region.high) if value != "auto")
         advice = f"objective.ratio.kind = {self.ratio.kind!r} with a trust region of {widest:g}"
         if _is_normalized(self.ratio) and widest > 0.05:
             warnings.warn(f"{advice}: such ratios stay within about 1e-3 of 1; 3e-4 is usual, 0.2 hardly clips", stacklevel=2)
         elif isinstance(self.ratio, TokenRatio) and widest < 0.01:
             warnings.warn(f"{advice}: token ratios leave that range at once; 0.2 is usual", stacklevel=2)
-        return self
+
+    def _length_scale_faults(self, region: Clip) -> Iterator[str]:
+        if isinstance(self.ratio, TokenRatio | OwnRatio):
+            yield (
+                f"objective.trust_region.scale = length with objective.ratio.kind = {self.ratio.kind!r}: the spread of a "
+                "token's ratio does not depend on the length; set objective.ratio.kind = sequence_token or prefix, or "
+                "objective.trust_region.scale = fixed"
+            )
+        for name in ("low", "high"):
+            value = getattr(region, name)
+            if value != "auto" and not 0.003 <= value <= 0.5:
+                effect = "hardly anything lies within" if value < 0.003 else "hardly a response reaches it"
+                warnings.warn(
+                    f"objective.trust_region.{name} = {value:g} with scale = length is in units of a token's log-ratio: "
+                    f"{effect}; 0.03 is usual, and auto fits it to the run",
+                    stacklevel=2,
+                )
 
 
 def _check_empty_sections(raw: Mapping[str, Any], preset: Mapping[str, Any]) -> None:
@@ -193,7 +203,7 @@ def _check_empty_sections(raw: Mapping[str, Any], preset: Mapping[str, Any]) -> 
 
 
 def _is_normalized(ratio: Ratio) -> bool:
-    """Whether a ratio is a mean over a response's tokens, and so stays near 1."""
+    """A mean over a response's tokens stays near 1."""
     if isinstance(ratio, CustomKind):
         return False
     return isinstance(ratio, PowerMeanRatio) or (not isinstance(ratio, TokenRatio) and ratio.length_normalized)
@@ -206,7 +216,7 @@ def _uses(kinds: Sequence[type[CustomKind]], sections: Mapping[str, Any]) -> boo
 
 
 def named_plugins(values: Any) -> tuple[str, ...]:
-    """Plugins that a run's values and its preset file name; empty if one cannot be loaded, since validation reports why."""
+    """Plugins of a run's values and its preset file; empty if one cannot be loaded, since validation reports why."""
     raw = values.get("objective") if isinstance(values, Mapping) else None
     result: list[str] = []
     try:

@@ -1,15 +1,23 @@
 """Optional terms of an objective: KL, entropy bonus, corrections for the sampler.
 
-A docstring with *our interpretation* fills a gap of the TEPO papers (docs/reference/tepo.md).
-π_θ is the trained policy, π_old the policy before the update, δ = log π_θ − log π_old at a response token.
+A docstring with *our interpretation* fills a gap of the TEPO papers (docs/reference/tepo.md). π_θ is the trained policy, π_old
+the policy before the update, δ = log π_θ − log π_old at a response token.
 """
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat
 
-from tepo_megatron.config.objective.base import Need, NoiseBound, ObjectiveSection
-from tepo_megatron.config.objective.custom import CustomSlot, OwnMask, OwnMismatch, OwnPenalty
+from tepo_megatron.config.objective.custom import (
+    CustomSlot,
+    Need,
+    NoiseBound,
+    ObjectiveSection,
+    OwnMask,
+    OwnMismatch,
+    OwnPenalty,
+)
 
 
 def _acts(coefficient: Any) -> Any:
@@ -44,7 +52,8 @@ class KLMask(KLTerm):
 
     coefficient: Coefficient = 1.0
     """β, factor of the KL. Our interpretation, no value is known: at 1 the penalty's gradient equals the surrogate's if r · δ
-    is the ratio times A, r = π_θ/π_old."""
+    is the ratio times A, r = π_θ/π_old.
+    """
 
     estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """As ``objective.kl.estimator``. Our interpretation: k3."""
@@ -54,17 +63,19 @@ class KLMask(KLTerm):
 
     weight: Literal["importance", "none"] = "importance"
     """``importance`` multiplies by r = π_θ/π_old, with gradient. Our interpretation: k3 against π_old is then r · δ − r + 1,
-    unbiased for KL(π_θ‖π_old) under samples of π_old."""
+    unbiased for KL(π_θ‖π_old) under samples of π_old.
+    """
 
     falling: Literal["measured", "covariance", "first_order"] = "measured"
     """Test of ΔH < 0 at a token. ``measured``: the full-vocabulary entropy of π_θ is below π_old's; ``covariance``: (log π_old
     − mean)(A − mean) > 0 predicts it; ``first_order``: a policy-gradient step on the token lowers it to first order, exact even
-    if bf16 drowns measurements. Our interpretation: ``measured``."""
+    if bf16 drowns measurements. Our interpretation: ``measured``.
+    """
 
     tolerance: NonNegativeFloat | Literal["auto"] = "auto"
     """``measured`` only: the entropy must fall by more than this, in nats. ``auto``: twice the 99th percentile of
-    ``entropy/noise`` (``engine.noise_every``), the measured rounding noise, and at least 1e-5, above fp32 rounding. Our
-    interpretation: ``auto``."""
+    ``entropy/noise`` (``engine.noise_every``), and at least 1e-5, above fp32 rounding. Our interpretation: ``auto``.
+    """
 
     @property
     def selects_tokens(self) -> bool:
@@ -88,21 +99,19 @@ class KLMask(KLTerm):
     def turning_points(self) -> tuple[float, ...]:
         return (0.2,)  # the pull grows with the ratio, and is 0 at a ratio of 1
 
-    @model_validator(mode="after")
-    def _tolerance_acts(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.falling != "measured" and self.tolerance != type(self).model_fields["tolerance"].default:
-            raise ValueError(
+            yield (
                 f"kl_mask.tolerance = {self.tolerance} does nothing beside kl_mask.falling = {self.falling!r}, which "
                 "measures no entropy; leave it out, or set kl_mask.falling = 'measured'"
             )
-        return self
 
 
 class KL(KLTerm):
-    """A KL penalty on every response token."""
+    """Penalises KL on every response token."""
 
     coefficient: Coefficient = 0.04
-    """Factor of the KL, which is subtracted from the surrogate; 0.04 is the GRPO paper's."""
+    """Factor of the KL; 0.04 is the GRPO paper's."""
 
     against: Literal["old", "reference"] = "reference"
     """q: ``old`` is π_old, the policy before the update; ``reference`` a frozen copy of the first weights."""
@@ -116,7 +125,7 @@ class KLCov(KLTerm):
     """A KL penalty on the response tokens of highest covariance (KL-Cov)."""
 
     coefficient: Coefficient = 1.0
-    """Factor of the KL, which is subtracted from the surrogate."""
+    """Factor of the KL."""
 
     estimator: Literal["k1", "k2", "k3", "abs"] = "abs"
     """As ``objective.kl.estimator``."""
@@ -155,7 +164,7 @@ class AdaptiveEntropyBonus(_EntropyBonus):
     """Largest factor, reached if the entropy of π_old is 0."""
 
     target: PositiveFloat
-    """Mean entropy of π_old from which on there is no bonus, in nats per token."""
+    """Mean entropy of π_old, in nats per token, from which on there is no bonus."""
 
 
 Level = Literal["token", "sequence", "geometric"]
@@ -167,7 +176,8 @@ class Truncate(ObjectiveSection):
     kind: Literal["truncate"] = "truncate"
     level: Level = "token"
     """``token``: each token has its weight; ``sequence``: a response's tokens have the product; ``geometric``: their geometric
-    mean."""
+    mean.
+    """
 
     cap: PositiveFloat = 2.0
     """Largest weight; larger ones are set to it."""
@@ -186,11 +196,9 @@ class MaskOutside(ObjectiveSection):
     high: PositiveFloat = 5.0
     """Largest weight kept."""
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.low >= self.high:
-            raise ValueError(f"mismatch.low = {self.low:g} must be below mismatch.high = {self.high:g}")
-        return self
+            yield f"mismatch.low = {self.low:g} must be below mismatch.high = {self.high:g}"
 
 
 class Rejection(ObjectiveSection):
@@ -198,7 +206,8 @@ class Rejection(ObjectiveSection):
 
     level: Level = "geometric"
     """``token``: each token by its ratio; ``sequence``: a response by the product of its ratios; ``geometric``: by their
-    geometric mean, independent of length."""
+    geometric mean, independent of length.
+    """
 
     low: NonNegativeFloat
     """Smallest ratio kept: about 0.999 for ``geometric``, 0.5 for the others."""
@@ -210,11 +219,9 @@ class Rejection(ObjectiveSection):
     def selects_tokens(self) -> bool:
         return True
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.low >= self.high:
-            raise ValueError(f"rejection.low = {self.low:g} must be below rejection.high = {self.high:g}")
-        return self
+            yield f"rejection.low = {self.low:g} must be below rejection.high = {self.high:g}"
 
 
 class OffPolicySequenceMask(ObjectiveSection):
@@ -230,7 +237,8 @@ class OffPolicySequenceMask(ObjectiveSection):
 
 class SecondMomentMask(ObjectiveSection):
     """No gradient for the fewest tokens, of largest (log π_old − log π_sampler)², that bring the others' mean to the threshold
-    (M2PO)."""
+    (M2PO).
+    """
 
     threshold: PositiveFloat = 0.04
     """Largest mean of (log π_old − log π_sampler)² over kept tokens."""

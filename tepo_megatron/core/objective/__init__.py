@@ -1,11 +1,11 @@
-"""The paper: pure tensor maths on [sequence, token] values. No process group, no model."""
+"""The paper's mathematics on [sequence, token] values."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tepo_megatron.core.objective.advantage import group_advantages, overlong_penalty
-    from tepo_megatron.core.objective.checking.check import check_objective
+    from tepo_megatron.core.objective.checking import check_objective
     from tepo_megatron.core.objective.compose import Objective, StepContext, build_objective
     from tepo_megatron.core.objective.ratio import sequence_sum
     from tepo_megatron.core.objective.trust_region import Surrogate
@@ -31,7 +31,7 @@ _HOMES = {
     "Surrogate": "trust_region",
     "TokenValues": "values",
     "build_objective": "compose",
-    "check_objective": "checking.check",
+    "check_objective": "checking",
     "group_advantages": "advantage",
     "overlong_penalty": "advantage",
     "sequence_sum": "ratio",

@@ -1,4 +1,4 @@
-"""Advantages from rewards within groups (docs/reference/tepo.md, "Advantage"). S sequences, K rewards for each."""
+"""Advantages from rewards within groups (docs/reference/tepo.md)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ def group_advantages(
     std: Literal["sample", "population"] = "sample",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Returns one advantage per sequence, relative to its group (equal numbers in ``groups_S``, int64 [S]).
+    """Returns fp32 [S] (fp64 for fp64 rewards), detached. ``groups_S``: int64 [S]; groups of equal rewards get exactly 0.
 
-    ``group`` is (R − mean) / (std + eps) (equation 1); ``no_std`` is R − mean (Dr.GRPO); ``leave_one_out`` is R minus the mean
-    of the others (RLOO); ``divide_by_mean`` is (R − mean) / mean (MaxRL). Groups of equal rewards get exactly 0. The result is
-    detached, fp32 [S] (fp64 for fp64 rewards).
-
-    Raises ValueError if shapes differ, a reward is not finite, or ``divide_by_mean`` meets a negative one.
+    ``group`` is (R − mean) / (std + eps) (equation 1); ``no_std`` R − mean (Dr.GRPO); ``leave_one_out`` R minus the others'
+    mean (RLOO); ``divide_by_mean`` (R − mean) / mean (MaxRL). Raises ValueError for rewards that are not finite, or
+    negative with ``divide_by_mean``.
     """
     if rewards_S.ndim != 1 or rewards_S.shape != groups_S.shape:
         raise ValueError(
@@ -72,10 +70,9 @@ def whitened_advantages(
     over: Literal["responses", "tokens"] = "responses",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Returns x = R − group mean, whitened: (x − mean) / (sample std + eps) (REINFORCE++ with baseline, arXiv 2501.03262).
+    """Returns x = R − group mean, whitened over the batch with the sample std (REINFORCE++ with baseline, arXiv 2501.03262).
 
-    ``responses``: every response counts once. ``tokens``: it counts ``lengths_S`` (int64 [S]) times, as in verl; groups of
-    equal rewards then get the batch's offset. Errors are those of `group_advantages`.
+    With ``tokens`` a response counts ``lengths_S`` times, as in verl; groups of equal rewards then get an offset.
     """
     dtype = torch.promote_types(rewards_S.dtype, torch.float32)
     centred_S = group_advantages(rewards_S.double(), groups_S, kind="no_std")
@@ -94,11 +91,9 @@ def gdpo_advantages(
     std: Literal["sample", "population"] = "sample",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Returns Σ_k w_k (R_k − mean) / (std + eps) in groups, over its deviation in the batch + eps (GDPO, arXiv 2601.05242).
+    """Returns Σ_k w_k (R_k − mean) / (std + eps), over its deviation in the batch + eps (GDPO, arXiv 2601.05242).
 
-    The paper also subtracts the batch's mean, which is 0 already. ``rewards_SK`` is float [S, K]; only proportions of
-    ``weights`` count. The result is detached, fp32 [S] (fp64 for fp64 rewards). Raises ValueError if shapes differ, or a reward
-    is not finite.
+    The paper also subtracts the batch's mean, which is 0 already.
     """
     if rewards_SK.ndim != 2 or (weights is not None and len(weights) != rewards_SK.shape[1]):
         raise ValueError(
@@ -117,8 +112,6 @@ def _deviation(centred_S: Tensor, count_S: Tensor, *, degrees: int) -> Tensor:
 
 
 def overlong_penalty(response_lengths_S: Tensor, *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0) -> Tensor:
-    """Returns DAPO's penalty, fp32 [S], to add to the rewards: 0 up to ``max_tokens − buffer_tokens``, linear to ``−penalty``
-    at ``max_tokens``.
-    """
+    """Returns DAPO's penalty, fp32 [S]: 0 up to ``max_tokens − buffer_tokens``, then linear to ``−penalty``."""
     over_S = response_lengths_S.float() - (max_tokens - buffer_tokens)
     return -penalty * (over_S / buffer_tokens).clamp(0.0, 1.0)

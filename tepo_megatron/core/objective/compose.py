@@ -1,4 +1,4 @@
-"""The objective of one optimizer step. All terms have the same weights and denominator (docs/reference/tepo.md)."""
+"""The objective of one optimizer step (docs/reference/tepo.md)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tepo_megatron.config.objective.choices import Clip
 from tepo_megatron.config.objective.custom import OwnAdvantage, OwnAggregation
+from tepo_megatron.core.histogram import count_moves
 from tepo_megatron.core.objective.advantage import gdpo_advantages, group_advantages, overlong_penalty, whitened_advantages
-from tepo_megatron.core.objective.custom import custom_advantages, custom_denominator, custom_token_weights
-from tepo_megatron.core.objective.mechanisms import Mechanism, choose_tokens, prepare_mechanisms
-from tepo_megatron.core.objective.metrics import measure, token_values
-from tepo_megatron.core.objective.ratio import effective_sample_share, sampler_weights, sequence_sum
-from tepo_megatron.core.objective.trust_region import bounded_ratio, surrogate
+from tepo_megatron.core.objective.mechanisms import Mechanism, apply_mechanisms, kl_estimate, prepare_mechanisms
+from tepo_megatron.core.objective.ratio import effective_sample_share, length_factor, sampler_weights, sequence_sum
+from tepo_megatron.core.objective.trust_region import Surrogate, bounded_ratio, surrogate
 from tepo_megatron.core.objective.values import (
     StepValues,
     TokenValues,
+    check_custom,
     check_scores,
     check_step,
     covariance_statistic,
+    describe_kind,
     exact_mean,
 )
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
@@ -33,66 +35,47 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepContext:
-    """Statistics of the whole mini-batch, equal for all micro-batches and ranks. Detached."""
+    """Detached statistics of the mini-batch, equal for all micro-batches and ranks."""
 
     denominator: Tensor
-    """Scalar; divides the sum of all numerators once."""
+    """Divides the sum of all numerators."""
     logprob_mean: Tensor
-    """Scalar: mean of log π_old over response tokens."""
+    """Of log π_old over response tokens."""
     advantage_mean: Tensor
     effective_samples: Tensor
-    """Scalar: effective sample size of π_old/π_sampler, as a share of the response tokens."""
+    """As a share of the response tokens."""
     entropy_coefficient: float
     """0 without a bonus."""
     mechanisms: tuple[Mechanism, ...]
-    """Prepared for this mini-batch."""
-
-
-def _prepare_step(config: ObjectiveConfig, batch: Batch, *, entropy_noise: float = 0.0) -> StepContext:
-    check_step(batch, reference=config.needs_reference)
-    assert batch.advantages_S is not None
-    assert batch.old_logprobs_T is not None
-    mask_T, index_T = batch.loss_mask_T, batch.sequence_index_T
-    lengths_S = sequence_sum(mask_T.long(), index_T, batch.num_sequences).to(batch.old_logprobs_T.dtype)
-    denominator = _step_denominator(config.aggregation, lengths_S)
-    logprob_R = batch.old_logprobs_T[mask_T]  # R: response tokens
-    advantage_R = batch.advantages_S[index_T][mask_T]
-    logprob_mean, advantage_mean = exact_mean(logprob_R), exact_mean(advantage_R)
-    step = StepValues(
-        old_logprob_R=logprob_R,
-        advantage_R=advantage_R,
-        labels_R=batch.labels_T[mask_T],
-        mismatch_R=logprob_R - batch.sampler_logprobs_T[mask_T],
-        covariance_R=covariance_statistic(logprob_R, advantage_R, logprob_mean, advantage_mean),
-        old_entropy_R=None if batch.old_entropy_T is None else batch.old_entropy_T[mask_T],
-        entropy_noise=entropy_noise,
-    )
-    old_entropy = None if step.old_entropy_R is None else exact_mean(step.old_entropy_R)
-    return StepContext(
-        denominator=denominator,
-        logprob_mean=logprob_mean,
-        advantage_mean=advantage_mean,
-        effective_samples=effective_sample_share(step.mismatch_R),
-        entropy_coefficient=_entropy_coefficient(config.entropy, old_entropy),
-        mechanisms=prepare_mechanisms(config, step),
-    )
+    length_quartiles: Tensor
+    """[3], of the responses' lengths."""
+    clip_range: tuple[float, float] | None = None
+    """(low, high) that the last step measured for ``auto`` bounds."""
 
 
 def _token_weights(aggregation: Aggregation, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
     if isinstance(aggregation, OwnAggregation):
-        return custom_token_weights(aggregation, lengths_S, index_T, mask_T)
+        weights_S = check_custom(
+            aggregation, aggregation.sequence_weights(lengths_S), "sequence_weights", lengths_S, "sequence"
+        )
+        return torch.where(mask_T, weights_S.detach()[index_T], 0.0)
     if aggregation.kind != "sequence_mean":
         return mask_T.to(lengths_S.dtype)
     return mask_T / lengths_S.clamp(min=1)[index_T]
 
 
 def _step_denominator(aggregation: Aggregation, lengths_S: Tensor) -> Tensor:
-    """Sequences without response tokens (padding) do not count."""
     sequences = (lengths_S > 0).sum().to(lengths_S.dtype)
     if not sequences:
         raise ValueError("no sequence of this optimizer step has a response token; leave the step out, or look at loss_mask_T")
     if isinstance(aggregation, OwnAggregation):
-        return custom_denominator(aggregation, lengths_S)
+        divisor = torch.as_tensor(aggregation.denominator(lengths_S), dtype=lengths_S.dtype, device=lengths_S.device).detach()
+        if divisor.ndim or not divisor.isfinite() or divisor <= 0:
+            raise ValueError(
+                f"{describe_kind(aggregation)}.denominator gave {divisor.tolist()} for a step of {lengths_S.numel()} "
+                "sequences; give one positive number"
+            )
+        return divisor
     if aggregation.kind == "token_mean":
         return lengths_S.sum()
     if aggregation.kind == "sequence_mean":
@@ -101,7 +84,6 @@ def _step_denominator(aggregation: Aggregation, lengths_S: Tensor) -> Tensor:
 
 
 def _entropy_coefficient(bonus: EntropyBonus | None, old_entropy_mean: Tensor | None) -> float:
-    """Computes equation 13."""
     if bonus is None:
         return 0.0
     if bonus.kind == "fixed":
@@ -112,7 +94,7 @@ def _entropy_coefficient(bonus: EntropyBonus | None, old_entropy_mean: Tensor | 
 
 
 def build_objective(config: ObjectiveConfig) -> Objective:
-    """Returns the objective that a config describes."""
+    """Returns a loss without state."""
     return Objective(config)
 
 
@@ -120,15 +102,14 @@ def build_objective(config: ObjectiveConfig) -> Objective:
 class Objective:
     """A loss over batches of sequences, without state.
 
-    Order of a step: ``advantages`` of the whole rollout batch; for each optimizer step ``prepare`` on its whole mini-batch; a
-    call for each micro-batch; the numerators' sum over micro-batches and ranks, divided once by the denominator.
+    In a step: ``advantages`` of the whole rollout batch; ``prepare`` for each mini-batch; a call for each micro-batch. The
+    numerators' sum over micro-batches and ranks is divided once by the denominator.
     """
 
     config: ObjectiveConfig
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """Whether the gradient flows through ``TokenScores.entropy``."""
         return "entropy_gradient" in self.config.needs
 
     @property
@@ -140,10 +121,11 @@ class Objective:
         return self.config.needs_reference
 
     def advantages(self, batch: Batch) -> Tensor:
-        """Returns fp32 [S] for the whole rollout batch; kind ``gdpo`` uses ``reward_parts_SK`` if there are any."""
+        """Returns fp32 [S] for the whole rollout batch."""
         choice, groups_S = self.config.advantage, batch.groups_S
         if isinstance(choice, OwnAdvantage):
-            return custom_advantages(choice, batch)
+            values_S = check_custom(choice, choice.advantages(batch), "advantages", batch.rewards_S, "response")
+            return values_S.detach().to(torch.promote_types(batch.rewards_S.dtype, torch.float32))
         if choice.kind == "gdpo":
             parts_SK = batch.rewards_S.unsqueeze(1) if batch.reward_parts_SK is None else batch.reward_parts_SK
             return gdpo_advantages(parts_SK, groups_S, weights=choice.weights, std=choice.std, eps=choice.eps)
@@ -161,64 +143,89 @@ class Objective:
             return group_advantages(rewards_S, groups_S, std=choice.std, eps=choice.eps)
         return group_advantages(rewards_S, groups_S, kind=choice.kind)
 
-    def prepare(self, batch: Batch, *, entropy_noise: float = 0.0) -> StepContext:
-        """Computes denominator and statistics of one optimizer step. No collective.
+    def prepare(
+        self, batch: Batch, *, entropy_noise: float = 0.0, clip_range: tuple[float, float] | None = None
+    ) -> StepContext:
+        """Computes the statistics of one optimizer step. No collective.
 
         Args:
-            batch: all sequences of the step, of all data-parallel ranks, with ``advantages_S`` and ``old_logprobs_T``;
-                ``old_entropy_T`` and ``reference_logprobs_T`` if the objective needs them.
-            entropy_noise: rounding noise between two entropies of one token under the same weights, in nats.
+            batch: all data-parallel ranks' mini-batch, with ``advantages_S``, ``old_logprobs_T``, and what the objective needs.
+            entropy_noise: rounding noise of a token's entropy, in nats.
+            clip_range: (low, high) of ``auto`` bounds, from `next_clip_range` of the last step; None before there are any.
 
-        Raises:
-            ValueError: a field is missing or has another shape, a value is not finite, or there is no response token.
+        Raises ValueError if the batch is incomplete, not finite, or without a response token.
         """
-        return _prepare_step(self.config, batch, entropy_noise=entropy_noise)
+        check_step(batch, reference=self.config.needs_reference)
+        assert batch.advantages_S is not None
+        assert batch.old_logprobs_T is not None
+        mask_T, index_T = batch.loss_mask_T, batch.sequence_index_T
+        lengths_S = sequence_sum(mask_T.long(), index_T, batch.num_sequences).to(batch.old_logprobs_T.dtype)
+        denominator = _step_denominator(self.config.aggregation, lengths_S)
+        logprob_R = batch.old_logprobs_T[mask_T]  # R: response tokens
+        advantage_R = batch.advantages_S[index_T][mask_T]
+        logprob_mean, advantage_mean = exact_mean(logprob_R), exact_mean(advantage_R)
+        step = StepValues(
+            old_logprob_R=logprob_R,
+            advantage_R=advantage_R,
+            labels_R=batch.labels_T[mask_T],
+            mismatch_R=logprob_R - batch.sampler_logprobs_T[mask_T],
+            covariance_R=covariance_statistic(logprob_R, advantage_R, logprob_mean, advantage_mean),
+            old_entropy_R=None if batch.old_entropy_T is None else batch.old_entropy_T[mask_T],
+            entropy_noise=entropy_noise,
+        )
+        old_entropy = None if step.old_entropy_R is None else exact_mean(step.old_entropy_R)
+        return StepContext(
+            denominator=denominator,
+            logprob_mean=logprob_mean,
+            advantage_mean=advantage_mean,
+            effective_samples=effective_sample_share(step.mismatch_R),
+            entropy_coefficient=_entropy_coefficient(self.config.entropy, old_entropy),
+            mechanisms=prepare_mechanisms(self.config, step),
+            length_quartiles=lengths_S[lengths_S > 0].double().quantile(lengths_S.new_tensor([0.25, 0.5, 0.75]).double()),
+            clip_range=clip_range,
+        )
 
     def __call__(self, scores: TokenScores, batch: Batch, context: StepContext) -> ObjectiveOutput:
-        """Returns a micro-batch's share of the loss; ``numerator`` is differentiable in ``scores``.
+        """Returns a micro-batch's share of the loss, differentiable in ``scores``.
 
-        Args:
-            scores: [T], of the policy being trained; values outside the loss mask are not read.
-            batch: whole sequences. Those without a response token change nothing.
-            context: the result of ``prepare`` for this optimizer step.
-
-        Raises:
-            ValueError: shapes differ, or a score at a response token is not finite.
+        ``batch`` has whole sequences. Raises ValueError if shapes differ, or a score at a response token is not finite.
         """
         check_scores(scores, batch)
         values = self.token_values(scores, batch, context)
         ratio_T, held = bounded_ratio(self.config, values)
-        choices = choose_tokens(context.mechanisms, values)
-        gain = surrogate(self.config.trust_region, ratio_T, values, choices.detached_T, held)
+        chosen_T, detached_T, penalty_T = apply_mechanisms(context.mechanisms, values)
+        gain = surrogate(self.config, ratio_T, values, detached_T, held, context.clip_range)
         weight_T = None
         gain_T = gain.value_T
         if self.config.mismatch is not None:
             weight_T = sampler_weights(self.config.mismatch, values)
             gain_T = weight_T * gain_T
-        objective_T = gain_T - choices.penalty_T()
+        objective_T = gain_T - penalty_T
         if self.needs_entropy_gradient:
             objective_T = objective_T + context.entropy_coefficient * values.entropy_T
-        numerator = -(
-            _token_weights(self.config.aggregation, values.mask_T, values.lengths_S, values.index_T) * objective_T
-        ).sum()
-        masked_T = choices.chosen_T
-        metrics, extrema = measure(values, context.effective_samples, ratio_T, gain, weight_T, masked_T)
-        return ObjectiveOutput(numerator, context.denominator, metrics, extrema, token_values(values, ratio_T, masked_T))
+        token_weight_T = _token_weights(self.config.aggregation, values.mask_T, values.lengths_S, values.index_T)
+        numerator = -(token_weight_T * objective_T).sum()
+        metrics, extrema = _measure(values, context.effective_samples, ratio_T, gain, weight_T, chosen_T)
+        metrics |= _measure_clip(self.config, context, values, gain)
+        recorded = {"logprob_update": values.logprob_T.detach(), "ratio": ratio_T.detach(), "masked": chosen_T}
+        if values.entropy_change_T is not None:
+            recorded["entropy_change"] = values.entropy_change_T
+        moves = _count_moves(self.config, values, held.log_T)
+        return ObjectiveOutput(numerator, context.denominator, metrics, extrema, recorded, moves)
 
     def token_values(self, scores: TokenScores, batch: Batch, context: StepContext) -> TokenValues:
-        """Returns the inputs of the surrogate and of mechanisms."""
         mask_T, index_T = batch.loss_mask_T, batch.sequence_index_T
         assert batch.advantages_S is not None
         assert batch.old_logprobs_T is not None
+
+        def inside(values_T: Tensor) -> Tensor:
+            """Outside the mask there may be NaN, and 0 · nan is nan."""
+            return torch.where(mask_T, values_T, 0.0)
+
         reference_T = batch.reference_logprobs_T if self.needs_reference else None
-        old_entropy_T = batch.old_entropy_T
+        advantage_T, logprob_T = inside(batch.advantages_S[index_T]), inside(scores.logprob)
+        old_T, entropy_T = inside(batch.old_logprobs_T), inside(scores.entropy)
         slope_T = scores.entropy_slope
-        # `where` and not a product: outside the mask there may be rubbish, and 0 · nan is nan.
-        advantage_T = torch.where(mask_T, batch.advantages_S[index_T], 0.0)
-        logprob_T = torch.where(mask_T, scores.logprob, 0.0)
-        old_T = torch.where(mask_T, batch.old_logprobs_T, 0.0)
-        entropy_T = torch.where(mask_T, scores.entropy, 0.0)
-        change_T = None if old_entropy_T is None else entropy_T.detach() - torch.where(mask_T, old_entropy_T, 0.0)
         return TokenValues(
             mask_T=mask_T,
             index_T=index_T,
@@ -227,11 +234,99 @@ class Objective:
             logprob_T=logprob_T,
             old_logprob_T=old_T,
             delta_T=logprob_T - old_T,
-            reference_delta_T=None if reference_T is None else logprob_T - torch.where(mask_T, reference_T, 0.0),
+            reference_delta_T=None if reference_T is None else logprob_T - inside(reference_T),
             entropy_T=entropy_T,
-            entropy_change_T=change_T,
-            entropy_slope_T=None if slope_T is None else torch.where(mask_T, slope_T.detach(), 0.0),
-            mismatch_T=old_T - torch.where(mask_T, batch.sampler_logprobs_T, 0.0),
+            entropy_change_T=None if batch.old_entropy_T is None else entropy_T.detach() - inside(batch.old_entropy_T),
+            entropy_slope_T=None if slope_T is None else inside(slope_T.detach()),
+            mismatch_T=old_T - inside(batch.sampler_logprobs_T),
             covariance_T=covariance_statistic(old_T, advantage_T, context.logprob_mean, context.advantage_mean),
             lengths_S=sequence_sum(mask_T.to(logprob_T.dtype), index_T, batch.num_sequences),
         )
+
+
+@torch.no_grad()
+def _measure(
+    values: TokenValues,
+    effective_samples: Tensor,
+    ratio_T: Tensor,
+    gain: Surrogate,
+    weight_T: Tensor | None,
+    masked_T: Tensor,
+) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    """KL(π_θ‖π_old) is r δ − r + 1; the mismatch is KL(sampler‖π_old) by k3."""
+    mask_T = values.mask_T
+    kl_T = kl_estimate(values.delta_T, "k3") * values.delta_T.exp()
+
+    def over(where_T: Tensor, value_T: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.where(where_T, value_T, 0.0).sum(), where_T.sum().to(value_T.dtype)
+
+    metrics = {
+        "ratio/mean": over(mask_T, ratio_T),
+        "clip/low": over(mask_T, gain.clipped_low_T.to(ratio_T.dtype)),
+        "clip/high": over(mask_T, gain.clipped_high_T.to(ratio_T.dtype)),
+        "kl/mean": over(mask_T, kl_T),
+        "kl/masked": over(masked_T, kl_T),
+        "mask/fraction": over(mask_T, masked_T.to(ratio_T.dtype)),
+        "entropy/mean": over(mask_T, values.entropy_T),
+        "mismatch/kl": over(mask_T, kl_estimate(-values.mismatch_T, "k3")),
+        "ess": over(mask_T, effective_samples.expand_as(ratio_T)),
+    }
+    if values.entropy_change_T is not None:
+        metrics["entropy/delta"] = over(mask_T, values.entropy_change_T)
+        metrics["entropy/delta_masked"] = over(masked_T, values.entropy_change_T)
+        metrics["entropy/delta_unmasked"] = over(mask_T & ~masked_T, values.entropy_change_T)
+    if values.reference_delta_T is not None:
+        metrics["kl/reference"] = over(mask_T, kl_estimate(values.reference_delta_T, "k3"))
+    if weight_T is not None:
+        metrics["mismatch/weight"] = over(mask_T, weight_T)
+        metrics["mismatch/dropped"] = over(mask_T, (weight_T == 0).to(ratio_T.dtype))
+    extrema = {
+        "ratio/min": torch.where(mask_T, ratio_T, torch.inf).amin() if mask_T.numel() else ratio_T.new_tensor(torch.inf),
+        "ratio/max": torch.where(mask_T, ratio_T, -torch.inf).amax() if mask_T.numel() else ratio_T.new_tensor(-torch.inf),
+    }
+    return metrics, extrema
+
+
+@torch.no_grad()
+def _measure_clip(
+    config: ObjectiveConfig, context: StepContext, values: TokenValues, gain: Surrogate
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Shares are of the tokens that have an advantage. ``ratio/sigma`` is the mean of (Σ_t δ)² / T_i; the row has its root."""
+    mask_T, index_T, lengths_S = values.mask_T, values.index_T, values.lengths_S
+    clipped_T = (gain.clipped_low_T | gain.clipped_high_T) & mask_T
+    pushed_T = mask_T & (values.advantage_T != 0)
+    quarter_T = torch.bucketize(lengths_S.double(), context.length_quartiles)[index_T]
+
+    def share(where_T: Tensor) -> tuple[Tensor, Tensor]:
+        return (clipped_T & where_T).sum().double(), where_T.sum().double()
+
+    quarters = [share(pushed_T & (quarter_T == number)) for number in range(4)]
+
+    square_S = sequence_sum(values.delta_T, index_T, lengths_S.numel()) ** 2 / lengths_S.clamp(min=1)
+    metrics = {
+        "clip/share": share(pushed_T),
+        "clip/share_q1": quarters[0],
+        "clip/share_q2": quarters[1],
+        "clip/share_q3": quarters[2],
+        "clip/share_q4": quarters[3],
+        "ratio/sigma": ((square_S * lengths_S).sum(), lengths_S.sum()),
+    }
+    if isinstance(config.trust_region, Clip) and config.trust_region.is_auto:
+        tokens = mask_T.sum().double()
+        bounds = zip(("clip/bound_low", "clip/bound_high"), config.trust_region.bounds(context.clip_range), strict=True)
+        metrics |= {name: (bound * tokens, tokens) for name, bound in bounds}
+    return metrics
+
+
+@torch.no_grad()
+def _count_moves(config: ObjectiveConfig, values: TokenValues, log_ratio_T: Tensor) -> Tensor | None:
+    """Returns [2, BINS]: moves towards the lower bound where A < 0, towards the upper one where A > 0, in the bounds' unit."""
+    region = config.trust_region
+    if not isinstance(region, Clip):
+        return None
+    if region.scale == "fixed":
+        move_T = torch.expm1(log_ratio_T)
+    else:
+        move_T = log_ratio_T / length_factor(config.ratio, values.mask_T, values.lengths_S, values.index_T)
+    falling_T, rising_T = (values.mask_T & (values.advantage_T * sign > 0) for sign in (-1, 1))
+    return torch.stack([count_moves(-move_T, falling_T), count_moves(move_T, rising_T)])

@@ -1,4 +1,4 @@
-"""The push of an objective on a token as a function of its ratio."""
+"""The gradient weight of a token as a function of its ratio."""
 
 from __future__ import annotations
 
@@ -22,22 +22,16 @@ _FALL = 0.1  # of the entropy, in nats
 
 @dataclass(frozen=True)
 class GradientWeights:
-    """∂J/∂log π_θ of a one-token response, times the denominator: fp64 [N] each."""
+    """∂J/∂log π_θ of a one-token response, times the denominator: fp64 [N]."""
 
     ratios_N: Tensor
-    positive_N: Tensor
-    """With A = 1."""
-    negative_N: Tensor
-    """With A = −1."""
-    falling_N: Tensor
-    """With A = 1 and falling entropy."""
+    positive_N: Tensor  # with A = 1
+    negative_N: Tensor  # with A = −1
+    falling_N: Tensor  # with A = 1 and falling entropy
 
 
 def gradient_weights(config: ObjectiveConfig, log_ratios_N: Tensor) -> GradientWeights:
-    """Returns the push at log-ratios fp64 [N] of a token with probability 0.1 under π_old.
-
-    Mechanisms that choose by covariance or mismatch choose none here.
-    """
+    """Mechanisms that choose by covariance or mismatch choose no token here."""
     push = {
         (sign, fall): _push(config, log_ratios_N.double(), sign, fall) for sign, fall in ((1.0, 0.0), (-1.0, 0.0), (1.0, _FALL))
     }
@@ -45,7 +39,6 @@ def gradient_weights(config: ObjectiveConfig, log_ratios_N: Tensor) -> GradientW
 
 
 def telling_log_ratios(config: ObjectiveConfig, count: int = 201) -> Tensor:
-    """Returns fp64 [count] around 0, wide enough to show all bounds."""
     points = config.trust_region.turning_points or (0.6,)
     others = (section.turning_points for name, section in config.sections.items() if name != "trust_region")
     widest_point = max(*points, *chain.from_iterable(others), 0.0)

@@ -1,4 +1,4 @@
-"""Ratios π_θ / π_old and π_old / π_sampler (docs/reference/tepo.md). δ = log π_θ − log π_old, 0 outside the loss mask."""
+"""Ratios π_θ / π_old and π_old / π_sampler. δ = log π_θ − log π_old."""
 
 from __future__ import annotations
 
@@ -7,18 +7,38 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from tepo_megatron.config.objective.custom import OwnMismatch
-from tepo_megatron.core.objective.custom import custom_weights
+from tepo_megatron.config.objective.custom import OwnMismatch, OwnRatio
+from tepo_megatron.core.objective.values import check_custom
 
 if TYPE_CHECKING:
-    from tepo_megatron.config.objective.choices import BuiltinRatio
+    from tepo_megatron.config.objective.choices import BuiltinRatio, Ratio
     from tepo_megatron.config.objective.terms import Level, MaskOutside, Mismatch, Truncate
     from tepo_megatron.core.objective.values import TokenValues
 
 
 def sequence_sum(values_T: Tensor, sequence_index_T: Tensor, num_sequences: int) -> Tensor:
-    """Sums [T] over whole sequences to [S], differentiable."""
     return values_T.new_zeros(num_sequences).index_add(0, sequence_index_T, values_T)
+
+
+def prefix_sum(values_T: Tensor, sequence_index_T: Tensor) -> Tensor:
+    """Returns fp64 sums over a sequence's tokens up to this one."""
+    values_T = values_T.double()
+    sums_T = values_T.cumsum(0)
+    is_first_T = torch.ones_like(sequence_index_T, dtype=torch.bool)
+    is_first_T[1:] = sequence_index_T[1:] != sequence_index_T[:-1]
+    before_S = (sums_T - values_T)[is_first_T]
+    return sums_T - before_S[is_first_T.cumsum(0) - 1]
+
+
+def length_factor(ratio: Ratio, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
+    """Returns the factor by which a log-ratio's spread differs from a token's, were tokens independent: √n of a product of n
+    ratios, 1/√n of a mean.
+    """
+    if isinstance(ratio, OwnRatio) or ratio.kind == "token":
+        return torch.ones_like(mask_T, dtype=lengths_S.dtype)
+    count_T = prefix_sum(mask_T, index_T).to(lengths_S.dtype) if ratio.kind == "prefix" else lengths_S[index_T]
+    root_T = count_T.clamp(min=1).sqrt()
+    return 1 / root_T if ratio.kind == "power_mean" or ratio.length_normalized else root_T
 
 
 def over_sequence(
@@ -27,23 +47,25 @@ def over_sequence(
     index_T: Tensor,
     lengths_S: Tensor,
 ) -> Tensor:
-    """Returns the sum (``sequence``) or mean (``geometric``) of each sequence at each of its tokens: [T]."""
+    """``sequence`` sums, ``geometric`` averages."""
     sums_S = sequence_sum(values_T, index_T, lengths_S.numel())
     return (sums_S if level == "sequence" else sums_S / lengths_S.clamp(min=1))[index_T]
 
 
 def policy_log_ratio(ratio: BuiltinRatio, delta_T: Tensor, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
-    """Returns the log-ratio at every token, [T], differentiable in ``delta_T``.
+    """``sequence``: log s_i = Σ_t δ_it / T_i (equation 3), or Σ_t δ_it un-normalised.
 
-    - ``token``: δ_it.
-    - ``sequence``: log s_i = Σ_t δ_it / T_i (equation 3), or Σ_t δ_it un-normalised.
-    - ``sequence_token``: sg[log s_i] + δ_it − sg[δ_it] (equation 4).
-    - ``power_mean``: log (Σ_t exp(p δ_it) / T_i)^(1/p).
+    ``sequence_token``: sg[log s_i] + δ_it − sg[δ_it] (equation 4); ``prefix``: the same with the sum up to t.
+    ``power_mean``: log (Σ_t exp(p δ_it) / T_i)^(1/p).
     """
     if ratio.kind == "token":
         return delta_T
     if ratio.kind == "power_mean":
         return log_power_mean(ratio.p, delta_T, mask_T, lengths_S, index_T)
+    if ratio.kind == "prefix":
+        sums_T = prefix_sum(delta_T.detach(), index_T)
+        log_prefix_T = sums_T / prefix_sum(mask_T, index_T).clamp(min=1) if ratio.length_normalized else sums_T
+        return torch.where(mask_T, log_prefix_T.to(delta_T.dtype), 0.0) + (delta_T - delta_T.detach())
     level: Literal["sequence", "geometric"] = "geometric" if ratio.length_normalized else "sequence"
     log_ratio_T = over_sequence(delta_T, level, index_T, lengths_S)
     if ratio.kind == "sequence_token":
@@ -53,13 +75,12 @@ def policy_log_ratio(ratio: BuiltinRatio, delta_T: Tensor, mask_T: Tensor, lengt
 
 
 def log_power_mean(p: float, delta_T: Tensor, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
-    """Returns the log of the power mean of a sequence's token ratios, at each token (HölderPO).
+    """Returns the log of the power mean of a sequence's token ratios (HölderPO).
 
-    Ratios are first divided by their geometric mean, so that the logarithm is exact also near p = 0. fp64, since exp(p δ) of
-    |p| ≤ 10 leaves fp32 at |δ| = 9.
+    Dividing by the geometric mean keeps it exact near p = 0. fp32 would overflow in exp(p δ).
     """
     mean_T = over_sequence(delta_T, "geometric", index_T, lengths_S)
-    if p == 0:
+    if abs(p) < 1e-100:  # 1 / p overflows in the gradient, and p changes no digit
         return mean_T
     # differences outside the mask are made 0 beforehand, so that they add nothing: expm1(0) = 0
     apart_T = torch.where(mask_T, (delta_T - mean_T).double(), 0.0)
@@ -69,15 +90,13 @@ def log_power_mean(p: float, delta_T: Tensor, mask_T: Tensor, lengths_S: Tensor,
 
 def sampler_weights(correction: Mismatch, values: TokenValues) -> Tensor:
     if isinstance(correction, OwnMismatch):
-        return custom_weights(correction, values)
+        weights_T = correction.importance_weights(values)
+        return check_custom(correction, weights_T, "importance_weights", values.delta_T).detach()
     return mismatch_weights(correction, values.mismatch_T, values.index_T, values.lengths_S)
 
 
 def mismatch_weights(correction: Truncate | MaskOutside, difference_T: Tensor, index_T: Tensor, lengths_S: Tensor) -> Tensor:
-    """Returns π_old / π_sampler [T], at most ``cap`` (truncated importance sampling) or 0 outside [low, high] (IcePop).
-
-    ``difference_T`` is log π_old − log π_sampler.
-    """
+    """Returns π_old / π_sampler, at most ``cap`` (truncated importance sampling) or 0 outside [low, high] (IcePop)."""
     weight_T = log_weights(correction.level, difference_T, index_T, lengths_S).exp()
     if correction.kind == "truncate":
         return weight_T.clamp(max=correction.cap)
@@ -87,13 +106,12 @@ def mismatch_weights(correction: Truncate | MaskOutside, difference_T: Tensor, i
 
 
 def log_weights(level: Level, difference_T: Tensor, index_T: Tensor, lengths_S: Tensor) -> Tensor:
-    """Returns the token's own log-weight, or the sum or mean over its sequence; detached."""
     difference_T = difference_T.detach()
     return difference_T if level == "token" else over_sequence(difference_T, level, index_T, lengths_S)
 
 
 def effective_sample_share(difference_T: Tensor) -> Tensor:
-    """Returns (Σw)² / (N Σw²), w = π_old / π_sampler over N tokens; 1 for N = 0."""
+    """Returns (Σw)² / (N Σw²) with w = π_old / π_sampler; 1 for N = 0."""
     if not difference_T.numel():
         return difference_T.new_ones(())
     weight_T = (difference_T.double() - difference_T.double().max()).exp()  # the share does not change with the scale

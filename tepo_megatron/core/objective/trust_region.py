@@ -1,15 +1,18 @@
-"""Trust regions of the ratio (docs/reference/tepo.md). All values are [T]."""
+"""Trust regions of the ratio (docs/reference/tepo.md)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tepo_megatron.config.objective.choices import CLIPPED_SHARE, Clip
 from tepo_megatron.config.objective.custom import OwnRatio, OwnTrustRegion
-from tepo_megatron.core.objective.custom import check_token_values, custom_log_ratio
-from tepo_megatron.core.objective.ratio import policy_log_ratio
+from tepo_megatron.core.histogram import bound_for_share
+from tepo_megatron.core.objective.ratio import length_factor, policy_log_ratio
+from tepo_megatron.core.objective.values import check_custom
 
 if TYPE_CHECKING:
     from tepo_megatron.config.objective.choices import Divergence, TrustRegion
@@ -18,36 +21,37 @@ if TYPE_CHECKING:
 
 
 class Surrogate(NamedTuple):
-    """What is maximised at each token, and whether a bound was active."""
+    """What is maximised, and where a bound removed the ratio's gradient (bool)."""
 
     value_T: Tensor
     clipped_low_T: Tensor
-    """bool: the lower bound removed the ratio's gradient."""
     clipped_high_T: Tensor
 
 
-def clipped(ratio_T: Tensor, advantage_T: Tensor, low: float, high: float, dual: float | None = None) -> Surrogate:
-    """Computes min(r A, clip(r, 1 − low, 1 + high) A); with ``dual``, ≥ dual · A if A < 0."""
+def clipped(
+    ratio_T: Tensor, advantage_T: Tensor, least: float | Tensor, most: float | Tensor, dual: float | None = None
+) -> Surrogate:
+    """min(r A, clip(r, least, most) A); with ``dual`` at least dual · A if A < 0."""
     # The minimum makes the clip one-sided: it holds only where the ratio has moved the way that the advantage asks for.
-    value_T = torch.minimum(ratio_T * advantage_T, ratio_T.clamp(1 - low, 1 + high) * advantage_T)
-    above_T = (ratio_T > 1 + high) & (advantage_T > 0)
+    value_T = torch.minimum(ratio_T * advantage_T, ratio_T.clamp(least, most) * advantage_T)  # type: ignore[arg-type]
+    above_T = (ratio_T > most) & (advantage_T > 0)
     if dual is not None:
         # where A < 0 the minimum has no bound: a ratio of 100 would count a hundredfold
         negative_T = advantage_T < 0
         above_T = above_T | (negative_T & (ratio_T > dual))
         value_T = torch.where(negative_T, torch.maximum(value_T, dual * advantage_T), value_T)
-    return Surrogate(value_T, (ratio_T < 1 - low) & (advantage_T < 0), above_T)
+    return Surrogate(value_T, (ratio_T < least) & (advantage_T < 0), above_T)
 
 
 def weighted_logprob(ratio_T: Tensor, logprob_T: Tensor, advantage_T: Tensor, low: float | None, high: float) -> Surrogate:
-    """Computes sg[clip(r)] · A · log π: no token loses its gradient (CISPO)."""
+    """sg[clip(r)] · A · log π: every token keeps its gradient (CISPO)."""
     ratio_T = ratio_T.detach()
     weight_T = ratio_T.clamp(None if low is None else 1 - low, 1 + high)
     return Surrogate(weight_T * advantage_T * logprob_T, ratio_T < weight_T, ratio_T > weight_T)
 
 
 def soft_gated(ratio_T: Tensor, advantage_T: Tensor, tau_positive: float, tau_negative: float) -> Surrogate:
-    """Computes 4/τ · σ(τ (r − 1)) · A, τ by the sign of A; no bound (SAPO, arXiv 2511.20347)."""
+    """4/τ · σ(τ (r − 1)) · A, with τ by the sign of A (SAPO, arXiv 2511.20347)."""
     tau_T = torch.where(advantage_T > 0, ratio_T.new_tensor(tau_positive), ratio_T.new_tensor(tau_negative))
     never_T = torch.zeros_like(advantage_T, dtype=torch.bool)
     return Surrogate(4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * advantage_T, never_T, never_T)
@@ -56,10 +60,7 @@ def soft_gated(ratio_T: Tensor, advantage_T: Tensor, tau_positive: float, tau_ne
 def within_divergence(
     region: Divergence, ratio_T: Tensor, logprob_T: Tensor, old_logprob_T: Tensor, advantage_T: Tensor
 ) -> Surrogate:
-    """Computes sg[min(r, cap)] · A · log π, 0 if the probability moved too far towards A (DPPO, arXiv 2602.04879).
-
-    Too far: the divergence of (p, 1 − p) from (p_old, 1 − p_old) is above the threshold.
-    """
+    """sg[min(r, cap)] · A · log π, or 0 if the probability moved too far towards A (DPPO, arXiv 2602.04879)."""
     with torch.no_grad():
         moved_T = logprob_T.exp() - old_logprob_T.exp()
         apart_T = moved_T.abs() if region.measure == "tv" else binary_kl(old_logprob_T, logprob_T)
@@ -70,7 +71,7 @@ def within_divergence(
 
 
 def binary_kl(from_logprob_T: Tensor, to_logprob_T: Tensor) -> Tensor:
-    """Computes the KL of (q, 1 − q) from (p, 1 − p), given as logarithms; finite also if rounding gives p ≥ 1."""
+    """The KL of (q, 1 − q) from (p, 1 − p); finite also if rounding gives p ≥ 1."""
     tiny = torch.finfo(from_logprob_T.dtype).eps
     rest_from_T, rest_to_T = (-torch.expm1(logprob_T).clamp(max=-tiny) for logprob_T in (from_logprob_T, to_logprob_T))
     within_T = from_logprob_T.exp() * (from_logprob_T - to_logprob_T)
@@ -84,28 +85,28 @@ class _Bounded(NamedTuple):
 
 
 def clip_logs(delta_T: Tensor, advantage_T: Tensor, low: float, high: float) -> _Bounded:
-    """Computes min(δ, high) if A > 0, max(δ, −low) if A < 0, δ if A = 0 (GMPO, arXiv 2507.20673)."""
+    """min(δ, high) if A > 0, max(δ, −low) if A < 0 (GMPO, arXiv 2507.20673)."""
     high_T, low_T = (delta_T > high) & (advantage_T > 0), (delta_T < -low) & (advantage_T < 0)
     # in place of the bounded ones stand constants, which have no gradient
     return _Bounded(torch.where(high_T, high, torch.where(low_T, -low, delta_T)), low_T, high_T)
 
 
 def clip_by_length(log_ratio_T: Tensor, lengths_T: Tensor, width: float) -> _Bounded:
-    """Keeps the sequence's log-ratio within ±width · √T_i (FSPO, arXiv 2509.09177)."""
+    """Limits the sequence's log-ratio to ±width · √T_i (FSPO, arXiv 2509.09177)."""
     most_T = width * lengths_T.sqrt()
     bounded_T = log_ratio_T.clamp(-most_T, most_T)
     return _Bounded(bounded_T, log_ratio_T < -most_T, log_ratio_T > most_T)
 
 
 def bounded_ratio(config: ObjectiveConfig, values: TokenValues) -> tuple[Tensor, _Bounded]:
-    """Bounds logarithms before (`clip_logs`) or after (`clip_by_length`) a sequence's ratio is formed."""
     region = None if isinstance(config.trust_region, OwnTrustRegion) else config.trust_region
     never_T = torch.zeros_like(values.mask_T)
     held = _Bounded(values.delta_T, never_T, never_T)
     if region is not None and region.kind == "log_clip":
         held = clip_logs(values.delta_T, values.advantage_T, region.low, region.high)
     if isinstance(config.ratio, OwnRatio):
-        log_ratio_T = custom_log_ratio(config.ratio, values, held.log_T)
+        raw_T = config.ratio.log_ratio(replace(values, delta_T=held.log_T))
+        log_ratio_T = torch.where(values.mask_T, check_custom(config.ratio, raw_T, "log_ratio", held.log_T), 0.0)
     else:
         log_ratio_T = policy_log_ratio(config.ratio, held.log_T, values.mask_T, values.lengths_S, values.index_T)
     held = held._replace(log_T=log_ratio_T)
@@ -116,9 +117,15 @@ def bounded_ratio(config: ObjectiveConfig, values: TokenValues) -> tuple[Tensor,
 
 
 def surrogate(
-    region: TrustRegion, ratio_T: Tensor, values: TokenValues, detached_T: Tensor | None, bounded: _Bounded
+    config: ObjectiveConfig,
+    ratio_T: Tensor,
+    values: TokenValues,
+    detached_T: Tensor | None,
+    bounded: _Bounded,
+    clip_range: tuple[float, float] | None = None,
 ) -> Surrogate:
-    """``detached_T`` (bool): tokens that lose their gradient, not their value."""
+    """``detached_T``: tokens that lose their gradient, not their value. ``clip_range``: the last step's quantiles."""
+    region = config.trust_region
     if isinstance(region, OwnTrustRegion):
         return _custom_surrogate(region, ratio_T, values, detached_T)
     logprob_T, advantage_T = values.logprob_T, values.advantage_T
@@ -131,8 +138,14 @@ def surrogate(
         return soft_gated(ratio_T, advantage_T, region.tau_positive, region.tau_negative)
     if region.kind == "divergence":
         return within_divergence(region, ratio_T, logprob_T, values.old_logprob_T, advantage_T)
-    if region.kind == "clip" or region.kind == "clip_cov":
-        return clipped(ratio_T, advantage_T, region.low, region.high, region.dual if region.kind == "clip" else None)
+    if region.kind == "clip_cov":
+        return clipped(ratio_T, advantage_T, 1 - region.low, 1 + region.high)
+    if region.kind == "clip":
+        low, high = region.bounds(clip_range)
+        if region.scale == "fixed":
+            return clipped(ratio_T, advantage_T, 1 - low, 1 + high, region.dual)
+        factor_T = length_factor(config.ratio, values.mask_T, values.lengths_S, values.index_T)
+        return clipped(ratio_T, advantage_T, (-low * factor_T).exp(), (high * factor_T).exp(), region.dual)
     return Surrogate(ratio_T * advantage_T, bounded.low_T, bounded.high_T)
 
 
@@ -140,7 +153,21 @@ def _custom_surrogate(region: OwnTrustRegion, ratio_T: Tensor, values: TokenValu
     raw = region.surrogate(ratio_T, values)
     never_T = torch.zeros_like(values.mask_T)
     whole = raw if isinstance(raw, Surrogate) else Surrogate(raw, never_T, never_T)
-    value_T = torch.where(values.mask_T, check_token_values(region, whole.value_T, "surrogate", values), 0.0)
+    value_T = torch.where(values.mask_T, check_custom(region, whole.value_T, "surrogate", values.delta_T), 0.0)
     if detached_T is not None:
         value_T = torch.where(detached_T, value_T.detach(), value_T)
     return Surrogate(value_T, whole.clipped_low_T & values.mask_T, whole.clipped_high_T & values.mask_T)
+
+
+def next_clip_range(region: TrustRegion, moves: Tensor, current: tuple[float, float] | None) -> tuple[float, float] | None:
+    """Returns (low, high) for ``auto`` bounds; None if the region has none.
+
+    Args:
+        moves: `ObjectiveOutput.moves`, summed over a step. A side without a spread keeps its bound.
+        current: (low, high) of the step, or None before there were any.
+    """
+    if not isinstance(region, Clip) or not region.is_auto:
+        return None
+    low, high = (bound_for_share(counts_B, region.share or CLIPPED_SHARE) for counts_B in moves)
+    before = region.bounds(current)
+    return low or before[0], high or before[1]

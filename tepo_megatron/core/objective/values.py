@@ -1,28 +1,28 @@
-"""The inputs of the objective's terms.
+"""The inputs of the objective's terms, and checks of values from outside.
 
-The covariance (docs/reference/tepo.md, equation 10) is c_it = (log π_old(y_it) − mean)(A_i − mean), means over the whole
-optimizer step.
+The covariance is c_it = (log π_old(y_it) − mean)(A_i − mean) (docs/reference/tepo.md, equation 10).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from tepo_megatron.errors import NotFiniteError
 
 if TYPE_CHECKING:
+    from tepo_megatron.config.objective.custom import CustomKind
     from tepo_megatron.core.types import Batch, TokenScores
 
 
 @dataclass(frozen=True)
 class StepValues:
-    """The R response tokens of an optimizer step's mini-batch: [R], detached, the same on all ranks."""
+    """The R response tokens of a mini-batch: [R], detached, the same on all ranks."""
 
     old_logprob_R: Tensor
-    """log π_old of the label."""
     advantage_R: Tensor
     labels_R: Tensor
     mismatch_R: Tensor
@@ -35,22 +35,22 @@ class StepValues:
 
 @dataclass(frozen=True)
 class TokenValues:
-    """The T tokens of a micro-batch: [T], zero outside the loss mask except ``index_T``, ``labels_T``, ``covariance_T``."""
+    """A micro-batch's tokens: [T], zero outside the loss mask except ``index_T``, ``labels_T``, ``covariance_T``."""
 
     mask_T: Tensor
-    """bool: the response tokens."""
+    """Response tokens."""
     index_T: Tensor
     labels_T: Tensor
     advantage_T: Tensor
     logprob_T: Tensor
-    """log π_θ of the label, with gradient."""
+    """With gradient."""
     old_logprob_T: Tensor
     delta_T: Tensor
     """log π_θ − log π_old."""
     reference_delta_T: Tensor | None
     """log π_θ − log π_ref."""
     entropy_T: Tensor
-    """H(π_θ) of the full distribution, in nats."""
+    """Of the full distribution, in nats."""
     entropy_change_T: Tensor | None
     """H(π_θ) − H(π_old), detached."""
     entropy_slope_T: Tensor | None
@@ -59,16 +59,15 @@ class TokenValues:
     """log π_old − log π_sampler."""
     covariance_T: Tensor
     lengths_S: Tensor
-    """Response tokens of each sequence, floating point."""
+    """Response tokens, floating point."""
 
 
 def covariance_statistic(logprob_T: Tensor, advantage_T: Tensor, logprob_mean: Tensor, advantage_mean: Tensor) -> Tensor:
-    """Element-wise: a token has the same bits in every micro-batch."""
     return (logprob_T - logprob_mean) * (advantage_T - advantage_mean)
 
 
 def exact_mean(values_T: Tensor) -> Tensor:
-    """Computes in fp64, so that equal values have an equal mean; otherwise rounding errors of c would choose tokens."""
+    """In fp64, so that equal values have an equal mean; otherwise rounding errors of c would choose tokens."""
     return values_T.double().mean().to(values_T.dtype)
 
 
@@ -77,7 +76,7 @@ def token_count(fraction: float, tokens: int) -> int:
 
 
 def check_step(batch: Batch, *, reference: bool) -> None:
-    """Raises ValueError if a field is missing, has another shape, or is not finite at a response token."""
+    """Raises ValueError."""
     if batch.advantages_S is None:
         raise ValueError("the batch has no advantages_S; fill it with objective.advantages(batch)")
     if batch.old_logprobs_T is None:
@@ -90,45 +89,51 @@ def check_step(batch: Batch, *, reference: bool) -> None:
         raise ValueError(f"advantages_S has shape {tuple(batch.advantages_S.shape)} for {batch.num_sequences} sequences")
     if not batch.advantages_S.isfinite().all():
         raise NotFiniteError("advantages_S holds values that are not finite; look at the rewards")
-    raw = {
-        "old_logprobs_T": batch.old_logprobs_T,
-        "sampler_logprobs_T": batch.sampler_logprobs_T,
-        "old_entropy_T": batch.old_entropy_T,
-        "reference_logprobs_T": batch.reference_logprobs_T,
-    }
-    _check_mask(batch)
-    for name, values_T in raw.items():
-        if values_T is not None:
-            _check_token_values(name, values_T, batch)
+    names = ("old_logprobs_T", "sampler_logprobs_T", "old_entropy_T", "reference_logprobs_T")
+    _check_token_values({name: getattr(batch, name) for name in names}, batch)
 
 
 def check_scores(scores: TokenScores, batch: Batch) -> None:
-    """Raises ValueError if a score has another shape, or is not finite at a response token."""
-    _check_mask(batch)
-    _check_token_values("scores.logprob", scores.logprob, batch)
-    _check_token_values("scores.entropy", scores.entropy, batch)
-    if scores.entropy_slope is not None:
-        _check_token_values("scores.entropy_slope", scores.entropy_slope, batch)
+    """Raises ValueError."""
+    _check_token_values({f"scores.{name}": values_T for name, values_T in vars(scores).items()}, batch)
 
 
-def _check_mask(batch: Batch) -> None:
-    if batch.loss_mask_T.shape != batch.tokens_T.shape:
+def _check_token_values(values_by_name: dict[str, Tensor | None], batch: Batch) -> None:
+    shape = tuple(batch.tokens_T.shape)
+    if batch.loss_mask_T.shape != shape:
         raise ValueError(
-            f"loss_mask_T has shape {tuple(batch.loss_mask_T.shape)} but tokens_T {tuple(batch.tokens_T.shape)}; "
-            "the mask needs one entry per token"
+            f"loss_mask_T has shape {tuple(batch.loss_mask_T.shape)} but tokens_T {shape}; the mask needs one entry per token"
         )
+    for name, values_T in values_by_name.items():
+        if values_T is None:
+            continue
+        if values_T.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(values_T.shape)} but tokens_T {shape}; give one value per token")
+        wrong_T = batch.loss_mask_T & ~values_T.isfinite()
+        if wrong_T.any():
+            token = int(wrong_T.nonzero()[0])
+            raise NotFiniteError(
+                f"{name} is {values_T[token].item()} at token {token} (sequence {int(batch.sequence_index_T[token])}, label "
+                f"{int(batch.labels_T[token])}), which is in the loss mask, so no ratio exists; score under the sampler's "
+                "temperature and without a top-k or top-p mask, or take the token out of loss_mask_T"
+            )
 
 
-def _check_token_values(name: str, values_T: Tensor, batch: Batch) -> None:
-    if values_T.shape != batch.tokens_T.shape:
+def describe_kind(kind: CustomKind) -> str:
+    return f"objective.{kind.slot} {kind.kind!r}: {type(kind).__name__}"
+
+
+def check_custom(kind: CustomKind, result: Any, method: str, like: Tensor, unit: str = "token") -> Tensor:
+    """Raises ValueError unless ``result`` has the shape and kind of ``like``."""
+    name = f"{describe_kind(kind)}.{method}"
+    if not isinstance(result, Tensor):
+        raise ValueError(f"{name} gave {type(result).__name__}; give a tensor with one value per {unit}")
+    if result.shape != like.shape:
         raise ValueError(
-            f"{name} has shape {tuple(values_T.shape)} but tokens_T {tuple(batch.tokens_T.shape)}; give one value per token"
+            f"{name} gave shape {tuple(result.shape)} for {like.numel()} {unit}s; give one value per {unit}, since sums and "
+            "means are objective.aggregation's"
         )
-    wrong_T = batch.loss_mask_T & ~values_T.isfinite()
-    if wrong_T.any():
-        token = int(wrong_T.nonzero()[0])
-        raise NotFiniteError(
-            f"{name} is {values_T[token].item()} at token {token} (sequence {int(batch.sequence_index_T[token])}, label "
-            f"{int(batch.labels_T[token])}), which is in the loss mask, so no ratio exists; score under the sampler's "
-            "temperature and without a top-k or top-p mask, or take the token out of loss_mask_T"
-        )
+    is_mask = like.dtype == torch.bool
+    if is_mask != (result.dtype == torch.bool) or not (is_mask or result.is_floating_point()):
+        raise ValueError(f"{name} gave {result.dtype}; give {'true or false' if is_mask else 'floating-point numbers'}")
+    return result

@@ -11,22 +11,19 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.core.scores import native
-from tepo_megatron.core.scores import torch_sweep as sweep
-from tepo_megatron.core.scores import truncated_support as kept_tokens
-from tepo_megatron.core.scores.combine import RowScores
-from tepo_megatron.core.scores.shard import Scoring
-from tepo_megatron.core.scores.torch_sweep import RowSweeps
+from tepo_megatron.core.scores.shard import RowScores, Scoring
+from tepo_megatron.core.scores.torch_sweep import IN_TORCH, KeptTokens, RowSweeps
 
 BackendName = Literal["auto", "torch", "cpp", "triton"]
 
-_IN_TORCH, _IN_CPP = RowSweeps(sweep), RowSweeps(native)
+_IN_CPP = RowSweeps(native.forward, native.backward)
 
 
 class Backend(Protocol):
-    """Computes the two passes over one shard [T, Vp], with padding columns and rows that are not scored. No collective."""
+    """The two passes over one shard [T, Vp]. No collective."""
 
     def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
-        """Writes statistics (see `combine`) into a contiguous [R, K], fp32 (fp64 for fp64)."""
+        """Writes the statistics of `combine` into a contiguous [R, K], fp32 (fp64 for fp64)."""
 
     def gradient(
         self,
@@ -37,20 +34,13 @@ class Backend(Protocol):
         grad_entropy_T: Tensor | None,
         out_TVp: Tensor,
     ) -> None:
-        """Writes all of ``out_TVp``, zeros for padding and masked rows; it may be the logits themselves.
-
-        One of the two gradients [T] may be None.
-        """
+        """Writes all of ``out_TVp``, zeros for padding and masked rows. It may be the logits or have another dtype."""
 
 
-def get_backend(name: BackendName, device: torch.device, *, kept: bool = False) -> Backend:
-    """Returns the backend for logits on ``device``; with ``kept`` the one for distributions over a few tokens.
-
-    ``triton`` works on CPU in Triton's interpreter, for tests. Raises ValueError if the name is unknown, or the backend not for
-    this device or not installed.
-    """
-    chosen = _named(name, device)
-    return kept_tokens if kept else chosen
+def get_backend(name: BackendName, device: torch.device, *, few_tokens: bool = False) -> Backend:
+    """Raises ValueError for an unusable backend. On a CPU ``triton`` needs its interpreter."""
+    backend = _named(name, device)
+    return KeptTokens() if few_tokens else backend
 
 
 def _named(name: BackendName, device: torch.device) -> Backend:
@@ -58,7 +48,7 @@ def _named(name: BackendName, device: torch.device) -> Backend:
         name = "triton" if device.type == "cuda" and _has_triton() else "torch"
         name = _fastest_on_cpu() if device.type == "cpu" else name
     if name == "torch":
-        return _IN_TORCH
+        return IN_TORCH
     if name == "triton":
         return _in_triton(device)
     if name != "cpp":
@@ -70,7 +60,6 @@ def _named(name: BackendName, device: torch.device) -> Backend:
 
 @functools.cache
 def _fastest_on_cpu() -> BackendName:
-    """Logs once why C++ is not available."""
     why_not = native.why_not()
     if why_not is None:
         return "cpp"

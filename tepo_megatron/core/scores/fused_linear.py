@@ -1,4 +1,4 @@
-"""Computes log-prob and entropy from hidden states and a shard of the head, with one chunk's logits at a time."""
+"""Scores of sharded logits, or of hidden states and a shard of the head."""
 
 from __future__ import annotations
 
@@ -12,15 +12,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tepo_megatron.core.scores.backend import Backend, BackendName, get_backend
-from tepo_megatron.core.scores.combine import RowScores, all_gather, combine, reduce_scatter
-from tepo_megatron.core.scores.shard import LocalLabels, Scoring, of_rows, plan_scoring, to_tokens
+from tepo_megatron.core.scores.shard import (
+    LocalLabels,
+    RowScores,
+    Scoring,
+    all_gather,
+    combine,
+    of_rows,
+    plan_scoring,
+    reduce_scatter,
+    to_tokens,
+)
 from tepo_megatron.core.scores.torch_sweep import compute_dtype
 from tepo_megatron.core.types import TokenScores
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_CHUNK_BYTES = {"cpu": 32 * 1024 * 1024}  # logits of a chunk: for each, the whole weight gradient is read and written once
+# logits of a chunk and their gradient: for each chunk, the whole weight gradient is read and written once
+_CHUNK_BYTES = {"cpu": 32 * 1024 * 1024}
 _CHUNK_BYTES_ACCELERATOR = 256 * 1024 * 1024
 _PART_ROWS = 4096
 
@@ -40,27 +50,21 @@ def fused_linear_logprob_and_entropy(
     gradient_accumulation_fusion: bool = False,
     backend: BackendName = "auto",
 ) -> TokenScores:
-    """Computes `logprob_and_entropy` of ``hidden @ weightᵀ`` without ever holding all logits.
+    """Computes `logprob_and_entropy` of ``hidden @ weightᵀ`` a chunk at a time, without all logits.
 
-    All ranks of ``tp_group`` call, forward and backward. Forward: one all-gather of 16 bytes (24 with the entropy's slope) per
-    scored token and rank. Backward: the logits are computed again, and one all-reduce sums the hidden states' gradient. Under
-    sequence parallelism both passes all-gather the hidden states, and their gradient is reduce-scattered. Other arguments:
-    `logprob_and_entropy`.
+    Logits of bfloat16 or float16 factors are fp32 and never rounded to their dtype (not run on a GPU yet).
+
+    All ranks of ``tp_group`` call, forward and backward. Forward all-gathers 16 bytes (24 with the entropy's slope) per scored
+    token and rank. Backward recomputes the logits and all-reduces the hidden states' gradient. Under sequence parallelism both
+    all-gather the hidden states, and their gradient is reduce-scattered.
 
     Args:
-        hidden_TH: [T, H], the same on all ranks; with ``sequence_parallel`` this rank's rows, [T/p, H].
-        weight_VpH: [V/p, H], rank r's rows of the head, in the hidden states' dtype, which the logits have too.
-        labels_T: int64 [T], all tokens', also under sequence parallelism; likewise ``mask_T`` and ``kept_TK``.
-        gradient_accumulation_fusion: as in Megatron's linears: add the weight's gradient to ``weight_VpH.main_grad`` (fp32
-            [V/p, H], if there is one), and set ``grad_added_to_main_grad``. Autograd's gradient then only runs hooks; for a
-            tied weight (``zero_out_wgrad``) it is the embedding's.
-
-    Returns:
-        fp32 [T] each (fp64 for fp64 input), the same on all ranks, differentiable once, except the slope. The weight's gradient
-            is accumulated in fp32.
-
-    Raises:
-        ValueError: as `logprob_and_entropy`, or hidden states and weight do not fit together.
+        hidden_TH: [T, H]; with ``sequence_parallel`` this rank's rows, [T/p, H].
+        weight_VpH: [V/p, H], rank r's rows of the head; the gradient is accumulated in fp32.
+        labels_T: of all tokens, also under sequence parallelism; likewise ``mask_T`` and ``kept_TK``.
+        gradient_accumulation_fusion: as in Megatron, add the weight's gradient to ``weight_VpH.main_grad`` (fp32), if there is
+            one, and set ``grad_added_to_main_grad``. Autograd's gradient then only runs hooks; for a tied weight
+            (``zero_out_wgrad``) it is the embedding's.
     """
     fits = hidden_TH.ndim == weight_VpH.ndim == 2 and hidden_TH.shape[1] == weight_VpH.shape[1]
     if not fits or hidden_TH.dtype != weight_VpH.dtype or not hidden_TH.is_floating_point():
@@ -81,7 +85,7 @@ def fused_linear_logprob_and_entropy(
         entropy_slope=entropy_slope,
         kept_TK=kept_TK,
     )
-    backend_of_device = get_backend(backend, hidden_TH.device, kept=kept_TK is not None)
+    backend_of_device = get_backend(backend, hidden_TH.device, few_tokens=kept_TK is not None)
     apply = _FusedLinear.apply
     scores = apply(hidden_TH, weight_VpH, scoring, backend_of_device, gather_group, gradient_accumulation_fusion)  # type: ignore[no-untyped-call]
     return TokenScores(*scores)
@@ -100,8 +104,8 @@ class _FusedLinear(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         hidden_RH = of_rows(_gather(hidden, gather_group), scoring)
         stats_RK = hidden.new_empty(scoring.count, scoring.statistics, dtype=compute_dtype(hidden.dtype))
-        for index, chunk, logits_cVp in _chunks(hidden_RH, weight_VpH, scoring):
-            torch.mm(hidden_RH[index], weight_VpH.t(), out=logits_cVp)
+        for index, chunk, logits_cVp, _ in _chunks(hidden_RH, weight_VpH, scoring):
+            _multiply(hidden_RH[index], weight_VpH, logits_cVp)
             backend.statistics(logits_cVp, chunk, stats_RK[index])
         rows, slope_R = combine(stats_RK, scoring.rows_R, scoring.temperature, scoring.tp_group)
         ctx.scoring, ctx.backend, ctx.gather_group = scoring, backend, gather_group
@@ -160,48 +164,66 @@ def _add_gradients(
     grad_entropy_R: Tensor | None,
     grad_weight_VpH: Tensor | None,
 ) -> Tensor:
-    """Returns this vocabulary shard's share of the hidden states' gradient, [R, H]."""
     grad_hidden_RH = torch.empty_like(hidden_RH)
-    for index, chunk, logits_cVp in _chunks(hidden_RH, weight_VpH, scoring):
+    for index, chunk, logits_cVp, gradient_cVp in _chunks(hidden_RH, weight_VpH, scoring, gradient=True):
         # The logits are computed again, since this function avoids keeping them.
-        torch.mm(hidden_RH[index], weight_VpH.t(), out=logits_cVp)
+        _multiply(hidden_RH[index], weight_VpH, logits_cVp)
         backend.gradient(
             logits_cVp,
             chunk,
             RowScores(*(value_R[index] for value_R in rows)),
             None if grad_logprob_R is None else grad_logprob_R[index],
             None if grad_entropy_R is None else grad_entropy_R[index],
-            logits_cVp,  # the gradient takes the logits' place
+            gradient_cVp,
         )
-        torch.mm(logits_cVp, weight_VpH, out=grad_hidden_RH[index])
+        torch.mm(gradient_cVp, weight_VpH, out=grad_hidden_RH[index])
         if grad_weight_VpH is not None:
-            _add_product(grad_weight_VpH, logits_cVp.t(), hidden_RH[index])
+            _add_product(grad_weight_VpH, gradient_cVp.t(), hidden_RH[index])
     return grad_hidden_RH
 
 
 def _placeholder(parameter: Any) -> Tensor | None:
-    """DDP's hook expects a gradient; without one, autograd would run the hook in another thread on a GPU. For a tied weight the
-    hook must still add the embedding's gradient.
-    """
+    """DDP's hook expects a gradient; without one, autograd runs it in another thread on a GPU. A tied weight needs the hook."""
     parameter.grad_added_to_main_grad = True
     return None if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like(parameter)
 
 
-def _chunks(hidden_RH: Tensor, weight_VpH: Tensor, scoring: Scoring) -> Iterator[tuple[slice, Scoring, Tensor]]:
-    width = weight_VpH.shape[0]
+def _chunks(
+    hidden_RH: Tensor, weight_VpH: Tensor, scoring: Scoring, *, gradient: bool = False
+) -> Iterator[tuple[slice, Scoring, Tensor, Tensor]]:
+    """Yields buffers for a chunk's logits and for their gradient, in the factors' dtype: the same one if the dtypes are."""
+    width, dtype = weight_VpH.shape[0], _logits_dtype(hidden_RH.dtype)
+    apart = gradient and dtype != hidden_RH.dtype
     budget = _CHUNK_BYTES.get(hidden_RH.device.type, _CHUNK_BYTES_ACCELERATOR)
-    size = max(16, budget // (width * hidden_RH.dtype.itemsize))
-    buffer = hidden_RH.new_empty(min(size, hidden_RH.shape[0]), width)
+    size = max(16, budget // (width * (dtype.itemsize + (hidden_RH.dtype.itemsize if apart else 0))))
+    buffer = hidden_RH.new_empty(min(size, hidden_RH.shape[0]), width, dtype=dtype)
+    gradients = torch.empty_like(buffer, dtype=hidden_RH.dtype) if apart else buffer
     for start in range(0, hidden_RH.shape[0], size):
         index = slice(start, min(start + size, hidden_RH.shape[0]))
         labels = LocalLabels(scoring.labels.column_R[index], scoring.labels.inside_R[index])
-        kept = None if scoring.kept is None else scoring.kept.of(index)
+        kept_tokens = None if scoring.kept_tokens is None else scoring.kept_tokens.of(index)
         count = index.stop - index.start
-        yield index, replace(scoring, tokens=count, rows_R=None, labels=labels, kept=kept), buffer[:count]
+        chunk = replace(scoring, tokens=count, rows_R=None, labels=labels, kept_tokens=kept_tokens)
+        yield index, chunk, buffer[:count], gradients[:count]
+
+
+def _logits_dtype(dtype: torch.dtype) -> torch.dtype:
+    return compute_dtype(dtype)
+
+
+def _multiply(hidden_cH: Tensor, weight_VpH: Tensor, out_cVp: Tensor) -> None:
+    if out_cVp.dtype == weight_VpH.dtype:
+        torch.mm(hidden_cH, weight_VpH.t(), out=out_cVp)
+    elif out_cVp.is_cuda:
+        torch.mm(hidden_cH, weight_VpH.t(), out_dtype=out_cVp.dtype, out=out_cVp)
+    else:  # as in `_add_product`
+        hidden_cH = hidden_cH.to(out_cVp.dtype)
+        for start in range(0, weight_VpH.shape[0], _PART_ROWS):
+            index = slice(start, start + _PART_ROWS)
+            torch.mm(hidden_cH, weight_VpH[index].to(out_cVp.dtype).t(), out=out_cVp[:, index])
 
 
 def _add_product(sum_VH: Tensor, left_Vc: Tensor, right_cH: Tensor) -> None:
-    """Adds in the dtype of ``sum_VH``, so that products of narrower factors are not rounded."""
     if sum_VH.dtype == left_Vc.dtype:
         sum_VH.addmm_(left_Vc, right_cH)
     elif sum_VH.is_cuda:
@@ -224,3 +246,86 @@ def _sum_over_shards(grad_TH: Tensor, tp_group: ProcessGroup | None, scatter_gro
         dist.all_reduce(grad_TH, group=tp_group)
         return grad_TH
     return reduce_scatter(grad_TH, scatter_group)
+
+
+def logprob_and_entropy(
+    logits_TVp: Tensor,
+    labels_T: Tensor,
+    *,
+    tp_group: ProcessGroup | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    mask_T: Tensor | None = None,
+    inplace_backward: bool = False,
+    entropy_slope: bool = False,
+    kept_TK: Tensor | None = None,
+    backend: BackendName = "auto",
+) -> TokenScores:
+    """Computes each label's log-probability and the entropy of softmax(logits / temperature).
+
+    Every rank of ``tp_group`` calls, with its own columns, and gets the same result. Forward all-gathers 16 bytes (24 with the
+    slope) per scored token. Backward has no collective.
+
+    Args:
+        logits_TVp: [T, V/p], rank r's columns from r·V/p on; −inf is probability 0.
+        labels_T: int64 [T], numbered over the whole vocabulary.
+        temperature: divides the logits, after the upcast.
+        vocab_size: columns from it on are padding.
+        mask_T: bool [T]; tokens outside score 0 and get gradient 0.
+        inplace_backward: write the gradient over the logits.
+        entropy_slope: also compute `TokenScores.entropy_slope`, for the logits divided by the temperature.
+        kept_TK: int32 or int64 [T, K]: the distribution's tokens other than the label, padded with -1. None: all.
+        backend: ``torch``; ``cpp`` for CPUs, compiled on first use; ``triton`` for GPUs; ``auto``: the fastest that works.
+
+    Returns fp32 [T] (fp64 for fp64 logits), natural logarithm, differentiable once, except the slope.
+
+    Raises ValueError on all ranks if a scored row has NaN, +inf, or only −inf; also if arguments do not fit.
+    """
+    if logits_TVp.ndim != 2 or not logits_TVp.is_floating_point():
+        raise ValueError(
+            f"logits_TVp is {logits_TVp.dtype} {tuple(logits_TVp.shape)}; give floating-point [tokens, columns of this shard]"
+        )
+    tokens, width = logits_TVp.shape
+    scoring = plan_scoring(
+        labels_T,
+        tokens=tokens,
+        width=width,
+        tp_group=tp_group,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        mask_T=mask_T,
+        entropy_slope=entropy_slope,
+        kept_TK=kept_TK,
+    )
+    chosen = get_backend(backend, logits_TVp.device, few_tokens=kept_TK is not None)
+    return TokenScores(*_LogprobAndEntropy.apply(logits_TVp, scoring, chosen, inplace_backward))  # type: ignore[no-untyped-call]
+
+
+class _LogprobAndEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TVp: Tensor, scoring: Scoring, backend: Backend, inplace: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        stats_RK = logits_TVp.new_empty(scoring.count, scoring.statistics, dtype=compute_dtype(logits_TVp.dtype))
+        backend.statistics(logits_TVp, scoring, stats_RK)
+        rows, slope_R = combine(stats_RK, scoring.rows_R, scoring.temperature, scoring.tp_group)
+        ctx.scoring, ctx.backend, ctx.inplace = scoring, backend, inplace
+        ctx.set_materialize_grads(False)  # a score that the loss does not use has gradient None, and costs nothing
+        ctx.save_for_backward(logits_TVp, *rows)
+        slope_T = None if slope_R is None else to_tokens(slope_R, scoring)
+        if slope_T is not None:
+            ctx.mark_non_differentiable(slope_T)
+        return to_tokens(rows.logprob_R, scoring), to_tokens(rows.entropy_R, scoring), slope_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None]:
+        logits_TVp, *saved = ctx.saved_tensors
+        if grad_logprob_T is None and grad_entropy_T is None:
+            return None, None, None, None
+        # detach() shares the version counter: autograd then refuses any other backward that saved the overwritten logits.
+        out_TVp = logits_TVp.detach() if ctx.inplace else torch.empty_like(logits_TVp)
+        ctx.backend.gradient(logits_TVp, ctx.scoring, RowScores(*saved), grad_logprob_T, grad_entropy_T, out_TVp)
+        return out_TVp, None, None, None

@@ -1,7 +1,4 @@
-"""Sweeps over a shard on a CPU in C++, several times faster than `torch_sweep`.
-
-``sweep.cpp`` is compiled on first use by ``c++`` (or ``CXX``) and kept in the user's cache folder. It links nothing of torch.
-"""
+"""Sweeps on a CPU in C++, compiled on first use and kept in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.core.scores import torch_sweep as sweep
-from tepo_megatron.core.scores.combine import EMPTY_MAX, RowScores
-from tepo_megatron.core.scores.shard import LocalLabels
+from tepo_megatron.core.scores.shard import EMPTY_MAX, LocalLabels, RowScores
 
 _LOG2_E = math.log2(math.e)
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -44,9 +40,9 @@ def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_
     function = getattr(_library(), f"forward_{_NAMES[logits_TV.dtype]}")
     function.argtypes, function.restype = _FORWARD, None
 
-    def part(at: slice) -> None:
-        base_TV, rows = _part_of(logits_TV, rows_R, at)
-        out_RK = stats_RK[at]
+    def part(index: slice) -> None:
+        base_TV, rows = _part_of(logits_TV, rows_R, index)
+        out_RK = stats_RK[index]
         function(
             base_TV.data_ptr(),
             base_TV.stride(0),
@@ -75,11 +71,10 @@ def backward(
     grad_entropy_R: Tensor | None,
     out_TV: Tensor,
 ) -> None:
-    """fp64 logits use `torch_sweep`."""
     if logits_TV.dtype not in _NAMES:
         return sweep.backward(logits_TV, rows_R, temperature, scores, labels, grad_logprob_R, grad_entropy_R, out_TV)
     logits_TV = _with_dense_rows(logits_TV)
-    function = getattr(_library(), f"backward_{_NAMES[logits_TV.dtype]}")
+    function = getattr(_library(), f"backward_{_NAMES[logits_TV.dtype]}_{_NAMES[out_TV.dtype]}")
     function.argtypes, function.restype = _BACKWARD, None
     grad_entropy_R = torch.zeros_like(grad_logprob_R) if grad_entropy_R is None else grad_entropy_R
     scale_R = (-scores.log_sum_R).exp() / temperature  # of `sweep.backward`, as are the terms below
@@ -88,11 +83,11 @@ def backward(
     per_row = [scores.max_R, constant_R, -grad_entropy_R * scale_R / _LOG2_E, labels.column_R, at_label_R]
     per_row = [values_R.contiguous() for values_R in per_row]
 
-    def part(at: slice) -> None:
-        base_TV, rows = _part_of(logits_TV, rows_R, at)
-        target_TV, _ = _part_of(out_TV, rows_R, at)
-        pointers = [values_R[at].data_ptr() for values_R in per_row]
-        count, columns = at.stop - at.start, logits_TV.shape[1]
+    def part(index: slice) -> None:
+        base_TV, rows = _part_of(logits_TV, rows_R, index)
+        target_TV, _ = _part_of(out_TV, rows_R, index)
+        pointers = [values_R[index].data_ptr() for values_R in per_row]
+        count, columns = index.stop - index.start, logits_TV.shape[1]
         function(
             base_TV.data_ptr(),
             base_TV.stride(0),
@@ -113,12 +108,10 @@ def _with_dense_rows(logits_TV: Tensor) -> Tensor:
 
 
 def _part_of(values_TV: Tensor, rows_R: Tensor | None, index: slice) -> tuple[Tensor, int | None]:
-    """Returns the part's start, and the address of its row numbers (None: all rows)."""
     return (values_TV[index], None) if rows_R is None else (values_TV, rows_R[index].data_ptr())
 
 
 def _in_parts(part: Callable[[slice], None], count: int) -> None:
-    """Threads run in parallel, since ctypes releases the interpreter's lock."""
     threads = min(torch.get_num_threads(), max(count, 1))
     cuts = [count * number // threads for number in range(threads + 1)]
     parts = [slice(first, last) for first, last in itertools.pairwise(cuts)]
@@ -131,7 +124,6 @@ def _in_parts(part: Callable[[slice], None], count: int) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """Raises RuntimeError without a working compiler, or if others than this user may write to the cache folder."""
     source = Path(__file__).with_name("sweep.cpp")
     compiler = os.environ.get("CXX", "c++")
     target = _run([compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])  # names compiler and processor
@@ -162,7 +154,6 @@ def _refuse_others(path: Path) -> None:
 
 
 def _build(command: list[str], library: Path) -> None:
-    """An interruption leaves no partial library."""
     with (library.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library.exists():
@@ -175,7 +166,6 @@ def _build(command: list[str], library: Path) -> None:
 
 
 def why_not() -> str | None:
-    """Compiles the sweeps if needed; returns None if that works."""
     try:
         _library()
     except RuntimeError as error:

@@ -122,14 +122,14 @@ void forward(const T* logits, int64_t stride, const int64_t* rows, int64_t count
   }
 }
 
-template <class T>
+template <class T, class Out>
 void backward(const T* logits, int64_t stride, const int64_t* rows, int64_t count, int64_t columns, float to_log2,
-              const float* highest, const float* constant, const float* slope, const int64_t* label, const float* at_label, T* out,
-              int64_t out_stride) {
+              const float* highest, const float* constant, const float* slope, const int64_t* label, const float* at_label,
+              Out* out, int64_t out_stride) {
   for (int64_t r = 0; r < count; ++r) {
     const int64_t row = rows ? rows[r] : r;
     const T* x = logits + row * stride;
-    T* y = out + row * out_stride;
+    Out* y = out + row * out_stride;
     const float m = highest[r], a = constant[r], b = slope[r];
     const auto gradient = [=](float logit) {
       const float t = bounded((logit - m) * to_log2);
@@ -148,19 +148,26 @@ void backward(const T* logits, int64_t stride, const int64_t* rows, int64_t coun
 
 }  // namespace
 
-#define SWEEPS(NAME, TYPE)                                                                                                       \
+#define FORWARD(NAME, TYPE)                                                                                                      \
   extern "C" void forward_##NAME(const void* logits, int64_t stride, const int64_t* rows, int64_t count, int64_t columns,        \
                                  float to_log2, float empty_max, float* stats, int64_t statistics) {                             \
     const auto sweep = statistics == 6 ? forward<true, TYPE> : forward<false, TYPE>;                                             \
     sweep(static_cast<const TYPE*>(logits), stride, rows, count, columns, to_log2, empty_max, stats);                            \
-  }                                                                                                                              \
+  }
+
+#define BACKWARD(NAME, TYPE, OUT)                                                                                                \
   extern "C" void backward_##NAME(const void* logits, int64_t stride, const int64_t* rows, int64_t count, int64_t columns,       \
                                   float to_log2, const float* highest, const float* constant, const float* slope,                \
                                   const int64_t* label, const float* at_label, void* out, int64_t out_stride) {                  \
     backward(static_cast<const TYPE*>(logits), stride, rows, count, columns, to_log2, highest, constant, slope, label, at_label, \
-             static_cast<TYPE*>(out), out_stride);                                                                               \
+             static_cast<OUT*>(out), out_stride);                                                                                \
   }
 
-SWEEPS(float32, float)
-SWEEPS(float16, _Float16)
-SWEEPS(bfloat16, BFloat16)
+FORWARD(float32, float)
+FORWARD(float16, _Float16)
+FORWARD(bfloat16, BFloat16)
+BACKWARD(float32_float32, float, float)
+BACKWARD(float16_float16, _Float16, _Float16)
+BACKWARD(bfloat16_bfloat16, BFloat16, BFloat16)
+BACKWARD(float32_float16, float, _Float16)
+BACKWARD(float32_bfloat16, float, BFloat16)

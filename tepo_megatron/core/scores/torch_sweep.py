@@ -1,24 +1,21 @@
-"""Sweeps over a shard of logits in plain torch, in chunks of rows that fit the cache and are upcast to fp32.
+"""Sweeps over a shard of logits in torch, in chunks of rows that fit the cache.
 
-exp2 is several times faster on CPU than exp. T rows, R scored ones, c rows of a chunk, V ≥ 1 columns without padding.
+T rows, R scored ones, c rows of a chunk, V ≥ 1 columns without padding.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tepo_megatron.core.scores.combine import EMPTY_MAX, RowScores
-from tepo_megatron.core.scores.shard import LocalLabels, Scoring, of_rows
+from tepo_megatron.core.scores.shard import EMPTY_MAX, LocalLabels, RowScores, Scoring, of_rows
 
 _LOG2_E = math.log2(math.e)
-_FAR_BELOW = -1e4
-"""Stands for −inf in an exponent: 0 · −inf is NaN."""
+_FAR_BELOW = -1e4  # stands for −inf in an exponent: 0 · −inf is NaN
 
 _WORKSPACE_BYTES = {"cpu": 768 * 1024}  # fits a second-level cache together with the rows
 _WORKSPACE_BYTES_ACCELERATOR = 128 * 1024 * 1024  # where a chunk must be large enough to fill the device
@@ -26,12 +23,11 @@ _FEW_ROWS = 8
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_RK: Tensor) -> None:
-    """Writes the statistics of `combine` to ``stats_RK``, except the label's logit."""
+    """Writes all statistics but the label's logit."""
     workspace = _workspace(logits_TV)
     for index, where in _chunks(rows_R, logits_TV.shape[0], workspace.shape[1]):
         t_cV, e_cV = workspace[:, : index.stop - index.start]
@@ -55,7 +51,6 @@ def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_
 
 
 def _inner(a_cV: Tensor, b_cV: Tensor) -> Tensor:
-    """Avoids writing the products."""
     return torch.stack([torch.dot(a_V, b_V) for a_V, b_V in zip(a_cV, b_cV, strict=True)])
 
 
@@ -69,10 +64,7 @@ def backward(
     grad_entropy_R: Tensor | None,
     out_TV: Tensor,
 ) -> None:
-    """Writes the gradient of the scored rows into ``out_TV``, which may be the logits themselves.
-
-    It is (grad_logprob · (1[label] − p) − grad_entropy · p (log p + H)) / temperature.
-    """
+    """Writes (grad_logprob · (1[label] − p) − grad_entropy · p (log p + H)) / temperature."""
     # As a function of t alone it is e^t · (constant + slope · t), and at_label more in the label's column: one product a logit.
     scale_R = (-scores.log_sum_R).exp() / temperature
     constant_R1 = (-grad_logprob_R * scale_R).unsqueeze(1)
@@ -98,7 +90,7 @@ def backward(
 
 
 def _exponents(source_cV: Tensor, max_c1: Tensor, temperature: float, out_cV: Tensor) -> None:
-    """Writes (x − max)/temperature in units of log 2. Subtracting before scaling keeps large offsets exact."""
+    """Writes (x − max)/temperature in units of log 2. Subtracting first keeps large offsets exact."""
     torch.sub(source_cV, max_c1, out=out_cV)
     out_cV.mul_(_LOG2_E / temperature).clamp_(min=_FAR_BELOW)
 
@@ -111,7 +103,6 @@ def _workspace(logits_TV: Tensor) -> Tensor:
 
 
 def _chunks(rows_R: Tensor | None, tokens: int, size: int) -> Iterator[tuple[slice, slice | Tensor]]:
-    """Yields ranges among the R scored rows, and indices among the T rows."""
     count = tokens if rows_R is None else rows_R.numel()
     places = None if rows_R is None else rows_R.cpu()
     for start in range(0, count, size):
@@ -125,32 +116,17 @@ def _chunks(rows_R: Tensor | None, tokens: int, size: int) -> Iterator[tuple[sli
         yield index, slice(first, last + 1) if adjacent else rows_R[index]
 
 
-class _Sweep(Protocol):
-    def forward(self, logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_RK: Tensor) -> None: ...
-
-    def backward(
-        self,
-        logits_TV: Tensor,
-        rows_R: Tensor | None,
-        temperature: float,
-        scores: RowScores,
-        labels: LocalLabels,
-        grad_logprob_R: Tensor,
-        grad_entropy_R: Tensor | None,
-        out_TV: Tensor,
-    ) -> None: ...
-
-
 @dataclass(frozen=True)
 class RowSweeps:
-    sweep: _Sweep
+    forward: Callable[..., None]
+    backward: Callable[..., None]
 
     def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
         rows_R, labels = scoring.rows_R, scoring.labels
         if not scoring.columns:  # a shard of padding alone: it must not change the other shards' sums
             stats_RK.zero_()[:, 0] = EMPTY_MAX
             return
-        self.sweep.forward(logits_TVp[:, : scoring.columns], rows_R, scoring.temperature, stats_RK)
+        self.forward(logits_TVp[:, : scoring.columns], rows_R, scoring.temperature, stats_RK)
         row_R = torch.arange(labels.column_R.numel(), device=logits_TVp.device) if rows_R is None else rows_R
         # A label of another shard has column 0 here, so that the indexing is valid; its logit is then replaced by 0.
         label_logit_R = logits_TVp[row_R, labels.column_R].to(stats_RK.dtype)
@@ -175,7 +151,7 @@ class RowSweeps:
             return
         grad_logprob_R = torch.zeros_like(scores.logprob_R) if grad_logprob_T is None else of_rows(grad_logprob_T, scoring)
         grad_entropy_R = None if grad_entropy_T is None else of_rows(grad_entropy_T, scoring)
-        self.sweep.backward(
+        self.backward(
             logits_TVp[:, :columns],
             rows_R,
             scoring.temperature,
@@ -185,3 +161,51 @@ class RowSweeps:
             grad_entropy_R,
             out_TVp[:, :columns],
         )
+
+
+IN_TORCH = RowSweeps(forward, backward)
+
+
+class KeptTokens:
+    """Scores a sampler's kept tokens: rows [R, 1 + K], label first, −inf for columns of another shard."""
+
+    def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
+        if not scoring.count:
+            return
+        picked_RC, _, inside_RC = _pick(logits_TVp, scoring)
+        forward(picked_RC, None, scoring.temperature, stats_RK)
+        stats_RK[:, 3] = torch.where(inside_RC[:, 0], picked_RC[:, 0], 0.0)
+
+    def gradient(
+        self,
+        logits_TVp: Tensor,
+        scoring: Scoring,
+        scores: RowScores,
+        grad_logprob_T: Tensor | None,
+        grad_entropy_T: Tensor | None,
+        out_TVp: Tensor,
+    ) -> None:
+        if not scoring.count:
+            out_TVp.zero_()
+            return
+        picked_RC, column_RC, _ = _pick(logits_TVp, scoring)  # before the gradient may take the logits' place
+        grad_logprob_R = torch.zeros_like(scores.logprob_R) if grad_logprob_T is None else of_rows(grad_logprob_T, scoring)
+        grad_entropy_R = None if grad_entropy_T is None else of_rows(grad_entropy_T, scoring)
+        labels = LocalLabels(torch.zeros_like(scoring.labels.column_R), scoring.labels.inside_R)
+        backward(picked_RC, None, scoring.temperature, scores, labels, grad_logprob_R, grad_entropy_R, picked_RC)
+        # Each column is in a row once; a −inf outside this shard adds its gradient, 0, to column 0.
+        out_TVp.zero_()
+        out_TVp.index_put_((_rows(scoring, logits_TVp), column_RC), picked_RC.to(out_TVp.dtype), accumulate=True)
+
+
+def _pick(logits_TVp: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]:
+    assert scoring.kept_tokens is not None
+    column_RC = torch.cat([scoring.labels.column_R.unsqueeze(1), scoring.kept_tokens.column_RK], 1)
+    inside_RC = torch.cat([scoring.labels.inside_R.unsqueeze(1), scoring.kept_tokens.inside_RK], 1)
+    values_RC = logits_TVp[_rows(scoring, logits_TVp), column_RC].to(compute_dtype(logits_TVp.dtype))
+    return values_RC.masked_fill(~inside_RC, -torch.inf), column_RC, inside_RC
+
+
+def _rows(scoring: Scoring, logits_TVp: Tensor) -> Tensor:
+    rows_R = torch.arange(scoring.count, device=logits_TVp.device) if scoring.rows_R is None else scoring.rows_R
+    return rows_R.unsqueeze(1)

@@ -1,8 +1,7 @@
-"""Triton kernels for the two passes over a shard of logits. `triton_sweep` launches them.
+"""Triton kernels for the two passes over a shard of logits.
 
-A program takes a row, or a part of one if rows are few. A tile of columns is [VECTORS, THREADS, VECTOR]: a thread loads VECTOR
-neighbours with one instruction (16 bytes). Forward, threads merge their maxima and sums once, at the end: no barrier in the
-loop, one exp2 per logit.
+A program takes a row, or a part of one if rows are few. A thread loads VECTOR neighbours with one instruction (16 bytes), and
+merges its sums with others once, at the end.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import math
 import triton
 import triton.language as tl
 
-from tepo_megatron.core.scores.combine import EMPTY_MAX
+from tepo_megatron.core.scores.shard import EMPTY_MAX
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LN_2 = tl.constexpr(math.log(2.0))
@@ -29,19 +28,18 @@ def _tile(VECTORS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr) ->
 
 @triton.jit
 def _at(row: tl.tensor, columns: tl.tensor, stride: int) -> tl.tensor:
-    """In int64, since neighbours in a row may be far apart."""
     return row + columns.to(tl.int64) * stride
 
 
 @triton.jit
 def _exponents(x: tl.tensor, highest: tl.tensor, to_log2: float) -> tl.tensor:
-    """In units of log 2. Subtracting first keeps large offsets exact. NaN stays NaN."""
+    """In units of log 2. Subtracting first keeps large offsets exact."""
     return tl.maximum((x - highest) * to_log2, _FAR_BELOW, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _add_tile(x: tl.tensor, sums: tl.tuple, to_log2: float, SQUARES: tl.constexpr) -> tl.tuple:
-    """Adds to the threads' maxima, Σ e^t and Σ e^t·t [THREADS], t in units of log 2; with SQUARES also the sums of e^2t."""
+    """Updates maxima, Σ e^t and Σ e^t·t [THREADS], t in units of log 2."""
     highest, total, weighted, square, weighted_square = sums
     higher = tl.maximum(highest, tl.max(tl.max(x, 2), 0))
     t = _exponents(x, higher[None, :, None], to_log2)
@@ -126,7 +124,7 @@ def _gradient_terms(
     grad_entropy: tl.tensor,
     per_temperature: float,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Returns (constant, slope, at_label): the gradient is e^t · (constant + slope · t), plus at_label in its column."""
+    """The gradient is e^t · (constant + slope · t), plus at_label in its column."""
     log_sum = tl.load(log_sums + r)
     scale = tl.exp2(-log_sum * _LOG2_E) * per_temperature
     constant, slope, at_label = 0.0, 0.0, 0.0
@@ -150,7 +148,6 @@ def _gradient_tile(
     label: tl.tensor,
     terms: tl.tuple,
 ) -> tl.tensor:
-    """In fp32, so that the label's term is added before the result is rounded."""
     constant, slope, at_label = terms
     t = _exponents(x, highest, to_log2)
     return tl.exp2(t) * (constant + slope * t) + tl.where(places == label, at_label, 0.0)
@@ -181,7 +178,7 @@ def gradient_kernel(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> None:
-    """Program (token, j) writes part j of the token's gradient, or zeros."""
+    """Program (token, j) writes part j, or zeros."""
     TILE: tl.constexpr = VECTORS * THREADS * VECTOR
     token, part = tl.program_id(0), tl.program_id(1)
     r = token

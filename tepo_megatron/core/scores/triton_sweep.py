@@ -1,7 +1,4 @@
-"""Launches `triton_kernels`. No atomics and no tuning at run time: the same input gives the same bits.
-
-T rows, R scored ones, Vp columns of this shard, J parts of a row.
-"""
+"""Launches `triton_kernels`. No atomics and no tuning: the same input gives the same bits."""
 
 from __future__ import annotations
 
@@ -13,27 +10,20 @@ import torch
 import triton
 from torch import Tensor
 
-from tepo_megatron.core.scores import torch_sweep as sweep
 from tepo_megatron.core.scores import triton_kernels
-from tepo_megatron.core.scores.combine import RowScores, merge
-from tepo_megatron.core.scores.shard import Scoring
-from tepo_megatron.core.scores.torch_sweep import RowSweeps
+from tepo_megatron.core.scores.shard import RowScores, Scoring, merge
+from tepo_megatron.core.scores.torch_sweep import IN_TORCH
 
 _LOG2_E = math.log2(math.e)
 _VECTOR_BYTES = 16
-_ELEMENTS = 16
-"""Per thread in a tile: two vectors in bf16. The forward pass then needs 32 registers, so all threads fit."""
-_WIDE = 32768
-"""Columns from which a row gets 8 warps, not 4: every warp pays the fixed cost of a row."""
+_ELEMENTS = 16  # per thread in a tile: two vectors in bf16; the forward pass then needs 32 registers, so all threads fit
+_WIDE = 32768  # columns from which a row gets 8 warps: every warp pays the fixed cost of a row
 _WARPS_PER_PROCESSOR = 64
-_in_torch = RowSweeps(sweep)  # for fp64 logits
 
 
 class _Grid(NamedTuple):
-    parts: int
-    """J, the programs that share a row."""
-    span: int
-    """Columns of a part, a multiple of a tile's."""
+    parts: int  # programs that share a row
+    span: int  # columns of a part, a multiple of a tile's
     threads: int
     vector: int
 
@@ -48,13 +38,12 @@ class _Grid(NamedTuple):
 
 
 def is_interpreted() -> bool:
-    """Returns whether TRITON_INTERPRET=1 was set when `triton_kernels` was imported."""
     return not isinstance(triton_kernels.statistics_kernel, triton.JITFunction)
 
 
 def statistics(logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
     if logits_TVp.dtype == torch.float64:
-        return _in_torch.statistics(logits_TVp, scoring, stats_RK)
+        return IN_TORCH.statistics(logits_TVp, scoring, stats_RK)
     if not scoring.count:
         return
     grid = _cut(logits_TVp, scoring.count, scoring.columns)
@@ -86,9 +75,8 @@ def gradient(
     grad_entropy_T: Tensor | None,
     out_TVp: Tensor,
 ) -> None:
-    """Is one launch. fp64 uses `torch_sweep`."""
     if logits_TVp.dtype == torch.float64:
-        return _in_torch.gradient(logits_TVp, scoring, scores, grad_logprob_T, grad_entropy_T, out_TVp)
+        return IN_TORCH.gradient(logits_TVp, scoring, scores, grad_logprob_T, grad_entropy_T, out_TVp)
     if not scoring.count:
         out_TVp.zero_()
         return
@@ -117,7 +105,7 @@ def gradient(
 
 
 def _numbers(scoring: Scoring) -> Tensor | None:
-    """Returns int32 [T]: the token's row among the scored ones, or −1; None if all are scored."""
+    """int32 [T]: the token's row among the scored ones, or −1."""
     rows_R = scoring.rows_R
     if rows_R is None:
         return None
@@ -126,7 +114,6 @@ def _numbers(scoring: Scoring) -> Tensor | None:
 
 
 def _cut(logits_TVp: Tensor, rows: int, columns: int) -> _Grid:
-    """Gives a row several programs if processors would be idle; depends only on shape, dtype and device."""
     if logits_TVp.is_cuda:
         threads = 128 if columns < _WIDE else 256
         processors = torch.cuda.get_device_properties(logits_TVp.device).multi_processor_count

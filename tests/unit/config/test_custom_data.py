@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import DataConfig, RunConfig
-from tepo_megatron.config.loading.load import ConfigError, dump_resolved, load_run
+from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
 
 
 def load(*overrides: str) -> tuple[RunConfig, list[str]]:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.loading.load import ConfigError, dump_diff, dump_resolved, load_run
-from tepo_megatron.config.loading.schema import schema_rows
+from tepo_megatron.config.load import ConfigError, dump_diff, dump_resolved, load_run
 from tepo_megatron.config.objective.presets import PRESETS
+from tepo_megatron.config.schema import schema_rows
 
 LEAVES = [row.path for row in schema_rows() if not row.when]
 
@@ -149,7 +149,7 @@ def test_a_section_of_another_kind_replaces_the_one_below(tmp_path: Path) -> Non
         ("train.minibatches=1000", "512 rollouts a step cannot fill train.minibatches = 1000"),
         (
             "objective.ratio.kind=tokn",
-            'objective.ratio.kind: got "tokn"; allowed: "power_mean", "sequence", "sequence_token", "token"',
+            'objective.ratio.kind: got "tokn"; allowed: "power_mean", "prefix", "sequence", "sequence_token", "token"',
         ),
         (
             "objective.trust_region.lo=1",
@@ -227,6 +227,6 @@ def test_one_slip_of_the_finger_is_met_with_the_key_that_was_meant(path: str, da
 
 
 def test_the_configuration_does_not_import_torch() -> None:
-    probe = "import sys, tepo_megatron.config.loading.load\nprint('torch' in sys.modules, 'numpy' in sys.modules)"
+    probe = "import sys, tepo_megatron.config.load\nprint('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

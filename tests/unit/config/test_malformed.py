@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.loading.load import ConfigError, dump_resolved, load_run
-from tepo_megatron.tools.faults.config_faults import malformed_configs
+from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
+from tepo_megatron.tools.faults.input_faults import malformed_configs
 
 NEVER_VALID = {"a tag", "deep lists", "not UTF-8", "too large"}
 
@@ -74,6 +74,7 @@ def test_the_same_seed_gives_the_same_configurations() -> None:
         ("train.steps=???", "??? stands for a value that is missing"),
         ("train=[1]", "train: got [1]; allowed: a section with steps"),
         ("seed=0x_", "its value cannot be read"),
+        ("seed=!!timestamp 1", "its value cannot be read"),
         ("objective.preset=[a]", "is unknown; the nearest is"),
         ("name=!!python/name:os.system x", "python/name:os.system"),
     ],

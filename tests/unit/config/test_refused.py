@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.weights.architecture import Experts, ModelSpec
 from tepo_megatron.weights.layouts import check_balance, check_recompute
 from tests.support.reshard_models import MOE, small_spec
@@ -58,10 +58,10 @@ def test_sampling_that_can_be_scored_is_accepted() -> None:
     given = ["rollout.sampling.top_p=0.9", "rollout.sampling.top_k=20", "rollout.sampling.min_p=0.01"]
     assert load_run(None, given).rollout.sampling.truncates
     stops = load_run(None, ["rollout.sampling.stop=['Question:']"])
-    assert stops.servers_need_tokenizer
+    assert stops.rollout.sampling.needs_tokenizer
     assert not stops.rollout.sampling.truncates
     plain = load_run(None, [])
-    assert not plain.servers_need_tokenizer
+    assert not plain.rollout.sampling.needs_tokenizer
     assert not plain.rollout.sampling.truncates
 
 

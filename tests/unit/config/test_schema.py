@@ -4,7 +4,7 @@ import pytest
 from pydantic import BaseModel
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.loading.schema import SchemaRow, json_schema, locate, schema_rows
+from tepo_megatron.config.schema import SchemaRow, json_schema, locate, schema_rows
 
 
 def leaves(model: BaseModel, prefix: str = "") -> set[str]:

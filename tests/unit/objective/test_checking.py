@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from tepo_megatron import OwnAdvantage, OwnAggregation, OwnMask, OwnPenalty, OwnRatio, OwnTrustRegion, check_objective
 from tepo_megatron.cli.main import app
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.core.objective.checking.check import run_checks
+from tepo_megatron.core.objective.checking import run_checks
 from tepo_megatron.trainer.registry import check_plugins
 
 ROOT = Path(__file__).parents[3]

@@ -7,6 +7,7 @@ import warnings
 import pytest
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.objective.choices import Clip
 from tepo_megatron.config.objective.presets import CORRECTIONS, PRESETS
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.objective.terms import KLTerm
@@ -23,7 +24,7 @@ def test_presets_build_without_a_warning_and_survive_a_round_trip(preset):
 
 def test_overrides_are_partial():
     config = ObjectiveConfig.model_validate({"trust_region": {"high": 5e-4}, "kl_mask": {"falling": "covariance"}})
-    assert config.trust_region.model_dump() == {"kind": "clip", "low": 3e-4, "high": 5e-4, "dual": None}
+    assert config.trust_region == Clip(low=3e-4, high=5e-4)
     assert config.kl_mask.model_dump() == {**ObjectiveConfig().kl_mask.model_dump(), "falling": "covariance"}
     assert config.ratio == ObjectiveConfig().ratio
     assert ObjectiveConfig(preset="kl_cov", kl_cov={"fraction": 0.1}).kl_cov.estimator == "abs"

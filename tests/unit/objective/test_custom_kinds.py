@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron import OwnRatio, OwnTrustRegion
-from tepo_megatron.config.loading.load import ConfigError, dump_resolved, load_run
-from tepo_megatron.config.loading.schema import json_schema, schema_rows, with_plugins
+from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
 from tepo_megatron.config.objective.custom import load_plugin
 from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.config.schema import json_schema, schema_rows, with_plugins
 from tepo_megatron.core.objective import build_objective
 from tests.support.objective_batches import assert_same, make_batch, masks, whole
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.config.loading.schema import schema_rows
+from tepo_megatron.config.schema import schema_rows
 
 ROOT = Path(__file__).parents[3]
 ROOMS = ("tepo_megatron/core/objective", "tests/unit/objective", ".")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective import build_objective
-from tepo_megatron.core.objective.checking.invariance import (
+from tepo_megatron.core.objective.checking import (
     check_context_parallel,
     check_cuts,
     check_deterministic,

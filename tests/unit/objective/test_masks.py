@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tepo_megatron.config.objective.presets import CORRECTIONS
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective import build_objective
-from tepo_megatron.core.objective.mechanisms.masks import smallest_excluded
+from tepo_megatron.core.objective.mechanisms import smallest_excluded
 from tepo_megatron.core.types import TokenScores
 from tests.support.objective_batches import make_batch, masks, summary, whole
 

@@ -13,11 +13,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tepo_megatron.config.loading.schema import schema_rows
 from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.core.objective.checking.check import differ, is_choice, other_values, outcome
-from tepo_megatron.core.objective.checking.steps import telling_steps
+from tepo_megatron.config.schema import schema_rows
+from tepo_megatron.core.objective.checking import differ, is_choice, other_values, outcome, telling_steps
 
 pytestmark = pytest.mark.slow  # half a minute: every field of every preset
 
@@ -43,6 +42,10 @@ NOT_WALKED = {"preset", "plugins", "mask", "penalty"}
 
 SAME = {("ratio", '{"kind": "sequence"}'), ("ratio", '{"kind": "sequence_token"}')}
 """Two names of one thing, wherever all tokens of a sequence weigh the same: see test_ratio.py. (field, value as JSON)."""
+
+
+WITH_AUTO = {"trust_region.share", "trust_region.initial"}
+"""Fields of ``auto`` bounds, refused without them; seen to act in test_every_field_of_a_clip_by_length_acts_or_is_refused."""
 
 
 @cache
@@ -131,6 +134,7 @@ def _check(base: ObjectiveConfig, label: str) -> set[str]:
     """Another value of each field changes the outcome, and each other choice does so or is refused. The fields seen."""
     given = base.model_dump()
     expected = _outcome(base)
+    conditional = set() if getattr(base.trust_region, "is_auto", False) else WITH_AUTO
     outcomes: dict[str, list[tuple[Any, str]]] = {}
     for path, value in _leaves(SCHEMA, given):
         changed = _build(_with(given, path, value))
@@ -141,7 +145,9 @@ def _check(base: ObjectiveConfig, label: str) -> set[str]:
             verdict = "acts" if differ(_outcome(changed), expected) else "nothing"
         outcomes.setdefault(path, []).append((value, verdict))
     for path, seen in outcomes.items():
-        acts = any(verdict == "acts" or (verdict == "refused" and is_choice(value)) for value, verdict in seen)
+        acts = any(
+            verdict == "acts" or (verdict == "refused" and (is_choice(value) or path in conditional)) for value, verdict in seen
+        )
         assert acts, f"{label}: no other value of objective.{path} does anything: {seen}"
         for value, verdict in seen:
             if verdict == "nothing" and is_choice(value):
@@ -153,6 +159,13 @@ def _check(base: ObjectiveConfig, label: str) -> set[str]:
 def test_every_field_of_every_preset_acts_or_is_refused(preset):
     config = ObjectiveConfig(preset=preset)
     assert _paths(SCHEMA, config.model_dump()) <= _check(config, preset)
+
+
+@pytest.mark.parametrize("ratio", ["sequence_token", "prefix"])
+def test_every_field_of_a_clip_by_length_acts_or_is_refused(ratio):
+    region = {"kind": "clip", "scale": "length", "low": "auto", "high": "auto", "share": 0.2, "initial": 0.05}
+    config = ObjectiveConfig.model_validate({"ratio": {"kind": ratio}, "trust_region": region})
+    assert _paths(SCHEMA, config.model_dump()) <= _check(config, f"{ratio} with auto")
 
 
 SECTIONS = {(name, kind): section for name, raw in SCHEMA["properties"].items() for kind, section in _kinds(raw).items()}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.objective.terms import KL
 from tepo_megatron.core.objective import build_objective
-from tepo_megatron.core.objective.mechanisms.kl import kl_penalty
+from tepo_megatron.core.objective.mechanisms import kl_penalty
 from tepo_megatron.core.scores import logprob_and_entropy
 from tests.support.objective_batches import make_batch, masks, whole
 

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.objective.terms import MaskOutside, Truncate
-from tepo_megatron.core.objective.mechanisms.masks import lottery_threshold, tickets
+from tepo_megatron.core.objective.mechanisms import lottery_threshold, tickets
 from tepo_megatron.core.objective.ratio import effective_sample_share, mismatch_weights
 from tepo_megatron.core.objective.trust_region import clipped, weighted_logprob
-from tepo_megatron.core.objective.values import exact_mean
+from tepo_megatron.core.objective.values import covariance_statistic, exact_mean
 
 RATIOS = torch.tensor([0.5, 0.9, 1.1, 1.5, 4.0, 0.5, 0.9, 1.1, 1.5, 4.0], dtype=torch.float64)
 SIGNS = torch.tensor([1.0] * 5 + [-1.0] * 5, dtype=torch.float64)
@@ -21,7 +21,7 @@ def _gradient(value, ratio):
 
 def test_clip():
     ratio = RATIOS.clone().requires_grad_()
-    result = clipped(ratio, SIGNS, 0.2, 0.3)
+    result = clipped(ratio, SIGNS, 0.8, 1.3)
     assert result.value_T.tolist() == pytest.approx([0.5, 0.9, 1.1, 1.3, 1.3, -0.8, -0.9, -1.1, -1.5, -4.0])
     assert _gradient(result.value_T, ratio) == [1, 1, 1, 0, 0, 0, -1, -1, -1, -1]
     assert result.clipped_high_T.tolist() == [False, False, False, True, True] + [False] * 5
@@ -31,7 +31,7 @@ def test_clip():
 def test_dual_clip():
     """A < 0 and r = 4: bounded by 3 A, without gradient, and counted as clipped above."""
     ratio = RATIOS.clone().requires_grad_()
-    result = clipped(ratio, SIGNS, 0.2, 0.3, dual=3.0)
+    result = clipped(ratio, SIGNS, 0.8, 1.3, dual=3.0)
     assert result.value_T.tolist() == pytest.approx([0.5, 0.9, 1.1, 1.3, 1.3, -0.8, -0.9, -1.1, -1.5, -3.0])
     assert _gradient(result.value_T, ratio) == [1, 1, 1, 0, 0, 0, -1, -1, -1, 0]
     assert result.clipped_high_T.tolist() == [False, False, False, True, True] + [False] * 4 + [True]
@@ -92,3 +92,22 @@ def test_mismatch_weights_are_detached():
 def test_the_mean_of_equal_values_is_that_value(count, value):
     """Otherwise a rounding would pass for a covariance where all advantages are equal."""
     assert exact_mean(torch.full((count,), value)).item() == value
+
+
+VECTOR = st.lists(st.floats(-2, 2), min_size=6, max_size=6).map(lambda row: torch.tensor(row, dtype=torch.float64))
+
+
+def _covariance(logits, advantage):
+    """Cov over a ~ π of log π(a) and A(a)."""
+    logprob = logits.log_softmax(-1)
+    policy = logprob.exp()
+    return (policy * (logprob - (policy * logprob).sum()) * (advantage - (policy * advantage).sum())).sum()
+
+
+@given(VECTOR, VECTOR)
+def test_the_token_statistic_has_the_covariance_as_its_mean(logits, advantage):
+    """c(a), averaged over a ~ π with means over π, is Cov(log π, A): falling entropy is where it is positive."""
+    logprob = logits.log_softmax(-1)
+    policy = logprob.exp()
+    statistic = covariance_statistic(logprob, advantage, (policy * logprob).sum(), (policy * advantage).sum())
+    torch.testing.assert_close((policy * statistic).sum(), _covariance(logits, advantage), rtol=1e-9, atol=1e-12)

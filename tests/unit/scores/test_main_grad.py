@@ -1,7 +1,9 @@
-"""The fused head's weight gradient: added to ``main_grad`` as Megatron's linears add theirs, in fp32, no chunk rounded."""
+"""The fused head's products: logits in fp32, and a weight gradient that is added to ``main_grad`` in fp32."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tepo_megatron.core.scores import fused_linear, fused_linear_logprob_and_entropy
+from tests.support.dense_scores import dense_logprob_and_entropy
 
+BACKENDS = ["torch", *(["cpp"] if shutil.which(os.environ.get("CXX", "c++")) else [])]
 FP32_EPSILON = 2.0**-24
 
 
@@ -104,3 +108,50 @@ def test_chunks_in_bfloat16_are_nearer_to_the_exact_sum_than_rounded_chunks() ->
     rounded = sum((left @ right for left, right in products), torch.zeros(300, 24))
     error = (weight.main_grad.double() - exact).norm()  # type: ignore[attr-defined]
     assert error < 1e-3 * (rounded.double() - exact).norm()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(
+    shape=st.tuples(st.integers(1, 40), st.integers(1, 300), st.integers(1, 40)),
+    scale=st.sampled_from([1.0, 4.0, 16.0]),
+    masked=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_scores_of_bfloat16_are_those_of_unrounded_logits(
+    backend: Any, shape: tuple[int, int, int], scale: float, masked: bool, seed: int
+) -> None:
+    """Logits that were rounded to bfloat16 err by 2^-9 of themselves: 0.03 where they are 16."""
+    (tokens, vocab, width), generator = shape, torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, width, generator=generator).bfloat16().requires_grad_()
+    head = (scale * torch.randn(vocab, width, generator=generator) / width**0.5).bfloat16().requires_grad_()
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    mask = torch.rand(tokens, generator=generator) < 0.7 if masked else None
+    options: dict[str, Any] = {"mask_T": mask, "temperature": 0.8, "entropy_slope": True}
+    scores = fused_linear_logprob_and_entropy(hidden, head, labels, backend=backend, **options)
+    dense = [leaf.detach().double().requires_grad_() for leaf in (hidden, head)]
+    oracle = dense_logprob_and_entropy(dense[0] @ dense[1].t(), labels, **options)
+    for name in ("logprob", "entropy", "entropy_slope"):
+        ours, theirs = getattr(scores, name).detach(), getattr(oracle, name).detach()
+        torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=2e-5)
+    gradients = torch.autograd.grad((scores.logprob - 0.3 * scores.entropy).sum(), (hidden, head))
+    expected = torch.autograd.grad((oracle.logprob - 0.3 * oracle.entropy).sum(), dense)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        # the logits' gradient and the result are rounded to bfloat16, and nothing else
+        assert float((ours.double() - theirs).norm()) <= 2**-7 * float(theirs.norm()) + 1e-9
+
+
+def test_a_chunk_of_fp32_logits_and_their_gradient_stays_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    budget = 16 * 2**20
+    monkeypatch.setattr(fused_linear, "_CHUNK_BYTES", {"cpu": budget})
+    hidden, head = (torch.randn(n, 8).bfloat16().requires_grad_() for n in (2048, 8192))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        scores = fused_linear_logprob_and_entropy(hidden, head, torch.arange(2048), backend="torch")
+        scores.logprob.sum().backward()
+    held, peak = 0, 0
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    assert budget / 2 < peak < 1.2 * budget

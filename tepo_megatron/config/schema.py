@@ -1,21 +1,29 @@
-"""Lists every field of a run with values, default and meaning, from pydantic's JSON schema."""
+"""Every field of a run, and a configuration's errors as sentences."""
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import yaml
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from tepo_megatron.config.base import Section
 from tepo_megatron.config.objective.custom import load_plugin, plugin_schemas
 from tepo_megatron.config.objective.section import usual_sections
 from tepo_megatron.config.run import RunConfig
 
-Node = dict[str, Any]
-"""A JSON schema node with ``$ref`` followed."""
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+Node = dict[str, Any]  # a JSON schema node with ``$ref`` followed
 
 _TYPES = {
     "integer": "an integer",
@@ -30,7 +38,7 @@ _BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "
 
 @dataclass(frozen=True)
 class SchemaRow:
-    """One field; ``default`` is JSON, ``when`` the section's variant (``kind = "…"``, or empty)."""
+    """``default`` is JSON, ``when`` the section's variant (``kind = "…"``, or empty)."""
 
     path: str
     allowed: str
@@ -40,8 +48,8 @@ class SchemaRow:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A place in the schema: dotted path, node (empty if none), sibling keys."""
+class _Place:
+    """Dotted path, node (empty if none), sibling keys."""
 
     path: str
     node: Node
@@ -62,7 +70,7 @@ def with_plugins(plugins: Sequence[str]) -> Iterator[None]:
 
 
 def json_schema() -> Node:
-    """The JSON schema of a run's YAML (draft 2020-12)."""
+    """For a run's YAML (draft 2020-12)."""
     return _schema(tuple((name, load_plugin(name).digest) for name in _PLUGINS.get()))
 
 
@@ -79,20 +87,21 @@ def _schema(plugins: tuple[tuple[str, str], ...]) -> Node:
 
 
 def schema_rows(*, of_lists: bool = False) -> list[SchemaRow]:
-    """Returns a row per field, in order of declaration, and for each variant of a section. ``of_lists``: also fields of
-    sections in lists, such as ``data.train[].path``, which no override names."""
+    """Rows are in order of declaration, and for each variant of a section. ``of_lists``: also fields of sections in lists, such
+    as ``data.train[].path``, which no override names.
+    """
     rows = _rows(json_schema(), "", json_schema().get("default"), "")
     return [row for row in rows if of_lists or "[]" not in row.path]
 
 
-def allowed(node: Node) -> str:
-    """Allowed values in words: literals, type with bounds, or variants."""
+def _allowed(node: Node) -> str:
+    """Literals, type with bounds, or variants, in words."""
     node = _follow(node)
     if "discriminator" in node:
         tags = ", ".join(show(tag) for tag in node["discriminator"]["mapping"])
         return f"a section with {node['discriminator']['propertyName']} = {tags}"
     if options := node.get("anyOf") or node.get("oneOf"):
-        return " or ".join(dict.fromkeys(allowed(option) for option in options))
+        return " or ".join(dict.fromkeys(_allowed(option) for option in options))
     if "enum" in node:
         return ", ".join(show(value) for value in node["enum"])
     if "const" in node:
@@ -110,7 +119,7 @@ def allowed(node: Node) -> str:
     return f"{text} {bounds}".strip()
 
 
-def locate(loc: tuple[int | str, ...]) -> Place:
+def locate(loc: tuple[int | str, ...]) -> _Place:
     """Place of a pydantic error, without names of union members, which no user writes."""
     node, path, siblings = _follow(json_schema()), "", ()
     for step in loc:
@@ -127,17 +136,17 @@ def locate(loc: tuple[int | str, ...]) -> Place:
         siblings = tuple(section.get("properties", ()))
         node = _follow(section.get("properties", {}).get(step) or _named(section))
         path = f"{path}.{step}" if path else step
-    return Place(path, node, siblings)
+    return _Place(path, node, siblings)
 
 
 def show(value: Any, limit: int = 100) -> str:
-    """The value as in YAML (true, null, "text"), cut to ``limit`` characters."""
+    """As in YAML (true, null, "text"), cut to ``limit`` characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     text = text if len(text) <= limit else text[: limit - 1] + "…"
     return "".join(item if item.isprintable() else f"\\u{ord(item):04x}" for item in text)
 
 
-def discriminator(node: Node) -> Node:
+def _discriminator(node: Node) -> Node:
     """``propertyName`` and ``mapping`` of a section with variants, also if nullable; else empty."""
     result = node.get("discriminator")
     return result or next((item["discriminator"] for item in node.get("anyOf", []) if "discriminator" in item), {})
@@ -157,8 +166,8 @@ def _rows(node: Node, path: str, default: Any, when: str) -> Iterator[SchemaRow]
             continue
         options = {label: option for label, option in _options(child).items() if "properties" in option}
         if len(options) != 1 or "anyOf" in child:
-            yield SchemaRow(here, allowed(child), _shown(value), _plain(child.get("description", "")), when)
-        tag = discriminator(child).get("propertyName")
+            yield SchemaRow(here, _allowed(child), _shown(value), _plain(child.get("description", "")), when)
+        tag = _discriminator(child).get("propertyName")
         for label, option in options.items():
             inner = f"{tag} = {show(label)}" if tag else ""
             applies = isinstance(value, dict) and (not tag or value.get(tag) == label)
@@ -169,7 +178,7 @@ def _rows(node: Node, path: str, default: Any, when: str) -> Iterator[SchemaRow]
 
 
 def _shown(default: Any) -> str:
-    """Of a section only its kind, since its fields have their own rows."""
+    """Shows only the kind of a section, since its fields have their own rows."""
     if default is ...:
         return "required"
     if isinstance(default, dict):
@@ -178,7 +187,6 @@ def _shown(default: Any) -> str:
 
 
 def _plain(docstring: str) -> str:
-    """One line, with single backticks."""
     return " ".join(docstring.replace("``", "`").split())
 
 
@@ -213,5 +221,120 @@ def _item(node: Node, index: int) -> Node:
 
 def _allowed_list(node: Node) -> str:
     if "prefixItems" in node:
-        return f"a list of {len(node['prefixItems'])}: " + ", ".join(allowed(item) for item in node["prefixItems"])
-    return f"a list, each item {allowed(node['items'])}" if node.get("items") else "a list"
+        return f"a list of {len(node['prefixItems'])}: " + ", ".join(_allowed(item) for item in node["prefixItems"])
+    return f"a list, each item {_allowed(node['items'])}" if node.get("items") else "a list"
+
+
+_MOST_PROBLEMS = 40
+
+
+def describe_yaml(error: yaml.YAMLError, subject: str = "") -> str:
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return f"{subject}not valid YAML: {one_line(error)}"
+    return f"{subject}not valid YAML: " + ", ".join(text for text in (error.context, error.problem) if text)
+
+
+def describe_reference(error: OmegaConfBaseException) -> str:
+    what = str(error.msg or error).splitlines()[0]
+    return f"{error.full_key}: {what}" if error.full_key else what
+
+
+def describe_all(error: ValidationError) -> list[str]:
+    """One line per place; union members that all refused a value share it."""
+    details = error.errors()
+    details = [item for item in details if not _is_of_another_form(item, details)]
+    lines = list(dict.fromkeys(_describe(detail) for detail in details[:_MOST_PROBLEMS]))
+    return [*lines, f"and {len(details) - _MOST_PROBLEMS} more"] if len(details) > _MOST_PROBLEMS else lines
+
+
+def _is_of_another_form(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> bool:
+    """True if other errors describe what is wrong in the list."""
+    place = detail["loc"][:-1]
+    others = (item["loc"] for item in details if len(item["loc"]) > len(detail["loc"]))
+    return (
+        detail["type"] == "string_type"
+        and isinstance(detail["input"], list)
+        and any(loc[: len(place)] == place for loc in others)
+    )
+
+
+def _describe(detail: ErrorDetails) -> str:
+    place, raw = locate(detail["loc"]), detail["input"]
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        return _describe_unknown(place, raw)
+    if kind == "missing":
+        return f"{place.path}: missing; allowed: {_allowed(place.node)}"
+    if kind == "union_tag_invalid":
+        tags = _discriminator(place.node)
+        allowed_tags = ", ".join(show(tag) for tag in tags["mapping"])
+        return f"{place.path}.{tags['propertyName']}: got {show(detail['ctx']['tag'])}; allowed: {allowed_tags}"
+    if kind in ("value_error", "assertion_error"):
+        text = " ".join(detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ").split())
+        if text.startswith(place.path):
+            return text
+        return f"{place.path}: {text}" if isinstance(raw, dict | Section) else f"{place.path}: got {show(raw)}; {text}"
+    if not place.node or _allowed(place.node) == "any value":
+        return f"{place.path}: got {show(raw)}; {detail['msg']}"
+    line = f"{place.path}: got {show(raw)}; allowed: {_allowed(place.node)}"
+    if kind in ("string_too_short", "string_too_long"):
+        line += f" of {place.node.get('minLength', 0)} to {place.node.get('maxLength', 'any number of')} characters"
+    if kind == "string_type" and isinstance(raw, int | float) and "a list" not in line:
+        line += f" (to give a number as text: {place.path}='\"{show(raw)}\"')"
+    return line
+
+
+def _describe_unknown(place: _Place, raw: Any) -> str:
+    near = _nearest_fields(place)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(place.siblings)}"
+    return f"{place.path}: unknown key (got {show(raw)}); {hint}"
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+_BY_OTHER_NAMES = {
+    "batch_size": ("rollout.prompts_per_step",),
+    "train_batch_size": ("rollout.prompts_per_step",),
+    "num_generations": ("rollout.samples_per_prompt",),
+    "group_size": ("rollout.samples_per_prompt",),
+    "n": ("rollout.samples_per_prompt", "evaluate.samples"),
+    "learning_rate": ("optimizer.lr",),
+    "max_steps": ("train.steps",),
+    "epochs": ("train.steps",),
+    "num_train_epochs": ("train.steps",),
+    "max_tokens": ("rollout.sampling.max_new_tokens",),
+    "max_completion_length": ("rollout.sampling.max_new_tokens",),
+    "max_prompt_length": ("data.max_prompt_tokens",),
+    "beta": ("objective.kl.coefficient",),
+    "kl_coef": ("objective.kl.coefficient",),
+    "clip_range": ("objective.trust_region.low", "objective.trust_region.high"),
+    "algorithm": ("objective.preset",),
+    "reward_fn": ("reward.verifier",),
+    "reward_function": ("reward.verifier",),
+    "save_steps": ("train.save_every",),
+    "eval_steps": ("evaluate.every",),
+    "output_dir": ("output",),
+    "dataset": ("data.train",),
+    "train_files": ("data.train",),
+    "gradient_clipping": ("optimizer.clip_grad",),
+    "max_grad_norm": ("optimizer.clip_grad",),
+}  # other trainers' field names that spelling alone would not find
+
+
+def _nearest_fields(place: _Place) -> list[str]:
+    """Returns at most three: a typo in its section, the same key elsewhere, another trainer's name, then spelling."""
+    parent, _, key = place.path.rpartition(".")
+    prefix = f"{parent}." if parent else ""
+    close = [f"{prefix}{name}" for name in difflib.get_close_matches(key, place.siblings, n=1, cutoff=0.75)]
+    paths = list(dict.fromkeys(row.path for row in schema_rows() if ".NAME." not in row.path))
+    same = [path for path in paths if path.rpartition(".")[2] == key]
+    result = close or [*same, *_BY_OTHER_NAMES.get(key, ())]
+    if not result:
+        result = [f"{prefix}{name}" for name in difflib.get_close_matches(key, place.siblings, n=1, cutoff=0.5)]
+    if not result:
+        last = {path.rpartition(".")[2] for path in paths}
+        near = difflib.get_close_matches(key, sorted(last), n=1, cutoff=0.75)
+        result = [path for path in paths if path.rpartition(".")[2] in near]
+    return list(dict.fromkeys(result))[:3]

@@ -1,5 +1,3 @@
-"""Loads a ``RunConfig`` from YAML and dotted overrides, and words its errors."""
-
 from __future__ import annotations
 
 import difflib
@@ -15,11 +13,20 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 from pydantic import ValidationError
 
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.loading.schema import SchemaRow, json_schema, schema_rows, show, with_plugins
-from tepo_megatron.config.loading.sentences import describe_all, describe_reference, describe_yaml, one_line
 from tepo_megatron.config.objective.presets import LARGEST_FILE, beside, beside_path, is_preset_file
 from tepo_megatron.config.objective.section import named_plugins
 from tepo_megatron.config.run import RunConfig
+from tepo_megatron.config.schema import (
+    SchemaRow,
+    describe_all,
+    describe_reference,
+    describe_yaml,
+    json_schema,
+    one_line,
+    schema_rows,
+    show,
+    with_plugins,
+)
 
 __all__ = ["ConfigError", "SchemaRow", "dump_diff", "dump_resolved", "json_schema", "load_run", "schema_rows"]
 
@@ -29,7 +36,7 @@ _OPENING = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run; ``problems`` has one line per error."""
+    """``problems`` has one line per error."""
 
     def __init__(self, source: str, problems: Sequence[str]) -> None:
         self.source = source
@@ -45,8 +52,7 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
     a path counts. ``${a.b}`` takes the value of another field, also a default.
 
     Raises:
-        ConfigError: an unreadable file, invalid YAML, a malformed override, an unknown key, or a value that its field refuses;
-            it lists all problems found at once.
+        ConfigError: lists all problems found at once.
     """
     source = "overrides" if path is None else str(path)
     problems: list[str] = []
@@ -86,12 +92,12 @@ def _wrong_permissions(entries: Sequence[str]) -> list[str]:
 
 
 def dump_resolved(config: Section) -> str:
-    """Returns the complete configuration as YAML; ``load_run`` reads it back equal."""
+    """YAML of every field; ``load_run`` reads it back equal."""
     return _to_yaml(config.model_dump(mode="json"))
 
 
 def dump_diff(config: RunConfig) -> str:
-    """Returns the differences from the defaults as YAML; ``load_run`` reads them back equal."""
+    """YAML of what differs from the defaults; ``load_run`` reads it back equal."""
     differing = _diff(config, RunConfig())
     return _to_yaml(differing) if differing else ""
 
@@ -129,7 +135,6 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
 
 
 def _make_plugin_paths_absolute(content: DictConfig, path: Path) -> None:
-    """In a run's file these paths are relative to it."""
     objective = _plain(content).get("objective")
     if not isinstance(objective, Mapping):
         return
@@ -153,7 +158,7 @@ def _parse(text: str) -> DictConfig | ListConfig:
         parsed = OmegaConf.load(StringIO(text))
     except OmegaConfBaseException:
         raise
-    except ValueError as error:  # what looks like a number, such as 0x_
+    except (ValueError, AttributeError) as error:  # text like a number or a time, such as 0x_
         raise yaml.YAMLError(f"a value cannot be read: {error}") from error
     except RecursionError as error:
         raise yaml.YAMLError("sections or lists are nested too deeply") from error
@@ -196,7 +201,7 @@ def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> DictConfi
             problems.append(f"override {show(override)}: {describe_reference(error)}")
         except yaml.YAMLError as error:
             problems.append(f"override {show(override)}: {describe_yaml(error, 'its value is ')}")
-        except ValueError as error:
+        except (ValueError, AttributeError) as error:  # PyYAML raises the latter for a !!timestamp that is none
             problems.append(f"override {show(override)}: its value cannot be read: {error}")
     return parsed
 
@@ -239,7 +244,7 @@ def _plain(section: DictConfig) -> dict[str, Any]:
 
 
 def _select(values: Any, shape: Any) -> Any:
-    """A default must not look as if it had been given."""
+    """A default must not look as if the user had set it."""
     if isinstance(shape, Mapping) and isinstance(values, Mapping):
         return {key: _select(values[key], inner) for key, inner in shape.items()}
     return values

@@ -1,1 +1,0 @@
-"""From YAML files and dotted overrides to a checked ``RunConfig``."""

@@ -1,1 +1,0 @@
-"""The rules that every objective keeps to, as checks (docs/guides/own-objective.md)."""
