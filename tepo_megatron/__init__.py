@@ -1,7 +1,6 @@
 """TEPO (Token-Level Policy Optimization) on Megatron-Core, with vLLM rollouts.
 
-The names of ``__all__`` are the public ones (docs/api); everything else may change with any version. Each is imported from its
-home when it is asked for, so ``import tepo_megatron`` is instant, and needs neither torch nor pydantic.
+Only the names of ``__all__`` are public (docs/api). Each is imported on first use, so ``import tepo_megatron`` is instant.
 """
 
 from importlib import import_module
@@ -17,9 +16,9 @@ if TYPE_CHECKING:  # in this form a name is exported for type checkers; at run t
     from tepo_megatron.config import OwnRatio as OwnRatio
     from tepo_megatron.config import OwnTrustRegion as OwnTrustRegion
     from tepo_megatron.config import RunConfig as RunConfig
-    from tepo_megatron.config.loading.load import ConfigError as ConfigError
-    from tepo_megatron.config.loading.load import dump_resolved as dump_resolved
-    from tepo_megatron.config.loading.load import load_run as load_run
+    from tepo_megatron.config.load import ConfigError as ConfigError
+    from tepo_megatron.config.load import dump_resolved as dump_resolved
+    from tepo_megatron.config.load import load_run as load_run
     from tepo_megatron.core.objective import Objective as Objective
     from tepo_megatron.core.objective import StepContext as StepContext
     from tepo_megatron.core.objective import StepValues as StepValues
@@ -40,10 +39,10 @@ if TYPE_CHECKING:  # in this form a name is exported for type checkers; at run t
     from tepo_megatron.plan import make_plan as make_plan
     from tepo_megatron.run.api import TrainResult as TrainResult
     from tepo_megatron.run.api import train as train
-    from tepo_megatron.run.callbacks.callbacks import Callback as Callback
-    from tepo_megatron.run.callbacks.callbacks import EarlyStopping as EarlyStopping
-    from tepo_megatron.run.callbacks.callbacks import RunInfo as RunInfo
-    from tepo_megatron.run.callbacks.callbacks import Stop as Stop
+    from tepo_megatron.run.callbacks import Callback as Callback
+    from tepo_megatron.run.callbacks import EarlyStopping as EarlyStopping
+    from tepo_megatron.run.callbacks import RunInfo as RunInfo
+    from tepo_megatron.run.callbacks import Stop as Stop
     from tepo_megatron.run.sampling.custom_rollout import StepSampler as StepSampler
     from tepo_megatron.run.training import train_model as train_model
     from tepo_megatron.tasks.environments.protocol import StepResult as StepResult
@@ -55,7 +54,7 @@ if TYPE_CHECKING:  # in this form a name is exported for type checkers; at run t
     from tepo_megatron.weights.geometry import ReshardPlan as ReshardPlan
     from tepo_megatron.weights.layouts import MegatronParallel as MegatronParallel
     from tepo_megatron.weights.layouts import VllmParallel as VllmParallel
-    from tepo_megatron.weights.reshard.plan import reshard_plan as reshard_plan
+    from tepo_megatron.weights.reshard import reshard_plan as reshard_plan
     from tepo_megatron.weights.storage.convert import export_model as export_model
     from tepo_megatron.weights.storage.convert import import_model as import_model
 
@@ -63,9 +62,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Batch": "core.types",
-    "Callback": "run.callbacks.callbacks",
-    "ConfigError": "config.loading.load",
-    "EarlyStopping": "run.callbacks.callbacks",
+    "Callback": "run.callbacks",
+    "ConfigError": "config.load",
+    "EarlyStopping": "run.callbacks",
     "EvaluationResult": "tasks.evaluate.evaluation",
     "Judge": "tasks.reward.judge",
     "MegatronParallel": "weights.layouts",
@@ -86,12 +85,12 @@ _HOMES = {
     "ResponseText": "core.problem",
     "Rollout": "core.rollout",
     "RunConfig": "config",
-    "RunInfo": "run.callbacks.callbacks",
+    "RunInfo": "run.callbacks",
     "StepContext": "core.objective",
     "StepResult": "tasks.environments.protocol",
     "StepSampler": "run.sampling.custom_rollout",
     "StepValues": "core.objective",
-    "Stop": "run.callbacks.callbacks",
+    "Stop": "run.callbacks",
     "Surrogate": "core.objective",
     "TokenScores": "core.types",
     "TokenValues": "core.objective",
@@ -100,20 +99,19 @@ _HOMES = {
     "build_objective": "core.objective",
     "check_objective": "core.objective",
     "check_plan": "plan",
-    "dump_resolved": "config.loading.load",
+    "dump_resolved": "config.load",
     "evaluate_model": "tasks.evaluate.standalone",
     "export_model": "weights.storage.convert",
     "fused_linear_logprob_and_entropy": "core.scores",
     "import_model": "weights.storage.convert",
-    "load_run": "config.loading.load",
+    "load_run": "config.load",
     "logprob_and_entropy": "core.scores",
     "make_plan": "plan",
     "read_model_spec": "weights.architecture",
-    "reshard_plan": "weights.reshard.plan",
+    "reshard_plan": "weights.reshard",
     "train": "run.api",
     "train_model": "run.training",
-}
-"""Public name → its module, below this one."""
+}  # public name → its module
 
 __all__ = sorted([*_HOMES, "__version__"])
 

@@ -13,7 +13,7 @@ class NotFiniteError(ValueError):
 
 
 def is_ours(error: BaseException) -> bool:
-    """Returns whether a ``raise`` in this package made the error, so that its text is for the user.
+    """Returns whether a ``raise`` in this package made the error: its text is then for the user.
 
     A ``ValueError`` from a library or an operator (``a @ b``) is a bug and needs its traceback.
     """
@@ -27,7 +27,6 @@ def is_ours(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Returns the text, with the type's name unless the error is one of ours."""
     return str(error) if is_ours(error) else f"{type(error).__name__}: {error}"
 
 

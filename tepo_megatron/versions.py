@@ -11,16 +11,13 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 MEGATRON_LINE = "0.16"
-MEGATRON_RANGE = f">={MEGATRON_LINE}.1,<0.17"
-"""The engine uses and patches private parts."""
+MEGATRON_RANGE = f">={MEGATRON_LINE}.1,<0.17"  # the engine uses and patches private parts
 
 TE_RANGE = ">=2.9,<2.12"
-"""For that line of Megatron-Core."""
 
 TRITON_RANGE = ">=3.5,<4"
 
-VLLM_RANGE = ">=0.32,<0.33"
-"""The weights' plugin uses private parts."""
+VLLM_RANGE = ">=0.32,<0.33"  # the weights' plugin uses private parts
 
 
 def in_range(version: str, supported: str) -> bool:
@@ -36,9 +33,8 @@ def installed_version(distribution: str) -> str | None:
 
 
 def requirements_of(distribution: str) -> list[Requirement]:
-    """Leaves out extras; empty if not installed."""
     try:
-        wanted = [Requirement(text) for text in metadata.requires(distribution) or []]
+        requirements = [Requirement(text) for text in metadata.requires(distribution) or []]
     except metadata.PackageNotFoundError:
         return []
-    return [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return [entry for entry in requirements if entry.marker is None or entry.marker.evaluate({"extra": ""})]

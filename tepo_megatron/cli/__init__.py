@@ -1,1 +1,1 @@
-"""The command ``tepo``, one file per sub-command. Functions import torch, so that help is instant."""
+"""Each sub-command of ``tepo`` has a file. Functions import torch, so that help is instant."""

@@ -1,5 +1,3 @@
-"""``tepo bench``: the measurements, as sub-commands."""
-
 from __future__ import annotations
 
 import datetime
@@ -8,19 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
-from tepo_megatron.cli.console import show_table, user_errors
-from tepo_megatron.cli.options import AsJson
-from tepo_megatron.tools.bench import chromium, gpu, recipes, reshard, rollouts
-from tepo_megatron.tools.bench.scores import score_bench as scores
-from tepo_megatron.tools.bench.settings import RecipeSetting, ReshardSetting, ScoreMeasurement, StepSetting
-from tepo_megatron.tools.bench.step import step_bench as step
+from tepo_megatron.cli.console import AsJson, show_table, user_errors
+from tepo_megatron.runtime.text import echo
 
-app = typer.Typer(no_args_is_help=True, help="Measure parts of the system on this machine.")
+app = typer.Typer()
 
 
 @app.command("scores")
 @user_errors()
-def scores_command(
+def _scores_command(
     device: Annotated[str, typer.Option("--device", help="cpu (gloo) or cuda (NCCL, a GPU per rank).")] = "cpu",
     tp: Annotated[int | None, typer.Option("--tp", help="Ranks, each a process of this machine. Default: 2; cuda: 1.")] = None,
     tokens: Annotated[str, typer.Option("--tokens", help="T, with commas. Default: 1024,4096; cuda: 8192.")] = "",
@@ -34,20 +28,22 @@ def scores_command(
 ) -> None:
     """Time and peak memory of log-prob and entropy with backward, over logits that are sharded over the vocabulary.
 
-    Beside the project's own, with and without the entropy's slope: dense torch log_softmax, Megatron-Core's cross-entropy
-    (log-prob only), and the floor of one read of the logits forward, one read and write backward. On a GPU with Triton's
-    kernels. All with the bytes that must move over the bandwidth of a plain copy in the same run.
+    Compares the project's own, with and without the entropy's slope, with dense torch log_softmax, Megatron-Core's
+    cross-entropy (log-prob only), and the floor of one read of the logits forward, one read and write backward. On a GPU with
+    Triton's kernels. All with the bytes that must move over the bandwidth of a plain copy in the same run.
 
     [dim]tepo bench scores[/]
 
     [dim]tepo bench scores --device cuda[/]
     """
+    from tepo_megatron.tools.bench import scores
+
     if device not in scores.DEFAULTS:
         raise ValueError(f"--device {device} is unknown; give cpu or cuda")
-    given = {"tp": tp, "tokens": tokens, "vocab": vocab, "dtype": dtype}
-    grid: dict[str, Any] = {name: value or scores.DEFAULTS[device][name] for name, value in given.items()}
+    options = {"tp": tp, "tokens": tokens, "vocab": vocab, "dtype": dtype}
+    grid: dict[str, Any] = {name: value or scores.DEFAULTS[device][name] for name, value in options.items()}
     sizes = [(int(t), int(v)) for v in grid["vocab"].split(",") for t in grid["tokens"].split(",")]
-    results: list[ScoreMeasurement] = []
+    results: list[scores.ScoreMeasurement] = []
     table: list[tuple[str, ...]] = []
     for shape in [(*size, name) for name in grid["dtype"].split(",") for size in sizes]:
         measured = scores.run(tp=grid["tp"], device=device, shapes=[shape], repeats=repeats)
@@ -59,12 +55,12 @@ def scores_command(
     if as_json:
         show_table(("shape", *scores.COLUMNS), table, as_json=True)
     paths = scores.write_results(results, output, tp=grid["tp"], device=device, repeats=repeats)
-    typer.echo(f"wrote {' and '.join(str(path) for path in paths)}", err=as_json)
+    echo(f"wrote {' and '.join(str(path) for path in paths)}", err=as_json)
 
 
 @app.command("reshard")
 @user_errors()
-def reshard_command(
+def _reshard_command(
     tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel size of the trainer.")] = 2,
     pp: Annotated[int, typer.Option("--pp", help="Pipeline-parallel size of the trainer.")] = 2,
     server_tp: Annotated[int, typer.Option("--server-tp", help="Tensor-parallel size of each server.")] = 2,
@@ -77,21 +73,23 @@ def reshard_command(
 ) -> None:
     """Time, bytes and memory of a weight update between processes of this machine, over gloo; the servers are without vLLM.
 
-    It is compared, with and without its digests, with gathering full tensors and broadcasting them, and a raw
-    point-to-point copy of as many bytes from and into plain buffers.
+    Compares it, with and without digests, with gathering full tensors and broadcasting them, and with a raw point-to-point copy
+    of as many bytes between plain buffers.
 
     [dim]tepo bench reshard --repeats 3[/]
     """
-    setting = ReshardSetting(tp, pp, server_tp, servers, layers, dtype)
+    from tepo_megatron.tools.bench import reshard
+
+    setting = reshard.ReshardSetting(tp, pp, server_tp, servers, layers, dtype)
     results = reshard.run(setting, repeats)
-    show_table(reshard.COLUMNS, [reshard.cells(row, results) for row in results], as_json=as_json)
+    show_table(reshard.COLUMNS, reshard.table(results), as_json=as_json)
     paths = reshard.write_results(results, output, setting, repeats)
-    typer.echo(f"wrote {' and '.join(str(path) for path in paths)}", err=as_json)
+    echo(f"wrote {' and '.join(str(path) for path in paths)}", err=as_json)
 
 
 @app.command("recipes")
 @user_errors()
-def recipes_command(
+def _recipes_command(
     size: Annotated[str, typer.Option("--size", help="tiny, 1b or 8b: a Llama with random weights.")] = "1b",
     chosen: Annotated[
         str, typer.Option("--recipes", help="Values of engine.fp8.recipe, separated by commas; the first is what others meet.")
@@ -104,32 +102,38 @@ def recipes_command(
     output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("docs/results/data"),
     as_json: AsJson = False,
 ) -> None:
-    """Time and memory of scoring and updating a random model, for one recipe after the other, and how far the policies part.
+    """Time and memory of scoring and updating a random model, by recipe, and how far the policies differ.
 
-    Runs where engine.platform says (a GPU if there is one), on one rank.
+    Runs on engine.platform (a GPU if there is one), on one rank.
 
     [dim]tepo bench recipes --size 1b --recipes none,blockwise[/]
 
     [dim]tepo bench recipes --size tiny --recipes none --dtype float32 --steps 5[/]
     """
-    setting = RecipeSetting(size, steps, sequences, length, dtype, micro_batch_tokens)
+    from tepo_megatron.tools.bench import recipes
+
+    setting = recipes.RecipeSetting(size, steps, sequences, length, dtype, micro_batch_tokens)
     results = recipes.run(setting, chosen.split(","))
-    show_table(recipes.COLUMNS, [recipes.cells(row, results[0], setting) for row in results], as_json=as_json)
+    show_table(recipes.COLUMNS, recipes.table(results, setting), as_json=as_json)
     paths = recipes.write_results(results, output, setting)
-    typer.echo(f"wrote {' and '.join(str(path) for path in paths)}", err=as_json)
+    echo(f"wrote {' and '.join(str(path) for path in paths)}", err=as_json)
 
 
 @app.command("step")
 @user_errors()
-def step_command(
+def _step_command(
     layouts: Annotated[
         str, typer.Option("--layouts", help="How the ranks divide the work, with commas; tp2pp2 are four ranks.")
     ] = "tp2,dp2,pp2",
     ratios: Annotated[str, typer.Option("--ratios", help="The longest sequence over the mean, with commas.")] = "1,3,10",
     before: Annotated[
         str,
-        typer.Option("--before", help="An older state beside it: a git revision, another checkout's folder, or none."),
-    ] = step.BEFORE,
+        typer.Option(
+            "--before",
+            help="An older state to compare with: a git revision, another checkout's folder, or none. States from before "
+            "2026-11-23, when the package's folders moved, cannot be measured.",
+        ),
+    ] = "none",
     size: Annotated[str, typer.Option("--size", help="tiny or small: a Llama with random weights.")] = "small",
     sequences: Annotated[int, typer.Option("--sequences", help="Responses of a step, in groups of 4.", min=4)] = 24,
     mean_length: Annotated[int, typer.Option("--mean-length", help="Mean tokens of a sequence.", min=8)] = 128,
@@ -138,17 +142,19 @@ def step_command(
     output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("docs/results/data"),
     as_json: AsJson = False,
 ) -> None:
-    """Tokens/s and memory of a training step on ranks of this machine's CPU, beside Megatron-Core's own and an older state.
+    """Tokens/s and memory of a training step on this machine's CPU, compared with Megatron-Core's own and an older state.
 
-    Scores of the old policy, and an update with the default objective. Megatron-Core's step is its GPTModel with its own
-    loss, schedule, gradient buffers and optimizer, as pretrain_gpt makes it, on the same weights, tokens and micro-batches:
-    packed, with this project's attention, and as padded rows with Megatron's. All take turns, step by step.
+    A step scores the old policy and updates with the default objective. Megatron-Core's step is its GPTModel with its own loss,
+    schedule, gradient buffers and optimizer, as pretrain_gpt makes it, on the same weights, tokens and micro-batches: packed,
+    with this project's attention, and as padded rows with Megatron's. All take turns, step by step.
 
     [dim]tepo bench step[/]
 
     [dim]tepo bench step --layouts tp2 --ratios 10 --before none --repeats 3[/]
     """
-    setting = StepSetting(
+    from tepo_megatron.tools.bench import step
+
+    setting = step.StepSetting(
         layouts=tuple(layouts.split(",")),
         ratios=tuple(float(ratio) for ratio in ratios.split(",")),
         size=size,
@@ -157,15 +163,15 @@ def step_command(
         micro_batch_tokens=micro_batch_tokens,
         repeats=repeats,
     )
-    results = step.run(setting, before, say=lambda line: typer.echo(line, err=True))
+    results = step.run(setting, before, say=lambda line: echo(line, err=True))
     show_table(step.COLUMNS, step.table(results), as_json=as_json)
     paths = step.write_results(results, output, setting, before)
-    typer.echo(f"wrote {' and '.join(str(path) for path in paths)}", err=as_json)
+    echo(f"wrote {' and '.join(str(path) for path in paths)}", err=as_json)
 
 
 @app.command("rollouts")
 @user_errors()
-def rollouts_command(
+def _rollouts_command(
     size: Annotated[str, typer.Option("--size", help="builtin, or tiny or small: a Llama with random weights.")] = "builtin",
     prompts: Annotated[int, typer.Option("--prompts", help="Prompts of a draw.", min=1)] = 64,
     samples: Annotated[int, typer.Option("--samples", help="Samples of each prompt.", min=1)] = 8,
@@ -176,26 +182,28 @@ def rollouts_command(
     output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("docs/results/data"),
     as_json: AsJson = False,
 ) -> None:
-    """Tokens/s of a rollout server and its client beside vLLM's offline engine, and what a step's responses cost rank 0.
+    """Tokens/s of a rollout server and its client next to vLLM's offline engine, and what a step's responses cost rank 0.
 
-    Server and engine draw the same tokens by the same seeds, in turn, each by itself on this machine. Rank 0 reads random
-    responses off the wire, packs them, writes them to the journal and sends them to another rank, beside the JSON of before.
+    Server and engine draw the same tokens by the same seeds, in turn, each alone on this machine. Rank 0 reads random responses
+    off the wire, packs them, writes them to the journal and sends them to another rank; the former JSON is measured too.
 
     [dim]tepo bench rollouts[/]
 
     [dim]tepo bench rollouts --repeats 1 --responses 16 --length 512 --output /tmp/results[/]
     """
+    from tepo_megatron.tools.bench import rollouts
+
     setting = rollouts.RolloutSetting(size, prompts, samples, new_tokens, repeats, responses, length)
-    draws, rank0 = rollouts.run(setting, say=lambda line: typer.echo(line, err=True))
+    draws, rank0 = rollouts.run(setting, say=lambda line: echo(line, err=True))
     show_table(rollouts.COLUMNS, rollouts.table(draws), as_json=as_json)
     show_table(rank0.COLUMNS, rank0.table(), as_json=as_json)
     paths = rollouts.write_results(draws, rank0, output, setting)
-    typer.echo(f"wrote {' and '.join(str(path) for path in paths)}", err=as_json)
+    echo(f"wrote {' and '.join(str(path) for path in paths)}", err=as_json)
 
 
 @app.command("report")
 @user_errors()
-def report_command(
+def _report_command(
     outputs: Annotated[list[Path], typer.Argument(metavar="OUT", help="Output folders of runs, or of a sweep.")],
     repeats: Annotated[int, typer.Option("--repeats", help="Loads of each part; the median counts.", min=1)] = 5,
     state: Annotated[
@@ -213,24 +221,25 @@ def report_command(
 
     [dim]tepo bench report out/tiny --pictures docs/images --state 'mixed=1&colour=entropy_change'[/]
     """
+    from tepo_megatron.tools.bench import chromium
     from tepo_megatron.tools.report.page import Options, write_report
 
     written = write_report(outputs, page, Options())
     parts = ("overview", "curves", "time", "settings", "faults", "samples")
     loads = chromium.measure(page, parts, repeats, state=state, pictures=pictures)
     show_table(chromium.COLUMNS, [chromium.cells(load) for load in loads], as_json=as_json)
-    typer.echo(f"{written.path}: {written.bytes / 1e6:.2f} MB, {written.samples} samples of {written.runs} runs", err=as_json)
+    echo(f"{written.path}: {written.bytes / 1e6:.2f} MB, {written.samples} samples of {written.runs} runs", err=as_json)
 
 
 @app.command("gpu")
 @user_errors()
-def gpu_command(
+def _gpu_command(
     only: Annotated[str, typer.Option("--only", help="Parts, separated by commas; default: all.")] = "",
     output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("docs/results/data"),
     as_json: AsJson = False,
 ) -> None:
-    """Tests, kernels, FP8 training steps and a weight sync on this machine's GPU; parts whose packages are missing are reported
-    as not run. Ends with status 0 if all that ran passed, 1 if a part failed, 3 without a GPU.
+    """Tests, kernels, FP8 training steps and a weight sync on this machine's GPU; parts without their packages are reported as
+    not run. Exit code 0 if all that ran passed, 1 if a part failed, 3 without a GPU.
 
     Writes <output>/<gpu>/<date and time>.json and .md after each part. Run it in the root of the repository.
 
@@ -238,17 +247,18 @@ def gpu_command(
 
     [dim]tepo bench gpu --only tests,kernels[/]
     """
+    from tepo_megatron.tools.bench import gpu
+
     parts = gpu.select(only)
     result = gpu.find_gpu()
     if isinstance(result, str):
-        typer.echo(f"gpu check: {result}; nothing was checked", err=True)
+        echo(f"gpu check: {result}; nothing was checked", err=True)
         raise typer.Exit(gpu.NO_GPU)
     started, outcomes = datetime.datetime.now(datetime.UTC), list[gpu.PartOutcome]()
     for part in parts:
-        outcomes.append(gpu.run_part(part, result, say=lambda line: typer.echo(line, err=True)))
-        paths = gpu.write_results(
-            outcomes, result, output, started
-        )  # after each part: its results survive if the machine is taken away
+        outcomes.append(gpu.run_part(part, result, say=lambda line: echo(line, err=True)))
+        # after each part: its results survive if the machine is taken away
+        paths = gpu.write_results(outcomes, result, output, started)
     show_table(gpu.COLUMNS, [gpu.cells(outcome) for outcome in outcomes], as_json=as_json)
-    typer.echo(f"wrote {' and '.join(str(path) for path in paths)}", err=as_json)
+    echo(f"wrote {' and '.join(str(path) for path in paths)}", err=as_json)
     raise typer.Exit(int(any(outcome.state == "failed" for outcome in outcomes)))

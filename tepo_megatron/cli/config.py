@@ -1,52 +1,53 @@
-"""``tepo config`` and ``tepo plan``: a run's fields, and its needs."""
+"""``tepo config`` and ``tepo plan``."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tepo_megatron.cli.console import show, user_errors
-from tepo_megatron.cli.options import AsJson, Overrides, RunOrSetting, load_config, split_run
+from tepo_megatron.cli.console import AsJson, Overrides, RunOrSetting, load_config, show, split_run, user_errors
+from tepo_megatron.runtime.text import echo
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tepo_megatron.config.loading.schema import SchemaRow
+    from tepo_megatron.config.schema import SchemaRow
 
 
 app = typer.Typer(no_args_is_help=True, help="Look at a run's configuration: what it says, and what it may say.")
 
 
 @app.command("show")
-def show_config(
+def _show_config(
     run: RunOrSetting = None,
     overrides: Overrides = None,
     diff: Annotated[bool, typer.Option("--diff", help="Only what differs from the defaults.")] = False,
 ) -> None:
-    """Print a run's configuration, complete, as YAML.
+    """Print a run's complete configuration as YAML.
 
     [dim]tepo config show examples/tiny/run.yaml optimizer.lr=1e-5[/]
 
     [dim]tepo config show examples/tiny/run.yaml --diff[/]
     """
-    from tepo_megatron.config.loading.load import dump_diff, dump_resolved
+    from tepo_megatron.config.load import dump_diff, dump_resolved
 
     with user_errors():
         config = load_config(*split_run(run, overrides))
-        typer.echo(dump_diff(config) if diff else dump_resolved(config), nl=False)
+        sys.stdout.write(dump_diff(config) if diff else dump_resolved(config))  # YAML writes no control character as it is
 
 
 @app.command("schema")
-def show_schema(
+def _show_schema(
     under: Annotated[str | None, typer.Argument(metavar="PATH", help="Only fields whose path starts so.")] = None,
     plugins: Annotated[
         list[str] | None, typer.Option("--plugin", help="With the kinds of this plugin of an objective: my_objective.py.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON schema, for editors and tools.")] = False,
 ) -> None:
-    """Print every field of a run: its path, what it takes, its default, what it means.
+    """Print every field of a run: path, values, default, meaning.
 
     [dim]tepo config schema rollout.server[/]
 
@@ -56,11 +57,11 @@ def show_schema(
     """
     import json
 
-    from tepo_megatron.config.loading.schema import json_schema, schema_rows, with_plugins
+    from tepo_megatron.config.schema import json_schema, schema_rows, with_plugins
 
     with user_errors(), with_plugins(plugins or ()):
         if as_json:
-            typer.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+            echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
             return
         listed = schema_rows(of_lists=True)
         rows = [row for row in listed if under is None or f"{row.path}.".startswith(f"{under.rstrip('.')}.")]
@@ -109,10 +110,10 @@ def plan(
         )
         counts = check_exact(result) if exact else None
         if as_json:
-            typer.echo(plan_json(result, counts))
+            echo(plan_json(result, counts))
         else:
             for table in plan_tables(result):
                 show(table)
             for line in plan_notes(result, counts):
-                typer.echo(line)
+                echo(line)
         check_plan(result)

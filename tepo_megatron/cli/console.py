@@ -1,38 +1,36 @@
-"""Output of commands: tables, JSON, and errors as sentences for the user."""
+"""Arguments and output of commands."""
 
 from __future__ import annotations
 
 import json
-import sys
+import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tepo_megatron.errors import is_ours, wants_traceback
 from tepo_megatron.runtime.preemption import INTERRUPTED
-from tepo_megatron.runtime.rank import print_error
+from tepo_megatron.runtime.rank import print_error, speaks_first
+from tepo_megatron.runtime.text import echo
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from tepo_megatron.config import RunConfig
 
 
-def console() -> Console:
-    from rich.console import Console
+def show(renderable: Any, **options: Any) -> None:
+    """``options`` are those of rich's ``Console.print``."""
+    from tepo_megatron.runtime.terminal import terminal
 
-    # A pipe has no width: do not cut cells.
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
-
-
-def show(renderable: Any) -> None:
-    console().print(renderable)
+    terminal().print(renderable, **options)
 
 
 def print_json(value: Any) -> None:
-    """Print JSON alone; other output of a command goes to standard error."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
-    sys.stdout.flush()
+    """Other output of a command goes to standard error."""
+    echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
 def as_records(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[dict[str, str]]:
@@ -42,7 +40,7 @@ def as_records(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[di
 def show_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None, as_json: bool = False
 ) -> None:
-    """Print rows: first column left-aligned, others right-aligned; as JSON, a list of objects."""
+    """The first column is left-aligned, others right-aligned; JSON is a list of objects."""
     if as_json:
         print_json(as_records(columns, rows))
         return
@@ -59,7 +57,7 @@ def show_table(
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn user errors into a sentence on standard error and exit code 1, and Ctrl-C into 130."""
+    """Turns user errors into a sentence on standard error and exit code 1, and Ctrl-C into 130."""
     try:
         yield
     except typer.Exit:  # it is a subclass of RuntimeError
@@ -71,3 +69,51 @@ def user_errors() -> Iterator[None]:
             raise
         print_error(str(error))
         raise typer.Exit(1) from error
+
+
+def complete_setting(incomplete: str) -> list[str]:
+    """Completions for a shell: ``optimizer.l`` → ``optimizer.lr=``; after ``=`` the possible values."""
+    from tepo_megatron.config.schema import schema_rows
+
+    name, equals, _ = incomplete.partition("=")
+    rows = {row.path: row.allowed for row in schema_rows()}
+    if not equals:
+        return [f"{path}=" for path in rows if path.startswith(name)]
+    choices = [choice.strip('"') for choice in rows.get(name, "").replace(" or ", ", ").split(", ")]
+    return [f"{name}={choice}" for choice in choices if " " not in choice and f"{name}={choice}".startswith(incomplete)]
+
+
+_SETTINGS_HELP = "Dotted overrides, such as train.steps=10."
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help=_SETTINGS_HELP, autocompletion=complete_setting)]
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run's configuration.")]
+RunOrSetting = Annotated[
+    Path | None, typer.Argument(metavar="[RUN.yaml]", help="The run's configuration; settings alone will do.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="For tools.")]
+
+
+def split_run(run: Path | None, overrides: Sequence[str] | None) -> tuple[Path | None, list[str]]:
+    """A first word such as ``model.path=…`` is an override. Raises ValueError if neither is given."""
+    settings = list(overrides or ())
+    if run is not None and "=" in str(run) and not run.exists():
+        return None, [str(run), *settings]
+    if run is None and not settings:
+        raise ValueError(
+            "neither a run's file nor settings; give RUN.yaml ('tepo init' writes one), or settings such as model.path=FOLDER "
+            "data.train=FILE reward.verifier=NAME"
+        )
+    return run, settings
+
+
+def load_config(run: Path | None, overrides: Sequence[str]) -> RunConfig:
+    """``load_run`` with warnings as sentences, printed by one process only."""
+    from tepo_megatron.config.load import load_run
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        config = load_run(run, overrides)
+    for text in dict.fromkeys(str(warning.message) for warning in caught):
+        warnings.filterwarnings("ignore", message=re.escape(text))  # printed here; do not repeat it when a section is replaced
+        if speaks_first():
+            echo(f"warning: {text}", err=True)
+    return config

@@ -1,10 +1,8 @@
-"""``tepo data``: a run's problems as the model reads them, and published benchmarks. Starts no server."""
-
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -12,25 +10,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tepo_megatron.cli.console import print_json, show_table, user_errors
-from tepo_megatron.cli.options import AsJson, Overrides, RunOrSetting, load_config, split_run
+from tepo_megatron.cli.console import (
+    AsJson,
+    Overrides,
+    RunFile,
+    RunOrSetting,
+    load_config,
+    print_json,
+    show,
+    show_table,
+    split_run,
+    user_errors,
+)
+from tepo_megatron.runtime.preemption import not_ignored
+from tepo_megatron.runtime.streams import outlive_readers
+from tepo_megatron.runtime.text import echo
 
 if TYPE_CHECKING:
     from tepo_megatron.config.data import DataConfig
     from tepo_megatron.tasks.data.sources import Prompt, Source
     from tepo_megatron.tasks.data.tokenizer import Tokenizer
+    from tepo_megatron.tasks.protocol import RewardResult
+    from tepo_megatron.tasks.reward.recorded import RecordedGroup
 
-
-app = typer.Typer(no_args_is_help=True, help="Data: problems as the model will read them, and published benchmarks.")
-
-
-@app.callback()
-def _group() -> None:
-    """Data: the problems of a run as the model will read them, and published benchmarks."""
+app = typer.Typer()
 
 
 @app.command("show")
-def show_command(
+def _show_command(
     run: RunOrSetting = None,
     overrides: Overrides = None,
     heldout: Annotated[bool, typer.Option("--heldout", help="The held-out problems.")] = False,
@@ -41,7 +48,7 @@ def show_command(
 ) -> None:
     """Show each source's counts, and its first prompts as the model reads them: special tokens are ⟦names⟧.
 
-    Reads the model's tokenizer and the problems; starts nothing.
+    Reads tokenizer and problems; starts nothing.
 
     [dim]tepo data show run.yaml --limit 1[/]
 
@@ -104,7 +111,7 @@ def _rows(source: Source, tokenizer: Tokenizer, limit: int, *, left_out: bool) -
 
 
 def _read(prompt: Prompt, tokenizer: Tokenizer) -> str:
-    from tepo_megatron.tasks.data.prompts import encode_prompt
+    from tepo_megatron.tasks.data.problems import encode_prompt
 
     return tokenizer.show(encode_prompt(tokenizer, prompt.problem)) if prompt.tokens else prompt.problem.prompt
 
@@ -114,11 +121,11 @@ def _show(sources: Sequence[Source], rows: Sequence[dict[str, Any]], shares: dic
     summaries = [_summary(item, shares) for item in sources]
     show_table(columns, [_line(item) for item in summaries])
     for notice in (notice for item in sources for notice in item.notices):
-        typer.echo(notice)
+        echo(notice)
     for row in rows:
         about = [f"{row['tokens']} tokens" if row["tokens"] else "", f"answer {row['answer']!r}", row["left_out"] or ""]
-        typer.echo(f"\n{row['id']}: {', '.join(item for item in about if item)}")
-        typer.echo("\n".join(f"  {line}" for line in row["prompt"].split("\n")))
+        echo(f"\n{row['id']}: {', '.join(item for item in about if item)}")
+        echo("\n".join(f"  {line}" for line in row["prompt"].split("\n")))
 
 
 def _line(summary: dict[str, Any]) -> list[str]:
@@ -138,7 +145,7 @@ def _line(summary: dict[str, Any]) -> list[str]:
 
 
 @app.command("prepare")
-def prepare_command(
+def _prepare_command(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Such as math500: tepo data benchmarks lists them.")],
     to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Where problems and digests are kept.")] = Path(
         "data/benchmarks"
@@ -155,7 +162,7 @@ def prepare_command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make problems of published benchmarks: files that are pinned and checked, and a run's section to evaluate on them.
+    """Make problems of published benchmarks from pinned, checked files, and a run's section to evaluate on them.
 
     [dim]tepo data prepare math500 aime24 aime25 --family qwen[/]
 
@@ -164,38 +171,172 @@ def prepare_command(
     [dim]tepo data prepare gsm8k --from /shared/downloads/gsm8k[/]
     """
     with user_errors():
-        from tepo_megatron.tasks.data.benchmarks.prepare import SETS, prepare
+        from tepo_megatron.tasks.data.benchmarks import SETS, prepare
 
         done = []
         for name in names:
             done.append(prepare(name, to, source=source, family=family, accept_changed=accept_changed))
             if not as_json:
                 one = done[-1]
-                typer.echo(f"{one.path}: {one.problems} problems of {one.source}")
+                echo(f"{one.path}: {one.problems} problems of {one.source}")
                 if one.recorded:
-                    typer.echo(f"  its SHA-256 was not known and is recorded from now on: {one.source_sha256}")
+                    echo(f"  its SHA-256 was not known and is recorded from now on: {one.source_sha256}")
     if as_json:
         rows = [{**asdict(one), "path": str(one.path), "source": str(one.source)} for one in done]
-        typer.echo(json.dumps(rows, indent=2))
+        echo(json.dumps(rows, indent=2))
     else:
-        typer.echo(f"to evaluate on them: tepo eval MODEL_DIR --run {to / SETS}")
+        echo(f"to evaluate on them: tepo eval MODEL_DIR --run {to / SETS}")
 
 
 @app.command("benchmarks")
-def benchmarks_command(as_json: AsJson = False) -> None:
-    """List the benchmarks that can be prepared, with where their files are."""
-    from tepo_megatron.tasks.data.benchmarks.registry import BENCHMARKS
+def _benchmarks_command(as_json: AsJson = False) -> None:
+    """List the benchmarks that can be prepared, and where their files are."""
+    from tepo_megatron.tasks.data.benchmarks import BENCHMARKS
 
     if as_json:
         shown = ("title", "repository", "revision", "file", "sha256", "problems")
         rows = {name: {field: getattr(item, field) for field in shown} for name, item in BENCHMARKS.items()}
-        typer.echo(json.dumps(rows, indent=2))
+        echo(json.dumps(rows, indent=2))
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("name", "benchmark", "problems", "from", "digest")
     for name, item in BENCHMARKS.items():
         known = "known" if item.sha256 else "recorded at first"
         table.add_row(name, item.title, str(item.problems), f"{item.repository} {item.file}", known)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    show(table)
+
+
+reward_app = typer.Typer()
+
+_WIDEST = 60
+
+
+@reward_app.command("try")
+def _try_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A run's samples.jsonl, or JSON lines with responses.")],
+    overrides: Overrides = None,
+    run: Annotated[Path | None, typer.Option("--run", metavar="RUN.yaml", help="The run whose reward section counts.")] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="How many lines are scored, from the first.")] = 100,
+    as_json: Annotated[bool, typer.Option("--json", help="For tools.")] = False,
+) -> None:
+    """Score recorded responses: reward, components, time, and failures; exit code 1 if any failed.
+
+    A line of FILE is one of a run's samples.jsonl, or an object with prompt, answer, and response or responses.
+
+    [dim]tepo reward try out/tiny/samples.jsonl reward.verifier=rewards.py:my_reward[/]
+    """
+    with user_errors():
+        config = load_config(run, overrides or ())
+        from tepo_megatron.tasks.reward.recorded import read_recorded
+        from tepo_megatron.tasks.reward.verifier_task import VerifierTask, reward_configs
+
+        groups = read_recorded(file)[:limit]
+        with VerifierTask(reward_configs(config.reward, config.data)) as task:
+            items = [(group.problem, text) for group in groups for text in group.responses]
+            results = task.score(items, [number for number, group in enumerate(groups) for _ in group.responses])
+    rows = _reward_rows(groups, results)
+    summary = _reward_summary(config.reward.verifier, rows)
+    if as_json:
+        echo(json.dumps({**summary, "responses": rows}, ensure_ascii=False))
+    else:
+        _show_rewards(rows, summary)
+    if summary["failed"]:
+        raise typer.Exit(1)
+
+
+def _reward_rows(groups: Sequence[RecordedGroup], results: Sequence[RewardResult]) -> list[dict[str, Any]]:
+    texts = [(group.problem.id, text) for group in groups for text in group.responses]
+    return [
+        {
+            "problem": problem,
+            "response": str(text),
+            "reward": result.reward,
+            "components": dict(result.parts),
+            "seconds": round(result.seconds, 6),
+            "error": result.error,
+        }
+        for (problem, text), result in zip(texts, results, strict=True)
+    ]
+
+
+def _reward_summary(verifier: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    scored = [row for row in rows if row["error"] is None]
+    names = list(dict.fromkeys(name for row in scored for name in row["components"]))
+    return {
+        "verifier": verifier,
+        "mean": fmean(row["reward"] for row in scored) if scored else None,
+        "components": {name: fmean(row["components"].get(name, 0.0) for row in scored) for name in names},
+        "seconds": fmean(row["seconds"] for row in rows),
+        "failed": len(rows) - len(scored),
+    }
+
+
+def _show_rewards(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
+    names = list(summary["components"])
+    lines = [
+        [
+            f"{_short(row['problem'], 20)}  {_short(row['response'])}",
+            *(_figure(row["components"].get(name)) for name in names),
+            "failed" if row["error"] else _figure(row["reward"]),
+            f"{1000 * row['seconds']:.1f}",
+        ]
+        for row in rows
+    ]
+    last = ["mean", *(_figure(summary["components"][name]) for name in names), _figure(summary["mean"])]
+    show_table(["problem, response", *names, "reward", "ms"], [*lines, [*last, f"{1000 * summary['seconds']:.1f}"]])
+    for error in dict.fromkeys(row["error"] for row in rows if row["error"]):
+        echo(f"failed: {error}")
+    echo(f"{summary['verifier']}: {len(rows)} responses, {summary['failed']} failed")
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _short(text: str, most: int = _WIDEST) -> str:
+    from rich.markup import escape
+
+    line = " ".join(text.split())
+    return escape(line if len(line) <= most else f"{line[: most - 1]}…")
+
+
+environment_app = typer.Typer()
+
+
+@environment_app.command("serve")
+def serve(
+    run: RunFile,
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="The address to listen on: of the nodes' inner network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one, which is printed.")] = 8400,
+    key_file: Annotated[
+        Path, typer.Option(help="The file with the key, written if it is not there; trainers need the same.")
+    ] = Path("environment.key"),
+) -> None:
+    """Run the environment of a configuration until Ctrl-C, for trainers that name it in environment.servers.
+
+    [dim]tepo environment serve run.yaml --host 10.0.0.7 --key-file keys/environment[/]
+    """
+    outlive_readers()
+    with user_errors():
+        loaded = load_config(run, overrides or ())
+        config = loaded.environment
+        if config is None:
+            raise ValueError(f"{run} has no section environment; there is nothing to serve")
+        from tepo_megatron.tasks.environments.protocol import make_key
+        from tepo_megatron.tasks.environments.service import EnvironmentService
+
+        try:
+            key = make_key(key_file)
+            service = EnvironmentService(config, host=host, port=port, key=key, sampling=loaded.rollout.sampling)
+        except OSError as error:
+            raise ValueError(
+                f"{host}:{port} cannot be listened on ({error.strerror}); give another --host or --port"
+            ) from error
+        for number in not_ignored((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+            signal.signal(number, lambda *_: service.stop())
+        echo(f"{config.name} at {service.url}, key in {key_file}")
+        if service.notice:
+            echo(service.notice)
+        service.serve()

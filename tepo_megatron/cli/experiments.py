@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from tepo_megatron.cli.console import as_records, print_json, show_table, user_errors
-from tepo_megatron.cli.options import AsJson
+from tepo_megatron.cli.console import AsJson, as_records, print_json, show_table, user_errors
+from tepo_megatron.runtime.streams import outlive_readers
+from tepo_megatron.runtime.text import echo
 
 
 def sweep(
@@ -23,11 +24,11 @@ def sweep(
     table_only: Annotated[bool, typer.Option("--table", help="Only make the tables of what is done.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a grid of settings and seeds, and make one table of what came of it.
+    """Run a grid of settings and seeds, and make one table of the results.
 
-    Runs that are done are left alone, and those that were begun go on: the same command resumes a sweep. Ctrl-C lets each run
-    save what it trained. A run that fails is said, and the others go on; the command then ends with status 1. Writes sweep.md,
-    sweep.csv and sweep.json into the output folder, and what each run said into its logs.
+    The same command resumes a sweep: finished runs stay, others continue. Ctrl-C lets each run save its training. If a run
+    fails, the others continue, and the exit code is 1. Writes sweep.md, sweep.csv and sweep.json into the output folder, and
+    each run's output into its logs.
 
     [dim]tepo sweep examples/evidence/tiny.yaml --dry-run[/]
 
@@ -35,36 +36,36 @@ def sweep(
 
     [dim]srun tepo sweep SWEEP.yaml --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT   # in a job of sbatch --array=1-8[/]
     """
+    outlive_readers()
     with user_errors():
-        from tepo_megatron.tools.sweep.file import read_sweep, runs_of, shard
-        from tepo_megatron.tools.sweep.runner import Sweep, check_runs, is_done
-        from tepo_megatron.tools.sweep.table import find, table, write_tables
+        from tepo_megatron.tools.sweep import find, read_sweep, runs_of, shard, table, write_tables
+        from tepo_megatron.tools.sweep_runner import Sweep, check_runs
 
-        given = read_sweep(file)
-        runs = runs_of(given, output)
+        grid = read_sweep(file)
+        runs = runs_of(grid, output)
         mine = shard(runs, part)
         if dry_run:
-            check_runs(given, mine)
-            shared = () if as_json else given.overrides
-            rows = [[run.name, "done" if is_done(run) else "to do", " ".join(run.overrides[len(shared) :])] for run in mine]
+            check_runs(grid, mine)
+            shared = () if as_json else grid.overrides
+            rows = [[run.name, "done" if run.is_done else "to do", " ".join(run.overrides[len(shared) :])] for run in mine]
             show_table(["run", "state", "settings"], rows, as_json=as_json)
-            typer.echo(f"{len(mine)} runs of {given.run}; shared: {' '.join(shared) or '–'}", err=True)
+            echo(f"{len(mine)} runs of {grid.run}; shared: {' '.join(shared) or '–'}", err=True)
             return
-        ended = [] if table_only else Sweep(given, mine, say=lambda line: typer.echo(line, err=True), jobs=jobs).run()
-        result = find(given, runs)
+        outcomes = [] if table_only else Sweep(grid, mine, say=lambda line: echo(line, err=True), jobs=jobs).run()
+        result = find(grid, runs)
         if as_json:
-            failed = [{"run": one.run.name, "said": one.said} for one in ended if one.outcome == "failed"]
-            print_json({"found": as_records(*table(given, result)), "failed": failed})
+            failed = [{"run": one.run.name, "said": one.said} for one in outcomes if one.outcome == "failed"]
+            print_json({"found": as_records(*table(grid, result)), "failed": failed})
         else:
-            show_table(*table(given, result))
-        for path in write_tables(given, result, output or given.output):
-            typer.echo(f"wrote {path}", err=as_json)
-        for one in ended:
+            show_table(*table(grid, result))
+        for path in write_tables(grid, result, output or grid.output):
+            echo(f"wrote {path}", err=as_json)
+        for one in outcomes:
             if one.outcome == "failed":
-                typer.echo(f"failed: {one.run.name}: {one.said}", err=True)
-    if any(one.outcome == "stopped" for one in ended):
+                echo(f"failed: {one.run.name}: {one.said}", err=True)
+    if any(one.outcome == "stopped" for one in outcomes):
         raise typer.Exit(130)
-    raise typer.Exit(int(any(one.outcome == "failed" for one in ended)))
+    raise typer.Exit(int(any(one.outcome == "failed" for one in outcomes)))
 
 
 def faults(
@@ -76,33 +77,33 @@ def faults(
     output: Annotated[Path | None, typer.Option("--output", help="Folder. Default: out/faults-SEED[-quick].")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Inject what a week on a cluster brings into tiny runs, and see what becomes of them: kills, hangs, damaged checkpoints,
-    full disks, strangers, wrong configurations, hostile answers, and faults that nothing but a canary can see.
+    """Inject a cluster's usual faults into tiny runs, and check the results: kills, hangs, damaged checkpoints, full disks,
+    strangers, wrong configurations, hostile answers, and faults that only a canary sees.
 
-    Ends with status 1 if anything was lost. A call with the same seed and folder goes on where one was interrupted. Writes
-    outcomes.jsonl and faults.md. Some faults need root: a small disk, another user.
+    Exit code 1 if anything was lost. A call with the same seed and folder continues an interrupted one. Writes outcomes.jsonl
+    and faults.md. Some faults need root: a small disk, another user.
 
     [dim]tepo faults --quick[/]
 
     [dim]tepo faults --seed 7 --only kills,hangs --output out/faults-7[/]
     """
+    outlive_readers()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also ends all started processes
     with user_errors():
-        from tepo_megatron.tools.faults import report
-        from tepo_megatron.tools.faults.run import run, select
+        from tepo_megatron.tools.faults import run as harness
 
         folder = output or Path("out") / f"faults-{seed}{'-quick' * quick}"
-        record = run(select(only), folder, seed=seed, quick=quick, say=lambda line: typer.echo(line, err=True))
-        silent = report.silent_table(record)
+        record = harness.run(harness.select(only), folder, seed=seed, quick=quick, say=lambda line: echo(line, err=True))
+        silent = harness.silent_table(record)
         if as_json:
-            faults, caught = as_records(report.COLUMNS, report.table(record)), as_records(report.SILENT_COLUMNS, silent)
-            print_json({"faults": faults, "silent": caught, "lost": list(report.lost(record))})
+            faults, caught = as_records(harness.COLUMNS, harness.table(record)), as_records(harness.SILENT_COLUMNS, silent)
+            print_json({"faults": faults, "silent": caught, "lost": list(harness.lost(record))})
         else:
-            show_table(report.COLUMNS, report.table(record))
+            show_table(harness.COLUMNS, harness.table(record))
             if silent:
-                show_table(report.SILENT_COLUMNS, silent)
-            for line in report.lost(record):
-                typer.echo(f"lost: {line}")
+                show_table(harness.SILENT_COLUMNS, silent)
+            for line in harness.lost(record):
+                echo(f"lost: {line}")
         words = ["tepo faults", f"--seed {seed}", *(["--quick"] if quick else []), *([f"--only {only}"] if only else [])]
-        typer.echo(f"wrote {report.write_markdown(record, folder / 'faults.md', command=' '.join(words))}", err=as_json)
-    raise typer.Exit(int(bool(report.lost(record))))
+        echo(f"wrote {harness.write_markdown(record, folder / 'faults.md', command=' '.join(words))}", err=as_json)
+    raise typer.Exit(int(bool(harness.lost(record))))

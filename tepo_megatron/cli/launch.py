@@ -1,4 +1,4 @@
-"""``tepo launch``: submits a run to a cluster, and follows or cancels the job."""
+"""``tepo launch``."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tepo_megatron.cli.console import print_json, show, user_errors
-from tepo_megatron.cli.options import RunFile
+from tepo_megatron.cli.console import RunFile, print_json, show, user_errors
 from tepo_megatron.config import RunConfig
+from tepo_megatron.runtime.text import echo
 
 if TYPE_CHECKING:
     from tepo_megatron.launch.nemo import Scripts
     from tepo_megatron.plan import Plan
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer()
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Dotted overrides, as they were launched with.")]
 
 
-class Executor(StrEnum):
+class _Executor(StrEnum):
     SLURM = "slurm"
     LOCAL = "local"
 
 
-class LogRole(StrEnum):
+class _LogRole(StrEnum):
     JOB = "job"
     TRAIN = "train"
     SERVE = "serve"
     SERVERS = "servers"
 
 
-@app.command()
-def run(
+@app.command("run")
+def _run(
     run: RunFile,
     overrides: Overrides = None,
     executor: Annotated[
-        Executor, typer.Option("--executor", help="local: the training node is this machine.")
-    ] = Executor.SLURM,
+        _Executor, typer.Option("--executor", help="local: the training node is this machine.")
+    ] = _Executor.SLURM,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the scripts; submit, write and ask nothing.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the output folder.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: plan and scripts for tools.")] = False,
@@ -54,12 +54,12 @@ def run(
     [dim]tepo launch examples/llama3.3-70b/run.yaml cluster.partition=h100 cluster.account=rl[/]
     """
     from tepo_megatron.launch import nemo
-    from tepo_megatron.launch.checks import check_time_limit
+    from tepo_megatron.launch.job import check_time_limit
     from tepo_megatron.plan import check_plan, make_plan
 
     with user_errors():
         config = _load(run, [*(overrides or ()), *(["train.resume=true"] if resume else [])], trains=True)
-        if executor is Executor.SLURM:
+        if executor is _Executor.SLURM:
             check_time_limit(config)
         plan = make_plan(config)
         if dry_run and not as_json:
@@ -67,7 +67,7 @@ def run(
         check_plan(plan)
         nemo.require_nemo_run()
         others = config.cluster.train_nodes + config.cluster.rollout_nodes - 1
-        if executor is Executor.LOCAL and others and not dry_run:
+        if executor is _Executor.LOCAL and others and not dry_run:
             raise ValueError(
                 f"--executor local has one node, but the run wants {others} more (cluster.train_nodes, cluster.rollout_nodes); "
                 "set them to 1 and 0, or use --dry-run"
@@ -79,36 +79,36 @@ def run(
             print_json({"plan": json.loads(plan_json(plan)), "scripts": _scripts(scripts, executor)})
         elif dry_run:
             _show_scripts(scripts, executor)
-        elif executor is Executor.LOCAL:
+        elif executor is _Executor.LOCAL:
             code = _run_here(config, scripts.roles)
         else:
             _submit(config, scripts.roles)
     raise typer.Exit(code)
 
 
-@app.command()
-def status(run: RunFile, overrides: Overrides = None) -> None:
-    """Print what Slurm says of the newest job of the run's output folder.
+@app.command("status")
+def _status(run: RunFile, overrides: Overrides = None) -> None:
+    """Print Slurm's status of the newest job of the run's output folder.
 
     [dim]tepo launch status OUT/resolved.yaml[/]
     """
-    from tepo_megatron.launch import nemo, state
+    from tepo_megatron.launch import nemo
 
     with user_errors():
         config = _load(run, overrides or ())
         nemo.require_nemo_run()
         tunnel = nemo.connect(config.cluster)
-        job = state.load_job(config, tunnel).job
-        typer.echo(f"job {job}: {state.status(job, tunnel)}")
+        job = nemo.load_job(config, tunnel).job
+        echo(f"job {job}: {nemo.status(job, tunnel)}")
 
 
-@app.command()
-def logs(
+@app.command("logs")
+def _logs(
     run: RunFile,
     overrides: Overrides = None,
     role: Annotated[
-        LogRole, typer.Option("--role", help="Whose: of the batch script, trainer's nodes, servers' nodes, vLLM.")
-    ] = (LogRole.TRAIN),
+        _LogRole, typer.Option("--role", help="Whose: of the batch script, trainer's nodes, servers' nodes, vLLM.")
+    ] = (_LogRole.TRAIN),
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only this rank of the trainer.")] = None,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many, from the end.")] = 20,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on printing, until Ctrl-C.")] = False,
@@ -117,31 +117,31 @@ def logs(
 
     [dim]tepo launch logs OUT/resolved.yaml --rank 3[/]
     """
-    from tepo_megatron.launch import nemo, state
+    from tepo_megatron.launch import nemo
 
     with user_errors():
         config = _load(run, overrides or ())
         nemo.require_nemo_run()
         tunnel = nemo.connect(config.cluster)
-        state.tail(tunnel, state.log_pattern(config, state.load_job(config, tunnel), role, rank), lines, follow=follow)
+        nemo.tail(tunnel, nemo.log_pattern(config, nemo.load_job(config, tunnel), role, rank), lines, follow=follow)
 
 
-@app.command()
-def cancel(run: RunFile, overrides: Overrides = None) -> None:
-    """Cancel the newest job of the run's output folder; what it saved stays, for --resume."""
-    from tepo_megatron.launch import nemo, state
+@app.command("cancel")
+def _cancel(run: RunFile, overrides: Overrides = None) -> None:
+    """Cancel the newest job of the run's output folder; saved checkpoints stay, for --resume."""
+    from tepo_megatron.launch import nemo
 
     with user_errors():
         config = _load(run, overrides or ())
         nemo.require_nemo_run()
         tunnel = nemo.connect(config.cluster)
-        job = state.load_job(config, tunnel).job
-        state.cancel(job, tunnel)
-        typer.echo(f"cancelled job {job}")
+        job = nemo.load_job(config, tunnel).job
+        nemo.cancel(job, tunnel)
+        echo(f"cancelled job {job}")
 
 
 def _load(path: Path, overrides: Sequence[str], *, trains: bool = False) -> RunConfig:
-    from tepo_megatron.config.loading.load import load_run
+    from tepo_megatron.config.load import load_run
     from tepo_megatron.launch.job import on_nodes
 
     config = load_run(path, overrides)
@@ -156,43 +156,43 @@ def _show_plan(plan: Plan) -> None:
     for table in plan_tables(plan):
         show(table)
     for line in plan_notes(plan):
-        typer.echo(line)
-    typer.echo()
+        echo(line)
+    echo("")
 
 
-def _scripts(scripts: Scripts, executor: Executor) -> dict[str, str]:
-    return {**({"sbatch": scripts.sbatch} if executor is Executor.SLURM else {}), **scripts.roles}
+def _scripts(scripts: Scripts, executor: _Executor) -> dict[str, str]:
+    return {**({"sbatch": scripts.sbatch} if executor is _Executor.SLURM else {}), **scripts.roles}
 
 
-def _show_scripts(scripts: Scripts, executor: Executor) -> None:
+def _show_scripts(scripts: Scripts, executor: _Executor) -> None:
     for name, text in _scripts(scripts, executor).items():
-        typer.echo(f"===== {name} {'=' * (120 - len(name))}\n{text.strip()}\n")
+        echo(f"===== {name} {'=' * (120 - len(name))}\n{text.strip()}\n")
 
 
 def _submit(config: RunConfig, scripts: dict[str, str]) -> None:
-    from tepo_megatron.launch import nemo, state
-    from tepo_megatron.launch.checks import check_cluster
+    from tepo_megatron.launch import nemo
+    from tepo_megatron.launch.job import check_cluster
     from tepo_megatron.launch.record import submission
 
     tunnel = nemo.connect(config.cluster)
     check_cluster(config, tunnel)
     if config.train.save_every == 0 and config.train.save_minutes == 0:
-        typer.echo(
+        echo(
             "warning: train.save_every = 0 and train.save_minutes = 0: a job that ends without a warning begins anew; set one",
             err=True,
         )
-    state.upload(config, tunnel, scripts, submission(sys.argv))
+    nemo.upload(config, tunnel, scripts, submission(sys.argv))
     job = nemo.submit(config)
-    state.save_job(config, tunnel, job)
-    typer.echo(f"submitted job {job}; see: tepo launch status|logs|cancel {config.output}/resolved.yaml")
+    nemo.save_job(config, tunnel, job)
+    echo(f"submitted job {job}; see: tepo launch status|logs|cancel {config.output}/resolved.yaml")
 
 
 def _run_here(config: RunConfig, scripts: dict[str, str]) -> int:
-    from tepo_megatron.launch import nemo, state
-    from tepo_megatron.launch.checks import check_cluster
+    from tepo_megatron.launch import nemo
+    from tepo_megatron.launch.job import check_cluster
     from tepo_megatron.launch.record import submission
 
     tunnel = nemo.connect(config.cluster)
     check_cluster(config, tunnel)
-    state.upload(config, tunnel, scripts, submission(sys.argv))
+    nemo.upload(config, tunnel, scripts, submission(sys.argv))
     return nemo.run_locally(config)

@@ -1,22 +1,22 @@
-"""Assembles the command ``tepo`` from its sub-commands."""
-
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 from tepo_megatron.cli import config
-from tepo_megatron.cli.after_run import compare, plot, report, status
-from tepo_megatron.cli.checkpoint import export_command, import_command
+from tepo_megatron.cli.after_run import compare, plot, report, samples, status
 from tepo_megatron.cli.config import plan
-from tepo_megatron.cli.doctor.command import doctor
+from tepo_megatron.cli.doctor import doctor
 from tepo_megatron.cli.experiments import faults, sweep
-from tepo_megatron.cli.init.command import init
-from tepo_megatron.cli.samples import samples
+from tepo_megatron.cli.init import init
 from tepo_megatron.cli.train import evaluate, serve, train
+from tepo_megatron.cli.weights import export_command, import_command
+from tepo_megatron.runtime.streams import open_closed_streams
 
 app = typer.Typer(
     name="tepo",
@@ -29,12 +29,15 @@ app = typer.Typer(
 
 
 def main() -> None:
+    open_closed_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # help and libraries print what its encoding may not have
+            stream.reconfigure(errors="backslashreplace")
     app()
 
 
 def _lazy(name: str, target: str, text: str, default: str | None = None) -> None:
-    """Mount the Typer app ``module:attribute`` as ``tepo <name>``, imported on use; ``default`` is the command if the first
-    word names none."""
+    """Mounts the Typer app ``module:attribute``, imported on use; ``default`` is the command if the first word names none."""
 
     class Lazy(TyperGroup):
         def _load(self) -> TyperGroup:
@@ -75,9 +78,9 @@ app.command("faults")(faults)
 app.add_typer(config.app, name="config")
 _lazy("objective", "tepo_megatron.cli.objective:app", "Objectives: what there is to choose from.")
 _lazy("data", "tepo_megatron.cli.data:app", "Data: problems as the model will read them, and published benchmarks.")
-_lazy("environment", "tepo_megatron.cli.tasks:environment_app", "Environments: run them for trainers on other machines.")
-_lazy("reward", "tepo_megatron.cli.tasks:reward_app", "Rewards: try a verifier on recorded responses.")
+_lazy("environment", "tepo_megatron.cli.data:environment_app", "Environments: run them for trainers on other machines.")
+_lazy("reward", "tepo_megatron.cli.data:reward_app", "Rewards: try a verifier on recorded responses.")
 _lazy("launch", "tepo_megatron.cli.launch:app", "Run on a cluster: tepo launch RUN.yaml.", default="run")
-_lazy("reshard", "tepo_megatron.cli.reshard:app", "Weights from Megatron's shards to vLLM's: tepo reshard plan.")
-_lazy("checkpoint", "tepo_megatron.cli.checkpoint:app", "A run's checkpoints: list them, read them through, make room.")
+_lazy("reshard", "tepo_megatron.cli.weights:reshard_app", "Weights from Megatron's shards to vLLM's: tepo reshard plan.")
+_lazy("checkpoint", "tepo_megatron.cli.weights:app", "A run's checkpoints: list them, read them through, make room.")
 _lazy("bench", "tepo_megatron.cli.bench:app", "Measure parts of the system on this machine.")

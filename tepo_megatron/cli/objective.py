@@ -1,4 +1,4 @@
-"""``tepo objective``: presets and plugins as tables (no torch), one objective in full, and its rules."""
+"""``tepo objective``. Presets and plugins are listed without torch."""
 
 from __future__ import annotations
 
@@ -8,36 +8,28 @@ import textwrap
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from pydantic import ValidationError
 
-from tepo_megatron.cli.console import console, print_json, show, user_errors
-from tepo_megatron.cli.options import AsJson
+from tepo_megatron.cli.console import AsJson, print_json, show, user_errors
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.objective.custom import CustomKind, Plugin, kind_name, load_plugin
 from tepo_megatron.config.objective.presets import CORRECTIONS, PRESETS, Preset, is_preset_file, read_preset
 from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.runtime.text import echo
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tepo_megatron.config.objective.custom import Plugin
-if TYPE_CHECKING:
     from tepo_megatron.core.objective.gradient_weight import GradientWeights
 
 
-app = typer.Typer(no_args_is_help=True, help="Objectives: what there is to choose from.")
+app = typer.Typer()
 
 _CHOICES = ("advantage", "ratio", "trust_region", "aggregation")
-
-
-@app.callback()
-def _group() -> None:
-    """Objectives: what there is to choose from."""
 
 
 Files = Annotated[
@@ -47,7 +39,7 @@ Files = Annotated[
 
 @app.command("list")
 def list_presets(files: Files = None, as_json: AsJson = False) -> None:
-    """Print each preset with its formula, its source, and the choices that it is composed of.
+    """Print each preset with its formula, source, and choices.
 
     r is the token's ratio π_θ/π_old, s_i the sequence's, δ = log r, A the advantage, T the response tokens, S the sequences.
 
@@ -64,7 +56,7 @@ def list_presets(files: Files = None, as_json: AsJson = False) -> None:
         print_json(
             {
                 "presets": {name: _record(item, configs[name]) for name, item in presets.items()},
-                "corrections": {name: {**_said(item), "fields": item.changes} for name, item in CORRECTIONS.items()},
+                "corrections": {name: {**_texts_of(item), "fields": item.changes} for name, item in CORRECTIONS.items()},
                 **({"plugins": {plugin.name: _kind_records(plugin) for plugin in plugins}} if plugins else {}),
             }
         )
@@ -76,15 +68,15 @@ def list_presets(files: Files = None, as_json: AsJson = False) -> None:
 
 
 @app.command("show")
-def show_preset(
+def _show_preset(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A preset, a preset's file, or a plugin.")],
     png: Annotated[Path | None, typer.Option("--png", help="Also draw the gradient weight into this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print every field of a preset with its value and its meaning, and how strongly it pushes a token at which ratio.
+    """Print every field of a preset with its value and meaning, and how strongly it pushes a token at which ratio.
 
-    The curves are gradients of the objective itself, for a response of one token with a probability of 0.1 under π_old. Of a
-    plugin (my_objective.py) the kinds with their fields are printed.
+    The curves are gradients of the objective itself, for a response of one token with a probability of 0.1 under π_old. For a
+    plugin (my_objective.py), prints its kinds with their fields.
 
     [dim]tepo objective show dapo[/]
 
@@ -102,7 +94,6 @@ def show_preset(
                 show(_plugin_table(plugin))
             return
         config = ObjectiveConfig(preset=name)
-    from tepo_megatron.cli.objective import curves, draw, text_plot
     from tepo_megatron.core.objective.gradient_weight import gradient_weights, telling_log_ratios
 
     weights = gradient_weights(config, telling_log_ratios(config))
@@ -110,17 +101,17 @@ def show_preset(
     if as_json:
         fields = [{"field": path, "value": value, "meaning": meaning} for path, value, meaning in _fields(config)]
         drawn = {line.label: list(line.ys) for line in lines}
-        print_json({**_said(preset), "fields": fields, "ratios": ratios, "gradient_weights": drawn})
+        print_json({**_texts_of(preset), "fields": fields, "ratios": ratios, "gradient_weights": drawn})
     else:
         show(_field_table(config, name, preset))
-        console().print(text_plot(ratios, lines), highlight=False, markup=False)
+        show(text_plot(ratios, lines), highlight=False, markup=False)
     if png is not None:
-        draw(ratios, lines, png, f"{name}: {preset.formula}")
-        typer.echo(f"wrote {png}", err=as_json)
+        _draw(ratios, lines, png, f"{name}: {preset.formula}")
+        echo(f"wrote {png}", err=as_json)
 
 
 @app.command("check")
-def check_command(
+def _check_command(
     targets: Annotated[
         list[str], typer.Argument(metavar="TARGET...", help="my_objective.py, my_preset.yaml, or the name of a preset.")
     ],
@@ -132,10 +123,10 @@ def check_command(
     ] = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Check an objective against the rules that every objective keeps to; exit code 1 if it breaks one.
+    """Check an objective against the rules for all objectives; exit code 1 if it breaks one.
 
-    On random steps, in float64, without a model: the cut into micro-batches and ranks, the order of sequences and padding
-    change nothing, gradients are finite, the same step gives the same, every field acts.
+    On random steps, in float64, without a model: micro-batches, ranks, the order of sequences and padding change nothing,
+    gradients are finite, the same step gives the same, every field acts.
 
     [dim]tepo objective check my_objective.py[/]
 
@@ -144,7 +135,7 @@ def check_command(
     with user_errors():
         objectives = [pair for target in targets for pair in _objectives_of(target, preset)]
         notes = _notes_on(dict.fromkeys(plugin for _, config in objectives for plugin in config.plugins))
-    from tepo_megatron.core.objective.checking.check import run_checks
+    from tepo_megatron.core.objective.checking import run_checks
 
     checked: list[dict[str, Any]] = []
     for label, config in objectives:
@@ -156,7 +147,7 @@ def check_command(
     else:
         _print_checked(checked)
         for note in notes:
-            typer.echo(f"note: {note}")
+            echo(f"note: {note}")
     if any(finding["problem"] for item in checked for finding in item["rules"]):
         raise typer.Exit(1)
 
@@ -164,19 +155,19 @@ def check_command(
 def _print_checked(checked: Sequence[Mapping[str, Any]]) -> None:
     for item in checked:
         broken = [finding for finding in item["rules"] if finding["problem"]]
-        typer.echo(f"{item['objective']}: {len(item['rules'])} rules, {len(broken)} broken ({item['seconds']:.1f} s)")
+        echo(f"{item['objective']}: {len(item['rules'])} rules, {len(broken)} broken ({item['seconds']:.1f} s)")
         for finding in item["rules"]:
-            typer.echo(f"  {'BROKEN' if finding['problem'] else 'ok':6} {finding['rule']}")
+            echo(f"  {'BROKEN' if finding['problem'] else 'ok':6} {finding['rule']}")
             if finding["problem"]:
-                typer.echo(f"         {finding['problem']}")
+                echo(f"         {finding['problem']}")
 
 
-def _said(entry: Preset) -> dict[str, Any]:
+def _texts_of(entry: Preset) -> dict[str, Any]:
     return {"formula": entry.formula, "source": entry.source}
 
 
 def _record(preset: Preset, config: ObjectiveConfig) -> dict[str, Any]:
-    return {**_said(preset), "objective": config.model_dump(mode="json")}
+    return {**_texts_of(preset), "objective": config.model_dump(mode="json")}
 
 
 def _preset_table(presets: Mapping[str, Preset], configs: Mapping[str, ObjectiveConfig]) -> Table:
@@ -261,8 +252,6 @@ YLABEL = "gradient weight ∂J/∂log π"
 
 
 class Curve(NamedTuple):
-    """``mark`` is its character in a terminal."""
-
     label: str
     mark: str
     colour: str
@@ -304,8 +293,7 @@ def text_plot(xs: Sequence[float], lines: Sequence[Curve], *, width: int = 72, h
     return "\n".join([f"{YLABEL}, against the {XLABEL}", *drawn, " " * 9 + "└" + "─" * width, " " * 10 + axis, legend])
 
 
-def draw(xs: Sequence[float], lines: Sequence[Curve], png: Path, title: str) -> None:
-    """A PNG of 1200×750; makes missing folders."""
+def _draw(xs: Sequence[float], lines: Sequence[Curve], png: Path, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -335,12 +323,12 @@ _TRIED = (1.0, 0.1, 0.5, 2.0, 0.01, 10.0, 1)
 
 
 def _find_preset(name: str) -> Preset | None:
-    """By name or file; None for anything else, which may be a plugin."""
+    """None for anything but a preset, which may be a plugin."""
     return read_preset(name).preset if is_preset_file(name) else PRESETS.get(name)
 
 
 def _find_plugin(name: str) -> Plugin:
-    """By file or module; raises ValueError that describes a plugin."""
+    """Raises ValueError that describes a plugin."""
     if not name.endswith(".py") and "." not in name:
         raise ValueError(
             f"{name} is no preset; there are {', '.join(PRESETS)}, or give a file: my_preset.yaml, my_objective.py"
@@ -395,15 +383,15 @@ def _alone(kind: type[CustomKind], plugin: Plugin, preset: str) -> ObjectiveConf
     problems: Sequence[Any] = ()
     for value in _TRIED:
         section = {"kind": kind_name(kind), **dict.fromkeys(required, value)}
-        given = {"preset": preset, "plugins": (plugin.name,), kind.slot: section}
+        values = {"preset": preset, "plugins": (plugin.name,), kind.slot: section}
         try:
-            return ObjectiveConfig.model_validate(given)
+            return ObjectiveConfig.model_validate(values)
         except ValidationError as error:
             problems = error.errors()
             if not required:
                 break
-    said = "; ".join(dict.fromkeys(f"{'.'.join(map(str, chain(item['loc'])))}: {item['msg']}" for item in problems))
+    faults = "; ".join(dict.fromkeys(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in problems))
     raise ValueError(
-        f"{plugin.name}: the kind {kind_name(kind)!r} cannot be checked by itself over the preset {preset} ({said}); write a "
+        f"{plugin.name}: the kind {kind_name(kind)!r} cannot be checked by itself over the preset {preset} ({faults}); write a "
         "preset's file that gives its fields values, and check that"
     )

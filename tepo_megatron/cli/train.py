@@ -1,5 +1,3 @@
-"""``tepo train``, ``tepo serve`` and ``tepo eval``."""
-
 from __future__ import annotations
 
 import json
@@ -9,10 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from tepo_megatron.cli.console import user_errors
-from tepo_megatron.cli.options import Overrides, RunFile, RunOrSetting, load_config, split_run
+from tepo_megatron.cli.console import Overrides, RunFile, RunOrSetting, load_config, split_run, user_errors
 from tepo_megatron.run.start import prepare_run, start_ranks, train_as_rank
+from tepo_megatron.runtime.job_control import stopped_together
 from tepo_megatron.runtime.rank import print_error, run_until_interrupted, under_torchrun
+from tepo_megatron.runtime.streams import outlive_readers
+from tepo_megatron.runtime.text import echo
 
 
 def train(
@@ -26,9 +26,9 @@ def train(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the run that the output folder holds.")] = False,
 ) -> None:
-    """Train a model: sample, reward, score, update, sync, as often as the run says.
+    """Train a model: sample, reward, score, update, sync.
 
-    Checks the configuration, then starts as many ranks as engine.parallel needs; under torchrun's agent, this is one of them.
+    Checks the configuration, then starts the ranks of engine.parallel; under torchrun's agent, this is one of them.
 
     [dim]tepo train examples/tiny/run.yaml train.steps=20 output=out/short[/]
 
@@ -38,15 +38,16 @@ def train(
 
     [dim]tepo train examples/tiny/run.yaml output=out/short --resume --from step_000010[/]
     """
+    outlive_readers()
     with user_errors():
-        file, given = split_run(run, overrides)
-        given += ["train.resume=true"] if resume else []
-        given += [] if resume_from is None else [f"train.resume_from={json.dumps(resume_from)}"]
-        config = load_config(file, given)
+        file, settings = split_run(run, overrides)
+        settings += ["train.resume=true"] if resume else []
+        settings += [] if resume_from is None else [f"train.resume_from={json.dumps(resume_from)}"]
+        config = load_config(file, settings)
         prepare_run(config, overwrite=overwrite)
     if under_torchrun():
         raise typer.Exit(train_as_rank(config))
-    code, message = start_ranks(config, [str(file), *given] if file is not None else given)
+    code, message = start_ranks(config, [str(file), *settings] if file is not None else settings)
     if message:
         print_error(message)
     raise typer.Exit(code)
@@ -65,7 +66,7 @@ def serve(
 
     def work(config: Any) -> None:
         from tepo_megatron.sampler.fleet.external import Node
-        from tepo_megatron.sampler.vllm.server.checks import check_server_split
+        from tepo_megatron.sampler.vllm.resources import check_server_split
         from tepo_megatron.tasks.data.builtin import resolve_model_path
         from tepo_megatron.weights.architecture import read_model_spec
 
@@ -74,7 +75,8 @@ def serve(
         with Node(config, model_dir=model_dir, node=node, nodes=nodes) as servers:
             servers.watch()
 
-    with user_errors():
+    outlive_readers()
+    with user_errors(), stopped_together():
         code = run_until_interrupted(partial(work, load_config(run, overrides or ())))
     raise typer.Exit(code)
 
@@ -93,7 +95,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model on held-out problems and evaluation sets: greedy, and avg@k, pass@k and maj@k from samples.
 
-    Without --run the problems must be given: data.heldout=FILE or evaluate.sets.NAME.path=FILE, and a verifier for them.
+    Without --run name the problems, data.heldout=FILE or evaluate.sets.NAME.path=FILE, and a verifier for them.
 
     [dim]tepo eval out/tiny/model --run examples/tiny/run.yaml evaluate.samples=8[/]
 
@@ -101,10 +103,11 @@ def evaluate(
 
     [dim]tepo eval models/mine --run benchmarks.yaml --set aime --set gsm8k[/]
     """
-    with user_errors():
+    outlive_readers()
+    with user_errors(), stopped_together():
         config = load_config(run, overrides or ())
-        given = "heldout" in config.data.model_fields_set or config.evaluate.sets
-        if run is None and not str(model).startswith("builtin:") and not given:
+        names_problems = "heldout" in config.data.model_fields_set or config.evaluate.sets
+        if run is None and not str(model).startswith("builtin:") and not names_problems:
             raise ValueError(
                 f"{model} would be examined in the demonstration's sums; give data.heldout=FILE, or the run that it comes from "
                 "(--run RUN.yaml)"
@@ -115,6 +118,6 @@ def evaluate(
         folder = config.output / "eval"
         if as_json:
             heldout = {"k": result.k, "problems": result.num_problems} if result.num_problems else {}
-            typer.echo(json.dumps({**result.metrics, **heldout, "wrote": str(folder)}))
+            echo(json.dumps({**result.metrics, **heldout, "wrote": str(folder)}))
         else:
-            typer.echo(f"wrote {folder / 'metrics.json'}, and {folder / 'samples.jsonl'}: tepo samples {folder}")
+            echo(f"wrote {folder / 'metrics.json'}, and {folder / 'samples.jsonl'}: tepo samples {folder}")

@@ -1,1 +1,1 @@
-"""Launches a run on a cluster through NeMo-Run. Imports no torch."""
+"""Launches runs on clusters through NeMo-Run. Imports no torch."""

@@ -1,4 +1,4 @@
-"""The configuration with absolute paths, and a shell script for each role of a job. ``launch.nemo`` submits it."""
+"""Absolute paths, a shell script for each role of a job, and checks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.base import Section
+from tepo_megatron.runtime.named_check import NamedCheck, verify_all
 
-JOB_END_S = 30
-"""For the job's own end after the trainer's, before Slurm's limit."""
+if TYPE_CHECKING:
+    from nemo_run.core.tunnel.client import Tunnel
+
+JOB_END_S = 30  # from the trainer's end to Slurm's limit
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -22,18 +25,15 @@ TEMPLATES = Path(__file__).parent / "templates"
 BUILTIN = "builtin:"
 
 _CUSTOM_CODE = re.compile(r"[^:\n]+\.py:[A-Za-z_]\w*")
-"""``path/file.py:name``."""
 
 _NOT_OURS = ("cluster", "kwargs", "verifier_kwargs", "template", "system_prompt")
-"""Settings of the submitting machine, arguments, and text for the model."""
 
-_ValueChange = Callable[[str, Any], Any]
-"""(field such as ``data.train[1].verifier``, value) → new value."""
+_ValueChange = Callable[[str, Any], Any]  # (field such as data.train[1].verifier, value) → new value
 
 
 @dataclass(frozen=True)
 class Role:
-    """Consecutive nodes that each run ``script`` once."""
+    """``script`` runs once on each node."""
 
     name: str
     first_node: int
@@ -43,7 +43,7 @@ class Role:
 
 
 def roles(config: RunConfig) -> list[Role]:
-    """Returns the trainer's nodes, then the servers'. ``config`` is a result of :func:`on_nodes`."""
+    """The trainer's nodes come first. ``config`` is a result of :func:`on_nodes`."""
     cluster = config.cluster
     train = Role("train", 0, cluster.train_nodes, train_script(config), cluster.container)
     if not cluster.rollout_nodes:
@@ -53,7 +53,7 @@ def roles(config: RunConfig) -> list[Role]:
 
 
 def on_nodes(config: RunConfig) -> RunConfig:
-    """Returns the configuration with absolute paths, and external servers on nodes of their own.
+    """Makes paths absolute; external servers get nodes of their own.
 
     Raises ValueError for a relative path through ssh, and for a space in the output's path.
     """
@@ -78,13 +78,13 @@ def uses_gpus(config: RunConfig) -> bool:
 
 
 def mounts(config: RunConfig) -> list[str]:
-    """Returns source:target of the folders that a container sees."""
+    """Returns source:target."""
     folders = {str(config.output), config.model.path}
     adapters = config.model.lora and config.model.lora.path
     speculative = config.rollout.server.speculative
     optional = (config.model.shards, adapters, config.rollout.replay, speculative and speculative.draft_model)
     folders |= {str(folder) for folder in optional if folder is not None}
-    files = [*data_files(config).values(), *config.evaluate.paths.values()]
+    files = [*config.data.paths.values(), *config.evaluate.paths.values()]
     if config.environment is not None and config.environment.key_file is not None:
         files.append(str(config.environment.key_file))
     folders |= {file if file.startswith(BUILTIN) else str(PurePosixPath(file).parent) for file in files}
@@ -112,7 +112,7 @@ def batch_lines(config: RunConfig) -> str:
 
 
 def warning_lead_s(config: RunConfig) -> int:
-    """Returns the seconds between SIGUSR1 and Slurm's limit."""
+    """Returns the time from SIGUSR1 to Slurm's limit."""
     return math.ceil(config.train.warning_s) + JOB_END_S
 
 
@@ -122,10 +122,6 @@ def _fill(template: str, config: RunConfig, **values: str | int) -> str:
     for name, value in replacements.items():
         text = text.replace(f"@{name}@", shlex.quote(str(value)))
     return text.replace("@setup@\n", "".join(f"{line}\n" for line in config.cluster.setup))
-
-
-def data_files(config: RunConfig) -> dict[str, str]:
-    return config.data.paths
 
 
 def _absolute(field: str, path: str, config: RunConfig) -> str:
@@ -165,8 +161,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     )
 
 
-def custom_code_files(config: RunConfig) -> dict[str, str]:
-    """Returns files by field such as ``data.order``, without plugins."""
+def _custom_code_files(config: RunConfig) -> dict[str, str]:
     result = {}
 
     def note(field: str, value: Any) -> Any:
@@ -180,7 +175,7 @@ def custom_code_files(config: RunConfig) -> dict[str, str]:
 
 def _custom_code_folders(config: RunConfig) -> set[str]:
     """Custom code can import its neighbours."""
-    files = [*custom_code_files(config).values(), *(name for name in config.objective.plugins if name.startswith("/"))]
+    files = [*_custom_code_files(config).values(), *(name for name in config.objective.plugins if name.startswith("/"))]
     return {str(PurePosixPath(file).parent) for file in files}
 
 
@@ -194,3 +189,122 @@ def _changed(value: Any, field: str, change: _ValueChange) -> Any:
     if isinstance(value, tuple):
         return tuple(_changed(part, f"{field}[{index}]", change) for index, part in enumerate(value))
     return change(field, value)
+
+
+def check_time_limit(config: RunConfig) -> None:
+    """Slurm must not warn a job that just starts."""
+    days, _, clock = config.cluster.time_limit.rpartition("-")
+    hours, minutes, seconds = (int(part) for part in clock.split(":"))
+    limit_s = ((24 * int(days or 0) + hours) * 60 + minutes) * 60 + seconds
+    warned_s = warning_lead_s(config)
+    if limit_s <= warned_s:
+        raise ValueError(
+            f"cluster.time_limit = {config.cluster.time_limit} is over before the job could do anything: Slurm warns it "
+            f"{warned_s} s before the end (train.warning_s = {config.train.warning_s:g}, and {JOB_END_S} s for the job's own "
+            "end); give it more time, or lower train.warning_s"
+        )
+
+
+@dataclass(frozen=True)
+class _ClusterRun:
+    config: RunConfig
+    tunnel: Tunnel
+
+    @property
+    def where(self) -> str:
+        return self.config.cluster.ssh or "this machine"
+
+    def has(self, path: str) -> bool:
+        return self.succeeds(f"ls -d {shlex.quote(path)} >/dev/null 2>&1")
+
+    def succeeds(self, command: str) -> bool:
+        return bool(self.tunnel.run(command, hide=True, warn=True).ok)
+
+    def has_checkpoint(self, folder: str) -> bool:
+        return self.succeeds(f"ls -d {shlex.quote(folder)}/checkpoints/step_*[0-9]/state.json >/dev/null 2>&1")
+
+
+def check_cluster(config: RunConfig, tunnel: Tunnel) -> None:
+    verify_all(CLUSTER_CHECKS, _ClusterRun(config, tunnel))
+
+
+def _check_model(run: _ClusterRun) -> None:
+    model = run.config.model.path
+    if not model.startswith(BUILTIN) and not run.has(f"{model}/config.json"):
+        raise ValueError(
+            f"model.path = {model} has no config.json on {run.where}; give a Hugging Face folder that every node can read "
+            "('hf download NAME --local-dir FOLDER' makes one)"
+        )
+
+
+def _check_data(run: _ClusterRun) -> None:
+    for field, source in run.config.data.paths.items():
+        if not source.startswith(BUILTIN) and not run.has(source):
+            raise ValueError(f"{field} = {source} does not exist on {run.where}; give a file or folder there")
+    for name, source in run.config.evaluate.paths.items():
+        if not source.startswith(BUILTIN) and not run.has(source):
+            raise ValueError(f"evaluate.sets.{name}.path = {source} does not exist on {run.where}; give a file there")
+
+
+def _check_code(run: _ClusterRun) -> None:
+    for plugin in run.config.objective.plugins:
+        if plugin.startswith("/") and not run.has(plugin):
+            raise ValueError(
+                f"objective.plugins: {plugin} does not exist on {run.where}; put the same file at the same path there, or "
+                "install the module on both sides and name it"
+            )
+    for field, file in _custom_code_files(run.config).items():
+        if not run.has(file):
+            raise ValueError(f"{field}: {file} does not exist on {run.where}; put the file there")
+
+
+def _check_images(run: _ClusterRun) -> None:
+    for image in {run.config.cluster.container, run.config.cluster.rollout_container}:
+        if image is not None and image.startswith(("/", ".")) and not run.has(image):
+            raise ValueError(
+                f"the container image {image} does not exist on {run.where}; docs/guides/cluster.md says how to make it"
+            )
+
+
+def _check_transformer_engine(run: _ClusterRun) -> None:
+    """Other images than ``.sqsh`` are checked when the job starts."""
+    image = run.config.cluster.container
+    if not uses_gpus(run.config) or image is None or not image.endswith(".sqsh"):
+        return
+    command = f"command -v unsquashfs >/dev/null && unsquashfs -l {shlex.quote(image)}"
+    listing = run.tunnel.run(command, hide=True, warn=True)
+    if listing.ok and "transformer_engine" not in listing.stdout:
+        raise ValueError(
+            f"the container image {image} has no Transformer Engine, which training on GPUs needs; build it from "
+            "docker/trainer.Dockerfile"
+        )
+
+
+def _check_checkpoint(run: _ClusterRun) -> None:
+    config, chosen = run.config, run.config.train.resume_from
+    if chosen is not None:
+        folder = chosen if "/" in chosen else f"{config.output}/checkpoints/{chosen}"
+        if not run.has(f"{folder}/state.json"):
+            raise ValueError(f"train.resume_from = {chosen}: {folder} is no checkpoint on {run.where}; give another")
+    elif config.train.resume is True and not run.has_checkpoint(str(config.output)):
+        raise ValueError(
+            f"train.resume = true, but {config.output} has no finished checkpoint on {run.where}; launch without --resume"
+        )
+
+
+def _check_output(run: _ClusterRun) -> None:
+    output = str(run.config.output)
+    trained = f"grep -qsv '^{{\"step\": 0[,}}]' {shlex.quote(f'{output}/metrics.jsonl')}"
+    if run.has_checkpoint(output) or run.succeeds(trained):
+        raise ValueError(f"output {output} already holds a run; give another folder (output=…), or continue it (--resume)")
+
+
+CLUSTER_CHECKS: tuple[NamedCheck[_ClusterRun], ...] = (
+    NamedCheck("model", _check_model),
+    NamedCheck("data", _check_data),
+    NamedCheck("code", _check_code),
+    NamedCheck("container images", _check_images),
+    NamedCheck("Transformer Engine", _check_transformer_engine),
+    NamedCheck("checkpoint", _check_checkpoint),
+    NamedCheck("output", _check_output, applies=lambda run: not run.config.train.resume),
+)

@@ -1,15 +1,18 @@
-"""Submits a job through NeMo-Run: one allocation, one ``srun`` per role. When either ends, the job ends."""
+"""Submits and follows a job through NeMo-Run: one allocation, one ``srun`` per role. When a role ends, the job ends."""
 
 from __future__ import annotations
 
+import json
+import shlex
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import ClusterConfig, RunConfig
-from tepo_megatron.launch.job import Role, batch_lines, mounts, roles, uses_gpus, warning_lead_s
+from tepo_megatron.config.load import dump_resolved
+from tepo_megatron.launch.job import Role, batch_lines, mounts, ranks_per_node, roles, uses_gpus, warning_lead_s
 
 if TYPE_CHECKING:
     from nemo_run import SlurmExecutor
@@ -37,7 +40,6 @@ class Scripts:
 
 
 def require_nemo_run() -> None:
-    """Raises ValueError if NeMo-Run is not installed."""
     try:
         import nemo_run  # noqa: F401
     except ImportError as error:
@@ -48,7 +50,6 @@ def require_nemo_run() -> None:
 
 
 def connect(cluster: ClusterConfig) -> Tunnel:
-    """Commands run on this machine, or over ssh on the login node."""
     return _tunnel(cluster, job_dir="")
 
 
@@ -61,7 +62,6 @@ def write_scripts(config: RunConfig) -> Scripts:
 
 
 def submit(config: RunConfig) -> str:
-    """Returns the job's number. Raises RuntimeError with Slurm's message if it refuses."""
     from invoke.exceptions import UnexpectedExit
 
     local = config.cluster.ssh is None
@@ -81,7 +81,6 @@ def submit(config: RunConfig) -> str:
 
 
 def run_locally(config: RunConfig) -> int:
-    """Returns the exit code of the trainer's script."""
     import nemo_run
     from torchx.specs.api import AppState
 
@@ -164,7 +163,7 @@ def _sbatch_options(cluster: ClusterConfig) -> dict[str, Any]:
 
 
 def _job_name(config: RunConfig) -> str:
-    """``config.name`` is free text that Slurm would refuse."""
+    """Slurm would refuse ``config.name``, which is free text."""
     return f"{TITLE}-{config.output.name}"
 
 
@@ -177,3 +176,78 @@ def _tunnel(cluster: ClusterConfig, job_dir: str) -> Tunnel:
     host, _, port = place.partition(":")
     identity = str(cluster.ssh_identity) if cluster.ssh_identity else None
     return nemo_run.SSHTunnel(host=host, user=user, port=int(port) if port else None, identity=identity, job_dir=job_dir)
+
+
+_QUERIES = (
+    "squeue --noheader --jobs={job} --format=%T",
+    "scontrol --oneliner show job {job} | grep -o 'JobState=[A-Z_]*' | cut -d= -f2",
+    "sacct --noheader --allocations --parsable2 --jobs={job} --format=State",
+)
+"""squeue knows waiting and running jobs, scontrol recent ones, sacct (not everywhere) all."""
+
+
+@dataclass(frozen=True)
+class SubmittedJob:
+    job: str
+    ranks_per_node: int
+
+
+def upload(config: RunConfig, tunnel: Tunnel, scripts: dict[str, str], submission: dict[str, Any]) -> None:
+    texts = {f"launch/{name}": text for name, text in scripts.items()}
+    texts["launch/run.yaml"] = texts["resolved.yaml"] = dump_resolved(config)
+    texts["launch/submission.json"] = json.dumps(submission, indent=2) + "\n"
+    launch, logs, servers = (shlex.quote(str(config.output / name)) for name in ("launch", "logs", "servers"))
+    tunnel.run(f"mkdir -p {launch} {logs} && mkdir -p -m 700 {servers}", hide=True)  # the run's key is below servers
+    for name, text in texts.items():
+        _put(tunnel, config.output / name, text)
+
+
+def save_job(config: RunConfig, tunnel: Tunnel, job: str) -> None:
+    _put(tunnel, config.output / "launch" / "job.json", json.dumps(asdict(SubmittedJob(job, ranks_per_node(config)))) + "\n")
+
+
+def load_job(config: RunConfig, tunnel: Tunnel) -> SubmittedJob:
+    path = config.output / "launch" / "job.json"
+    answer = tunnel.run(f"cat {shlex.quote(str(path))}", hide=True, warn=True)
+    if not answer.ok:
+        raise ValueError(f"no job was submitted for output {config.output} ({path} is not there); start one with 'tepo launch'")
+    return SubmittedJob(**json.loads(answer.stdout))
+
+
+def status(job: str, tunnel: Tunnel) -> str:
+    """Returns Slurm's state, or UNKNOWN."""
+    for query in _QUERIES:
+        answer = tunnel.run(query.format(job=job), hide=True, warn=True)
+        if answer.ok and answer.stdout.strip():
+            return str(answer.stdout.split()[0])
+    return "UNKNOWN"
+
+
+def cancel(job: str, tunnel: Tunnel) -> None:
+    answer = tunnel.run(f"scancel {shlex.quote(job)}", hide=True, warn=True)
+    if not answer.ok:
+        raise RuntimeError(f"Slurm did not cancel job {job}: {' '.join(answer.stderr.split())}")
+
+
+def log_pattern(config: RunConfig, submitted: SubmittedJob, role: str, rank: int | None) -> str:
+    """Returns a shell pattern."""
+    logs, job = config.output / "logs", submitted.job
+    if rank is not None:
+        node, local = divmod(rank, submitted.ranks_per_node)
+        return f"{logs}/ranks/{job}.*/node-{node}/*/attempt_*/{local}/std*.log"
+    patterns = {"job": f"slurm-{job}.out", "train": f"train-{job}.*-node*.log", "serve": f"serve-{job}.*-node*.log"}
+    return f"{logs}/{patterns.get(role, 'server-*.log')}"
+
+
+def tail(tunnel: Tunnel, pattern: str, lines: int, *, follow: bool) -> None:
+    files = tunnel.run(f"ls -d {pattern} 2>/dev/null", hide=True, warn=True).stdout.split()
+    if not files:
+        raise ValueError(f"there is no {pattern} yet; see 'tepo launch status'")
+    tunnel.run(f"tail -v -n {lines} {'-F ' if follow else ''}{' '.join(map(shlex.quote, files))}", hide=False, warn=True)
+
+
+def _put(tunnel: Tunnel, path: Path, text: str) -> None:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="tepo-launch-") as file:
+        file.write(text)
+        file.flush()
+        tunnel.put(file.name, str(path))

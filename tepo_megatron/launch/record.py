@@ -19,11 +19,11 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_JOB_NODELIST", "SLURM_JO
 
 
 def submission(command: list[str]) -> dict[str, Any]:
-    return {"submitted": _now(), "command": command, "git": git_state(Path(__file__).parent), "launcher": environment()}
+    return {"submitted": _now(), "command": command, "git": git_state(Path(__file__).parent), "launcher": _environment()}
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Returns an empty dict without checkout or git."""
+    """Returns {} without checkout or git."""
     try:
         return {
             "commit": _git(folder, "rev-parse", "HEAD").strip(),
@@ -34,7 +34,7 @@ def git_state(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def environment() -> dict[str, Any]:
+def _environment() -> dict[str, Any]:
     packages = {distribution.metadata["Name"]: distribution.version for distribution in metadata.distributions()}
     return {
         "host": platform.node(),
@@ -53,7 +53,7 @@ def _now() -> str:
 
 
 def _main(path: str, *needed: str) -> None:
-    here = environment()
+    here = _environment()
     slurm = {name.lower(): os.environ[name] for name in _SLURM if name in os.environ}
     Path(path).write_text(json.dumps({"started": _now(), **slurm, **here}, indent=2) + "\n")
     known = {name.lower().replace("_", "-") for name in here["packages"]}

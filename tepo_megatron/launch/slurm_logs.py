@@ -1,5 +1,3 @@
-"""Log paths for NeMo-Run: below the run's output folder, named after job and role."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,7 +8,7 @@ from nemo_run.core.execution.slurm import SlurmJobDetails
 
 @dataclass(kw_only=True)
 class JobLogs(SlurmJobDetails):  # type: ignore[misc]  # NeMo-Run's types are not followed
-    """``slurm-JOB.out`` for the batch script, ``ROLE-JOB.RESTART-nodeN.log`` for each node of a role."""
+    """Writes ``slurm-JOB.out`` for the batch script, ``ROLE-JOB.RESTART-nodeN.log`` for each node of a role."""
 
     role: str = ""
 

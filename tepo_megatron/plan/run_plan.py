@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.plan.activations import layers_of, platform_of
 from tepo_megatron.plan.memory import (
     GIB,
     USABLE,
@@ -18,33 +20,37 @@ from tepo_megatron.plan.memory import (
     RankMemory,
     check_host,
     host_memory,
+    layers_of,
     micro_batch_tokens,
     owned_weights,
+    platform_of,
     rank_memory,
     root_routes,
 )
-from tepo_megatron.plan.rollout import (
+from tepo_megatron.plan.shapes import model_parameters, resolve_spec, stage_parameters
+from tepo_megatron.plan.time import (
+    Lengths,
     ServerMemory,
+    StepTime,
     SyncTraffic,
     check_server,
     check_turns,
+    checkpoint_bytes,
+    checkpoint_bytes_of_a_rank,
     draft_spec,
     server_memory,
+    step_time,
     weight_sync,
 )
-from tepo_megatron.plan.search import smallest_changes
-from tepo_megatron.plan.shapes import model_parameters, resolve_spec, stage_parameters
-from tepo_megatron.plan.time import Lengths, StepTime, checkpoint_bytes, checkpoint_bytes_of_a_rank, step_time
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import check_balance, check_recompute, check_trainer_split
 
-DEFAULT_PROMPT_TOKENS = 512
-"""If ``data.max_prompt_tokens`` is unset."""
+DEFAULT_PROMPT_TOKENS = 512  # if ``data.max_prompt_tokens`` is unset
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The needs of a run. ``stages``: memory of one rank of each pipeline stage; ``problems``: reasons why it cannot start."""
+    """``stages``: memory of one rank of each pipeline stage; ``problems``: reasons why the run cannot start."""
 
     config: RunConfig
     spec: ModelSpec
@@ -65,8 +71,7 @@ class Plan:
 
 
 def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Plan:
-    """Computes memory, traffic and time; ``prompt_tokens`` and ``response_tokens`` are mean lengths (default: half the
-    longest).
+    """``prompt_tokens`` and ``response_tokens`` are mean lengths (default: half the longest).
 
     Raises ValueError for a run that cannot be laid out. If it does not fit, ``Plan.problems`` states why.
     """
@@ -103,7 +108,7 @@ def _check_engine(spec: ModelSpec, config: RunConfig) -> None:
 
 
 def check_plan(plan: Plan) -> None:
-    """Raises ValueError with the plan's problems, if it has any."""
+    """Raises ValueError with the plan's problems."""
     if plan.problems:
         raise ValueError("the run does not fit: " + "; ".join(plan.problems))
 
@@ -194,7 +199,7 @@ def _suggest(spec: ModelSpec, config: RunConfig, lengths: Lengths, usable: float
         time = step_time(spec, changed, lengths, server, None, stages)
         return max(memory.total for memory in stages), time.score + time.train + time.exchange + time.adam + time.turns
 
-    changes = smallest_changes(config, spec, lengths.longest, usable, measure)
+    changes = _smallest_changes(config, spec, lengths.longest, usable, measure)
     if changes:
         return f"It fits with {' or with '.join(f'{change} ({change.needed / GIB:.1f} GiB)' for change in changes)}"
     return "No change of one or two fields makes it fit, not on four times the nodes either; use larger GPUs or a smaller model"
@@ -317,7 +322,7 @@ def _check_servers(config: RunConfig) -> None:
 
 
 def check_exact(plan: Plan) -> list[list[int]]:
-    """Returns the parameters of every rank as Megatron builds it, ``[pp_rank][tp_rank]``, in ten seconds for 70B.
+    """Returns parameters as Megatron builds them, ``[pp_rank][tp_rank]``, in ten seconds for 70B.
 
     Raises RuntimeError if Megatron cannot run here, or a count differs from the formula.
     """
@@ -346,3 +351,131 @@ def check_exact(plan: Plan) -> list[list[int]]:
                     f"formula of this plan says {expected:,}; report this: the plan's memory is off by as much"
                 )
     return counts
+
+
+Settings = Mapping[str, Any]  # by dotted field names
+
+Knob = list[Settings]  # alternative settings of the same fields
+
+MAX_KNOBS = 2
+
+MAX_CHANGES_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class _Change:
+    values: Settings
+    config: RunConfig
+    needed: float
+    seconds: float
+
+    @property
+    def changes_rounding(self) -> bool:
+        return "optimizer.exp_avg_dtype" in self.values
+
+    def __str__(self) -> str:
+        parts, before = [], None
+        for path, value in self.values.items():
+            section, _, name = path.rpartition(".")
+            shown = f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value).lower()
+            parts.append(f"{name if section == before else path} = {shown}")
+            before = section
+        return " and ".join(part for part in [", ".join(parts[:-1]), parts[-1]] if part)
+
+
+def _smallest_changes(
+    config: RunConfig,
+    spec: ModelSpec,
+    longest: int,
+    usable: float,
+    measure: Callable[[RunConfig], tuple[float, float]],
+) -> list[_Change]:
+    """Changes the fewest knobs; more nodes are the last resort. Changes that compute the same come first, then the fastest.
+
+    ``measure`` returns bytes and seconds and raises ValueError for an impossible run.
+    """
+    knobs = list(_knobs(config, spec, longest))
+    groups_of_knobs = [[knob] for knob in knobs], list(map(list, combinations(knobs, MAX_KNOBS)))
+    for groups in (*groups_of_knobs, [[knob] for knob in _more_nodes(config)]):
+        changes = [
+            change
+            for group in groups
+            for values in _products(group)
+            if (change := _try(config, values, measure)) is not None and change.needed <= usable
+        ]
+        if changes:
+            return sorted(changes, key=lambda change: (change.changes_rounding, change.seconds))[:MAX_CHANGES_SHOWN]
+    return []
+
+
+def _knobs(config: RunConfig, spec: ModelSpec, longest: int) -> Iterator[Knob]:
+    engine, parallel = config.engine, config.engine.parallel
+    yield from _optimizer_knobs(config)
+    if not parallel.sequence_parallel:
+        yield [{"engine.parallel.sequence_parallel": True}]
+    smaller = max(engine.micro_batch_tokens // 2, longest)
+    if smaller < engine.micro_batch_tokens:
+        yield [{"engine.micro_batch_tokens": smaller}]
+    if engine.head != "fused":
+        yield [{"engine.head": "fused"}]
+    if engine.recompute != "full":
+        modules = ("core_attn", "moe" if spec.experts else "mlp")
+        selective = {"engine.recompute": "selective", "engine.recompute_modules": modules}
+        full = {"engine.recompute": "full", "engine.recompute_modules": ("core_attn",)}
+        is_selective = engine.recompute == "selective"
+        yield [selective, full if is_selective else {"engine.recompute": "full"}]
+    for name in ("tp", "pp", "cp"):
+        size = getattr(parallel, name)
+        factors = [factor for factor in (2, 4, 8) if parallel.dp % factor == 0]
+        if factors:
+            yield [
+                {f"engine.parallel.{name}": size * factor, "engine.parallel.dp": parallel.dp // factor} for factor in factors
+            ]
+
+
+def _optimizer_knobs(config: RunConfig) -> Iterator[Knob]:
+    # one knob, since each setting needs the first
+    optimizer = config.optimizer
+    shared: Settings = {} if optimizer.distributed else {"optimizer.distributed": True}
+    settings = [shared] if shared else []
+    if not optimizer.own_masters and not config.engine.fp8.params:
+        if config.model.dtype == "bfloat16" and config.engine.platform != "cpu":
+            reduced = {"store_param_remainders": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+            settings.append({**shared, **{f"optimizer.{name}": value for name, value in reduced.items()}})
+        settings.append({**shared, "optimizer.offload_fraction": 1.0})
+    if settings:
+        yield settings
+
+
+def _more_nodes(config: RunConfig) -> Iterator[Knob]:
+    parallel, nodes = config.engine.parallel, config.cluster.train_nodes
+    for name in ("pp", "cp"):
+        size = getattr(parallel, name)
+        yield [{"cluster.train_nodes": nodes * factor, f"engine.parallel.{name}": size * factor} for factor in (2, 4, 8)]
+
+
+def _products(knobs: list[Knob]) -> Iterator[Settings]:
+    # knobs that share a field, such as dp, are not combined
+    if not knobs:
+        yield {}
+        return
+    for rest in _products(knobs[1:]):
+        yield from ({**rest, **values} for values in knobs[0] if not set(rest) & set(values))
+
+
+def _try(config: RunConfig, values: Settings, measure: Callable[[RunConfig], tuple[float, float]]) -> _Change | None:
+    raw = config.model_dump()
+    for path, value in values.items():
+        *sections, name = path.split(".")
+        section = raw
+        for key in sections:
+            section = section[key]
+        section[name] = value
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            changed = RunConfig.model_validate(raw)
+        needed, seconds = measure(changed)
+    except ValueError:
+        return None
+    return _Change(values, changed, needed, seconds)

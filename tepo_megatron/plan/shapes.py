@@ -12,9 +12,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tepo_megatron.config import LoraConfig, ParallelConfig
+from tepo_megatron.weights.adapters import adapted_tensors, adapter_layout, adapter_shapes
 from tepo_megatron.weights.architecture import ModelSpec, model_spec, read_model_spec
-from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, pipeline_stages_of, tensor_shapes
-from tepo_megatron.weights.layouts.adapters import adapted_tensors, adapter_layout, adapter_shapes
+from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, pipeline_stages_of
+from tepo_megatron.weights.table import tensor_shapes
 
 _QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -64,6 +65,20 @@ _MIXTRAL = {
     "rope_theta": 1e6,
     "tie_word_embeddings": False,
 }
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
 _QWEN3_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_attention_heads": 32,
@@ -96,14 +111,14 @@ KNOWN_MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(
             "rms_norm_eps": 1e-6,
         },
         "Mixtral-8x7B-v0.1": _MIXTRAL,
+        "Qwen3-14B": _QWEN3,
         "Qwen3-30B-A3B": _QWEN3_MOE,
     }
-)
-"""Published ``config.json`` by folder name."""
+)  # published ``config.json`` by folder name
 
 
 def resolve_spec(source: str, field: str = "model.path") -> tuple[ModelSpec, str | None]:
-    """Returns the shape, and the assumption made if the model's folder is missing. Raises ValueError for an unknown model."""
+    """Returns also the assumption made if the folder is missing. Raises ValueError for an unknown model."""
     if source.startswith("builtin:"):
         return read_model_spec(
             Path(str(files("tepo_megatron.tasks.data").joinpath("builtin", source.removeprefix("builtin:"))))
@@ -131,14 +146,14 @@ def expert_copies(parallel: ParallelConfig) -> int:
 
 
 def expert_parameters(spec: ModelSpec, parallel: ParallelConfig) -> int:
-    """Counts a rank's, in one layer, without router and shared experts."""
+    """Of a rank, in one layer, without router and shared experts."""
     if spec.experts is None:
         return 0
     return spec.experts.count // parallel.ep * 3 * spec.hidden_size * spec.ffn_size // expert_tp(parallel)
 
 
 def _layer_parameters(spec: ModelSpec, parallel: ParallelConfig, layer: int) -> int:
-    """Norms and router are not split."""
+    # norms and router are not split
     tp = parallel.tp
     qkv_rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim // tp
     attention = qkv_rows * (spec.hidden_size + spec.qkv_bias) + spec.hidden_size * spec.num_heads * spec.head_dim // tp
@@ -168,7 +183,7 @@ def _all_layers(spec: ModelSpec) -> int:
 
 
 def vocabulary_parameters(spec: ModelSpec, tp: int) -> int:
-    """Counts a rank's part, with padding."""
+    """A rank's part, with padding."""
     return spec.padded_vocab_size(tp) // tp * spec.hidden_size
 
 
@@ -202,13 +217,13 @@ def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> i
 
 
 def model_parameters(spec: ModelSpec) -> int:
-    """Counts without padding."""
+    """Without padding."""
     vocabulary = spec.vocab_size * spec.hidden_size
     return _all_layers(spec) + spec.hidden_size + vocabulary * (1 if spec.tied_embeddings else 2)
 
 
 def active_parameters(spec: ModelSpec) -> int:
-    """Leaves out experts that are not chosen."""
+    """Without experts that are not chosen."""
     if spec.experts is None:
         return model_parameters(spec)
     idle = spec.experts.count - spec.experts.per_token
@@ -228,7 +243,7 @@ class AdapterCount(NamedTuple):
 def layer_adapters(
     spec: ModelSpec, lora: LoraConfig, tp: int, ep: int, etp: int | None, *, sparse: bool = False
 ) -> AdapterCount:
-    """Counts a rank's adapter parameters. Raises ValueError for targets that match nothing."""
+    """A rank's adapter parameters. Raises ValueError for targets that match nothing."""
     one = replace(spec, num_layers=1, dense_layers=0 if sparse or spec.experts is None else 1)
     tensors = adapted_tensors(tensor_shapes(one), lora.target_modules)
     layout = adapter_layout(megatron_layout(one, MegatronParallel(tp=tp, ep=ep, etp=etp), 0), tensors, lora.rank)
@@ -237,7 +252,7 @@ def layer_adapters(
 
 
 def stage_adapters(spec: ModelSpec, lora: LoraConfig, parallel: ParallelConfig, *, dense: int, sparse: int) -> AdapterCount:
-    """``dense``: layers without experts; ``sparse``: layers with experts."""
+    """``dense``, ``sparse``: layers without and with experts."""
     counts = [
         (layers, layer_adapters(spec, lora, parallel.tp, parallel.ep, parallel.etp, sparse=with_experts))
         for layers, with_experts in ((dense, False), (sparse, True))

@@ -12,17 +12,14 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from tepo_megatron.plan.activations import platform_of
-from tepo_megatron.plan.memory import GIB
-from tepo_megatron.plan.rollout import ServerMemory, SyncTraffic
+from tepo_megatron.plan.memory import GIB, platform_of
 from tepo_megatron.plan.run_plan import Plan, usable_memory
-from tepo_megatron.plan.time import Lengths, ScheduleTime, schedule_times
+from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, SyncTraffic, schedule_times
 
 PUBLISHED = {"generation": 84, "log-probs": 18, "training": 28, "weight sync": 14, "step": 147}
 """Seconds of a GRPO step of Llama-3.1-70B on 64 H100 (NeMo-RL, TP4 PP4, at most 4096 tokens)."""
 
-PUBLISHED_SIZES = (6e10, 8e10)
-"""Parameters of models for which they are shown."""
+PUBLISHED_SIZES = (6e10, 8e10)  # parameters of models for which they are shown
 
 
 def plan_tables(plan: Plan) -> Iterator[Table]:
@@ -51,7 +48,7 @@ def plan_notes(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> list
 
 
 def plan_json(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> str:
-    """Returns bytes, tokens, FLOPs and seconds. ``exact`` is the result of ``check_exact``."""
+    """Bytes, tokens, FLOPs and seconds. ``exact`` is the result of ``check_exact``."""
     result: dict[str, Any] = {
         "name": plan.config.name,
         "model": asdict(plan.spec),

@@ -1,1 +1,1 @@
-"""One training run: the loop, rank 0's other work, output folder, metrics and display."""
+"""One training run: the loop, rank 0's other work, output, display."""

@@ -1,12 +1,10 @@
-"""``tepo_megatron.train(…)``: a run from a script or a notebook.
-
-Under torchrun this process is one rank; a world of one rank is this process; a larger world gets its own processes, which know
-functions by name only.
-"""
+"""``tepo_megatron.train(…)``: a run from a script or a notebook."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -18,12 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.loading.load import dump_resolved
-from tepo_megatron.run.metrics.metrics import read_metrics
-from tepo_megatron.run.python_args import Brought, bring
+from tepo_megatron.config.base import Section
+from tepo_megatron.config.load import ConfigError, dump_diff, dump_resolved, load_run
+from tepo_megatron.run.callbacks import Extensions
+from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.run.start import prepare_run, start_ranks, train_as_rank
 from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, StopRequested, borrowed_stop_signals
 from tepo_megatron.runtime.rank import under_torchrun
+from tepo_megatron.tasks.reward.verifiers import GIVEN
 
 if TYPE_CHECKING:
     from tepo_megatron.config import ObjectiveConfig
@@ -41,55 +41,49 @@ def train(
     overwrite: bool = False,
     **settings: Any,
 ) -> TrainResult:
-    """Trains a model, as ``tepo train`` does, and returns the result.
+    """Trains a model, as ``tepo train`` does.
 
     Args:
-        config: the path of a run's YAML, a ``RunConfig``, settings by dotted names or sections
-            (``{"train.steps": 10}``), or None: ``settings`` alone.
-        reward: a function ``(problem, response) -> float``, another form of docs/guides/rewards.md, as an object or by
-            name, or the settings of ``reward``.
+        config: the path of a run's YAML, a ``RunConfig``, settings by dotted names or sections (``{"train.steps": 10}``), or
+            None: ``settings`` alone.
+        reward: a function ``(problem, response) -> float``, another form of docs/guides/rewards.md, as an object or by name, or
+            the settings of ``reward``.
         objective: a preset's name, or the settings of ``objective``, which may name plugins.
         env: an environment's name, a class that can be imported, or the settings of ``environment``.
         callbacks: ``Callback`` objects, or names as in ``train.callbacks``, besides the config's.
-        collect: your own generation step, ``(problems, sampler) -> rollouts``, as an object or by name.
-        resume: continue from the newest whole checkpoint of ``output`` (``"auto"``: if there is one), or from the one with
-            this name or path.
-        overwrite: remove the run that ``output`` holds.
+        collect: a generation step, ``(problems, sampler) -> rollouts``, as an object or by name.
+        resume: continue from the newest whole checkpoint of ``output`` (``"auto"``: if there is one), or from this name or
+            path.
+        overwrite: remove the run in ``output``.
         settings: override ``config``: sections as mappings, or ``name``, ``output``, ``seed``.
 
     With one rank (``engine.parallel``) the run is in this process, and uses its memory, its random numbers and, in the main
-    thread, its Ctrl-C. With several, ranks are started on this machine, which must be able to import ``reward`` and callbacks
-    by name. Under torchrun every rank calls, with the same arguments; rank 0's functions are used, and ranks that fail end
-    their process.
+    thread, its Ctrl-C. With several, ranks start on this machine and import ``reward`` and callbacks by name. Under torchrun
+    every rank calls with the same arguments; rank 0's functions are used, and ranks that fail end their process.
 
     Raises:
         ConfigError, ValueError, RuntimeError: with the message of ``tepo train``.
-        StopRequested: a KeyboardInterrupt, after Ctrl-C, SIGTERM or SIGUSR1, when what was trained is saved.
+        StopRequested: a KeyboardInterrupt, after Ctrl-C, SIGTERM, SIGHUP or SIGUSR1, once the training so far is saved.
     """
-    brought = bring(
+    run, extensions = read_arguments(
         config, settings, reward=reward, objective=objective, callbacks=callbacks, collect=collect, env=env, resume=resume
     )
-    prepare_run(brought.config, overwrite=overwrite)
+    prepare_run(run, overwrite=overwrite)
     if under_torchrun():
-        if code := train_as_rank(brought.config, brought.extensions):  # ends the process, as torchrun's agent expects
+        if code := train_as_rank(run, extensions):  # ends the process, as torchrun's agent expects
             sys.exit(code)
-    elif brought.config.engine.parallel.world_size == 1:
-        _train_here(brought)
-    else:
-        _train_in_ranks(brought)
-    return read_result(brought.config)
-
-
-def _train_here(brought: Brought) -> None:
-    with _own_process(), borrowed_stop_signals():
+    elif run.engine.parallel.world_size == 1:
         from tepo_megatron.run.training import train_model
 
-        train_model(brought.config, brought.extensions)
+        with _own_process(), borrowed_stop_signals():
+            train_model(run, extensions)
+    else:
+        _train_in_ranks(name_everywhere(run, extensions))
+    return TrainResult(run.output, run.output / "model", run, read_metrics(run.output / "metrics.jsonl"))
 
 
 @contextmanager
 def _own_process() -> Iterator[None]:
-    """A run's settings of this process, undone afterwards: one thread a rank, gloo on the loopback interface."""
     import torch
 
     environment, threads = dict(os.environ), torch.get_num_threads()
@@ -106,8 +100,7 @@ def _own_process() -> Iterator[None]:
         os.environ.update(environment)
 
 
-def _train_in_ranks(brought: Brought) -> None:
-    config = brought.named_everywhere()
+def _train_in_ranks(config: RunConfig) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.yaml"
         file.write_text(dump_resolved(config), encoding="utf-8")
@@ -120,10 +113,8 @@ def _train_in_ranks(brought: Brought) -> None:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A run that ended well. Everything is also in its folder, ``output``.
-
-    ``rows``: the rows of metrics, one per step, oldest first; step 0 is the evaluation before the first. ``model``: the trained
-    model as a Hugging Face folder. ``config``: the configuration of the run.
+    """``rows``: metrics, one row per step, oldest first; step 0 is the evaluation before the first. ``model``: the trained
+    model as a Hugging Face folder.
     """
 
     output: Path
@@ -137,24 +128,147 @@ class TrainResult:
         return int(self.rows[-1]["step"])
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
-        """Returns the steps that have a metric, and its values: two lists to plot.
-
-        Raises KeyError, with similar names, if no row has it.
-        """
-        found = [(row["step"], row[name]) for row in self.rows if row.get(name) is not None]
-        if not found:
+        """Returns steps and values. Raises KeyError, with similar names, if no row has the metric."""
+        points = [(row["step"], row[name]) for row in self.rows if row.get(name) is not None]
+        if not points:
             raise KeyError(f"no row has {name!r}; there are {', '.join(sorted({key for row in self.rows for key in row}))}")
-        return [step for step, _ in found], [value for _, value in found]
+        return [step for step, _ in points], [value for _, value in points]
 
     def best(self, name: str = "accuracy/greedy", choose: Callable[..., Any] = max) -> Mapping[str, Any]:
-        """Returns the first row with the largest value of a metric (``choose=min``: the smallest). Raises KeyError as
-        :meth:`column`.
-        """
+        """Returns the first row with the largest value (``choose=min``: the smallest)."""
         self.column(name)
         row: Mapping[str, Any] = choose((row for row in self.rows if row.get(name) is not None), key=lambda row: row[name])
         return row
 
 
-def read_result(config: RunConfig) -> TrainResult:
-    output = config.output
-    return TrainResult(output, output / "model", config, read_metrics(output / "metrics.jsonl"))
+def read_arguments(
+    config: RunConfig | str | Path | Mapping[str, Any] | None,
+    settings: Mapping[str, Any],
+    *,
+    reward: Any = None,
+    objective: Any = None,
+    callbacks: Sequence[object] = (),
+    collect: Any = None,
+    env: Any = None,
+    resume: bool | str = False,
+) -> tuple[RunConfig, Extensions]:
+    values = {**(config if isinstance(config, Mapping) else {}), **settings}
+    if isinstance(reward, Mapping):
+        values["reward"], reward = reward, None
+    elif reward is not None:
+        values["reward.verifier"], reward = _named(reward)
+        _check_forks(reward)
+    if collect is not None:
+        values["rollout.collect"], collect = _named(collect)
+    if env is not None:
+        values["environment"] = env if isinstance(env, Mapping) else {"name": _name_of_environment(env)}
+    if objective is not None:
+        values["objective.preset" if isinstance(objective, str) else "objective"] = objective
+    if resume in (True, "auto"):
+        values["train.resume"] = resume
+    elif resume:
+        values |= {"train.resume": True, "train.resume_from": resume}
+    names = [callback for callback in callbacks if isinstance(callback, str | Mapping)]
+    objects = tuple(callback for callback in callbacks if not isinstance(callback, str | Mapping))
+    configured = configure(None if isinstance(config, Mapping) else config, values)
+    return _with_callbacks(configured, names), Extensions(objects, reward, collect)
+
+
+def name_everywhere(config: RunConfig, extensions: Extensions) -> RunConfig:
+    ranks = config.engine.parallel.world_size
+    for argument in ("reward", "collect"):
+        if (function := getattr(extensions, argument)) is not None:
+            raise ValueError(_unreachable(f"{argument}={_called(function)}", "the function by its name", ranks))
+    names = []
+    for callback in extensions.callbacks:
+        name = address(callback)
+        if name is None:
+            advice = "the class by its name, with its arguments as kwargs"
+            raise ValueError(_unreachable(f"callbacks=[{_called(callback)}]", advice, ranks))
+        names.append(name)
+    return _with_callbacks(config, names)
+
+
+def configure(base: RunConfig | str | Path | None, settings: Mapping[str, Any]) -> RunConfig:
+    overrides = [f"{name}={_as_yaml(value)}" for name, value in settings.items()]
+    if not isinstance(base, RunConfig):
+        return load_run(base, overrides)
+    if not overrides:
+        return base
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "run.yaml"
+        file.write_text(dump_diff(base), encoding="utf-8")
+        try:
+            return load_run(file, overrides)
+        except ConfigError as error:
+            raise ConfigError("settings", error.problems) from error
+
+
+def address(thing: object) -> str | None:
+    """None if other processes cannot import it. A module outside a package is named by its file: others may lack its path."""
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
+    loaded = sys.modules.get(module or "")
+    if module in (None, "__main__", "builtins") or not name.isidentifier() or getattr(loaded, name, None) is not thing:
+        return None
+    file = getattr(loaded, "__file__", None)
+    if "." in str(module) or file is None or not file.endswith(".py"):
+        return f"{module}:{name}"
+    return f"{Path(file).resolve()}:{name}"
+
+
+def _named(thing: Any) -> tuple[str, Any]:
+    if isinstance(thing, str):
+        return thing, None
+    name = address(thing)
+    return (name, None) if name else (f"{GIVEN}{_called(thing)}", thing)
+
+
+def _name_of_environment(env: object) -> str:
+    name = env if isinstance(env, str) else address(env)
+    if name is None:
+        raise ValueError(
+            f"env={_called(env)} has no name that the environments' processes can import; put the class into a file and give "
+            "env='path/file.py:Class', or the class itself as imported from there"
+        )
+    return name
+
+
+def _with_callbacks(config: RunConfig, names: Sequence[str | Mapping[str, Any]]) -> RunConfig:
+    return configure(config, {"train.callbacks": [*config.train.callbacks, *names]}) if names else config
+
+
+def _called(thing: object) -> str:
+    name = str(getattr(thing, "__qualname__", type(thing).__qualname__)).rpartition(".")[2]
+    return re.sub(r"\W", "", name) or "function"
+
+
+def _unreachable(argument: str, advice: str, ranks: int) -> str:
+    return (
+        f"{argument} is in this process alone, and the {ranks} ranks of engine.parallel are processes of their own; put it "
+        f"into a file and give {advice} (path/file.py:name), start the program by "
+        "python -m tepo_megatron.runtime.torchrun, or use one "
+        "rank"
+    )
+
+
+def _check_forks(reward: object) -> None:
+    if reward is not None and not hasattr(os, "fork"):
+        raise ValueError(
+            f"reward={_called(reward)} is in this process alone, and {sys.platform} cannot fork it; put the function into a "
+            "file and give path/file.py:name"
+        )
+
+
+def _as_yaml(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=_as_json)
+    return "".join(letter if " " <= letter <= "~" else f"\\U{ord(letter):08x}" for letter in text)
+
+
+def _as_json(value: object) -> Any:
+    if isinstance(value, Section):
+        return value.model_dump(mode="json")
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise ValueError(f"a setting cannot be {type(value).__name__} ({value!r}); give numbers, text, lists and mappings")

@@ -1,6 +1,6 @@
-"""The named checks of a run before anything starts: ``tepo train`` stops at the first, ``tepo doctor`` reports all.
+"""Checks before anything starts: ``tepo train`` stops at the first failure, ``tepo doctor`` reports all.
 
-To add a check, write a function that raises ValueError with a sentence, and name it in ``RUN_CHECKS``.
+A check raises ValueError with a sentence; its name is in ``RUN_CHECKS``.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from pathlib import Path
 from tepo_megatron.config import LoraConfig, RunConfig
 from tepo_megatron.run.loggers.loggers import check_installed
 from tepo_megatron.run.output.resume import find_checkpoint, resumes
-from tepo_megatron.run.step.placement import Machine, check_fits, check_placement, this_machine, trains_on_gpus
+from tepo_megatron.run.step.placement import check_fits, check_placement, trains_on_gpus
+from tepo_megatron.runtime.machine import Machine, this_machine
 from tepo_megatron.runtime.named_check import NamedCheck, verify_all
-from tepo_megatron.sampler.registry import sampler_spec
+from tepo_megatron.sampler.protocol import sampler_spec
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.registry import check_config
+from tepo_megatron.weights.adapters import adapted_tensors, adapter_shapes
 from tepo_megatron.weights.architecture import ModelSpec, read_model_spec
-from tepo_megatron.weights.layouts import tensor_shapes
-from tepo_megatron.weights.layouts.adapters import adapted_tensors, adapter_shapes
 from tepo_megatron.weights.storage.convert import check_imported
 from tepo_megatron.weights.storage.hf_folder import check_peft_folder
 from tepo_megatron.weights.storage.stored import open_weights
+from tepo_megatron.weights.table import tensor_shapes
 
 
 @dataclass(frozen=True)
 class RunSubject:
-    """A run to check. ``model_dir`` raises ValueError if the model's folder is incomplete."""
-
     config: RunConfig
     machine: Machine
 
@@ -51,7 +50,7 @@ class RunSubject:
 
 
 def check_model(config: RunConfig) -> Path:
-    """Returns the model folder. Raises ValueError for the first failed check. Every rank calls."""
+    """Every rank calls."""
     run = RunSubject(config, this_machine())
     model_dir = run.model_dir
     verify_all(RUN_CHECKS, run)
@@ -59,14 +58,10 @@ def check_model(config: RunConfig) -> Path:
 
 
 def verify_model(config: RunConfig) -> None:
-    """Raises ValueError for the model's first failed check, independent of the machine."""
     verify_all((check for check in RUN_CHECKS if check.needs <= {MODEL}), RunSubject(config, this_machine()))
 
 
 def check_adapters(lora: LoraConfig, spec: ModelSpec) -> None:
-    """Raises ValueError for unknown target modules, a folder of other adapters, and adapters of experts that servers would have
-    to compute.
-    """
     shapes = tensor_shapes(spec)
     expected = adapter_shapes(shapes, adapted_tensors(shapes, lora.target_modules), lora.rank)
     if lora.serve == "adapter" and spec.experts is not None:
@@ -102,7 +97,6 @@ def _check_shards(run: RunSubject) -> None:
 
 
 def _check_head(run: RunSubject) -> None:
-    """A fused head multiplies with one matrix, lm_head.weight."""
     folder = run.config.model.shards or run.model_dir
     tensors = open_weights(folder).boxes
     if "lm_head.weight" not in tensors:

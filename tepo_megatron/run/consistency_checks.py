@@ -1,8 +1,4 @@
-"""Compares the trainer's log-probs (natural) with the servers', since digests only show that weights arrived.
-
-A canary prompt is scored under temperature 1 without a prefix cache; tokens after a longer prompt are drawn with and without
-it. Rollouts cover every layer, head and expert.
-"""
+"""Compares the trainer's log-probs (natural) with the servers', since digests only show that weights arrived."""
 
 from __future__ import annotations
 
@@ -16,27 +12,45 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.rollout import Rollout
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
-from tepo_megatron.run.sampling.staleness import mismatch_by_age, most_stale, part_ages
-from tepo_megatron.run.sampling.step_rewards import trained_places
+from tepo_megatron.run.sampling.step_rewards import mismatch_by_age, most_stale, part_ages, trained_places
 from tepo_megatron.sampler.protocol import Sampler
 from tepo_megatron.weights.architecture import ModelSpec
 
 
 class Canaries:
-    """A run's checks; each raises RuntimeError if trainer and servers differ too much."""
-
     def __init__(self, config: RunConfig, spec: ModelSpec) -> None:
         self._config = config
         self._canary = Canary(tolerance(config))
         self._cached_prompt = cached_prompt(spec.vocab_size, config.rollout.server.max_model_len or spec.max_positions)
         self._figures: dict[str, float] = {}
+        self._has_left_the_record = False
+
+    def check_record(self, step: int, rollouts: Sequence[Rollout], weights: WeightsVersion) -> str | None:
+        """Compares the weights that drew replayed ``rollouts`` with the trainer's in ``step``. Returns a sentence at the first
+        difference. Raises ValueError for another model's record, unless it is allowed.
+        """
+        drawn_by = {version.digest for rollout in rollouts for _, version in rollout.versions if version.step == step}
+        others = sorted(drawn_by - {"", weights.digest})  # a record that was not written by a run may have no digests
+        if not others or self._has_left_the_record:
+            return None
+        rollout = self._config.rollout
+        if step == 0 and rollout.replay_weights == "same":
+            raise ValueError(
+                f"rollout.replay = {rollout.replay}: step 0 was drawn by other weights than this run starts with (digests "
+                f"{others[0]} and {weights.digest}); set model.path, model.dtype and model.lora to what recorded it, or train "
+                "on samples of other weights: rollout.replay_weights=any"
+            )
+        self._has_left_the_record = True
+        return (
+            f"step {step + 1}: rollout.replay's rollouts were drawn by other weights than this run has now; mismatch/kl and "
+            "ess say how far they are (said once)"
+        )
 
     def check_servers(
         self, fleet: Sampler, step: int, prompt: Sequence[int], logprobs: Sequence[float], *, is_logged: bool
     ) -> None:
-        """Checks the canary prompt, with the trainer's ``logprobs``, and the prefix caches. ``is_logged``: its row exists."""
         started = time.perf_counter()
         gap = self._canary.check(step, prompt, logprobs, fleet.prompt_logprobs(prompt))
         cache_gap = self._canary.check_cache(step, fleet.cached_logprobs(self._cached_prompt, CACHED_TOKENS))
@@ -64,20 +78,17 @@ class Canaries:
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """Differences in nats over a group's ``tokens`` response tokens."""
-
+class _Agreement:
     group: int
     tokens: int
     mean: float
     largest: float
 
 
-def agreements(parts: Sequence[Batch], fresh: Sequence[Tensor] | None = None) -> list[Agreement]:
-    """One per group in ``parts``. A non-finite log-prob of the sampler counts as inf; tokens with one of the trainer are left
-    out, since the update checks them.
+def agreements(parts: Sequence[Batch], fresh: Sequence[Tensor] | None = None) -> list[_Agreement]:
+    """``fresh``: for each part the tokens drawn by the current weights, bool [T]; None: all.
 
-    ``fresh``: for each part the tokens that the trainer's present weights drew, bool [T]; None: all.
+    Tokens without a finite log-prob of the trainer are left out; the sampler's non-finite ones count as inf.
     """
     gaps, groups = [], []
     for index, part in enumerate(parts):
@@ -88,14 +99,14 @@ def agreements(parts: Sequence[Batch], fresh: Sequence[Tensor] | None = None) ->
             counted_T &= fresh[index]
         gaps.append(gap_T[counted_T].double())
         groups.append(part.groups_S[part.sequence_index_T][counted_T])
-    gap, (names, at) = torch.cat(gaps), torch.cat(groups).unique(return_inverse=True)
+    gap, (names, index) = torch.cat(gaps), torch.cat(groups).unique(return_inverse=True)
     zeros = gap.new_zeros(names.numel())
-    tokens = zeros.index_add(0, at, torch.ones_like(gap))
-    mean = zeros.index_add(0, at, gap) / tokens
-    largest = zeros.scatter_reduce(0, at, gap, "amax")
+    tokens = zeros.index_add(0, index, torch.ones_like(gap))
+    mean = zeros.index_add(0, index, gap) / tokens
+    largest = zeros.scatter_reduce(0, index, gap, "amax")
     columns: list[Tensor] = [names, tokens, mean, largest]
     return [
-        Agreement(int(name), int(count), average, most)
+        _Agreement(int(name), int(count), average, most)
         for name, count, average, most in zip(*(column.tolist() for column in columns), strict=True)
     ]
 
@@ -103,10 +114,9 @@ def agreements(parts: Sequence[Batch], fresh: Sequence[Tensor] | None = None) ->
 def check_agreement(
     step: int, parts: Sequence[Batch], *, tolerance: float, token_tolerance: float, fresh: Sequence[Tensor] | None = None
 ) -> dict[str, float]:
-    """Returns figures, or raises RuntimeError with the worst group.
+    """A group's mean difference may be ``tolerance`` + ``token_tolerance`` / tokens, in nats: one rare token raises no alarm.
 
-    A group's mean difference may be ``tolerance`` nats plus ``token_tolerance`` divided by its tokens: one rare token of a
-    short response is no alarm.
+    Raises RuntimeError with the worst group.
     """
     groups = agreements(parts, fresh)
     if not groups:
@@ -131,45 +141,36 @@ def check_agreement(
 
 LENGTH = 32
 STALE_SHARE = 0.01
-"""Log-probs of a server are stale if they stay the same to the bit while the trainer's move by this share of the tolerance."""
+"""Log-probs are stale if no bit changes while the trainer's change by more than this share of the tolerance."""
 
 CACHED_TOKENS = 16
-"""Number of tokens drawn after the prompt for the caches."""
 
-CACHE_SHARE = 0.02
-"""The largest allowed gap, as a share of the tolerance. Measured: 0 in float32 and bfloat16."""
+CACHE_SHARE = 0.02  # largest allowed gap, as a share of the tolerance; measured: 0
 
-CACHED_LENGTH = 257
-"""Tokens: two blocks of vLLM on a CPU (128; 16 on a GPU), and the last token, never cached."""
+CACHED_LENGTH = 257  # two blocks of vLLM on a CPU (128; 16 on a GPU), and the last token, which is never cached
 
 _TOLERANCES = {"float32": 1e-3, "bfloat16": 0.5}
-_QUANTISED_TOLERANCE = 2.0
-"""Nats, 5 (FP8) to 300 times (float32) the measured values: docs/reference/numerics.md."""
+_QUANTISED_TOLERANCE = 2.0  # nats, 5 (FP8) to 300 times (float32) the measured values: docs/reference/numerics.md
 
 _MEAN_TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1}
-_QUANTISED_MEAN_TOLERANCE = 1.0
-"""Nats, mean over the tokens of a group of rollouts: docs/reference/numerics.md."""
+_QUANTISED_MEAN_TOLERANCE = 1.0  # nats, mean over a group's tokens: docs/reference/numerics.md
 
 
 def canary_prompt(vocab_size: int, limit: int) -> tuple[int, ...]:
-    """At most ``limit`` − 1 token ids spread over the vocabulary. They reveal misplaced rows of embedding and head, and no
-    log-prob is near 0.
-    """
     return _tokens("canary", max(2, min(LENGTH, limit - 1)), vocab_size)  # the server samples a token after it
 
 
 def cached_prompt(vocab_size: int, limit: int) -> tuple[int, ...]:
-    """As :func:`canary_prompt`, longer than a cache block; the same after every sync, to find blocks of older weights."""
+    """Longer than a cache block, and the same after every sync, to find blocks of older weights."""
     return _tokens("cached canary", max(2, min(CACHED_LENGTH, limit - CACHED_TOKENS - 1)), vocab_size)
 
 
 def _tokens(name: str, length: int, vocab_size: int) -> tuple[int, ...]:
-    digests = (hashlib.blake2b(f"{name} {at}".encode(), digest_size=8).digest() for at in range(length))
+    digests = (hashlib.blake2b(f"{name} {index}".encode(), digest_size=8).digest() for index in range(length))
     return tuple(int.from_bytes(digest) % vocab_size for digest in digests)
 
 
 def due_prompt(config: RunConfig, spec: ModelSpec, *, sync: int) -> tuple[int, ...] | None:
-    """None if none is due after weight update ``sync`` (from 0)."""
     rollout = config.rollout
     if rollout.replay is not None or not rollout.canary.every or sync % rollout.canary.every:
         return None
@@ -180,14 +181,14 @@ def due_prompt(config: RunConfig, spec: ModelSpec, *, sync: int) -> tuple[int, .
 
 
 def tolerance(config: RunConfig) -> float:
-    """Returns nats per canary token: the run's setting, or the default of the coarser number format."""
+    """In nats."""
     if config.rollout.canary.tolerance is not None:
         return config.rollout.canary.tolerance
     return _coarser(config, _TOLERANCES, _QUANTISED_TOLERANCE)
 
 
 def rollouts_tolerance(config: RunConfig) -> float:
-    """Returns nats, for the mean over a group's tokens, chosen as in :func:`tolerance`."""
+    """In nats."""
     if config.rollout.canary.rollouts_tolerance is not None:
         return config.rollout.canary.rollouts_tolerance
     return _coarser(config, _MEAN_TOLERANCES, _QUANTISED_MEAN_TOLERANCE)
@@ -201,48 +202,42 @@ def _coarser(config: RunConfig, by_dtype: Mapping[str, float], quantised: float)
 
 
 class Canary:
-    """Compares log-probs, with ``tolerance`` in nats. A server's log-probs that stay the same reveal old weights even if
-    updates move them little.
-    """
+    """In nats. Log-probs that stay the same reveal old weights."""
 
     def __init__(self, tolerance: float) -> None:
         self._tolerance = tolerance
         self._since: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
 
     def check(self, step: int, prompt: Sequence[int], ours: Sequence[float], theirs: Mapping[str, Sequence[float]]) -> float:
-        """Returns the largest gap, in nats. Raises RuntimeError, with prompt and worst token, beyond the tolerance or for old
-        weights.
-        """
+        """Returns the largest gap. Raises RuntimeError."""
         worst = {url: _worst(ours, logprobs) for url, logprobs in theirs.items()}
         wrong = [
-            f"{url} gives token {prompt[at + 1]} at position {at + 1} the log-prob {theirs[url][at]:.6g}, "
-            f"the trainer {ours[at]:.6g}"
-            for url, (gap, at) in worst.items()
+            f"{url} gives token {prompt[index + 1]} at position {index + 1} the log-prob {theirs[url][index]:.6g}, "
+            f"the trainer {ours[index]:.6g}"
+            for url, (gap, index) in worst.items()
             if not gap <= self._tolerance
         ]
         wrong = wrong or [
-            f"{url} still gives the same log-probs, to the last bit, after the trainer's have moved by {moved:.2g} nats"
-            for url, moved in self._moved(ours, theirs).items()
-            if moved > STALE_SHARE * self._tolerance
+            f"{url} still gives the same log-probs, to the last bit, after the trainer's have moved by {change:.2g} nats"
+            for url, change in self._moved(ours, theirs).items()
+            if change > STALE_SHARE * self._tolerance
         ]
         if wrong:
             raise RuntimeError(
                 f"weights {step}: trainer and servers do not compute the same of the canary prompt {list(prompt)}: "
-                f"{'; '.join(wrong)} (rollout.canary.tolerance = {self._tolerance:g}). Either weights lie in the wrong place "
+                f"{'; '.join(wrong)} (rollout.canary.tolerance = {self._tolerance:g}). Either weights are in the wrong place "
                 "there, or are old ones, or the two sides' models differ; samples of these servers would train nothing"
             )
         return max(gap for gap, _ in worst.values())
 
     def check_cache(self, step: int, pairs: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> float:
-        """Returns the largest gap, in nats, with and without the prefix cache; ``pairs``: address → both. Raises RuntimeError
-        beyond ``CACHE_SHARE`` of the tolerance.
-        """
+        """Returns the largest gap; ``pairs``: address → log-probs with and without the prefix cache."""
         limit = CACHE_SHARE * self._tolerance
         worst = {url: _worst(fresh, through) for url, (through, fresh) in pairs.items() if fresh}
         wrong = [
-            f"{url} gives a token the log-prob {pairs[url][0][at]:.6g} through its prefix cache and {pairs[url][1][at]:.6g} "
-            "without it"
-            for url, (gap, at) in worst.items()
+            f"{url} gives a token the log-prob {pairs[url][0][index]:.6g} through its prefix cache and "
+            f"{pairs[url][1][index]:.6g} without it"
+            for url, (gap, index) in worst.items()
             if not gap <= limit
         ]
         if wrong:
@@ -261,6 +256,5 @@ class Canary:
 
 
 def _worst(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, int]:
-    """The largest gap and its index; nan is larger than any number."""
     gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     return max(((gap, index) for index, gap in enumerate(gaps)), key=lambda item: (item[0] != item[0], item[0]))

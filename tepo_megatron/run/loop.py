@@ -1,25 +1,26 @@
-"""The algorithm, as every rank runs it. Only rank 0 reaches servers, verifiers and files, by ``Rank0``."""
+"""The algorithm, as every rank runs it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.run.consistency_checks import due_prompt
-from tepo_megatron.run.metrics.summary import summarize
 from tepo_megatron.run.output.resume import newest_whole
 from tepo_megatron.run.rank0 import Rank0
-from tepo_megatron.run.step.graceful_stop import Leaving
 from tepo_megatron.run.step.instability import Rollback, SkippedUpdates, describe
-from tepo_megatron.run.step.minibatches import mark_recorded, minibatches, trained_sequences
+from tepo_megatron.run.step.minibatches import mark_recorded, minibatches, summarize, trained_sequences
 from tepo_megatron.run.step.placement import takes_turns
-from tepo_megatron.runtime.preemption import StopRequested
-from tepo_megatron.runtime.watch.heartbeat import Heartbeat
+from tepo_megatron.runtime.heartbeat import Heartbeat
+from tepo_megatron.runtime.preemption import StopRequested, StopSignals, stop_signals
+from tepo_megatron.trainer.checkpoint_folder import checkpoint_name
 
 if TYPE_CHECKING:
     from tepo_megatron.run.weights import WeightPublisher
@@ -30,8 +31,6 @@ T = TypeVar("T")
 
 @dataclass
 class Loop:
-    """A run from ``step`` completed steps to ``config.train.steps``. ``rank0`` is None on other ranks."""
-
     config: RunConfig
     engine: Trainer
     rank0: Rank0 | None
@@ -41,19 +40,17 @@ class Loop:
     updates_sent: int = 0
     skipped: SkippedUpdates = field(init=False)
     rollback: Rollback = field(init=False)
-    leaving: Leaving = field(init=False)
+    stopping: Stopping = field(init=False)
 
     def __post_init__(self) -> None:
-        self.leaving = Leaving(saved_step=self.step)
-        self.leaving.signals.at_risk = lambda: self.leaving.at_risk(self.step)
+        self.stopping = Stopping(saved_step=self.step)
+        self.stopping.signals.at_risk = lambda: self.stopping.at_risk(self.step)
         allowed = self.config.train.max_skipped
         self.skipped = SkippedUpdates(allowed, self.keep_skipped, self.engine.broadcast_from_root)
         self.rollback = Rollback(self.config.train.rollback)
 
     def run(self) -> None:
-        """Every rank calls; the trainer is onloaded afterwards. Raises StopRequested on every rank after a signal, once unsaved
-        steps are saved.
-        """
+        """Every rank calls. Raises StopRequested on every rank after a signal, once unsaved steps are saved."""
         try:
             self.run_steps()
         except StopRequested as stop:
@@ -65,7 +62,7 @@ class Loop:
         self.heartbeat.phase("servers")
         self.from_root(lambda rank0: rank0.servers.wait_until_ready())
         self.update_weights()
-        # A first row is missing at the start of a run, and if it ended between a checkpoint and its row.
+        # The first row is missing at a new start, or if the run ended between a checkpoint and its row.
         if not self.from_root(lambda rank0: rank0.output.last_step == self.step):
             self.evaluate()
             self.log({})
@@ -73,12 +70,11 @@ class Loop:
             self.train_step()
         self.finish_save()
         self.onload_trainer()
-        if self.step > self.leaving.saved_step:  # a callback ended the run
+        if self.step > self.stopping.saved_step:  # a callback ended the run
             self.save()
             self.finish_save()
 
     def train_step(self) -> None:
-        """Samples, rewards, scores, updates K times, saves if due, updates the servers' weights, evaluates if due."""
         engine = self.engine
         rollouts = self.with_servers(lambda rank0: rank0.collect(self.step))
         with self.phase("score"):
@@ -90,13 +86,13 @@ class Loop:
             parts = minibatches(batch, self.config.train.minibatches, seed=self.config.seed, step=self.step)
             scored = [engine.score(part) for part in parts]
             self.on_root(lambda rank0: rank0.checks.check_rollouts(self.step, scored, rank0.collector.rollouts))
-        self.safe_point(unless=self.leaving.update_fits)  # a step is dropped if its updates take too long
-        with self.phase("update"), self.leaving.timed_update():
-            updates = [engine.update(part, last=at == len(scored)) for at, part in enumerate(scored, start=1)]
+        self.safe_point(unless=self.stopping.update_fits)  # a step is dropped if its updates take too long
+        with self.phase("update"), self.stopping.timed_update():
+            updates = [engine.update(part, last=number == len(scored)) for number, part in enumerate(scored, start=1)]
             trained = trained_sequences(batch)
             self.skipped.check(self.step, updates, lambda: describe(updates, trained, seed=self.config.seed, step=self.step))
         self.finish_save(wait=False)
-        row = {**summarize(batch, updates), **noise, **self.leaving.take_save_times()}
+        row = {**summarize(batch, updates), **noise, **self.stopping.take_save_times()}
         reason = self.rollback.reason(row)
         if reason and self.go_back(reason):
             return
@@ -110,33 +106,30 @@ class Loop:
         self.log(row)
 
     def go_back(self, reason: str) -> bool:
-        """Restores the newest whole checkpoint in trainer and servers, if there is one; the run continues with other prompts.
-        Raises RuntimeError if none is whole, or after too many returns.
-        """
+        """Returns false without a checkpoint. Raises RuntimeError if none is whole, or after too many."""
         self.finish_save()
-        found = newest_whole(self.config, self.engine, reason)
-        if found is None:
-            sentence = f"step {self.step + 1}: {reason}, but there is no checkpoint yet to go back to; the run goes on"
+        checkpoint = newest_whole(self.config, self.engine, reason)
+        if checkpoint is None:
+            sentence = f"step {self.step + 1}: {reason}, but there is no checkpoint yet to go back to; the run continues"
             self.on_root(lambda rank0: rank0.output.message(sentence))
             return False
         self.rollback.count(reason)
         undone = self.step + 1
-        self.step = self.leaving.saved_step = self.engine.checkpoints.load(found.folder, checked=dict(found.state))["step"]
-        sentence = f"step {undone}: {reason}; back to {found.folder}, with other prompts"
-        self.on_root(lambda rank0: rank0.go_back(found, sentence))
+        self.step = self.stopping.saved_step = self.engine.checkpoints.load(checkpoint.folder, checked=dict(checkpoint.state))[
+            "step"
+        ]
+        sentence = f"step {undone}: {reason}; back to {checkpoint.folder}, with other prompts"
+        self.on_root(lambda rank0: rank0.go_back(checkpoint, sentence))
         self.update_weights()
         return True
 
     def update_weights(self) -> None:
-        """Sends the trainer's weights to the servers, and verifies them by a canary. A server that dies is revived and updated
-        too. Shared GPUs are the servers' afterwards.
-        """
+        """Returns when all servers have the weights. Shared GPUs are then the servers'."""
         while not self.try_update_weights():
             continue
         self.updates_sent += 1
 
     def try_update_weights(self) -> bool:
-        """Whether all servers have the weights and sample; false if one died and was revived."""
         engine = self.engine
         with self.phase("sync"):
             engine.onload_weights_only()
@@ -153,15 +146,12 @@ class Loop:
             return scored is None or self.canary_agrees(*scored)
 
     def score_canary(self) -> tuple[Sequence[int], Sequence[float]] | None:
-        """Returns the prompt and the log-probs of all its tokens but the first, if due."""
         # By the step, so that a resumed run checks, and logs, after the same steps; and servers that have just started, always.
         sync = self.step if self.updates_sent else 0
         prompt = due_prompt(self.config, self.engine.spec, sync=sync)
         return None if prompt is None else (prompt, self.engine.prompt_logprobs(prompt))
 
     def canary_agrees(self, prompt: Sequence[int], logprobs: Sequence[float]) -> bool:
-        """Lets the servers score the prompt; raises RuntimeError for a difference. False if a server died."""
-
         def check(rank0: Rank0) -> bool:
             return rank0.servers.run_or_revive(lambda: rank0.check_canary(self.step, prompt, logprobs))[1]
 
@@ -180,14 +170,14 @@ class Loop:
             self.with_servers(lambda rank0: rank0.evaluate(self.step))
 
     def save_if_due(self) -> None:
-        """Runs right after an update, while the GPUs are the trainer's, before a server can end the run."""
+        """Runs right after an update: the GPUs are the trainer's, and no server's death can end the run before."""
         config = self.config.train
         by_count = self.step == config.steps or (config.save_every and self.step % config.save_every == 0)
-        if by_count or self.from_root(lambda _: self.leaving.save_is_due(config.save_minutes)):
+        if by_count or self.from_root(lambda _: self.stopping.save_is_due(config.save_minutes)):
             self.save()
 
     def save(self) -> None:
-        """With ``train.async_save``, a checkpoint counts as saved only after ``finish_save``."""
+        """With ``train.async_save``, the checkpoint counts only after ``finish_save``."""
         self.finish_save()
         folder, background = self.config.output / "checkpoints", self.config.train.async_save
         state = self.on_root(lambda rank0: rank0.state()) or {}
@@ -196,24 +186,22 @@ class Loop:
             self.finish_save()
 
     def finish_save(self, *, wait: bool = True) -> None:
-        """Does nothing without a checkpoint, or if ``wait`` is false and it is still being written."""
         saved = self.engine.checkpoints.finish(wait=wait)
         if saved is not None:
-            self.leaving.saved(saved.step, stage_s=saved.stage_s, write_s=saved.write_s, waited_s=saved.waited_s)
+            self.stopping.saved(saved.step, stage_s=saved.stage_s, write_s=saved.write_s, waited_s=saved.waited_s)
 
     def save_before_leaving(self, stop: StopRequested) -> None:
-        """A started step is dropped: its problems are drawn again."""
         self.finish_save()
-        engine, found = self.engine, self.leaving.saved_step
+        engine, saved_step = self.engine, self.stopping.saved_step
         self.on_root(lambda rank0: rank0.collector.drop_step(self.step))
-        if self.step > found:
+        if self.step > saved_step:
             if takes_turns(self.config):
                 self.on_root(lambda rank0: rank0.close())  # the servers have the GPUs, and are not needed again
                 engine.broadcast_from_root(None)  # the others wait for that
             engine.onload()
             self.save()
             self.finish_save()
-        sentence = self.leaving.describe(stop, saved=self.step > found)
+        sentence = self.stopping.describe(stop, saved=self.step > saved_step)
         self.on_root(lambda rank0: rank0.output.message(sentence))
 
     def keep_skipped(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> Path | None:
@@ -230,9 +218,7 @@ class Loop:
         return contextlib.nullcontext()
 
     def with_servers(self, work: Callable[[Rank0], T | None]) -> T | None:
-        """Runs the work on rank 0 (others return None), again if a server dies, once it is revived and all ranks have updated
-        its weights.
-        """
+        """Other ranks return None. If a server dies, it is revived and updated, and the work repeated."""
         results: list[T | None] = []
 
         def attempt(rank0: Rank0) -> bool:
@@ -245,7 +231,6 @@ class Loop:
         return results[-1] if results else None
 
     def on_root(self, work: Callable[[Rank0], T]) -> T | None:
-        """Runs the work on rank 0, and no rank waits; other ranks return None."""
         return None if self.rank0 is None else work(self.rank0)
 
     def safe_point(self, *, unless: Callable[[], bool] = bool) -> None:
@@ -253,13 +238,72 @@ class Loop:
         self.from_root(lambda rank0: None, unless=unless)
 
     def from_root(self, work: Callable[[Rank0], T], *, unless: Callable[[], bool] = bool) -> T | None:
-        """Every rank gets the JSON values of rank 0's work. Every rank calls. A :meth:`safe_point`, also during the work."""
+        """Broadcasts JSON values. Every rank calls. A :meth:`safe_point`, also during the work."""
         answer: T | None = None
         with contextlib.suppress(StopRequested):  # rank 0 tells all below
             answer = self.on_root(work)
-        requested = self.leaving.signals.requested
+        requested = self.stopping.signals.requested
         stop = None if requested is None or unless() else int(requested)
         agreed: list[Any] = self.engine.broadcast_from_root([stop, answer])
         if agreed[0] is not None:
             raise StopRequested(agreed[0])
         return agreed[1]
+
+
+_MARGIN = 2.0  # factor on the last durations of updates and saves
+
+
+@dataclass
+class Stopping:
+    """Every rank has one; rank 0's decides."""
+
+    saved_step: int
+
+    signals: StopSignals = field(default_factory=stop_signals)
+    on_saved: Callable[[int], None] = lambda step: None
+
+    def __post_init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._saved_at = time.monotonic()
+        self._save_times: dict[str, float] = {}
+
+    @contextmanager
+    def timed_update(self) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.seconds["update"] = time.monotonic() - start
+
+    def saved(self, step: int, *, stage_s: float, write_s: float, waited_s: float) -> None:
+        self.saved_step, self._saved_at = step, time.monotonic()
+        self.seconds["save"] = stage_s + write_s
+        self._save_times = {"time/save_stage": stage_s, "time/save_write": write_s, "time/save_waited": waited_s}
+        self.on_saved(step)
+
+    def take_save_times(self) -> dict[str, float]:
+        times, self._save_times = self._save_times, {}
+        return times
+
+    def save_is_due(self, minutes: float) -> bool:
+        return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
+
+    def update_fits(self) -> bool:
+        """Returns false for a first update, of unknown length; a first save is assumed to take as long."""
+        left = self.signals.seconds_left()
+        update = self.seconds.get("update", math.inf)
+        return left == math.inf or _MARGIN * (update + self.seconds.get("save", update)) <= left
+
+    def at_risk(self, step: int) -> str:
+        if step <= self.saved_step:
+            return ""
+        first = self.saved_step + 1
+        steps = f"step {step} is" if first == step else f"steps {first} to {step} are"
+        newest = f"the newest checkpoint is {checkpoint_name(self.saved_step)}" if self.saved_step else "there is no checkpoint"
+        return f"{steps} lost; {newest}"
+
+    def describe(self, stop: StopRequested, *, saved: bool) -> str:
+        name = checkpoint_name(self.saved_step)
+        if saved:
+            return f"{stop}: saved {name}; continue with --resume"
+        if self.saved_step:
+            return f"{stop}: nothing was trained since {name}, so nothing more was saved; continue with --resume"
+        return f"{stop}: ended before a step was trained; there is nothing to save"

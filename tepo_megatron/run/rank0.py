@@ -1,21 +1,21 @@
-"""Rank 0's work besides training: it collects rollouts, evaluates, checks, and writes the run's output."""
+"""Rank 0's work besides training."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
-from tepo_megatron.run.callbacks.callbacks import Callbacks
+from tepo_megatron.run.callbacks import Callbacks
 from tepo_megatron.run.consistency_checks import Canaries
 from tepo_megatron.run.display.figures import LostTime
-from tepo_megatron.run.metrics.metrics import Stopwatch
-from tepo_megatron.run.metrics.summary import source_figures
+from tepo_megatron.run.metrics import Stopwatch
 from tepo_megatron.run.output.output import Output, Retention
 from tepo_megatron.run.output.resume import Resumed, set_aside_others
 from tepo_megatron.run.output.token_samples import TokenRecorder, train_samples
@@ -24,12 +24,13 @@ from tepo_megatron.run.sampling.custom_rollout import Collect
 from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.sampling.journal import Journal
 from tepo_megatron.run.sampling.step_rewards import StepRewards
-from tepo_megatron.run.servers import Servers
-from tepo_megatron.run.step.instability import below_the_noise, write_skipped
-from tepo_megatron.run.step.minibatches import derive_seed
+from tepo_megatron.run.step.instability import ClipWatch, below_the_noise, write_skipped
+from tepo_megatron.run.step.minibatches import derive_seed, source_figures
+from tepo_megatron.run.step.placement import first_server_gpu
+from tepo_megatron.runtime.heartbeat import Heartbeat
+from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.runtime.preemption import stop_signals
-from tepo_megatron.runtime.watch.heartbeat import Heartbeat
-from tepo_megatron.sampler.protocol import NO_SERVERS
+from tepo_megatron.sampler.protocol import NO_SERVERS, Sampler, ServerDied, make_sampler
 from tepo_megatron.sampler.sampling import truncation_of
 from tepo_megatron.tasks.evaluate.evaluation import VerifierPools, evaluate_all, what_failed, what_is_due
 from tepo_megatron.tasks.protocol import Task
@@ -47,7 +48,7 @@ _WAITS_FOR = {
 
 
 class Rank0:
-    """Rank 0's part of a run. It closes ``task``, and not ``pools``, the verifiers of evaluation sets."""
+    """It closes ``task``, but not ``pools``, the verifiers of evaluation sets."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class Rank0:
             inputs,
             self._rewards,
             task,
-            Journal(config, output.message, output.write_failed),
+            Journal(config, output.message, output.write_failed, inputs.tokenizer.eos_ids),
             self.servers.sampler,
             phase=self.phase,
             heartbeat=heartbeat,
@@ -87,6 +88,7 @@ class Rank0:
         self._row: dict[str, float] = {}
         self._returns = 0
         self._has_warned = self._has_collected = False
+        self._clip_watch = ClipWatch(config.objective)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         self.output.progress.phase(name)
@@ -100,6 +102,10 @@ class Rank0:
             self.watch.split()  # a resumed run has its row already: the time of its start belongs to no step
         self._has_collected = True
         rollouts = self.collector.collect(step)
+        if self.config.rollout.replay is not None:
+            sentence = self.checks.check_record(step, self.collector.drawn, self.collector.weights)
+            if sentence is not None:
+                self.output.message(sentence)
         if count := self.config.log.train_samples:
             chosen = train_samples(self.collector.drawn, self._problems, count, self._inputs.tokenizer.decode)
             self.output.write_train_samples(step + 1, chosen)
@@ -107,7 +113,6 @@ class Rank0:
         return rollouts
 
     def keep_skipped(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> Path:
-        """Saves the last rollouts after mini-batches were ``skipped``; returns the file."""
         folder = self.config.output / "skipped"
         try:
             path = write_skipped(folder, step, self.collector.rollouts, skipped)
@@ -131,9 +136,7 @@ class Rank0:
     # -- servers ---------------------------------------------------------------------------------------------------------
 
     def update_weights(self, version: WeightsVersion, publisher: WeightPublisher) -> bool:
-        """Returns whether a server died. It stays dead until ``servers.revive_or_wake``: its GPU memory may still be the
-        trainer's.
-        """
+        """Returns whether a server died. It stays dead until ``servers.revive_or_wake``: the trainer may still use its GPU."""
         with self.lost.if_in_vain("lost/server") as was_in_vain, self.collector.hold_clock():
             died = self.servers.run_or_report(lambda: publisher.update_weights(version))[1]
             if died:
@@ -143,7 +146,6 @@ class Rank0:
         return died
 
     def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Raises RuntimeError if log-probs of a prompt are too far apart."""
         assert self.servers.sampler is not None, "a replayed run has no servers"
         self.checks.check_servers(self.servers.sampler, step, prompt, logprobs, is_logged=self.output.last_step == step)
 
@@ -173,13 +175,14 @@ class Rank0:
         self.callbacks.tell("on_evaluation", step, step, result)
 
     def note_step(self, step: int, row: Mapping[str, float], parts: Sequence[Batch], updates: Sequence[UpdateResult]) -> None:
-        """Keeps an updated step's figures until they are logged; records token values if due."""
         rollouts = self.collector.rollouts
         self._tokens.record(step, rollouts, parts, updates)
         counts = {**self._rewards.take_figures(), "rollback/count": float(self._returns)}
         counts |= source_figures(rollouts, self._problems)
         self._row = {**self.collector.take_figures(), **row, **counts, **self.checks.take_figures()}
         self._returns = 0
+        if sentence := self._clip_watch.note(row, updates):
+            self.output.message(f"step {step}: {sentence}")
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         split = self.watch.split()
@@ -204,15 +207,109 @@ class Rank0:
     def state(self) -> dict[str, Any]:
         return {"sampler": self.collector.state(), "row": self._row}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues in the data; writes the saved run's last row if it is missing."""
-        restart = self.collector.restore(state)
-        if restart is not None:
-            self.output.message(restart)
+    def restore(self, state: Mapping[str, Any]) -> list[str]:
+        """See :meth:`RolloutCollector.restore`."""
+        restarted = self.collector.restore(state)
         if self.output.last_step != state["step"]:
             self._row = dict(state.get("row", {}))  # checkpoints of 0.1.0 lack it
+        return restarted
 
     def close(self) -> None:
         self.collector.close()
         self.servers.stop()
         self._task.close()
+
+
+T = TypeVar("T")
+
+
+class Servers:
+    """Servers on the trainer's GPUs start in :meth:`wait_until_ready`, others in the background; none in a replayed run."""
+
+    def __init__(self, config: RunConfig, inputs: Inputs, output: Output, heartbeat: Heartbeat, lost: LostTime) -> None:
+        self._config, self._output, self._heartbeat, self._lost = config, output, heartbeat, lost
+        self._signals = stop_signals()
+        self.sampler: Sampler | None = None
+        self._starting: Future[None] | None = None
+        if config.rollout.replay is not None:
+            return
+        self.sampler = make_sampler(
+            config.rollout.server,
+            model_dir=inputs.model_dir,
+            dtype=config.model.dtype,
+            stop_token_ids=inputs.tokenizer.eos_ids,
+            log_dir=config.output / "logs",
+            seed=config.seed,
+            first_gpu=first_server_gpu(config, this_machine()),
+            report=output.message,
+            keep_cache=config.train.kv_cache == "keep",
+            trained=True,
+            adapter_rank=config.adapter_rank,
+            tokenizer=config.rollout.sampling.needs_tokenizer,
+        )
+        if config.rollout.server.placement != "colocated":
+            # Servers need tens of seconds to start; the model is built meanwhile.
+            self._starting = ThreadPoolExecutor(1, "fleet").submit(self.sampler.start)
+
+    def wait_until_ready(self) -> None:
+        if self.sampler is None:
+            return
+        self._output.progress.phase("servers")  # no phase of the stopwatch: it belongs to no step
+        self._heartbeat.phase("servers", waits_for="the rollout servers to start")
+        with self._signals.interruptible():
+            if self._starting is not None:
+                self._starting.result()
+            else:
+                self.sampler.start()
+        self.report_addresses()
+
+    def report_addresses(self) -> None:
+        addresses = [] if self.sampler is None else self.sampler.addresses
+        self._heartbeat.tell(servers=addresses, reward_workers=self._config.reward.workers)
+
+    def run_or_revive(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
+        """A server that dies is revived, with stale weights; also returns whether one died."""
+        with self._lost.if_in_vain("lost/server") as was_in_vain:
+            result, died = self.run_or_report(work)
+            if died:
+                was_in_vain()
+                self._revive()
+        return result, died
+
+    def run_or_report(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
+        """A server that dies stays dead; also returns whether one died."""
+        try:
+            return work(), False
+        except ServerDied as error:
+            if self._signals.requested is None:
+                self._output.message(f"{error}; starting it again")
+            return None, True
+        except RuntimeError:
+            if self._signals.requested is None:
+                raise
+            return None, True  # servers got the signal too
+
+    def revive_or_wake(self, died: bool) -> bool:
+        """Returns whether some servers have stale weights, after a weight update."""
+        if self.sampler is None:
+            return False
+        if died:
+            with self._lost.if_in_vain("lost/server") as was_in_vain:
+                was_in_vain()
+                self._revive()
+            return True
+        return self.run_or_revive(self.sampler.wake_up)[1]
+
+    def sleep(self) -> None:
+        if self.sampler is not None:
+            self.run_or_revive(self.sampler.sleep)
+
+    def stop(self) -> None:
+        if self.sampler is not None:
+            self.sampler.stop()
+
+    def _revive(self) -> None:
+        assert self.sampler is not None
+        self._heartbeat.phase("servers", waits_for="a rollout server that is started again")
+        with self._signals.interruptible():
+            self.sampler.revive()

@@ -1,4 +1,4 @@
-"""The start of a run: the output folder first, then its ranks."""
+"""The start of a run: its output folder, then its ranks."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from tepo_megatron.run.step.heartbeat_limits import STATUS
 from tepo_megatron.runtime import rank
 from tepo_megatron.runtime.torchrun import run_ranks
 
 if TYPE_CHECKING:
     from tepo_megatron.config import RunConfig
-    from tepo_megatron.run.python_args import Extensions
+    from tepo_megatron.run.callbacks import Extensions
 
 
 def prepare_run(config: RunConfig, *, overwrite: bool = False) -> None:
     """Every process that may start a run calls; under torchrun only rank 0's first start acts. Raises ValueError."""
-    from tepo_megatron.run.output.resume import find_checkpoint, resumes
-    from tepo_megatron.run.output.run_folder import prepare_folder
+    from tepo_megatron.run.output.resume import find_checkpoint, prepare_folder, resumes
     from tepo_megatron.tasks.data.builtin import resolve_model_path
 
     if rank.speaks_first() and not rank.is_restart():
@@ -28,13 +26,13 @@ def prepare_run(config: RunConfig, *, overwrite: bool = False) -> None:
 
 
 def start_ranks(config: RunConfig, arguments: Sequence[str]) -> tuple[int, str]:
-    return run_ranks(["train", *arguments], config.engine.parallel.world_size, status=config.output / STATUS)
+    return run_ranks(["train", *arguments], config.engine.parallel.world_size, status=config.output / "status")
 
 
 def train_as_rank(config: RunConfig, extensions: Extensions | None = None) -> int:
 
     def work(config: RunConfig) -> None:
-        from tepo_megatron.run.python_args import NO_EXTENSIONS
+        from tepo_megatron.run.callbacks import NO_EXTENSIONS
         from tepo_megatron.run.training import train_model
 
         train_model(config, extensions or NO_EXTENSIONS)
@@ -43,7 +41,6 @@ def train_as_rank(config: RunConfig, extensions: Extensions | None = None) -> in
 
 
 def run_rank(config: RunConfig, work: Callable[[RunConfig], None]) -> int:
-    """Runs ``work(config)`` as one rank of ``config``'s world; returns the exit code."""
 
     def checked() -> None:
         check_world_size(config, int(os.environ["WORLD_SIZE"]))
@@ -53,7 +50,6 @@ def run_rank(config: RunConfig, work: Callable[[RunConfig], None]) -> int:
 
 
 def check_world_size(config: RunConfig, world_size: int) -> None:
-    """Raises ValueError if the number of ranks differs from ``engine.parallel``'s."""
     parallel = config.engine.parallel
     needed = parallel.world_size
     if world_size != needed:

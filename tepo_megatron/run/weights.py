@@ -1,4 +1,4 @@
-"""How the trainer's weights reach the servers, on every rank: as shards, or as full tensors."""
+"""Sends the trainer's weights to the servers, as shards or as full tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import WeightsVersion
-from tepo_megatron.run.step.placement import choose_transport, shared_gpus, this_machine
+from tepo_megatron.run.step.placement import choose_transport, shared_gpus
+from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.weights.layouts import VllmParallel
 from tepo_megatron.weights.transfer.sender import ShardSender
 
@@ -19,13 +20,7 @@ if TYPE_CHECKING:
 
 
 class WeightPublisher:
-    """This rank's end of every weight update. Every rank creates one; ``fleet`` is None except on rank 0.
-
-    ``rollout.server.transfer``: ``reshard`` sends shards from every rank; ``gather`` sends full tensors from rank 0. With
-    ``model.lora.serve = adapter`` rank 0 sends only the adapters. A replayed run sends nothing.
-
-    Raises ValueError if vLLM cannot split the model over a server's workers.
-    """
+    """Every rank creates one; ``fleet`` is None except on rank 0. Raises ValueError if vLLM cannot split the model."""
 
     def __init__(self, config: RunConfig, weights: WeightSource, fleet: WeightReceiver | None) -> None:
         self._weights, self._fleet = weights, fleet
@@ -36,7 +31,7 @@ class WeightPublisher:
             self._sender = make_shard_sender(config, weights)
 
     def update_weights(self, version: WeightsVersion) -> None:
-        """Every rank calls; rank 0 raises ``WeightReceiver``'s errors: ServerDied, RuntimeError or ValueError."""
+        """Every rank calls; rank 0 raises ServerDied, RuntimeError or ValueError."""
         if not self._has_servers:
             return
         if self._serves_adapters:

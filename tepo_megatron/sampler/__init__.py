@@ -1,1 +1,1 @@
-"""The sampler's side: vLLM servers that draw responses."""
+"""vLLM servers that draw responses."""

@@ -1,9 +1,10 @@
-"""The contract of a sampler, checked by ``tests/contracts/sampler_contract.py``. ``sampler.registry`` makes a sampler."""
+"""Defines a sampler's contract, which ``tests/contracts/sampler_contract.py`` checks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NotRequired, Protocol, Self, TypedDict, Unpack
@@ -11,37 +12,35 @@ from typing import Any, NotRequired, Protocol, Self, TypedDict, Unpack
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.sampling import SamplingSettings
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 from tepo_megatron.weights.transfer.sender import ShardSender
 
-INITIAL_WEIGHTS = WeightsVersion(0)
-"""The weights of the model's folder."""
+INITIAL_WEIGHTS = WeightsVersion(0)  # the model's folder
 
 FAULT_FIGURES = ("servers/timeouts", "requests/retried")
 
 NO_SERVERS = dict.fromkeys(("servers/restarts", *FAULT_FIGURES), 0.0)
-"""The figures of a run without a sampler."""
 
 KeyedResponse = tuple[Any, int, Response]
-"""The key of the request, the number of the sample in its group, and the response."""
+"""The values are the request's key, the sample's number in its group, and the response."""
 
 
 class ServerDied(RuntimeError):  # noqa: N818
-    """The sampler lost a part that it cannot do without. ``Sampler.revive`` restores it, with stale weights."""
+    """``Sampler.revive`` restores servers, with stale weights."""
 
 
 class SampleStream(Protocol):
     """Requests for samples go in at any time; responses come out as they finish.
 
-    A context manager: leaving it drops what is unfinished. One thread uses it. Another may update the weights: a response in
-    progress continues with the new ones, and ``versions`` has the (first token, version) of each part, oldest first.
+    Leaving the context drops unfinished samples. One thread uses it. Another may update the weights: responses in progress
+    continue with the new ones, and ``versions`` has (first token, version).
 
-    Sample ``j`` of a request has the seed ``seed + j``. The same prompt, seed and weights give the same response, up to the
-    numerics of batching.
+    Sample ``j`` has the seed ``seed + j``. The same prompt, seed and weights give the same response, up to the numerics of
+    batching.
     """
 
     def __enter__(self) -> Self: ...
@@ -51,15 +50,15 @@ class SampleStream(Protocol):
     ) -> None: ...
 
     def __iter__(self) -> Iterator[KeyedResponse]:
-        """Yields responses as they finish, until none is unfinished. Raises as :meth:`next`."""
+        """Raises as :meth:`next`."""
 
     @property
     def unfinished(self) -> int:
-        """Samples that were requested and not returned yet."""
+        """Excludes returned samples."""
 
     @property
     def weights_version(self) -> WeightsVersion:
-        """The newest weights that may draw the next token."""
+        """The newest weights for the next token."""
 
     def submit(
         self,
@@ -73,57 +72,53 @@ class SampleStream(Protocol):
         room: int | None = None,
         home: Hashable = None,
     ) -> None:
-        """Requests samples 0 to n − 1 of a prompt (token ids, at least one), or only the numbers in ``only``.
+        """Requests samples 0 to n − 1 of a prompt, or the numbers in ``only``.
 
-        A sample in ``continued`` continues the part that :meth:`abort` returned; its response includes the part. ``room``
-        limits the new tokens below ``max_new_tokens``. Requests with the same ``home`` share a prefix cache if possible, until
-        :meth:`leave`.
+        A sample in ``continued`` continues a part from :meth:`abort`, and its response includes it. ``room`` limits the new
+        tokens. Requests with one ``home`` share a prefix cache until :meth:`leave`.
 
-        Raises ValueError for an empty prompt, for n > 1 with temperature 0, and for a part that leaves no room.
+        Raises ValueError for an empty prompt, n > 1 with temperature 0, and a part that leaves no room.
         """
 
     def next(self, timeout_s: float | None) -> KeyedResponse | None:
-        """The next response that finishes; None if none is unfinished, or after ``timeout_s`` seconds (None: no limit).
+        """Returns None if no sample is unfinished, or after ``timeout_s``.
 
-        Its finish reason is ``stop`` (the last token is a stop token, or completes a stop string) or ``length``. Raises
-        ServerDied if the sampler lost servers and cannot continue, RuntimeError for any other failure.
+        The finish reason is ``stop`` (a stop token or string) or ``length``. Raises ServerDied if the sampler cannot continue,
+        RuntimeError for other failures.
         """
 
     def abort(self) -> list[KeyedResponse]:
-        """Ends everything unfinished, but not the stream. Returns parts with at least one token, with finish reason ``abort``,
-        and responses that finished meanwhile.
-        """
+        """Returns parts with a token (finish reason ``abort``), and responses that finished meanwhile."""
 
     def leave(self, home: Hashable) -> None:
-        """Forgets this ``home``."""
+        """Forgets ``home``."""
 
 
 class WeightReceiver(Protocol):
-    """Receives the trainer's weights. A run uses one of the three methods throughout.
+    """A run uses the same method throughout.
 
-    A method returns when every server uses the new weights for its next token; later responses carry ``version``. An error
-    leaves the weights undefined: ServerDied if a server died (then :meth:`Sampler.revive` and repeat), otherwise RuntimeError
-    or ValueError with the tensor at fault.
+    A method returns when every server uses the new weights for its next token. An error leaves the weights undefined:
+    ServerDied (then :meth:`Sampler.revive` and repeat), otherwise RuntimeError or ValueError with the tensor at fault.
     """
 
     def update_weights_from_tensors(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
-        """Takes full tensors from this process. ``manifest`` has the Hugging Face name, shape and dtype name of each, in order.
-        Consumes all ``tensors`` even on an error, since the trainer's ranks gather them together.
+        """``manifest`` has (Hugging Face name, shape, dtype name). Consumes all tensors even on an error: the trainer's ranks
+        gather them together.
         """
 
     def update_weights_from_shards(self, version: WeightsVersion, sender: ShardSender) -> None:
-        """Takes shards from all ranks. Those other than rank 0 call ``sender.update_as_non_root``."""
+        """Other ranks than 0 call ``sender.update_as_non_root``."""
 
     def update_adapters(
         self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor], settings: Mapping[str, Any]
     ) -> None:
-        """Takes LoRA adapters for the weights of the model's folder. ``settings`` are those of a PEFT folder."""
+        """``settings`` are those of a PEFT folder. The weights stay the folder's."""
 
 
 class Sampler(WeightReceiver, Protocol):
     """Draws responses with the policy's weights. A context manager, for rank 0 only.
 
-    Only :meth:`start` and streams may run in another thread. Methods that need servers raise ServerDied if one is gone.
+    Only :meth:`start` and streams may run in another thread. Methods may raise ServerDied.
     """
 
     def __enter__(self) -> Self: ...
@@ -134,29 +129,29 @@ class Sampler(WeightReceiver, Protocol):
 
     @property
     def weights_version(self) -> WeightsVersion | None:
-        """The version that all servers have; None before the start, and from a restart or failed update until the next."""
+        """None unless all servers have the same version."""
 
     @property
     def addresses(self) -> list[str]:
-        """The addresses of the servers, for status reports."""
+        """The servers' addresses."""
 
     def start(self) -> None:
-        """Returns when the sampler is ready. A :meth:`stop` from another thread ends it. RuntimeError if a server fails."""
+        """Returns when the sampler is ready, or after :meth:`stop`. Raises RuntimeError if a server fails."""
 
     def stop(self) -> None:
-        """Ends everything for good, within seconds. May be repeated."""
+        """May be repeated."""
 
     def revive(self) -> bool:
-        """Restarts dead servers. True if there were any: then update the weights before the next sample.
+        """Restarts dead servers. If True, update the weights before the next sample.
 
-        Raises RuntimeError after too many restarts in this run.
+        Raises RuntimeError after too many restarts.
         """
 
     def sleep(self) -> None:
-        """Releases the GPU memory that it shares with the trainer, if any, including the weights."""
+        """Frees the GPU memory that it shares with the trainer, including the weights."""
 
     def wake_up(self) -> None:
-        """After a weight update: takes back the rest of the released memory, and samples again."""
+        """Takes the rest of the memory back after a weight update."""
 
     def generate(
         self,
@@ -176,38 +171,34 @@ class Sampler(WeightReceiver, Protocol):
         on_progress: Callable[[int, int], None] | None = None,
         on_move: Callable[[], None] = lambda: None,
     ) -> list[list[Response]]:
-        """Draws ``n`` responses to each prompt, in the order of the prompts and samples.
+        """Draws ``n`` responses to each prompt, in the prompts' order.
 
         Prompt ``i`` has the group seed ``prompt_seed(seed, i)``, or ``prompt_seed(seed, numbers[i])``. Temperature 0 is greedy
-        and needs n = 1. This thread calls ``on_group`` (index of the prompt, responses) for a complete group, ``on_progress``
-        (prompts done, all prompts), and ``on_move`` when a server made tokens. Raises as :meth:`SampleStream.submit` and
-        ``next``.
+        and needs n = 1. ``on_group`` gets (index of the prompt, responses), ``on_progress`` (prompts done, all prompts).
+        ``on_move`` runs when a server made tokens. Raises as :meth:`SampleStream.submit` and ``next``.
         """
 
     def sample_stream(
         self, sampling: SamplingSettings, *, sampling_mask: bool = False, on_move: Callable[[], None] = lambda: None
     ) -> SampleStream:
-        """Returns a stream, not entered yet. ``sampling_mask``: each response has the token ids that could have been drawn at
-        each position, which needs ``top_k``. Raises RuntimeError if the sampler does not have the current weights.
+        """``sampling_mask``: responses have the possible token ids of each position; needs ``top_k``.
+
+        Raises RuntimeError if the sampler does not have the current weights.
         """
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> dict[str, list[float]]:
-        """Each server's natural log-probs of all tokens of the prompt but the first, at temperature 1, by address."""
+        """Returns, by address, natural log-probs of all tokens but the first, at temperature 1."""
 
     def cached_logprobs(self, prompt: Sequence[int], n: int) -> dict[str, tuple[list[float], list[float]]]:
-        """Each server's log-probs of up to ``n`` tokens drawn after the prompt, with its prefix cache and without."""
+        """Returns, by address, log-probs of up to ``n`` drawn tokens, with its prefix cache and without."""
 
     def figures(self) -> dict[str, float]:
-        """The metrics of ``NO_SERVERS`` since the last call."""
+        """Covers the time since the last call."""
 
 
 class SamplerOptions(TypedDict):
-    """The arguments of a sampler besides ``rollout.server``.
-
-    ``dtype`` is that of the weights; ``report`` gets a sentence for every fault that the sampler repairs itself.
-    ``keep_cache``: responses that an update interrupts keep their keys and values. ``trained``: a weight update comes before
-    the first sample. ``adapter_rank``: updates bring LoRA adapters of this rank. ``tokenizer``: load the model's, for stop
-    strings and bad words.
+    """``report`` gets a sentence for every repaired fault. ``keep_cache``: responses keep keys and values in an update.
+    ``trained``: a weight update comes before the first sample. ``tokenizer``: load the model's, for stop strings and bad words.
     """
 
     model_dir: Path
@@ -231,12 +222,26 @@ class SamplerFactory(Protocol):
 
 @dataclass(frozen=True)
 class SamplerSpec:
-    """An implementation, for ``sampler.registry``. The checks raise ValueError with what the user can change."""
+    """The checks raise ValueError with the user's remedy."""
 
     make: SamplerFactory
     check_model: Callable[[ServerConfig, ModelSpec], None]
-    """Raises if the sampler cannot split the model as the config asks."""
     check_machine: Callable[[ServerConfig, ModelSpec], None]
-    """Raises if this machine cannot compute the model as the config asks."""
     cores: Callable[[ServerConfig, Sequence[int]], set[int]]
-    """The available CPU cores that it will use."""
+
+
+_SAMPLERS = {"vllm": "tepo_megatron.sampler.fleet.fleet"}
+
+_DEFAULT = "vllm"
+
+
+def make_sampler(config: ServerConfig, *, name: str = _DEFAULT, **options: Unpack[SamplerOptions]) -> Sampler:
+    """Does not start it. Raises ValueError."""
+    return sampler_spec(name).make(config, **options)
+
+
+def sampler_spec(name: str = _DEFAULT) -> SamplerSpec:
+    if name not in _SAMPLERS:
+        raise ValueError(f"there is no sampler {name!r}; there is {', '.join(_SAMPLERS)}")
+    spec: SamplerSpec = import_module(_SAMPLERS[name]).SAMPLER
+    return spec

@@ -1,8 +1,8 @@
-"""A step's rollouts as JSON lines: written whole or not at all, read back exactly.
+"""A step's rollouts as JSON lines: written whole or not at all.
 
-The first line has the format, the step, the number of rollouts, and a digest of all else in the file; each other line is one
-rollout. Token ids are base64 of little-endian int32, log-probs of float32; ``versions`` are (first token, step, digest);
-``loss_mask`` has one bit per response token, 1 for the model's. Formats 1 and 2 are read too.
+The first line has the format, the step, the number of rollouts, and a digest of the rest. Token ids are base64 of little-endian
+int32, log-probs of float32; ``versions`` are (first token, step, digest); ``loss_mask`` has one bit per response token, 1 for
+the model's. Formats 1 and 2 are read too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from tepo_megatron.core.rollout import LossMask, Rollout, TokenIds, WeightsVersion
-from tepo_megatron.core.sampling_mask import SamplingMask
+from tepo_megatron.core.problem import is_reward, not_a_reward
+from tepo_megatron.core.rollout import LossMask, Rollout, SamplingMask, TokenIds, WeightsVersion
 from tepo_megatron.runtime.files import partial_path, write_atomically
 
 FORMAT = 3
@@ -121,7 +121,7 @@ class _OldLine(_Common):
 
 @dataclass(frozen=True)
 class Record:
-    """``drawn_by`` names the weights and settings, as the writer numbers them; ``failed_rewards`` counts failed verifiers."""
+    """``drawn_by`` names weights and settings, as the writer numbers them."""
 
     rollouts: list[Rollout]
     drawn_by: str = ""
@@ -129,7 +129,6 @@ class Record:
 
 
 def record_path(folder: Path, step: int) -> Path:
-    """Such as ``<folder>/step_0000012.jsonl``."""
     return folder / f"step_{step:07d}.jsonl"
 
 
@@ -142,9 +141,7 @@ def write_rollouts(
     failed_rewards: int = 0,
     flush: bool = True,
 ) -> Path:
-    """Returns the file, which appears under its name only when it is whole and on disk. Without ``flush`` it survives the
-    process, but perhaps not the machine. Raises OSError.
-    """
+    """The file gets its name when it is whole and, with ``flush``, on disk."""
     path = record_path(folder, step)
     head = {"format": FORMAT, "step": step, "rollouts": len(rollouts), "drawn_by": drawn_by, "failed_rewards": failed_rewards}
     body = "".join(_line(rollout) for rollout in rollouts).encode()
@@ -154,7 +151,7 @@ def write_rollouts(
 
 
 def link_record(path: Path, folder: Path) -> None:
-    """Puts a record into another folder too, by a hard link if possible. Raises OSError."""
+    """Uses a hard link if possible."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / path.name
     if target.exists() and target.samefile(path):
@@ -169,12 +166,12 @@ def link_record(path: Path, folder: Path) -> None:
 
 
 def read_rollouts(folder: Path, step: int) -> list[Rollout]:
-    """Raises ValueError with file and line if the record is missing, cut or damaged."""
+    """Raises ValueError with file and line."""
     return read_record(folder, step).rollouts
 
 
 def read_record(folder: Path, step: int) -> Record:
-    """As :func:`read_rollouts`, with the contents of the first line."""
+    """Includes the contents of the first line."""
     path = record_path(folder, step)
     try:
         text = path.read_text(encoding="utf-8")
@@ -271,10 +268,10 @@ def check_rollouts(
     vocab_size: int | None = None,
     stalest: int = 0,
 ) -> None:
-    """Raises ValueError with ``path``, line and fault if a step cannot be trained on these rollouts.
+    """Raises ValueError with ``path``, line and fault.
 
-    There must be ``samples`` responses to each of ``prompts`` prompts, group by group, by weights of the step or up to
-    ``stalest`` before, with finite log-probs and rewards (or None).
+    Needs ``samples`` responses to each of ``prompts`` prompts, group by group, by weights up to ``stalest`` steps old, with
+    finite log-probs and rewards (or None).
     """
     for number, rollout in enumerate(rollouts):
         for fault in _faults(rollout, step, stalest, vocab_size):
@@ -290,7 +287,7 @@ def check_rollouts(
 
 
 def rollout_fault(rollout: Rollout, step: int, *, vocab_size: int, stalest: int = 0) -> str | None:
-    """Why a rollout by the weights of ``step``, or up to ``stalest`` versions older, is not usable; or None."""
+    """Returns why a rollout is not usable, or None."""
     stale = [version.step for _, version in rollout.versions if not step - stalest <= version.step <= step]
     if stale:
         return f"drawn by the weights of step {stale[0]}, not of step {step}"
@@ -321,11 +318,11 @@ def _faults(rollout: Rollout, step: int, stalest: int, vocab_size: int | None) -
             yield "the model wrote none of the response tokens"
         for at in np.flatnonzero(~mask & (logprobs != 0) if logprobs.size == mask.size else ()):
             yield f"response token {at} has the log-prob {logprobs[at]}, not 0, and the model did not write it"
-    if rollout.reward is not None and not math.isfinite(rollout.reward):
-        yield f"the reward is {rollout.reward}, not a finite number"
+    if rollout.reward is not None and not is_reward(rollout.reward):
+        yield f"the reward is {not_a_reward(rollout.reward)}"
     for name, part in rollout.reward_parts.items():
-        if not math.isfinite(part):
-            yield f"the reward's component {name!r} is {part}, not a finite number"
+        if not is_reward(part):
+            yield f"the reward's component {name!r} is {not_a_reward(part)}"
     if vocab_size is not None:
         for ids in (rollout.prompt_ids, rollout.response_ids, *(() if kept is None else (kept.ids,))):
             for token in ids[(ids < 0) | (ids >= vocab_size)]:

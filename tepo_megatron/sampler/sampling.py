@@ -1,4 +1,4 @@
-"""Settings and seeds of samples (decision 006), and how parts of a response are joined."""
+"""Settings and seeds of samples (decision 006), and joins of responses."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from tepo_megatron.core.rollout import LossMask, Response, Routes, TokenIds, token_ids
-from tepo_megatron.core.sampling_mask import SamplingMask
+from tepo_megatron.core.rollout import LossMask, Response, Routes, SamplingMask, TokenIds, token_ids
 
 _NO_TOKENS = token_ids(())
 
 
 class SamplingSettings(Protocol):
-    """As ``SamplingConfig`` has them."""
-
     @property
     def temperature(self) -> float: ...
 
@@ -40,9 +37,7 @@ class SamplingSettings(Protocol):
 
 
 class Sampling(NamedTuple):
-    """``temperature`` 0 is greedy. A response ends with any of ``stop_token_ids``, or with the token that completes any of
-    ``stop``. The other fields are those of ``SamplingConfig``.
-    """
+    """``temperature`` 0 is greedy. ``stop_token_ids`` and ``stop`` strings end a response."""
 
     temperature: float
     max_new_tokens: int
@@ -52,8 +47,7 @@ class Sampling(NamedTuple):
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()
-    sampling_mask: bool = False
-    """Needs ``top_k``."""
+    sampling_mask: bool = False  # needs top_k
 
     @classmethod
     def of(cls, settings: SamplingSettings, stop_token_ids: tuple[int, ...], *, sampling_mask: bool = False) -> Sampling:
@@ -61,12 +55,12 @@ class Sampling(NamedTuple):
         return cls(settings.temperature, settings.max_new_tokens, stop_token_ids, sampling_mask=sampling_mask, **given)
 
     def parameters(self) -> dict[str, Any]:
-        """In vLLM's names, without defaults."""
+        """Uses vLLM's names, without defaults."""
         return {"temperature": self.temperature, "stop_token_ids": list(self.stop_token_ids), **truncation_of(self)}
 
 
 def truncation_of(settings: SamplingSettings) -> dict[str, Any]:
-    """The keyword arguments of truncation and of a response's end, without defaults."""
+    """Returns keyword arguments without defaults."""
     usual, names = Sampling._field_defaults, ("top_p", "top_k", "min_p", "stop", "bad_words")
     return {name: value for name in names if (value := getattr(settings, name)) != usual[name]}
 
@@ -82,8 +76,8 @@ class Sample:
 
 
 def make_sample(index: int, seed: int, sampling: Sampling, part: Response | None = None) -> Sample:
-    """The seed is ``seed`` + index, as in vLLM; a continued sample has another, since the same would repeat the numbers of its
-    first tokens. Raises ValueError if ``part`` leaves no room.
+    """A continued sample gets another seed, or it would repeat its first random numbers. Raises ValueError if ``part`` leaves
+    no room.
     """
     done = _NO_TOKENS if part is None else part.response_ids
     room = sampling.max_new_tokens - done.size
@@ -94,7 +88,7 @@ def make_sample(index: int, seed: int, sampling: Sampling, part: Response | None
 
 
 def prompt_seed(seed: int, prompt: int) -> int:
-    """62 bits, unrelated to the seeds of neighbouring prompts."""
+    """Returns 62 bits, unrelated to neighbouring prompts' seeds."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{prompt}".encode(), digest_size=8).digest()) >> 2
 
 
@@ -119,10 +113,7 @@ def join_parts(part: Response | None, rest: Response) -> Response:
 
 
 def append_observation(part: Response | None, ids: TokenIds) -> Response:
-    """Appends an environment's tokens to ``part``, with finish reason ``abort``.
-
-    They have log-probs of 0, are outside the loss mask, and count to the weights before them.
-    """
+    """Observations have log-probs 0, outside the loss mask; the finish reason is ``abort``."""
     silent = np.zeros(ids.size, np.float32)
     if part is None:
         return Response(ids, silent, "abort", (), None, np.zeros(ids.size, np.bool_))
@@ -148,7 +139,7 @@ def _mask_of(response: Response) -> LossMask:
 
 
 def _joined_routes(part: Response, rest: Response) -> Routes | None:
-    """The rest's record begins with the part again, maybe by newer weights."""
+    """The rest's record repeats the part, maybe by newer weights."""
     before, after = part.routed_experts, rest.routed_experts
     if after is None or (before is None and part.versions):
         return None

@@ -8,23 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tepo_megatron.core.rollout import Rollout, not_recorded
-from tepo_megatron.core.sampling_mask import SamplingMask
+from tepo_megatron.core.rollout import Rollout, SamplingMask, not_recorded
 from tepo_megatron.core.types import Batch
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.expert_routes import rollout_fault
+from tepo_megatron.weights.routes import rollout_fault
 
 
 def pack(
     rollouts: Sequence[Rollout], *, mask_truncated: bool = False, routes: bool = True, sampling_masks: bool = True
 ) -> Batch:
-    """Packs on the CPU, each prompt followed by its response. The label at t is the token at t + 1.
+    """Packs on the CPU. The label at t is the token at t + 1. Raises ValueError that names an unsuitable rollout.
 
-    The loss mask is True at tokens that the model wrote. With ``mask_truncated`` a truncated response is outside it, but its
-    reward still counts for its group.
-
-    Raises ValueError that names the rollout: an empty prompt or response, no token of the model, log-probs or routes of another
-    length, no reward, or other reward components than the other rollouts.
+    With ``mask_truncated`` a truncated response is outside the loss mask, but its reward still counts for its group.
     """
     for rollout in rollouts:
         _check(rollout)
@@ -96,7 +91,6 @@ def _check(rollout: Rollout) -> None:
 
 
 def _pack_routes(rollouts: Sequence[Rollout]) -> Tensor | None:
-    """[T, layers, k]; the last token of each sequence has no record."""
     first = next((rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None), None)
     if first is None:
         return None
@@ -117,7 +111,6 @@ def _pack_routes(rollouts: Sequence[Rollout]) -> Tensor | None:
 
 
 def _pack_masks(rollouts: Sequence[Rollout]) -> SamplingMask | None:
-    """The mask of a token is stored at the token before it, which has it as label."""
     if all(rollout.sampling_mask is None for rollout in rollouts):
         return None
     parts = []
@@ -134,7 +127,7 @@ def _pack_masks(rollouts: Sequence[Rollout]) -> SamplingMask | None:
 
 
 def check_routes(rollouts: Sequence[Rollout], spec: ModelSpec) -> None:
-    """Raises ValueError that names the first rollout without experts to replay."""
+    """Raises ValueError that names the first rollout without experts."""
     for rollout in rollouts:
         if fault := rollout_fault(rollout, spec):
             raise ValueError(
@@ -144,7 +137,7 @@ def check_routes(rollouts: Sequence[Rollout], spec: ModelSpec) -> None:
 
 
 def check_masks(rollouts: Sequence[Rollout]) -> None:
-    """Raises ValueError that names the first rollout without a sampling mask."""
+    """Raises ValueError that names the first rollout without a mask."""
     for rollout in rollouts:
         if rollout.sampling_mask is None:
             raise ValueError(

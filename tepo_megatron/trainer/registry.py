@@ -10,11 +10,10 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.trainer.protocol import Trainer, TrainerKind
 
 if TYPE_CHECKING:
-    from tepo_megatron.runtime.watch.heartbeat import Heartbeat
+    from tepo_megatron.runtime.heartbeat import Heartbeat
     from tepo_megatron.weights.architecture import ModelSpec
 
-_KINDS = {"megatron": "tepo_megatron.trainer.megatron.start"}
-"""Modules that implement :class:`~tepo_megatron.trainer.protocol.TrainerKind`, imported when used."""
+_KINDS = {"megatron": "tepo_megatron.trainer.megatron.start"}  # imported when used
 
 
 def _kind(name: str) -> TrainerKind:
@@ -34,12 +33,10 @@ def check_config(config: RunConfig, spec: ModelSpec, *, on_gpu: bool, kind: str 
 
 
 def check_plugins(config: RunConfig) -> None:
-    """Raises ValueError if a plugin's loss depends on the division into micro-batches and ranks, the order of sequences, or
-    padding.
-    """
+    """Raises ValueError if a plugin's loss depends on micro-batches, ranks, the order of sequences, or padding."""
     if not config.objective.plugins:
         return
-    from tepo_megatron.core.objective.checking.check import check_invariance
+    from tepo_megatron.core.objective.checking import check_invariance
 
     parts = len(config.reward.weights) if config.reward.weights else 2
     for rule, problem in check_invariance(config.objective, reward_parts=parts):
@@ -53,9 +50,8 @@ def check_plugins(config: RunConfig) -> None:
 def make_trainer(
     config: RunConfig, model_dir: Path, *, shares_gpus: bool, heartbeat: Heartbeat, kind: str = "megatron"
 ) -> Trainer:
-    """Every rank calls. Raises ValueError for a model that does not fit the parallel layout or its folder.
+    """Every rank calls. Raises ValueError for a model that does not fit the parallel layout.
 
-    ``model_dir`` is a Hugging Face folder. ``shares_gpus``: rollout servers and the trainer take turns on the GPUs.
-    ``heartbeat`` starts when the ranks have met.
+    ``shares_gpus``: servers and the trainer take turns on the GPUs. ``heartbeat`` starts when the ranks have met.
     """
     return _kind(kind).make_trainer(config, model_dir, shares_gpus=shares_gpus, heartbeat=heartbeat)

@@ -1,1 +1,1 @@
-"""Weights between Hugging Face folders, Megatron-Core and vLLM: layouts, reshard plans, transfers, files."""
+"""Weights in Hugging Face folders, Megatron-Core and vLLM."""

@@ -9,10 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """Differences of one architecture from the plain decoder (RMSNorm, RoPE, grouped queries, SwiGLU, no biases).
+    """Differences of an architecture from the plain decoder (RMSNorm, RoPE, grouped queries, SwiGLU, no biases).
 
-    ``qkv_bias``, ``qk_norm`` and ``ffn_size`` may name the field that sets them. ``shared``: experts as in DeepSeek-V3.
-    ``only``: fields with a single supported value, so that no feature is silently ignored.
+    ``qkv_bias``, ``qk_norm``, ``ffn_size`` may name a field. ``only``: fields with one supported value.
     """
 
     qkv_bias: bool | str = False
@@ -110,24 +109,20 @@ EXPERT_BIAS = "e_score_correction_bias"
 
 
 def is_always_fp32(tensor: str) -> bool:
-    """Covers trainer, servers and disk, whatever ``model.dtype``."""
     return tensor.endswith(EXPERT_BIAS)
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling; the other three constants are hard-coded in Megatron-Core and only checked."""
+    """Llama 3's scaling; Megatron-Core hard-codes the other three constants."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A router chooses ``per_token`` of ``count`` MLPs for each token, by a softmax over all experts.
-
-    ``renormalize``: the chosen probabilities are scaled to sum to 1. ``biased``: scores are sigmoids; a bias per expert counts
-    for the choice only, and the chosen weights are scaled to sum to ``scale``. ``shared_ffn_size``: an additional MLP for every
-    token (0: none).
+    """``renormalize``: the chosen probabilities sum to 1. ``biased``: scores are sigmoids; a bias per expert counts for the
+    choice only, and the chosen weights sum to ``scale``. ``shared_ffn_size``: an MLP for every token (0: none).
     """
 
     count: int
@@ -139,7 +134,7 @@ class Experts:
 
     @property
     def number_bytes(self) -> int:
-        """Bytes of an expert's number in a routing record. One byte holds 255 experts and "unknown"."""
+        """One byte holds 255 experts and "unknown"."""
         return 1 if self.count <= 255 else 2
 
 
@@ -147,9 +142,8 @@ class Experts:
 class ModelSpec:
     """Shape of a decoder in Hugging Face's terms.
 
-    ``qkv_bias``: biases of query, key and value projections only. ``qk_norm``: an RMSNorm of ``head_dim`` weights on queries
-    and keys before RoPE, shared by a layer's heads. ``ffn_size`` is that of the MLP or of each expert; the first
-    ``dense_layers`` layers of a model with experts have an MLP of ``dense_ffn_size`` instead. RoPE turns the first
+    ``qkv_bias``: of query, key and value projections only. ``qk_norm``: an RMSNorm of ``head_dim`` weights before RoPE. The
+    first ``dense_layers`` layers of a model with experts have an MLP of ``dense_ffn_size``. RoPE turns the first
     ``rotary_fraction`` of a head.
     """
 
@@ -178,7 +172,7 @@ class ModelSpec:
 
     @property
     def mlp_sizes(self) -> dict[str, int]:
-        """Sizes of the MLPs that tensor-parallel ranks split, by their names in errors; without single experts."""
+        """MLPs that tensor-parallel ranks split, by their names in errors."""
         if self.experts is None:
             return {"MLP size": self.ffn_size}
         sizes = {
@@ -189,15 +183,15 @@ class ModelSpec:
 
     @property
     def route_bytes(self) -> int:
-        """Bytes of a token's routing record; 0 without experts."""
+        """0 without experts."""
         return 0 if self.experts is None else self.num_layers * self.experts.per_token * self.experts.number_bytes
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Returns the rows of embedding and head in Megatron: the next multiple of tp."""
+        """Megatron pads to the next multiple of ``tp``."""
         return -(-self.vocab_size // tp) * tp
 
     def check_parallel(self, *, tp: int, pp: int, ep: int = 1, etp: int | None = None) -> None:
-        """Raises ValueError if Megatron cannot split this model with even stages; ``etp`` defaults to ``tp``."""
+        """Assumes even stages."""
         splits = [("tp", tp, "attention heads", self.num_heads), ("tp", tp, "key/value heads", self.num_kv_heads)]
         if self.experts is None:
             if ep > 1 or etp is not None:
@@ -219,7 +213,6 @@ class ModelSpec:
             )
 
     def check_all_to_all(self, *, tp: int, cp: int) -> None:
-        """Raises ValueError if context-parallel ranks cannot trade tokens for heads (``cp_comm_type = a2a``)."""
         for name, heads in (("attention heads", self.num_heads), ("key/value heads", self.num_kv_heads)):
             if heads // tp % cp:
                 raise ValueError(
@@ -228,7 +221,6 @@ class ModelSpec:
                 )
 
     def check_training(self, *, tp: int, ep: int, etp: int | None, sequence_parallel: bool) -> None:
-        """Raises ValueError if Megatron would not train this split, or train it wrong."""
         if self.experts is None:
             return
         if tp > 1 and not sequence_parallel:
@@ -243,7 +235,7 @@ class ModelSpec:
             )
 
     def check_length(self, tokens: int, field: str) -> None:
-        """Raises ValueError if ``tokens`` exceeds the model's positions; ``field`` names the fields that allow them."""
+        """``field`` names the fields that allow ``tokens``."""
         if tokens > self.max_positions:
             raise ValueError(
                 f"{field} = {tokens} tokens are more than the {self.max_positions} positions of {self.architecture} "
@@ -252,10 +244,7 @@ class ModelSpec:
 
 
 def read_model_spec(folder: Path) -> ModelSpec:
-    """Reads ``folder/config.json``.
-
-    Raises ValueError for a missing or damaged file, an unknown architecture, or an unsupported feature of a known one.
-    """
+    """Raises ValueError for a bad ``config.json``, an unknown architecture, or an unsupported feature."""
     path = folder / "config.json"
     try:
         raw: dict[str, Any] = json.loads(path.read_text())
@@ -266,8 +255,21 @@ def read_model_spec(folder: Path) -> ModelSpec:
     return model_spec(raw, str(path))
 
 
+def generation_end_ids(folder: Path) -> list[int]:
+    """Returns the end tokens that ``generation_config.json`` names; the rest of that file is not used. Raises ValueError."""
+    path = folder / "generation_config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged, copy it again: {error}") from error
+    ids = raw.get("eos_token_id") if isinstance(raw, dict) else None
+    if ids is None:
+        return []
+    return [ids] if isinstance(ids, int) else list(ids)
+
+
 def model_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
-    """``raw`` is a parsed ``config.json``, ``where`` its name in errors. Raises as :func:`read_model_spec`."""
+    """``where`` names ``raw``, a parsed ``config.json``, in errors."""
     architecture = (raw.get("architectures") or ["<none>"])[0]
     family = FAMILIES.get(architecture)
     if family is None:

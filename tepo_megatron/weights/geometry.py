@@ -1,5 +1,3 @@
-"""Boxes of tensors, layouts of ranks, and plans of moves between ranks."""
-
 from __future__ import annotations
 
 import math
@@ -36,7 +34,6 @@ class Box:
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def relative_to(self, origin: tuple[int, ...]) -> Box:
-        """Moves the box into a tensor with its first element at ``origin``."""
         return Box(
             tuple(a - o for a, o in zip(self.start, origin, strict=True)),
             tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
@@ -44,7 +41,7 @@ class Box:
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Cuts elements, in row-major order, into at most 2 · dimensions − 1 contiguous boxes."""
+    """Yields at most 2 · dimensions − 1 boxes of elements in row-major order."""
     if start >= stop:
         return
     if len(shape) == 1:
@@ -65,7 +62,7 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Bo
 
 @dataclass(frozen=True)
 class Shard:
-    """``box`` of the Hugging Face tensor is at ``param_box`` of a rank's parameter; shapes are equal."""
+    """``box`` of the Hugging Face tensor is at ``param_box`` of a rank's parameter."""
 
     tensor: str
     box: Box
@@ -75,9 +72,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """``shapes`` has every tensor of the whole model, in streaming order; ``params`` this rank's, with the vocabulary's
-    padding.
-    """
+    """``shapes``: all tensors, in streaming order; ``params``: this rank's, with padding."""
 
     shapes: Mapping[str, tuple[int, ...]]
     shards: tuple[Shard, ...]
@@ -86,7 +81,7 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class Region:
-    """``count`` disjoint boxes of one shape, each ``step`` rows (dimension 0) after the previous one."""
+    """``count`` boxes of one shape, each ``step`` rows (dimension 0) after the previous one."""
 
     box: Box
     count: int = 1
@@ -107,8 +102,6 @@ class Region:
 
 @dataclass(frozen=True)
 class Move:
-    """Both regions have the same shape: ``destination_region.view(theirs).copy_(source_region.view(ours))``."""
-
     tensor: str
     source: int
     destination: int
@@ -124,11 +117,10 @@ class Move:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """All moves from source to destination ranks, in one order that all ranks share.
+    """All moves between ranks, in one order for all, so that they cannot deadlock.
 
-    Ranks that follow the order of :meth:`sends` or :meth:`receives` cannot deadlock. ``local`` maps a destination rank to the
-    source rank on the same device; nothing is sent between these two. Plans with equal ``digest`` (hex SHA-256 of the inputs)
-    are equal. Sizes are in elements.
+    ``local``: destination rank → the source rank on the same device. Equal ``digest`` (hex SHA-256 of the inputs) means equal
+    plans.
     """
 
     moves: tuple[Move, ...]
@@ -138,19 +130,16 @@ class ReshardPlan:
     digest: str = ""
 
     def is_local(self, move: Move) -> bool:
-        """Returns whether both ranks share a device."""
         return self.local.get(move.destination) == move.source
 
     def sends(self, source: int) -> tuple[Move, ...]:
-        """Returns a source rank's moves in the order of the plan."""
         return tuple(move for move in self.moves if move.source == source)
 
     def receives(self, destination: int) -> tuple[Move, ...]:
-        """Returns a destination rank's moves in the order of the plan."""
         return tuple(move for move in self.moves if move.destination == destination)
 
     def bytes_between(self, itemsize: int, *, local: bool = False) -> dict[tuple[int, int], int]:
-        """Returns (source, destination) → bytes for pairs on different devices, or with ``local`` on the same."""
+        """Returns (source, destination) → bytes between different devices, or with ``local`` within one."""
         total: dict[tuple[int, int], int] = {}
         for move in self.moves:
             if self.is_local(move) == local:
@@ -161,9 +150,9 @@ class ReshardPlan:
 
 @lru_cache(maxsize=4096)
 def overlaps(sources: tuple[Box, ...], destinations: tuple[Box, ...]) -> tuple[tuple[int, int, Box], ...]:
-    """Returns (source index, destination index, common box) of all pairs that intersect. Cached: layers have the same boxes.
+    """Returns (source index, destination index, common box). Cached: layers have the same boxes.
 
-    Raises ValueError if two sources overlap or a part of a destination is not covered.
+    Raises ValueError if sources overlap or leave gaps.
     """
     for i, j in overlapping_pairs(sources):
         raise ValueError(f"the parts {sources[i]} and {sources[j]} of one tensor overlap without being equal")
@@ -193,7 +182,7 @@ def overlapping_pairs(boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:
 
 @lru_cache(maxsize=4096)
 def coalesce(pairs: tuple[tuple[Box, Box], ...]) -> tuple[tuple[Region, Region], ...]:
-    """Joins adjoining rows to one box, equal boxes at equal distances to one region. Cached: layers have the same boxes."""
+    """Joins adjoining rows to one box, equal boxes at equal distances to one region."""
     merged: list[tuple[Box, Box]] = []
     for source, destination in sorted(pairs, key=lambda pair: pair[1].start):
         if merged and _adjoin(merged[-1][0], source) and _adjoin(merged[-1][1], destination):

@@ -1,4 +1,4 @@
-"""A run's figures in words: a line per step, a table of the whole run."""
+"""A run's figures in words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tepo_megatron.run.metrics.metrics import PHASES
+from tepo_megatron.run.metrics import PHASES
 
 Row = Mapping[str, Any]
 
@@ -79,7 +79,7 @@ _FILES = {
 
 
 def figures_of(row: Row) -> list[tuple[Figure, float]]:
-    """A row's ``FIGURES``, without mean rewards that repeat an accuracy."""
+    """Leaves out mean rewards that repeat an accuracy."""
     shown = [(figure, row[figure.key]) for figure in FIGURES if row.get(figure.key) is not None]
     return [(figure, value) for figure, value in shown if not _repeats(figure, row)]
 
@@ -98,12 +98,12 @@ def figures_line(row: Row) -> str:
 
 
 def set_figures(row: Row) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     for key, value in row.items():
         if key.startswith("eval/") and value is not None:
             _, name, figure = key.split("/")
-            found.setdefault(name, {})[figure] = value
-    return found
+            figures.setdefault(name, {})[figure] = value
+    return figures
 
 
 def set_lines(row: Row) -> list[str]:
@@ -119,7 +119,6 @@ def _is_accuracy(figure: str) -> bool:
 
 
 def evaluation_line(row: Row, samples: int) -> str:
-    """Empty without any held-out accuracies."""
     shown = [(figure, value) for figure, value in figures_of(row) if figure.key.startswith(_HELD_OUT)]
     return "held out: " + "  ".join(f"{f.name(samples)} {f.format(value)}" for f, value in shown) if shown else ""
 
@@ -154,7 +153,6 @@ def mean_time_split(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def idle_line(rows: Sequence[Row]) -> str:
-    """Returns the idle shares without evaluations; empty if no row has them."""
     timed = [row for row in rows if row["step"] > 0 and row.get("idle/trainer") is not None]
     seconds = [max(row["time/step"] - (row.get("time/eval") or 0.0), 0.0) for row in timed]
     if not sum(seconds):
@@ -167,7 +165,6 @@ def idle_line(rows: Sequence[Row]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``12.3 s``, ``4:05`` or ``1:02:03``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -190,7 +187,7 @@ def _time_table(split: Mapping[str, float], caption: str) -> Table:
 
 
 def _files(output: Path) -> list[Text]:
-    """Folded on narrow terminals: a path that is cut cannot be copied."""
+    """Folds on narrow terminals: a truncated path cannot be copied."""
     paths = sorted(output.iterdir()) if output.is_dir() else []
     shown = {path: f"{path}/" if path.is_dir() else str(path) for path in paths}
     width = max(map(len, shown.values()), default=0)
@@ -229,8 +226,6 @@ LOST = {
 
 
 class LostTime:
-    """``clock``: monotonic seconds."""
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lost = dict.fromkeys(LOST, 0.0)
@@ -254,13 +249,11 @@ class LostTime:
                 self.add(cause, self._clock() - start)
 
     def split(self) -> dict[str, float]:
-        """Returns the columns since the last call, and resets them."""
         lost, self._lost = self._lost, dict.fromkeys(LOST, 0.0)
         return lost
 
 
 def fault_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line, with a number, for each kind of fault over all rows."""
     counts = {text: sum(row.get(key) or 0 for row in rows) for key, text in COUNTED.items()}
     lost = {text: sum(row.get(key) or 0 for row in rows) for key, text in LOST.items()}
     lines = [f"{count:.0f} {text}" for text, count in counts.items() if count]

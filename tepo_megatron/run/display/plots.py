@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from tepo_megatron.run.display.figures import PHASE_COLOURS, RUN_COLOURS, fault_lines, figures_of, idle_line
-from tepo_megatron.run.metrics.metrics import read_metrics
+from tepo_megatron.run.metrics import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _Corner = Literal["upper right", "lower right"]
 Row = Mapping[str, Any]
-Series = tuple[np.ndarray, np.ndarray]
-"""Steps and values, both float64 [N], without rows that lack the value."""
+Series = tuple[np.ndarray, np.ndarray]  # steps and values, both float64 [N], without rows that lack the value
 
 _INK, _FAINT = "#22303c", "#d9dfe5"
 _REWARD, _GREEDY, _SAMPLED, _PASS = "#2b6cb0", "#d9480f", "#2f9e44", "#9c6ade"
@@ -25,9 +24,7 @@ _ENTROPY, _MASKED, _NORM = "#0b7285", "#e8590c", "#6741d9"
 
 
 def plot_curves(metrics_path: Path, png: Path, title: str) -> None:
-    """Draws a PNG of 1800×1080: reward and accuracy; entropy and masked fraction; gradient norm; time split. Raises
-    ``ValueError`` if ``metrics_path`` has no row.
-    """
+    """Draws a PNG of 1800×1080. Raises ValueError if there is no row."""
     rows = _rows(metrics_path)
     panels = _Picture(title)
     panels.note(" · ".join(fault_lines(rows)))
@@ -62,8 +59,6 @@ def plot_comparison(runs: Mapping[str, Path], png: Path, title: str) -> None:
 
 
 class _Picture:
-    """Four panels, drawn through matplotlib's objects: nothing global is touched."""
-
     def __init__(self, title: str) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -182,13 +177,13 @@ def _moving_average(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _series(rows: Sequence[Row], key: str) -> Series:
-    found = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-    columns = np.array(found, dtype=float).reshape(-1, 2)
+    points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    columns = np.array(points, dtype=float).reshape(-1, 2)
     return columns[:, 0], columns[:, 1]
 
 
 def _timed(rows: Sequence[Row]) -> list[Row]:
-    """Without row 0: its wait for servers and model would dwarf the others."""
+    """Drops row 0: its wait for servers and model would dwarf the others."""
     return [row for row in rows if row["step"] and row.get("time/step") is not None]
 
 

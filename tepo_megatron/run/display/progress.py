@@ -1,4 +1,4 @@
-"""The display of a running run: a live view on a terminal, plain lines elsewhere."""
+"""A live view on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.padding import Padding
@@ -26,105 +26,61 @@ from tepo_megatron.run.display.figures import (
     evaluation_line,
     figures_line,
     figures_of,
-    final_table,
     set_lines,
 )
+from tepo_megatron.runtime.terminal import Terminal
+from tepo_megatron.runtime.text import printable
 
 if TYPE_CHECKING:
     from tepo_megatron.config import LogConfig, RunConfig
 
-__all__ = ["LiveProgress", "NoProgress", "PlainProgress", "Progress", "final_table", "make_progress"]
-
-SLOW_PHASE_S = 5.0
-"""Plain output mentions a phase that took longer, ..."""
-HEARTBEAT_S = 30.0
-"""... and the progress after this long without a line."""
+_SLOW_PHASE_S = 5.0
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
-class Progress(Protocol):
-    """Call ``start`` first, ``phase``, ``advance``, ``step`` in turn, and always ``close``."""
+class Progress:
+    """Shows nothing. Call ``start`` first, ``phase`` and ``step`` in turn, and always ``close``."""
 
-    def start(self, config: RunConfig) -> None: ...
+    def start(self, config: RunConfig) -> None:
+        pass
 
-    def phase(self, name: str, total: int | None = None) -> None:
-        """``total``: number of items, if countable."""
-
-    def advance(self, n: int = 1) -> None: ...
+    def phase(self, name: str) -> None:
+        pass
 
     def step(self, step: int, row: Mapping[str, Any]) -> None:
         """Step 0 is the evaluation before the first."""
 
-    def message(self, text: str) -> None: ...
+    def message(self, text: str) -> None:
+        pass
 
     def close(self) -> None:
         """Restores the terminal, also after a failure. May be called twice."""
 
 
 def make_progress(config: LogConfig, stream: TextIO | None = None) -> Progress:
-    """``stream``: default standard output; ``auto`` is live on a terminal."""
     stream = stream or sys.stdout
     kind = config.progress
     if kind == "auto":
         kind = "live" if stream.isatty() and os.environ.get("TERM") != "dumb" else "plain"
     if kind == "live":
-        return LiveProgress(Console(file=stream, force_terminal=True))
-    return PlainProgress(stream) if kind == "plain" else NoProgress()
+        return LiveProgress(Terminal(file=stream, force_terminal=True))
+    return PlainProgress(stream) if kind == "plain" else Progress()
 
 
-class NoProgress:
-    def start(self, config: RunConfig) -> None:
-        pass
-
-    def phase(self, name: str, total: int | None = None) -> None:
-        pass
-
-    def advance(self, n: int = 1) -> None:
-        pass
-
-    def step(self, step: int, row: Mapping[str, Any]) -> None:
-        pass
-
-    def message(self, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-@dataclass
-class _Phase:
-    name: str = ""
-    total: int | None = None
-    done: int = 0
-    since: float = 0.0
-
-    @property
-    def count(self) -> str:
-        if self.total is None:
-            return str(self.done) if self.done else ""
-        return f"{self.done}/{self.total}"
-
-
-class PlainProgress:
+class PlainProgress(Progress):
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock
-        self._phase, self._last_line = _Phase(), clock()
+        self._phase, self._since = "", clock()
         self._steps, self._samples = 0, 0
 
     def start(self, config: RunConfig) -> None:
         self._steps, self._samples = config.train.steps, config.evaluate.samples
         self._write(f"{config.name}: {self._steps} steps, output in {config.output}")
 
-    def phase(self, name: str, total: int | None = None) -> None:
+    def phase(self, name: str) -> None:
         self._end_phase()
-        self._phase = _Phase(name, total, since=self._clock())
-
-    def advance(self, n: int = 1) -> None:
-        self._phase.done += n
-        if self._clock() - self._last_line >= HEARTBEAT_S:
-            self._write(f"  {self._phase.name} {self._phase.count} after {duration(self._clock() - self._phase.since)}")
+        self._phase, self._since = name, self._clock()
 
     def step(self, step: int, row: Mapping[str, Any]) -> None:
         self._end_phase()
@@ -145,58 +101,44 @@ class PlainProgress:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def _end_phase(self) -> None:
-        seconds = self._clock() - self._phase.since
-        if self._phase.name and seconds > SLOW_PHASE_S:
-            self._write(f"  {self._phase.name} {self._phase.count}".rstrip() + f" took {duration(seconds)}")
-        self._phase = _Phase()
+        seconds = self._clock() - self._since
+        if self._phase and seconds > _SLOW_PHASE_S:
+            self._write(f"  {self._phase} took {duration(seconds)}")
+        self._phase = ""
 
     def _write(self, line: str) -> None:
-        self._last_line = self._clock()
-        with contextlib.suppress(OSError):  # a full disk, a closed pipe: a run does not end of what nobody reads
-            self._stream.write(line + "\n")
+        with contextlib.suppress(OSError):  # a full disk or a closed pipe does not end a run
+            self._stream.write(printable(line, self._stream.encoding) + "\n")
             self._stream.flush()
 
 
-@dataclass
-class _Seen:
-    step: int = 0
-    row: dict[str, Any] = field(default_factory=dict)
-    rewards: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-
-class LiveProgress:
-    """A panel, redrawn four times a second; messages scroll above it."""
-
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+class LiveProgress(Progress):
+    def __init__(self, console: Terminal, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
         self._live: Live | None = None
         self._config: RunConfig | None = None
-        self._phase, self._seen = _Phase(), _Seen()
-        self._started = clock()
+        self._phase, self._since = "", clock()
+        self._step, self._row = 0, dict[str, Any]()
+        self._rewards, self._seconds = list[float](), list[float]()
 
     def start(self, config: RunConfig) -> None:
-        self._config, self._started = config, self._clock()
+        self._config = config
         self._live = Live(console=self._console, get_renderable=self.render, refresh_per_second=4)
         self._live.start()
 
-    def phase(self, name: str, total: int | None = None) -> None:
-        self._phase = _Phase(name, total, since=self._clock())
-
-    def advance(self, n: int = 1) -> None:
-        self._phase.done += n
+    def phase(self, name: str) -> None:
+        self._phase, self._since = name, self._clock()
 
     def step(self, step: int, row: Mapping[str, Any]) -> None:
-        seen, self._phase = self._seen, _Phase()
-        seen.step = step
-        seen.row |= {key: value for key, value in row.items() if value is not None}
+        self._step, self._phase = step, ""
+        self._row |= {key: value for key, value in row.items() if value is not None}
         if row.get("reward/mean") is not None:
-            seen.rewards.append(row["reward/mean"])
+            self._rewards.append(row["reward/mean"])
         if step > 0 and row.get("time/step") is not None:
-            seen.seconds.append(row["time/step"])
+            self._seconds.append(row["time/step"])
 
     def message(self, text: str) -> None:
-        self._console.print(escape(text), highlight=False)
+        self._console.print(Text(text))
 
     def close(self) -> None:
         live, self._live = self._live, None
@@ -204,23 +146,23 @@ class LiveProgress:
             live.stop()
 
     def render(self) -> RenderableType:
-        config, seen = self._config, self._seen
+        config, row = self._config, self._row
         if config is None:
             return Text()
         lines = Table.grid(padding=(0, 2))
         lines.add_column(style="dim", no_wrap=True)
         lines.add_column(width=32)
         lines.add_column(no_wrap=True)
-        lines.add_row("step", _bar(seen.step, config.train.steps), self._step_text(config.train.steps))
-        lines.add_row("phase", _bar(self._phase.done, self._phase.total), self._phase_text())
+        lines.add_row("step", _bar(self._step, config.train.steps), self._step_text(config.train.steps))
+        lines.add_row("phase", _bar(0, None), self._phase_text())
         parts: list[RenderableType] = [lines]
-        if seen.row:
-            parts += [Text(), _figures(seen.row, config.evaluate.samples)]
-            parts += [Text(line, "dim") for line in set_lines(seen.row)]
-        if seen.rewards:
-            parts.append(Text.assemble(("reward  ", "dim"), (_sparkline(seen.rewards, 60), PHASE_COLOURS["rollout"])))
-        if seen.row.get("time/step"):
-            parts += [Text(), _time_bar(seen.row, 60)]
+        if row:
+            parts += [Text(), _figures(row, config.evaluate.samples)]
+            parts += [Text(line, "dim") for line in set_lines(row)]
+        if self._rewards:
+            parts.append(Text.assemble(("reward  ", "dim"), (_sparkline(self._rewards, 60), PHASE_COLOURS["rollout"])))
+        if row.get("time/step"):
+            parts += [Text(), _time_bar(row, 60)]
         return Panel(
             Group(*parts),
             title=f"[bold]{escape(config.name)}[/]",
@@ -232,18 +174,17 @@ class LiveProgress:
         )
 
     def _step_text(self, steps: int) -> Text:
-        seen = self._seen
-        text = Text(f"{seen.step}/{steps}")
-        if seen.seconds:
-            mean = sum(seen.seconds[-10:]) / len(seen.seconds[-10:])
-            text.append(f"  {mean:.1f} s/step  {duration(mean * (steps - seen.step))} left", style="dim")
+        text = Text(f"{self._step}/{steps}")
+        if self._seconds:
+            mean = fmean(self._seconds[-10:])
+            text.append(f"  {mean:.1f} s/step  {duration(mean * (steps - self._step))} left", style="dim")
         return text
 
     def _phase_text(self) -> Text:
-        if not self._phase.name:
+        if not self._phase:
             return Text("–", style="dim")
-        text = Text.assemble((self._phase.name, PHASE_COLOURS.get(self._phase.name, "")))
-        return text.append(f"  {self._phase.count}  {duration(self._clock() - self._phase.since)}", style="dim")
+        text = Text.assemble((self._phase, PHASE_COLOURS.get(self._phase, "")))
+        return text.append(f"  {duration(self._clock() - self._since)}", style="dim")
 
 
 def _bar(done: int, total: int | None) -> ProgressBar:

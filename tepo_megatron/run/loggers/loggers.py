@@ -1,4 +1,4 @@
-"""Rank 0's side of W&B and MLflow: passes rows to a child process each, and waits only at the end of the run."""
+"""Rank 0's side of W&B and MLflow: each has a child process, and only the run's end waits for it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from tepo_megatron.config import LogConfig, RunConfig
-from tepo_megatron.runtime.workers.process import WorkerProcess
+from tepo_megatron.runtime.text import valid_text
+from tepo_megatron.runtime.worker_process import WorkerProcess
 
 Ending = Literal["finished", "stopped", "failed"]
-"""Complete, stopped by a signal, or failed."""
 
 TITLES = {"wandb": "W&B", "mlflow": "MLflow"}
 HIDDEN = "***"
@@ -28,8 +28,7 @@ _MAX_UNSENT_BYTES = 2**20
 
 _SECRET_NAME = re.compile(r"(^|[_-])(api[_-]?key|key|token|secret|password|passwd|credentials?|authorization)$", re.IGNORECASE)
 _USER_AND_PASSWORD = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
-_MIN_SECRET_LENGTH = 8
-"""A shorter value of the environment may occur anywhere."""
+_MIN_SECRET_LENGTH = 8  # a shorter value of the environment may occur anywhere
 
 
 def sections(config: LogConfig) -> dict[str, Any]:
@@ -38,7 +37,7 @@ def sections(config: LogConfig) -> dict[str, Any]:
 
 
 def check_installed(config: LogConfig) -> None:
-    """Raises ValueError if an enabled logger's package is not installed. Imports no package."""
+    """Imports no package. Raises ValueError."""
     for kind in sections(config):
         packages: tuple[str, ...] = (kind,)
         if config.mlflow is not None and kind == "mlflow" and (config.mlflow.tracking_uri or "sqlite").startswith("sqlite"):
@@ -52,21 +51,17 @@ def check_installed(config: LogConfig) -> None:
 
 
 def without_secrets(value: Any) -> Any:
-    """A copy of a JSON value with ``***`` for secrets: fields named …key, …token, …secret or …password, a URL's user and
-    password, and values of such environment variables.
+    """Hides fields named …key, …token, …secret or …password, a URL's user and password, and values of such environment
+    variables.
     """
     values = {value for name, value in os.environ.items() if _SECRET_NAME.search(name) and len(value) >= _MIN_SECRET_LENGTH}
     return _hide(value, sorted(values, key=len, reverse=True))
 
 
 class Loggers:
-    """Rank 0 only. No method raises for a logger's failure.
-
-    ``notify`` shows the user a message; ``count_failures`` adds to ``log/failed``.
-    """
+    """Rank 0 only. No method raises for a logger's failure."""
 
     def __init__(self, config: RunConfig, notify: Callable[[str], None], count_failures: Callable[[int], None]) -> None:
-        """Starts the processes. Raises OSError if the folder of logs cannot be written."""
         self._notify, self._count_failures = notify, count_failures
         self._timeout_s = config.log.finish_timeout_s
         resolved = without_secrets(config.model_dump(mode="json"))
@@ -75,7 +70,7 @@ class Loggers:
 
     def write_row(self, row: Mapping[str, float]) -> None:
         for process in self._processes:
-            process.post({"row": {key: value for key, value in row.items() if math.isfinite(value)}})
+            process.post({"row": {valid_text(key): value for key, value in row.items() if math.isfinite(value)}})
 
     def take_reports(self) -> None:
         for process in list(self._processes):
@@ -112,13 +107,13 @@ class Loggers:
             if process.kind not in self._reported:
                 self._reported.add(process.kind)
                 self._notify(
-                    f"{process.title} cannot be logged to: {report['failed']} ({process.log}). The run goes on; metrics.jsonl "
-                    "has every row (log/failed counts the attempts)"
+                    f"{process.title} cannot be logged to: {report['failed']} ({process.log}). The run continues; "
+                    "metrics.jsonl has every row (log/failed counts the attempts)"
                 )
 
 
 class _LoggerProcess(WorkerProcess):
-    """Rows wait here while the pipe is full, and are dropped beyond a megabyte: no step waits for a logger."""
+    """Rows beyond a waiting megabyte are dropped: no step waits for a logger."""
 
     def __init__(self, kind: str, section: Mapping[str, Any], config: RunConfig, resolved: Any) -> None:
         self.kind, self.title = kind, TITLES[kind]
@@ -172,7 +167,7 @@ def _is_installed(name: str) -> bool:
 def _hide(value: Any, secrets: list[str]) -> Any:
     if isinstance(value, Mapping):
         return {
-            key: HIDDEN if isinstance(item, str) and _SECRET_NAME.search(str(key)) else _hide(item, secrets)
+            valid_text(str(key)): HIDDEN if isinstance(item, str) and _SECRET_NAME.search(str(key)) else _hide(item, secrets)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
@@ -180,5 +175,5 @@ def _hide(value: Any, secrets: list[str]) -> Any:
     if isinstance(value, str):
         for secret in secrets:
             value = value.replace(secret, HIDDEN)
-        return _USER_AND_PASSWORD.sub(HIDDEN, value)
+        return valid_text(_USER_AND_PASSWORD.sub(HIDDEN, value))
     return value

@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Protocol, cast
 
-from tepo_megatron.run.loggers.clients import Client, MlflowClient, RunSettings, WandbClient
 from tepo_megatron.run.loggers.loggers import Ending, without_secrets
 from tepo_megatron.runtime.files import write_atomically
-from tepo_megatron.runtime.preemption import STOP_SIGNALS
-from tepo_megatron.runtime.workers.child import redirect_standard_streams, reply
+from tepo_megatron.runtime.preemption import PREEMPTED, STOP_SIGNALS
+from tepo_megatron.runtime.worker_child import redirect_standard_streams, reply
 
-_RETRY_S = (30.0, 3600.0)
-"""Seconds in which rows are dropped after a failure: doubled up to the second value."""
+_RETRY_S = (30.0, 3600.0)  # rows are dropped for so long after a failure: doubled up to the second value
 
 _MAX_WAITING_ROWS = 10_000
 
@@ -37,21 +38,200 @@ _QUIET = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
 }
-"""Defaults of the environment: no telemetry, and requests time out."""
+
+
+@dataclass(frozen=True)
+class _RunSettings:
+    folder: Path
+    name: str
+    settings: Mapping[str, Any]
+    config: Mapping[str, Any]
+    finish_timeout_s: float
+
+
+class _Client(Protocol):
+    def open(self, run_id: str | None) -> str:
+        pass
+
+    def forget(self) -> None: ...
+
+    def address(self) -> str: ...
+
+    def log(self, number: int, step: int, row: Mapping[str, float]) -> None:
+        """``number`` counts the run's rows; ``step`` goes back when the run returns to a checkpoint."""
+
+    def finish(self, ending: Ending) -> None: ...
+
+
+class _WandbClient:
+    """W&B drops lower steps than before: its step counts rows, and ``step`` is every curve's x axis."""
+
+    def __init__(self, run: _RunSettings) -> None:
+        import wandb
+
+        self._wandb: Any = wandb
+        self._run_settings = run
+        self._mode = run.settings["mode"]
+        self._run: Any = None
+        self._new_id = secrets.token_hex(4)
+
+    def open(self, run_id: str | None) -> str:
+        try:
+            self._init(run_id or self._new_id)
+        except Exception:
+            if self._mode == "offline":
+                raise
+            self.forget()
+            self._mode = "offline"
+            self._init(run_id or self._new_id)
+        if run_id is not None:
+            self._run.config.update(dict(self._run_settings.config), allow_val_change=True)
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+        return str(self._run.id)
+
+    def forget(self) -> None:
+        with suppress(Exception):
+            self._wandb.teardown()
+        self._run = None
+
+    def address(self) -> str:
+        if self._mode == "offline":
+            return f"{self._run.dir.removesuffix('/files')} (wandb sync sends it)"
+        return str(self._run.url)
+
+    def log(self, number: int, step: int, row: Mapping[str, float]) -> None:
+        # A run that was resumed online may have rows that a killed process did not count.
+        self._run.log({**row, "step": step}, step=max(number, self._run.step), commit=True)
+
+    def finish(self, ending: Ending) -> None:
+        if ending == "stopped":
+            self._run.mark_preempting()
+        self._run.finish(exit_code={"finished": 0, "stopped": PREEMPTED, "failed": 1}[ending])
+
+    def _init(self, run_id: str) -> None:
+        run, section = self._run_settings, self._run_settings.settings
+        settings = {
+            # Only figures, configuration and the use of the machine leave it: no output, no code, no git.
+            "console": "off",
+            "save_code": False,
+            "disable_code": True,
+            "disable_git": True,
+            "silent": True,
+            "x_transaction_log_flush_interval": 1.0,  # rows that are not on the disk are lost with its process
+            "x_stats_pid": os.getppid(),  # of rank 0, not of this process
+            # By default the end of a run waits for the network without a limit.
+            "finish_timeout": 0.8 * run.finish_timeout_s,
+            "finish_timeout_raises": True,
+            "init_timeout": 0.5 * run.finish_timeout_s,
+        }
+        known = self._wandb.Settings.model_fields
+        self._run = self._wandb.init(
+            project=section["project"],
+            entity=section["entity"],
+            name=section["name"] or run.name,
+            group=section["group"],
+            tags=section["tags"],
+            id=run_id,
+            # Offline too: then wandb sync asks the server for the run's state and appends to its rows.
+            resume="allow",
+            mode=self._mode,
+            dir=str(run.folder),
+            config=dict(run.config),
+            settings=self._wandb.Settings(**{name: value for name, value in settings.items() if name in known}),
+        )
+
+
+class _MlflowClient:
+    def __init__(self, run: _RunSettings) -> None:
+        import mlflow
+
+        self._mlflow: Any = mlflow
+        self._run_settings = run
+        self._folder = run.folder.absolute() / "mlflow"
+        uri = run.settings["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")
+        self._is_local = not uri
+        self._uri = uri or f"sqlite:///{self._folder / 'mlflow.db'}"
+        self._client: Any = None
+        self._run_id = ""
+
+    def open(self, run_id: str | None) -> str:
+        if self._is_local:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        self._client = self._mlflow.MlflowClient(self._uri)
+        if run_id is None:
+            tags = {"mlflow.source.name": "tepo train", **self._run_settings.settings["tags"]}
+            name = self._run_settings.settings["run_name"] or self._run_settings.name
+            run_id = self._client.create_run(self._experiment(), run_name=name, tags=tags).info.run_id
+        else:
+            self._client.update_run(run_id, status="RUNNING")
+        self._run_id = str(run_id)
+        self._log_config()
+        return self._run_id
+
+    def forget(self) -> None:
+        self._client = None
+
+    def address(self) -> str:
+        return f"run {self._run_id} of {self._uri if self._is_local else 'the tracking server'}"
+
+    def log(self, number: int, step: int, row: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        metrics = [self._mlflow.entities.Metric(_mlflow_name(key), float(value), now, step) for key, value in row.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def finish(self, ending: Ending) -> None:
+        self._client.set_terminated(self._run_id, {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[ending])
+
+    def _experiment(self) -> str:
+        name = self._run_settings.settings["experiment_name"]
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
+            artifacts = (self._folder / "artifacts").as_uri() if self._is_local else None
+            try:
+                return str(self._client.create_experiment(name, artifact_location=artifacts))
+            except self._mlflow.exceptions.MlflowException:
+                experiment = self._client.get_experiment_by_name(name)  # another run was faster
+                if experiment is None:
+                    raise
+        return str(experiment.experiment_id)
+
+    def _log_config(self) -> None:
+        """A request takes at most 100. MLflow never changes parameters: a resumed run's changes are tags."""
+        values = {_mlflow_name(key): value[:500] for key, value in _flatten(self._run_settings.config)}
+        logged = self._client.get_run(self._run_id).data.params
+        new = [self._mlflow.entities.Param(key, value) for key, value in values.items() if key not in logged]
+        for start in range(0, len(new), 100):
+            self._client.log_batch(self._run_id, params=new[start : start + 100])
+        for key, value in values.items():
+            if logged.get(key, value) != value:
+                self._client.set_tag(self._run_id, key, value)
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
+def _mlflow_name(key: str) -> str:
+    return re.sub(r"[^\w\-. :/]", "_", key.replace("@", "_at_"))
 
 
 class Session:
-    """One logger of one run. A row that fails is reported and lost; ``state`` keeps the run's id for a resumed run."""
+    """A row that fails is reported and lost."""
 
     def __init__(
         self,
-        make_client: Callable[[], Client],
+        make_client: Callable[[], _Client],
         state: Path,
         report: Callable[[Mapping[str, Any]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make_client, self._state, self._report, self._clock = make_client, state, report, clock
-        self._client: Client | None = None
+        self._client: _Client | None = None
         self._is_open = self._has_noted_address = False
         self._retry_at, self._retry_s = clock(), _RETRY_S[0]
         self._run_id: str | None = None
@@ -77,7 +257,7 @@ class Session:
         self._rows += 1
         self._save()
 
-    def _open(self) -> Client:
+    def _open(self) -> _Client:
         if self._client is None:
             self._client = self._make_client()
         if not self._is_open:
@@ -125,7 +305,7 @@ def _read(requests: BinaryIO, inbox: SimpleQueue[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    for number in (*STOP_SIGNALS, signal.SIGHUP):  # they ask the run to stop; rank 0 sends "finish" afterwards
+    for number in STOP_SIGNALS:  # they ask the run to stop; rank 0 sends "finish" afterwards
         signal.signal(number, signal.SIG_IGN)
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
@@ -143,9 +323,9 @@ def main() -> None:
     if "kind" not in first:
         return
     kind = first.pop("kind")
-    run = RunSettings(**{**first, "folder": Path(first["folder"])})
+    run = _RunSettings(**{**first, "folder": Path(first["folder"])})
     session = Session(
-        lambda: WandbClient(run) if kind == "wandb" else MlflowClient(run), run.folder / kind / "run.json", report
+        lambda: _WandbClient(run) if kind == "wandb" else _MlflowClient(run), run.folder / kind / "run.json", report
     )
     session.open()
     while "row" in (message := inbox.get()):

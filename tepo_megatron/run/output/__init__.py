@@ -1,1 +1,1 @@
-"""A run's folder: checkpoints to resume from, rows, samples, status."""
+"""A run's folder: checkpoints, rows, samples, status."""

@@ -1,44 +1,35 @@
-"""The output folder of a run, and its display. Rank 0 only."""
+"""A run's output folder and display. Rank 0 only."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.loading.load import dump_resolved
+from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.run.display.figures import fault_lines, final_table
 from tepo_megatron.run.display.plots import plot_curves
 from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.loggers.loggers import Ending, Loggers, check_installed
-from tepo_megatron.run.metrics.metrics import MetricsWriter, read_metrics
-from tepo_megatron.run.metrics.token_file import FOLDER, TokenLog, TokenSamples
-from tepo_megatron.run.output.resume import resumes
-from tepo_megatron.run.output.run_folder import check_no_run, forget_start, unwritable_is_a_sentence
+from tepo_megatron.run.metrics import FOLDER, MetricsWriter, TokenLog, TokenSamples, read_metrics
+from tepo_megatron.run.output.resume import check_no_run, forget_start, resumes, unwritable_is_a_sentence
 from tepo_megatron.runtime.files import LogFile, parse_samples, read_lines, write_atomically
 from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.runtime.run_lock import RunLock
-from tepo_megatron.trainer.checkpoints.folder import checkpoints, leftovers, remove, retained, step_of
+from tepo_megatron.trainer.checkpoint_folder import checkpoints, leftovers, remove, retained, step_of
 
 OF_CHOSEN_TOKENS = ("mask/fraction", "kl/masked", "entropy/delta_masked", "entropy/delta_unmasked")
-"""Columns only of objectives that single out tokens: a missing mask is not 0 %."""
+"""Only objectives that select tokens have these columns: a missing mask is not 0 %."""
 
 
 class Output:
-    """Writes a run's files. Holds the folder's lock until :meth:`close`.
-
-    A file that cannot be written does not end the run: that is shown once, counted in the rows (``log/failed``), and retried
-    with the next row.
-    """
+    """Holds the folder's lock. A failed write is shown once, counted (``log/failed``), and retried with the next row."""
 
     def __init__(self, config: RunConfig, progress: Progress) -> None:
-        """Raises ValueError if the folder is unwritable or in use, holds another run or damaged files, or a logger's package is
-        missing.
-        """
+        """Raises ValueError if the folder is unwritable, in use, or of another run, or a logger's package is missing."""
         check_installed(config.log)
         self.folder = config.output
         self.progress = progress
@@ -70,7 +61,6 @@ class Output:
                 self.message(f"{path}: its last line was cut off when the run ended, and is dropped")
 
     def _begins_at_checkpoint(self) -> bool:
-        """With ``resume = auto`` and no checkpoint the run starts again, and the earlier run's logs are set aside."""
         if self._config.train.resume == "auto" and not resumes(self._config):
             _put_aside(self.folder)
         return resumes(self._config)
@@ -78,7 +68,7 @@ class Output:
     def _open_files(self) -> MetricsWriter:
         if not self.resumes:  # a resumed run writes it when the checkpoint has been accepted
             forget_start(self.folder)
-            (self.folder / "resolved.yaml").write_text(dump_resolved(self._config))
+            (self.folder / "resolved.yaml").write_text(dump_resolved(self._config), encoding="utf-8")
         self._samples_cut = {file.path: _read_samples(file.path)[1] for file in (self._samples, self._train_samples)}
         return MetricsWriter(self.folder, self._config.log.tensorboard, self.write_failed)
 
@@ -87,7 +77,7 @@ class Output:
         return self._metrics.last_step
 
     def resume_from(self, step: int) -> float:
-        """Drops what was logged beyond the checkpoint; returns the seconds of the dropped steps."""
+        """Returns the seconds of the dropped steps."""
         with unwritable_is_a_sentence(self.folder):
             rows = read_metrics(self.folder / "metrics.jsonl")
             forgotten = sum(row.get("time/step") or 0.0 for row in rows if row["step"] > step)
@@ -95,9 +85,9 @@ class Output:
             logged = -1 if self.last_step is None else self.last_step
             for file in (self._samples, self._train_samples):
                 samples, cut = _read_samples(file.path)
-                kept = [line for line, of in samples if of <= logged]
-                if cut or len(kept) < len(samples):
-                    write_atomically(file.path, "".join(line + "\n" for line in kept))
+                remaining = [line for line, of in samples if of <= logged]
+                if cut or len(remaining) < len(samples):
+                    write_atomically(file.path, "".join(line + "\n" for line in remaining))
             self._tokens.forget_after(step)
         return forgotten
 
@@ -134,8 +124,8 @@ class Output:
         if path.parent not in self._said:
             self._said.add(path.parent)
             self.message(
-                f"{path} cannot be written: {error.strerror or error}. The run goes on; what is missing is written as soon as "
-                "it can be (log/failed counts the attempts)"
+                f"{path} cannot be written: {error.strerror or error}. The run continues; what is missing is written as soon "
+                "as it can be (log/failed counts the attempts)"
             )
 
     def finish(self) -> None:
@@ -147,22 +137,21 @@ class Output:
         metrics = self.folder / "metrics.jsonl"
         if self._metrics.waiting:
             self.message(f"{self._metrics.waiting} rows of {metrics} could not be written to the end, and are lost")
-        from rich.console import Console
+        from tepo_megatron.runtime.terminal import terminal
 
         self._finished = True
-        # In a pipe there is no width to fit into: paths are better whole than cut.
-        console = Console(width=None if sys.stdout.isatty() else 160)
+        console = terminal()
         try:
             rows = read_metrics(metrics)
             plot_curves(metrics, self.folder / "curves.png", self._config.name)
             console.print(final_table(rows, self.folder))
             for line in fault_lines(rows):
-                console.print(f"  {line}", highlight=False)
+                console.print(f"  {line}", highlight=False, markup=False)
         except (OSError, ValueError) as error:
             self.message(f"the run is complete, but its picture and table could not be made: {error}")
 
     def close(self) -> None:
-        """Restores the terminal, completes the files and waits for loggers, also after a failure."""
+        """Also for failed runs. Restores the terminal and waits for loggers."""
         signals = stop_signals()
         ending: Ending = "finished" if self._finished else "failed" if signals.requested is None else "stopped"
         metrics = self.folder / "metrics.jsonl"
@@ -178,7 +167,7 @@ class Output:
         self._lock.release()
 
     def _make_again_if_removed(self) -> None:
-        """Creates a folder that was removed during the run: the next checkpoint is worth more than the lost files."""
+        """The next checkpoint is worth more than the lost files."""
         if self._lock.is_there():
             return
         resolved = self.folder / "resolved.yaml"
@@ -186,7 +175,7 @@ class Output:
         try:
             self._lock.release()
             self._lock.take()
-            resolved.write_text(dump_resolved(self._config))
+            resolved.write_text(dump_resolved(self._config), encoding="utf-8")
         except OSError as error:
             self.write_failed(self.folder, error)
         else:
@@ -220,12 +209,6 @@ def _put_aside(folder: Path) -> None:
 
 
 class Retention:
-    """Deletes what ``train.keep_checkpoints``, ``keep_every`` and ``keep_best`` do not keep.
-
-    It acts when both a new checkpoint and its row are written, since the row has the metric. A failed removal does not end the
-    run.
-    """
-
     def __init__(self, config: RunConfig, say: Callable[[str], None]) -> None:
         self._train = config.train
         self._folder = config.output / "checkpoints"
@@ -235,18 +218,17 @@ class Retention:
         self._seen = self._newest()
 
     def after_row(self, step: int) -> None:
-        """Call it when the row of ``step`` is written."""
         present = {step_of(path): path for path in checkpoints(self._folder)}
         newest = self._newest()
         if newest > step or newest == self._seen:
             return
         self._seen = newest
-        kept = retained(
+        remaining = retained(
             present, newest=self._train.keep_checkpoints, every=self._train.keep_every, best=self._best(set(present))
         )
-        # one of a later step may be the one that is on its way
+        # a save of a later step may be in progress
         unfinished = [path for path in leftovers(self._folder) if ".partial" in path.name and _step(path) <= newest]
-        for folder in [*unfinished, *(path for at, path in present.items() if at not in kept)]:
+        for folder in [*unfinished, *(path for saved, path in present.items() if saved not in remaining)]:
             self._remove(folder)
 
     def _newest(self) -> int:

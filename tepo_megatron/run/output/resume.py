@@ -1,20 +1,23 @@
-"""Chooses the checkpoint to resume from, and refuses one of another run.
-
-:func:`find_checkpoint` needs no torch and reads little, for the parent. In :func:`resume` the ranks read every byte, and agree.
-"""
+"""Chooses the checkpoint to resume from, and refuses one of another run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.loading.load import dump_resolved
-from tepo_megatron.run.output.run_folder import holds_run
-from tepo_megatron.trainer.checkpoints.folder import checkpoints, read_state, set_aside, step_of
-from tepo_megatron.trainer.checkpoints.run_compatibility import (
+from tepo_megatron.config.load import dump_resolved
+from tepo_megatron.run.loggers.loggers import check_installed
+from tepo_megatron.runtime.run_lock import RunLock, check_free
+from tepo_megatron.trainer.checkpoint_folder import checkpoints, read_state, set_aside, step_of
+from tepo_megatron.trainer.run_compatibility import (
     Difference,
     compare_runs,
     describe_run,
@@ -25,13 +28,13 @@ from tepo_megatron.trainer.checkpoints.run_compatibility import (
 from tepo_megatron.weights.storage.manifest import MANIFEST, DamagedCheckpoint
 
 if TYPE_CHECKING:
-    from tepo_megatron.tasks.data.mixture import ProblemOrder
+    from tepo_megatron.tasks.data.sources import ProblemOrder
     from tepo_megatron.trainer.protocol import Trainer
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint, its state, differences between its run and this one, and checkpoints passed over, newest first."""
+    """``damaged``: skipped checkpoints, newest first."""
 
     folder: Path
     state: Mapping[str, Any]
@@ -44,12 +47,11 @@ class Resumed:
 
 
 def resumes(config: RunConfig) -> bool:
-    """With ``train.resume = auto``, only if there is a checkpoint."""
     return config.train.resume is True or (config.train.resume == "auto" and bool(checkpoints(config.output / "checkpoints")))
 
 
 def find_checkpoint(config: RunConfig, model_dir: Path) -> Resumed:
-    """The output folder's newest checkpoint, or that of ``train.resume_from``, without reading shards.
+    """Reads no shards and needs no torch, for the parent.
 
     Raises ValueError if there is none, none is whole, it is of another run or model, or the run is over.
     """
@@ -65,24 +67,21 @@ def find_checkpoint(config: RunConfig, model_dir: Path) -> Resumed:
 
 
 def resume(config: RunConfig, engine: Trainer, model_dir: Path) -> Resumed:
-    """Restores the first checkpoint that is whole to the last byte. Every rank calls; all get the same one, or the ValueError
-    of :func:`find_checkpoint`.
-    """
-    whole, damaged = first_whole(engine, _candidates(config))
+    """Checks every byte. Every rank calls; all get the same checkpoint, or the ValueError of :func:`find_checkpoint`."""
+    whole, damaged = _first_whole(engine, _candidates(config))
     if whole is None:
         raise ValueError(_none_whole(config, damaged))
     folder, state = whole
-    found = judge(config, model_dir, folder, state, damaged)
-    _check_reference(config, engine, found)
+    checkpoint = judge(config, model_dir, folder, state, damaged)
+    _check_reference(config, engine, checkpoint)
     engine.checkpoints.load(folder, checked=state)
-    return found
+    return checkpoint
 
 
-def first_whole(engine: Trainer, folders: Sequence[Path]) -> tuple[tuple[Path, dict[str, Any]] | None, list[DamagedCheckpoint]]:
-    """The first checkpoint that is whole to the last byte, its state, and the damaged ones before it.
-
-    Every rank calls, and gets the same; only rank 0's ``folders`` are read.
-    """
+def _first_whole(
+    engine: Trainer, folders: Sequence[Path]
+) -> tuple[tuple[Path, dict[str, Any]] | None, list[DamagedCheckpoint]]:
+    """Every rank calls; only rank 0's ``folders`` are read. Also returns the damaged ones before it."""
     damaged: list[DamagedCheckpoint] = []
     # On a shared disk the ranks need not see the same at once.
     for folder in map(Path, engine.broadcast_from_root([str(folder) for folder in folders])):
@@ -94,10 +93,8 @@ def first_whole(engine: Trainer, folders: Sequence[Path]) -> tuple[tuple[Path, d
 
 
 def newest_whole(config: RunConfig, engine: Trainer, reason: str) -> Resumed | None:
-    """As :func:`first_whole`, of the output folder; None without checkpoints. Every rank calls. Raises RuntimeError if none is
-    whole.
-    """
-    whole, damaged = first_whole(engine, list(reversed(checkpoints(config.output / "checkpoints"))))
+    """None without checkpoints. Every rank calls. Raises RuntimeError if none is whole."""
+    whole, damaged = _first_whole(engine, list(reversed(checkpoints(config.output / "checkpoints"))))
     if whole is not None:
         return Resumed(*whole, damaged=damaged)
     if damaged:
@@ -108,7 +105,6 @@ def newest_whole(config: RunConfig, engine: Trainer, reason: str) -> Resumed | N
 def judge(
     config: RunConfig, model_dir: Path, folder: Path, state: Mapping[str, Any], damaged: Sequence[DamagedCheckpoint] = ()
 ) -> Resumed:
-    """Raises ValueError if this run cannot continue from the checkpoint."""
     steps, step = config.train.steps, int(state["step"])
     if steps < step:
         raise ValueError(
@@ -121,42 +117,46 @@ def judge(
         differences = compare_runs(state["identity"], describe_run(config, model_dir))
     refused = refusal(differences, config.train.allow_change)
     if refused is not None:
-        raise ValueError(f"the run cannot go on from {folder}, {refused}")
+        raise ValueError(f"the run cannot continue from {folder}, {refused}")
     return Resumed(folder, state, differences, damaged)
 
 
-def messages(config: RunConfig, found: Resumed) -> list[str]:
-    """Tells what was passed over, where the run continues, what differs, and unused permissions."""
-    said = [f"{error}; resuming from {found.folder.name}" for error in found.damaged]
-    said.append(f"resumed from {found.folder} at step {found.step}")
-    if "identity" not in found.state:
-        earlier = f"{found.folder.name} has no {MANIFEST}, as an earlier version wrote it"
-        said.append(f"{earlier}: neither its bytes nor its run could be checked")
-    said += [f"differs from the checkpoint's run: {each}" for each in found.differences if each.field not in ("name", "output")]
-    idle = idle_entries(found.differences, config.train.allow_change)
+def messages(config: RunConfig, checkpoint: Resumed, restarted: Sequence[str] = ()) -> list[str]:
+    """``restarted``: what :func:`restore_data` returned."""
+    sentences = [f"{error}; resuming from {checkpoint.folder.name}" for error in checkpoint.damaged]
+    sentences.append(f"resumed from {checkpoint.folder} at step {checkpoint.step}")
+    if "identity" not in checkpoint.state:
+        earlier = f"{checkpoint.folder.name} has no {MANIFEST}, as an earlier version wrote it"
+        sentences.append(f"{earlier}: neither its bytes nor its run could be checked")
+    sentences += [
+        f"differs from the checkpoint's run: {difference}"
+        for difference in checkpoint.differences
+        if difference.field not in ("name", "output")
+    ]
+    if restarted:
+        fields = " and ".join(restarted)
+        sentences.append(f"{fields} differ from the checkpoint's run: the problems are drawn from the beginning")
+    changed = [*(difference.field for difference in checkpoint.differences), *restarted]
+    idle = idle_entries(changed, config.train.allow_change)
     if idle:
-        said.append(f"train.allow_change: nothing differs in {', '.join(idle)}")
-    return said
+        sentences.append(f"train.allow_change: nothing differs in {', '.join(idle)}")
+    return sentences
 
 
-def accept(config: RunConfig, found: Resumed) -> list[str]:
-    """Sets aside checkpoints that are not the resumed run's past, and writes ``resolved.yaml`` after a copy to
-    ``resolved.1.yaml``. Rank 0 calls.
-
-    Returns a sentence for each failed rename.
-    """
-    failed = set_aside_others(config, found)
-    write_resolved(config)
+def accept(config: RunConfig, checkpoint: Resumed) -> list[str]:
+    """Rank 0 calls. Returns what failed."""
+    failed = set_aside_others(config, checkpoint)
+    _write_resolved(config)
     return failed
 
 
-def set_aside_others(config: RunConfig, found: Resumed) -> list[str]:
-    """Renames checkpoints that are damaged or later than the resumed one. Rank 0 calls; returns as :func:`accept`."""
+def set_aside_others(config: RunConfig, checkpoint: Resumed) -> list[str]:
+    """Renames checkpoints that are damaged or later than the resumed one. Rank 0 calls. Returns what failed."""
     failed = []
-    broken = {error.folder.resolve() for error in found.damaged}
+    broken = {error.folder.resolve() for error in checkpoint.damaged}
     for folder in checkpoints(config.output / "checkpoints"):
         is_damaged = folder.resolve() in broken
-        if is_damaged or step_of(folder) > found.step:
+        if is_damaged or step_of(folder) > checkpoint.step:
             try:
                 set_aside(folder, "damaged" if is_damaged else "abandoned")
             except OSError as error:
@@ -164,28 +164,28 @@ def set_aside_others(config: RunConfig, found: Resumed) -> list[str]:
     return failed
 
 
-def write_resolved(config: RunConfig) -> None:
+def _write_resolved(config: RunConfig) -> None:
     path, text = config.output / "resolved.yaml", dump_resolved(config)
     if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
         number = 1
-        while (kept := path.with_name(f"resolved.{number}.yaml")).exists():
+        while (older := path.with_name(f"resolved.{number}.yaml")).exists():
             number += 1
-        path.rename(kept)
+        path.rename(older)
     path.write_text(text, encoding="utf-8")
 
 
-def restore_data(sampler: ProblemOrder, found: Mapping[str, Any], allowed: Sequence[str]) -> str | None:
-    """Continues the order of the problems. Another seed or other problems raise ValueError, unless ``train.allow_change``
-    permits them: then the order starts again, and a sentence is returned.
+def restore_data(sampler: ProblemOrder, state: Mapping[str, Any], allowed: Sequence[str]) -> list[str]:
+    """Raises ValueError for other problems or another seed, unless ``train.allow_change`` permits them: then the order starts
+    again, and the fields that differ are returned.
     """
-    if "sampler" not in found:
+    if "sampler" not in state:
         raise ValueError("the checkpoint does not say which problems were drawn; it was not written by a training run")
-    saved, own = found["sampler"], sampler.state()
-    differing = [name for name, key in (("data.train", "problems"), ("seed", "seed")) if saved[key] != own[key]]
+    saved, present = state["sampler"], sampler.state()
+    differing = [name for name, key in (("data.train", "problems"), ("seed", "seed")) if saved[key] != present[key]]
     if not differing or not all(is_allowed(name, allowed) for name in differing):
         sampler.restore(saved)
-        return None
-    return f"{' and '.join(differing)} differ from the checkpoint's run: the problems are drawn from the beginning"
+        return []
+    return differing
 
 
 def _candidates(config: RunConfig) -> list[Path]:
@@ -194,13 +194,13 @@ def _candidates(config: RunConfig) -> list[Path]:
     chosen = config.train.resume_from
     if chosen is None:
         if not present:
-            anew = " and with --overwrite, since the folder has rows of a run" if holds_run(config.output) else ""
-            raise ValueError(f"train.resume = true, but {parent} has no finished checkpoint; start without --resume{anew}")
+            overwrite = " and with --overwrite, since the folder has rows of a run" if holds_run(config.output) else ""
+            raise ValueError(f"train.resume = true, but {parent} has no finished checkpoint; start without --resume{overwrite}")
         return present
     folder = Path(chosen) if "/" in chosen else parent / chosen
     if not folder.is_dir():
-        there = f"there are {', '.join(path.name for path in reversed(present))}" if present else "there is none"
-        raise ValueError(f"train.resume_from = {chosen}: {folder} is not there; in {parent} {there}")
+        others = f"there are {', '.join(path.name for path in reversed(present))}" if present else "there is none"
+        raise ValueError(f"train.resume_from = {chosen}: {folder} is not there; in {parent} {others}")
     return [folder]
 
 
@@ -215,19 +215,151 @@ def _none_whole(config: RunConfig, damaged: Sequence[DamagedCheckpoint]) -> str:
 
 
 def _is_finished(config: RunConfig, folder: Path) -> bool:
-    """The picture is drawn last, after the export."""
     picture = config.output / "curves.png"
     if folder.resolve().parent != (config.output / "checkpoints").resolve():
         return True  # another run's: there is nothing to complete here
     return picture.exists() and picture.stat().st_mtime >= (folder / "state.json").stat().st_mtime
 
 
-def _check_reference(config: RunConfig, engine: Trainer, found: Resumed) -> None:
-    saved = found.state.get("reference_digest")
+def _check_reference(config: RunConfig, engine: Trainer, checkpoint: Resumed) -> None:
+    saved = checkpoint.state.get("reference_digest")
     if saved is None or engine.reference_digest in (None, saved) or is_allowed("model.path", config.train.allow_change):
         return
     raise ValueError(
-        f"the run cannot go on from {found.folder}, it would not be the same run:\n  the weights of the reference model in "
-        f"model.path, by their digest: {saved} -> {engine.reference_digest}\nset model.path back, or let it through: "
+        f"the run cannot continue from {checkpoint.folder}, it would not be the same run:\n  the weights of the reference "
+        f"model in model.path, by their digest: {saved} -> {engine.reference_digest}\nset model.path back, or let it through: "
         "train.allow_change=[model.path]"
     )
+
+
+MADE_BY_A_RUN = (
+    "resolved.yaml",
+    "resolved.*.yaml",
+    "metrics.jsonl",
+    "metrics.before-*.jsonl",
+    "samples.jsonl",
+    "samples.before-*.jsonl",
+    "train_samples.jsonl",
+    "train_samples.before-*.jsonl",
+    "tokens/step_*",
+    "tokens.before-*",
+    "curves.png",
+    "model",
+    "tensorboard/events.out.tfevents.*",
+    "checkpoints/step_*",
+    "rollouts/step_*",
+    "journal/step_*",
+    "skipped/step_*",
+    "status/*",
+    "logs/server-*",
+    "logs/hang-*",
+    "logs/wandb.log",
+    "logs/mlflow.log",
+    "wandb/*",
+    "mlflow/*",
+)
+"""``--overwrite`` removes these; all else stays, such as the files of ``tepo launch``."""
+
+
+_FIRST_ROW = re.compile(rb'\{"step": 0[,}]')
+
+
+def prepare_folder(config: RunConfig, *, overwrite: bool = False) -> None:
+    """Raises ValueError if no run can start or resume there."""
+    folder = config.output
+    if overwrite and config.train.resume:
+        raise ValueError(f"--overwrite starts again and train.resume = {config.train.resume} continues; give one of the two")
+    check_installed(config.log)
+    _check_writable(folder)
+    with unwritable_is_a_sentence(folder):
+        check_free(folder)
+    if overwrite and holds_run(folder):
+        _remove_run(config)
+    check_no_run(config)
+
+
+def holds_run(folder: Path) -> bool:
+    """A failed start leaves neither checkpoint nor row of a trained step."""
+    return bool(checkpoints(folder / "checkpoints")) or _has_trained(folder / "metrics.jsonl")
+
+
+def _has_trained(metrics: Path) -> bool:
+    """Step 0 is the evaluation before the first; a damaged row counts as trained."""
+    whole = metrics.read_bytes().split(b"\n")[:-1] if metrics.is_file() else []
+    return any(line.strip() and not _FIRST_ROW.match(line) for line in whole)
+
+
+def forget_start(folder: Path) -> None:
+    logged = ("metrics.jsonl", "samples.jsonl", "train_samples.jsonl", "tokens/step_*", "tensorboard/events.out.tfevents.*")
+    for pattern in (*logged, "wandb/run.json", "mlflow/run.json"):
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
+def check_no_run(config: RunConfig) -> None:
+    if not config.train.resume and holds_run(config.output):
+        saved = checkpoints(config.output / "checkpoints")
+        resume = "continue it (--resume)" if saved else "which --resume cannot continue, as it left no checkpoint"
+        raise ValueError(
+            f"output {config.output} already holds a run; give another folder (output=…), {resume}, or remove what it has "
+            "written and start again (--overwrite)"
+        )
+
+
+@contextmanager
+def unwritable_is_a_sentence(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"output {folder} cannot be written: {error.strerror or error} ({error.filename or folder}); give another folder "
+            "(output=…), or make room and rights there"
+        ) from error
+
+
+def _check_writable(folder: Path) -> None:
+    with unwritable_is_a_sentence(folder):
+        there = folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(4096))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            if not there:
+                with suppress(OSError):  # another run may have come into it
+                    folder.rmdir()
+
+
+def _remove_run(config: RunConfig) -> None:
+    folder = config.output
+    _check_nothing_is_read_from(config)
+    lock = RunLock(folder)
+    with unwritable_is_a_sentence(folder):
+        lock.take()
+        try:
+            for pattern in MADE_BY_A_RUN:
+                for path in folder.glob(pattern):
+                    if path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path)
+                    else:
+                        path.unlink()
+                if "/" in pattern:
+                    with suppress(OSError):  # not empty: others' files are there; or never made
+                        (folder / pattern).parent.rmdir()
+        finally:
+            lock.release()
+
+
+def _check_nothing_is_read_from(config: RunConfig) -> None:
+    reads = {
+        "rollout.replay": config.rollout.replay,
+        "model.path": config.model.path,
+        "model.shards": config.model.shards,
+        **config.data.paths,
+        **{f"evaluate.sets.{name}.path": path for name, path in config.evaluate.paths.items()},
+    }
+    for name, path in reads.items():
+        if path is not None and Path(path).resolve().is_relative_to(config.output.resolve()):
+            raise ValueError(f"--overwrite would remove what {name} = {path} reads; move it, or give another folder (output=…)")

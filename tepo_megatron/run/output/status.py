@@ -1,4 +1,4 @@
-"""A run's present activity or its end, read from its output folder, also from another machine."""
+"""A run's activity or end, read from its folder on any machine."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from typing import Any
 import yaml
 
 from tepo_megatron.run.display.figures import duration, evaluation_line, fault_lines, figures_line, set_figures, set_lines
-from tepo_megatron.run.metrics.metrics import read_metrics
+from tepo_megatron.run.metrics import read_metrics
+from tepo_megatron.runtime.heartbeat import RankRecord, read_records
 from tepo_megatron.runtime.proc import STOPPED, process_state
-from tepo_megatron.runtime.watch.heartbeat import RankRecord, read_records
 
-SILENT_S = 60.0
-"""Seconds of silence after which a rank on another machine may be gone."""
+SILENT_S = 60.0  # silence after which a rank on another machine may be gone
 
 _RECENT = 10
 
 
 def run_status(output: Path, *, now: float | None = None) -> tuple[list[str], bool]:
-    """Returns lines for people, and whether the run continues. Raises ValueError if the folder holds no run."""
+    """Returns lines, and whether the run continues. Raises ValueError if the folder holds no run."""
     resolved = output / "resolved.yaml"
     if not resolved.is_file():
         raise ValueError(f"{output} holds no run: it has no resolved.yaml; give the output folder of tepo train")
@@ -44,7 +43,6 @@ def run_status(output: Path, *, now: float | None = None) -> tuple[list[str], bo
 
 
 def status_record(output: Path, *, now: float | None = None) -> dict[str, Any]:
-    """JSON values for tools: whether the run continues, its ranks' last records, the newest rows, and faults."""
     lines, is_running = run_status(output, now=now)
     config = yaml.safe_load((output / "resolved.yaml").read_text(encoding="utf-8"))
     metrics = output / "metrics.jsonl"
@@ -77,7 +75,7 @@ def _head(
         return f"ended at {count} {_ago(now - root.time)}: {root.ended}"
     if not is_running:
         doing = f"in phase {root.phase}, {_ago(now - root.time)}"
-        return f"ended at {count} without a last word (killed?), {doing}; go on with --resume"
+        return f"ended at {count} without a last word (killed?), {doing}; continue with --resume"
     seconds = [row["time/step"] for row in rows if row["step"] and row.get("time/step") is not None][-_RECENT:]
     left = f", about {duration(sum(seconds) / len(seconds) * (steps - done))} left" if seconds else ""
     return f"runs, {count} done{left}"

@@ -1,4 +1,4 @@
-"""Token values of a step's responses, from its rollouts, scores and updates (``log.token_samples``). Rank 0 only."""
+"""Token values of a step's responses (``log.token_samples``). Rank 0 only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tepo_megatron.config import LogConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import LossMask, Rollout, TokenIds
 from tepo_megatron.core.types import Batch
-from tepo_megatron.run.metrics.token_file import TokenPrompt, TokenSamples
+from tepo_megatron.run.metrics import TokenPrompt, TokenSamples
 from tepo_megatron.run.step.minibatches import recorded_places
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 
@@ -31,7 +31,7 @@ class TokenRecorder:
         self._log, self._problems, self._tokenizer, self._output = log, problems, tokenizer, output
 
     def record(self, step: int, rollouts: Sequence[Rollout], parts: Sequence[Batch], updates: Sequence[UpdateResult]) -> None:
-        """Takes ``rollouts`` in batch order and scored ``parts``; ``step`` is the number of its row."""
+        """``rollouts`` are in batch order; ``step`` is the number of its row."""
         if self._log.records_tokens(step):
             self._output.write_tokens(self.samples(step, rollouts, parts, updates))
 
@@ -40,20 +40,21 @@ class TokenRecorder:
     ) -> TokenSamples:
         places = recorded_places([rollout.group for rollout in rollouts], self._log.token_samples)
         chosen = [rollouts[place] for place in places]
-        found: dict[int, dict[str, Values]] = {}
+        trained: dict[int, dict[str, Values]] = {}
         for number, (part, update) in enumerate(zip(parts, updates, strict=True), start=1):
-            found |= _values_of(part, update, number)
-        arrays = [_response(rollout, found.get(place)) for place, rollout in zip(places, chosen, strict=True)]
+            trained |= _values_of(part, update, number)
+        arrays = [_response(rollout, trained.get(place)) for place, rollout in zip(places, chosen, strict=True)]
         first_of = {rollout.group: rollout for rollout in reversed(chosen)}
         groups = sorted(first_of)
         return TokenSamples(
             step=step,
             prompts=tuple(self._prompt(first_of[group]) for group in groups),
             pieces={
-                token: self._tokenizer.piece(token) for token in sorted({int(i) for each in chosen for i in each.response_ids})
+                token: self._tokenizer.piece(token)
+                for token in sorted({int(i) for rollout in chosen for i in rollout.response_ids})
             },
             prompt=np.array([groups.index(rollout.group) for rollout in chosen], dtype=np.int32),
-            **{name: np.concatenate([each[name] for each in arrays]) for name in arrays[0]},
+            **{name: np.concatenate([values[name] for values in arrays]) for name in arrays[0]},
         )
 
     def _prompt(self, rollout: Rollout) -> TokenPrompt:
@@ -68,7 +69,7 @@ _OF_THE_TRAINER = ("logprob_trainer", "logprob_update", "entropy", "entropy_chan
 
 
 def _values_of(part: Batch, update: UpdateResult, number: int) -> dict[int, dict[str, Values]]:
-    """Recorded sequence → its *labels'* values, NaN outside the loss mask, and ``update``, the mini-batch's number."""
+    """Recorded sequence → its *labels'* values, NaN outside the loss mask. ``number``: the mini-batch's."""
     assert part.recorded_S is not None
     assert part.advantages_S is not None
     assert part.old_logprobs_T is not None
@@ -96,7 +97,7 @@ def _response(rollout: Rollout, trained: Mapping[str, Values] | None) -> dict[st
     labels = slice(rollout.prompt_ids.size - 1, rollout.prompt_ids.size - 1 + length)
     unknown = np.full(length, np.nan, dtype=np.float32)
     values = {name: trained[name][labels] if name in trained else unknown for name in _OF_THE_TRAINER}
-    own = np.ones(length, dtype=np.bool_) if rollout.loss_mask is None else rollout.loss_mask
+    mask = np.ones(length, dtype=np.bool_) if rollout.loss_mask is None else rollout.loss_mask
     starts, versions = zip(*rollout.versions, strict=True)
     return {
         **values,
@@ -107,9 +108,9 @@ def _response(rollout: Rollout, trained: Mapping[str, Values] | None) -> dict[st
         "reward": np.array([rollout.reward], dtype=np.float32),
         "truncated": np.array([rollout.finish_reason == "length"]),
         "ids": rollout.response_ids,
-        "loss_mask": own,
+        "loss_mask": mask,
         "version": np.repeat([version.step for version in versions], np.diff([*starts, length])).astype(np.int32),
-        "logprob_sampler": np.where(own, rollout.sampler_logprobs, np.float32(np.nan)),
+        "logprob_sampler": np.where(mask, rollout.sampler_logprobs, np.float32(np.nan)),
     }
 
 
@@ -119,21 +120,17 @@ Decode = Callable[[Sequence[int]], str]
 def train_samples(
     rollouts: Sequence[Rollout], problems: Mapping[str, Problem], responses: int, decode: Decode
 ) -> list[dict[str, Any]]:
-    """Rows for a step's first ``responses`` rollouts.
-
-    Replayed rollouts without their problem have None as prompt and answer; unscored ones have no reward.
-    """
+    """Replayed rollouts may lack prompt and answer (None), unscored ones the reward."""
     return [_row(rollout, problems.get(rollout.problem_id), decode) for rollout in rollouts[:responses]]
 
 
 def turns(ids: TokenIds, loss_mask: LossMask, decode: Decode) -> list[dict[str, str]]:
-    """Returns what model and environment wrote as ``{"by": "model" or "environment", "text": …}``, in order."""
-    found, at = [], 0
-    for own, run in groupby(loss_mask.tolist()):
-        end = at + len(list(run))
-        found.append({"by": "model" if own else "environment", "text": decode(ids[at:end].tolist())})
-        at = end
-    return found
+    parts, start = [], 0
+    for is_model, run in groupby(loss_mask.tolist()):
+        end = start + len(list(run))
+        parts.append({"by": "model" if is_model else "environment", "text": decode(ids[start:end].tolist())})
+        start = end
+    return parts
 
 
 def _row(rollout: Rollout, problem: Problem | None, decode: Decode) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Who samples when: schedules, groups, rewards, the journal."""
+"""Who samples when."""

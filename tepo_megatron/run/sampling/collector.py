@@ -14,18 +14,16 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.output.resume import restore_data
 from tepo_megatron.run.sampling.custom_rollout import Collect, StepSampler, arranged, call_collect, with_results
-from tepo_megatron.run.sampling.filters import load_filters
 from tepo_megatron.run.sampling.group_worker import POLL_INTERVAL_S, BackgroundThread, BusyClock, Ended, GroupWorker
 from tepo_megatron.run.sampling.groups import Group, GroupBuffer
 from tepo_megatron.run.sampling.inputs import Inputs, read_replay
 from tepo_megatron.run.sampling.journal import Journal
-from tepo_megatron.run.sampling.staleness import most_stale, version_figures
-from tepo_megatron.run.sampling.step_rewards import StepRewards, apply_overlong
+from tepo_megatron.run.sampling.step_rewards import StepRewards, apply_overlong, load_filters, most_stale, version_figures
+from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.preemption import stop_signals
-from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.sampler.protocol import Sampler
-from tepo_megatron.tasks.data.mixture import make_sampler
-from tepo_megatron.tasks.environments.episode_tokens import prompt_of
+from tepo_megatron.tasks.data.sources import make_sampler
+from tepo_megatron.tasks.environments.episodes import prompt_of
 from tepo_megatron.tasks.protocol import Task, turn_figures
 
 Phase = Callable[[str], AbstractContextManager[None]]
@@ -34,10 +32,9 @@ WAITING_PHASES: Sequence[str] = ("rollout", "reward", "journal")
 
 
 class RolloutCollector:
-    """Collects each step's rollouts; a repeated or dropped step gets the same prompts. For the main thread.
+    """A repeated or dropped step gets the same prompts. For the main thread.
 
-    ``fleet``: None in a replayed run. ``rollouts``: those of the last :meth:`collect`, with the verifier's rewards; ``drawn``:
-    also those without a reward.
+    ``fleet``: None in a replayed run. ``rollouts``: of the last :meth:`collect`; ``drawn``: also those without a reward.
     """
 
     def __init__(
@@ -70,7 +67,7 @@ class RolloutCollector:
         self._is_dynamic = window == 0 and (rollout.filter_groups is not None or rollout.partial)
         self._store = journal.group_store(self._identity, active=self._is_dynamic)
         self._sampled_task = None if window else task
-        """A task is for one thread, and evaluations use the run's: the thread of window k opens another one."""
+        """A task belongs to one thread, and evaluations use the run's: the thread of window k opens another."""
         self._clock = BusyClock()
         self._thread = BackgroundThread(self._sample, self._buffer) if window else None
         self._collected: tuple[int, list[Rollout]] = (-1, [])
@@ -82,7 +79,7 @@ class RolloutCollector:
     # -- a step ----------------------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> list[Rollout]:
-        """Returns ``prompts_per_step`` groups; the same if called again for the same step.
+        """The same rollouts if called again for the same step.
 
         Raises RuntimeError if too few groups or responses are left, ServerDied if servers that the step needs are gone.
         """
@@ -107,8 +104,7 @@ class RolloutCollector:
                 return read_replay(self._config, self._inputs.spec.vocab_size, step)
         first = self._buffer.begin(step)
         with self._phase("journal"):
-            drawn_by = self._step_identity(first)
-            recorded = self._find(step, drawn_by)
+            recorded = self._find(step, first)
         if recorded is not None:
             return recorded
         if self._thread is None:
@@ -117,22 +113,28 @@ class RolloutCollector:
         else:
             self._wait(self._thread)
         batch, filtered, figures = self._buffer.take()
+        drawn_by = self._step_identity(first or batch)
         rollouts = self._as_rollouts(batch, filtered, step)
         self._figures |= figures
         with self._phase("journal"):
-            # The entry last: what it is found with must be there.
+            # The entry is written last: the files that it refers to must exist.
             if self._is_dynamic:
                 self._store.write_state(step, {"drawn_by": drawn_by, "figures": figures, "after": self._buffer.state()})
             self._journal.write(step, rollouts, drawn_by, self._rewards.failed)
             self._store.keep_only([group.number for group in self._buffer.pending()])
         return rollouts
 
-    def _find(self, step: int, drawn_by: str) -> list[Rollout] | None:
+    def _find(self, step: int, first: Sequence[Group]) -> list[Rollout] | None:
         if self._thread is not None and self._thread.is_running:
             return None  # sampling continues from an interrupted run's groups
         after = self._store.read_state(step) if self._is_dynamic else None
-        if self._is_dynamic and (after is None or after.get("drawn_by") != drawn_by):
+        if self._is_dynamic and (after is None or after.get("drawn_by") != self._step_identity(first)):
             return None
+
+        def drawn_by(rollouts: Sequence[Rollout]) -> str | None:
+            groups = first or self._buffer.groups_of(_problem_ids(rollouts))
+            return self._step_identity(groups) if groups else None
+
         entry = self._journal.find(step, drawn_by, stalest=most_stale(self._config, step))
         if entry is None:
             return None
@@ -141,8 +143,7 @@ class RolloutCollector:
             self._buffer.skip_step(None if after is None else after["after"])
             self._figures |= {} if after is None else after["figures"]
         else:
-            problems = {rollout.group: rollout.problem_id for rollout in entry.rollouts}
-            self._figures |= self._buffer.skip(list(problems.values()))
+            self._figures |= self._buffer.skip(_problem_ids(entry.rollouts))
         return entry.rollouts
 
     def _as_rollouts(self, batch: Sequence[Group], filtered: Sequence[Group], step: int) -> list[Rollout]:
@@ -168,11 +169,11 @@ class RolloutCollector:
 
     # -- sampling, in the thread of window k -----------------------------------------------------------------------------
 
-    def _sample(self, ended: Ended) -> None:
+    def _sample(self, is_done: Ended) -> None:
         if self._sampled_task is None:
             self._sampled_task = self._task.another()
         if self._collect_custom is not None:
-            self._sample_custom(self._collect_custom, self._sampled_task, ended)
+            self._sample_custom(self._collect_custom, self._sampled_task, is_done)
             return
         fleet, sampling = self._fleet, self._config.rollout.sampling
         assert fleet is not None
@@ -189,14 +190,13 @@ class RolloutCollector:
         )
         samples = fleet.sample_stream(sampling, sampling_mask=sampling.truncates, on_move=self._note_move)
         with self._sampled_task.stream(samples, lambda number: self._buffer.running[number].problem) as stream:
-            worker.run(stream, ended)
+            worker.run(stream, is_done)
 
-    def _sample_custom(self, collect: Collect, task: Task, ended: Ended) -> None:
-        """In window k, the step's number is that of a batch."""
+    def _sample_custom(self, collect: Collect, task: Task, is_done: Ended) -> None:
         buffer, rollout = self._buffer, self._config.rollout
         assert self._fleet is not None
         buffer.requeue()
-        while not ended():
+        while not is_done():
             groups = buffer.claim_batch()
             if not groups:
                 buffer.wait_for_room(POLL_INTERVAL_S, rollout.prompts_per_step)
@@ -252,8 +252,13 @@ class RolloutCollector:
         if self._thread is not None:
             self._thread.resume()
 
+    @property
+    def weights(self) -> WeightsVersion:
+        """The last that :meth:`published` was called with."""
+        assert self._buffer.version is not None, "nothing was published"
+        return self._buffer.version
+
     def hold_clock(self) -> AbstractContextManager[None]:
-        """Context in which the servers are neither idle nor busy: they receive weights or evaluate."""
         return self._clock.hold()
 
     def idle_shares(self, split: Mapping[str, float]) -> dict[str, float]:
@@ -262,23 +267,23 @@ class RolloutCollector:
     # -- the order of the problems ---------------------------------------------------------------------------------------
 
     def drop_step(self, step: int) -> None:
-        """Drops a started step: its problems are drawn again."""
+        """The step's problems are drawn again."""
         self._buffer.drop_step(step)
         self._collected = (-1, [])
 
     def go_back(self) -> None:
-        """Makes the next steps draw other problems, also for the same step numbers."""
         self._buffer.forget()
         self._collected = (-1, [])
 
     def state(self) -> dict[str, Any]:
         return self._buffer.state()
 
-    def restore(self, state: Mapping[str, Any]) -> str | None:
-        restart = restore_data(self._buffer.order, state, self._config.train.allow_change)
-        if restart is None:
+    def restore(self, state: Mapping[str, Any]) -> list[str]:
+        """Returns the changed fields for which the problems are drawn from the beginning."""
+        restarted = restore_data(self._buffer.order, state, self._config.train.allow_change)
+        if not restarted:
             self._buffer.restore(state["sampler"])
-        return restart
+        return restarted
 
     def close(self) -> None:
         if self._thread is not None:
@@ -290,17 +295,24 @@ class RolloutCollector:
         drawn_by = self._journal.identity([group.problem], [group.prompt_ids], group.version)
         return f"{drawn_by}/{group.number}/{group.step}/{group.place}"
 
-    def _step_identity(self, first: Sequence[Group]) -> str:
-        version, train = self._buffer.version, self._config.train
-        if self._thread is None:
-            problems, prompts = [group.problem for group in first], [group.prompt_ids for group in first]
-            return self._journal.identity(problems, prompts, version)
-        window = {"schedule": train.schedule, "k": train.max_staleness, "stale": train.stale, "kv_cache": train.kv_cache}
-        return self._journal.identity((), (), version, schedule=window)
+    def _step_identity(self, groups: Sequence[Group]) -> str:
+        """``groups``: in window 0 those that the step starts with, in window k those that it was trained on."""
+        train, also = self._config.train, {}
+        if self._thread is not None:
+            order = self._buffer.order.state()["problems"]  # the groups come from anywhere in the order
+            window = {"k": train.max_staleness, "stale": train.stale, "kv_cache": train.kv_cache, "order": order}
+            also["schedule"] = {"schedule": train.schedule, **window}
+        problems, prompts = [group.problem for group in groups], [group.prompt_ids for group in groups]
+        return self._journal.identity(problems, prompts, self._buffer.version, **also)
+
+
+def _problem_ids(rollouts: Sequence[Rollout]) -> list[str]:
+    """One for each group."""
+    return list({rollout.group: rollout.problem_id for rollout in rollouts}.values())
 
 
 def idle_shares(split: Mapping[str, float], busy_s: float) -> dict[str, float]:
-    """Shares of a step, without its evaluation, in which the trainer or the servers wait. ``split``: seconds by phase."""
+    """Shares of a step, without its evaluation. ``split``: seconds by phase."""
     seconds = split["time/step"] - split["time/eval"]
     if seconds <= 0:
         return {}

@@ -1,4 +1,4 @@
-"""The user's generation step (``rollout.collect``), instead of ``samples_per_prompt`` draws per prompt. Rank 0 only."""
+"""The user's generation step, ``rollout.collect``, runs on rank 0 only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tepo_megatron.runtime.user_code import load_user_code, locate_user_code
 from tepo_megatron.sampler.protocol import Sampler, ServerDied
 from tepo_megatron.sampler.rollout_file import rollout_fault
 from tepo_megatron.sampler.sampling import prompt_seed
-from tepo_megatron.tasks.data.prompts import encode_prompt
+from tepo_megatron.tasks.data.problems import encode_prompt
 from tepo_megatron.tasks.evaluate.answers import Scorer
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.verifiers import GIVEN
@@ -34,9 +34,8 @@ Collect = Callable[[Sequence[Problem], "StepSampler"], Sequence[Rollout]]
 class StepSampler:
     """Draws and rewards responses for a custom generation step.
 
-    ``step``: the number of the step, from 1; of a step drawn ahead, the number of its batch. ``samples``: how many responses to
-    each problem it must return. Draws depend on the run's seed, the step and the order of the calls: a repeated step draws the
-    same.
+    ``step``: from 1; of a step drawn ahead, the number of its batch. ``samples``: how many responses to each problem it must
+    return. Draws depend on the run's seed, the step and the order of the calls: a repeated step draws the same.
     """
 
     def __init__(
@@ -55,8 +54,8 @@ class StepSampler:
         self._calls = 0
 
     def sample(self, problems: Sequence[Problem], n: int | None = None) -> list[list[Rollout]]:
-        """Returns ``n`` responses (None: ``samples``) to each problem, without rewards. A problem's ``prompt`` may change, but
-        not its ``id``. If a server dies, this raises, and the run restarts the server and repeats the step.
+        """``n``: responses per problem; None: ``samples``. A problem's ``prompt`` may change, its ``id`` may not. If a server
+        dies, this raises; the run restarts the server and repeats the step.
         """
         config, tokenizer = self._config, self._inputs.tokenizer
         count = self.samples if n is None else n
@@ -83,7 +82,7 @@ class StepSampler:
         return [[rollout for rollout in group if rollout is not None] for group in drawn]
 
     def reward(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Returns the rollouts with the verifier's rewards, None if it failed. ``problem_id`` names the problem."""
+        """Rewards are None if the verifier failed. ``problem_id`` names the problem."""
         groups = [rollout.problem_id for rollout in rollouts]
         results = self._scorer.score([(self._problem(rollout), answer_of(rollout)) for rollout in rollouts], groups)
         return [
@@ -98,9 +97,6 @@ class StepSampler:
 
 
 def load_collect(config: RunConfig, function: Any = None) -> Collect | None:
-    """``function``, or what ``rollout.collect`` names, a class without arguments; None: the built-in step. Raises ValueError if
-    it cannot be loaded or called.
-    """
     name = config.rollout.collect
     if name is None:
         return None
@@ -128,7 +124,7 @@ def _place(name: str, what: str) -> str:
 
 
 def call_collect(name: str, collect: Collect, problems: Sequence[Problem], sampler: StepSampler) -> Sequence[Rollout]:
-    """The function's rollouts. Its own errors become RuntimeError with their line; sampling errors pass."""
+    """Its own errors become RuntimeError with their line; sampling errors pass."""
     try:
         rollouts = collect(problems, sampler)
     except Exception as error:
@@ -157,9 +153,7 @@ def arranged(
     samples: int,
     vocab_size: int,
 ) -> list[Rollout]:
-    """The rollouts by group, in the order of the problems. ``drawn_by``: the step of the weights for all tokens; None: any.
-    Raises RuntimeError if one cannot be trained on, or is missing.
-    """
+    """Groups rollouts in the problems' order. ``drawn_by``: the step of the weights; None: any."""
     what = f"step {step + 1}: rollout.collect = {name} returned"
     by_problem: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:

@@ -1,7 +1,6 @@
 """Samples and scores a buffer's groups; each finished response goes to its verifier at once.
 
-In window k a thread does it while the servers' weights change. An error ends the stream of samples; only the main thread
-revives servers and sends weights.
+An error ends the stream of samples; only the main thread revives servers and sends weights.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ from tepo_megatron.tasks.protocol import ResponseStream, Task
 
 POLL_INTERVAL_S = 0.2
 
-FAST_POLL_S = 0.02
-"""The longest wait for a response while verifiers have outstanding answers."""
+FAST_POLL_S = 0.02  # the longest wait for a response while verifiers owe answers
 
 Ended = Callable[[], bool]
 
 
-class GroupFiles(Protocol):
+class _GroupFiles(Protocol):
     def fill(self, group: Group, *, partial: bool) -> bool: ...
     def write(self, group: Group) -> None: ...
 
@@ -50,7 +48,7 @@ class BusyClock:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Context in which no time counts: the servers receive weights, or evaluate."""
+        """The servers receive weights, or evaluate: no time counts."""
         self._add_hold(1)
         try:
             yield
@@ -77,47 +75,42 @@ class BusyClock:
 
 @dataclass
 class GroupWorker:
-    """Samples and scores groups of a buffer. ``on_progress`` is called after every response and reward; ``phase`` is
-    ``rollout`` while servers sample, ``reward`` while only verifiers work.
-    """
-
     buffer: GroupBuffer
     task: Task
-    files: GroupFiles
+    files: _GroupFiles
     clock: BusyClock
     decode: Callable[[Sequence[int]], str]
     seed: int
-    partial: bool = False
-    """Whether the run's end aborts unfinished responses and keeps them for the next run."""
+    partial: bool = False  # at the end of :meth:`run` unfinished responses are kept for the next one
     on_progress: Callable[[], None] = lambda: None
     phase: Callable[[str], AbstractContextManager[None]] = lambda name: contextlib.nullcontext()
     _sampling: int = field(init=False, default=0)
     _scoring: int = field(init=False, default=0)
 
-    def run(self, stream: ResponseStream, ended: Ended) -> None:
-        """Returns when ``ended`` is true. After an error groups keep what is finished."""
+    def run(self, stream: ResponseStream, is_done: Ended) -> None:
+        """After an error groups keep the finished responses."""
         self.buffer.requeue()
         self.task.reset()
         self._sampling = self._scoring = 0
         try:
             with self.phase("rollout"):
                 self._ask(stream)
-            while not ended():
+            while not is_done():
                 if not self._sampling and not self._scoring:
                     assert self.buffer.window, "a step that is not ready has something outstanding"
                     self.buffer.wait_for_room(POLL_INTERVAL_S)
                     self._ask(stream)
                     continue
                 with self.phase("rollout" if self._sampling else "reward"):
-                    self._pump(stream, ended)
+                    self._pump(stream, is_done)
             if self.partial:
                 self._put_aside(stream)
         finally:
             self.clock.set(False)
 
-    def _pump(self, stream: ResponseStream, ended: Ended) -> None:
+    def _pump(self, stream: ResponseStream, is_done: Ended) -> None:
         samples = self._sampling > 0
-        while (self._sampling > 0) == samples and (self._sampling or self._scoring) and not ended():
+        while (self._sampling > 0) == samples and (self._sampling or self._scoring) and not is_done():
             if samples:
                 self._receive(stream.next(FAST_POLL_S if self._scoring else POLL_INTERVAL_S))
             self._take_rewards(0.0 if samples else POLL_INTERVAL_S)
@@ -215,7 +208,7 @@ class GroupWorker:
 
 
 class BackgroundThread:
-    """Repeats ``work`` in a thread while the servers have weights. ``work`` returns when its argument returns true."""
+    """Works while the servers have weights. ``work`` returns when its argument returns true."""
 
     def __init__(self, work: Callable[[Ended], None], buffer: GroupBuffer) -> None:
         self._work, self._buffer = work, buffer
@@ -247,7 +240,7 @@ class BackgroundThread:
                 raise error
 
     def close(self) -> None:
-        """Ends the thread, within seconds unless user code blocks it; safe to call twice."""
+        """Takes seconds unless user code blocks it; safe to call twice."""
         with self._buffer.changed:
             self._is_closed = True
             self._buffer.changed.notify_all()

@@ -1,7 +1,6 @@
 """Groups of responses, and the buffer that decides which are drawn, sampled and trained on.
 
-Window 0 is the sync schedule; in window k groups of k more steps may exist. No function here reaches servers, verifiers or
-disks.
+Window 0 is the sync schedule; in window k groups of k more steps may exist. No I/O here.
 """
 
 from __future__ import annotations
@@ -16,21 +15,18 @@ from typing import Any
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.sampling.filters import NO_REWARD, GroupFilter, histogram, refused_by
-from tepo_megatron.tasks.data.mixture import ProblemOrder
+from tepo_megatron.run.sampling.step_rewards import NO_REWARD, GroupFilter, histogram, refused_by
+from tepo_megatron.tasks.data.sources import ProblemOrder
 from tepo_megatron.tasks.protocol import RewardResult
 
-UNFINISHED = "abort"
-"""The ``finish_reason`` of a partial response, which a later request can continue."""
+UNFINISHED = "abort"  # ``finish_reason`` of a partial response, which a later request can continue
 
 
 @dataclass(eq=False)
 class Group:
-    """A prompt and its ``len(samples)`` responses.
-
-    ``number`` counts the run's prompts. ``step`` and ``place`` (within the step) decide the seed; without ``step`` (drawn
+    """``number`` counts the run's prompts. ``step`` and ``place`` (within the step) decide the seed; without ``step`` (drawn
     ahead) ``number`` does. ``version``: the first tokens' weights. ``samples``: None before the first token. ``asked``: samples
-    that a verifier was asked to score.
+    sent to a verifier.
     """
 
     number: int
@@ -49,7 +45,7 @@ class Group:
 
     @property
     def oldest_step(self) -> int:
-        """The step of the oldest weights that drew a token of a complete group."""
+        """The oldest weights that drew a token of a complete group."""
         return min(version.step for rollout in self.rollouts() for _, version in rollout.versions)
 
     def is_finished(self, sample: int) -> bool:
@@ -67,8 +63,8 @@ class Group:
         self.results[sample] = result
 
 
-class NeverFilled(RuntimeError):  # noqa: N818
-    """Filters left too few groups; the message shows the rewards."""
+class _NeverFilled(RuntimeError):  # noqa: N818
+    pass
 
 
 class GroupBuffer:
@@ -118,7 +114,7 @@ class GroupBuffer:
     # -- a step ----------------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> list[Group]:
-        """In window 0, the groups that ``step`` starts with, carried over and drawn; the same for a started step."""
+        """In window 0: the groups that ``step`` starts with; the same for a started step."""
         with self.changed:
             self._turn = step
             if self.window == 0 and self._first is None:
@@ -134,7 +130,6 @@ class GroupBuffer:
             return self._first or []
 
     def is_ready(self) -> bool:
-        """Whether a batch can be taken. Raises NeverFilled if it never can."""
         with self.changed:
             if self.window:
                 self._drop_old()
@@ -142,7 +137,7 @@ class GroupBuffer:
             if self.is_full:
                 return self._rollout.partial or not self._open()
             if not self._open() and not self._missing():
-                raise NeverFilled(self._why_never_filled())
+                raise _NeverFilled(self._why_never_filled())
             return False
 
     @property
@@ -167,7 +162,7 @@ class GroupBuffer:
             return batch, filtered, figures
 
     def drop_step(self, step: int) -> None:
-        """Puts back the groups of ``step``, if it was the last to start."""
+        """Only if ``step`` was the last to start."""
         with self.changed:
             if self.window and self._batch[0] == step:
                 self.done += [group for group in self._batch[1] if group.is_complete]
@@ -181,7 +176,6 @@ class GroupBuffer:
                 self._forget_counts()
 
     def forget(self) -> None:
-        """Drops all groups; none comes again in this pass over the data."""
         with self.changed:
             self._carry(())
             self._before, self._batch = None, (-1, [])
@@ -189,8 +183,14 @@ class GroupBuffer:
             self.generation += 1
             self.changed.notify_all()
 
+    def groups_of(self, problem_ids: Sequence[str]) -> list[Group]:
+        """As they are drawn now, without a number; empty if a problem is not there. The order does not change."""
+        by_id = {problem.id: problem for problem in self._problems}
+        known = [by_id[problem_id] for problem_id in problem_ids if problem_id in by_id]
+        return [self._group(-1, None, 0, problem, None) for problem in known] if len(known) == len(problem_ids) else []
+
     def skip(self, problem_ids: Sequence[str]) -> dict[str, float]:
-        """In window k: takes these groups from the journal; groups drawn before them are sampled."""
+        """They must be problems of the run."""
         batch = []
         with self.changed:
             for problem_id in problem_ids:
@@ -202,7 +202,7 @@ class GroupBuffer:
             return self._figures(batch)
 
     def skip_step(self, state: Mapping[str, Any] | None) -> None:
-        """In window 0: takes the started step from the journal. ``state``: at the step's end; None: as at its start."""
+        """In window 0. ``state``: at the step's end; None: as at its start."""
         with self.changed:
             if state is not None:
                 self._restore(state)
@@ -213,7 +213,6 @@ class GroupBuffer:
     # -- for the worker --------------------------------------------------------------------------------------------------
 
     def requeue(self) -> None:
-        """Puts running groups first in line after their stream ended."""
         with self.changed:
             self.waiting.extendleft(reversed(self.running.values()))
             self.running.clear()
@@ -230,7 +229,6 @@ class GroupBuffer:
             return claimed
 
     def claim_batch(self) -> list[Group]:
-        """As :meth:`claim`, in whole batches; none without room for one."""
         with self.changed:
             if self.window and self._free() < self._size:
                 return []
@@ -240,13 +238,13 @@ class GroupBuffer:
             return claimed[: self._size]
 
     def wait_for_room(self, timeout_s: float, count: int = 1) -> None:
-        """In window k: returns when ``count`` groups can be claimed, anything changed, or the time is over."""
+        """In window k: also returns when anything changed."""
         with self.changed:
             if self._free() < count:
                 self.changed.wait(timeout_s)
 
     def decide(self, group: Group) -> None:
-        """Moves a complete group to the done or filtered ones, and draws missing ones. Raises NeverFilled."""
+        """Filters a complete group, and draws missing ones. Raises NeverFilled."""
         with self.changed:
             if self.running.get(group.number) is not group:
                 return  # forgotten meanwhile
@@ -256,7 +254,7 @@ class GroupBuffer:
             self._draw_missing()
             filters = self._rollout.filter_groups
             if self.window and filters is not None and len(self.filtered) >= filters.max_batches * self._size:
-                raise NeverFilled(self._why_never_filled())
+                raise _NeverFilled(self._why_never_filled())
             self.changed.notify_all()
 
     # -- state -----------------------------------------------------------------------------------------------------------
@@ -322,7 +320,7 @@ class GroupBuffer:
         return self._room() - self._live() - len(self.done)
 
     def _room(self) -> int:
-        """How many groups, in whatever state, may exist in window k."""
+        """Groups, in whatever state, that may exist in window k."""
         if self.version is None:
             return 0
         steps = min(self.version.step + self.window + 1, self._train.steps) - self._turn

@@ -1,4 +1,4 @@
-"""A run's tokenizer, problems and replayed rollouts, checked before anything starts."""
+"""Tokenizer, problems and replayed rollouts, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from pathlib import Path
 from tepo_megatron.config import RewardConfig, RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout
-from tepo_megatron.run.callbacks.callbacks import check_callbacks
-from tepo_megatron.run.sampling.filters import load_filters
-from tepo_megatron.run.sampling.staleness import most_stale
+from tepo_megatron.run.callbacks import check_callbacks
+from tepo_megatron.run.sampling.step_rewards import load_filters, most_stale
 from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path
 from tepo_megatron.tasks.data.sources import TOO_LONG, Prompt, Source, read_sources
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, check_served_tokenizer, check_tokenizer, load_tokenizer
-from tepo_megatron.tasks.environments.episode_tokens import opening_of
+from tepo_megatron.tasks.environments.episodes import opening_of
 from tepo_megatron.tasks.environments.worker import resolve_environment
-from tepo_megatron.tasks.evaluate.sets import EvaluationSet, load_sets
+from tepo_megatron.tasks.evaluate.evaluation import EvaluationSet, load_sets
 from tepo_megatron.tasks.reward.verifier_task import reward_configs
 from tepo_megatron.tasks.reward.verifiers import check_reachable, resolve_verifier
-from tepo_megatron.trainer.checkpoints.folder import checkpoints, step_of
+from tepo_megatron.trainer.checkpoint_folder import checkpoints, step_of
 from tepo_megatron.trainer.registry import check_plugins
 from tepo_megatron.weights.architecture import ModelSpec, read_model_spec
-from tepo_megatron.weights.expert_routes import rollout_fault
+from tepo_megatron.weights.routes import rollout_fault
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,7 @@ class Inputs:
 
 
 def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False) -> Inputs:
-    """Reads tokenizer and problems; starts and writes nothing. ``has_reward``: the verifier is an object.
-
-    Raises ValueError for an unknown verifier, another model's tokenizer, a damaged file, a prompt without room for a response,
-    or missing replayed rollouts.
-    """
+    """``has_reward``: the verifier is an object. Raises ValueError."""
     config.require_data()
     check_plugins(config)
     tokenizer = load_tokenizer(model_dir)
@@ -73,25 +68,27 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
     left_out = [notice for source in (*train, *heldout) for notice in source.notices]
     if replay is None:
         left_out += _unsolvable(rewards, train)
-    if config.servers_need_tokenizer and replay is None:
-        texts = (text for source in train for each in source.used for text in (each.prompt, each.answer))
+    if config.rollout.sampling.needs_tokenizer and replay is None:
+        texts = (text for source in train for problem in source.used for text in (problem.prompt, problem.answer))
         check_served_tokenizer(tokenizer, model_dir, texts)
     _check_room(config, spec, [prompt for source in (*train, *heldout) for prompt in source.prompts if prompt.left_out is None])
     sets = load_sets(config, tokenizer, [name for name in evaluate.sets if evaluate.every_of(name)] if replay is None else ())
-    for each in sets:
-        check_set_room(config, spec, each)
-    left_out += [f"{each.name}: {each.left_out} left out, {TOO_LONG}" for each in sets if each.left_out]
+    for chosen in sets:
+        _check_set_room(config, spec, chosen)
+    left_out += [f"{chosen.name}: {chosen.left_out} left out, {TOO_LONG}" for chosen in sets if chosen.left_out]
     return Inputs(model_dir, spec, tokenizer, _problems(train), _problems(heldout), left_out, sets)
 
 
 def _unsolvable(rewards: Mapping[str, RewardConfig], sources: Sequence[Source]) -> list[str]:
-    """Notices for sources with problems that no response can solve. Raises ValueError if that is all of them."""
-    found = []
+    """Returns notices. Raises ValueError if no response can solve any problem."""
+    notices = []
     for source in sources:
         reward = rewards.get(source.name) or rewards.get("")
         if reward is not None and (lost := check_reachable(reward.verifier, source.used)):
-            found.append(f"{source.path}: {lost} problems whose own answer {reward.verifier} refuses: no response solves them")
-    return found
+            notices.append(
+                f"{source.path}: {lost} problems whose own answer {reward.verifier} refuses: no response solves them"
+            )
+    return notices
 
 
 def _problems(sources: Sequence[Source]) -> list[Problem]:
@@ -99,18 +96,17 @@ def _problems(sources: Sequence[Source]) -> list[Problem]:
 
 
 def read_replay(config: RunConfig, vocab_size: int, step: int) -> list[Rollout]:
-    """A step's rollouts from ``rollout.replay``. Raises ValueError with file and line if they cannot be trained on."""
+    """Raises ValueError with file and line."""
     folder, rollout = config.rollout.replay, config.rollout
     assert folder is not None, "the run samples its rollouts"
-    found = read_rollouts(folder, step)
+    rollouts = read_rollouts(folder, step)
     prompts, samples = rollout.prompts_per_step, rollout.samples_per_prompt
     path, stalest = record_path(folder, step), most_stale(config, step)
-    check_rollouts(path, found, step=step, prompts=prompts, samples=samples, vocab_size=vocab_size, stalest=stalest)
-    return found
+    check_rollouts(path, rollouts, step=step, prompts=prompts, samples=samples, vocab_size=vocab_size, stalest=stalest)
+    return rollouts
 
 
 def _check_replay(config: RunConfig, spec: ModelSpec) -> None:
-    """Checks that all remaining steps have records, and the first record; others are checked when read."""
     folder, first = config.rollout.replay, 0
     assert folder is not None, "the run samples its rollouts"
     saved = checkpoints(config.output / "checkpoints")
@@ -129,7 +125,7 @@ def _check_replay(config: RunConfig, spec: ModelSpec) -> None:
 
 
 def check_replayed_masks(config: RunConfig, rollouts: Sequence[Rollout], step: int) -> None:
-    """Raises ValueError with file and line for a rollout without the masks of tokens that scoring needs."""
+    """Raises ValueError, with file and line, without the token masks that scoring needs."""
     folder = config.rollout.replay
     assert folder is not None, "the run samples its rollouts"
     for line, rollout in enumerate(rollouts if config.rollout.sampling.truncates else (), start=2):
@@ -142,7 +138,7 @@ def check_replayed_masks(config: RunConfig, rollouts: Sequence[Rollout], step: i
 
 
 def check_replayed_routes(config: RunConfig, spec: ModelSpec, rollouts: Sequence[Rollout], step: int) -> None:
-    """Raises ValueError with file and line for a rollout without this model's experts, if they are to be replayed."""
+    """Raises ValueError, with file and line, without this model's experts, if they are to be replayed."""
     folder = config.rollout.replay
     assert folder is not None, "the run samples its rollouts"
     for line, rollout in enumerate(rollouts if config.rollout.server.routing_replay else (), start=2):
@@ -153,8 +149,7 @@ def check_replayed_routes(config: RunConfig, spec: ModelSpec, rollouts: Sequence
             )
 
 
-def check_set_room(config: RunConfig, spec: ModelSpec, of: EvaluationSet) -> None:
-    """Raises ValueError if an evaluation set's longest prompt and response exceed the model's length."""
+def _check_set_room(config: RunConfig, spec: ModelSpec, of: EvaluationSet) -> None:
     limit = config.rollout.server.max_model_len or spec.max_positions
     longest, problem = max((len(prompt), problem.id) for prompt, problem in zip(of.prompts, of.problems, strict=True))
     if longest + of.max_new_tokens > limit:

@@ -22,18 +22,17 @@ from tepo_megatron.run.sampling.groups import UNFINISHED, Group
 from tepo_megatron.runtime.files import Failed, write_atomically
 from tepo_megatron.sampler.rollout_file import Record, check_rollouts, link_record, read_record, record_path, write_rollouts
 from tepo_megatron.tasks.protocol import RewardResult
-from tepo_megatron.trainer.checkpoints.folder import checkpoints, step_of
-from tepo_megatron.trainer.checkpoints.run_compatibility import source_verifiers
+from tepo_megatron.trainer.checkpoint_folder import checkpoints, step_of
+from tepo_megatron.trainer.run_compatibility import source_verifiers
 
-MAX_BYTES = 2**30
-"""Without the newest entry; the oldest entries are removed first."""
+MAX_BYTES = 2**30  # without the newest entry; the oldest entries are removed first
 
 
 class Journal:
-    """``say`` shows a sentence; ``failed`` is called for an unwritable file, which does not end the run."""
+    """``failed`` is called for an unwritable file, which does not end the run. ``end_ids``: tokens that end a response."""
 
-    def __init__(self, config: RunConfig, say: Callable[[str], None], failed: Failed) -> None:
-        self._config, self._say, self._failed = config, say, failed
+    def __init__(self, config: RunConfig, say: Callable[[str], None], failed: Failed, end_ids: Sequence[int] = ()) -> None:
+        self._config, self._say, self._failed, self._end_ids = config, say, failed, end_ids
         self._folder = config.output / "journal"
         self._records = config.output / "rollouts" if config.rollout.record else None
 
@@ -44,7 +43,7 @@ class Journal:
         version: WeightsVersion | None,
         **also: Mapping[str, Any],
     ) -> str:
-        """Returns a digest of weights, problems, prompts, seed, sampling, verifier, and ``also``, JSON values."""
+        """Digest of all that decides the rollouts; ``also`` has JSON values."""
         rollout = self._config.rollout
         server, environment = rollout.server, self._config.environment
         reward = self._config.reward.model_dump(mode="json", exclude={"workers", "concurrency"})
@@ -62,12 +61,15 @@ class Journal:
                 **sampling.model_dump(mode="json", exclude_defaults=True),
             },
             "server": [server.served_dtype(self._config.model.dtype), server.quantization, list(server.extra_args)],
+            **({"head_dtype": server.head_dtype} if server.head_dtype != "model" else {}),
             "reward": {name: value for name, value in reward.items() if value or name not in ("kwargs", "weights")},
             **({"metadata": metadata} if any(metadata) else {}),
             **({"environment": environment.decides()} if environment is not None else {}),
             **({"speculative": server.speculative.model_dump(mode="json", exclude_none=True)} if server.speculative else {}),
             **also,
         }
+        if len(self._end_ids) > 1:  # more than the tokenizer's own
+            decides["end"] = list(self._end_ids)
         verifiers = source_verifiers(self._config)
         decides |= {"verifiers": verifiers} if verifiers else {}
         if rollout.collect is not None:
@@ -77,16 +79,18 @@ class Journal:
             decides["dynamic"] = [filters, rollout.oversample, rollout.partial]
         return sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
-    def find(self, step: int, drawn_by: str, *, stalest: int = 0) -> Record | None:
-        """Returns the step's rollouts; None if they must be drawn. ``stalest``: how many versions older weights may be."""
+    def find(self, step: int, drawn_by: Callable[[Sequence[Rollout]], str | None], *, stalest: int = 0) -> Record | None:
+        """None if the rollouts must be drawn. ``drawn_by``: the identity that a present entry of these rollouts has, or None.
+        ``stalest``: how many versions older weights may be.
+        """
         path = record_path(self._folder, step)
         if not self._config.rollout.journal or not path.exists():
             return None
         rollout = self._config.rollout
         try:
             entry = read_record(self._folder, step)
-            if entry.drawn_by != drawn_by:
-                self._say(f"step {step} is sampled again: {path} was drawn by other weights or with other settings")
+            if entry.drawn_by != drawn_by(entry.rollouts):
+                self._say(f"step {step} is sampled again: {path} was drawn by other weights or with other settings or data")
                 return None
             check_rollouts(
                 path,
@@ -103,11 +107,11 @@ class Journal:
         self._keep_record(path)
         return entry
 
-    def group_store(self, identity: Callable[[Group], str], *, active: bool) -> GroupStore:
-        return GroupStore(self._folder, identity, self._failed, active=active and self._config.rollout.journal)
+    def group_store(self, identity: Callable[[Group], str], *, active: bool) -> _GroupStore:
+        return _GroupStore(self._folder, identity, self._failed, active=active and self._config.rollout.journal)
 
     def write(self, step: int, rollouts: Sequence[Rollout], drawn_by: str, failed_rewards: int) -> None:
-        """Returns when the step's rollouts are on disk: in the journal, and in the records if the run has them."""
+        """Returns when the rollouts are on disk, in the run's records too."""
         folder = self._folder if self._config.rollout.journal else self._records
         if folder is None:
             return
@@ -142,10 +146,8 @@ class Journal:
             self._failed(self._records / path.name, error)
 
 
-class GroupStore:
-    """Groups of a step until its entry has them. ``identity``: a digest of what decides a group. Without ``active``, nothing is
-    written or found.
-    """
+class _GroupStore:
+    """Without ``active``, nothing is written or read."""
 
     def __init__(self, journal: Path, identity: Callable[[Group], str], failed: Failed, *, active: bool) -> None:
         self._journal, self._folder = journal, journal / "groups"
@@ -165,9 +167,7 @@ class GroupStore:
             self._failed(record_path(self._folder, group.number), error)
 
     def fill(self, group: Group, *, partial: bool) -> bool:
-        """Gives a group its responses by an earlier process, if any; incomplete ones need ``partial``. Returns whether there
-        were any.
-        """
+        """Incomplete responses only if ``partial``. Returns whether there were any."""
         if group.number not in self._numbers:
             return False
         try:
@@ -203,7 +203,6 @@ class GroupStore:
             self._failed(path, error)
 
     def read_state(self, step: int) -> dict[str, Any] | None:
-        """The value of :meth:`write_state`; None if missing or damaged."""
         try:
             state = json.loads(self._state_path(step).read_text(encoding="utf-8"))
         except (OSError, ValueError):

@@ -1,1 +1,1 @@
-"""The surroundings of a step: mini-batches, skipped updates, rollback, placement."""
+"""What surrounds a step: mini-batches, skipped updates, rollback, placement."""

@@ -1,4 +1,4 @@
-"""Signs of an unstable run: skipped optimizer steps, a metric that triggers a rollback, bounds below noise."""
+"""Skipped optimizer steps, rollback by a metric, bounds below noise, clips that take too much."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from tepo_megatron.config import ObjectiveConfig
+from tepo_megatron.config.objective.choices import Clip
 from tepo_megatron.config.train import RollbackConfig
+from tepo_megatron.core.histogram import bound_for_share
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.step.minibatches import members
 from tepo_megatron.sampler.rollout_file import write_rollouts
@@ -20,9 +25,7 @@ if TYPE_CHECKING:
 
 
 class SkippedUpdates:
-    """Counts skipped optimizer steps, on every rank. ``allowed``: consecutive ones. ``keep``: saves the batch on rank 0;
-    returns the file. ``from_root``: as ``Loop.from_root``.
-    """
+    """Every rank has one. ``keep`` saves the batch on rank 0, and returns the file."""
 
     def __init__(
         self,
@@ -32,11 +35,10 @@ class SkippedUpdates:
     ) -> None:
         self._allowed, self._keep, self._from_root = allowed, keep, from_root
         self._in_a_row = 0
-        self._first = ""
-        """Step and cause of the first consecutive one."""
+        self._first = ""  # step and cause of the first consecutive one
 
     def check(self, step: int, updates: Sequence[UpdateResult], described: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
-        """Call it after each step's updates. Raises RuntimeError on every rank if too many consecutive steps were skipped."""
+        """Raises RuntimeError on every rank if too many consecutive steps were skipped."""
         too_many = False
         for number, update in enumerate(updates):
             self._in_a_row = self._in_a_row + 1 if update.skipped else 0
@@ -50,7 +52,7 @@ class SkippedUpdates:
         if too_many:
             raise RuntimeError(
                 f"{self._in_a_row_text()} since a number was not finite; the first {self._first}. The weights are as they were "
-                f"before it, and the rollouts lie in {Path(path).parent}. Look there, lower optimizer.lr, or raise "
+                f"before it, and the rollouts are in {Path(path).parent}. Look there, lower optimizer.lr, or raise "
                 "train.max_skipped"
             )
 
@@ -61,9 +63,7 @@ class SkippedUpdates:
 
 
 def describe(updates: Sequence[UpdateResult], sequences: int | Sequence[int], *, seed: int, step: int) -> list[dict[str, Any]]:
-    """The skipped mini-batches of ``sequences`` (indices or their number): ``minibatch`` (from 0), ``rollouts`` (indices in the
-    step, in the mini-batch's order), ``cause``, ``loss``, ``grad_norm``, ``ranks``.
-    """
+    """``rollouts`` of an entry: indices in the step, in the mini-batch's order."""
     order = members(sequences, len(updates), seed=seed, step=step)
     return [
         {
@@ -92,15 +92,13 @@ LEAST = 5
 
 
 class Rollback:
-    """Every rank has one, with the same rows."""
-
     def __init__(self, config: RollbackConfig | None) -> None:
         self._config = config
         self._seen: deque[float] = deque(maxlen=WINDOW)
         self.times = 0
 
     def reason(self, row: Mapping[str, float]) -> str:
-        """Returns an empty string if the run should not go back. Raises ValueError if the row lacks the metric."""
+        """Empty if the run should not go back. Raises ValueError if the row lacks the metric."""
         config = self._config
         if config is None:
             return ""
@@ -127,7 +125,7 @@ class Rollback:
         return config.factor * usual, f"{config.factor:g} times its median of {usual:.4g} (train.rollback.factor)"
 
     def count(self, reason: str) -> None:
-        """Counts a return. Raises RuntimeError beyond ``train.rollback.max_times``."""
+        """Raises RuntimeError beyond ``train.rollback.max_times``."""
         assert self._config is not None
         if self.times == self._config.max_times:
             raise RuntimeError(
@@ -141,18 +139,59 @@ _QUANTILE = "p99"
 
 
 def below_the_noise(objective: ObjectiveConfig, row: Mapping[str, float]) -> list[str]:
-    """One sentence for each bound below the measured noise of a row."""
     return list(_warnings(objective, row))
 
 
 def _warnings(objective: ObjectiveConfig, row: Mapping[str, float]) -> Iterator[str]:
     for name, section in objective.sections.items():
         for bound in section.noise_bounds:
-            metric = f"{objective.ratio.noise if bound.noise == 'ratio' else bound.noise}/noise/{_QUANTILE}"
+            measured = {"ratio": objective.ratio.noise, "token_ratio": "ratio"}.get(bound.noise, bound.noise)
+            metric = f"{measured}/noise/{_QUANTILE}"
             noise = row.get(metric, 0.0)
             if bound.value < noise:
-                unit, values = ("", "ratios") if bound.noise == "ratio" else (" nats", "entropies")
+                unit, values = (" nats", "entropies") if bound.noise == "entropy" else ("", "ratios")
                 yield (
                     f"objective.{name}.{bound.field} = {bound.value:g}{unit} is below the rounding noise of {values} here "
                     f"({metric} = {noise:.2g}): {bound.consequence}"
                 )
+
+
+class ClipWatch:
+    """Reports once that a clip takes too many gradients, or that it cannot act."""
+
+    STEPS, MOST, SHARE = 5, 0.25, 0.1
+
+    def __init__(self, objective: ObjectiveConfig) -> None:
+        self._region = objective.trust_region
+        self._rows: deque[Mapping[str, float]] = deque(maxlen=self.STEPS)
+        self._has_warned = False
+
+    def note(self, row: Mapping[str, float], updates: Sequence[UpdateResult]) -> str:
+        """Returns a sentence, or an empty one."""
+        region, moves = self._region, [update.moves for update in updates if update.moves is not None]
+        if self._has_warned or not isinstance(region, Clip) or not moves:
+            return ""
+        self._rows.append(row)
+        sentence = self._sentence(region, torch.stack(moves).sum(0)) if len(self._rows) == self.STEPS else ""
+        self._has_warned = bool(sentence)
+        return sentence
+
+    def _sentence(self, region: Clip, moves: Tensor) -> str:
+        shares = [row["clip/share"] for row in self._rows]
+        if not any(row["ratio/sigma"] for row in self._rows):
+            if not region.is_auto:
+                return ""
+            return (
+                f"objective.trust_region: every ratio of the last {self.STEPS} steps was 1, so that auto bounds stay at their "
+                "initial value; set a higher optimizer.lr, or numbers"
+            )
+        if min(shares) > self.MOST:
+            effect = f"more than {self.MOST:.0%} of the tokens with an advantage have lost their gradient to the clip"
+        elif region.scale == "length" and not any(shares):
+            effect = "no response has reached the clip range"
+        else:
+            return ""
+        bounds = [bound_for_share(counts_B, self.SHARE) for counts_B in moves]
+        fitting = ", ".join(f"{name} = {bound:.2g}" for name, bound in zip(("low", "high"), bounds, strict=True) if bound)
+        remedy = f"objective.trust_region.{fitting} would clip a tenth" if fitting else "look at objective.trust_region"
+        return f"{effect} in each of the last {self.STEPS} steps; {remedy}"

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
+from statistics import fmean
+from typing import TYPE_CHECKING
 
 import torch
 
 from tepo_megatron.config import LogConfig
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.core.types import Batch
+
+if TYPE_CHECKING:
+    from tepo_megatron.trainer.protocol import UpdateResult
 
 
 def minibatches(batch: Batch, count: int, *, seed: int, step: int) -> Iterator[Batch]:
-    """Mini-batches of nearly equal numbers of sequences, ordered by (seed, step) alone, the same on every rank. Sequences
-    without a token in the loss mask are left out.
-    """
+    """The order depends only on (seed, step). Sequences without a loss token are left out."""
     for part in members(trained_sequences(batch), count, seed=seed, step=step):
         yield batch.select(part)
 
@@ -32,7 +38,7 @@ def trained_sequences(batch: Batch) -> list[int]:
 
 
 def mark_recorded(batch: Batch, log: LogConfig, step: int) -> Batch:
-    """Adds ``recorded_S`` if the step (the number of its row) is recorded; the same on every rank."""
+    """``step`` is the number of the row. The same on every rank."""
     if not log.records_tokens(step):
         return batch
     recorded = recorded_places(batch.groups_S.tolist(), log.token_samples)
@@ -42,11 +48,77 @@ def mark_recorded(batch: Batch, log: LogConfig, step: int) -> Batch:
 
 
 def recorded_places(groups: Sequence[int], count: int) -> list[int]:
-    """Indices of the sequences in the first ``count`` groups; ``groups``: the group of each sequence."""
+    """Returns indices of sequences; ``groups``: the group of each."""
     chosen = set(sorted(set(groups))[:count])
     return [place for place, group in enumerate(groups) if group in chosen]
 
 
 def derive_seed(seed: int, step: int, purpose: str) -> int:
-    """Returns 31 bits, the same in a resumed run."""
     return int.from_bytes(blake2b(f"{seed}/{step}/{purpose}".encode(), digest_size=4).digest()) & 0x7FFFFFFF
+
+
+def summarize(batch: Batch, updates: Sequence[UpdateResult]) -> dict[str, float]:
+    """Means over tokens, or over what a metric counts. Skipped steps count only in ``update/skipped``; if all were, loss and
+    norm are NaN.
+    """
+    lr = updates[-1].lr
+    count_skipped = sum(bool(update.skipped) for update in updates)
+    updates = [update for update in updates if not update.skipped]
+    row = {**_rollout_figures(batch), "update/skipped": float(count_skipped), "lr": lr, "loss": math.nan, "grad_norm": math.nan}
+    if not updates:
+        return row
+    for name in updates[0].sums:
+        total = sum(update.sums[name][0] for update in updates)
+        count = sum(update.sums[name][1] for update in updates)
+        row[name] = total / count if count else 0.0
+    if "ratio/sigma" in row:
+        row["ratio/sigma"] = math.sqrt(row["ratio/sigma"])  # the trainer's is a mean square
+    shares = (update.sums.get("clip/share", (0.0, 0.0)) for update in updates)
+    row |= {f"clip/share_u{number}": total / count if count else 0.0 for number, (total, count) in enumerate(shares, start=1)}
+    for name in updates[0].extrema:
+        pick = max if name.endswith("/max") else min
+        row[name] = pick(update.extrema[name] for update in updates)
+    row["loss"] = sum(update.loss for update in updates) / len(updates)
+    row["grad_norm"] = sum(update.grad_norm for update in updates) / len(updates)
+    return row
+
+
+def _rollout_figures(batch: Batch) -> dict[str, float]:
+    responses = int(batch.loss_mask_T.sum())
+    return {
+        "reward/mean": float(batch.rewards_S.mean()),
+        "reward/std": float(batch.rewards_S.std(unbiased=False)),
+        "response_len/mean": responses / batch.num_sequences,
+        "response_tokens": responses,
+        "groups/zero_variance": _zero_variance_fraction(batch),
+        **_sampling_figures(batch),
+    }
+
+
+def _sampling_figures(batch: Batch) -> dict[str, float]:
+    if batch.sampling_mask_T is None:
+        return {}
+    possible = 1 + batch.sampling_mask_T.counts[batch.loss_mask_T.cpu().numpy()]
+    return {"sampling/kept_mean": float(possible.mean()), "sampling/kept_max": float(possible.max())} if possible.size else {}
+
+
+def _zero_variance_fraction(batch: Batch) -> float:
+    groups, index = batch.groups_S.unique(return_inverse=True)
+    highest = torch.full((groups.numel(),), -torch.inf, device=index.device).scatter_reduce(0, index, batch.rewards_S, "amax")
+    lowest = torch.full((groups.numel(),), torch.inf, device=index.device).scatter_reduce(0, index, batch.rewards_S, "amin")
+    return float((highest == lowest).float().mean())
+
+
+def source_figures(rollouts: Sequence[Rollout], problems: Mapping[str, Problem]) -> dict[str, float]:
+    """Each source's share of the groups, and mean reward. Empty for a single source without a name."""
+    names = sorted({problem.source for problem in problems.values()} - {""})
+    source_of = {
+        rollout.problem_id: problems[rollout.problem_id].source for rollout in rollouts if rollout.problem_id in problems
+    }
+    groups = {rollout.group: source_of.get(rollout.problem_id) for rollout in rollouts}
+    figures: dict[str, float] = {}
+    for name in names:
+        rewards = [r.reward for r in rollouts if source_of.get(r.problem_id) == name and r.reward is not None]
+        figures[f"source/{name}/share"] = list(groups.values()).count(name) / len(groups) if groups else 0.0
+        figures |= {f"source/{name}/reward": fmean(rewards)} if rewards else {}
+    return figures

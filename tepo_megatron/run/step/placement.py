@@ -1,36 +1,19 @@
-"""Placement of servers and trainer on this machine, checked before anything starts."""
+"""Placement of servers and trainer on this machine."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.plan.run_plan import problems_of
-from tepo_megatron.runtime.cores import available_cores
-from tepo_megatron.sampler.registry import sampler_spec
+from tepo_megatron.runtime.machine import Machine, available_cores, this_machine
+from tepo_megatron.sampler.protocol import sampler_spec
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.transfer.transport import TransportName
 from tepo_megatron.weights.transfer.transports import find_transport
-
-
-@dataclass(frozen=True)
-class Machine:
-    gpus: int
-    has_nccl: bool
-    local_ranks: int
-    ranks: int
-
-
-def this_machine() -> Machine:
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return Machine(torch.cuda.device_count(), dist.is_nccl_available(), local, ranks)
 
 
 def trains_on_gpus(config: RunConfig, machine: Machine) -> bool:
@@ -38,7 +21,7 @@ def trains_on_gpus(config: RunConfig, machine: Machine) -> bool:
 
 
 def trainer_threads(config: RunConfig, machine: Machine, cores: Sequence[int]) -> int | None:
-    """Torch's threads per rank by ``engine.cpu_threads``; None: torch's default. ``cores``: those of this process."""
+    """None: torch's default."""
     threads = config.engine.cpu_threads
     if threads is None or trains_on_gpus(config, machine):
         return None
@@ -46,13 +29,12 @@ def trainer_threads(config: RunConfig, machine: Machine, cores: Sequence[int]) -
         return threads
     server = config.rollout.server
     # Phases that alternate have all cores each; phases that overlap share them.
-    beside = config.train.schedule == "overlap" and server.placement == "local" and config.rollout.replay is None
-    taken = sampler_spec().cores(server, cores) if beside else set()
+    overlaps = config.train.schedule == "overlap" and server.placement == "local" and config.rollout.replay is None
+    taken = sampler_spec().cores(server, cores) if overlaps else set()
     return max(1, len(set(cores) - taken) // machine.local_ranks)
 
 
 def set_threads(config: RunConfig) -> None:
-    """Every rank calls it before the trainer is created."""
     threads = trainer_threads(config, this_machine(), available_cores())
     if threads is not None:
         torch.set_num_threads(threads)
@@ -86,7 +68,6 @@ def shared_gpus(config: RunConfig) -> dict[int, int]:
 
 
 def check_placement(config: RunConfig, machine: Machine) -> None:
-    """Raises ValueError if this machine lacks what ``rollout.server`` and ``engine`` need."""
     if config.rollout.replay is not None:
         return
     server = config.rollout.server
@@ -144,13 +125,12 @@ def _no_gpus(config: RunConfig, machine: Machine) -> str:
 
 
 def gpu_memory_gib() -> float:
-    """Memory of the smallest GPU that torch sees here, in GiB."""
     gpus = range(torch.cuda.device_count())
     return min(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus) / 2**30
 
 
 def check_fits(config: RunConfig, spec: ModelSpec, machine: Machine) -> None:
-    """Raises ValueError, a warning with ``engine.check_memory = false``, if trainer or servers do not fit the GPUs here."""
+    """Raises ValueError, or warns with ``engine.check_memory = false``."""
     if not trains_on_gpus(config, machine):
         return
     problems = problems_of(_on_this_machine(config, machine, gpu_memory_gib()), spec)
@@ -163,7 +143,6 @@ def check_fits(config: RunConfig, spec: ModelSpec, machine: Machine) -> None:
 
 
 def _on_this_machine(config: RunConfig, machine: Machine, memory_gib: float) -> RunConfig:
-    """This machine's nodes and GPUs replace those of ``cluster``."""
     gpus, server = max(machine.gpus, machine.local_ranks), config.rollout.server
     nodes = {"train_nodes": max(1, machine.ranks // machine.local_ranks), "gpus_per_node": gpus, "gpu_memory_gib": memory_gib}
     if server.placement == "external":  # wherever they run

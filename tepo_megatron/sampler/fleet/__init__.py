@@ -1,1 +1,1 @@
-"""The pool of rollout servers: start, watch, replace, update weights."""
+"""The pool of rollout servers."""

@@ -12,37 +12,57 @@ import struct
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.sampler.vllm.server.resources import (
-    check_machine,
-    raise_open_files,
-    server_seed,
-    weights_bytes,
-    worker_cores,
-)
-from tepo_megatron.sampler.vllm.server.server import Server, has_gpu, is_healthy
+from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.sampler.vllm.server import is_healthy, make_servers
 
 _KEY = "key"
 _SIOCGIFADDR = 0x8915
+_POLL_INTERVAL_S = 0.5
+_WATCH_INTERVAL_S = 1.0
 
 
-@dataclass(frozen=True)
-class Registration:
-    """``life`` differs between the lives of one server."""
-
+class Registration(NamedTuple):
     url: str
     life: str
 
 
+class RegistryEntry:
+    def __init__(self, folder: Path, index: int) -> None:
+        self._path = folder / f"server-{index}"
+
+    def register(self, registration: Registration) -> None:
+        _write(self._path.with_suffix(".json"), json.dumps(registration._asdict()))
+
+    def registered(self) -> Registration | None:
+        with suppress(FileNotFoundError):
+            return Registration(**json.loads(self._path.with_suffix(".json").read_text()))
+        return None
+
+    def claim(self, life: str) -> bool:
+        """Returns False if another trainer has this life: the server may hold that one's weights."""
+        try:
+            self._path.with_suffix(f".{life}.claimed").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def retire(self, life: str) -> None:
+        """The server's node then starts another life."""
+        _write(self._path.with_suffix(".retired"), life)
+
+    def is_retired(self, life: str) -> bool:
+        with suppress(FileNotFoundError):
+            return self._path.with_suffix(".retired").read_text() == life
+        return False
+
+
 def shared_key(folder: Path) -> str:
-    """The first caller makes the key. Raises RuntimeError if the folder cannot be written, or if another user can write it or
-    read the key.
-    """
+    """The first caller makes the key. Raises RuntimeError if another user can write the folder or read the key."""
     path = folder / _KEY
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -67,50 +87,16 @@ def shared_key(folder: Path) -> str:
 
 
 def _check_private(path: Path, forbidden: int, what: str) -> None:
-    found = path.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & forbidden:
+    status = path.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & forbidden:
         raise RuntimeError(
-            f"{path} belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):04o}, so that others can {what}; "
-            "remove it, or set rollout.server.registry to a new folder of yours"
+            f"{path} belongs to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):04o}, so that others can "
+            f"{what}; remove it, or set rollout.server.registry to a new folder of yours"
         )
 
 
-def register(folder: Path, index: int, registration: Registration) -> None:
-    _write(folder / f"server-{index}.json", json.dumps(asdict(registration)))
-
-
-def registered(folder: Path, index: int) -> Registration | None:
-    """Returns the newest registration of server ``index``."""
-    with suppress(FileNotFoundError):
-        return Registration(**json.loads((folder / f"server-{index}.json").read_text()))
-    return None
-
-
-def claim(folder: Path, index: int, life: str) -> bool:
-    """False if another trainer has this life: the server may hold that one's weights."""
-    try:
-        (folder / f"server-{index}.{life}.claimed").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-
-def retire(folder: Path, index: int, life: str) -> None:
-    """Asks the node of server ``index`` to end this life and start another."""
-    _write(folder / f"server-{index}.retired", life)
-
-
-def is_retired(folder: Path, index: int, life: str) -> bool:
-    with suppress(FileNotFoundError):
-        return (folder / f"server-{index}.retired").read_text() == life
-    return False
-
-
-def with_own_address(config: ServerConfig) -> ServerConfig:
-    """Sets ``host`` to this machine's address on the nodes' inner network.
-
-    Raises ValueError if the interface has no IPv4 address, or if others cannot reach this machine's.
-    """
+def with_local_address(config: ServerConfig) -> ServerConfig:
+    """Sets this machine's address on the nodes' inner network."""
     if config.interface is not None:
         return config.model_copy(update={"host": _interface_address(config.interface)})
     try:
@@ -146,21 +132,19 @@ def _write(path: Path, text: str) -> None:
     draft.replace(path)
 
 
-_POLL_INTERVAL_S = 0.5
-
-
 class ExternalServer:
     """Has the methods of ``Server``; ``start`` and ``stop`` only decide whether to wait for a server.
 
-    Starting a failed server again retires it: its node registers another. ``log`` is the node's file.
+    Starting a failed server again retires it.
     """
 
-    def __init__(self, config: ServerConfig, *, folder: Path, index: int, log: Path) -> None:
+    def __init__(self, config: ServerConfig, *, index: int, log: Path) -> None:
+        assert config.registry is not None
         self.config, self.log, self.port = config, log, 0
-        self._folder, self._index = folder, index
+        self._index, self._entry = index, RegistryEntry(config.registry, index)
         self._current: Registration | None = None
         self._retired = ""
-        self._wanted = False
+        self._is_waiting = False
 
     @property
     def url(self) -> str:
@@ -174,26 +158,25 @@ class ExternalServer:
         if self._current is not None:
             self._retired, self._current = self._current.life, None
         if self._retired:
-            retire(self._folder, self._index, self._retired)
-        self._wanted = True
+            self._entry.retire(self._retired)
+        self._is_waiting = True
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Raises RuntimeError after the time-out or :meth:`stop`."""
         timeout_s = self.config.start_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
-        while self._wanted:
-            found = registered(self._folder, self._index)
-            if found is not None and found.life != self._retired and _is_healthy(found):
-                if claim(self._folder, self._index, found.life):
-                    self._current = found
+        while self._is_waiting:
+            newest = self._entry.registered()
+            if newest is not None and newest.life != self._retired and _is_healthy(newest):
+                if self._entry.claim(newest.life):
+                    self._current = newest
                     return
-                self._retired = found.life  # another trainer has put its weights there
-                retire(self._folder, self._index, found.life)
+                self._retired = newest.life  # another trainer has put its weights into it
+                self._entry.retire(newest.life)
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"external rollout server {self._index} was not there within {timeout_s:g} s "
                     "(rollout.server.start_timeout_s); does 'tepo serve' run on its node, and is its registry "
-                    f"{self._folder}? {self.log_end()}"
+                    f"{self.config.registry}? {self.log_end()}"
                 )
             time.sleep(_POLL_INTERVAL_S)
         raise RuntimeError(f"waiting for external rollout server {self._index} was ended")
@@ -202,23 +185,12 @@ class ExternalServer:
         return self._current is not None and _is_healthy(self._current)
 
     def stop(self) -> None:
-        self._wanted = False
+        self._is_waiting = False
         if self._current is not None:
             self._retired, self._current = self._current.life, None
 
-    def log_end(self, lines: int = 0) -> str:
+    def log_end(self) -> str:
         return f"Its log is {self.log}"
-
-
-def external_servers(config: ServerConfig, log_dir: Path) -> tuple[ServerConfig, str, list[ExternalServer]]:
-    """Returns the config with this machine's address as ``host``, the key, and the servers."""
-    config = with_own_address(config)
-    folder = config.registry
-    assert folder is not None
-    servers = [
-        ExternalServer(config, folder=folder, index=index, log=log_dir / f"server-{index}.log") for index in range(config.count)
-    ]
-    return config, shared_key(folder), servers
 
 
 def _is_healthy(registration: Registration) -> bool:
@@ -226,42 +198,27 @@ def _is_healthy(registration: Registration) -> bool:
     return is_healthy(parts.hostname or "", parts.port or 0)
 
 
-_WATCH_INTERVAL_S = 1.0
-
-
 class Node:
-    """An equal share of ``rollout.server.count`` servers, for one node. A context manager.
-
-    Each is registered when it answers. ``rollout.server.load_format`` decides what weights it has until the first update.
-    """
+    """A node's equal share of the servers."""
 
     def __init__(self, config: RunConfig, *, model_dir: Path, node: int, nodes: int) -> None:
-        """Raises ValueError if servers cannot be spread over the nodes, or this node has no address on their network."""
+        """Raises ValueError if the nodes cannot share the servers equally."""
         server = config.rollout.server
         share = _share(server, node, nodes)
         assert server.registry is not None
-        raise_open_files()
-        check_machine(server, len(share), weights_bytes=weights_bytes(model_dir), on_gpu=has_gpu())
-        self._folder, self._first = server.registry, share.start
-        own = with_own_address(server)
-        cores = worker_cores(own, len(share))
-        key = shared_key(server.registry)
-        self._servers = [
-            Server(
-                own,
-                model_dir=model_dir,
-                dtype=own.served_dtype(config.model.dtype),
-                cores=cores[slot],
-                key=key,
-                log=config.output / "logs" / f"server-{index}.log",
-                seed=server_seed(config.seed, index),
-                gpus=range(slot * own.tp, (slot + 1) * own.tp),
-                dummy=config.adapter_rank is None and own.starts_with_dummies(trained=True),
-                adapter_rank=config.adapter_rank,
-                tokenizer=config.servers_need_tokenizer,
-            )
-            for slot, index in enumerate(share)
-        ]
+        self._entries = [RegistryEntry(server.registry, index) for index in share]
+        self._servers = make_servers(
+            with_local_address(server),
+            share,
+            key=shared_key(server.registry),
+            model_dir=model_dir,
+            dtype=config.model.dtype,
+            log_dir=config.output / "logs",
+            seed=config.seed,
+            trained=True,
+            adapter_rank=config.adapter_rank,
+            tokenizer=config.rollout.sampling.needs_tokenizer,
+        )
         self._lives = [""] * len(self._servers)
         self._restarts = 0
         self._max_restarts = server.max_restarts * len(self._servers)
@@ -281,11 +238,11 @@ class Node:
     def watch(self) -> None:
         """Replaces dead and retired servers until interrupted.
 
-        Raises RuntimeError with the end of a log if a server does not start, or after more than
-        ``rollout.server.max_restarts`` times the node's servers.
+        Raises RuntimeError if a server does not start, or dies too often.
         """
         while True:
-            gone = [slot for slot in range(len(self._servers)) if self._is_gone(slot)]
+            states = enumerate(zip(self._servers, self._entries, self._lives, strict=True))
+            gone = [slot for slot, (server, entry, life) in states if not server.alive or entry.is_retired(life)]
             if gone:
                 self._restarts += len(gone)
                 if self._restarts > self._max_restarts:
@@ -293,9 +250,6 @@ class Node:
                     raise RuntimeError(f"the servers of this node died {self._restarts} times; none is started again.\n{logs}")
                 self._start(gone)
             time.sleep(_WATCH_INTERVAL_S)
-
-    def _is_gone(self, slot: int) -> bool:
-        return not self._servers[slot].alive or is_retired(self._folder, self._first + slot, self._lives[slot])
 
     def _start(self, slots: list[int]) -> None:
         for slot in slots:
@@ -307,7 +261,7 @@ class Node:
         for slot in slots:
             server, self._lives[slot] = self._servers[slot], secrets.token_hex(8)
             server.wait_ready()
-            register(self._folder, self._first + slot, Registration(server.url, self._lives[slot]))
+            self._entries[slot].register(Registration(server.url, self._lives[slot]))
 
 
 def _share(config: ServerConfig, node: int, nodes: int) -> range:

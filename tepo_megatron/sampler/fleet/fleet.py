@@ -1,5 +1,3 @@
-"""The sampler of vLLM servers."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,14 +9,12 @@ from torch import Tensor
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.fleet.server_pool import Roster
 from tepo_megatron.sampler.fleet.stream import FleetStream
-from tepo_megatron.sampler.fleet.sync import AdapterSync, BroadcastSync, ShardSync, WeightSync
+from tepo_megatron.sampler.fleet.sync import BroadcastSync, ShardSync, WeightSync
 from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, SamplerSpec, ServerDied
 from tepo_megatron.sampler.sampling import Sampling, SamplingSettings, prompt_seed
-from tepo_megatron.sampler.vllm.client.client import Client
-from tepo_megatron.sampler.vllm.client.connection import ServerFault, ServerGone, ServerSilent
-from tepo_megatron.sampler.vllm.server.checks import check_machine_serves, check_server_split
-from tepo_megatron.sampler.vllm.server.resources import cores_of, worker_cores
-from tepo_megatron.sampler.vllm.server.server import for_all_at_once
+from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone, ServerSilent
+from tepo_megatron.sampler.vllm.resources import check_machine_serves, check_server_split, cores_of, worker_cores
+from tepo_megatron.sampler.vllm.server import for_all_at_once
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 from tepo_megatron.weights.transfer.sender import ShardSender
 
@@ -27,10 +23,10 @@ T = TypeVar("T")
 
 
 class Fleet(Roster):
-    """A ``Sampler`` of ``config.count`` vLLM servers; ``protocol.SamplerOptions`` has its other arguments.
+    """A ``Sampler`` of ``config.count`` vLLM servers.
 
-    With ``config.placement = "external"`` it waits for the servers of ``tepo serve``, and leaves them running. With
-    ``"colocated"`` they share the trainer's GPUs and sleep after starting, reviving and an update, until :meth:`wake_up`.
+    With ``"external"`` placement it leaves them running; ``"colocated"`` ones sleep after starting, reviving and an update,
+    until :meth:`wake_up`.
     """
 
     @property
@@ -157,22 +153,17 @@ class Fleet(Roster):
             raise
 
     def update_weights_from_tensors(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
-        stream = iter(tensors)
-        try:
-            self._update(version, BroadcastSync, lambda sync: sync.update_weights(version, manifest, stream))
-        except (RuntimeError, ValueError):
-            for _ in stream:  # each tensor is a collective of the trainer's ranks
-                continue
-            raise
+        self.update_adapters(version, manifest, tensors, None)
 
     def update_adapters(
-        self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor], settings: Mapping[str, Any]
+        self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor], settings: Mapping[str, Any] | None
     ) -> None:
+        """Without ``settings`` the tensors are the full weights."""
         stream = iter(tensors)
         try:
-            self._update(version, AdapterSync, lambda sync: sync.update_adapters(version, manifest, stream, settings))
+            self._update(version, BroadcastSync, lambda sync: sync.update_weights(version, manifest, stream, settings))
         except (RuntimeError, ValueError):
-            for _ in stream:
+            for _ in stream:  # each tensor is a collective of the trainer's ranks
                 continue
             raise
 

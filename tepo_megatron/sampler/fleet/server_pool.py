@@ -1,5 +1,3 @@
-"""The servers of a fleet: started, watched and restarted; and their clients."""
-
 from __future__ import annotations
 
 import secrets
@@ -10,31 +8,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import WeightsVersion
-from tepo_megatron.sampler.fleet.external import ExternalServer, external_servers
+from tepo_megatron.sampler.fleet.external import ExternalServer, shared_key, with_local_address
 from tepo_megatron.sampler.fleet.stream import Lane
 from tepo_megatron.sampler.fleet.sync import WeightSync
 from tepo_megatron.sampler.protocol import FAULT_FIGURES, INITIAL_WEIGHTS, ServerDied
-from tepo_megatron.sampler.vllm.client.client import Client
-from tepo_megatron.sampler.vllm.client.connection import ServerFault, ServerGone, ServerSilent
-from tepo_megatron.sampler.vllm.server.checks import read_vocab_size
-from tepo_megatron.sampler.vllm.server.resources import (
-    check_machine,
-    connections,
-    raise_open_files,
-    server_seed,
-    weights_bytes,
-    worker_cores,
-)
-from tepo_megatron.sampler.vllm.server.server import Server, for_all_at_once, has_gpu
+from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone, ServerSilent
+from tepo_megatron.sampler.vllm.resources import connections, read_vocab_size
+from tepo_megatron.sampler.vllm.server import Server, for_all_at_once, make_servers
 from tepo_megatron.weights.architecture import read_model_spec
 
 
 @dataclass
 class Restarts:
-    """Counts the restarts of a run, at most ``most``."""
-
     most: int
     done: int = 0
     first_cause: str = ""
@@ -44,7 +31,7 @@ class Restarts:
         self.first_cause = self.first_cause or str(cause).partition("\n")[0]
 
     def add(self, count: int, logs: str) -> None:
-        """Call it before the restarts. Raises RuntimeError, with the end of the logs, if they are too many."""
+        """Call it before the restarts. Raises RuntimeError if they are too many."""
         if self.done + count > self.most:
             first = f" The first failure was: {self.first_cause}." if self.first_cause else ""
             raise RuntimeError(
@@ -54,10 +41,7 @@ class Restarts:
 
 
 class Roster:
-    """The part of a ``Fleet`` below sampling and updates.
-
-    All servers but those in ``_lost`` have the weights ``_version``.
-    """
+    """All servers but those in ``_lost`` have the weights ``_version``."""
 
     def __init__(
         self,
@@ -76,17 +60,28 @@ class Roster:
         tokenizer: bool = False,
     ) -> None:
         self._starts_empty = adapter_rank is not None or config.starts_with_dummies(trained=trained)
-        config, self._key, self._servers = make_servers(
-            config,
-            model_dir=model_dir,
-            dtype=dtype,
-            log_dir=log_dir,
-            seed=seed,
-            first_gpu=first_gpu,
-            trained=trained,
-            adapter_rank=adapter_rank,
-            tokenizer=tokenizer,
-        )
+        self._servers: Sequence[Server | ExternalServer]
+        if config.placement == "external":
+            config = with_local_address(config)
+            assert config.registry is not None
+            self._key = shared_key(config.registry)
+            logs = [log_dir / f"server-{index}.log" for index in range(config.count)]
+            self._servers = [ExternalServer(config, index=index, log=log) for index, log in enumerate(logs)]
+        else:
+            self._key = secrets.token_urlsafe(32)
+            self._servers = make_servers(
+                config,
+                range(config.count),
+                key=self._key,
+                model_dir=model_dir,
+                dtype=dtype,
+                log_dir=log_dir,
+                seed=seed,
+                first_gpu=first_gpu,
+                trained=trained,
+                adapter_rank=adapter_rank,
+                tokenizer=tokenizer,
+            )
         self._config = config
         self._sleeps = config.placement == "colocated"
         self._keep_cache = keep_cache
@@ -102,18 +97,16 @@ class Roster:
         self._restarts_told = 0
         self._counts = dict.fromkeys(FAULT_FIGURES, 0)
         self._lost: dict[int, Future[None] | None] = {}
-        """Servers that do not sample until the next update, by number; with the start of their replacement."""
+        """Servers that wait for the next update, with the start of their replacement."""
         self._replaced: set[int] = set()
-        """Servers that were replaced and get their first weights from the running update."""
         self._revived = False
-        """Whether all servers wait for the next update, since some were restarted."""
         self._replacing = ThreadPoolExecutor(1, thread_name_prefix="replace-server")
         # start() may run in another thread than stop(): without the lock a server could be started after all were stopped.
         self._spawning = threading.Lock()
         self._stopped = False
         self._published: list[WeightsVersion] = [INITIAL_WEIGHTS]
         self._common = 1
-        """How many of ``_published`` come from finished updates."""
+        """Number of ``_published`` versions from finished updates."""
         self.updating = False
         # A stream of samples may lose a server in one thread while another updates weights.
         self._changing = threading.RLock()
@@ -158,9 +151,7 @@ class Roster:
         self._disconnect()
 
     def lose(self, lane: Lane, cause: ServerFault) -> None:
-        """The replacement gets weights with the next update. Raises ServerDied if no other server samples, or if servers must
-        start together, on the trainer's GPUs.
-        """
+        """Raises ServerDied if no other server samples, or if servers must start together."""
         with self._changing:
             # Skip a server that was replaced, or that another stream (an evaluation's) has lost.
             if lane.index not in self._lost and lane.client in self._clients:
@@ -210,7 +201,7 @@ class Roster:
             raise
 
     def _restart(self, servers: Sequence[Server | ExternalServer], *, stop: bool = False) -> None:
-        """May run in a thread. Raises RuntimeError after too many restarts."""
+        """May run in a thread."""
         if stop:
             for_all_at_once(servers, lambda server: server.stop())
         while servers:
@@ -288,44 +279,3 @@ class Roster:
         if self._sync is not None:
             self._sync.close()
             self._sync = None
-
-
-def make_servers(
-    config: ServerConfig,
-    *,
-    model_dir: Path,
-    dtype: str,
-    log_dir: Path,
-    seed: int,
-    first_gpu: int,
-    trained: bool = False,
-    adapter_rank: int | None = None,
-    tokenizer: bool = False,
-) -> tuple[ServerConfig, str, Sequence[Server | ExternalServer]]:
-    """Returns the config with the servers' address, their key, and the servers, not started yet.
-
-    Servers of this machine take ``config.tp`` GPUs each, from ``first_gpu`` on. Raises ValueError if it has too few resources
-    left.
-    """
-    if config.placement == "external":
-        return external_servers(config, log_dir)
-    raise_open_files()
-    check_machine(config, config.count, weights_bytes=weights_bytes(model_dir), on_gpu=has_gpu())
-    key = secrets.token_urlsafe(32)
-    servers = [
-        Server(
-            config,
-            model_dir=model_dir,
-            dtype=config.served_dtype(dtype),
-            cores=cores,
-            key=key,
-            log=log_dir / f"server-{index}.log",
-            seed=server_seed(seed, index),
-            gpus=range(first_gpu + index * config.tp, first_gpu + (index + 1) * config.tp),
-            dummy=adapter_rank is None and config.starts_with_dummies(trained=trained),
-            adapter_rank=adapter_rank,
-            tokenizer=tokenizer,
-        )
-        for index, cores in enumerate(worker_cores(config, config.count))
-    ]
-    return config, key, servers

@@ -1,12 +1,10 @@
-"""A stream of samples over several servers."""
-
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -17,18 +15,14 @@ from typing import Protocol
 from numpy.typing import ArrayLike
 
 from tepo_megatron.core.rollout import Response, TokenIds, WeightsVersion, token_ids
-from tepo_megatron.sampler.fleet.progress import ProgressWatch, interval_s
 from tepo_megatron.sampler.protocol import KeyedResponse, ServerDied
 from tepo_megatron.sampler.sampling import Sample, Sampling, join_parts, make_sample
-from tepo_megatron.sampler.vllm.client.client import Client
-from tepo_megatron.sampler.vllm.client.connection import ServerFault, ServerGone, ServerSilent
+from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone, ServerSilent
 
 
 @dataclass
 class Lane:
-    """A server that samples. ``index`` is its number in the fleet. A ``pool`` of its own keeps a hanging server from blocking
-    others.
-    """
+    """A ``pool`` per server keeps a hanging one from blocking others."""
 
     index: int
     client: Client
@@ -37,28 +31,25 @@ class Lane:
     samples: int = 0
     tokens: int = 0
     """Upper bound for the outstanding samples, prompts included."""
-    faults: int = 0
-    """Consecutive ones."""
+    faults: int = 0  # consecutive ones
 
 
 class Host(Protocol):
-    """The fleet, as a stream uses it."""
-
     @property
     def updating(self) -> bool:
-        """Whether servers hold their requests for a weight update."""
+        """Whether servers hold requests for an update."""
 
     def lanes(self) -> Sequence[Lane]:
-        """The servers that sample, as new objects."""
+        """Returns servers that sample, as new objects."""
 
     def published(self) -> int:
-        """The number of versions that all servers have had so far."""
+        """Versions that all servers have had."""
 
     def versions(self, since: int) -> Sequence[WeightsVersion]:
-        """The versions that may draw tokens, oldest first: the last of the first ``since``, and all after it."""
+        """Returns the last of the first ``since`` versions and all after it: they may draw tokens."""
 
     def lose(self, lane: Lane, cause: ServerFault) -> None:
-        """Reports a server that is dead, hangs or answers wrongly. Raises ServerDied if no other can replace it."""
+        """Raises ServerDied if no server can replace it."""
 
     def raise_if_dead(self, cause: Exception) -> None:
         """Raises ServerDied if a dead server is the reason for ``cause``."""
@@ -67,17 +58,16 @@ class Host(Protocol):
 
 
 FIRST_PAUSE_S = 0.1
-"""The pause doubles with each repetition of a request, up to ``_LAST_PAUSE_S``."""
+"""It doubles with each repetition, up to ``_LAST_PAUSE_S``."""
 
 _LAST_PAUSE_S = 5.0
 
-_QUEUE_FACTOR = 2
-"""A server gets up to this times the samples that it draws at once; the others wait here for a server with room."""
+_QUEUE_FACTOR = 2  # longest queue of a server, in samples that it draws at once
 
 _ABORT_INTERVAL_S = 0.5
 
 _ABORT_TIMEOUT_S = 30.0
-"""Time for servers to send the parts of aborted responses."""
+"""For servers to send the parts of aborted responses."""
 
 
 @dataclass
@@ -88,7 +78,7 @@ class _Request:
     parts: Mapping[int, Response]
     since: int
     faults: int = 0
-    """Failures other than the loss of its server."""
+    """Does not count the loss of its server."""
     name: str = ""
     home: Hashable = None
     lane: Lane | None = None
@@ -113,9 +103,8 @@ class _Event:
 class FleetStream:
     """A ``SampleStream`` over the servers of ``host``.
 
-    A request goes to the server with the fewest outstanding tokens, and is repeated at most ``max_retries`` times. The stream
-    gives up a server after more than ``max_retries`` faults in a row, if it is dead, or if it is silent for ``timeout_s``
-    seconds. ``at_once``: samples that a server draws at a time.
+    Requests go to the server with the fewest outstanding tokens, and are repeated up to ``max_retries`` times. The stream gives
+    up a server after more faults in a row, if it is dead, or silent for ``timeout_s``.
     """
 
     host: Host
@@ -130,10 +119,9 @@ class FleetStream:
     _ready: deque[KeyedResponse] = field(default_factory=deque)
     _lanes: dict[int, Lane] = field(default_factory=dict)
     _homes: dict[Hashable, int] = field(default_factory=dict)
-    """Home → index of the server of its last request."""
     _watches: dict[int, ProgressWatch] = field(default_factory=dict)
     _names: Iterator[int] = field(default_factory=count)
-    _ended: bool = False
+    _is_aborted: bool = False
 
     def __enter__(self) -> FleetStream:
         self._refresh()
@@ -194,7 +182,7 @@ class FleetStream:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while not self._ready and self.unfinished:
-                left = interval_s(self.timeout_s)
+                left = _interval_s(self.timeout_s)
                 if deadline is not None:
                     left = min(left, deadline - time.monotonic())
                 with suppress(Empty):
@@ -215,7 +203,7 @@ class FleetStream:
             try:
                 event = self._events.get(timeout=min(left, _ABORT_INTERVAL_S))
             except Empty:
-                self._abort_sent()  # a request that was just on its way was not ended
+                self._abort_sent()  # it does not end a request that was being sent
                 continue
             if isinstance(event.error, ServerFault):
                 self._drop(event)
@@ -223,7 +211,7 @@ class FleetStream:
                 self._settle(event)
         for request in list(self._sent.values()):
             self._forget(request)
-        self._ended = False
+        self._is_aborted = False
         results = list(self._ready)
         self._ready.clear()
         return results
@@ -267,7 +255,7 @@ class FleetStream:
 
     def _draw(self, request: _Request, lane: Lane, samples: Mapping[int, Sample], name: str) -> None:
         try:
-            if self._ended:
+            if self._is_aborted:
                 self._events.put(_Event(request, name))
                 return
             if request.faults:
@@ -278,7 +266,7 @@ class FleetStream:
                 list(samples.values()),
                 self.sampling,
                 lambda: self.host.versions(request.since),
-                ended=lambda: self._ended,
+                is_aborted=lambda: self._is_aborted,
             )
             for index, response in drawn:
                 self._events.put(_Event(request, name, index, response))
@@ -357,7 +345,7 @@ class FleetStream:
 
     def _abort_sent(self) -> None:
         # In threads of their own, since a server may hang.
-        self._ended = True
+        self._is_aborted = True
         for lane in self._lanes.values():
             if names := [request.name for request in self._sent.values() if request.lane is lane and request.samples]:
                 threading.Thread(target=_abort, args=(lane.client, names), name="abort-samples", daemon=True).start()
@@ -366,3 +354,72 @@ class FleetStream:
 def _abort(client: Client, names: Sequence[str]) -> None:
     with suppress(RuntimeError):  # the watch finds a server that fails
         client.abort(names)
+
+
+_PROBES = 20
+
+_MAX_INTERVAL_S = 5.0
+
+
+def _interval_s(timeout_s: float) -> float:
+    return min(_MAX_INTERVAL_S, timeout_s / _PROBES)
+
+
+class ProgressWatch:
+    """Counts only time in which this process ran. Only one thread uses it.
+
+    ``probe`` runs in another thread and raises ServerSilent or ServerGone.
+    """
+
+    def __init__(
+        self,
+        probe: Callable[[], object],
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        on_move: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._probe, self._timeout_s, self._clock, self._on_move = probe, timeout_s, clock, on_move
+        self._interval = _interval_s(timeout_s)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="progress")
+        self._answer: Future[object] | None = None
+        self._probed_at = self._checked_at = clock()
+        self._last: object = None
+        self._silent_s = 0.0
+        self._gone = 0
+
+    def note_progress(self) -> None:
+        """Call it when the server answers a request, or gets its first one."""
+        self._silent_s, self._checked_at, self._gone = 0.0, self._clock(), 0
+
+    def look(self) -> str:
+        """Returns why the server counts as dead, or ""."""
+        now = self._clock()
+        self._silent_s += min(now - self._checked_at, 2 * self._interval)
+        self._checked_at = now
+        if self._answer is not None and self._answer.done():
+            gone = self._take(self._answer)
+            self._answer = None
+            if gone:
+                return gone
+        if self._answer is None and now - self._probed_at >= self._interval:
+            self._answer, self._probed_at = self._thread.submit(self._probe), now
+        if self._silent_s < self._timeout_s:
+            return ""
+        return f"no new token of any request within {self._timeout_s:g} s (rollout.server.request_timeout_s)"
+
+    def _take(self, answer: Future[object]) -> str:
+        try:
+            state = answer.result()
+        except ServerSilent:
+            return ""
+        except ServerGone as error:
+            self._gone += 1  # one connection may fail for other reasons
+            return str(error) if self._gone > 1 else ""
+        if state is not None and state != self._last:
+            self._last = state
+            self.note_progress()
+            self._on_move()
+        return ""
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)

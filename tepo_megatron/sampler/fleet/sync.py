@@ -1,7 +1,7 @@
-"""Puts the trainer's weights into running servers, which hold responses in progress and continue them with the new weights.
+"""Puts the trainer's weights into running servers, which then continue their responses.
 
-Servers on the trainer's GPUs sleep instead of pausing, and get no cache until the trainer has made room. A failure leaves the
-weights undefined: restart the servers, and make a new sync.
+Servers on the trainer's GPUs sleep instead of pausing. A failure leaves the weights undefined: restart the servers, and make a
+new sync.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from tepo_megatron.core.rollout import WeightsVersion
-from tepo_megatron.sampler.vllm.client.client import Client
-from tepo_megatron.sampler.vllm.client.connection import ServerFault, ServerGone, ServerSilent
+from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone, ServerSilent
 from tepo_megatron.weights.transfer import full_tensors
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 from tepo_megatron.weights.transfer.sender import ShardSender
@@ -25,15 +24,13 @@ from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 T = TypeVar("T")
 
 LOOK_S = 2.0
-"""Time between two health checks of a server that is silent in an update."""
 
 
 class WeightSync(ABC):
-    """The servers' part of an update. All errors are RuntimeErrors; ServerSilent if a server hangs.
+    """All errors are RuntimeErrors; ServerSilent if a server hangs.
 
-    ``host`` is an address of this machine that servers reach; ``tp`` the workers of each; ``timeout_s`` bounds every message,
-    ``answer_timeout_s`` an answer after all weights are sent. ``asleep``: servers sleep before every update. ``keep_cache``:
-    held responses keep their keys and values.
+    ``tp``: workers of each server. ``timeout_s`` bounds every message, ``answer_timeout_s`` an answer after all weights are
+    sent. ``asleep``: servers sleep before every update. ``keep_cache``: held responses keep keys and values.
     """
 
     def __init__(
@@ -58,7 +55,7 @@ class WeightSync(ABC):
 
     @abstractmethod
     def _close_group(self) -> None:
-        """What the workers still wait for then fails."""
+        """Pending waits of the workers fail."""
 
     def _start_update(self) -> None:
         if self._asleep:
@@ -71,37 +68,26 @@ class WeightSync(ABC):
         self,
         enter: Callable[[], T],
         leave: Callable[[], None],
-        place: str,
         *,
         first_worker: int,
-        world_size: int,
-        sharded: bool,
-        adapters: bool = False,
+        info: Mapping[str, Any],
     ) -> T:
-        """Returns what ``enter``, by which this process joins, returns. ``leave`` tells waiting members that nobody comes."""
+        """Returns the result of ``enter``, by which this process joins; ``leave`` ends the others' waits."""
+        info = {"host": self._host, "timeout_s": self._timeout_s, **info}
         joining = [
-            self._pool.submit(
-                client.init_weight_transfer,
-                self._host,
-                place,
-                rank_offset=first_worker + self._tp * index,
-                world_size=world_size,
-                timeout_s=self._timeout_s,
-                sharded=sharded,
-                adapters=adapters,
-            )
+            self._pool.submit(client.init_weight_transfer, {**info, "rank_offset": first_worker + self._tp * index})
             for index, client in enumerate(self._clients)
         ]
-        own = self._pool.submit(enter)
+        entering = self._pool.submit(enter)
         # After a server's failure this side waits for it until the time-out; the error need not.
-        members: list[Future[Any]] = [*joining, own]
+        members: list[Future[Any]] = [*joining, entering]
         wait(members, return_when=FIRST_EXCEPTION)
         if any(_failed(member) for member in members):
             leave()
-            self._await_answers(joining)  # servers that waited for another answer now; a silent one is at fault
+            wait(joining, self._timeout_s)  # servers that waited for another answer now; a silent one is at fault
             message = f"the servers did not join the weight-transfer group. {_causes(members)}"
             raise _failure(message, joining, self._silent(joining))
-        return own.result()
+        return entering.result()
 
     def _transfer(self, receive: Callable[[Client], None], send: Callable[[Callable[[], bool]], None]) -> None:
         receiving = [self._pool.submit(receive, client) for client in self._clients]
@@ -116,12 +102,8 @@ class WeightSync(ABC):
         # This end only sees a connection close; which server failed, and at what, is in that server's answer. Other servers
         # may wait for a trainer rank that waits for the one that failed, until this one leaves.
         self._close_group()
-        self._await_answers(receiving)
+        wait(receiving, self._timeout_s)
         raise _failure(_causes(receiving) or str(failed or ""), receiving, self._silent(receiving)) from failed
-
-    def _await_answers(self, requests: Sequence[Future[None]]) -> None:
-        """Gives servers that wait for a member that left the time of one message to report it."""
-        wait(requests, self._timeout_s)
 
     def _silent(self, requests: Sequence[Future[None]]) -> list[str]:
         return [client.url for client, request in zip(self._clients, requests, strict=True) if not request.done()]
@@ -133,10 +115,8 @@ class WeightSync(ABC):
         if not self._asleep:
             self._everywhere(Client.resume)
 
-    def _everywhere(self, request: Callable[[Client], None]) -> None:
-        self._collect([self._pool.submit(request, client) for client in self._clients])
-
-    def _collect(self, requests: Sequence[Future[None]]) -> None:
+    def _everywhere(self, ask: Callable[[Client], None]) -> None:
+        requests = [self._pool.submit(ask, client) for client in self._clients]
         while waiting := wait(requests, LOOK_S).not_done:
             for client, request in zip(self._clients, requests, strict=True):
                 if request in waiting:
@@ -153,35 +133,38 @@ class WeightSync(ABC):
 
 
 class BroadcastSync(WeightSync):
-    """Sends full tensors from this process to all workers."""
+    """Sends full tensors, or LoRA adapters, from this process to all workers."""
 
     _group: GlooGroup | None = None
-    _adapters = False
 
-    def update_weights(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
-        """Sends all tensors of the manifest, in order.
-
-        Raises RuntimeError naming the server and the tensor when either side fails, within about the time-out.
-        """
-        group = self._group = self._group or self._form()
+    def update_weights(
+        self,
+        version: WeightsVersion,
+        manifest: TensorManifest,
+        tensors: Iterable[Tensor],
+        adapter_settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``adapter_settings`` are a PEFT folder's. Raises RuntimeError naming server and tensor."""
+        has_adapters = adapter_settings is not None
+        group = self._group = self._group or self._form(has_adapters)
         self._start_update()
+        info = {"manifest": [[name, list(shape), dtype] for name, shape, dtype in manifest]}
         self._transfer(
-            lambda client: client.receive_tensors(manifest),
+            lambda client: client.receive_weights(info | ({"settings": dict(adapter_settings)} if adapter_settings else {})),
             lambda cancelled: full_tensors.send(group, manifest, tensors, cancelled=cancelled),
         )
         self._finish_update(version)
+        if has_adapters:
+            self._everywhere(Client.use_adapter)
 
-    def _form(self) -> GlooGroup:
+    def _form(self, has_adapters: bool) -> GlooGroup:
         world_size = 1 + self._tp * len(self._clients)
         store, place = listen(self._host)
         return self._join_group(
             lambda: GlooGroup(store, self._host, 0, world_size, self._timeout_s),
             lambda: announce_departure(store),
-            place,
             first_worker=1,
-            world_size=world_size,
-            sharded=False,
-            adapters=self._adapters,
+            info={"place": place, "world_size": world_size, "sharded": False, "adapters": has_adapters},
         )
 
     def _close_group(self) -> None:
@@ -190,33 +173,15 @@ class BroadcastSync(WeightSync):
             self._group = None
 
 
-class AdapterSync(BroadcastSync):
-    """As :class:`BroadcastSync`, for LoRA adapters."""
-
-    _adapters = True
-
-    def update_adapters(
-        self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor], settings: Mapping[str, Any]
-    ) -> None:
-        """As :meth:`update_weights`; ``settings`` are those of a PEFT folder."""
-        group = self._group = self._group or self._form()
-        self._start_update()
-        self._transfer(
-            lambda client: client.receive_adapters(manifest, settings),
-            lambda cancelled: full_tensors.send(group, manifest, tensors, cancelled=cancelled),
-        )
-        self._finish_update(version)
-        self._everywhere(Client.use_adapter)
-
-
 class ShardSync(WeightSync):
-    """Sends shards from every trainer rank. Rank 0 calls; the others ``update_as_non_root``."""
+    """Rank 0 calls; the others ``update_as_non_root``."""
 
     _sender: ShardSender | None = None
 
     def update_weights(self, version: WeightsVersion, sender: ShardSender) -> None:
-        """Raises RuntimeError naming the server, the tensor and the ranks when anything fails, within about the time-out. The
-        caller must always call ``sender.finish_update`` afterwards, since the other ranks wait for it.
+        """Raises RuntimeError naming server, tensor and ranks.
+
+        Always call ``sender.finish_update`` afterwards: other ranks wait for it.
         """
         if self._sender is None:
             self._sender = sender
@@ -225,15 +190,13 @@ class ShardSync(WeightSync):
             self._join_group(
                 sender.join_group,
                 self._close_group,
-                place,
                 first_worker=sender.num_sources,
-                world_size=sender.world_size,
-                sharded=True,
+                info={"place": place, "world_size": sender.world_size, "sharded": True},
             )
         else:
             sender.broadcast_rendezvous()
         self._start_update()
-        self._transfer(Client.receive_shards, sender.send_shards)
+        self._transfer(lambda client: client.receive_weights({}), sender.send_shards)
         self._finish_update(version)
 
     def _close_group(self) -> None:
@@ -243,7 +206,7 @@ class ShardSync(WeightSync):
 
 
 def _end_if_gone(client: Client) -> None:
-    """A server with a dead engine, or that refuses connections, would never answer its request. A silent one may be slow."""
+    """A dead engine would never answer. A silent server may be slow."""
     try:
         client.progress()
     except ServerGone:

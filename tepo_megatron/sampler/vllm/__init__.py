@@ -1,1 +1,1 @@
-"""The code that speaks to vLLM or runs inside it."""
+"""Code that speaks to vLLM or runs inside it."""

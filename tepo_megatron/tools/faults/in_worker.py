@@ -1,7 +1,4 @@
-"""Spoils weights inside a vLLM worker after arrival, before the layer processes them: names and shapes are the bridge table's.
-
-Only the harness' servers load it, by ``--worker-extension-cls``.
-"""
+"""Spoils weights inside a vLLM worker before the layer processes them, by ``--worker-extension-cls``."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ _KEPT: dict[str, Tensor] = {}
 
 class FaultyWorker:
     def tepo_fault(self, given: str) -> str:
-        """Apply the JSON's kind, param and scale from the next update on; kind ``none`` stops it."""
+        """``given`` is JSON with kind, param and scale, in effect from the next update; kind ``none`` stops it."""
         fault = json.loads(given)
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         rank = int(self.rank)  # type: ignore[attr-defined]
@@ -62,7 +59,7 @@ def _spoil_rotary(module: Any, kind: str, scale: float) -> None:
 
 
 def _spoil_loader(fault: dict[str, Any], rank: int) -> None:
-    from tepo_megatron.sampler.vllm.plugin.shards import ShardLoader
+    from tepo_megatron.sampler.vllm.plugin.engine import ShardLoader
 
     right: Callable[[Any, str], None] = getattr(ShardLoader, "_tepo_load", ShardLoader._load)
 

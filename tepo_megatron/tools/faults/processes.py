@@ -23,11 +23,9 @@ ROLES = {
     "supervisor": "tepo_megatron.runtime.supervise",
     "reward worker": "tepo_megatron.tasks.reward.worker",
 }
-"""Role → a part of its command line. torchrun's variable identifies ranks."""
 
 
 def descendants(root: int) -> list[int]:
-    """The process and its running descendants, parents first."""
     return [root, *(state.pid for state in proc.descendants(root) if state.alive)]
 
 
@@ -36,7 +34,7 @@ def alive(pid: int) -> bool:
 
 
 def by_role(root: int, module: str) -> dict[str, list[int]]:
-    """Role → processes below ``root``, with ``parent``, ``rank 0`` … added; ``module`` is what ranks run."""
+    """Adds ``parent``, ``rank 0`` … ``module`` is what ranks run."""
     result: dict[str, list[int]] = {"parent": [root]}
     for pid in descendants(root)[1:]:
         line = proc.command_line(pid)
@@ -53,7 +51,6 @@ def by_role(root: int, module: str) -> dict[str, list[int]]:
 
 
 def wait_until(ready: Callable[[], T], timeout_s: float, what: str) -> T:
-    """Raises TimeoutError."""
     deadline = time.monotonic() + timeout_s
     while not (value := ready()):
         if time.monotonic() > deadline:
@@ -63,14 +60,13 @@ def wait_until(ready: Callable[[], T], timeout_s: float, what: str) -> T:
 
 
 def wait_gone(pids: Sequence[int], timeout_s: float) -> list[int]:
-    """The processes still running."""
+    """Returns the processes still running."""
     with suppress(TimeoutError):
         wait_until(lambda: not any(map(alive, pids)), timeout_s, "")
     return [pid for pid in pids if alive(pid)]
 
 
 def end_tree(process: subprocess.Popen[bytes], others: Sequence[int] = ()) -> None:
-    """End a process and its descendants: SIGTERM, a wait, SIGKILL."""
     pids = [*dict.fromkeys([*descendants(process.pid), *others])]
     for pid in pids:
         with suppress(ProcessLookupError):
@@ -88,7 +84,7 @@ def end_tree(process: subprocess.Popen[bytes], others: Sequence[int] = ()) -> No
 
 
 def listening(pids: Sequence[int]) -> Iterator[tuple[int, str, int]]:
-    """(process, address in the kernel's hex, TCP port) of every listening socket."""
+    """(process, address in the kernel's hex, TCP port)."""
     sockets = {}
     for table in ("tcp", "tcp6"):
         with suppress(OSError):

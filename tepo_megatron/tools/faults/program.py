@@ -10,22 +10,23 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
+import time
 from functools import partial
 from pathlib import Path
 
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.runtime import torchrun
 from tepo_megatron.runtime.rank import under_torchrun
+from tepo_megatron.tasks.reward.verifiers import last_word
 
 MODULE = "tepo_megatron.tools.faults.program"
 FOLDER = "TEPO_FAULTS_FOLDER"
 
 
-def main() -> None:
-    if under_torchrun():
-        _announce_phases(Path(os.environ[FOLDER]))
-    else:  # ranks must run this program, too
-        torchrun.run_ranks = partial(torchrun.run_ranks, module=MODULE)
-    runpy.run_module("tepo_megatron", run_name="__main__")
+def slow_last_word(problem: Problem, response: str) -> float:
+    """Slow, so that a fault can come in between."""
+    time.sleep(0.005)
+    return last_word(problem, response)
 
 
 def arm(folder: Path, phase: str) -> None:
@@ -34,10 +35,6 @@ def arm(folder: Path, phase: str) -> None:
         (folder / name).unlink(missing_ok=True)
     (folder / "draft").write_text(phase)
     (folder / "draft").replace(folder / "armed")
-
-
-def is_reached(folder: Path) -> bool:
-    return (folder / "reached").exists()
 
 
 def _announce(folder: Path, phase: str) -> None:
@@ -66,4 +63,8 @@ def _announce_phases(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if under_torchrun():
+        _announce_phases(Path(os.environ[FOLDER]))
+    else:  # ranks must run this program, too
+        torchrun.run_ranks = partial(torchrun.run_ranks, module=MODULE)
+    runpy.run_module("tepo_megatron", run_name="__main__")

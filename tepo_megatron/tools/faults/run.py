@@ -1,26 +1,34 @@
-"""``tepo faults``: injects every class, in two parallel lanes, and resumes an interrupted call."""
+"""``tepo faults`` injects every class in two parallel lanes and resumes an interrupted call."""
 
 from __future__ import annotations
 
+import datetime
 import json
+import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from tepo_megatron.tools.faults.answer_faults import HostileAnswers
-from tepo_megatron.tools.faults.config_faults import MalformedConfigs
-from tepo_megatron.tools.faults.disk_faults import CheckpointDamage, FullDisks
-from tepo_megatron.tools.faults.process_faults import Hangs, Kills
+from tepo_megatron.runtime.text import echo
+from tepo_megatron.tools.faults.input_faults import HostileAnswers, MalformedConfigs
 from tepo_megatron.tools.faults.processes import end_tree, wait_until
-from tepo_megatron.tools.faults.silent import SilentFaults
+from tepo_megatron.tools.faults.run_faults import CheckpointDamage, FullDisks, Hangs, Kills
+from tepo_megatron.tools.faults.silent import CHECKS, SilentFaults
 from tepo_megatron.tools.faults.strangers import Strangers
 from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, OutcomeLog, Workshop, fault_rng
+from tepo_megatron.tools.results import describe_machine, markdown, select_names
 
-CLASSES: tuple[type[FaultClass], ...] = (
+FaultClasses = Sequence[type[FaultClass]]
+Say = Callable[[str], None]
+
+CLASSES: FaultClasses = (
     MalformedConfigs,
     HostileAnswers,
     CheckpointDamage,
@@ -30,70 +38,49 @@ CLASSES: tuple[type[FaultClass], ...] = (
     Strangers,
     Hangs,
 )
-
-_LIVE = (Kills, Strangers, Hangs)
-
-
-def lanes(*, quick: bool) -> dict[str, tuple[type[FaultClass], ...]]:
-    """The classes of each parallel lane. A lane has its own live run, except with ``quick``, where a second costs more than it
-    saves."""
-    first = _LIVE if quick else (Kills,)
-    return {"first": first, "second": tuple(kind for kind in CLASSES if kind not in first)}
+_ENDING = "ending"
 
 
-Say = Callable[[str], None]
-ENDING = "ending"
-"""Class of the outcomes that compare a lane's finished live run with the undisturbed one."""
-
-_FOREVER_S = 86400.0
+def lanes(*, quick: bool) -> dict[str, FaultClasses]:
+    """With ``quick`` one live run serves both: a second costs more than it saves."""
+    first = (Kills, Strangers, Hangs) if quick else (Kills,)
+    return {"first": first, "second": [kind for kind in CLASSES if kind not in first]}
 
 
 def select(only: str) -> list[type[FaultClass]]:
-    """The classes of comma-separated names, all if empty. Raises ValueError for an unknown name."""
-    names = [name.strip() for name in only.split(",") if name.strip()]
-    known = [item.name for item in CLASSES]
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"--only {', '.join(unknown)}: no such class of faults; known: {', '.join(known)}")
-    return [item for item in CLASSES if not names or item.name in names]
+    names = select_names(only, [kind.name for kind in CLASSES], "class of faults")
+    return [kind for kind in CLASSES if kind.name in names]
 
 
-def run(classes: Sequence[type[FaultClass]], folder: Path, *, seed: int, quick: bool, say: Say) -> OutcomeLog:
-    """Inject what the folder's record lacks. Raises ValueError if the record has another seed, RuntimeError if a lane ends
-    early."""
+def run(classes: FaultClasses, folder: Path, *, seed: int, quick: bool, say: Say) -> OutcomeLog:
+    """Raises ValueError if the record has another seed, RuntimeError if a lane ends early."""
     record = OutcomeLog(folder, seed=seed, quick=quick)
     chosen = {name: [kind for kind in classes if kind in members] for name, members in lanes(quick=quick).items()}
-    expected = {name: kinds for name, kinds in chosen.items() if kinds}
-    if len(expected) < 2:
-        _run_lane(next(iter(expected), "first"), classes, record, folder, seed=seed, quick=quick, say=say)
+    chosen = {name: kinds for name, kinds in chosen.items() if kinds}
+    if len(chosen) < 2:
+        _run_lane(next(iter(chosen), "first"), classes, record, folder, seed=seed, quick=quick, say=say)
         return record
-    _side_by_side(expected, folder, seed=seed, quick=quick)
+    _side_by_side(chosen, folder, seed=seed, quick=quick)
     return OutcomeLog(folder, seed=seed, quick=quick)
 
 
-def _side_by_side(expected: dict[str, list[type[FaultClass]]], folder: Path, *, seed: int, quick: bool) -> None:
-    given = {
-        name: json.dumps(
-            {"lane": name, "only": [item.name for item in kinds], "folder": str(folder), "seed": seed, "quick": quick}
-        )
-        for name, kinds in expected.items()
-    }
+def _side_by_side(chosen: dict[str, list[type[FaultClass]]], folder: Path, *, seed: int, quick: bool) -> None:
     running: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        for name, arguments in given.items():
-            running[name] = subprocess.Popen(
-                [sys.executable, "-m", __name__, arguments], stdin=subprocess.DEVNULL, start_new_session=True
-            )
-        wait_until(lambda: all(lane.poll() is not None for lane in running.values()), _FOREVER_S, "the end of the lanes")
+        for lane, kinds in chosen.items():
+            only = ",".join(kind.name for kind in kinds)
+            arguments = json.dumps({"lane": lane, "only": only, "folder": str(folder), "seed": seed, "quick": quick})
+            command = [sys.executable, "-m", __name__, arguments]
+            running[lane] = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        wait_until(lambda: all(process.poll() is not None for process in running.values()), 86400.0, "the end of the lanes")
     finally:
-        for lane in running.values():
-            end_tree(lane)
-    if failed := [f"{name} (exit code {lane.returncode})" for name, lane in running.items() if lane.returncode]:
+        for process in running.values():
+            end_tree(process)
+    if failed := [f"{lane} (exit code {process.returncode})" for lane, process in running.items() if process.returncode]:
         raise RuntimeError(f"not all faults were injected: the lane {' and '.join(failed)} ended early; what it said is above")
 
 
-def _run_lane(
-    lane: str, classes: Sequence[type[FaultClass]], record: OutcomeLog, folder: Path, *, seed: int, quick: bool, say: Say
-) -> None:
+def _run_lane(lane: str, classes: FaultClasses, record: OutcomeLog, folder: Path, *, seed: int, quick: bool, say: Say) -> None:
     workshop = Workshop(folder / "work", lane=lane, quick=quick, say=say)
     try:
         for kind in classes:
@@ -101,7 +88,9 @@ def _run_lane(
             if missing:
                 say(f"{kind.name}: {len(missing)} of {kind.count(quick=quick)} to inject: {kind.title}")
                 _inject(kind(workshop), missing, record, seed, say)
-        _end_live_run(workshop, record, int(lane != "first"), say)
+        number = int(lane != "first")
+        if not record.has(_ENDING, number) and (wrong := workshop.finish_run()) is not None:
+            record.add(_ENDING, number, FaultOutcome("the end of the live run", "lost" if wrong else "survived", wrong))
     finally:
         workshop.close()
 
@@ -114,32 +103,123 @@ def _inject(faults: FaultClass, numbers: Sequence[int], record: OutcomeLog, seed
                 outcome = faults.inject(number, fault_rng(seed, faults.name, number))
             except Exception as error:  # any error counts as a lost fault; try the next one
                 traceback.print_exc()
-                outcome = FaultOutcome(
-                    f"number {number}", "lost", f"the harness came to no end: {type(error).__name__}: {error}"
-                )
+                said = f"the harness came to no end: {type(error).__name__}: {error}"
+                outcome = FaultOutcome(f"number {number}", "lost", said)
             record.add(faults.name, number, outcome)
             seconds = time.monotonic() - start
             say(f"  {faults.name} {number + 1}: {outcome.fault}: {outcome.result} after {seconds:.0f} s. {outcome.said[:200]}")
 
 
-def _end_live_run(workshop: Workshop, record: OutcomeLog, number: int, say: Say) -> None:
-    if workshop.has_run and not record.has(ENDING, number):
-        say("the live run goes on to its end …")
-        wrong = workshop.finish_run()
-        record.add(ENDING, number, FaultOutcome("the end of the live run", "lost" if wrong else "survived", wrong))
+COLUMNS = ("faults", "injected", "survived", "refused", "lost", "recovery, median", "longest")
+SILENT_COLUMNS = ("silent fault", "caught by", "prompt", "cache", "rollouts", "smallest error caught, as a share of the whole")
+_LONGEST = 64
+
+_INTRODUCTION = """# Faults, injected
+
+The command `tepo faults` injects faults into tiny runs: the model of this package, two trainer ranks and a server with two
+workers on a CPU, or one rank that replays rollouts; in two lanes side by side, of which one has the kills. It wrote this
+page. *survived*: the run went on, or was resumed, and its metrics, rollouts and weights are those of a run that nothing
+disturbed, to the last bit. *refused*: it stopped, or did not begin, with a sentence, and nothing is damaged. *lost*: anything
+else, also a traceback, or a process that is left. What a user sees of each fault, and what to do, is in
+[operations](../guides/operations.md).
+"""
+_SILENT_INTRODUCTION = """## Silent faults
+
+Digests see what happens to weights on their way. These faults come after them: inside a vLLM worker, between the arrival
+of a parameter and its use, or in what is no parameter at all. Three canaries can see them ([numerics](numerics.md)): the
+fixed *prompt*, the prompt through the prefix *cache*, and the *rollouts* that are trained on; and the *version* that a
+server says with every response. In the columns, in nats: the worst token of the prompt, the difference through the cache,
+the mean difference in the worst group of rollouts, all with the whole error. An error of size s is right + s · (wrong −
+right), of weights, buffers or temperature; sizes were tried from 1 down by tens until none was seen. What is stale is one
+optimizer step old, on 32 responses at a learning rate of 5e-5: the nats depend on how far a step goes. A false alarm would
+be a line without a fault that was caught.
+"""
+_ESCAPED = str.maketrans({"|": "\\|", "<": "&lt;", "`": "'", "*": "\\*", "_": "\\_", "[": "\\[", "]": "\\]"})
 
 
-def _main(given: str) -> None:
+def table(record: OutcomeLog) -> list[tuple[str, ...]]:
+    titles = {kind.name: f"{kind.name}: {kind.title}" for kind in CLASSES}
+    titles[_ENDING] = "the end of the live run after all of them: weights and metrics, bit for bit"
+    outcomes = {name: list(record.outcomes(name)) for name in titles}
+    rows = [_row(titles[name], entries) for name, entries in outcomes.items() if entries]
+    return [*rows, _row("all", [entry for entries in outcomes.values() for entry in entries])]
+
+
+def lost(record: OutcomeLog) -> list[str]:
+    names = [*(kind.name for kind in CLASSES), _ENDING]
+    entries = [(name, entry) for name in names for entry in record.outcomes(name)]
+    return [f"{name}: {entry['fault']}: {entry['said']}" for name, entry in entries if entry["result"] == "lost"]
+
+
+def _row(name: str, entries: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    results = Counter(entry["result"] for entry in entries)
+    seconds = [entry["recovery_s"] for entry in entries if entry["recovery_s"] is not None]
+    times = (f"{statistics.median(seconds):.1f} s", f"{max(seconds):.1f} s") if seconds else ("–", "–")
+    counts = (str(results[result]) for result in ("survived", "refused", "lost"))
+    return (name, str(len(entries)), *counts, *times)
+
+
+def silent_table(record: OutcomeLog) -> list[tuple[str, ...]]:
+    rows = []
+    for entry in record.outcomes("silent"):
+        details = entry["details"]
+        if not details:
+            continue
+        whole = details["found"][0]
+        figures = whole.get("figures", {})
+        caught = [check for check in CHECKS if check in whole["caught"]]
+        cells = [f"{figures[name]:.1e}" if name in figures else "–" for name in ("prompt", "cache", "rollouts")]
+        smallest = [f"{check} {size:g}" for check, size in details["smallest"].items() if size is not None]
+        rows.append((entry["fault"], ", ".join(caught) or "–", *cells, ", ".join(smallest) or "–"))
+    return rows
+
+
+def write_markdown(record: OutcomeLog, path: Path, *, command: str) -> Path:
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
+    parts = [_INTRODUCTION, f"`{command}`, {date}, {describe_machine()}.", "", markdown(COLUMNS, table(record))]
+    if missing := [kind.name for kind in CLASSES if not any(record.outcomes(kind.name))]:
+        parts += [f"Not injected in this record: {', '.join(missing)}.", ""]
+    if rows := lost(record):
+        parts += ["Lost:", "", *(f"- {_shown(row, record)}" for row in rows), ""]
+    if silent := silent_table(record):
+        parts += [_SILENT_INTRODUCTION, markdown(SILENT_COLUMNS, silent)]
+    parts += ["## Every fault", ""]
+    for kind in CLASSES:
+        if entries := list(record.outcomes(kind.name)):
+            is_long = len(entries) > _LONGEST
+            shown = [entry for entry in entries if entry["result"] == "lost"] if is_long else entries
+            parts += [f"### {kind.name}", "", *([f"Of {len(entries)} those that were lost."] if is_long else []), ""]
+            cells = [
+                (_shown(entry["fault"], record), entry["result"], _seconds(entry), _shown(entry["said"], record))
+                for entry in shown
+            ]
+            parts.append(markdown(("fault", "result", "recovery", "what was said"), cells))
+    path.write_text("\n".join(parts), encoding="utf-8")
+    return path
+
+
+def _shown(text: str, record: OutcomeLog) -> str:
+    for folder, name in ((record.path.parent, "OUT"), (Path(__file__).parents[2], "tepo_megatron")):
+        for form in (str(folder.resolve()), str(folder)):
+            text = text.replace(form, name)
+    return re.sub(r"\s+", " ", text)[:240].translate(_ESCAPED)
+
+
+def _seconds(entry: dict[str, Any]) -> str:
+    return "–" if entry["recovery_s"] is None else f"{entry['recovery_s']:.1f} s"
+
+
+def _main(text: str) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also ends all started processes
-    arguments = json.loads(given)
-    seed, quick, folder = arguments["seed"], arguments["quick"], Path(arguments["folder"])
+    args = json.loads(text)
+    options = {"seed": args["seed"], "quick": args["quick"]}
+    folder = Path(args["folder"])
+    record = OutcomeLog(folder, **options)
 
     def say(line: str) -> None:
-        sys.stderr.write(line + "\n")
+        echo(line, err=True)
 
-    record = OutcomeLog(folder, seed=seed, quick=quick)
-    classes = select(",".join(arguments["only"]))
-    _run_lane(arguments["lane"], classes, record, folder, seed=seed, quick=quick, say=say)
+    _run_lane(args["lane"], select(args["only"]), record, folder, **options, say=say)
 
 
 if __name__ == "__main__":

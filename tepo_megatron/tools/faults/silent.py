@@ -1,4 +1,8 @@
-"""Faults in a vLLM worker that no digest sees: which check stops the run, and at which size of error."""
+"""Faults in a vLLM worker that no digest sees: which check stops the run, and at which size of error.
+
+The program (``… FOLDER SERVER``) is a trainer and a server with a faulty worker. Input lines are JSON with a ``SilentFault``'s
+fields and ``sizes``; the answer lists, for each size, what checks measured and which stopped the run.
+"""
 
 from __future__ import annotations
 
@@ -7,66 +11,85 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
-from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
+import torch
 
-Server = Literal["dense", "dense bf16", "experts", "two workers"]
+from tepo_megatron.config import RunConfig
+from tepo_megatron.core.rollout import Rollout
+from tepo_megatron.core.types import Batch
+from tepo_megatron.run.consistency_checks import (
+    CACHED_TOKENS,
+    Canary,
+    agreements,
+    cached_prompt,
+    canary_prompt,
+    check_agreement,
+    rollouts_tolerance,
+    tolerance,
+)
+from tepo_megatron.run.weights import make_shard_sender
+from tepo_megatron.sampler.fleet.fleet import Fleet
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.problems import load_problems
+from tepo_megatron.tasks.data.tokenizer import load_tokenizer
+from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
+from tepo_megatron.weights.architecture import model_spec
+from tepo_megatron.weights.storage.hf_folder import write_model
+from tepo_megatron.weights.table import tensor_shapes
 
 
 @dataclass(frozen=True)
-class SilentFault:
-    """``kind``: what ``in_worker.py`` does to parameters whose name ends with ``param`` (empty: all), or to something else.
-    ``server``: the server that gets it. ``scales``: whether the error's size can be chosen; if not, only the whole error
-    exists."""
+class _SilentFault:
+    """``param``: end of parameters' names (empty: all). ``scales``: the error's size can be chosen."""
 
     name: str
     kind: str
     param: str = ""
-    server: Server = "dense"
+    server: Literal["dense", "dense bf16", "experts", "two workers"] = "dense"
     scales: bool = True
 
 
-SILENT_FAULTS: tuple[SilentFault, ...] = (
-    SilentFault("halves of gate/up swapped in one MLP", "swap halves", "layers.1.mlp.gate_up_proj.weight"),
-    SilentFault("an update that never took place, and says it did", "stale"),
-    SilentFault("a stale prefix cache", "stale cache", scales=False),
-    SilentFault("a wrong temperature in the sampler", "temperature"),
-    SilentFault("a rotary buffer lost (sleep level 2)", "buffer lost"),
-    SilentFault("one layer not loaded", "stale", "layers.2."),
-    SilentFault("weights of the step before, at every step", "one behind"),
-    SilentFault("a wrong rotary base", "rotary base"),
-    SilentFault("a square weight transposed", "transpose", "layers.1.self_attn.o_proj.weight"),
-    SilentFault("two query heads exchanged", "exchange heads", "layers.0.self_attn.qkv_proj.weight"),
-    SilentFault("a norm's weight zeroed in one layer", "zero", "layers.3.input_layernorm.weight"),
-    SilentFault("rows of the head beyond a boundary of the vocabulary stale", "stale rows", "lm_head.weight"),
-    SilentFault("an update that never took place, without its label", "no label", scales=False),
-    SilentFault("halves of gate/up swapped in one expert", "swap halves of an expert", "experts.w13_weight", "experts"),
-    SilentFault("a tied head not updated", "stale head", "embed_tokens.weight", "experts"),
-    SilentFault("one worker of two stale", "stale in worker 1", "", "two workers"),
-)
-"""In the order of ``--quick``; those of other servers than the first come last."""
+SILENT_FAULTS: tuple[_SilentFault, ...] = (
+    _SilentFault("halves of gate/up swapped in one MLP", "swap halves", "layers.1.mlp.gate_up_proj.weight"),
+    _SilentFault("an update that never took place, and says it did", "stale"),
+    _SilentFault("a stale prefix cache", "stale cache", scales=False),
+    _SilentFault("a wrong temperature in the sampler", "temperature"),
+    _SilentFault("a rotary buffer lost (sleep level 2)", "buffer lost"),
+    _SilentFault("one layer not loaded", "stale", "layers.2."),
+    _SilentFault("weights of the step before, at every step", "one behind"),
+    _SilentFault("a wrong rotary base", "rotary base"),
+    _SilentFault("a square weight transposed", "transpose", "layers.1.self_attn.o_proj.weight"),
+    _SilentFault("two query heads exchanged", "exchange heads", "layers.0.self_attn.qkv_proj.weight"),
+    _SilentFault("a norm's weight zeroed in one layer", "zero", "layers.3.input_layernorm.weight"),
+    _SilentFault("rows of the head beyond a boundary of the vocabulary stale", "stale rows", "lm_head.weight"),
+    _SilentFault("an update that never took place, without its label", "no label", scales=False),
+    _SilentFault("halves of gate/up swapped in one expert", "swap halves of an expert", "experts.w13_weight", "experts"),
+    _SilentFault("a tied head not updated", "stale head", "embed_tokens.weight", "experts"),
+    _SilentFault("one worker of two stale", "stale in worker 1", "", "two workers"),
+)  # in the order of --quick; those of other servers come last
 
 
-SIZES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
-CONTROL = SilentFault("no fault: no check may stop the run", "none", scales=False)
-ALL: tuple[SilentFault, ...] = (
-    CONTROL,
+_SIZES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
+_CONTROL = _SilentFault("no fault: no check may stop the run", "none", scales=False)
+ALL: tuple[_SilentFault, ...] = (
+    _CONTROL,
     *SILENT_FAULTS,
-    replace(CONTROL, name=f"{CONTROL.name} (bf16)", server="dense bf16"),
+    replace(_CONTROL, name=f"{_CONTROL.name} (bf16)", server="dense bf16"),
     *(replace(fault, name=f"{fault.name} (bf16)", server="dense bf16") for fault in SILENT_FAULTS if fault.server == "dense"),
 )
-ROUNDING = 3.0
-"""Multiple of bfloat16's rounding, with which every run trains, below which an error counts as none."""
+_ROUNDING = 3.0  # multiple of bfloat16's rounding below which an error counts as none
 
 CHECKS = ("transfer", "prompt", "version", "cache", "rollouts")
 
 
 class SilentFaults(FaultClass):
-    """One server per kind serves all its faults; ``details`` has the figures of every size."""
-
     name = "silent"
     title = "wrong weights, buffers, caches or temperature in a vLLM worker, behind the digests"
     whole, quick = len(ALL), 4
@@ -75,11 +98,10 @@ class SilentFaults(FaultClass):
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         fault = ALL[number % len(ALL)]
-        sizes = SIZES if fault.scales and not self.workshop.is_quick else SIZES[:1]
-        result = self._ask(fault, sizes)
-        return judge(fault, result)
+        sizes = _SIZES if fault.scales and not self.workshop.is_quick else _SIZES[:1]
+        return judge(fault, self._ask(fault, sizes))
 
-    def _ask(self, fault: SilentFault, sizes: Sequence[float]) -> list[dict[str, Any]]:
+    def _ask(self, fault: _SilentFault, sizes: Sequence[float]) -> list[dict[str, Any]]:
         if self._world is None or self._server != fault.server:
             self._start(fault.server)
         world = self._world
@@ -100,7 +122,7 @@ class SilentFaults(FaultClass):
         self.workshop.say(f"a trainer and a server: {server} …")
         with (self.folder / "log.txt").open("ab") as log:
             self._world = subprocess.Popen(
-                [sys.executable, "-m", "tepo_megatron.tools.faults.silent_world", str(self.folder), server],
+                [sys.executable, "-m", __name__, str(self.folder), server],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -122,28 +144,222 @@ class SilentFaults(FaultClass):
                 world.wait()
 
 
-def judge(fault: SilentFault, result: Sequence[dict[str, Any]]) -> FaultOutcome:
-    """The whole error must be caught; the details say by which check, and the smallest error that each catches."""
-    whole = result[0]
+def judge(fault: _SilentFault, result: Sequence[dict[str, Any]]) -> FaultOutcome:
     smallest = {check: min((item["size"] for item in result if check in item["caught"]), default=None) for check in CHECKS}
     details = {"smallest": smallest, "found": result}
+
+    def outcome(word: Literal["survived", "refused", "lost"], said: str = "") -> FaultOutcome:
+        return FaultOutcome(fault.name, word, said, details=details)
+
+    whole = result[0]
     caught = whole["caught"]
     if "transfer" in caught:  # these faults come after the transfer
-        return FaultOutcome(fault.name, "lost", f"the weight update itself failed: {caught['transfer']}", details=details)
+        return outcome("lost", f"the weight update itself failed: {caught['transfer']}")
     if fault.kind == "none":
-        if caught:
-            return FaultOutcome(fault.name, "lost", f"a false alarm: {'; '.join(caught.values())}", details=details)
-        return FaultOutcome(fault.name, "survived", details=details)
-    if not caught:
-        figures = ", ".join(
-            f"{name} {value:.1e} (without a fault {whole['clean'][name]:.1e})" for name, value in whole["figures"].items()
+        return outcome("lost", f"a false alarm: {'; '.join(caught.values())}") if caught else outcome("survived")
+    if caught:
+        by = ", ".join(check for check in CHECKS if check in caught)
+        return outcome("refused", f"caught by {by}: {next(iter(caught.values()))[:300]}")
+    clean, values = whole["clean"], whole["figures"]
+    figures = ", ".join(f"{name} {value:.1e} (without a fault {clean[name]:.1e})" for name, value in values.items())
+    if fault.server == "dense bf16" and all(value <= _ROUNDING * clean[name] for name, value in values.items()):
+        return outcome("survived", f"no larger than bfloat16's rounding, and not seen: {figures}")
+    return outcome("lost", f"no check saw it: {figures}")
+
+
+_EXPERTS = {
+    **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu", "rms_norm_eps": 1e-5},
+    **{"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 96},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256},
+    **{"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    **{"tie_word_embeddings": True, "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+}
+_SAMPLES, _NEW_TOKENS = 4, 24
+_RANDOM_STD = 0.12
+
+
+class World:
+    def __init__(self, folder: Path, server: str) -> None:
+        from tepo_megatron.trainer.megatron.engine import Engine
+
+        self.config = RunConfig.model_validate(
+            {
+                "model": {"dtype": "bfloat16" if "bf16" in server else "float32"},
+                "optimizer": {"lr": 5e-5, "warmup_steps": 0},
+                "rollout": {
+                    "sampling": {"temperature": 0.9},
+                    "server": {
+                        "tp": 2 if server == "two workers" else 1,
+                        "extra_args": ["--worker-extension-cls", "tepo_megatron.tools.faults.in_worker.FaultyWorker"],
+                    },
+                },
+            }
         )
-        if fault.server == "dense bf16" and all(
-            value <= ROUNDING * whole["clean"][name] for name, value in whole["figures"].items()
-        ):
-            return FaultOutcome(
-                fault.name, "survived", f"no larger than bfloat16's rounding, and not seen: {figures}", details=details
+        model = _make_experts(folder / "experts") if server == "experts" else resolve_model_path("builtin:tiny")
+        self.engine = Engine(self.config, model)
+        self.sender = make_shard_sender(self.config, self.engine.weights)
+        spec = self.engine.spec
+        self.prompt = canary_prompt(spec.vocab_size, spec.max_positions)
+        self.cached = cached_prompt(spec.vocab_size, spec.max_positions)
+        tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"))
+        self.prompts = [tuple(tokenizer.prompt_ids(item.prompt)) for item in load_problems("builtin:addition-heldout")[:8]]
+        dtype = self.config.model.dtype
+        self.fleet = Fleet(
+            self.config.rollout.server, model_dir=model, dtype=dtype, stop_token_ids=tokenizer.eos_ids, log_dir=folder
+        )
+        self.fleet.start()
+        self.updates = 0
+        self.weights = [self._copy()]
+        self.fault("none")
+        self._update(0)
+        self._train()
+        self.weights.append(self._copy())
+        self._update(1)
+        self.clean: dict[str, float] = self._ask(Canary(tolerance(self.config)))["figures"]
+
+    def _copy(self) -> dict[str, torch.Tensor]:
+        return {name: param.detach().clone() for name, param in self.engine.policy.params.items()}
+
+    def _train(self) -> None:
+        for part in self._sample():
+            self.engine.update(part)
+
+    def _update(self, which: int) -> None:
+        with torch.no_grad():
+            for name, param in self.engine.policy.params.items():
+                param.copy_(self.weights[which][name])
+        self.updates += 1
+        self.fleet.update_weights_from_shards(self.engine.weights.version(self.updates), self.sender)
+
+    def fault(self, kind: str, param: str = "", scale: float = 1.0) -> None:
+        for client in self.fleet._clients:
+            fault = json.dumps({"kind": kind, "param": param, "scale": scale})
+            client._post("/collective_rpc", {"method": "tepo_fault", "args": [fault]})
+
+    def _sample(self) -> list[Batch]:
+        sampling = self.config.rollout.sampling
+        groups = self.fleet.generate(
+            self.prompts, n=_SAMPLES, temperature=sampling.temperature, max_new_tokens=_NEW_TOKENS, seed=self.updates
+        )
+        rollouts = [
+            Rollout(
+                problem_id=str(group),
+                group=group,
+                prompt_ids=self.prompts[group],
+                response_ids=response.response_ids,
+                sampler_logprobs=response.logprobs,
+                finish_reason=response.finish_reason,
+                versions=response.versions,
+                reward=float(index % 2),
             )
-        return FaultOutcome(fault.name, "lost", f"no check saw it: {figures}", details=details)
-    by = ", ".join(check for check in CHECKS if check in caught)
-    return FaultOutcome(fault.name, "refused", f"caught by {by}: {next(iter(caught.values()))[:300]}", details=details)
+            for group, responses in enumerate(groups)
+            for index, response in enumerate(responses)
+        ]
+        return [self.engine.score(self.engine.batch_from_root(rollouts))]
+
+    def measure(self, fault: Mapping[str, Any], size: float) -> dict[str, Any]:
+        canary = Canary(tolerance(self.config))
+        self.fault("none")
+        self._update(0)
+        self._ask(canary)
+        self.fault(fault["kind"], fault["param"], size)
+        with self._faulty_client(fault["kind"]):
+            try:
+                self._update(1)
+            except RuntimeError as error:
+                self.fleet.revive()  # its servers have ended, and the next fault needs them
+                return {"size": size, "caught": {"transfer": str(error)}}
+        result = {"size": size, "clean": self.clean, **self._ask(canary)}
+        self.fault("none")
+        return result
+
+    @contextmanager
+    def _faulty_client(self, kind: str) -> Iterator[None]:
+        clients = self.fleet._clients
+        for client in clients:
+            if kind in ("stale cache", "no label"):
+                client.__dict__["_post"] = partial(self._post_with_fault, kind, client._post)
+        yield
+        for client in clients:
+            client.__dict__.pop("_post", None)
+
+    def _post_with_fault(
+        self, kind: str, post: Callable[..., Any], path: str, body: dict[str, Any] | None = None, timeout: Any = None
+    ) -> Any:
+        if kind == "stale cache":  # both a pause and the sync's own request empty it
+            if path == "/reset_prefix_cache":
+                return {}
+            path = path.replace("/pause?", "/pause?clear_cache=false&")
+        if kind == "no label" and path == "/finish_weight_update":
+            body = {"weight_version": f"{self.updates - 1}:old"}
+        return post(path, body, timeout)
+
+    def _ask(self, canary: Canary) -> dict[str, Any]:
+        caught: dict[str, str] = {}
+        figures: dict[str, float] = {}
+        step = self.updates
+        ours = self.engine.prompt_logprobs(self.prompt)
+        theirs = self.fleet.prompt_logprobs(self.prompt)
+        figures["prompt"] = max(abs(a - b) for values in theirs.values() for a, b in zip(ours, values, strict=True))
+        with _noting(caught, "prompt"):
+            canary.check(step, self.prompt, ours, theirs)
+        with _noting(caught, "version"):
+            through = self.fleet.cached_logprobs(self.cached, CACHED_TOKENS)
+            figures["cache"] = max(abs(a - b) for pair in through.values() for a, b in zip(*pair, strict=True))
+            with _noting(caught, "cache"):
+                canary.check_cache(step, through)
+            parts = self._sample()
+            result = agreements(parts)
+            figures["rollouts"] = max(item.mean for item in result)
+            figures["rollouts, worst token"] = max(item.largest for item in result)
+            with _noting(caught, "rollouts"):
+                limit = rollouts_tolerance(self.config)
+                check_agreement(step, parts, tolerance=limit, token_tolerance=tolerance(self.config))
+        return {"figures": figures, "caught": caught}
+
+
+@contextmanager
+def _noting(caught: dict[str, str], check: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        caught[check] = str(error)
+
+
+def _make_experts(folder: Path) -> Path:
+    source = folder.with_name("experts-description")
+    source.mkdir(parents=True, exist_ok=True)
+    (source / "config.json").write_text(json.dumps(_EXPERTS))
+    generator = torch.Generator().manual_seed(0)
+    shapes = tensor_shapes(model_spec(_EXPERTS, "the model with experts"))
+    tensors = (
+        (name, _RANDOM_STD * torch.randn(shape, generator=generator) + (len(shape) == 1)) for name, shape in shapes.items()
+    )
+    if not (folder / "config.json").exists():
+        write_model(folder, tensors, source=source, dtype=torch.float32)
+    return folder
+
+
+def _main() -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # output of libraries goes to the log
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    world = World(Path(sys.argv[1]), sys.argv[2])
+    try:
+        for line in sys.stdin:
+            fault = json.loads(line)
+            result = []
+            for size in fault["sizes"]:
+                result.append(world.measure(fault, size))
+                if not result[-1]["caught"]:
+                    break  # smaller ones are not seen either
+            replies.write(json.dumps(result) + "\n")
+            replies.flush()
+    finally:
+        world.fleet.stop()
+        world.engine.close()
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,4 +1,4 @@
-"""Another user tries every port of a running job: with no key, with a wrong one, with a poisoned rendezvous."""
+"""Another user tries every port of a running job: with no key, a wrong one, or a poisoned rendezvous."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import encodings.idna  # noqa: F401  # sockets need it, and a stranger may not be able to read this Python
 import http.client
+import itertools
 import json
 import multiprocessing
 import os
@@ -26,10 +27,10 @@ from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
 
 T = TypeVar("T")
 
-NOBODY = 65534
+_NOBODY = 65534
 PATIENCE_S = 30.0
 
-ROUTES = (
+_ROUTES = (
     "/inference/v1/generate",
     "/tepo/samples",
     "/tepo/samples/abort",
@@ -44,17 +45,6 @@ ROUTES = (
     "/v1/completions",
     "/openapi.json",
     "/metrics",
-)
-
-OTHERS = (
-    "the run's key in the environment of its processes",
-    "the run's key on command lines",
-    "the run's key in its files",
-    "a pickle that runs code, in every key-value store",
-    "a value in every key-value store",
-    "garbage at every port",
-    "an HTTP request at every other port",
-    "files of the run that others may write",
 )
 
 
@@ -73,12 +63,8 @@ def _request(port: int, route: str, key: str) -> list[int]:
     return codes
 
 
-def _poison(proof: Path) -> bytes:
-    return f"cposix\nsystem\n(S'touch {proof}'\ntR.".encode()
-
-
 def _write_to_store(port: int, proof: Path, runs_code: bool) -> bool:
-    value = _poison(proof) if runs_code else b"stranger"
+    value = f"cposix\nsystem\n(S'touch {proof}'\ntR.".encode() if runs_code else b"stranger"
     names = ["tepo_stranger", "torch.rendezvous.state", "/torch.rendezvous.state"] if runs_code else ["tepo_stranger"]
     try:
         patience = datetime.timedelta(seconds=10)
@@ -91,7 +77,7 @@ def _write_to_store(port: int, proof: Path, runs_code: bool) -> bool:
 
 
 def _at_every_port(work: Callable[[int], object], ports: Sequence[int]) -> list[int]:
-    """In parallel: a run listens at a hundred ports, mostly gloo's, and one with another protocol may never answer."""
+    """In parallel: a run listens at a hundred ports, and one of another protocol may never answer."""
     took: list[int] = []
 
     def attempt(port: int) -> None:
@@ -107,19 +93,18 @@ def _at_every_port(work: Callable[[int], object], ports: Sequence[int]) -> list[
     return sorted(took)
 
 
-def _write_to_stores(ports: Sequence[int], proof: Path, runs_code: bool) -> list[int]:
+def write_to_stores(ports: Sequence[int], proof: Path, runs_code: bool) -> list[int]:
     return _at_every_port(lambda port: _write_to_store(port, proof, runs_code), ports)
 
 
 def _send_to_all(ports: Sequence[int], payload: bytes) -> None:
-    _at_every_port(lambda port: _send(port, payload), ports)
+    def send(port: int) -> None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+            connection.settimeout(2)
+            connection.sendall(payload)
+            connection.recv(4096)
 
-
-def _send(port: int, payload: bytes) -> None:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-        connection.settimeout(2)
-        connection.sendall(payload)
-        connection.recv(4096)
+    _at_every_port(send, ports)
 
 
 def _can_read(path: Path) -> bool:
@@ -127,7 +112,7 @@ def _can_read(path: Path) -> bool:
 
 
 def plain_files(folder: Path) -> Iterator[Path]:
-    """Files of a run in progress; skips those removed meanwhile (``Path.rglob`` would raise)."""
+    """Skips files that are removed meanwhile (``Path.rglob`` would raise)."""
     for parent, _, names in os.walk(folder):
         yield from (path for name in names if (path := Path(parent, name)).is_file() and not path.is_symlink())
 
@@ -147,13 +132,13 @@ def _mode(path: Path) -> int:
 def _child(answers: Any, work: Callable[..., Any], arguments: Sequence[Any]) -> None:
     if os.geteuid() == 0:
         os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
+        os.setgid(_NOBODY)
+        os.setuid(_NOBODY)
     answers.put(json.dumps(work(*arguments)))
 
 
 def _as_stranger(work: Callable[..., T], *arguments: Any) -> T | None:
-    """Run ``work`` as another user if permitted; None if it did not finish."""
+    """None if it did not finish."""
     context = multiprocessing.get_context("fork")  # another user may not be able to read this Python
     answers = context.SimpleQueue()
     child = context.Process(target=_child, args=(answers, work, arguments))
@@ -166,18 +151,26 @@ def _as_stranger(work: Callable[..., T], *arguments: Any) -> T | None:
 
 
 class Strangers(FaultClass):
-    """The run continues meanwhile and must match the undisturbed one."""
-
     name = "strangers"
     title = "another user at every port, route, file and environment of a live run"
-    whole, quick = len(ROUTES) + len(OTHERS), 6
+    whole, quick = len(_ROUTES) + 8, 6
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         run = self.workshop.live_run()
         run.wait_for_row(tiny.last_step(run.out))
-        attempts = [item for pair in zip(ROUTES, (*OTHERS, *[""] * len(ROUTES)), strict=False) for item in pair if item]
+        others: dict[str, Callable[[], str]] = {
+            "the run's key in the environment of its processes": self._environments,
+            "the run's key on command lines": self._command_lines,
+            "the run's key in its files": self._files,
+            "a pickle that runs code, in every key-value store": lambda: self._stores(runs_code=True),
+            "a value in every key-value store": lambda: self._stores(runs_code=False),
+            "garbage at every port": lambda: self._send(rng.randbytes(64)),
+            "an HTTP request at every other port": lambda: self._send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+            "files of the run that others may write": self._writable,
+        }
+        attempts = [item for pair in itertools.zip_longest(_ROUTES, others) for item in pair if item]
         what = attempts[number % len(attempts)]
-        wrong = self._route(what) if what in ROUTES else self._other(what, rng)
+        wrong = others[what]() if what in others else self._route(what)
         if not wrong and not run.running and not run.finished:
             wrong = f"the run ended: {run.said()}"
         wrong = wrong or tiny.differences(run.out, self.workshop.reference())
@@ -188,30 +181,15 @@ class Strangers(FaultClass):
     def _pids(self) -> list[int]:
         return self.workshop.live_run().pids()
 
-    def _servers(self) -> list[int]:
-        return [port for pid, _, port in listening(self._pids()) if "api_server" in command_line(pid)]
-
     def _route(self, route: str) -> str:
-        for port in set(self._servers()):
-            for key in ("", "wrong", "Bearer"):
-                codes = _as_stranger(_request, port, route, key)
-                if not codes or any(200 <= code < 300 for code in codes):
-                    return f"{route} at port {port} answered {codes} to the key {key!r}"
+        servers = {port for pid, _, port in listening(self._pids()) if "api_server" in command_line(pid)}
+        for port, key in itertools.product(servers, ("", "wrong", "Bearer")):
+            codes = _as_stranger(_request, port, route, key)
+            if not codes or any(200 <= code < 300 for code in codes):
+                return f"{route} at port {port} answered {codes} to the key {key!r}"
         return ""
 
-    def _other(self, what: str, rng: random.Random) -> str:
-        if what == OTHERS[0]:
-            return self._environments()
-        if what == OTHERS[1]:
-            keys = self._keys()
-            return _first(f"process {pid} shows it" for pid in self._pids() if any(key in command_line(pid) for key in keys))
-        if what == OTHERS[2]:
-            return self._files()
-        if what in (OTHERS[3], OTHERS[4]):
-            return self._stores("code" if what == OTHERS[3] else "value")
-        if what == OTHERS[7]:
-            return _first(f"{path} may be written by others" for path in self._run_files() if _mode(path) & 0o002)
-        payload = rng.randbytes(64) if what == OTHERS[5] else b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    def _send(self, payload: bytes) -> str:
         _as_stranger(_send_to_all, self._ports(), payload)
         run = self.workshop.live_run()
         step = tiny.last_step(run.out)
@@ -227,24 +205,28 @@ class Strangers(FaultClass):
     def _environments(self) -> str:
         if os.geteuid() != 0:
             return ""  # this user may read its own files
-        return _first(
-            f"the environment of process {pid} can be read"
-            for pid in self._pids()
-            if _as_stranger(_can_read, Path(f"/proc/{pid}/environ"))
-        )
+        readable = (pid for pid in self._pids() if _as_stranger(_can_read, Path(f"/proc/{pid}/environ")))
+        return _first(f"the environment of process {pid} can be read" for pid in readable)
+
+    def _command_lines(self) -> str:
+        keys = self._keys()
+        return _first(f"process {pid} shows it" for pid in self._pids() if any(key in command_line(pid) for key in keys))
 
     def _run_files(self) -> Iterator[Path]:
         return plain_files(self.workshop.live_run().out)
 
+    def _writable(self) -> str:
+        return _first(f"{path} may be written by others" for path in self._run_files() if _mode(path) & 0o002)
+
     def _files(self) -> str:
         keys = [key.encode() for key in self._keys()]
-        result = (path for path in self._run_files() if any(key in _content(path) for key in keys))
-        return _first(f"{path} holds it, with mode {_mode(path) & 0o777:o}" for path in result if _mode(path) & 0o077)
+        holders = (path for path in self._run_files() if any(key in _content(path) for key in keys))
+        return _first(f"{path} holds it, with mode {_mode(path) & 0o777:o}" for path in holders if _mode(path) & 0o077)
 
-    def _stores(self, kind: str) -> str:
+    def _stores(self, *, runs_code: bool) -> str:
         proof = Path("/tmp") / f"tepo-stranger-{os.getpid()}"  # noqa: S108  # a place that any user may write to
         proof.unlink(missing_ok=True)
-        written = _as_stranger(_write_to_stores, self._ports(), proof, kind == "code")
+        written = _as_stranger(write_to_stores, self._ports(), proof, runs_code)
         if written is None:
             return "the stranger came to no end at the stores"
         run = self.workshop.live_run()
@@ -255,5 +237,5 @@ class Strangers(FaultClass):
         return f"the stores at the ports {written} took a stranger's value" if written else ""
 
 
-def _first(result: Iterable[str]) -> str:
-    return next(iter(result), "")
+def _first(results: Iterable[str]) -> str:
+    return next(iter(results), "")

@@ -1,20 +1,43 @@
-"""The tiny run of the faults: this package's model on two-digit sums, and how two such runs are compared."""
+"""The tiny runs of the faults. A live run trains on two-digit sums, with a server; a replayed run takes ten seconds on one
+rank, on rollouts made here.
+"""
 
 from __future__ import annotations
 
 import json
-import time
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.reward.verifiers import last_word
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.sampler.rollout_file import write_rollouts
+from tepo_megatron.tasks.data.addition import supervised_examples
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.tokenizer import load_tokenizer
+from tepo_megatron.tools.faults import program
+from tepo_megatron.tools.faults.processes import by_role, descendants, end_tree, wait_until
 
-LIVE = (
+PATIENCE_S = 1800.0  # only a hang exceeds it, even on a busy machine
+
+_SHARED = (
     "rollout.prompts_per_step=4",
     "rollout.samples_per_prompt=4",
     "rollout.sampling.max_new_tokens=24",
-    "rollout.server.tp=2",
+    "train.minibatches=2",
+    "train.save_every=1",
+    "optimizer.lr=5.0e-5",
+    "log.tensorboard=false",
+    "log.progress=plain",
+)
+REPLAYED = (*_SHARED, "evaluate.every=0", "train.keep_checkpoints=3")
+_LIVE = (
+    *_SHARED,
+    "rollout.server.tp=2",  # two ranks and two workers: every kind of process exists
     "rollout.server.max_restarts=1000",
     "rollout.server.start_timeout_s=1800",  # limits for a busy machine
     "rollout.server.request_timeout_s=600",
@@ -22,43 +45,18 @@ LIVE = (
     "rollout.record=true",
     "engine.parallel.tp=2",
     "engine.parallel.sequence_parallel=true",
-    "reward.verifier=tepo_megatron.tools.faults.tiny:slow_last_word",
+    f"reward.verifier={program.MODULE}:slow_last_word",
     "reward.timeout_s=10",
     "evaluate.every=2",
     "evaluate.problems=4",
     "evaluate.samples=0",
-    "train.minibatches=2",
-    "train.save_every=1",
     "train.grace_s=3600",  # shows processes that do not end by themselves
-    "optimizer.lr=5.0e-5",
-    "log.tensorboard=false",
-    "log.progress=plain",
 )
-"""Two ranks and a server with two workers, so that every kind of process exists."""
 
 SHORT_TIMEOUTS = ("rollout.server.request_timeout_s=20", "rollout.server.transfer_timeout_s=20")
-"""For servers that are stopped; on a busy machine, slow servers would be restarted again and again."""
-
-REPLAYED = (
-    "rollout.sampling.max_new_tokens=24",
-    "rollout.prompts_per_step=4",
-    "rollout.samples_per_prompt=4",
-    "evaluate.every=0",
-    "train.minibatches=2",
-    "train.save_every=1",
-    "train.keep_checkpoints=3",
-    "optimizer.lr=5.0e-5",
-    "log.tensorboard=false",
-    "log.progress=plain",
-)
+"""Only for servers that are stopped: on a busy machine, slow ones would be restarted too."""
 
 _NOT_COMPARED = ("time/", "idle/", "tokens/s", "reward/failed", "faults/", "lost/", "servers/", "requests/", "log/", "memory/")
-
-
-def slow_last_word(problem: Problem, response: str) -> float:
-    """``last_word``, slow enough for a fault to come in between."""
-    time.sleep(0.005)
-    return last_word(problem, response)
 
 
 def write_run(folder: Path) -> Path:
@@ -67,39 +65,203 @@ def write_run(folder: Path) -> Path:
     return path
 
 
-def rows(out: Path) -> list[dict[str, Any]]:
+def _rows(out: Path) -> list[dict[str, Any]]:
     path = out / "metrics.jsonl"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1] if line]
 
 
 def last_step(out: Path) -> int:
-    result = rows(out)
-    return result[-1]["step"] if result else -1
+    rows = _rows(out)
+    return rows[-1]["step"] if rows else -1
 
 
 def differences(out: Path, reference: Path) -> str:
-    """What differs by any bit from the undisturbed run: metrics, rollouts with weight digests, exported weights if the run has
-    ended."""
-    expected = {row["step"]: _figures(row) for row in rows(reference)}
-    seen: list[int] = []
-    for row in rows(out):
-        step = row["step"]
-        seen.append(step)
-        wrong = [key for key, value in _figures(row).items() if expected[step].get(key) != value]
-        if wrong or _figures(row).keys() != expected[step].keys():
+    """Compares metrics, rollouts with weight digests, and exported weights by every bit."""
+    expected = {row["step"]: _figures(row) for row in _rows(reference)}
+    steps: list[int] = []
+    for row in _rows(out):
+        step, figures = row["step"], _figures(row)
+        steps.append(step)
+        wrong = [key for key, value in figures.items() if expected[step].get(key) != value]
+        if wrong or figures.keys() != expected[step].keys():
             missing = sorted(expected[step].keys() - row.keys())
             return f"row {step} of metrics.jsonl differs in {', '.join(wrong or missing)}"
-    if seen != list(range(len(seen))):
-        return f"metrics.jsonl has the steps {seen}"
+    if steps != list(range(len(steps))):
+        return f"metrics.jsonl has the steps {steps}"
     for path in sorted((out / "rollouts").glob("step_*.jsonl")):
         if path.read_bytes() != (reference / "rollouts" / path.name).read_bytes():
             return f"the rollouts in {path.name} differ"
-    mine, theirs = out / "model/model.safetensors", reference / "model/model.safetensors"
-    if mine.exists() and mine.read_bytes() != theirs.read_bytes():
+    weights = "model/model.safetensors"
+    if (out / weights).exists() and (out / weights).read_bytes() != (reference / weights).read_bytes():
         return "the exported weights differ"
     return ""
 
 
 def _figures(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if not key.startswith(_NOT_COMPARED)}
+
+
+def _last_sentence(printed: str) -> str:
+    lines = [line for line in printed.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    return re.sub(r"\s+", " ", errors[-1] if errors else " / ".join(lines[-2:]))[:600]
+
+
+class LiveRun:
+    def __init__(self, folder: Path, steps: int, overrides: tuple[str, ...] = ()) -> None:
+        self.folder, self.out, self.steps = folder, folder / "out", steps
+        folder.mkdir(parents=True, exist_ok=True)
+        self._overrides = (*_LIVE, *overrides)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def finished(self) -> bool:
+        return (self.out / "model" / "model.safetensors").exists()
+
+    def start(self) -> None:
+        resume = any((self.out / "checkpoints").glob("step_*/state.json"))
+        if not resume:
+            shutil.rmtree(self.out, ignore_errors=True)
+        log = self.folder / "log.txt"
+        self._log_start = log.stat().st_size if log.exists() else 0
+        settings = [f"output={self.out}", f"train.steps={self.steps}", f"train.resume={str(resume).lower()}"]
+        with log.open("ab") as stream:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", program.MODULE, "train", str(write_run(self.folder)), *self._overrides, *settings],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, program.FOLDER: str(self.folder)},
+                start_new_session=True,
+            )
+
+    def roles(self) -> dict[str, list[int]]:
+        return by_role(self.pid, program.MODULE)
+
+    def pids(self) -> list[int]:
+        return descendants(self.pid)
+
+    def reach(self, phase: str) -> None:
+        """Raises RuntimeError if the run ends first."""
+        program.arm(self.folder, phase)
+        reached = self.folder / "reached"
+        wait_until(lambda: reached.exists() or not self.running, PATIENCE_S, f"the phase {phase}")
+        if not reached.exists():
+            raise RuntimeError(f"the run ended before it came to {phase}: {self.said()}")
+
+    def wait_for_row(self, step: int, timeout_s: float = PATIENCE_S) -> bool:
+        """False if the run ended before."""
+        wait_until(lambda: last_step(self.out) >= step or not self.running, timeout_s, f"the row of step {step}")
+        return last_step(self.out) >= step
+
+    def wait_end(self, timeout_s: float = PATIENCE_S) -> int:
+        wait_until(lambda: not self.running, timeout_s, "the end of the run")
+        assert self._process is not None
+        return self._process.returncode
+
+    def printed(self) -> str:
+        with (self.folder / "log.txt").open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace")
+
+    def said(self) -> str:
+        return _last_sentence(self.printed())
+
+    def stop(self) -> None:
+        if self._process is not None:
+            end_tree(self._process)
+            self._process = None
+
+
+def reference(folder: Path, steps: int, overrides: tuple[str, ...] = ()) -> Path:
+    """Made if missing. Raises RuntimeError if it fails."""
+    run = LiveRun(folder, steps, overrides)
+    if not run.finished:
+        shutil.rmtree(run.out, ignore_errors=True)
+        run.start()
+        try:
+            if run.wait_end(10 * PATIENCE_S):
+                raise RuntimeError(f"the run that is not disturbed ended with {run.said()}")
+        finally:
+            run.stop()
+    return run.out
+
+
+SAVED, STEPS = 3, 4  # last steps of the two undisturbed replayed runs; the second resumes the first
+
+
+class _ReplayEnd:
+    def __init__(self, code: int, printed: str) -> None:
+        self.code, self.printed, self.said = code, printed, _last_sentence(printed)
+        self.has_traceback = "Traceback (most recent call last)" in printed
+
+
+def make_rollouts(folder: Path, steps: int, prompts: int = 4, samples: int = 4) -> Path:
+    """Some solutions have an error and no reward."""
+    tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"))
+    rng = random.Random(0)
+    for step in range(steps):
+        examples = supervised_examples(prompts * samples, 0.5, seed=step)
+        rollouts = []
+        for group in range(prompts):
+            pairs = examples[group * samples : (group + 1) * samples]
+            prompt = pairs[0][0]
+            for _, response in pairs:
+                ids = (*tokenizer.encode(response), tokenizer.eos_ids[0])
+                rollouts.append(
+                    Rollout(
+                        problem_id=prompt.removesuffix("="),
+                        group=group,
+                        prompt_ids=tuple(tokenizer.prompt_ids(prompt)),
+                        response_ids=ids,
+                        sampler_logprobs=tuple(-rng.random() for _ in ids),
+                        finish_reason="stop",
+                        versions=WeightsVersion(step),
+                        text=response,
+                        reward=float(rng.random() < 0.5),
+                    )
+                )
+        write_rollouts(folder, step, rollouts)
+    return folder
+
+
+def replay(folder: Path, rollouts: Path, steps: int, *overrides: str, resume: bool = False) -> _ReplayEnd:
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = [f"output={folder / 'out'}", f"rollout.replay={rollouts}", f"train.steps={steps}", *overrides]
+    command = ["train", str(write_run(folder)), *REPLAYED, *settings, *(["--resume"] if resume else [])]
+    done = subprocess.run(
+        [sys.executable, "-m", "tepo_megatron", *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=PATIENCE_S,
+        start_new_session=True,
+        check=False,
+    )
+    return _ReplayEnd(done.returncode, done.stdout.decode(errors="replace"))
+
+
+def undisturbed(folder: Path) -> Path:
+    """Makes ``rollouts``, a run of 3 steps in ``saved``, and its continuation to step 4 in ``whole``."""
+    if not (folder / "done").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        rollouts = make_rollouts(folder / "rollouts", STEPS)
+        for name, steps in (("saved", SAVED), ("whole", STEPS)):
+            if name == "whole":
+                shutil.copytree(folder / "saved", folder / "whole")
+            result = replay(folder / name, rollouts, steps, resume=name == "whole")
+            if result.code:
+                raise RuntimeError(f"the run that is not disturbed ended with {result.said}")
+        (folder / "done").touch()
+    return folder

@@ -1,4 +1,4 @@
-"""What classes of faults share: the folder, undisturbed runs, and a live run."""
+"""What classes of faults share: the folder and runs."""
 
 from __future__ import annotations
 
@@ -13,57 +13,48 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
 
-from tepo_megatron.tools.faults import live_run, tiny
-from tepo_megatron.tools.faults.live_run import LiveRun
+from tepo_megatron.tools.faults import tiny
+from tepo_megatron.tools.faults.tiny import LiveRun
 
 
 class Workshop:
-    """One for each lane; ``say`` gets a line about slow work."""
-
     def __init__(self, folder: Path, *, lane: str, quick: bool, say: Callable[[str], None]) -> None:
-        self.folder, self.lane, self.is_quick, self.say = folder, lane, quick, say
-        self.steps = 14 if quick else 32
-        """More steps mean a longer reference run, but fewer restarts of finished live runs."""
+        self.folder, self.is_quick, self.say, self._lane = folder, quick, say, lane
+        self.steps = 14 if quick else 32  # more steps: a longer reference run, but fewer restarts of live runs
         self._overrides = () if quick else tiny.SHORT_TIMEOUTS
         self._reference: Path | None = None
         self._run: LiveRun | None = None
         self._runs = sum(1 for _ in folder.glob(f"{lane}-run-*"))  # an interrupted call leaves its runs
 
     def reference(self) -> Path:
-        """The undisturbed run's output. The first lane makes it; the other waits."""
+        """The first lane makes it; the other waits."""
         if self._reference is None:
             self.say("the undisturbed run …")
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / "reference.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                self._reference = live_run.reference(self.folder / "reference", self.steps, self._overrides)
+                self._reference = tiny.reference(self.folder / "reference", self.steps, self._overrides)
         return self._reference
 
     def live_run(self) -> LiveRun:
-        """A running run with at least four steps left; a new one if needed.
-
-        Raises RuntimeError if the previous one ended unlike the undisturbed run.
-        """
+        """It has at least four steps left. Raises RuntimeError if the previous one ended unlike the undisturbed run."""
         self.reference()
         if self._run is not None and tiny.last_step(self._run.out) > self.steps - 5 and (wrong := self.finish_run()):
             raise RuntimeError(f"the run before, which survived its faults, ended with a difference: {wrong}")
         if self._run is None:
             self._runs += 1
-            self._run = LiveRun(self.folder / f"{self.lane}-run-{self._runs:02d}", self.steps, self._overrides)
+            self._run = LiveRun(self.folder / f"{self._lane}-run-{self._runs:02d}", self.steps, self._overrides)
         if not self._run.running:
             self._run.start()
             self._run.wait_for_row(0)
         return self._run
 
-    @property
-    def has_run(self) -> bool:
-        return self._run is not None
-
-    def finish_run(self) -> str:
-        """Wait for the live run's end; return its differences from the undisturbed one."""
+    def finish_run(self) -> str | None:
+        """The differences from the undisturbed run."""
         run, self._run = self._run, None
         if run is None:
-            return ""
+            return None
+        self.say("the live run continues to its end …")
         try:
             if not run.running and not run.finished:
                 run.start()
@@ -73,37 +64,27 @@ class Workshop:
         finally:
             run.stop()
 
-    def drop_run(self) -> None:
-        """End a live run that differs."""
-        self.close()
-
     def close(self) -> None:
         if self._run is not None:
             self._run.stop()
             self._run = None
 
 
-Result = Literal["survived", "refused", "lost"]
-
-
 @dataclass(frozen=True)
 class FaultOutcome:
-    """``survived``: the work continued or resumed, and nothing is missing. ``refused``: it stopped or did not start, with the
-    message ``said``, undamaged. ``lost``: anything else, described by ``said``. ``recovery_s``: seconds until work continued,
-    if known. ``details``: figures for a table of the class."""
+    """``survived``: nothing is missing. ``refused``: it stopped with the message ``said``, undamaged. ``lost``: anything else.
+    ``recovery_s``: seconds until work continued.
+    """
 
     fault: str
-    result: Result
+    result: Literal["survived", "refused", "lost"]
     said: str = ""
     recovery_s: float | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
 class FaultClass(ABC):
-    """Faults of one kind, numbered from 0; a context manager that holds what they share (servers, a long run).
-
-    ``name`` is for ``--only``; ``whole`` and ``quick`` are the numbers of faults; ``folder`` belongs to the class.
-    """
+    """The context manager holds what the faults share; ``folder`` belongs to the class."""
 
     name: ClassVar[str]
     title: ClassVar[str]
@@ -121,7 +102,7 @@ class FaultClass(ABC):
 
     @abstractmethod
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
-        """Inject fault ``number`` and wait for its outcome. All randomness comes from ``rng``."""
+        """All randomness comes from ``rng``."""
 
     def close(self) -> None:  # noqa: B027  # not every class has something to end
         ...
@@ -134,12 +115,11 @@ class FaultClass(ABC):
 
 
 def fault_rng(seed: int, name: str, number: int) -> random.Random:
-    """The random numbers of one fault, independent of earlier faults."""
     return random.Random(f"{seed}/{name}/{number}")
 
 
 class OutcomeLog:
-    """``<folder>/outcomes.jsonl``. Raises ValueError if the folder holds another seed or count."""
+    """Raises ValueError if the folder holds another seed or count."""
 
     def __init__(self, folder: Path, *, seed: int, quick: bool) -> None:
         self.path = folder / "outcomes.jsonl"
@@ -148,7 +128,6 @@ class OutcomeLog:
         folder.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             self._read()
-            self._end_line()
         else:
             self._append(self._head)
 
@@ -163,12 +142,9 @@ class OutcomeLog:
         for line in whole[1:]:
             entry = json.loads(line)
             self._done[entry["class"], entry["number"]] = entry
-
-    def _end_line(self) -> None:
-        """Keep a cut-off line on its own line; readers skip it."""
         if not self.path.read_bytes().endswith(b"\n"):
             with self.path.open("ab") as file:
-                file.write(b"\n")
+                file.write(b"\n")  # keeps a cut-off line on its own line; readers skip it
 
     def has(self, name: str, number: int) -> bool:
         return (name, number) in self._done

@@ -1,1 +1,1 @@
-"""One HTML page about runs: curves, settings, times, faults, and samples token by token."""
+"""One HTML page about runs."""

@@ -1,7 +1,7 @@
 """Builds a report: one HTML file that loads nothing else.
 
-Data of runs is base64 of gzipped JSON, which HTML cannot misread; the script inserts texts as text. The content security
-policy permits only this script.
+Data is base64 of gzipped JSON, which HTML cannot misread; the script inserts texts as text. The content security policy permits
+only this script.
 """
 
 from __future__ import annotations
@@ -25,22 +25,19 @@ from typing import Any
 from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.tasks.evaluate.estimators import T_975
 from tepo_megatron.tools.report.runs import Run, changes, compared, find_runs, groups_of, read_run
-from tepo_megatron.tools.report.samples import FILES, SampleGroup, evenly, read_samples
-from tepo_megatron.tools.report.tokens import pack, token_groups
+from tepo_megatron.tools.report.samples import FILES, SampleGroup, evenly, pack, read_samples, token_groups
 
 SCRIPTS = (
     *("base", "scales", "plot", "chart", "overview", "curves", "compare", "time", "settings", "faults"),
     *("tokens", "samples", "main"),
 )
 
-TOKENS_A_MEGABYTE, CHARACTERS_A_MEGABYTE = 60_000, 400_000
-"""Room for samples with per-token values, and for samples as text; curves and both stay within the page's size."""
+TOKENS_A_MEGABYTE, CHARACTERS_A_MEGABYTE = 60_000, 400_000  # room for samples with per-token values, and as text
 
 
 @dataclass(frozen=True)
 class Options:
-    """``metrics``: patterns of names, empty for all. ``samples``: responses of each kind. ``megabytes``: approximate page
-    size. ``refresh``: seconds between reloads, 0 for never."""
+    """``metrics``: patterns, empty for all. ``refresh``: seconds, 0: never."""
 
     title: str = ""
     metrics: Sequence[str] = ()
@@ -59,10 +56,7 @@ class Written:
 
 
 def write_report(paths: Sequence[Path], output: Path, options: Options) -> Written:
-    """Read the runs and replace the page atomically.
-
-    Raises ValueError if a path holds no run or a damaged file, or no metric matches.
-    """
+    """Raises ValueError if a path holds no run or a damaged file, or no metric matches."""
     runs = [read_run(name, folder) for name, folder in find_runs(paths).items()]
     goes_on = any(run.goes_on for run in runs)
     figures = _runs_data(runs, options, refresh=options.refresh if goes_on else 0)
@@ -94,7 +88,6 @@ def render(title: str, figures: Mapping[str, Any], samples: Mapping[str, Any]) -
 
 
 def packed(value: Any) -> str:
-    """Gzipped JSON as base64, deterministic."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode("utf-8", "backslashreplace"), 6, mtime=0)).decode("ascii")
 

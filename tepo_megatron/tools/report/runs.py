@@ -1,4 +1,4 @@
-"""Reads runs for a report from their output folders, also while they run."""
+"""Reads runs for a report, also while they run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from typing import Any
 
 import yaml
 
-from tepo_megatron.config.loading.schema import schema_rows
+from tepo_megatron.config.schema import schema_rows
 from tepo_megatron.run.display.figures import COUNTED, LOST, fault_lines
-from tepo_megatron.run.metrics.metrics import read_metrics
+from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.run.output.status import run_status
 
-Settings = Mapping[str, str]
-"""Dotted path → value as JSON text."""
+Settings = Mapping[str, str]  # dotted path → value as JSON text
 
 IDENTITY = ("seed", "output", "name")
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted path → JSON text; an empty section is a value."""
     result: dict[str, str] = {}
     for name, value in section.items():
         path = f"{prefix}{name}"
@@ -40,8 +38,7 @@ def _without_identity(settings: Settings) -> dict[str, str]:
 
 
 def compared(runs: Sequence[Settings]) -> list[dict[str, Any]]:
-    """For each path of any run: its value in each run (None if missing), whether all are defaults, and whether they differ. A
-    setting unknown to another version counts as its default."""
+    """Settings unknown to another version count as their default."""
     paths = dict.fromkeys(path for run in runs for path in run)
     usual = {path: {"{}", "[]", "null"} for path in paths}  # an empty section has no default of its own
     for row in schema_rows():
@@ -87,12 +84,10 @@ Row = Mapping[str, Any]
 
 MOST_HANG_TEXT = 20_000
 
-BEGINS_S = 300.0
-"""A run without output may be starting its ranks for this long after its configuration was written."""
+BEGINS_S = 300.0  # a run without output may be starting its ranks for this long
 
 _EVENTS = {**COUNTED, **LOST, "log/failed": "log files that could not be written"}
 _AGO = re.compile(r",? [\d:.]+(?: s)? ago")
-"""Removed: a page is read later than it was made."""
 
 _SEED = re.compile(r"[-_.]?seed[-_]?\d+$")
 
@@ -105,22 +100,18 @@ class Run:
     folder: Path
     rows: Sequence[Row]
     settings: Settings = field(default_factory=dict)
-    said: str = ""
-    """State or end, as a sentence."""
+    said: str = ""  # state or end, as a sentence
     goes_on: bool = False
-    earlier: Sequence[tuple[str, Settings]] = ()
-    """(file name, settings) before each resumption that changed some; oldest first."""
-    hangs: Sequence[tuple[str, str]] = ()
-    """File name, text."""
+    earlier: Sequence[tuple[str, Settings]] = ()  # (file name, settings) before each resumption that changed some; oldest first
+    hangs: Sequence[tuple[str, str]] = ()  # file name, text
 
     @property
     def faults(self) -> list[str]:
-        """One line per kind."""
         return fault_lines(self.rows)
 
     @property
     def events(self) -> list[tuple[int, str, float]]:
-        """(step, what happened, count or seconds) of every row with a fault."""
+        """(step, what happened, count or seconds)."""
         return [(row["step"], text, row[key]) for row in self.rows for key, text in _EVENTS.items() if row.get(key)]
 
 
@@ -131,10 +122,7 @@ class _RunGroup:
 
 
 def find_runs(paths: Sequence[Path]) -> dict[str, Path]:
-    """Name → folder of each run in the given folders or the folders in them, such as a sweep's.
-
-    Raises ValueError for a path without runs.
-    """
+    """In the given folders or the folders in them. Raises ValueError for a path without runs."""
     result: list[Path] = []
     for path in paths:
         inside = runs_in(path)
@@ -148,7 +136,7 @@ def find_runs(paths: Sequence[Path]) -> dict[str, Path]:
 
 
 def runs_in(path: Path) -> list[Path]:
-    """The run folders of a path: itself, its children or grandchildren; may be empty."""
+    """Itself, its children or grandchildren."""
     folder = path.parent if path.name == "metrics.jsonl" else path
     if _is_run(folder):
         return [folder]
@@ -177,7 +165,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def read_run(name: str, folder: Path) -> Run:
-    """Skips a half-written line. Raises ValueError for a damaged one, with its place."""
+    """Skips a half-written line. Raises ValueError for a damaged one."""
     metrics = folder / "metrics.jsonl"
     rows = read_metrics(metrics) if metrics.is_file() else []
     resolved = folder / "resolved.yaml"
@@ -215,7 +203,7 @@ def _settings(path: Path) -> Settings:
 
 
 def groups_of(runs: Sequence[Run]) -> list[_RunGroup]:
-    """Runs with equal settings but for the seed, in order; a run without settings is alone."""
+    """Settings are equal but for the seed; a run without settings is alone."""
     result: dict[tuple[Any, ...], list[int]] = {}
     for index, run in enumerate(runs):
         alone = (index,) if not run.settings else ()

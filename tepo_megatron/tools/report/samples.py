@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import base64
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from tepo_megatron.run.metrics import TokenSamples, read_tokens, token_files
 from tepo_megatron.runtime.files import parse_samples, read_lines
 
 
 @dataclass
 class SampleGroup:
-    """Responses to one prompt at one step of one run.
-
-    ``kind``: ``heldout``, ``train`` or ``tokens``. ``responses``: as the page gets them. ``cost``: tokens, or characters of
-    text.
-    """
+    """``kind``: ``heldout``, ``train`` or ``tokens``. ``cost``: tokens, or characters."""
 
     run: int
     kind: str
@@ -28,15 +28,11 @@ class SampleGroup:
     responses: list[dict[str, Any]]
     cost: int
     source: str = ""
-    origin: Any = field(default=None, repr=False)
-    """For ``report.tokens``."""
+    origin: Any = field(default=None, repr=False)  # for report.tokens
 
 
 def evenly(groups: Sequence[SampleGroup], responses: int, room: int) -> list[SampleGroup]:
-    """Choose groups within the limits on responses and total cost; first groups of all steps come before second ones.
-
-    Groups of equal rank are spread evenly over runs and steps, with the newest. The result keeps the given order.
-    """
+    """First groups of all steps come before second ones, spread evenly. Keeps the given order."""
     ranks: dict[int, list[int]] = {}
     seen: dict[tuple[int, int], int] = {}
     for index, group in enumerate(groups):
@@ -71,11 +67,7 @@ FILES = {"heldout": "samples.jsonl", "train": "train_samples.jsonl"}
 
 
 def read_samples(run: int, folder: Path, kind: str) -> list[SampleGroup]:
-    """All groups of one kind; none without the file. Skips a half-written last line.
-
-    A response has ``text``, ``reward``, ``tokens`` (a count), ``finish``, and if known ``name``, ``correct``, ``error``,
-    ``version``, ``turns``. Raises ValueError with the place of an invalid line.
-    """
+    """Skips a half-written last line. Raises ValueError for an invalid one."""
     path = folder / FILES[kind]
     if not path.is_file():
         return []
@@ -124,3 +116,99 @@ def _group(run: int, kind: str, rows: list[Row], responses: list[dict[str, Any]]
         cost=sum(map(len, texts)),
         source=str(row.get("set") or row.get("source") or ""),
     )
+
+
+FLAG_TRAINED, FLAG_MASKED = 1, 2  # a token's bits: the model trains on it; an objective's term (TEPO's KL mask) selected it
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+COLUMNS: Mapping[str, Callable[[TokenSamples], Array]] = {
+    "logprob": lambda samples: samples.logprob_sampler,
+    "gap": lambda samples: samples.logprob_trainer - samples.logprob_sampler,
+    "entropy": lambda samples: samples.entropy,
+    "entropy_change": lambda samples: samples.entropy_change,
+    "advantage": lambda samples: samples.advantage,
+    "ratio": lambda samples: samples.ratio - 1,
+    "token_ratio": lambda samples: np.expm1(samples.logprob_update - samples.logprob_trainer),
+}  # float32 [T] per file; ratios minus 1, which rounding would blur
+
+
+def token_groups(run: int, folder: Path) -> list[SampleGroup]:
+    """Raises ValueError for an unreadable file; skips files that a resumed run removes."""
+    result: list[SampleGroup] = []
+    for path in token_files(folder).values():
+        try:
+            samples = read_tokens(path)
+        except FileNotFoundError:
+            continue
+        members: dict[int, list[int]] = {}
+        for index, group in enumerate(samples.group.tolist()):
+            members.setdefault(group, []).append(index)
+        result += [_token_group(run, samples, responses) for responses in members.values()]
+    return result
+
+
+def _token_group(run: int, samples: TokenSamples, members: Sequence[int]) -> SampleGroup:
+    prompt = samples.prompts[int(samples.prompt[members[0]])]
+    responses = [
+        {
+            "reward": float(samples.reward[index]),
+            "tokens": int(samples.lengths[index]),
+            "finish": "length" if samples.truncated[index] else "stop",
+            "update": int(samples.update[index]),
+        }
+        for index in members
+    ]
+    return SampleGroup(
+        run,
+        "tokens",
+        step=samples.step,
+        problem=prompt.problem,
+        prompt=prompt.text,
+        answer=prompt.answer or "",
+        responses=responses,
+        cost=int(samples.lengths[list(members)].sum()),
+        source=prompt.source,
+        origin=(samples, tuple(members)),
+    )
+
+
+def pack(groups: Sequence[SampleGroup]) -> dict[str, Any]:
+    """Sets ``at``, the first token, in each response."""
+    parts: dict[str, list[Array]] = {name: [] for name in ("id", "flags", "version", *COLUMNS)}
+    pieces: dict[str, int] = {}
+    index = 0
+    for group in groups:
+        samples, members = group.origin
+        taken = [samples.tokens_of(member) for member in members]
+        for response in group.responses:
+            response["at"], index = index, index + response["tokens"]
+        of_group = {name: column(samples) for name, column in COLUMNS.items()}
+        of_group["id"] = np.array([pieces.setdefault(text, len(pieces)) for text in _texts(samples, taken)], np.uint32)
+        of_group["flags"] = samples.loss_mask * FLAG_TRAINED + samples.masked * FLAG_MASKED
+        of_group["version"] = samples.version
+        for name, values in of_group.items():
+            parts[name] += [values] if name == "id" else [values[item] for item in taken]
+    joined = {name: np.concatenate(values) if values else np.zeros(0) for name, values in parts.items()}
+    columns = {name: encode(joined[name], np.dtype(np.uint32)) for name in ("id", "version")}
+    columns["flags"] = encode(joined["flags"], np.dtype(np.uint8))
+    known = [name for name in COLUMNS if np.isfinite(joined[name]).any()]
+    columns |= {name: encode(bfloat16(joined[name]), np.dtype(np.uint16)) for name in known}
+    return {"tokens": index, "pieces": list(pieces), "columns": columns}
+
+
+def _texts(samples: TokenSamples, taken: Sequence[slice]) -> list[str]:
+    return [samples.pieces[token] for item in taken for token in samples.ids[item].tolist()]
+
+
+def bfloat16(values: Array) -> Array:
+    """Upper halves of float32, uint16 [N], rounded to nearest; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+def encode(values: Array, dtype: np.dtype[Any]) -> str:
+    """Base64 of little-endian integers, all lowest bytes first, then the next."""
+    planes = np.ascontiguousarray(values.astype(dtype.newbyteorder("<"))).view(np.uint8).reshape(len(values), dtype.itemsize)
+    return base64.b64encode(planes.T.tobytes()).decode("ascii")

@@ -1,4 +1,4 @@
-"""The trainer on Megatron-Core: :class:`tepo_megatron.trainer.protocol.Trainer`."""
+"""The trainer on Megatron-Core."""
 
 from __future__ import annotations
 
@@ -16,31 +16,30 @@ from torch import Tensor
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.objective.trust_region import next_clip_range
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.scores.backend import get_backend
 from tepo_megatron.core.types import Batch
 from tepo_megatron.errors import NotFiniteError
-from tepo_megatron.runtime.watch.heartbeat import Heartbeat
-from tepo_megatron.trainer.checkpoints.run_compatibility import describe_run, plugin_digests
-from tepo_megatron.trainer.megatron.batching.batch import broadcast
-from tepo_megatron.trainer.megatron.batching.partition import attention_length
-from tepo_megatron.trainer.megatron.checkpoint.checkpoints import Counters, MegatronCheckpoints
+from tepo_megatron.runtime.heartbeat import Heartbeat
+from tepo_megatron.trainer.megatron import platform
+from tepo_megatron.trainer.megatron.batch import broadcast
+from tepo_megatron.trainer.megatron.checkpoints import Counters, MegatronCheckpoints
+from tepo_megatron.trainer.megatron.collectives import RootSignal, all_gather_json, broadcast_json
+from tepo_megatron.trainer.megatron.forward import Forward, measure_noise, score
 from tepo_megatron.trainer.megatron.model import fp8
-from tepo_megatron.trainer.megatron.model.experts import gathers_tokens, one_length
 from tepo_megatron.trainer.megatron.model.fp8 import PlainWeights
-from tepo_megatron.trainer.megatron.model.layers import choose_layers
-from tepo_megatron.trainer.megatron.model.routers import policy_routers
-from tepo_megatron.trainer.megatron.platform import parallel
-from tepo_megatron.trainer.megatron.platform.collectives import RootSignal, all_gather_json, broadcast_json
-from tepo_megatron.trainer.megatron.platform.platform import select_platform
-from tepo_megatron.trainer.megatron.policy.offload import Offloader
-from tepo_megatron.trainer.megatron.policy.policy import PolicyBuilder, named_weights
-from tepo_megatron.trainer.megatron.policy.weights import PolicyWeights
-from tepo_megatron.trainer.megatron.step.forward import Forward
-from tepo_megatron.trainer.megatron.step.score import measure_noise, score
-from tepo_megatron.trainer.megatron.step.update import StepObjective, update
+from tepo_megatron.trainer.megatron.model.model import choose_layers
+from tepo_megatron.trainer.megatron.model.routers import gathers_tokens, one_length, policy_routers
+from tepo_megatron.trainer.megatron.offload import Offloader
+from tepo_megatron.trainer.megatron.partition import attention_length
+from tepo_megatron.trainer.megatron.platform import select_platform
+from tepo_megatron.trainer.megatron.policy import PolicyBuilder, named_weights
+from tepo_megatron.trainer.megatron.update import StepObjective, update
+from tepo_megatron.trainer.megatron.weights import PolicyWeights
 from tepo_megatron.trainer.packing import check_masks, check_routes, pack
 from tepo_megatron.trainer.protocol import UpdateResult
+from tepo_megatron.trainer.run_compatibility import describe_run, plugin_digests
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, check_balance, check_recompute, check_trainer_split, megatron_ranks
 
@@ -71,8 +70,8 @@ class Engine:
         check_recompute(self.spec, config.engine.recomputed, transformer_engine=self.layers.kind == "te")
         check_balance(self.spec, config.engine.moe_balance.kind)
         fp8.check_model(config.engine.fp8, self.spec, layout)
-        timeout = parallel.collective_timeout(config)
-        self.ranks = parallel.initialize(layout, self.platform, seed=config.seed, timeout=timeout)
+        timeout = platform.collective_timeout(config)
+        self.ranks = platform.initialize(layout, self.platform, seed=config.seed, timeout=timeout)
         check_same_plugins(config, self.platform.device)
         self.root_signal = RootSignal()
         self.heartbeat.start()
@@ -94,12 +93,13 @@ class Engine:
         self.forward = self._make_forward()
         self.weights = self._make_weights()
         needs_reference = self.objective.needs_reference
+        # with adapters, the policy without them is the reference
         self.reference = builder.reference() if needs_reference and self.policy.lora is None else None
-        """None with adapters: the policy without them is the reference model."""
         self.reference_digest = self._digest_of_reference() if needs_reference else None
         self.counters = Counters()
         self._unscored: list[str] = []
-        self.host_group = parallel.host_group(self.platform, timeout)
+        self._moves: list[Tensor] = []
+        self.host_group = platform.host_group(self.platform, timeout)
         self.checkpoints = self._make_checkpoints()
         self.offloader = self._make_offloader() if shares_gpus else None
 
@@ -214,9 +214,21 @@ class Engine:
         return score(replace(self.forward, temperature=1.0), self.policy.chunks, batch).logprob[: len(rest)].tolist()
 
     def update(self, batch: Batch, *, last: bool = True) -> UpdateResult:
-        """With ``engine.overlap_param_gather``, the next update gathers the weights unless ``last``."""
-        result = update(self.forward, self.policy, self.objective, batch, entropy_noise=self.counters.entropy_noise)
+        result = update(
+            self.forward,
+            self.policy,
+            self.objective,
+            batch,
+            entropy_noise=self.counters.entropy_noise,
+            clip_range=self.counters.clip_range,
+        )
+        self._moves += [] if result.moves is None else [result.moves]
         if last:
+            moves, self._moves = self._moves, []
+            if moves:
+                before = self.counters.clip_range
+                region = self.config.objective.trust_region
+                self.counters.clip_range = next_clip_range(region, torch.stack(moves).sum(0), before)
             self.policy.param_gather.finish()
         if result.skipped:
             self.counters.updates_skipped += 1
@@ -262,11 +274,11 @@ class Engine:
         return broadcast_json(value, source=0, device=torch.device("cpu"), group=self.host_group)
 
     def close(self) -> None:
-        parallel.destroy()
+        platform.destroy()
 
 
 def check_same_plugins(config: RunConfig, device: torch.device) -> None:
-    """Raises ValueError on every rank if their plugins' bytes differ. Every rank calls."""
+    """Every rank calls; all raise ValueError if their plugins' bytes differ."""
     if not config.objective.plugins:  # the configuration is the same on every rank
         return
     everyone = all_gather_json([socket.gethostname(), plugin_digests(config)], device=device)

@@ -1,8 +1,8 @@
-"""Counts the parameters of every (tp, pp) rank's real Megatron model, without memory, GPU and world.
+"""Counts the parameters of every rank's real Megatron model, without memory, GPU and world.
 
 python -m tepo_megatron.trainer.megatron.parameter_count < REQUEST.json
 
-REQUEST.json has the fields ``spec`` (ModelSpec) and ``parallel`` (ParallelConfig). Prints [pp_rank][tp_rank] counts.
+REQUEST.json has ``spec`` (ModelSpec) and ``parallel`` (ParallelConfig). Prints [pp_rank][tp_rank] counts.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from tepo_megatron.config import EngineConfig, ModelConfig, ParallelConfig
-from tepo_megatron.trainer.megatron.model.layers import LOCAL
-from tepo_megatron.trainer.megatron.model.model import build_model, transformer_config
-from tepo_megatron.trainer.megatron.platform.parallel import Ranks
-from tepo_megatron.trainer.megatron.platform.platform import Platform, select_platform
+from tepo_megatron.trainer.megatron.model.model import LOCAL, build_model, transformer_config
+from tepo_megatron.trainer.megatron.platform import Platform, Ranks, select_platform
 from tepo_megatron.weights.architecture import Experts, ModelSpec, RopeScaling
 
 
 def _count_parameters(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
-    """Joins torch's ``fake`` world for each rank: this process must not be in a world."""
+    """Joins torch's ``fake`` world: this process must not be in a world."""
     engine = EngineConfig(platform="cpu", parallel=parallel)
     platform = select_platform(engine)
     stage = parallel.tp * parallel.cp * parallel.dp

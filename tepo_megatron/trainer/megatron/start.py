@@ -1,13 +1,12 @@
-"""Makes Megatron trainers for :mod:`tepo_megatron.trainer.registry`; imports Megatron only then."""
+"""Makes Megatron trainers; imports Megatron only then."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.runtime.watch.heartbeat import Heartbeat
-from tepo_megatron.trainer.megatron.platform.gpu import set_connections, set_interface
-from tepo_megatron.trainer.megatron.policy.reduced_states import check_states
+from tepo_megatron.runtime.heartbeat import Heartbeat
+from tepo_megatron.trainer.megatron.gpu import check_states, set_connections, set_interface
 from tepo_megatron.trainer.protocol import Trainer
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import check_balance, check_recompute, check_trainer_split

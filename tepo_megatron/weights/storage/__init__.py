@@ -1,1 +1,1 @@
-"""Weights on disk: Hugging Face folders, and files of single ranks."""
+"""Weights on disk."""

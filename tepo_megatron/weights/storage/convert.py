@@ -1,15 +1,16 @@
-"""``tepo export`` and ``tepo import`` in one process, without Megatron.
-
-Every tensor is checked before anything is written. After an interruption the same command keeps finished files.
-"""
+"""``tepo export`` and ``tepo import`` in one process, without Megatron. The same command continues after an interruption."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import json
+import math
+import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -17,17 +18,96 @@ import torch
 from tepo_megatron.runtime.files import partial_path
 from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32, read_model_spec
 from tepo_megatron.weights.geometry import Box
-from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, pipeline_stages, tensor_shapes
+from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, pipeline_stages
 from tepo_megatron.weights.storage.hf_folder import SHARD_BYTES, copy_description, model_file_name, write_index
 from tepo_megatron.weights.storage.manifest import check_whole, has_manifest
-from tepo_megatron.weights.storage.planned_files import BUCKET_BYTES, FileEntry, PlannedFile, group_entries
-from tepo_megatron.weights.storage.stored import DTYPES, SHARDS, WEIGHT, StoredWeights, box_key, open_weights
+from tepo_megatron.weights.storage.stored import (
+    DTYPES,
+    SHARDS,
+    WEIGHT,
+    StoredWeights,
+    box_key,
+    open_weights,
+    safetensors_header,
+)
+from tepo_megatron.weights.table import tensor_shapes
 
 RECORD = "conversion.sha256"
-"""Digest of the conversion, so that another command does not continue it."""
+
+BUCKET_BYTES = 32 * 2**20  # of a tensor in memory at a time
 
 ProgressCallback = Callable[[int, int], None]
 """(bytes done, bytes in all) → None"""
+
+
+@dataclass(frozen=True)
+class _FileEntry:
+    key: str
+    tensor: str
+    box: Box
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.box.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class _PlannedFile:
+    name: str
+    entries: tuple[_FileEntry, ...]
+
+    @cached_property
+    def header(self) -> bytes:
+        return safetensors_header({entry.key: (entry.dtype, entry.box.shape) for entry in self.entries})
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(entry.nbytes for entry in self.entries)
+
+    def is_written(self, folder: Path) -> bool:
+        path = folder / self.name
+        if not path.is_file() or path.stat().st_size != self.nbytes:
+            return False
+        with path.open("rb") as file:
+            return file.read(len(self.header)) == self.header
+
+    def write(self, folder: Path, source: StoredWeights, advance: Callable[[int], None], bucket_bytes: int) -> None:
+        path = folder / self.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(path.name + ".unfinished")
+        with unfinished.open("wb") as file:
+            file.write(self.header)
+            for entry in self.entries:
+                dtype = DTYPES[entry.dtype]
+                for box in _buckets(entry.box, dtype.itemsize, bucket_bytes):
+                    bucket = torch.empty(box.shape, dtype=dtype)
+                    source.read(entry.tensor, box, bucket)
+                    file.write(bucket.view(torch.uint8).numpy().data)
+                    advance(bucket.nbytes)
+            file.flush()
+            os.fsync(file.fileno())  # before the rename: a power cut must not leave the final name without the bytes
+        unfinished.replace(path)
+
+
+def _buckets(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
+    row = math.prod(box.shape[1:]) * itemsize
+    rows = max(1, limit // row)
+    for start in range(box.start[0], box.stop[0], rows):
+        stop = min(start + rows, box.stop[0])
+        yield Box((start, *box.start[1:]), (stop, *box.stop[1:]))
+
+
+def _group_entries(entries: Sequence[_FileEntry], limit: int) -> list[tuple[_FileEntry, ...]]:
+    groups: list[list[_FileEntry]] = []
+    group_bytes = 0
+    for entry in entries:
+        if not groups or group_bytes + entry.nbytes > limit:
+            groups.append([])
+            group_bytes = 0
+        groups[-1].append(entry)
+        group_bytes += entry.nbytes
+    return [tuple(group) for group in groups]
 
 
 def export_model(
@@ -40,11 +120,10 @@ def export_model(
     bucket_bytes: int = BUCKET_BYTES,
     report: ProgressCallback = lambda done, total: None,
 ) -> None:
-    """Writes a Hugging Face folder from a checkpoint (``step_XXXXXX``, any layout) or an imported folder.
+    """Writes a Hugging Face folder from a checkpoint (any layout) or an imported folder.
 
-    ``model`` is the folder with config and tokenizer (default: the model that the checkpoint was trained from). ``dtype``
-    defaults to its config's. Raises ValueError for weights of another model (naming all differences), a damaged checkpoint
-    and an existing ``out``, RuntimeError for a full disk.
+    ``model`` has config and tokenizer (default: the checkpoint's start). ``dtype`` defaults to its config's. Raises ValueError
+    for another model's weights and a damaged checkpoint, RuntimeError for a full disk.
     """
     model = model or _model_of(source)
     if has_manifest(source):
@@ -54,10 +133,10 @@ def export_model(
     weights.check(shapes, f"{model / 'config.json'}")
     stored_dtype = _dtype_name(dtype or _dtype_of(model))
     entries = [
-        FileEntry(name, name, _whole(shape), "F32" if is_always_fp32(name) else stored_dtype) for name, shape in shapes.items()
+        _FileEntry(name, name, _whole(shape), "F32" if is_always_fp32(name) else stored_dtype) for name, shape in shapes.items()
     ]
-    groups = group_entries(entries, shard_bytes)
-    files = [PlannedFile(model_file_name(number, len(groups)), group) for number, group in enumerate(groups, 1)]
+    groups = _group_entries(entries, shard_bytes)
+    files = [_PlannedFile(model_file_name(number, len(groups)), group) for number, group in enumerate(groups, 1)]
 
     def finish(partial: Path) -> None:
         copy_description(model, partial, DTYPES[stored_dtype])
@@ -79,11 +158,9 @@ def import_model(
     bucket_bytes: int = BUCKET_BYTES,
     report: ProgressCallback = lambda done, total: None,
 ) -> None:
-    """Writes a Hugging Face folder's weights as files per rank of a ``tp`` × ``pp`` layout (``model.shards``), in their dtypes.
+    """Writes weights as files per rank of a ``tp`` × ``pp`` layout (``model.shards``), in their dtypes.
 
-    Any layout can read them; under this one each rank reads little but its own files. ``vpp`` is the number of chunks of a
-    stage, ``first_layers`` and ``last_layers`` the layers of the first and last stage if they differ. Raises as
-    :func:`export_model`, and ValueError for a layout that does not fit the model.
+    Any layout can read them. ``vpp``: chunks of a stage. Raises as :func:`export_model`.
     """
     spec, weights = read_model_spec(source), open_weights(source)
     spec.check_parallel(tp=tp, pp=pp if first_layers is None and last_layers is None else 1)
@@ -95,7 +172,7 @@ def import_model(
 
 
 def check_imported(shards: Path, model: Path) -> None:
-    """Raises ValueError unless ``shards`` is an import of ``model``; compares a few numbers of every tensor."""
+    """Compares a few numbers of every tensor."""
     shapes = tensor_shapes(read_model_spec(model))
     imported, original = open_weights(shards), open_weights(model)
     imported.check(shapes, f"{model / 'config.json'}")
@@ -117,22 +194,22 @@ def check_imported(shards: Path, model: Path) -> None:
 
 def _rank_files(
     spec: ModelSpec, weights: StoredWeights, parallel: MegatronParallel, rank: int, shard_bytes: int
-) -> list[PlannedFile]:
+) -> list[_PlannedFile]:
     layout = megatron_layout(spec, parallel, rank)
     entries = []
     for shard in layout.shards:
         dtype = weights.boxes[shard.tensor][0].dtype
         if dtype not in DTYPES:
             raise ValueError(f"{weights.folder}: {shard.tensor} is {dtype}, which is not supported; known: {', '.join(DTYPES)}")
-        entries.append(FileEntry(box_key(WEIGHT, shard.tensor, shard.box), shard.tensor, shard.box, dtype))
-    groups = group_entries(entries, shard_bytes)
-    return [PlannedFile(f"{SHARDS}/rank{rank:05d}-{number:05d}.safetensors", group) for number, group in enumerate(groups, 1)]
+        entries.append(_FileEntry(box_key(WEIGHT, shard.tensor, shard.box), shard.tensor, shard.box, dtype))
+    groups = _group_entries(entries, shard_bytes)
+    return [_PlannedFile(f"{SHARDS}/rank{rank:05d}-{number:05d}.safetensors", group) for number, group in enumerate(groups, 1)]
 
 
 def _write_folder(
     out: Path,
     weights: StoredWeights,
-    files: Sequence[PlannedFile],
+    files: Sequence[_PlannedFile],
     finish: Callable[[Path], None],
     report: ProgressCallback,
     bucket_bytes: int,
@@ -154,7 +231,7 @@ def _write_folder(
     try:
         for file in unfinished:
             advance(len(file.header))
-            file.write(partial, weights, advance, bucket_bytes=bucket_bytes)
+            file.write(partial, weights, advance, bucket_bytes)
         finish(partial)
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -189,7 +266,7 @@ def _drop_unfinished(partial: Path) -> None:
         path.unlink()
 
 
-def _conversion_digest(weights: StoredWeights, files: Sequence[PlannedFile]) -> str:
+def _conversion_digest(weights: StoredWeights, files: Sequence[_PlannedFile]) -> str:
     digest = hashlib.sha256()
     for path in sorted({stored.file for boxes in weights.boxes.values() for stored in boxes}):
         stat = path.stat()

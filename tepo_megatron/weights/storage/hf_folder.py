@@ -1,5 +1,3 @@
-"""Hugging Face folders of models, and PEFT folders of LoRA adapters."""
-
 from __future__ import annotations
 
 import json
@@ -52,13 +50,13 @@ _SUPPORTED_PEFT: dict[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
     "trainable_token_indices": (None,),
 }
-"""Values under which every layer has one plain A and B."""
+"""With these values every layer has one plain A and B."""
 
 
 def load_into(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> None:
-    """Copies this rank's boxes into its parameters, reading no other bytes. The vocabulary's padding becomes zero.
+    """Reads only this rank's boxes; the vocabulary's padding becomes zero.
 
-    Raises ValueError, before anything is written, naming every missing, unexpected and misshapen tensor, or the damaged file.
+    Raises ValueError, before any write, naming all missing, unexpected and misshapen tensors, or the damaged file.
     """
     weights = open_weights(folder)
     weights.check(layout.shapes)
@@ -72,10 +70,7 @@ def load_into(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -
 def write_model(
     out: Path, tensors: Iterable[tuple[str, Tensor]], *, source: Path, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """One process calls. ``out`` is replaced atomically; config and tokenizer come from ``source``.
-
-    At most ``shard_bytes`` are held at a time. Raises RuntimeError if a file cannot be written.
-    """
+    """One process calls. ``out`` is replaced atomically. Raises RuntimeError if a file cannot be written."""
     with _atomic_folder(out) as partial:
         copy_description(source, partial, dtype)
         cast = ((name, tensor.to(torch.float32 if is_always_fp32(name) else dtype)) for name, tensor in tensors)
@@ -97,7 +92,7 @@ def copy_description(source: Path, out: Path, dtype: torch.dtype | None) -> None
 def write_stream(
     folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES
 ) -> list[tuple[Path, dict[str, int]]]:
-    """Holds at most ``shard_bytes`` or one tensor; returns each file with the bytes of its tensors."""
+    """Holds at most ``shard_bytes`` or one tensor; returns files with bytes of their tensors."""
     written: list[tuple[Path, dict[str, int]]] = []
     pending: dict[str, Tensor] = {}
 
@@ -134,7 +129,6 @@ def model_file_name(number: int, count: int) -> str:
 
 
 def write_index(folder: Path, files: Sequence[Mapping[str, int]]) -> None:
-    """``files`` has the bytes of each tensor; a single file gets no index."""
     if len(files) == 1:
         return
     weight_map = {name: model_file_name(number, len(files)) for number, sizes in enumerate(files, 1) for name in sizes}
@@ -176,7 +170,7 @@ class AdapterSettings:
 
 
 def write_peft_folder(out: Path, tensors: Mapping[str, Tensor], settings: AdapterSettings, *, base_model: str) -> None:
-    """Replaces an existing folder; one process calls. ``base_model`` is the name or folder that PEFT shows and may load."""
+    """One process calls."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -195,7 +189,6 @@ def write_peft_folder(out: Path, tensors: Mapping[str, Tensor], settings: Adapte
 
 
 def check_peft_folder(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, rank: int, alpha: float, rslora: bool) -> None:
-    """Raises ValueError with all differences unless the folder holds adapters of these tensors and settings."""
     config = _read_config(folder)
     problems = [
         f"{name} = {config[name]!r} is not supported (only {values[0]!r})"

@@ -2,7 +2,7 @@
 
     step_000100/manifest.json    {"step": 100, "files": {"state.json": {"bytes": …, "sha256": …}, "shards/…": …}, "sha256": …}
 
-It is written last and reveals any file that was changed, cut short, lost, added or taken from another checkpoint.
+It is written last and reveals any file that was changed, cut, lost, added or taken from another checkpoint.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from typing import Any
 from tepo_megatron.runtime.files import write_atomically
 
 MANIFEST, STATE = "manifest.json", "state.json"
-FORMAT = 2
-"""Format 1 has no manifest."""
+FORMAT = 2  # format 1 has no manifest
 
 _BLOCK_BYTES = 4 * 2**20
 _SAMPLED_TENSORS, _SAMPLED_BYTES = 64, 4096
-"""In bfloat16 a small update changes one value of a hundred."""
 
 
 class DamagedCheckpoint(ValueError):  # noqa: N818
@@ -53,7 +51,7 @@ class CheckpointManifest:
         return sum(record.bytes for record in self.files.values())
 
     def wrong_files(self) -> dict[str, str]:
-        """Returns a sentence for each file that is missing, additional or of another length."""
+        """Returns a sentence for each missing, additional, or longer or shorter file."""
         shards = {str(path.relative_to(self.folder)) for path in self.folder.glob("*/*.safetensors")}
         problems = {name: f"{name} does not belong to it" for name in sorted(shards - self.files.keys())}
         for name, record in self.files.items():
@@ -67,7 +65,6 @@ class CheckpointManifest:
         return problems
 
     def wrong_contents(self, names: Iterable[str]) -> list[str]:
-        """Reads these files; returns a sentence for each with another digest."""
         return [problem for name in names if (problem := self._wrong_content(name))]
 
     def _wrong_content(self, name: str) -> str | None:
@@ -82,7 +79,7 @@ class CheckpointManifest:
         return f"{name} is of step {step}" if step not in (None, self.step) else f"{name} was changed since it was written"
 
     def shares(self, parts: int) -> list[list[str]]:
-        """Divides the files except ``state.json`` into parts of about equal length."""
+        """Divides the files except ``state.json`` by length."""
         shares: list[list[str]] = [[] for _ in range(parts)]
         lengths = [0] * parts
         for name in sorted(self.files.keys() - {STATE}, key=lambda name: (-self.files[name].bytes, name)):
@@ -111,7 +108,7 @@ def has_manifest(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """Raises DamagedCheckpoint if it is missing, damaged, or of another step's folder."""
+    """Raises DamagedCheckpoint."""
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         digest = content.pop("sha256")
@@ -132,7 +129,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 
 def check_whole(folder: Path) -> CheckpointManifest:
-    """Reads every byte. Raises DamagedCheckpoint naming every damaged file."""
+    """Reads every byte."""
     manifest = read_manifest(folder)
     wrong = manifest.wrong_files()
     with ThreadPoolExecutor() as readers:  # digests are computed without Python's lock
@@ -144,7 +141,6 @@ def check_whole(folder: Path) -> CheckpointManifest:
 
 
 def write_durably(path: Path, text: str) -> FileRecord:
-    """Replaces a file so that it survives a power cut."""
     data = text.encode()
     write_atomically(path, data, sync=True)
     return FileRecord(len(data), hashlib.sha256(data).hexdigest())
@@ -168,9 +164,9 @@ def _step_within(path: Path) -> int | None:
 
 
 def sampled_digest(folder: Path) -> str | None:
-    """Returns a digest of name, dtype and shape of every tensor, and 4 KiB of 64 of them; None without safetensors.
+    """Covers name, dtype and shape of every tensor, and 4 KiB of 64 of them; None without safetensors.
 
-    It does not depend on the division into files. Raises ValueError naming a damaged file.
+    It does not depend on the division into files.
     """
     tensors = {name: (path, start, entry) for path in _files(folder) for name, start, entry in _header(path)}
     if not tensors:

@@ -1,4 +1,4 @@
-"""Reads boxes of weights from any of three kinds of folder.
+"""Reads boxes of weights from any of three kinds of folder, and writes those of a checkpoint.
 
 Hugging Face folder      model-00001-of-00002.safetensors: whole tensors under their names
 folder of `tepo import`  shards/rank00003-00001.safetensors: "weight|model.norm.weight|0" → the box that starts there
@@ -7,11 +7,14 @@ checkpoint               the same with "master|…", and the optimizer's moments
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,15 +22,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tepo_megatron.weights.geometry import Box
+from tepo_megatron.weights.storage.manifest import FileRecord
 
 SHARDS = "shards"
 
-WEIGHT, MASTER = "weight", "master"
-"""``master`` is the optimizer's fp32 weight."""
+WEIGHT, MASTER = "weight", "master"  # master: the optimizer's fp32 weight
 
 _MTP_PROJECTION = "eh_proj.weight"
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+FILE_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class _StoredBox:
 
 
 def box_key(kind: str, tensor: str, box: Box) -> str:
-    """The extent is the shape of the stored tensor."""
+    """The stored tensor's shape is the extent."""
     return f"{kind}|{tensor}|{','.join(map(str, box.start))}"
 
 
@@ -49,7 +55,6 @@ class StoredWeights:
     boxes: Mapping[str, list[_StoredBox]]
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], described_by: str = "its config.json") -> None:
-        """Raises ValueError naming every missing, unexpected, misshapen and incomplete tensor."""
         # Old exports keep RoPE's constants as buffers, and a tied head as a copy; both are derived, not weights of their own.
         # Layers that predict further tokens (MTP) are no part of the model that is trained.
         mtp_prefixes = tuple(name.removesuffix(_MTP_PROJECTION) for name in self.boxes if name.endswith(f".{_MTP_PROJECTION}"))
@@ -74,7 +79,7 @@ class StoredWeights:
             )
 
     def read(self, tensor: str, box: Box, into: Tensor) -> None:
-        """Reads no other bytes. Raises ValueError if the box is not completely stored, or a file is damaged."""
+        """Raises ValueError if the box is incomplete or a file damaged."""
         # The stored boxes of a tensor are parts of one layout and do not overlap, so that counting elements shows a gap.
         filled = 0
         for stored in self.boxes.get(tensor, ()):
@@ -101,7 +106,7 @@ def _problems(name: str, shape: tuple[int, ...], stored: list[_StoredBox]) -> It
 
 
 def open_weights(folder: Path) -> StoredWeights:
-    """Reads only headers. Raises ValueError for another kind of folder or a damaged file."""
+    """Reads only headers."""
     if not (folder / SHARDS).is_dir():
         return _open_hugging_face(folder)
     if (folder / "state.json").is_file():
@@ -166,7 +171,7 @@ def _stored(handle: safe_open, path: Path, key: str, start: tuple[int, ...]) -> 
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[safe_open]:
-    """Errors become ValueErrors that name the file and the remedy."""
+    """Errors become ValueErrors that name file and remedy."""
     try:
         with safe_open(path, framework="pt") as handle:
             yield handle
@@ -174,3 +179,81 @@ def open_safetensors(path: Path) -> Iterator[safe_open]:
         raise ValueError(f"{path} is named by the index but is not there; the model folder is incomplete") from None
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or cut short ({error}); copy or download it again") from None
+
+
+def safetensors_header(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """``tensors``: key → safetensors' dtype, and shape."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    end = 0  # offsets count from the end of the header, so that they do not depend on its length
+    for key, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
+        table[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format pads with spaces, so that the tensors' bytes are aligned to 8
+    return len(text).to_bytes(8, "little") + text
+
+
+@dataclass
+class WrittenBoxes:
+    """After an ``error`` some ``files`` are missing, but ``bytes`` counts all boxes."""
+
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    bytes: int = 0
+    error: str | None = None
+
+
+def write_boxes(
+    folder: Path,
+    stem: str,
+    boxes: Iterable[tuple[str, Tensor]],
+    *,
+    metadata: Mapping[str, str],
+    file_bytes: int = FILE_BYTES,
+) -> WrittenBoxes:
+    """Writes durably, holding at most ``file_bytes`` or one box.
+
+    After an error it counts the remaining boxes, for the space needed.
+    """
+    written = WrittenBoxes()
+    pending: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        if pending and written.error is None:
+            name = f"{SHARDS}/{stem}-{len(written.files) + 1:05d}.safetensors"
+            try:
+                written.files[name] = _write_file(folder, name, pending, metadata)
+            except OSError as error:
+                written.error = f"{folder / name}: {describe_os_error(error)}"
+        pending.clear()
+
+    for key, tensor in boxes:
+        if sum(pending_tensor.nbytes for pending_tensor in pending.values()) + tensor.nbytes > file_bytes:
+            flush()
+        pending[key] = tensor.detach().cpu().contiguous()
+        written.bytes += tensor.nbytes
+    flush()
+    return written
+
+
+def describe_os_error(error: OSError) -> str:
+    return f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'unknown')})"
+
+
+def _write_file(folder: Path, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
+    # Not by safetensors' writer: the digest is of memory, so that it reveals a wrong write, and a full disk is an OSError.
+    header = safetensors_header({key: (_NAMES[tensor.dtype], tensor.shape) for key, tensor in tensors.items()}, metadata)
+    digest = hashlib.sha256(header)
+    with (folder / name).open("wb", buffering=0) as file:
+        _write_all(file.fileno(), memoryview(header))
+        for tensor in tensors.values():
+            data = tensor.view(-1).view(torch.uint8).numpy().data
+            digest.update(data)
+            _write_all(file.fileno(), data)
+        os.fsync(file.fileno())
+        return FileRecord(os.fstat(file.fileno()).st_size, digest.hexdigest())
+
+
+def _write_all(handle: int, data: memoryview) -> None:
+    """``os.write`` writes at most 2 GiB at once."""
+    while data:
+        data = data[os.write(handle, data) :]

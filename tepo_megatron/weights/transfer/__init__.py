@@ -1,1 +1,1 @@
-"""Carries out a plan between processes; or the plain way, which sends full tensors."""
+"""Weight transfers between processes, by a plan or as full tensors."""

@@ -1,4 +1,4 @@
-"""Digests of weights and of transferred bytes. They guard against accidents, not against forgery."""
+"""Digests of weights and of transferred bytes, against accidents, not forgery."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ODD = 0x9E3779B97F4A7C15
 
 
 def fingerprint(shards: Iterable[Shard], params: Mapping[str, Tensor]) -> int:
-    """Returns 64 bits of the parts of tensors that ``shards`` locate in ``params``, all on one device.
+    """Returns 64 bits; all ``params`` are on one device.
 
     Sums bits times odd numbers from tensor and index, modulo 2^64: parts that cover the model once add up to the whole.
     """
@@ -65,9 +65,9 @@ def _tensor_key(name: str) -> int:
 
 
 def digest(data: Tensor) -> Tensor:
-    """Returns 64 bits of a contiguous tensor as int64 [] on its device, without waiting for it.
+    """Returns int64 [] on the tensor's device, without waiting for it. ``data`` must be contiguous.
 
-    Any change of a single 64-bit word changes the result; words that swap within a block of 4 KiB do not.
+    Any change of one 64-bit word changes it; words that swap within 4 KiB do not.
     """
     raw = data.detach().reshape(-1).view(torch.uint8)
     if raw.storage_offset() % 8:
@@ -82,7 +82,7 @@ def digest(data: Tensor) -> Tensor:
 
 
 class TensorDigests:
-    """Digests of a pair of ranks, which add the same segments in the same order."""
+    """Both ranks of a pair must add the same segments in the same order."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._index = {name: index for index, name in enumerate(dict.fromkeys(names))}
@@ -95,7 +95,7 @@ class TensorDigests:
         self._added.append((self._index[name], value))
 
     def as_tensor(self) -> Tensor:
-        """Returns int64 [tensors] on the CPU, in the order of first mention; waits for the device once."""
+        """Returns int64 [tensors] on the CPU, in the order of first mention."""
         total = torch.zeros(len(self._index), dtype=torch.int64)
         if not self._added:
             return total
@@ -105,7 +105,6 @@ class TensorDigests:
         return total.index_add_(0, torch.tensor(index), torch.stack(values).cpu() * keys)
 
     def differences(self, other: Tensor) -> list[str]:
-        """``other`` is the sender's :meth:`as_tensor`."""
         sent, arrived = other.tolist(), self.as_tensor().tolist()
         return [
             f"{name!r} (sent {sent[index] % 2**64:016x}, arrived {arrived[index] % 2**64:016x})"

@@ -1,4 +1,4 @@
-"""The plain way: full tensors are gathered on rank 0 and broadcast in buckets, in the order of a manifest."""
+"""Full tensors are gathered on rank 0 and broadcast in buckets, in the order of a manifest."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from tepo_megatron.weights.geometry import Shard, ShardLayout
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 
 BUCKET_BYTES = 64 * 2**20
-ALIGNMENT = 16
-"""Bytes; a multiple of any dtype's item size."""
+ALIGNMENT = 16  # bytes; a multiple of any dtype's item size
 
-TensorManifest = Sequence[tuple[str, Sequence[int], str]]
-"""(name, shape, torch dtype such as ``"float32"``), in the order of sending."""
+TensorManifest = Sequence[tuple[str, Sequence[int], str]]  # (name, shape, torch dtype such as "float32")
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,7 @@ class _BucketEntry:
 
 
 def buckets(manifest: TensorManifest, limit: int = BUCKET_BYTES) -> list[list[_BucketEntry]]:
-    """Divides a manifest into messages of at most ``limit`` bytes, or one tensor.
-
-    Raises ValueError for an unknown dtype and for a name that occurs twice.
-    """
+    """Each message has at most ``limit`` bytes, or one tensor."""
     filled: list[list[_BucketEntry]] = []
     end, names = 0, set[str]()
     for name, shape, dtype_name in manifest:
@@ -71,10 +66,9 @@ def send(
     cancelled: Callable[[], bool] = lambda: False,
     limit: int = BUCKET_BYTES,
 ) -> None:
-    """Broadcasts from rank 0; blocks until all is sent. A waiting message polls ``cancelled``.
+    """Rank 0 calls. A waiting message polls ``cancelled``.
 
-    Raises ValueError for a tensor that does not match the manifest, RuntimeError naming the tensors of a message that fails,
-    times out or is cancelled.
+    Raises ValueError for a wrong tensor, RuntimeError with a failed message's tensors.
     """
     stream = iter(tensors)
     for entries in buckets(manifest, limit):
@@ -95,9 +89,9 @@ def send(
 
 
 def receive(group: GlooGroup, manifest: TensorManifest, *, limit: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, CPU tensor); tensors of one message share memory.
+    """Yields CPU tensors; those of one message share memory.
 
-    Raises RuntimeError naming the tensors of a message that fails or times out.
+    Raises RuntimeError with a failed message's tensors.
     """
     for entries in buckets(manifest, limit):
         bucket = torch.empty(entries[-1].offset + entries[-1].nbytes, dtype=torch.uint8)
@@ -115,7 +109,7 @@ def _broadcast(group: GlooGroup, entries: list[_BucketEntry], bucket: Tensor, ca
 
 
 def gather_sources(layouts: Sequence[ShardLayout]) -> dict[str, list[tuple[int, Shard]]]:
-    """Returns for each tensor the (rank, shard) pairs that cover it once. Raises ValueError for an uncovered tensor."""
+    """Returns the (rank, shard) pairs that cover each tensor once."""
     plan: dict[str, list[tuple[int, Shard]]] = {name: [] for name in layouts[0].shapes}
     taken = set()
     for rank, layout in enumerate(layouts):
@@ -137,9 +131,9 @@ def shards_to_write(plan: Mapping[str, list[tuple[int, Shard]]], rank: int) -> l
 def gather_to_root(
     plan: Mapping[str, list[tuple[int, Shard]]], shapes: Mapping[str, tuple[int, ...]], params: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yields (name, tensor): the full tensor on global rank 0, None on the others.
+    """The tensor is None except on global rank 0.
 
-    Every rank of the default group must exhaust the iterator. Rank 0 holds one full tensor at a time.
+    Every rank of the default group must exhaust it. Rank 0 holds one tensor at a time.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     device = next(iter(params.values())).device

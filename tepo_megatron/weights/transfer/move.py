@@ -1,21 +1,24 @@
 """Sends every part of a tensor straight to the ranks that need it, by a plan.
 
-Message n of every peer is in round n, digests in the last; a rank starts up to WINDOW rounds ahead. No deadlock: in the
-lowest unfinished round every rank has started its messages, or will without waiting.
+Message n of every peer is in round n, digests in the last; a rank starts up to WINDOW rounds ahead. No deadlock: in the lowest
+unfinished round every rank has started its messages, or will without waiting.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tepo_megatron.weights.architecture import is_always_fp32
+from tepo_megatron.weights.geometry import Box, Region, ReshardPlan
 from tepo_megatron.weights.transfer.digests import TensorDigests, digest
-from tepo_megatron.weights.transfer.messages import WINDOW, MessageSegment, Queues, WireMessage, numel_of
 from tepo_megatron.weights.transfer.transport import Transport
 
 MAX_NAMED = 8
@@ -23,8 +26,140 @@ MAX_NAMED = 8
 Direction = Literal["sending", "receiving"]
 
 
+STAGING_BYTES = 64 * 2**20  # of a rank, for messages under way to all peers
+
+SINGLE_SEGMENT_BYTES = 256 * 2**10
+"""From this size segments travel alone, without a copy if contiguous."""
+
+_FP32_BYTES = 4
+
+WINDOW = 2
+"""One message travels while the next is packed or unpacked."""
+
+
+@dataclass(frozen=True)
+class MoveEnd:
+    """``name`` is the destination's parameter.
+
+    ``fp32``: both ends are fp32; each element travels as ``units`` of the wire's elements, which ``region`` counts.
+    """
+
+    peer: int
+    name: str
+    param: str
+    region: Region
+    fp32: bool = False
+    units: int = 1
+
+    def on_wire(self, itemsize: int) -> MoveEnd:
+        if not self.fp32 or itemsize >= _FP32_BYTES:
+            return self
+        units, box = _FP32_BYTES // itemsize, self.region.box
+        wider = Box(tuple(units * index for index in box.start), tuple(units * index for index in box.stop))
+        return replace(self, region=Region(wider, self.region.count, units * self.region.step), units=units)
+
+
+@dataclass(frozen=True)
+class _MessageSegment:
+    end: MoveEnd
+    boxes: tuple[int, int]
+    rows: tuple[int, int]
+
+    @property
+    def numel(self) -> int:
+        return (self.boxes[1] - self.boxes[0]) * (self.rows[1] - self.rows[0]) * math.prod(self.end.region.box.shape[1:])
+
+    def view(self, param: Tensor, wire: torch.dtype) -> Tensor:
+        """Returns a view [boxes, rows, …], in ``wire`` if bits travel unchanged."""
+        if self.end.units > 1:
+            param = param.view(wire)
+        return self.end.region.view(param)[slice(*self.boxes), slice(*self.rows)]
+
+
+WireMessage = tuple[_MessageSegment, ...]
+Queues = dict[int, list[WireMessage]]
+
+
+def numel_of(message: WireMessage) -> int:
+    return sum(segment.numel for segment in message)
+
+
+def message_sizes(queue: Iterable[WireMessage], itemsize: int) -> tuple[int, ...]:
+    """The last size is the digests'."""
+    messages = list(queue)
+    names = {segment.end.name for message in messages for segment in message}
+    return (*(numel_of(message) * itemsize for message in messages), 8 * len(names))
+
+
+def source_ends(plan: ReshardPlan, source: int) -> list[MoveEnd]:
+    """Destinations follow the sources in the transfer group's ranks."""
+    return [
+        MoveEnd(
+            plan.num_sources + move.destination,
+            move.destination_param,
+            move.source_param,
+            move.source_region,
+            fp32=is_always_fp32(move.tensor),
+        )
+        for move in plan.sends(source)
+    ]
+
+
+def destination_ends(plan: ReshardPlan, destination: int) -> list[MoveEnd]:
+    return [
+        MoveEnd(
+            move.source,
+            move.destination_param,
+            move.destination_param,
+            move.destination_region,
+            fp32=is_always_fp32(move.tensor),
+        )
+        for move in plan.receives(destination)
+    ]
+
+
+def message_bytes(plan: ReshardPlan) -> int:
+    pairs = {(move.source, move.destination) for move in plan.moves}
+    peers = Counter(("source", source) for source, _ in pairs) + Counter(("destination", to) for _, to in pairs)
+    return max(SINGLE_SEGMENT_BYTES, STAGING_BYTES // (WINDOW * max(peers.values(), default=1)))
+
+
+def queues(ends: Iterable[MoveEnd], *, itemsize: int, limit: int) -> Queues:
+    """Each message has at most ``limit`` bytes, or one row; ``itemsize`` is the wire's."""
+    result: Queues = {}
+    room: dict[int, int] = {}  # bytes that still fit into the last message to a peer
+    for end in ends:
+        for segment in _segments(end.on_wire(itemsize), limit // itemsize):
+            size = segment.numel * itemsize
+            queue = result.setdefault(end.peer, [])
+            if size <= room.get(end.peer, 0):
+                queue[-1] = (*queue[-1], segment)
+                room[end.peer] -= size
+            else:
+                queue.append((segment,))
+                # A large segment travels alone: to share a message costs a copy into a buffer.
+                room[end.peer] = 0 if size >= SINGLE_SEGMENT_BYTES else limit - size
+    return result
+
+
+def _segments(end: MoveEnd, limit: int) -> Iterator[_MessageSegment]:
+    rows = end.region.box.shape[0]
+    row = math.prod(end.region.box.shape[1:])
+    boxes_at_once = min(end.region.count, max(1, limit // (rows * row)))
+    rows_at_once = rows if rows * row <= limit else max(1, limit // row)
+    for box in range(0, end.region.count, boxes_at_once):
+        for first in range(0, rows, rows_at_once):
+            boxes = (box, min(box + boxes_at_once, end.region.count))
+            yield _MessageSegment(end, boxes, (first, min(first + rows_at_once, rows)))
+
+
+def wire_dtype(source: torch.dtype, destination: torch.dtype) -> torch.dtype:
+    """Returns the smaller dtype; the other side converts."""
+    return source if source.itemsize < destination.itemsize else destination
+
+
 def send(transport: Transport, outgoing: Queues, params: Mapping[str, Tensor], wire: torch.dtype) -> None:
-    """Returns when the peers have all messages. Raises RuntimeError naming tensors and peer of one that fails or times out."""
+    """Returns when the peers have all messages. Raises RuntimeError naming tensors and peer."""
     digests = {peer: _tensor_digests(queue) for peer, queue in outgoing.items()}
     computed: dict[tuple[object, ...], Tensor] = {}
     staging = _Staging(transport, outgoing, wire)
@@ -51,9 +186,9 @@ def receive(
     wire: torch.dtype,
     complete: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Receives into ``params``; calls ``complete(name)`` when a parameter is completely written.
+    """Calls ``complete(name)`` for each complete parameter.
 
-    Raises RuntimeError naming tensors and peer of a message that fails or times out, and every tensor with another digest.
+    Raises RuntimeError with tensors and peer of a failed message, or tensors with another digest.
     """
     digests = {peer: _tensor_digests(queue) for peer, queue in incoming.items()}
     missing: Counter[str] = Counter()
@@ -134,7 +269,7 @@ def _add_digests(
         digests.add(segment.end.name, value)
 
 
-def _split(message: WireMessage, data: Tensor) -> Iterator[tuple[MessageSegment, Tensor]]:
+def _split(message: WireMessage, data: Tensor) -> Iterator[tuple[_MessageSegment, Tensor]]:
     return zip(message, data.split([segment.numel for segment in message]), strict=True)
 
 

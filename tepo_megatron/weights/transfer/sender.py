@@ -1,4 +1,4 @@
-"""A trainer rank's end of a weight update. Rank 0 talks to the servers; the other ranks follow its broadcasts."""
+"""A trainer rank's end of weight updates. Rank 0 talks to the servers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from torch import Tensor
 from torch.distributed import Store, is_nccl_available  # type: ignore[attr-defined]
 
 from tepo_megatron.weights.geometry import Box, Region, ReshardPlan
-from tepo_megatron.weights.transfer.messages import (
+from tepo_megatron.weights.transfer.move import (
     MoveEnd,
     Queues,
     destination_ends,
     message_bytes,
     message_sizes,
     queues,
+    send,
     source_ends,
     wire_dtype,
 )
-from tepo_megatron.weights.transfer.move import send
-from tepo_megatron.weights.transfer.relay import source_routes
 from tepo_megatron.weights.transfer.transport import (
     RelayRoutes,
     TransferGroup,
@@ -34,18 +33,17 @@ from tepo_megatron.weights.transfer.transport import (
     local_address,
 )
 from tepo_megatron.weights.transfer.transports import Member, join
+from tepo_megatron.weights.transfer.transports.ipc import source_routes
 
 _FAILED = "failed"
-"""Under this key the first other rank to fail writes why."""
 
 
 class ShardSender:
     """Sends this rank's shards of ``params`` (Megatron's names) by ``plan``; every trainer rank has one.
 
-    ``dtype`` is that of the servers' weights. All ranks call ``broadcast_from_root(value)``, which returns rank 0's value. In
-    each update rank 0 calls ``open_rendezvous`` (the first time and after a failure), ``broadcast_rendezvous``, ``join_group``,
-    ``send_shards`` and ``finish_update``; the others call ``update_as_non_root``. ``or_gloo``: gloo replaces NCCL if a server
-    is on a GPU of this trainer.
+    In each update rank 0 calls ``open_rendezvous`` (the first time and after a failure), ``broadcast_rendezvous``,
+    ``join_group``, ``send_shards`` and ``finish_update``; the others ``update_as_non_root``. ``or_gloo``: gloo replaces NCCL if
+    a server shares a GPU.
     """
 
     def __init__(
@@ -80,7 +78,7 @@ class ShardSender:
         self._failed = ""
 
     def open_rendezvous(self, host: str) -> str:
-        """Rank 0: opens a store with every worker's order; returns its place, for ``connect``."""
+        """Rank 0 calls; returns the place for ``connect``."""
         self.close()
         self._store, place = listen(host)
         for destination in range(self._plan.num_destinations):
@@ -98,12 +96,10 @@ class ShardSender:
         return place
 
     def broadcast_rendezvous(self) -> None:
-        """Rank 0: starts an update on the other ranks."""
         self._broadcast_from_root(self._rendezvous)
         self._others_wait = True
 
     def join_group(self) -> None:
-        """Returns when all have joined. Raises RuntimeError after the time-out."""
         if self._group is None:
             assert self._rendezvous is not None
             host, place = self._rendezvous
@@ -124,7 +120,7 @@ class ShardSender:
         return {peer: max(message_sizes(self._outgoing[peer], self._wire.itemsize)) for peer in peers if peer in self._outgoing}
 
     def send_shards(self, cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Raises RuntimeError naming tensors and peer. ``cancelled`` is polled while a dead receiver could go unnoticed."""
+        """Raises RuntimeError naming tensors and peer."""
         assert self._group is not None
         self._group.cancelled = cancelled
         with torch.no_grad():
@@ -132,10 +128,7 @@ class ShardSender:
         self._group.finish()
 
     def finish_update(self, arrived: bool) -> str:
-        """Rank 0: notifies the other ranks; unless all servers have the weights, closes the group.
-
-        Returns which other rank failed first and why, or "".
-        """
+        """Rank 0 calls. Returns which other rank failed first and why, or ""."""
         if not arrived:
             self.close()
         self._broadcast_from_root(arrived if self._others_wait else None)
@@ -144,7 +137,7 @@ class ShardSender:
         return failed
 
     def update_as_non_root(self) -> None:
-        """Every rank but 0: raises RuntimeError only if it failed and rank 0 believes that the update succeeded."""
+        """Raises RuntimeError only if rank 0 does not know of this rank's failure."""
         rendezvous = self._broadcast_from_root(None)
         if rendezvous is None:
             return
@@ -171,7 +164,7 @@ class ShardSender:
                 self._store.compare_set(_FAILED, "", f"The first other trainer rank to fail was rank {self._rank}: {error}")
 
     def close(self) -> None:
-        """Pending messages of the others fail, and those still joining stop waiting."""
+        """Other ranks' pending messages and joins fail."""
         if self._rank == 0 and self._store is not None and self._store.check([_FAILED]):
             self._failed = self._store.get(_FAILED).decode()  # before the store closes
         if self._group is not None:
@@ -186,7 +179,7 @@ def order_key(rank: int) -> str:
 
 
 class ReceiveOrder(NamedTuple):
-    """``near`` is the sender on the worker's GPU; if ``relayed``, messages of other GPUs come through it."""
+    """``near`` is the sender on the worker's GPU; if ``relayed``, other GPUs' messages come through it."""
 
     incoming: Queues
     wire: torch.dtype

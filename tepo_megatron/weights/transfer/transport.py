@@ -1,4 +1,4 @@
-"""Interface of a transport, and the rendezvous of a group: trainer ranks, then workers. Imports neither Megatron nor vLLM."""
+"""Interface of transports, and the rendezvous of a group (trainer ranks, then workers). Imports neither Megatron nor vLLM."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 from tepo_megatron.runtime.proc import boot_id
 from tepo_megatron.runtime.rendezvous import private_folder
 
-BACKEND = "tepo_gloo"
-"""vLLM's name of the receiving engine."""
+BACKEND = "tepo_gloo"  # vLLM's name of the receiving engine
 
 TransportName = str
 
@@ -37,31 +36,31 @@ _APART = "set rollout.server.placement = colocated, or rollout.server.transport 
 class Transport(Protocol):
     """Point-to-point messages, identified by both ranks and a number, with equal sizes at both ends.
 
-    Messages of one :meth:`round` travel together. Two ranks start the messages between them in the same order, round by round.
+    Messages of one :meth:`round` travel together. Two ranks start their messages in the same order, round by round.
     """
 
     def device(self, peer: int) -> torch.device:
-        """Tensors from and to ``peer`` must be on this device."""
+        """Tensors from and to ``peer`` must be here."""
 
     def round(self) -> AbstractContextManager[None]:
         """Messages may start only inside, at least one per block."""
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
-        """``data`` must be contiguous, and must not change until :meth:`wait`."""
+        """``data`` is contiguous, and must not change until :meth:`wait`."""
 
     def receive(self, data: Tensor, peer: int, number: int) -> None:
-        """``data`` must be contiguous."""
+        """``data`` is contiguous."""
 
     def wait(self, peer: int, number: int) -> None:
-        """Raises RuntimeError if the message fails or exceeds the time-out."""
+        """Raises RuntimeError if the message fails or times out."""
 
 
 class TransferGroup(Transport, Protocol):
     cancelled: Callable[[], bool]
-    """Waits that have no other end poll it; if it returns true, the message fails."""
+    """Endless waits poll it; if true, the message fails."""
 
     def finish(self) -> None:
-        """Ends an update at a trainer rank, when relayed messages have arrived. Raises as :meth:`wait`."""
+        """Ends a trainer rank's update, when relayed messages have arrived."""
 
     def close(self) -> None:
         """Pending waits of the other members fail."""
@@ -69,11 +68,10 @@ class TransferGroup(Transport, Protocol):
 
 @dataclass(frozen=True)
 class RelayRoutes:
-    """Messages that go through the trainer rank on the receiver's GPU (``weights.transfer.relay``).
+    """Messages that go through the trainer rank on the receiver's GPU.
 
-    ``via``: at a trainer rank, worker on another GPU → the rank on that GPU; at a worker, sender → the rank on its own GPU.
-    ``forwards``: (source, worker) → bytes of each relayed message, digests last. ``sources``: number of trainer ranks.
-    ``rounds`` is the largest ``local_rounds`` of all ranks.
+    ``via``: worker on another GPU (at a worker: sender) → the rank on the receiver's GPU. ``forwards``: (source, worker) →
+    bytes of each relayed message, digests last. ``rounds``: the largest of all ranks.
     """
 
     via: Mapping[int, int] = field(default_factory=dict)
@@ -99,20 +97,14 @@ class Member:
 
 @dataclass(frozen=True)
 class TransportSpec:
-    """``join(store, member, timeout_s)`` returns when every member has called it, or raises RuntimeError.
-
-    ``requires_gpu``: parameters of all members must be on GPUs.
-    """
+    """``join(store, member, timeout_s)`` returns when every member has called it."""
 
     join: Callable[[Store, Member, float], TransferGroup]
     requires_gpu: bool = False
 
 
 def listen(host: str) -> tuple[Store, str]:
-    """Returns a group's store and its place, for :func:`connect`.
-
-    The place is a file at a loopback address, otherwise a free port of ``host`` only.
-    """
+    """The place, for :func:`connect`, is a file at a loopback address, otherwise a free port of ``host`` only."""
     if _is_loopback(host):
         # The file stays: a process that still asks whether a member has left would wait for a missing file.
         place = str(private_folder() / f"transfer-{uuid.uuid4()}")
@@ -125,7 +117,6 @@ def listen(host: str) -> tuple[Store, str]:
 
 
 def connect(host: str, place: str, timeout_s: float) -> Store:
-    """Raises RuntimeError if the store's file cannot be opened."""
     if place.isdecimal():
         return TCPStore(host, int(place), None, False, timedelta(seconds=timeout_s), False)
     if not Path(place).exists():  # opening the store would create the file and wait in vain
@@ -150,13 +141,12 @@ def _is_loopback(host: str) -> bool:
 
 
 def announce_departure(store: Store) -> None:
-    """Notifies also members that are still joining."""
     with suppress(RuntimeError):  # rank 0 is gone, and the store with it: the others know
         store.set(_LEFT, "1")
 
 
 class Rendezvous:
-    """Joining gloo or NCCL cannot be interrupted, so it starts only when all members are present.
+    """Joining gloo or NCCL cannot be interrupted, so it starts only when all are present.
 
     ``stage`` separates meetings at one store. ``parts``: after all have come, one may leave.
     """
@@ -167,10 +157,7 @@ class Rendezvous:
 
     @contextmanager
     def forming_group(self) -> Iterator[None]:
-        """Runs the block when all are present; a failure in it fails all members.
-
-        Raises RuntimeError if a member has left or does not arrive in time.
-        """
+        """A failure in the block fails all members."""
         try:
             self._wait_for_members()
             yield
@@ -196,7 +183,7 @@ class Rendezvous:
             present = self._members_present()
 
     def member_left(self) -> bool:
-        """Returns true also if rank 0, which keeps the store, is gone."""
+        """Also true if rank 0, which keeps the store, is gone."""
         try:
             return bool(self.store.check([_LEFT]))
         except RuntimeError:
@@ -233,14 +220,14 @@ def introduction(name: str, address: str, device: torch.device) -> Introduction:
 
 
 def introduce(store: Store, rank: int, introduction: Introduction) -> None:
-    """Must be called before the member counts as present."""
+    """Call it before the member counts as present."""
     store.set(_key(rank), json.dumps(asdict(introduction)))
 
 
 def check_members(store: Store, world_size: int, *, nccl: bool, may_share: bool = False) -> str:
     """Raises the same RuntimeError on all members, before NCCL fails in one and hangs in the others.
 
-    ``may_share``: two members may share a GPU; returns which two, or "".
+    ``may_share``: returns two members that share a GPU, or "".
     """
     present = [Introduction(**json.loads(store.get(_key(rank)))) for rank in range(world_size)]
     shared = _shared_gpu(present) if nccl else ""

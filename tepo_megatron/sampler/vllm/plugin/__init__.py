@@ -1,22 +1,26 @@
-"""The parts that vLLM loads through its entry point ``vllm.general_plugins``."""
+"""vLLM loads this through its entry point ``vllm.general_plugins``."""
 
 import os
 from functools import cache
 
-from tepo_megatron.sampler.vllm.plugin.forks import FORK_VARIABLE, fork_processes, resume_collector
 from tepo_megatron.sampler.vllm.plugin.middleware import ADAPTER_VARIABLE, AWAITS_VARIABLE, KEY_VARIABLE
-from tepo_megatron.sampler.vllm.plugin.patches import SPECULATES_VARIABLE, mend_expansion, sign_objects
+from tepo_megatron.sampler.vllm.plugin.patches import (
+    FORK_VARIABLE,
+    SPECULATES_VARIABLE,
+    fork_processes,
+    load_adapters_from_memory,
+    mend_expansion,
+    resume_collector,
+    sign_objects,
+)
 from tepo_megatron.weights.transfer.transport import BACKEND
 
-ROUTES_VARIABLE = "TEPO_SERVER_ROUTES"
-"""Environment: set if a server must return the experts that it chose."""
+ROUTES_VARIABLE = "TEPO_SERVER_ROUTES"  # set if a server must return the chosen experts
 
 
 @cache
 def register() -> None:
-    """Installs the weight-transfer engine, and the patches that the environment asks for. vLLM calls it in each of its
-    processes, maybe repeatedly.
-    """
+    """vLLM calls it in each of its processes, maybe repeatedly."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(BACKEND, "tepo_megatron.sampler.vllm.plugin.engine", "TransferEngine")
@@ -27,9 +31,7 @@ def register() -> None:
     if os.environ.get(AWAITS_VARIABLE):
         from tepo_megatron.sampler.vllm.plugin import engine as engine  # registers the loader
     if os.environ.get(ADAPTER_VARIABLE):
-        from tepo_megatron.sampler.vllm.plugin.adapters import load_from_memory
-
-        load_from_memory()
+        load_adapters_from_memory()
     if os.environ.get(FORK_VARIABLE):
         fork_processes()
         resume_collector()

@@ -1,15 +1,21 @@
-"""The receiving end of a weight update, in every vLLM worker."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.online.fp8 import (
+    Fp8PerBlockOnlineLinearMethod,
+    Fp8PerBlockOnlineMoEMethod,
+    OnlineLinearBase,
+)
+from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -18,11 +24,18 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    get_layerwise_info,
+    initialize_online_processing,
+)
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_layer
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.platforms import current_platform
 
 from tepo_megatron.sampler.vllm.plugin.middleware import DUMMY_FORMAT
-from tepo_megatron.sampler.vllm.plugin.shards import ShardLoader
+from tepo_megatron.sampler.vllm.plugin.patches import hold_adapters
 from tepo_megatron.weights.transfer import full_tensors, move
+from tepo_megatron.weights.transfer.move import Queues
 from tepo_megatron.weights.transfer.sender import ReceiveOrder, decode_order, order_key
 from tepo_megatron.weights.transfer.transport import TransferGroup, connect, local_address
 from tepo_megatron.weights.transfer.transports import Member, join
@@ -31,8 +44,8 @@ from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm's types are not followed, here and below
-    """``rank_offset`` is the rank of this server's first worker. ``sharded``: trainer ranks send shards by the plan in the
-    rendezvous store; otherwise rank 0 broadcasts full tensors, or LoRA's with ``adapters``.
+    """``rank_offset`` is the rank of the server's first worker. ``sharded``: trainer ranks send shards by the plan in the
+    rendezvous store; otherwise rank 0 broadcasts.
     """
 
     host: str
@@ -46,16 +59,14 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm's types ar
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """[Hugging Face name, shape, dtype name] of each full tensor, in order; with adapters, a PEFT folder's settings."""
+    """Full tensors have [Hugging Face name, shape, dtype name]."""
 
     manifest: list[tuple[str, list[int], str]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
 
 
 class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """Receives shards in vLLM's layout, or full Hugging Face tensors, inside vLLM's layerwise reload, since some back ends
-    repack weights after loading.
-    """
+    """Works inside vLLM's layerwise reload, since some back ends repack weights."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -66,7 +77,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
     _adapters = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Leaves an earlier group first. Raises RuntimeError if the orders do not fit the model."""
+        """Raises RuntimeError if the orders do not fit the model."""
         self.shutdown()
         store = connect(init_info.host, init_info.place, init_info.timeout_s)
         rank = init_info.rank_offset + self.parallel_config.rank
@@ -93,15 +104,12 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             self._loader.start()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Raises RuntimeError if the transfer or the loading of a tensor fails."""
         group = self._joined()
         try:
             with torch.no_grad():
                 if self._adapters:
-                    from tepo_megatron.sampler.vllm.plugin.adapters import hold  # only here: it imports all of vLLM's LoRA
-
                     assert isinstance(group, GlooGroup)
-                    hold(update_info.settings, dict(full_tensors.receive(group, update_info.manifest)))
+                    hold_adapters(update_info.settings, dict(full_tensors.receive(group, update_info.manifest)))
                 elif self._loader is None:
                     assert isinstance(group, GlooGroup)
                     self._receive_tensors(group, update_info)
@@ -154,7 +162,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
 
 
 def _process_tied_heads(model: torch.nn.Module) -> None:
-    """vLLM's reload would keep what a tied head packed of the old weight."""
+    """vLLM's reload would keep a tied head's packed old weight."""
     plain = [
         module
         for module in model.modules()
@@ -166,9 +174,7 @@ def _process_tied_heads(model: torch.nn.Module) -> None:
 
 
 def _pack_experts_again(model: torch.nn.Module) -> None:
-    """On CPUs, before an update: makes every layer build its kernel again. vLLM 0.32 packs expert weights only then, and a
-    kernel would use unpacked weights as packed ones.
-    """
+    """On CPUs vLLM 0.32 packs expert weights only when it builds kernels; a kernel would misread unpacked ones."""
     if not current_platform.is_cpu():
         return
     for layer in model.modules():
@@ -179,7 +185,7 @@ def _pack_experts_again(model: torch.nn.Module) -> None:
 
 @register_model_loader(DUMMY_FORMAT)  # type: ignore[untyped-decorator, unused-ignore]  # vllm's types are not followed, here and below
 class DummyWeights(DummyModelLoader):  # type: ignore[misc]
-    """vLLM's ``dummy`` weights, but buffers stay as the model made them, since no update sends them."""
+    """Buffers keep their values, since no update sends them."""
 
     def load_weights(self, model: torch.nn.Module, model_config: object) -> None:
         kept = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
@@ -187,3 +193,133 @@ class DummyWeights(DummyModelLoader):  # type: ignore[misc]
         with torch.no_grad():
             for buffer, value in kept:
                 buffer.copy_(value)
+
+
+Place = tuple[torch.nn.Module, str]
+
+_PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
+_ONLINE = (OnlineLinearBase, OnlineMoEMethodBase)
+_ONLINE_WITHIN_A_SHARD = (Fp8PerBlockOnlineLinearMethod, Fp8PerBlockOnlineMoEMethod)
+
+
+class ShardLoader(Mapping[str, Tensor]):
+    """The model's unprocessed parameters by name. Write each between ``start`` and ``complete``. All workers of a server must
+    take part.
+
+    Raises RuntimeError if parameters differ from ``incoming``, or the checkpoint is quantised.
+    """
+
+    def __init__(self, model: torch.nn.Module, incoming: Queues) -> None:
+        _refuse_quantised_checkpoints(model)
+        self._model = model
+        self._places = _places(model)
+        self._given = _elements(incoming)
+        self._materialized: set[str] = set()
+        self._waiting: set[str] = set()
+        self._check()
+
+    def start(self) -> None:
+        self._materialized.clear()
+        self._waiting.clear()
+        initialize_layerwise_reload(self._model)
+        for layer in self._model.modules():
+            for _, param in layer.named_parameters(recurse=False):
+                param.weight_loader = default_weight_loader  # type: ignore[attr-defined]
+            initialize_online_processing(layer)
+
+    def __getitem__(self, name: str) -> Tensor:
+        module, attribute = self._places[name][0]
+        if name not in self._materialized:
+            self._materialized.add(name)
+            materialize_layer(module, get_layerwise_info(module))
+            if self._given[name] < getattr(module, attribute).numel():
+                getattr(module, attribute).data.zero_()  # rows that pad the vocabulary
+        param = getattr(module, attribute)
+        return param.data.flatten(0, 1) if param.dim() == 3 else param  # experts: one below the other, as the layouts have them
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def complete(self, name: str) -> None:
+        """A layer with scales over all workers waits for ``finish``, since workers get shards in different orders."""
+        if any(_agrees_with_other_workers(module) for module, _ in self._places[name]):
+            self._waiting.add(name)
+        else:
+            self._load(name)
+
+    def finish(self) -> None:
+        """All workers have all parameters: processes the layers that waited, in the model's order."""
+        for name in self._places:
+            if name in self._waiting:
+                self._load(name)
+        self._waiting.clear()
+
+    def _load(self, name: str) -> None:
+        first, *others = self._places[name]
+        data = getattr(*first).data
+        for module, attribute in others:
+            materialize_layer(module, get_layerwise_info(module))
+            getattr(module, attribute).data.copy_(data)
+        for module, attribute in (first, *others):
+            param = getattr(module, attribute)
+            param.weight_loader(param, param.data)  # a copy onto itself: what counts is that vLLM counts it
+
+    def _check(self) -> None:
+        wanted = {name: _wanted(places[0]) for name, places in self._places.items()}
+        problems = [f"the model has no {name}" for name in self._given if name not in wanted]
+        for name, elements in wanted.items():
+            if self._given.get(name, 0) != elements:
+                problems.append(f"{name} would get {self._given.get(name, 0)} of {elements} elements")
+        if problems:
+            raise RuntimeError(f"the trainer's plan does not fit this worker's model: {'; '.join(problems)}")
+
+
+def _refuse_quantised_checkpoints(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        online = isinstance(method, _ONLINE) and getattr(method, "requantization_source", None) is None
+        if method is not None and not online and not isinstance(method, _PLAIN):
+            raise RuntimeError(
+                f"{name} holds weights that were quantised before they were loaded ({type(method).__name__}), which shards in "
+                "full precision cannot replace; serve the model's full-precision folder, and set rollout.server.quantization"
+            )
+
+
+def _agrees_with_other_workers(module: torch.nn.Module) -> bool:
+    """If quantising takes the largest weight over all workers, all must do it at the same point."""
+    method = getattr(module, "quant_method", None)
+    split = isinstance(method, _ONLINE) and not isinstance(method, _ONLINE_WITHIN_A_SHARD)
+    return split and get_tensor_model_parallel_world_size() > 1
+
+
+def _places(model: torch.nn.Module) -> dict[str, list[Place]]:
+    """A parameter has several modules if a tied head shares it."""
+    names: dict[int, str] = {}
+    places: dict[str, list[Place]] = {}
+    for prefix, module in model.named_modules():
+        unprocessed = get_layerwise_info(module).restore_metadata[0].keys() | SKIP_TENSORS
+        for attribute, param in module.named_parameters(recurse=False):
+            if attribute not in unprocessed:
+                continue
+            name = names.setdefault(id(param), f"{prefix}.{attribute}" if prefix else attribute)
+            places.setdefault(name, []).append((module, attribute))
+    return places
+
+
+def _elements(incoming: Queues) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for segment in (segment for queue in incoming.values() for message in queue for segment in message):
+        total[segment.end.param] = total.get(segment.end.param, 0) + segment.numel
+    units = {segment.end.param: segment.end.units for queue in incoming.values() for message in queue for segment in message}
+    return {name: elements // units[name] for name, elements in total.items()}
+
+
+def _wanted(place: Place) -> int:
+    module, attribute = place
+    original = get_layerwise_info(module).restore_metadata[0].get(attribute)
+    shape = (original if original is not None else getattr(module, attribute)).shape  # a bias is never taken away
+    rows = module.shard_indices.num_org_elements if isinstance(module, VocabParallelEmbedding) else shape[0]
+    return rows * shape[1:].numel()

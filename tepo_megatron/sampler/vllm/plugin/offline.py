@@ -1,7 +1,7 @@
-"""``python -m tepo_megatron.sampler.vllm.plugin.offline``: vLLM's offline engine, for ``tepo bench rollouts``.
+"""Runs vLLM's offline engine, for ``tepo bench rollouts``.
 
-Lines of JSON: first the engine's arguments, answered by ``{}``; then requests ``{"prompts": [[ids]], "n": 8, "seeds": [7],
-"temperature": 1.0, "max_tokens": 32}``, answered by ``{"seconds", "tokens", "sha256"}`` over all samples.
+Lines of JSON: the engine's arguments, answered by ``{}``; then requests ``{"prompts": [[ids]], "n": 8, "seeds": [7],
+"temperature": 1.0, "max_tokens": 32}``, answered by ``{"seconds", "tokens", "sha256"}``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _draw(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _take_stdout() -> TextIO:
-    """What vLLM writes to standard output goes to standard error."""
+    """vLLM's standard output goes to standard error."""
     own = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return own

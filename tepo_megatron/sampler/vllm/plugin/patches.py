@@ -1,23 +1,31 @@
-"""Changes to vLLM (0.32) and torch in a server's processes."""
+"""Changes to vLLM 0.32 and torch in a server's processes."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import hmac
+import os
 import pickle
+import signal
+import socket
+import stat
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from tepo_megatron.runtime.machine import read_cores
+from tepo_megatron.sampler.vllm.plugin.middleware import ADAPTER_PATH
 from tepo_megatron.versions import VLLM_RANGE, in_range
 
 _SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
 def sign_objects(key: str) -> None:
-    """Makes torch's collectives sign and check Python objects; every member of a group must call it. vLLM's workers exchange
-    pickles through loopback ports without a key, by which another user could run code.
+    """Every member of a group must call it. vLLM's workers exchange pickles through loopback ports without a key: another user
+    could run code.
     """
     from torch.distributed import distributed_c10d
 
@@ -54,9 +62,7 @@ SPECULATES_VARIABLE = "TEPO_SERVER_SPECULATES"
 
 
 def mend_expansion() -> None:
-    """On CPUs: vLLM 0.32's rejection sampler divides logits by uninitialised memory. ``tests/unit/sampler/test_speculative.py``
-    fails when it no longer does.
-    """
+    """vLLM 0.32 divides logits by uninitialised memory on CPUs; ``test_speculative.py`` fails when it no longer does."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -69,9 +75,116 @@ def mend_expansion() -> None:
 def expand_batch_to_tokens(
     x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
 ) -> Tensor:
-    """Repeats each value of ``x`` [batch] for the tokens of its request: [num_tokens]. ``cu_num_tokens`` [batch] are the
-    requests' ends. The names are vLLM's.
-    """
+    """``x`` [batch] → [num_tokens]. ``cu_num_tokens`` [batch] are ends."""
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
     values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
     return torch.repeat_interleave(values, counts, output_size=num_tokens)
+
+
+FORK_VARIABLE = "TEPO_SERVER_FORKS"
+
+_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+
+
+def fork_processes() -> None:
+    """Call it before vLLM makes its config. Affects CPUs only."""
+    import vllm
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or not in_range(vllm.__version__, VLLM_RANGE):
+        return
+    # vLLM's table of variables, which it asks at each use: its platform writes the variable itself whenever it sees a config.
+    envs.environment_variables[_METHOD] = lambda: "fork"
+    os.register_at_fork(after_in_child=leave_parent)
+
+
+def resume_collector() -> None:
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+
+
+def take_cores(cores: str, worker: int) -> int:
+    """Binds the calling thread and its later ones to part ``worker`` of ``cores`` (``0|1``); returns their number."""
+    requested = set(read_cores(cores)[worker])
+    try:
+        os.sched_setaffinity(0, requested)
+        taken = os.sched_getaffinity(0)
+    except OSError:
+        taken = set()
+    if taken != requested:  # the kernel accepts a list with missing cores
+        missing = ", ".join(map(str, sorted(requested - taken)))
+        raise ValueError(
+            f"worker {worker} of this server cannot run on core {missing}: there is none, or it is kept from this job; set "
+            "rollout.server.cpu_threads to cores that it has, or to auto"
+        )
+    return len(requested)
+
+
+def leave_parent() -> None:
+    """In a fork: leaves the signals and sockets of the server's event loop."""
+    signal.set_wakeup_fd(-1)
+    with open(os.devnull, "rb") as nothing:
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if _is_internet_socket(descriptor):
+                os.dup2(nothing.fileno(), descriptor)  # keeps the number: the parent's objects would close another's
+
+
+def _is_internet_socket(descriptor: int) -> bool:
+    try:
+        copy = os.dup(descriptor)
+    except OSError:  # that of the listing, closed by now
+        return False
+    if not stat.S_ISSOCK(os.fstat(copy).st_mode):
+        os.close(copy)
+        return False
+    with socket.socket(fileno=copy) as inherited:
+        return inherited.family in (socket.AF_INET, socket.AF_INET6)
+
+
+_adapters: list[tuple[Mapping[str, Any], Mapping[str, Tensor]]] = []  # a PEFT folder's settings, and tensors without its prefix
+
+
+def hold_adapters(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """vLLM forgets adapters when a weight update ends."""
+    _adapters[:] = [(settings, tensors)]
+
+
+def load_adapters_from_memory() -> None:
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    from_folder = WorkerLoRAManager._load_adapter
+
+    def load(manager: Any, request: Any) -> Any:
+        return _adapters_from_memory(manager, request) if request.lora_path == ADAPTER_PATH else from_folder(manager, request)
+
+    WorkerLoRAManager._load_adapter = load
+
+
+def _adapters_from_memory(manager: Any, request: Any) -> Any:
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    if not _adapters:
+        raise RuntimeError("this worker holds no adapters yet; the trainer sends them with the first weight update")
+    (settings, tensors), inner = _adapters[0], manager._adapter_manager
+    helper = PEFTHelper.from_dict(dict(settings))
+    helper.validate_legal(manager.lora_config)
+    mapper = getattr(inner.model, "hf_to_vllm_mapper", None)
+    adapters = LoRAModel.from_lora_tensors(
+        request.lora_int_id,
+        # vLLM multiplies the scale into B in place
+        {name: tensor.clone() for name, tensor in tensors.items()},
+        peft_helper=helper,
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        model_vocab_size=manager.vocab_size,
+        weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+    )
+    packed = inner.packed_modules_mapping
+    known = {part for name in inner.supported_lora_modules for part in packed.get(name, [name])}
+    unknown = sorted(name for name in adapters.loras if name.rpartition(".")[2] not in known)
+    if unknown:
+        raise RuntimeError(f"vLLM has no place for the adapters of {', '.join(unknown[:4])}; set model.lora.serve = merged")
+    return adapters

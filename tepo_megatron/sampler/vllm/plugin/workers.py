@@ -1,5 +1,3 @@
-"""vLLM's workers on CPUs, which return chosen experts and bind to cores after a fork."""
-
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -14,14 +12,11 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from tepo_megatron.sampler.vllm.plugin.forks import take_cores
+from tepo_megatron.sampler.vllm.plugin.patches import take_cores
 
 
 class RoutedWorker(CPUWorker):  # type: ignore[misc] # vllm's types are not followed
-    """Returns the experts that routers chose.
-
-    vLLM 0.32 returns them from Model Runner V2 only, which needs Triton. This adds V2's four calls to V1, which CPUs run.
-    """
+    """vLLM 0.32 returns experts in Model Runner V2 only, which needs Triton; CPUs run V1."""
 
     _connector: AuxOutputWorkerConnector | None = None
     _pending: PendingAuxOutput | None = None
@@ -58,7 +53,6 @@ class RoutedWorker(CPUWorker):  # type: ignore[misc] # vllm's types are not foll
 
 
 def allow_on_cpu() -> None:
-    """Makes vLLM's config accept a server on CPUs that returns experts."""
     if current_platform.is_cpu():
         VllmConfig._verify_aux_output_compatibility = lambda _: None
 
@@ -74,9 +68,7 @@ def _step_of(runner: Any) -> SimpleNamespace:
 
 
 class BoundWorker(RoutedWorker):
-    """Runs on its cores of ``VLLM_CPU_OMP_THREADS_BIND`` (``3``, ``0-3``, or ``0|1`` for two workers). vLLM leaves that to
-    OpenMP, which reads the environment only once in a process.
-    """
+    """Binds to its cores: OpenMP reads ``VLLM_CPU_OMP_THREADS_BIND`` only once, before the fork."""
 
     def __init__(self, vllm_config: Any, local_rank: int, *args: Any, **kwargs: Any) -> None:
         torch.set_num_threads(take_cores(envs.VLLM_CPU_OMP_THREADS_BIND, local_rank))

@@ -1,6 +1,6 @@
-"""Computes causal attention over packed sequences without Transformer Engine, in its ``thd`` form.
+"""Causal attention over packed sequences (``thd``) without Transformer Engine.
 
-Right-padded rows make plain causal attention exact. Context parallelism gathers all keys and values.
+Right-padded rows make plain causal attention exact.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tepo_megatron.trainer.megatron.batching.context_parallel import packed_order, rank_order
+from tepo_megatron.trainer.megatron.batch import packed_order, rank_order
 
 
 class PackedDotProductAttention(torch.nn.Module):
@@ -46,7 +46,7 @@ class PackedDotProductAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams,
         **_: Any,
     ) -> Tensor:
-        """query [t, heads, d], key and value [t, kv heads, d] → [t, heads · d], for this rank's t tokens."""
+        """query [t, heads, d], key and value [t, kv heads, d] → [t, heads · d]."""
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         order = like_lengths(lengths)
         whole = local = arrange(lengths, order, query.device)
@@ -77,36 +77,27 @@ _LONGER, _SLACK = 1.5, 16
 
 @dataclass(frozen=True)
 class Rows:
-    """Places of t packed tokens in blocks of rows [sequences, longest], R places in all.
-
-    Copies by index, also backward: padding has no gradient.
-    """
+    """Places of t packed tokens in blocks of rows [sequences, longest], R places in all. Padding has no gradient."""
 
     blocks: Sequence[tuple[int, int]]
-    source_R: Tensor
-    """int64; padding has the last token of its sequence."""
-
-    place_t: Tensor
-    """int64"""
-
+    source_R: Tensor  # int64; padding has the last token of its sequence
+    place_t: Tensor  # int64
     padding_R: Tensor
 
     def spread(self, packed: Tensor) -> list[Tensor]:
-        """Maps [t, heads, …] to [sequences, heads, longest, …] of each block. Padding has arbitrary values."""
+        """Maps [t, heads, …] to [sequences, heads, longest, …] of each block. Padding is arbitrary."""
         spread_R = _Spread.apply(packed, self.source_R, self.place_t)
         # splitting and joining one block would copy it
         parts = spread_R.split([count * longest for count, longest in self.blocks]) if len(self.blocks) > 1 else (spread_R,)
         return [part.unflatten(0, block).transpose(1, 2) for part, block in zip(parts, self.blocks, strict=True)]
 
     def collect(self, blocks: Sequence[Tensor]) -> Tensor:
-        """Padding gets gradient 0."""
         parts = [block.transpose(1, 2).flatten(0, 1) for block in blocks]
         parts_R = torch.cat(parts) if len(parts) > 1 else parts[0]
         return _Collect.apply(parts_R, self.source_R, self.place_t, self.padding_R)
 
 
 def arrange(lengths: Sequence[int], order: Sequence[Sequence[int]], device: torch.device) -> Rows:
-    """``order``: indices of each block's sequences."""
     lengths_S = torch.tensor(lengths, device=_CPU)
     offsets_S = lengths_S.cumsum(0) - lengths_S
     blocks, sources, paddings = [], [], []
@@ -126,7 +117,6 @@ def arrange(lengths: Sequence[int], order: Sequence[Sequence[int]], device: torc
 
 
 def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Returns indices of sequences in blocks of similar lengths, the longest first."""
     blocks: list[list[int]] = []
     longest = 0
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):

@@ -1,7 +1,4 @@
-"""Translates ``engine.fp8`` to Megatron-Core's configs, and checks what FP8 needs.
-
-Sources: Megatron-Core 0.16.1's ``fp8_utils``; Transformer Engine's ``pytorch/quantization.py``.
-"""
+"""Translates ``engine.fp8`` to Megatron-Core's configs, and checks what FP8 needs."""
 
 from __future__ import annotations
 
@@ -22,16 +19,14 @@ from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.storage.hf_folder import load_into
 
-_Capability = tuple[int, int]
-"""(major, minor)."""
+_Capability = tuple[int, int]  # (major, minor)
 
 
 @dataclass(frozen=True)
 class _Needs:
-    """``multiple`` divides the widths of matrix products, ``tokens`` a micro-batch, ``gathered`` the hidden size under sequence
-    parallelism.
+    """Divisors: ``multiple`` of widths, ``tokens`` of a micro-batch, ``gathered`` of the hidden size under SP.
 
-    ``cuda``: torch's, on GPUs up to ``cuda_up_to`` (None: all). ``below``: first capability without kernels.
+    ``cuda``: on GPUs up to ``cuda_up_to``. ``below``: first capability without kernels.
     """
 
     te: str
@@ -79,7 +74,6 @@ _NEEDS = {
 
 
 def layer_options(fp8: Fp8Config) -> dict[str, Any]:
-    """Embedding and head stay bfloat16."""
     if not fp8.enabled:
         return {"fp8": None}
     return {
@@ -96,12 +90,10 @@ def layer_options(fp8: Fp8Config) -> dict[str, Any]:
 
 
 def gather_options(fp8: Fp8Config) -> dict[str, Any]:
-    """MXFP8 weights are gathered as bfloat16, from which both their copies are quantized."""
     return {"fp8_param_gather": fp8.params, "reuse_grad_buf_for_mxfp8_param_ag": fp8.params and fp8.recipe == "mxfp8"}
 
 
 def optimizer_options(fp8: Fp8Config) -> dict[str, Any]:
-    """The distributed optimizer casts its fp32 masters to FP8 weights."""
     return {
         "fp8_recipe": fp8.recipe if fp8.params else None,
         "reuse_grad_buf_for_mxfp8_param_ag": fp8.params and fp8.recipe == "mxfp8",
@@ -109,14 +101,12 @@ def optimizer_options(fp8: Fp8Config) -> dict[str, Any]:
 
 
 def token_multiple(engine: EngineConfig) -> int:
-    """Micro-batches are padded to this multiple, so that each rank's tokens suit FP8."""
     ranks = engine.parallel.tp if engine.parallel.sequence_parallel else 1
     share = ranks * (_NEEDS[engine.fp8.recipe].tokens if engine.fp8.enabled else 1)
     return engine.parallel.cp * math.lcm(2, share) if engine.parallel.cp > 1 else share
 
 
 def check_gpu(fp8: Fp8Config, *, capability: _Capability, te: str, cuda: str) -> None:
-    """Raises ValueError if any of them lacks the recipe."""
     if not fp8.enabled:
         return
     needs, asked = _NEEDS[fp8.recipe], f"engine.fp8.recipe = {fp8.recipe}"
@@ -160,7 +150,7 @@ def _possible_on(capability: _Capability) -> str:
 
 
 def ask_transformer_engine(fp8: Fp8Config) -> None:
-    """Raises ValueError with Transformer Engine's reason, which includes cuBLAS."""
+    """Raises ValueError with Transformer Engine's reason."""
     if not fp8.enabled:
         return
     state = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
@@ -170,7 +160,7 @@ def ask_transformer_engine(fp8: Fp8Config) -> None:
 
 
 def check_model(fp8: Fp8Config, spec: ModelSpec, parallel: ParallelConfig) -> None:
-    """Raises ValueError with every width that FP8 cannot compute. Embedding and head are not FP8."""
+    """Raises ValueError. Embedding and head are not FP8."""
     if not fp8.enabled:
         return
     multiple = _NEEDS[fp8.recipe].multiple
@@ -212,8 +202,6 @@ def _widths(spec: ModelSpec, parallel: ParallelConfig) -> Iterator[tuple[str, in
 
 
 class PlainWeights(Mapping[str, Tensor]):
-    """Dequantizes FP8 parameters at each access."""
-
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self._params = params
 
@@ -229,7 +217,7 @@ class PlainWeights(Mapping[str, Tensor]):
 
 
 def load_weights(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns FP8 parameters' values before rounding, on the CPU: their fp32 masters start from them."""
+    """Returns FP8 parameters' values before rounding, on the CPU: fp32 masters start from them."""
     # The bridge writes parts of a parameter, and one in FP8 takes only the whole: it is read into a plain tensor first.
     unrounded = {name: torch.empty(param.shape, dtype=param.dtype) for name, param in params.items() if is_float8tensor(param)}
     load_into(folder, layout, {**params, **unrounded})

@@ -1,8 +1,4 @@
-"""LoRA: trains low-rank adapters of frozen weights.
-
-A layer computes with W + scale · B · A, rounded once to the model's dtype: the same bits as on the rollout servers
-(docs/decisions/021-lora.md).
-"""
+"""LoRA: W + scale · B · A, rounded once to the model's dtype, has the same bits as on rollout servers."""
 
 from __future__ import annotations
 
@@ -18,8 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tepo_megatron.config import LoraConfig
-from tepo_megatron.weights.geometry import Shard, ShardLayout
-from tepo_megatron.weights.layouts.adapters import (
+from tepo_megatron.weights.adapters import (
     AdapterBlock,
     adapted_tensors,
     adapter_blocks,
@@ -27,29 +22,24 @@ from tepo_megatron.weights.layouts.adapters import (
     adapter_names,
     shards_by_tensor,
 )
+from tepo_megatron.weights.geometry import Shard, ShardLayout
 from tepo_megatron.weights.storage.hf_folder import AdapterSettings, load_adapters
 from tepo_megatron.weights.transfer.full_tensors import gather_sources, gather_to_root
 
 
 @dataclass
 class Lora:
-    """``layouts`` are those of all ranks."""
-
     config: LoraConfig
     tensors: Sequence[str]
     layouts: Sequence[ShardLayout]
     layout: ShardLayout
     sources: Mapping[str, list[tuple[int, Shard]]]
     params: dict[str, torch.nn.Parameter] = field(repr=False)
-    adapters: dict[str, Adapter] = field(repr=False)
-    """Named by the parameters that they change."""
+    adapters: dict[str, Adapter] = field(repr=False)  # by the parameters that they change
     on: bool = True
 
     def merged(self, params: Mapping[str, Tensor], *, remember: bool = True) -> Mapping[str, Tensor]:
-        """Adapted parameters are merged at each access.
-
-        ``remember`` keeps the last one: for views that do not outlive an update.
-        """
+        """Merges at each access. ``remember`` keeps the last one."""
         return _MergedWeights(params, self.adapters, remember=remember)
 
     @contextmanager
@@ -61,7 +51,6 @@ class Lora:
             self.on = True
 
     def stream(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yields (name, full adapter tensor) on rank 0, (name, None) elsewhere. Every rank must exhaust it."""
         return gather_to_root(self.sources, self.layout.shapes, self.params)
 
     def settings(self) -> AdapterSettings:
@@ -69,10 +58,7 @@ class Lora:
         return AdapterSettings(config.rank, config.alpha, config.rslora, config.dropout, tuple(targets))
 
     def sum_gradients(self) -> None:
-        """Sums over ranks with copies of A or B but different parts of the weight. Every rank calls.
-
-        Micro-batches and data-parallel ranks must be summed before.
-        """
+        """Sums over ranks with copies of A or B; micro-batches and data-parallel ranks are summed before. Every rank calls."""
         for group, params in self._copies():
             grads = [param.main_grad for param in params]  # type: ignore[attr-defined]
             flat = torch.cat([grad.reshape(-1) for grad in grads])
@@ -100,10 +86,7 @@ def build_lora(
     rank: int,
     seed: int,
 ) -> Lora:
-    """Raises ValueError for targets that match nothing.
-
-    Every rank calls before Megatron's DDP is made; no communication. ``layouts`` are those of all ranks.
-    """
+    """Raises ValueError for targets that match nothing. Every rank calls before Megatron's DDP is made."""
     layout_of_model = layouts[rank]
     tensors = adapted_tensors(layout_of_model.shapes, config.target_modules)
     same: dict[int, ShardLayout] = {}  # ranks share layouts
@@ -143,7 +126,7 @@ def _new_parameters(layout: ShardLayout, bases: Mapping[str, torch.nn.Parameter]
 
 
 def _draw(layout: ShardLayout, params: Mapping[str, torch.nn.Parameter], seed: int) -> None:
-    """A is uniform within ±1 / sqrt(in) as in PEFT, from seed and name: the same under every layout."""
+    """A is uniform within ±1 / sqrt(in) as in PEFT, the same under every layout."""
     for shard in layout.shards:
         if shard.tensor.endswith(".lora_A.weight"):
             digest = hashlib.sha256(f"{seed} {shard.tensor}".encode()).digest()
@@ -165,8 +148,6 @@ def _tensor_group(of_experts: bool) -> dist.ProcessGroup:
 
 
 class _Merge(torch.autograd.Function):
-    """Gradients go to A and B only."""
-
     @staticmethod
     def forward(ctx: Any, weight: Tensor, scale: float, blocks: Sequence[Sequence[AdapterBlock]], *pairs: Tensor) -> Tensor:
         ctx.scale, ctx.blocks = scale, blocks
@@ -229,7 +210,7 @@ def _hang_adapters(
 
 
 def _start_graph(module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
-    """Recomputed layers have gradients only if their input needs one; a frozen embedding's does not."""
+    # recomputed layers have gradients only if their input needs one; a frozen embedding's does not
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
@@ -256,8 +237,6 @@ def with_merged_weights(
 
 @dataclass(frozen=True)
 class _Forgotten:
-    """The backward pass computes it again."""
-
     adapter: Adapter
     weight: Tensor
     size: torch.Size

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from tepo_megatron.config import EngineConfig, ModelConfig, ParallelConfig
+from tepo_megatron.trainer.megatron.gpu import INSTALL_TE, NO_PACKAGES, Packages, installed_packages
 from tepo_megatron.trainer.megatron.model import fp8
-from tepo_megatron.trainer.megatron.model.experts import moe_options, one_length
-from tepo_megatron.trainer.megatron.model.layers import Layers, kernel_options, layer_spec
-from tepo_megatron.trainer.megatron.platform.parallel import Ranks
-from tepo_megatron.trainer.megatron.platform.platform import Platform
+from tepo_megatron.trainer.megatron.model.attention_cpu import PackedDotProductAttention
+from tepo_megatron.trainer.megatron.model.fp8 import ask_transformer_engine, check_gpu
+from tepo_megatron.trainer.megatron.model.routers import Float32Router, moe_options, one_length
+from tepo_megatron.trainer.megatron.platform import Platform, Ranks
 from tepo_megatron.weights.architecture import ModelSpec
 
 
 def transformer_config(
     spec: ModelSpec, model: ModelConfig, engine: EngineConfig, platform: Platform, layers: Layers
 ) -> TransformerConfig:
-    """Switches loss scaling off (``step/update.py``)."""
     dtype = getattr(torch, model.dtype)
     return TransformerConfig(
         num_layers=spec.num_layers,
@@ -53,7 +64,7 @@ def transformer_config(
         # The random weights are overwritten, but drawing them is where Megatron marks which parameters are tensor-parallel.
         perform_initialization=True,
         use_cpu_initialization=platform.kind == "cpu",
-        calculate_per_token_loss=True,  # Megatron sums and does not divide: step/update.py
+        calculate_per_token_loss=True,  # Megatron sums and does not divide: update.py
         **_recompute_options(engine),
         # Or else the host waits for the whole GPU after each exchange between stages, as a torch older than ours needs.
         batch_p2p_sync=False,
@@ -80,14 +91,11 @@ def build_model(
     *,
     head: Literal["logits", "fused"] = "logits",
 ) -> GPTModel:
-    """Builds a chunk without loading weights.
-
-    Every rank calls for each of its ``ranks.vpp`` chunks in order: the ends of the pipeline exchange a tied embedding.
-    """
+    """Loads no weights. Every rank calls for each of its chunks in order: a tied embedding is exchanged."""
     vp_stage = chunk if ranks.vpp > 1 else None
     model = GPTModel(
         config,
-        layer_spec(config, layers, vp_stage),
+        _layer_spec(config, layers, vp_stage),
         vocab_size=spec.padded_vocab_size(ranks.tp),
         max_sequence_length=spec.max_positions,
         pre_process=ranks.is_first_stage and chunk == 0,
@@ -107,10 +115,7 @@ def build_model(
 
 
 class _FusedHead(torch.nn.Module):
-    """The scores compute the product with the weight (``core/scores/fused_linear.py``).
-
-    ``weight`` is None if the head is tied to an embedding of the same rank.
-    """
+    """The scores compute the product with the weight, which is None if it is a tied embedding."""
 
     def __init__(self, output_layer: torch.nn.Module) -> None:
         super().__init__()
@@ -126,10 +131,7 @@ class _FusedHead(torch.nn.Module):
 
 class HeadWeight(NamedTuple):
     weight_VpH: Tensor
-    """This rank's rows of the head or of the tied embedding."""
-
-    sequence_parallel: bool
-    """Whether hidden states are this rank's share of the tokens."""
+    sequence_parallel: bool  # whether hidden states are this rank's share of the tokens
 
 
 def _fuse_head(model: GPTModel) -> None:
@@ -138,7 +140,6 @@ def _fuse_head(model: GPTModel) -> None:
 
 
 def fused_head(model: torch.nn.Module) -> HeadWeight | None:
-    """Returns None if the last stage's model returns logits."""
     gpt: Any = unwrap_model(model)
     head = gpt.output_layer
     if not isinstance(head, _FusedHead):
@@ -149,7 +150,7 @@ def fused_head(model: torch.nn.Module) -> HeadWeight | None:
 
 
 def _stage_options(parallel: ParallelConfig) -> dict[str, Any]:
-    """With two interleaved stages, batched exchanges (Megatron's default) would confuse an activation with a gradient."""
+    # with two interleaved stages, batched exchanges (Megatron's default) would confuse an activation with a gradient
     interleaved = parallel.vpp > 1
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     if parallel.pp == 2 and first is not None:
@@ -161,3 +162,118 @@ def _stage_options(parallel: ParallelConfig) -> dict[str, Any]:
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
     }
+
+
+@dataclass(frozen=True)
+class Layers:
+    kind: Literal["te", "local"]
+    packages: Packages = NO_PACKAGES
+
+    @property
+    def fused_norms(self) -> bool:
+        """The weights of two norms are then inside the linears that follow."""
+        return self.kind == "te"
+
+
+LOCAL = Layers("local")
+
+
+def choose_layers(config: EngineConfig, platform: Platform) -> Layers:
+    """Raises RuntimeError if a needed Transformer Engine cannot be imported, ValueError for an unsuitable GPU."""
+    packages = installed_packages()
+    problem = import_problem() if platform.kind == "cuda" and config.layers != "local" else None
+    layers = Layers(decide(config, platform.kind, problem), packages)
+    if layers.kind == "te":
+        capability = torch.cuda.get_device_capability(platform.device)
+        check_gpu(config.fp8, capability=capability, te=packages.te or "0", cuda=torch.version.cuda or "0")
+        ask_transformer_engine(config.fp8)
+    return layers
+
+
+def decide(config: EngineConfig, platform: Literal["cpu", "cuda"], te_problem: str | None) -> Literal["te", "local"]:
+    if platform == "cpu":
+        for asked, name in ((config.layers == "te", "engine.layers = te"), (config.fp8.enabled, "engine.fp8")):
+            if asked:
+                raise ValueError(
+                    f"{name} is for Transformer Engine's layers, which need a GPU, and the trainer runs on a CPU; set "
+                    "engine.layers=local and engine.fp8.recipe=none"
+                )
+        if config.parallel.cp_comm_type != "p2p":
+            raise ValueError(
+                f"engine.parallel.cp_comm_type = {config.parallel.cp_comm_type} is for Transformer Engine's attention, which "
+                "needs a GPU, and the trainer runs on a CPU, where keys and values are gathered; unset it"
+            )
+        return "local"
+    if config.layers == "local":
+        return "local"
+    if te_problem is not None:
+        meaning = "engine.layers = te" if config.layers == "te" else "engine.layers = auto means Transformer Engine on a GPU"
+        raise RuntimeError(
+            f"{meaning}, but transformer_engine.pytorch cannot be imported ({te_problem}); install it ({INSTALL_TE}), or set "
+            "engine.layers=local"
+        )
+    return "te"
+
+
+def import_problem() -> str | None:
+    # Megatron-Core hides a failed import; a wrong build fails with more than ImportError
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def kernel_options(layers: Layers) -> dict[str, Any]:
+    # fusions stay off for what the model lacks: masked softmax outside Transformer Engine, bias, dropout
+    te = layers.kind == "te"
+    return {
+        "bias_activation_fusion": te,  # SwiGLU keeps only its input for the backward pass; compiled by torch
+        "apply_rope_fusion": te,  # one kernel for all packed sequences
+        "gradient_accumulation_fusion": te and layers.packages.wgrad,
+        "persist_layer_norm": te,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+    }
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Sequence parallelism needs the weight marked."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def _layer_spec(
+    config: TransformerConfig, layers: Layers, vp_stage: int | None = None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    sparse = config.moe_layer_freq if config.num_moe_experts is not None else [0] * config.num_layers
+    if layers.kind == "te" and len(set(sparse)) > 1:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    if layers.kind == "te":
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+        )
+    first = get_transformer_layer_offset(config, vp_stage)
+    count = transformer_block.get_num_layers_to_build(config, vp_stage)
+    dense, with_experts = (_local_layer(config, experts) for experts in (None, config.num_moe_experts))
+    specs = [with_experts if sparse[layer] else dense for layer in range(first, first + count)]
+    # The block spec, unlike the layer spec, names the final norm, which Megatron's local one would refuse under SP.
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+def _local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    layer: ModuleSpec = get_gpt_layer_local_spec(
+        num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if num_experts is not None:
+        layer.submodules.mlp.submodules.router = Float32Router
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedDotProductAttention
+    if config.qk_layernorm:
+        # Its gradient, a share on each tensor-parallel rank, is summed by Megatron because of the parameter's name.
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer

@@ -1,7 +1,7 @@
-"""Routers with rollout routing replay (R3), load metrics, and the auxiliary loss.
+"""Routers with rollout routing replay (docs/decisions/027-routing-replay.md) and the auxiliary loss (037-expert-balance.md).
 
-Trainer and sampler choose different experts near a tie, which changes log-probs more than rounding. Replay takes the sampler's
-experts, weighed by the trainer's logits (docs/decisions/027-routing-replay.md).
+Per layer, it is coefficient · E · Σ_i f_i · P_i, with f_i = (tokens at expert i) / (k T) over the mini-batch's T tokens on all
+ranks, and P_i the mean router probability. f_i has no gradient.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler, TopKRouter
 from torch import Tensor
+from torch.nn.functional import linear
 
-from tepo_megatron.config import MoeBalanceConfig
+from tepo_megatron.config import EngineConfig, MoeBalanceConfig, ParallelConfig
 from tepo_megatron.core.rollout import not_recorded
-from tepo_megatron.trainer.megatron.batching.context_parallel import Share
-from tepo_megatron.trainer.megatron.model.experts import attach, auxiliary_loss
-from tepo_megatron.trainer.megatron.platform.parallel import Ranks
+from tepo_megatron.trainer.megatron.batch import Share
+from tepo_megatron.trainer.megatron.platform import Platform, Ranks
 from tepo_megatron.weights.architecture import Experts, ModelSpec
 
 _TopK = Callable[..., tuple[Tensor, Tensor]]
@@ -31,19 +33,15 @@ _TopK = Callable[..., tuple[Tensor, Tensor]]
 class _Micro:
     chosen_tLk: Tensor | None
 
-    recorded_t: Tensor | None
-    """bool. Routers choose themselves for last tokens of sequences and padding."""
-
-    real_t: Tensor
-    """bool: not padding."""
-
+    recorded_t: Tensor | None  # bool; for last tokens of sequences and padding the routers choose
+    real_t: Tensor  # not padding
     load_LE: Tensor | None
 
     train: bool
 
 
 class Routers:
-    """Megatron's ``RouterReplay`` would mix policy and reference, and needs a record of every token."""
+    """Megatron's ``RouterReplay`` would mix policy and reference."""
 
     def __init__(
         self,
@@ -80,7 +78,6 @@ class Routers:
             self._micro = None
 
     def end_run(self) -> None:
-        """Called after all forward and backward passes."""
         for choice in self._choices:
             choice.waiting.clear()
         self._aux_loss[1] += self._has_loss
@@ -88,7 +85,6 @@ class Routers:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Counts for :meth:`take_metrics` and :meth:`load`."""
         self._counting, self._before_LE = True, self._loads_LE.clone()
         try:
             yield
@@ -96,10 +92,7 @@ class Routers:
             self._counting = False
 
     def load(self) -> Tensor | None:
-        """Returns int64 [layers, experts]: tokens in the last :meth:`counted`, over all ranks; None without an auxiliary loss.
-
-        Every rank calls.
-        """
+        """Returns int64 [layers, experts]: tokens in the last :meth:`counted`, over all ranks. Every rank calls."""
         if self._balance.kind != "aux_loss":
             return None
         load_LE = self._loads_LE - self._before_LE.to(self._loads_LE.device)
@@ -110,18 +103,17 @@ class Routers:
         if micro.load_LE is None or not torch.is_grad_enabled():
             return probabilities
         load_E, coefficient = micro.load_LE[layer], self._balance.coefficient
-        loss = auxiliary_loss(logits_tE, load_E, micro.real_t, self._experts, coefficient)
+        loss = _auxiliary_loss(logits_tE, load_E, micro.real_t, self._experts, coefficient)
         self._aux_loss = self._aux_loss.to(loss.device)
         self._aux_loss[0] += loss.detach()
         self._has_loss = True
-        return attach(probabilities, loss)
+        return _attach(probabilities, loss)
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns metrics since the last call. Every rank calls; all get the same.
+        """Returns metrics since the last call. Every rank calls.
 
-        ``moe/max_violation``: tokens of the busiest expert over the mean, minus 1 (MaxVio). ``moe/load_entropy``: entropy of
-        the shares over its maximum. ``moe/replay_differs``: share of recorded choices that the trainer's router would not have
-        made. ``moe/aux_loss``: sum over layers, mean over updates.
+        ``moe/max_violation``: tokens of the busiest expert over the mean, minus 1 (MaxVio). ``moe/replay_differs``: share of
+        recorded choices that the trainer's router would not have made.
         """
         counts = torch.cat([self._loads_LE, self._replayed_L2], dim=1)
         self._loads_LE, self._replayed_L2 = torch.zeros_like(self._loads_LE), torch.zeros_like(self._replayed_L2)
@@ -155,11 +147,10 @@ class Routers:
         return {"moe/aux_loss": float(loss) / float(updates)} if updates else {}
 
     def _local_tokens(self, values_t: Tensor) -> Tensor:
-        """With experts, tp > 1 needs sequence parallelism, which divides tokens in order."""
         return values_t.view(self._ranks.tp, -1, *values_t.shape[1:])[self._ranks.tp_rank]
 
     def micro_batch(self, waiting: deque[_Micro]) -> _Micro | None:
-        """Outside :meth:`forward_pass` a backward pass recomputes ``waiting`` in the order of the forward passes."""
+        """A backward pass recomputes ``waiting`` in the order of the forward passes."""
         if self._micro is None:
             return waiting.popleft() if waiting else None
         if self._micro.train:
@@ -167,7 +158,6 @@ class Routers:
         return self._micro
 
     def count(self, layer: int, micro: _Micro, experts_tk: Tensor, router_choice_tk: Tensor) -> None:
-        """``experts_tk`` has the record, ``router_choice_tk`` the router's own choice."""
         if not self._counting:
             return
         if self._loads_LE.device != experts_tk.device:
@@ -183,7 +173,6 @@ class Routers:
 def policy_routers(
     chunks: Sequence[torch.nn.Module], spec: ModelSpec, ranks: Ranks, balance: MoeBalanceConfig
 ) -> Routers | None:
-    """Returns None for a dense model."""
     if spec.experts is None:
         return None
     return Routers(chunks, spec.experts, num_layers=spec.num_layers, ranks=ranks, balance=balance)
@@ -210,7 +199,7 @@ class _Choice:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: _TopK
     ) -> tuple[Tensor, Tensor]:
-        """Returns scores and experts, both [t, k]. Differentiable in ``scores`` [t, experts]."""
+        """[t, k] each. Differentiable in ``scores`` [t, experts]."""
         values_tk, router_choice_tk = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         micro = self._micro
         if micro is None:
@@ -221,3 +210,81 @@ class _Choice:
             values_tk = scores.gather(1, experts_tk)
         self._routers.count(self._layer, micro, experts_tk, router_choice_tk)
         return values_tk, experts_tk
+
+
+class Float32Router(TopKRouter):  # type: ignore[misc]  # Megatron's types are not followed
+    """Without Transformer Engine, Megatron's function raises NameError."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        return linear(input.float(), self.weight.float())
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        # Megatron's version calls torch.compile
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            real = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
+            self.local_tokens_per_expert += real.sum(dim=0)
+
+
+def moe_options(spec: ModelSpec, engine: EngineConfig, platform: Platform, *, grouped: bool) -> dict[str, Any]:
+    """Drops no token, as vLLM. ``grouped``: one matrix product for all experts of a rank."""
+    parallel, balance = engine.parallel, engine.moe_balance
+    if spec.experts is None:
+        # Nothing dispatches, but with its default Megatron refuses stages that exchange micro-batches of several lengths.
+        return {"moe_token_dispatcher_type": "alltoall"}
+    experts, biased = spec.experts, spec.experts.biased
+    return {
+        "num_moe_experts": experts.count,
+        "moe_layer_freq": [int(spec.has_experts(layer)) for layer in range(spec.num_layers)],
+        "moe_ffn_hidden_size": spec.ffn_size,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
+        "moe_router_topk": experts.per_token,
+        # A softmax over the chosen experts' logits alone is the softmax over all, renormalised to sum 1.
+        "moe_router_pre_softmax": not experts.renormalize,
+        "moe_router_score_function": "sigmoid" if biased else "softmax",
+        "moe_router_topk_scaling_factor": experts.scale if biased else None,
+        "moe_router_enable_expert_bias": biased,
+        # With a rate of 0 the biases stay as the model has them.
+        "moe_router_bias_update_rate": balance.update_rate if balance.kind == "expert_bias" else 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": grouped,
+        # Megatron's all-to-all works on CUDA streams, and gathers unequal parts where gloo can only gather equal ones.
+        "moe_token_dispatcher_type": "alltoall" if platform.kind == "cuda" else "allgather",
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.tp if parallel.etp is None else parallel.etp,
+    }
+
+
+def gathers_tokens(parallel: ParallelConfig, platform: Platform) -> bool:
+    # ranks that gather each other's tokens need equally many
+    return parallel.ep > 1 and platform.kind == "cpu"
+
+
+def one_length(spec: ModelSpec, parallel: ParallelConfig, platform: Platform) -> bool:
+    # Megatron's gathering dispatcher exchanges micro-batches of one length
+    return parallel.pp > 1 and spec.experts is not None and platform.kind == "cpu"
+
+
+def largest_in_group(sizes: list[int], device: torch.device) -> list[int]:
+    """Every rank that gathers tokens calls, with equally many sizes."""
+    most = torch.tensor(sizes, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel_state.get_expert_tensor_and_model_parallel_group())
+    return most.tolist()
+
+
+def _auxiliary_loss(logits_tE: Tensor, load_E: Tensor, real_t: Tensor, experts: Experts, coefficient: float) -> Tensor:
+    """Returns float32, this rank's part."""
+    if experts.biased:
+        score_tE = logits_tE.float().sigmoid()
+        probability_tE = score_tE / (score_tE.sum(-1, keepdim=True) + 1e-20)
+    else:
+        probability_tE = logits_tE.float().softmax(-1)
+    tokens = load_E.sum() / experts.per_token
+    share_E = (load_E / load_E.sum()).to(probability_tE)
+    return coefficient * experts.count / tokens * (probability_tE @ share_E)[real_t].sum()
+
+
+def _attach(probabilities: Tensor, loss: Tensor) -> Tensor:
+    attached: Tensor = MoEAuxLossAutoScaler.apply(probabilities, loss)
+    return attached

@@ -1,4 +1,4 @@
-"""Transports, one per module, which declares ``TRANSPORT`` and is imported when first used.
+"""Transports, imported when first used.
 
 ``rollout.server.transport`` repeats the names, because config imports no weights.
 """
@@ -30,7 +30,6 @@ def transport_names() -> tuple[str, ...]:
 
 
 def find_transport(name: TransportName) -> TransportSpec:
-    """Raises ValueError, with the known names, if there is none."""
     if name not in transport_names():
         raise ValueError(f"rollout.server.transport = {name} is not known; known: {', '.join(transport_names())}")
     transport: TransportSpec = import_module(f"{__name__}.{name}").TRANSPORT
@@ -38,10 +37,9 @@ def find_transport(name: TransportName) -> TransportSpec:
 
 
 def join(name: TransportName, store: Store, member: Member, timeout_s: float, *, or_gloo: bool = False) -> TransferGroup:
-    """Returns when all members of the group at ``store`` have joined.
+    """``or_gloo``, equal on all members: gloo replaces NCCL if two share a GPU.
 
-    ``or_gloo``, equal on all members: gloo replaces NCCL if two members share a GPU. Raises RuntimeError if one is late or
-    leaves, this member cannot use the transport, or (on all members) they cannot form a group.
+    Raises RuntimeError if a member is late, leaves or lacks the transport.
     """
     transport = find_transport(name)
     if transport.requires_gpu and member.device.type != "cuda":

@@ -1,5 +1,3 @@
-"""Messages and broadcasts over gloo, through host memory."""
-
 from __future__ import annotations
 
 import contextlib
@@ -18,16 +16,13 @@ from tepo_megatron.weights.transfer.transport import Member, Rendezvous, Transpo
 POLL_INTERVAL_S = 1e-4
 
 CLOSE_GRACE_S = 2.0
-"""An interpreter that exits while a group is closing aborts the process."""
+"""An interpreter that exits while a group is closing aborts."""
 
 _CPU = torch.device("cpu")
 
 
 class GlooGroup:
-    """The constructor returns when all members have joined; it raises RuntimeError if one is late or leaves.
-
-    ``host`` selects the interface with the address that others use.
-    """
+    """The constructor returns when all have joined; RuntimeError if one does not. ``host`` selects the interface."""
 
     def __init__(self, store: Store, host: str, rank: int, world_size: int, timeout_s: float) -> None:
         self._rendezvous = Rendezvous(store, world_size, timeout_s)
@@ -55,15 +50,12 @@ class GlooGroup:
         self._pending.pop((peer, number)).wait()
 
     def start_send(self, data: Tensor, peer: int, number: int) -> Any:
-        """Returns torch's work."""
         return self._group.send([data], peer, number)
 
     def start_receive(self, data: Tensor, peer: int, number: int) -> Any:
-        """Returns torch's work."""
         return self._group.recv([data], peer, number)
 
     def broadcast(self, tensor: Tensor, cancelled: Callable[[], bool]) -> None:
-        """Fills ``tensor`` with rank 0's. Raises RuntimeError on failure, time-out and ``cancelled()``."""
         work = self._group.broadcast(tensor, 0)
         while not work.is_completed():  # a wait() could not be interrupted: gloo cannot abort
             if cancelled():
@@ -74,7 +66,7 @@ class GlooGroup:
     def finish(self) -> None: ...
 
     def close(self) -> None:
-        """A thread closes, since destroying a gloo group waits for its pending operations, up to their time-out."""
+        """A thread closes: destroying a gloo group waits for pending operations, up to their time-out."""
         self._rendezvous.announce_departure()
         # The thread holds the last references. Pending operations come before the group: each holds the connections open.
         keep, self._group, self._pending = [*self._pending.values(), self._group], None, {}

@@ -1,14 +1,12 @@
-"""Messages through CUDA IPC between trainer and worker on one GPU (docs/decisions/009-transports-and-placement.md).
-
-Not run on a GPU yet.
-"""
+"""Messages through CUDA IPC between trainer and worker on one GPU (decision 009). Not run on a GPU yet."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +14,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from tepo_megatron.runtime.proc import boot_id
-from tepo_megatron.weights.transfer.messages import WINDOW
-from tepo_megatron.weights.transfer.relay import Relay, SlotSignals
-from tepo_megatron.weights.transfer.transport import Member, TransferGroup, TransportSpec, announce_departure
+from tepo_megatron.weights.geometry import ReshardPlan
+from tepo_megatron.weights.transfer.move import WINDOW, Queues, message_sizes, queues, source_ends
+from tepo_megatron.weights.transfer.transport import Member, RelayRoutes, TransferGroup, TransportSpec, announce_departure
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 from tepo_megatron.weights.transfer.transports.nccl import join_nccl
 
@@ -36,30 +34,27 @@ class _PendingReceive:
 
 
 class IpcGroup:
-    """Sends by peer: through slots, through ``relay`` to workers on other GPUs, or through ``gloo``.
-
-    Slots are uint8 [WINDOW, bytes], by peer; the rank ``via`` of a peer on another GPU fills its slots.
-    """
+    """Slots are uint8 [WINDOW, bytes]; the rank ``via`` of a peer on another GPU fills its slots."""
 
     def __init__(
         self,
         gloo: GlooGroup,
         member: Member,
-        handles: MemoryHandles,
+        handles: _MemoryHandles,
         send_slots: Mapping[int, Tensor],
         receive_slots: Mapping[int, Tensor],
-        relay: Relay | None = None,
+        relay: _Relay | None = None,
     ) -> None:
         self._gloo, self._rank, self._device, self._handles = gloo, member.rank, member.device, handles
         self._send_slots, self._receive_slots = dict(send_slots), dict(receive_slots)
         self._via, self._relay = member.routes.via, relay
-        self._signals = SlotSignals(gloo.start_send, gloo.start_receive, member.world_size)
+        self._signals = _SlotSignals(gloo.start_send, gloo.start_receive, member.world_size)
         self._pending: dict[tuple[int, int], _PendingSend | _PendingReceive] = {}
         self._cancelled: Callable[[], bool] = lambda: False
 
     @property
     def cancelled(self) -> Callable[[], bool]:
-        """Polled between the trainer's ranks only, since gloo's waits end by themselves."""
+        """Polled between trainer ranks only: gloo's waits end by themselves."""
         return self._cancelled
 
     @cancelled.setter
@@ -132,13 +127,10 @@ def join_ipc(
     member: Member,
     *,
     join_leg: Callable[[GlooGroup], TransferGroup],
-    handles: MemoryHandles | None = None,
+    handles: _MemoryHandles | None = None,
 ) -> IpcGroup:
-    """Joins the gloo group that carries all but the slots; ``join_leg`` joins the trainer ranks' group, which relays.
-
-    Raises RuntimeError if sender and receiver are not on one host and GPU.
-    """
-    handles, rank, routes = handles or CudaHandles(), member.rank, member.routes
+    """The gloo group carries all but the slots; ``join_leg`` joins the trainer ranks' group, which relays."""
+    handles, rank, routes = handles or _CudaHandles(), member.rank, member.routes
     try:
         send_slots = {
             peer: _offer(store, (rank, peer, rank), size, member, handles) for peer, size in member.same_gpu_receivers.items()
@@ -161,8 +153,8 @@ def join_ipc(
             receive_slots[source] = _open(offer, writer, member, handles)
         relay = None
         if routes.sources:
-            signals = SlotSignals(gloo.start_send, gloo.start_receive, member.world_size)
-            relay = Relay(rank, routes, join_leg(gloo), signals, relay_slots, lambda: handles.synchronize(member.device))
+            signals = _SlotSignals(gloo.start_send, gloo.start_receive, member.world_size)
+            relay = _Relay(rank, routes, join_leg(gloo), signals, relay_slots, lambda: handles.synchronize(member.device))
     except BaseException:
         gloo.close()
         raise
@@ -182,14 +174,14 @@ def _join(store: Store, member: Member, timeout_s: float) -> IpcGroup:
 TRANSPORT = TransportSpec(join=_join, requires_gpu=True)
 
 
-def _offer(store: Store, key: tuple[int, int, int], size: int, member: Member, handles: MemoryHandles) -> Tensor:
+def _offer(store: Store, key: tuple[int, int, int], size: int, member: Member, handles: _MemoryHandles) -> Tensor:
     slots = torch.empty(WINDOW, size, dtype=torch.uint8, device=member.device)
     offer = {"location": handles.location(member.device), "bytes": size, "handle": handles.export(slots)}
     store.set(_key(*key), json.dumps(offer))
     return slots
 
 
-def _open(offer: dict[str, Any], sender: int, member: Member, handles: MemoryHandles) -> Tensor:
+def _open(offer: dict[str, Any], sender: int, member: Member, handles: _MemoryHandles) -> Tensor:
     sender_location, local_location = offer["location"], handles.location(member.device)
     for what in ("host", "gpu"):
         if sender_location[what] != local_location[what]:
@@ -212,9 +204,9 @@ def _slot(slots: Tensor, number: int, data: Tensor) -> Tensor:
     return slots[number % WINDOW, : data.nbytes]
 
 
-class MemoryHandles(Protocol):
+class _MemoryHandles(Protocol):
     def location(self, device: torch.device) -> dict[str, str]:
-        """Unique names of host and GPU, equal on both sides."""
+        """Names of host and GPU."""
 
     def export(self, slots: Tensor) -> dict[str, Any]:
         """The handle is of the whole storage, which must stay alive."""
@@ -222,10 +214,10 @@ class MemoryHandles(Protocol):
     def open(self, handle: dict[str, Any], device: torch.device) -> torch.UntypedStorage: ...
 
     def synchronize(self, device: torch.device) -> None:
-        """Returns when all started copies are done, so that another process may read them."""
+        """Afterwards another process may read the copies."""
 
 
-class CudaHandles:
+class _CudaHandles:
     _BYTES = ("handle", "counter", "event")
 
     def location(self, device: torch.device) -> dict[str, str]:
@@ -244,3 +236,139 @@ class CudaHandles:
 
     def synchronize(self, device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
+
+
+def source_routes(plan: ReshardPlan, rank: int, *, itemsize: int, limit: int) -> RelayRoutes:
+    local_source = {plan.num_sources + to: source for to, source in plan.local.items()}
+    outgoing: dict[int, Queues] = {
+        source: queues(source_ends(plan, source), itemsize=itemsize, limit=limit) for source in range(plan.num_sources)
+    }
+    relayed = {
+        (source, to): message_sizes(queue, itemsize)
+        for source, by_peer in outgoing.items()
+        for to, queue in by_peer.items()
+        if to in local_source and local_source[to] != source
+    }
+    if not relayed:
+        return RelayRoutes()
+    lengths = {source: max((len(queue) for queue in by_peer.values()), default=0) for source, by_peer in outgoing.items()}
+    return RelayRoutes(
+        via={to: local_source[to] for source, to in relayed if source == rank},
+        forwards={pair: sizes for pair, sizes in relayed.items() if local_source[pair[1]] == rank},
+        sources=plan.num_sources,
+        local_rounds=lengths[rank],
+        rounds=max(lengths.values()),
+    )
+
+
+@dataclass
+class _SlotSignals:
+    """One byte over gloo: a message is in its slot, or was copied out."""
+
+    start_send: Callable[[Tensor, int, int], Any]
+    start_receive: Callable[[Tensor, int, int], Any]
+    world_size: int
+
+    def start_notify(self, peer: int, number: int, source: int) -> Any:
+        return self.start_send(torch.zeros(1, dtype=torch.uint8), peer, number * self.world_size + source)
+
+    def start_wait(self, peer: int, number: int, source: int) -> Any:
+        return self.start_receive(torch.zeros(1, dtype=torch.uint8), peer, number * self.world_size + source)
+
+
+@dataclass
+class _Relay:
+    """``slots``: (source, worker) → uint8 [WINDOW, bytes], open in the worker. ``leg`` connects the trainer's ranks."""
+
+    rank: int
+    routes: RelayRoutes
+    leg: TransferGroup
+    signals: _SlotSignals
+    slots: Mapping[tuple[int, int], Tensor]
+    synchronize: Callable[[], None]
+    _turn: int = 0
+    _sending: list[tuple[Tensor, int, int]] = field(default_factory=list)
+    _arriving: list[tuple[int, int, int]] = field(default_factory=list)
+    _taken: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Sends of its block travel when it ends."""
+        turn = self._turn if self._turn < self.routes.local_rounds else self.routes.rounds
+        self._catch_up(turn)
+        yield
+        self._exchange(turn)
+
+    def send(self, data: Tensor, worker: int, number: int) -> None:
+        self._sending.append((data, worker, number))
+
+    def wait(self, worker: int, number: int) -> None:
+        self.settle()
+        via = self.routes.via[worker]
+        self.leg.wait(via, self._tag(number, worker, self.rank, via))
+
+    def settle(self) -> None:
+        """Call it before other waits: workers wait for the notification."""
+        arriving, self._arriving = self._arriving, []
+        for source, worker, number in arriving:
+            with _naming("receiving", source, worker):
+                self.leg.wait(source, self._tag(number, worker, source, self.rank))
+        if arriving:
+            self.synchronize()
+        for source, worker, number in arriving:
+            notification = self.signals.start_notify(worker, number, source)
+            self._taken[source, worker, number] = [notification, self.signals.start_wait(worker, number, source)]
+
+    def finish(self) -> None:
+        self._catch_up(self.routes.rounds)
+        if self._turn == self.routes.rounds:
+            self._exchange(self._turn)
+        for key in list(self._taken):
+            self._await_taken(key)
+        self._turn = 0
+
+    def _catch_up(self, turn: int) -> None:
+        while self._turn < turn:
+            self._exchange(self._turn)
+
+    def _exchange(self, turn: int) -> None:
+        self.settle()
+        incoming = list(self._coming(turn))
+        for source, worker, number in incoming:
+            self._await_taken((source, worker, number - WINDOW))
+        self._turn = turn + 1
+        sending, self._sending = self._sending, []
+        if sending or incoming:
+            with self.leg.round():  # both ends of a pair start by the worker's number: NCCL matches by order
+                for data, worker, number in sorted(sending, key=lambda item: item[1:]):
+                    via = self.routes.via[worker]
+                    self.leg.send(data.view(torch.uint8), via, self._tag(number, worker, self.rank, via))
+                for source, worker, number in incoming:
+                    slot = self.slots[source, worker][number % WINDOW, : self.routes.forwards[source, worker][number]]
+                    self.leg.receive(slot, source, self._tag(number, worker, source, self.rank))
+        self._arriving = incoming
+        if turn == self.routes.rounds:
+            self.settle()
+
+    def _coming(self, turn: int) -> Iterator[tuple[int, int, int]]:
+        for source, worker in sorted(self.routes.forwards, key=lambda pair: pair[::-1]):
+            digests = len(self.routes.forwards[source, worker]) - 1
+            if turn == self.routes.rounds or turn < digests:
+                yield source, worker, min(turn, digests)
+
+    def _await_taken(self, key: tuple[int, int, int]) -> None:
+        source, worker, _ = key
+        with _naming("passing on", source, worker):
+            for work in self._taken.pop(key, ()):
+                work.wait()
+
+    def _tag(self, number: int, worker: int, source: int, to: int) -> int:
+        return (number * self.signals.world_size + worker) * 2 + (source > to)
+
+
+@contextmanager
+def _naming(what: str, source: int, worker: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{what} a message from rank {source} to rank {worker} failed: {error}") from error

@@ -1,7 +1,4 @@
-"""Messages over NCCL in one communicator, one group call per round (docs/decisions/009-transports-and-placement.md).
-
-Not run on a GPU yet.
-"""
+"""Messages over NCCL in one communicator, one group call per round (decision 009). Not run on a GPU yet."""
 
 from __future__ import annotations
 
@@ -33,8 +30,6 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class NcclGroup:
-    """``group`` must have operations that can be coalesced; ``abort`` ends everything pending."""
-
     def __init__(
         self, group: Any, abort: Callable[[], None], rendezvous: Rendezvous, device: torch.device, timeout_s: float
     ) -> None:
@@ -71,7 +66,7 @@ class NcclGroup:
             ended.set()
 
     def _watch_round(self, ended: threading.Event) -> None:
-        """NCCL blocks the call until both ranks are in the round; aborting makes it return with an error."""
+        """NCCL blocks the call until both ranks are in the round."""
         deadline = time.monotonic() + self._timeout_s
         while not ended.wait(FAILURE_POLL_INTERVAL_S):
             if reason := self._failure_reason(deadline):
@@ -101,7 +96,6 @@ class NcclGroup:
         self._round.append((peer, number))
 
     def wait(self, peer: int, number: int) -> None:
-        """Raises RuntimeError also when :attr:`cancelled` returns true or a member has left."""
         if self._failure:  # the watching thread aborted just when the round had started
             raise RuntimeError(self._failure)
         work = self._pending.pop((peer, number))
@@ -117,7 +111,6 @@ class NcclGroup:
     def finish(self) -> None: ...
 
     def close(self) -> None:
-        """Aborts pending operations; the other members notice within a second."""
         self._rendezvous.announce_departure()
         self._pending = {}
         aborting = threading.Thread(target=self._abort, name="abort-transfer-group", daemon=True)
@@ -126,7 +119,6 @@ class NcclGroup:
 
 
 def join_nccl(store: Store, member: Member, timeout_s: float) -> NcclGroup:
-    """Returns when all members have joined. Raises RuntimeError if they do not, or NCCL fails."""
     rendezvous = Rendezvous(store, member.world_size, timeout_s)
     with rendezvous.forming_group():
         group, backend = _process_group(store, member.rank, member.world_size, timeout_s)
@@ -152,7 +144,7 @@ def _process_group(store: Store, rank: int, world_size: int, timeout_s: float) -
 
 @contextlib.contextmanager
 def _without_async_error_handling() -> Iterator[None]:
-    """By default torch ends the process when an operation fails; it reads the variable when it makes a group."""
+    """By default torch ends the process when an operation fails."""
     before = os.environ.get(_ERROR_HANDLING)
     os.environ[_ERROR_HANDLING] = "0"
     try:

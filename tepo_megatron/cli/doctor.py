@@ -1,0 +1,238 @@
+"""``tepo doctor``."""
+
+from __future__ import annotations
+
+import math
+import platform
+import shutil
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from tepo_megatron.cli.console import AsJson, Overrides, load_config, print_json, show, user_errors
+from tepo_megatron.cli.machine_checks import (
+    CHECKS,
+    LAUNCH_CHECKS,
+    Diagnosis,
+    Status,
+    diagnose,
+    has_gpu,
+    is_fit,
+    node_checks,
+    node_names,
+)
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.data import BUILTIN
+from tepo_megatron.config.reward import EnvironmentConfig
+from tepo_megatron.config.rollout import SamplingConfig
+
+if TYPE_CHECKING:
+    from tepo_megatron.run.checks import RunSubject
+    from tepo_megatron.runtime.named_check import NamedCheck
+
+_COLOURS = {"ok": "green", "warn": "yellow", "missing": "dim", "fail": "red"}
+
+
+def _checks_table(checks: Sequence[Diagnosis], purpose: str) -> Table:
+    caption = f"[green]{purpose} has all that it needs.[/]"
+    if not is_fit(checks):
+        broken = [check.name for check in checks if check.needed and check.status in ("missing", "fail")]
+        caption = f"[red]{purpose} still needs: {escape(', '.join(broken))}.[/]"
+    table = Table(title=f"tepo doctor, {platform.node()}", title_justify="left", caption=caption, caption_justify="left")
+    for heading in ("", "status", "found", "what it enables, or how to correct it"):
+        table.add_column(heading, overflow="fold")
+    for check in checks:
+        status = f"[{_COLOURS[check.status]}]{check.status}[/]"
+        table.add_row(check.name, status, escape(check.detail), escape(check.advice))
+    return table
+
+
+def doctor(
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    launch: Annotated[bool, typer.Option("--launch", help="Only what submitting jobs needs.")] = False,
+    run: Annotated[
+        Path | None, typer.Option("--run", metavar="RUN.yaml", help="Also model, data, verifier, disk and servers of a run.")
+    ] = None,
+    nodes: Annotated[
+        str | None, typer.Option("--nodes", metavar="N1,N2", help="Also whether nodes answer, and their clocks.")
+    ] = None,
+) -> None:
+    """Check this machine and environment: what is there, what is missing, what it would enable.
+
+    Exit code 1 if something that a run on CPU (or on this machine's GPU) needs is missing or broken, or a node does not answer.
+
+    [dim]tepo doctor --run examples/tiny/run.yaml[/]
+
+    [dim]tepo doctor model.path=models/mine data.train=train.csv reward.verifier=exact[/]
+    """
+    selected = dict(LAUNCH_CHECKS if launch else CHECKS)
+    with user_errors():
+        names = node_names(nodes) if nodes is not None else []
+        if run is not None or overrides:
+            selected |= run_checks(load_config(run, overrides or ()))
+    checks = diagnose(selected) + (node_checks(names) if names else [])
+    if as_json:
+        print_json({"fit_for_cpu": is_fit(checks), "checks": [asdict(check) for check in checks]})
+    else:
+        purpose = "Launching" if launch else "A run on GPU" if has_gpu() else "A run on CPU"
+        show(_checks_table(checks, purpose))
+    raise typer.Exit(0 if is_fit(checks) else 1)
+
+
+_GIB = 2**30
+_BYTES_PER_CHECKPOINT_BYTE = 8
+"""A checkpoint's disk space over the model files': fp32 weights and two fp32 moments are 6 times bf16 files, the export is 1;
+rounded up.
+"""
+
+
+def run_checks(config: RunConfig) -> Mapping[str, Callable[[], Diagnosis]]:
+    """Name → check, not called yet. A replayed run reads no data."""
+    from tepo_megatron.run.checks import MODEL, RUN_CHECKS, RunSubject
+    from tepo_megatron.runtime.machine import this_machine
+
+    checks: dict[str, Callable[[], Diagnosis]] = {"output": partial(_output_disk, config)}
+    server = config.rollout.server
+    if server.placement == "external":
+        if server.registry is not None and any(server.registry.glob("server-*.json")):
+            checks |= {f"server {index}": partial(_external_server, config, index) for index in range(server.count)}
+        else:
+            detail = f"no server is registered in {server.registry}"
+            advice = "start 'tepo serve' on their nodes, with this registry"
+            checks["servers"] = partial(Diagnosis, "servers", "missing", detail, advice, needed=True)
+    elif server.port:
+        checks["server port"] = partial(_server_port, config)
+    ranks, here = config.engine.parallel.world_size, this_machine()
+    run = RunSubject(config, replace(here, local_ranks=min(ranks, here.gpus or ranks), ranks=ranks))
+    try:
+        has_model = bool(run.spec)
+    except ValueError:
+        has_model = False  # "model and data" reports it
+    for check in RUN_CHECKS:
+        if (has_model or MODEL not in check.needs) and check.applies(run):
+            checks[check.name] = partial(_diagnosis_of, check, run)
+    if config.rollout.replay is None:
+        checks |= {"model and data": partial(_model_and_data, config), "verifier": partial(_verifier, config)}
+    return checks
+
+
+def _diagnosis_of(check: NamedCheck[RunSubject], run: RunSubject) -> Diagnosis:
+    from tepo_megatron.run.checks import TRAINER_MACHINE
+
+    problem = check.problem(run)
+    if problem is None:
+        return Diagnosis(check.name, "ok", "fits this run", needed=True)
+    # The doctor runs without the run's ranks, and possibly on another machine.
+    status: Status = "warn" if TRAINER_MACHINE in check.needs else "fail"
+    return Diagnosis(check.name, status, "refused", problem, needed=True)
+
+
+def _output_disk(config: RunConfig) -> Diagnosis:
+    folder = config.output.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    weights = sum(path.stat().st_size for path in Path(config.model.path).glob("*.safetensors"))
+    train = config.train
+    # Checkpoints written only by the clock fall on such a step by chance.
+    for_good = train.steps // math.lcm(train.keep_every, train.save_every) if train.keep_every and train.save_every else 0
+    retained = min(train.steps, train.keep_checkpoints + for_good + (train.keep_best is not None))
+    needed = max(_GIB // 2, weights * _BYTES_PER_CHECKPOINT_BYTE * retained)
+    detail = f"{free / _GIB:.1f} GiB free for {config.output}"
+    if free < needed:
+        takes = f"the {retained} checkpoints that it keeps may take {needed / _GIB:.1f} GiB"
+        advice = f"{takes}: free as much, or set output to another disk"
+        return Diagnosis("output", "fail", detail, advice, needed=True)
+    return Diagnosis("output", "ok", detail, needed=True)
+
+
+def _server_port(config: RunConfig) -> Diagnosis:
+    host, port = config.rollout.server.host, config.rollout.server.port
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            advice = "servers take the next free one; set rollout.server.port to another, or end what listens there"
+            return Diagnosis("server port", "warn", f"{host}:{port} is taken ({error.strerror})", advice)
+    return Diagnosis("server port", "ok", f"{host}:{port} is free")
+
+
+def _external_server(config: RunConfig, index: int) -> Diagnosis:
+    import httpx
+
+    from tepo_megatron.sampler.fleet.external import RegistryEntry
+
+    name, registry = f"server {index}", config.rollout.server.registry
+    result = RegistryEntry(registry, index).registered() if registry is not None else None
+    if result is None:
+        return Diagnosis(name, "missing", f"not registered in {registry}", "start 'tepo serve' on its node", needed=True)
+    try:
+        # No proxy of the environment: servers are on the inner network.
+        response = httpx.get(f"{result.url}/health", timeout=5, trust_env=False)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return Diagnosis(name, "fail", f"{result.url}: {error}", "is its node up, and no firewall between?", needed=True)
+    if response.status_code != 200:
+        detail = f"{result.url} answers with status {response.status_code}"
+        return Diagnosis(name, "fail", detail, "see its log in OUT/logs", needed=True)
+    return Diagnosis(name, "ok", f"{result.url} answers in {1000 * response.elapsed.total_seconds():.0f} ms", needed=True)
+
+
+def _model_and_data(config: RunConfig) -> Diagnosis:
+    from tepo_megatron.run.sampling.inputs import read_inputs
+    from tepo_megatron.tasks.data.builtin import resolve_model_path
+
+    try:
+        inputs = read_inputs(config, resolve_model_path(config.model.path))
+    except ValueError as error:
+        return Diagnosis("model and data", "fail", config.model.path, str(error), needed=True)
+    counts = f"{len(inputs.train)} problems to train on, {len(inputs.heldout)} held out"
+    counts += "".join(f", {len(item.problems)} in {item.name}" for item in inputs.sets)
+    left_out = "".join(f"; {notice}" for notice in inputs.left_out)
+    advice = ""
+    trained = {(problem.prompt, problem.messages) for problem in inputs.train}
+    both = sum((problem.prompt, problem.messages) in trained for problem in inputs.heldout)
+    if not inputs.heldout and not inputs.sets:
+        advice = "nothing is evaluated: give data.heldout to see whether the model gets better"
+    elif both:
+        advice = f"{both} of the held-out prompts are trained on, too: take them out of one of the two"
+    status: Status = "warn" if advice else "ok"
+    shown = config.model.path if config.model.path.startswith(BUILTIN) else str(inputs.model_dir)
+    return Diagnosis("model and data", status, f"{shown}; {counts}{left_out}", advice, needed=True)
+
+
+def _environment(config: EnvironmentConfig, sampling: SamplingConfig) -> Diagnosis:
+    from tepo_megatron.tasks.environments.environment_task import open_host
+
+    try:
+        with closing(open_host(config, sampling)) as host:
+            return Diagnosis("environment", "ok", f"{config.name} can be made", host.notice or "", needed=True)
+    except (ValueError, RuntimeError) as error:
+        return Diagnosis("environment", "fail", config.name, str(error), needed=True)
+
+
+def _verifier(config: RunConfig) -> Diagnosis:
+    if config.environment is not None:
+        return _environment(config.environment, config.rollout.sampling)
+    from tepo_megatron.run.sampling.step_rewards import rehearsed
+    from tepo_megatron.tasks.data.problems import load_problems
+    from tepo_megatron.tasks.reward.verifier_task import VerifierTask, reward_configs
+
+    sources = config.data.train_sources
+    try:
+        problems = [replace(problem, source=source.called) for source in sources for problem in load_problems(source)]
+        rehearsed(VerifierTask(reward_configs(config.reward, config.data)), config, problems).close()
+    except (ValueError, RuntimeError) as error:
+        return Diagnosis("verifier", "fail", config.reward.verifier, str(error), needed=True)
+    names = dict.fromkeys(source.verifier or config.reward.verifier for source in sources)
+    detail = f"{', '.join(names)} scores answers of {', '.join(source.path for source in sources)}"
+    return Diagnosis("verifier", "ok", detail, needed=True)

@@ -1,1 +1,0 @@
-"""``tepo doctor``: what this machine has and lacks, and what that enables."""

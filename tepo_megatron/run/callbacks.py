@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.train import CallbackConfig
+from tepo_megatron.runtime.user_code import load_user_code, locate_user_code
+from tepo_megatron.trainer.checkpoint_folder import checkpoint_name
+
+if TYPE_CHECKING:
+    from tepo_megatron.core.rollout import Rollout
+    from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult
+
+
+class Callback:
+    """Methods that a callback may have. Any object with some of these methods is a callback.
+
+    Rank 0 calls them in its main thread and waits: do slow work in another thread. Do not change the values. Each method may
+    raise ``Stop``. Any other error ends the run with an error, once the training so far is saved. After a rollback
+    (``train.rollback``) steps are repeated.
+    """
+
+    def on_run_begin(self, run: RunInfo) -> None:
+        """Called before the first step, also of a resumed run. Errors end the run at once; do not raise ``Stop`` here."""
+
+    def on_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Called before the updates of ``step`` (from 1), with the rewards that it trains on."""
+
+    def on_evaluation(self, step: int, result: EvaluationResult) -> None:
+        """Called after the evaluation that follows ``step`` completed steps; 0: before the first."""
+
+    def on_checkpoint(self, step: int, folder: Path) -> None:
+        """Called when a checkpoint is complete; with ``train.async_save`` some steps later."""
+
+    def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Called with the step's row of ``metrics.jsonl``. Step 0: the row before the first step."""
+
+    def on_run_end(self, step: int) -> None:
+        """Called after a successful run, with the model exported, but not after a failure or a signal."""
+
+
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+@dataclass
+class Callbacks:
+    callbacks: Sequence[object]
+    say: Callable[[str], None] = lambda text: None
+    stopped: str | None = None  # the callback that asked the run to end, and why
+    failure: RuntimeError | None = field(default=None, repr=False)  # raised by a callback; none is called afterwards
+
+    @property
+    def go_on(self) -> bool:
+        return self.stopped is None and self.failure is None
+
+    def tell(self, hook: str, step: int, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            method = getattr(callback, hook, None)
+            if method is None or self.failure is not None:
+                continue
+            try:
+                method(*arguments)
+            except Stop as stop:
+                reason = str(stop) or "it gave no reason"
+                self.stopped = self.stopped or f"{name_of(callback)} ended the run at step {step}: {reason}"
+                self.say(self.stopped)
+            except (Exception, SystemExit) as error:
+                what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                self.failure = RuntimeError(
+                    f"the callback {name_of(callback)} raised {what} in {hook} at step {step}{_place(error)}"
+                )
+                self.failure.__cause__ = error
+
+    def begin(self, run: RunInfo) -> None:
+        self.tell("on_run_begin", run.step, run)
+        if self.stopped is not None:
+            raise RuntimeError(f"{self.stopped}; Stop ends a run that has begun: raise it in another method")
+        self.raise_failure(saved_step=run.step)
+
+    def raise_failure(self, *, saved_step: int) -> None:
+        if self.failure is not None:
+            saved = f"the newest checkpoint is {checkpoint_name(saved_step)}: continue with --resume"
+            raise RuntimeError(f"{self.failure}; {saved if saved_step else 'nothing was trained'}") from self.failure.__cause__
+
+
+def check_callbacks(config: RunConfig) -> None:
+    for callback in config.train.callbacks:
+        _locate(_described(callback))
+
+
+def make_callbacks(config: RunConfig, objects: Sequence[object] = ()) -> list[object]:
+    """``objects``: instances, or classes without arguments.
+
+    Raises ValueError for one that cannot be imported or created, or has no method of :class:`Callback`.
+    """
+    made = [_make(_described(callback)) for callback in config.train.callbacks]
+    made += [thing() if inspect.isclass(thing) else thing for thing in objects]
+    for callback in made:
+        _check_hooks(callback)
+    return made
+
+
+def name_of(callback: object) -> str:
+    return type(callback).__qualname__
+
+
+def _described(callback: str | CallbackConfig) -> CallbackConfig:
+    return CallbackConfig(callback=callback) if isinstance(callback, str) else callback
+
+
+def _locate(described: CallbackConfig) -> str:
+    name = described.callback
+    if ":" in name:
+        return locate_user_code(name, f"the callback {name!r}")
+    if name not in BUILT_IN:
+        raise ValueError(
+            f"unknown callback {name!r}; known: {', '.join(BUILT_IN)}, or your own as path/file.py:Class or "
+            "package.module:Class"
+        )
+    return name
+
+
+def _make(described: CallbackConfig) -> object:
+    name, kwargs = _locate(described), described.kwargs
+    loaded = BUILT_IN[name] if name in BUILT_IN else load_user_code(name, f"the callback {described.callback!r}")
+    if not inspect.isclass(loaded):
+        if kwargs:
+            raise ValueError(f"the callback {described.callback!r} takes kwargs only where it is a class; leave them out")
+        return loaded
+    try:
+        return loaded(**kwargs)
+    except Exception as error:
+        arguments = f"kwargs {', '.join(kwargs)}" if kwargs else "no kwargs"
+        raise ValueError(
+            f"the callback {described.callback!r} cannot be made with {arguments}: {type(error).__name__}: "
+            f"{error}{_place(error)}"
+        ) from error
+
+
+def _check_hooks(callback: object) -> None:
+    methods = [name for name in dir(callback) if name.startswith("on_") and callable(getattr(callback, name))]
+    for name in methods:
+        if name not in HOOKS:
+            near = get_close_matches(name, HOOKS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(HOOKS)}"
+            raise ValueError(f"the callback {name_of(callback)} has a method {name}, which nothing calls{hint}")
+        if inspect.iscoroutinefunction(getattr(callback, name)):
+            raise ValueError(f"the callback {name_of(callback)} has an async method {name}, and nothing awaits it; use def")
+    if not methods:
+        raise ValueError(f"{name_of(callback)} is no callback: it has none of the methods {', '.join(HOOKS)}")
+
+
+def _place(error: BaseException) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+class Stop(Exception):  # noqa: N818
+    """Raised by a callback: the run ends after the current step as after its last one, and shows the text as the reason."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """``step``: completed steps. ``rows``: metrics so far, oldest first."""
+
+    config: RunConfig
+    step: int
+    rows: Sequence[Mapping[str, Any]]
+
+
+class EarlyStopping:
+    """Ends the run when ``metric`` has not improved on its best by more than ``min_delta`` for ``patience`` rows.
+
+    Only rows with the metric count: ``accuracy/greedy`` is in rows of evaluations. A resumed run continues the count.
+    """
+
+    def __init__(
+        self,
+        metric: str = "accuracy/greedy",
+        patience: int = 5,
+        mode: Literal["max", "min"] = "max",
+        min_delta: float = 0.0,
+    ) -> None:
+        if patience < 1 or mode not in ("max", "min") or not 0 <= min_delta < math.inf:
+            raise ValueError(
+                f"patience = {patience} must be 1 or more, mode = {mode!r} max or min, min_delta = {min_delta:g} 0 or more"
+            )
+        self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
+        self._begin()
+
+    def _begin(self) -> None:
+        self.best, self.best_step, self.waited = -math.inf, 0, 0
+
+    def on_run_begin(self, run: RunInfo) -> None:
+        if self.metric.startswith(("accuracy/", "heldout/")) and not run.config.evaluate.every:
+            raise ValueError(
+                f"early stopping looks at {self.metric}, and this run never evaluates; set evaluate.every, or name "
+                "another metric"
+            )
+        self._begin()
+        for row in run.rows:
+            self._see(row)
+
+    def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if self._see({"step": step, **metrics}) and self.waited >= self.patience:
+            best = self.best if self.mode == "max" else -self.best
+            raise Stop(f"{self.metric} was {best:.4g} at step {self.best_step}, and not better since")
+
+    def _see(self, row: Mapping[str, Any]) -> bool:
+        value = row.get(self.metric)
+        if value is None or math.isnan(value):
+            return False
+        value = value if self.mode == "max" else -value
+        if value > self.best + self.min_delta:
+            self.best, self.best_step, self.waited = value, row["step"], 0
+        else:
+            self.waited += 1
+        return True
+
+
+BUILT_IN: Mapping[str, type] = {"early_stopping": EarlyStopping}
+
+
+@dataclass(frozen=True)
+class Extensions:
+    """Rank 0's objects, besides what the config names. Others cannot import ``reward`` and ``collect``."""
+
+    callbacks: Sequence[object] = ()
+    reward: Any = None
+    collect: Any = None
+
+
+NO_EXTENSIONS = Extensions()

@@ -1,1 +1,0 @@
-"""User callbacks, and how they end a run."""

@@ -1,0 +1,365 @@
+"""A run's rows of metrics, token values on disk, and time split."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import os
+import re
+import socket
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tepo_megatron.runtime.files import Failed, LogFile, raise_error, read_lines, write_atomically
+from tepo_megatron.runtime.text import valid_text
+
+PHASES = ("rollout", "reward", "journal", "score", "update", "sync", "eval")
+
+
+class MetricsWriter:
+    """Rank 0 only. Non-finite numbers become ``null``. Rows that cannot be written are written with the next one."""
+
+    def __init__(self, output: Path, tensorboard: bool, failed: Failed = raise_error) -> None:
+        output.mkdir(parents=True, exist_ok=True)
+        self._path = output / "metrics.jsonl"
+        self._file = LogFile(self._path, failed)
+        self._failed = failed
+        self.last_step: int | None = None
+        self.cut = False
+        self._events_folder = output / "tensorboard" if tensorboard else None
+        self._events: _EventsFile | None = None
+        self._path.touch()
+        rows, self.cut = _read_rows(self._path)
+        self._rewrite(rows)
+
+    @property
+    def waiting(self) -> int:
+        return self._file.waiting
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        finite = {key: _finite(value) for key, value in row.items() if key != "step"}
+        # One write of a whole line: a crash cuts a line off, and never mixes two.
+        self._file.append((json.dumps({"step": step, **finite}) + "\n").encode())
+        self.last_step = step
+        events = self._open_events()
+        if events is not None:
+            events.add_scalars(step, {key: value for key, value in finite.items() if value is not None})
+
+    def truncate_after(self, step: int) -> None:
+        self._rewrite([row for row in read_metrics(self._path) if row["step"] <= step] if self._path.exists() else [])
+        self._events = None
+        events = self._open_events()
+        if events is not None:
+            events.hide_from(step + 1)
+
+    def close(self) -> None:
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+        self.last_step = rows[-1]["step"] if rows else None
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        if self._path.exists() and self._path.read_bytes() != text.encode():
+            write_atomically(self._path, text)
+
+    def _open_events(self) -> _EventsFile | None:
+        if self._events is None and self._events_folder is not None:
+            self._events = _EventsFile(self._events_folder, self._failed)
+        return self._events
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Drops a last line that a crash cut off. Raises ValueError for other malformed lines."""
+    return _read_rows(path)[0]
+
+
+def _read_rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    lines, cut = read_lines(path)
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not a row of metrics: {error}; remove the line") from error
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise ValueError(f"{path}:{number}: not a row of metrics: an object with an integer 'step' was expected")
+        rows.append(row)
+    return rows, cut
+
+
+class Stopwatch:
+    """An inner phase stops the outer one's clock. ``clock``: monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._open: list[str] = []
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._start = self._mark = clock()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if name not in self._seconds:
+            raise ValueError(f"phase {name!r} is not known; known phases: {', '.join(PHASES)}")
+        self._charge()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._open.pop()
+
+    def elapsed(self) -> float:
+        return self._clock() - self._start
+
+    def split(self) -> dict[str, float]:
+        """Returns seconds since the last call as ``time/<phase>``, ``time/other``, ``time/step``."""
+        now = self._charge()
+        step = now - self._start
+        split = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        # The sum of the parts can pass the whole by rounding.
+        split["time/other"] = max(0.0, step - sum(self._seconds.values()))
+        split["time/step"] = step
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._start = now
+        return split
+
+    def _charge(self) -> float:
+        now = self._clock()
+        if self._open:
+            self._seconds[self._open[-1]] += now - self._mark
+        self._mark = now
+        return now
+
+
+def _finite(value: float) -> float | int | None:
+    number = value if isinstance(value, int) else float(value)
+    return number if math.isfinite(number) else None
+
+
+_NUMBERS = itertools.count()
+
+
+class _EventsFile:
+    def __init__(self, folder: Path, failed: Failed) -> None:
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
+        self._file = LogFile(folder / name, failed)
+
+    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        points = [Summary.Value(tag=valid_text(tag), simple_value=value) for tag, value in values.items()]
+        self._append(step=step, summary=Summary(value=points))
+
+    def hide_from(self, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        self._append(step=step, session_log=SessionLog(status=SessionLog.START))
+
+    def _append(self, **event: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        events = [Event(wall_time=time.time(), **event)]
+        if not self._file.path.exists():
+            events.insert(0, Event(wall_time=time.time(), step=event["step"], file_version="brain.Event:2"))
+        piece = io.BytesIO()
+        writer = RecordWriter(piece)
+        for entry in events:
+            writer.write(entry.SerializeToString())
+        self._file.append(piece.getvalue())
+
+
+FOLDER = "tokens"
+
+FORMAT = 1
+
+_NAME = re.compile(r"step_(\d+)\.npz")
+
+_PER_RESPONSE: dict[str, type[np.generic]] = {
+    **dict.fromkeys(("lengths", "prompt", "group", "update"), np.int32),
+    "reward": np.float32,
+    "truncated": np.bool_,
+}
+_FLOATS = ("logprob_sampler", "logprob_trainer", "logprob_update", "entropy", "entropy_change", "advantage", "ratio")
+_PER_TOKEN: dict[str, type[np.generic]] = {
+    **dict.fromkeys(("ids", "version"), np.int32),
+    **dict.fromkeys(_FLOATS, np.float32),
+    **dict.fromkeys(("loss_mask", "masked"), np.bool_),
+}
+_ARRAYS = {**_PER_RESPONSE, **_PER_TOKEN}
+
+
+@dataclass(frozen=True)
+class TokenPrompt:
+    """``text`` is the model's input, special tokens as ``⟦name⟧``."""
+
+    text: str
+    answer: str | None  # None for a replayed problem that the run lacks
+    source: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSamples:
+    """Values of S responses of one training step, with T tokens concatenated. Logarithms are natural.
+
+    Missing floats are NaN: the trainer's for untrained tokens (an environment's, a masked cut response's), the update's if
+    skipped.
+    """
+
+    step: int  # completed steps: the row's number in metrics.jsonl
+    prompts: tuple[TokenPrompt, ...]
+    pieces: Mapping[int, str]
+    """Has every token id's text. Bytes of a divided character are ``⟨xx⟩``, special tokens ``⟦name⟧``."""
+
+    lengths: NDArray[np.int32]  # [S]: number of tokens
+    prompt: NDArray[np.int32]  # [S]: index in prompts
+    group: NDArray[np.int32]  # [S]: number of the group in the step; groups are whole
+    update: NDArray[np.int32]  # [S]: number, from 1, of the optimizer step that trained on it; 0: none
+    reward: NDArray[np.float32]  # [S]: the verifier's, without the penalty of overlong responses
+    truncated: NDArray[np.bool_]  # [S]: cut at the longest allowed response
+
+    ids: NDArray[np.int32]  # [T]
+    loss_mask: NDArray[np.bool_]  # [T]: written by the model, not by an environment
+    version: NDArray[np.int32]  # [T]: the step of the weights that drew the token
+    logprob_sampler: NDArray[np.float32]  # [T]: log π_sampler
+    logprob_trainer: NDArray[np.float32]  # [T]: log π_old, by the trainer with the weights before the step
+    logprob_update: NDArray[np.float32]  # [T]: log π_θ in the token's update
+    entropy: NDArray[np.float32]  # [T]: H(π_old), in nats
+    entropy_change: NDArray[np.float32]  # [T]: H(π_θ) − H(π_old) in that update, ΔH of TEPO's mask if ``measured``
+    advantage: NDArray[np.float32]  # [T]
+    ratio: NDArray[np.float32]  # [T]: the objective's, in TEPO one per response
+    masked: NDArray[np.bool_]  # [T]: selected in that update by a term such as TEPO's KL mask
+
+    def __post_init__(self) -> None:
+        for name, kind in _ARRAYS.items():
+            array = getattr(self, name)
+            rows = self.lengths.size if name in _PER_RESPONSE else self.ids.size
+            if array.shape != (rows,) or array.dtype != kind:
+                raise ValueError(f"{name} is {array.dtype} of shape {array.shape}, not {kind.__name__} of shape ({rows},)")
+        if (self.lengths < 0).any() or int(self.lengths.sum()) != self.ids.size:
+            raise ValueError(f"lengths has {int(self.lengths.sum())} tokens in all, and ids {self.ids.size}")
+        if not np.isin(self.prompt, np.arange(len(self.prompts))).all():
+            raise ValueError(f"prompt names one that is not among the {len(self.prompts)} prompts")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenSamples):
+            return NotImplemented
+        arrays = all(getattr(self, name).tobytes() == getattr(other, name).tobytes() for name in _ARRAYS)
+        about = (self.step, self.prompts, dict(self.pieces)) == (other.step, other.prompts, dict(other.pieces))
+        return arrays and about
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """[S + 1]: first token of each response, and the end of the last."""
+        return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+
+    def tokens_of(self, response: int) -> slice:
+        return slice(int(self.offsets[response]), int(self.offsets[response + 1]))
+
+    def text_of(self, response: int) -> str:
+        return "".join(self.pieces[token] for token in self.ids[self.tokens_of(response)].tolist())
+
+
+def token_file(folder: Path, step: int) -> Path:
+    return folder / FOLDER / f"step_{step:07d}.npz"
+
+
+def token_files(folder: Path) -> dict[int, Path]:
+    files = {int(name[1]): path for path in (folder / FOLDER).glob("step_*.npz") if (name := _NAME.fullmatch(path.name))}
+    return dict(sorted(files.items()))
+
+
+def encode_tokens(samples: TokenSamples) -> bytes:
+    meta = {
+        "format": FORMAT,
+        "step": samples.step,
+        "prompts": [vars(prompt) for prompt in samples.prompts],
+        "pieces": {str(token): text for token, text in sorted(samples.pieces.items())},
+    }
+    file = io.BytesIO()
+    arrays = {name: getattr(samples, name) for name in _ARRAYS}
+    np.savez_compressed(file, meta=np.array(json.dumps(meta)), **arrays)
+    return file.getvalue()
+
+
+def read_tokens(path: Path) -> TokenSamples:
+    """Raises ValueError if the file is unreadable or of another kind; FileNotFoundError."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+        meta: Any = json.loads(str(arrays.pop("meta")[()]))
+        written = meta["format"]
+        if written == FORMAT:
+            return TokenSamples(
+                step=int(meta["step"]),
+                prompts=tuple(TokenPrompt(**prompt) for prompt in meta["prompts"]),
+                pieces={int(token): str(text) for token, text in meta["pieces"].items()},
+                **{name: arrays[name] for name in _ARRAYS},
+            )
+    except FileNotFoundError:
+        raise
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        EOFError,
+        RuntimeError,
+        BadZipFile,
+        zlib.error,
+    ) as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{path} holds no token values that can be read: {why}; remove it") from error
+    raise ValueError(
+        f"{path} is of format {written}, and this version reads format {FORMAT}; read it with the version that wrote"
+    )
+
+
+class TokenLog:
+    """Writes each file atomically. A failed one is retried with the next."""
+
+    def __init__(self, folder: Path, failed: Failed) -> None:
+        self._folder, self._failed = folder, failed
+        self._waiting: dict[int, bytes] = {}
+
+    def write(self, samples: TokenSamples) -> None:
+        self._waiting[samples.step] = encode_tokens(samples)
+        self.flush()
+
+    def flush(self) -> None:
+        for step in list(self._waiting):
+            path = token_file(self._folder, step)
+            try:
+                write_atomically(path, self._waiting[step])
+            except OSError as error:
+                self._failed(path, error)
+                return
+            del self._waiting[step]
+
+    def forget_after(self, step: int) -> None:
+        self._waiting = {key: data for key, data in self._waiting.items() if key <= step}
+        for recorded, path in token_files(self._folder).items():
+            if recorded > step:
+                path.unlink()

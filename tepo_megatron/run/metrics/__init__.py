@@ -1,1 +1,0 @@
-"""The figures of a step and of its tokens."""

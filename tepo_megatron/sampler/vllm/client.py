@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import takewhile
+from typing import Any
+
+import httpx
+import numpy as np
+
+from tepo_megatron.core.rollout import Response, TokenIds, WeightsVersion
+from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS
+from tepo_megatron.sampler.sampling import Sample, Sampling
+from tepo_megatron.sampler.vllm.plugin.middleware import ADAPTER_NAME, PROGRESS, USE_ADAPTER
+from tepo_megatron.sampler.vllm.server import HEALTH_TIMEOUT_S, IDLE_CONNECTION_S, MODEL_NAME
+from tepo_megatron.sampler.vllm.wire import (
+    ABORT,
+    SAMPLES,
+    BadAnswer,
+    FailedAnswer,
+    OtherWeights,
+    read_frames,
+    read_response,
+)
+from tepo_megatron.weights.architecture import ModelSpec
+
+SLEEPS = frozenset({"weights", "kv_cache"})  # vLLM's names
+
+GENERATE = "/inference/v1/generate"
+"""vLLM's route for token ids, which scores prompts here."""
+
+_FIRST = -1
+"""vLLM's priority of requests before all samples (0)."""
+
+_INITIAL_LABEL = "default"  # vLLM's name, before any update
+
+
+class ServerFault(RuntimeError):  # noqa: N818
+    """The server gave no answer or a wrong one; another try may succeed."""
+
+    def __init__(self, message: str, *, url: str = "") -> None:
+        super().__init__(message)
+        self.url = url
+
+
+class ServerSilent(ServerFault):
+    """The server's processes may still live."""
+
+
+class ServerGone(ServerFault):
+    """A server refuses connections, or reports a dead engine."""
+
+
+class Client:
+    """Requests to one server, from several threads.
+
+    Raises ServerSilent after ``timeout_s``, ServerFault if the server cannot be reached, fails (status 5xx) or answers wrongly,
+    RuntimeError for a refusal. Samples and the receiving of weights have no time limit, but :meth:`close` ends them.
+    ``asleep``: memory that the server has freed. ``routed``: responses must have their experts. ``versions_apart``: versions
+    share no cached prompts.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: str,
+        timeout_s: float,
+        vocab_size: int | None = None,
+        routed: ModelSpec | None = None,
+        *,
+        versions_apart: bool = False,
+    ) -> None:
+        self.url = url
+        self.asleep: frozenset[str] = frozenset()
+        self.versions_apart = versions_apart
+        self._model = MODEL_NAME
+        self._vocab_size, self._routed, self._timeout_s = vocab_size, routed, timeout_s
+        self._http = httpx.Client(
+            base_url=url,
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0)),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_CONNECTION_S),
+            trust_env=False,  # the key must not go to a proxy
+        )
+        self._unbounded = httpx.Timeout(None, connect=min(timeout_s, 10.0))
+        self._traced = {"trace": self._note_socket}
+        self._sockets: set[socket.socket] = set()
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Requests of other threads fail at once."""
+        with self._lock:
+            for connection in self._sockets:
+                with suppress(OSError):  # closed already
+                    connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads, which closing does not
+            self._sockets.clear()
+        self._http.close()
+
+    def progress(self) -> object:
+        """Returns a value that changes with every token and request, or None. Raises ServerGone or ServerSilent."""
+        limit = min(self._timeout_s, HEALTH_TIMEOUT_S)
+        try:
+            health = self._http.get("/health", timeout=limit, extensions=self._traced)
+            if not health.is_success:
+                raise ServerGone(f"{self.url}/health: status {health.status_code}", url=self.url)
+            reply = self._http.get(PROGRESS, timeout=limit, extensions=self._traced)
+        except httpx.ConnectError as error:
+            raise ServerGone(f"{self.url}/health: {error or type(error).__name__}", url=self.url) from error
+        except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
+            if isinstance(error, ServerGone):
+                raise
+            raise ServerSilent(f"{self.url}/health: no answer within {limit:g} s", url=self.url) from error
+        return reply.text if reply.is_success else None
+
+    def draw(
+        self,
+        name: str,
+        prompt: Sequence[int] | TokenIds,
+        samples: Sequence[Sample],
+        sampling: Sampling,
+        versions: Callable[[], Sequence[WeightsVersion]],
+        *,
+        from_cache: bool = True,
+        first: bool = False,
+        is_aborted: Callable[[], bool] = lambda: False,
+    ) -> Iterator[tuple[int, Response]]:
+        """Yields (sample, response) as samples finish. ``versions``: the weights that may draw tokens, oldest first. ``first``:
+        the request passes others. ``is_aborted`` tells whether :meth:`abort` was called: then unfinished samples come in part.
+
+        Raises ServerFault for a wrong answer, RuntimeError for a token of other weights.
+        """
+        self._check_awake()
+        body = {
+            "id": name or secrets.token_hex(8),
+            "model": self._model,
+            "prompt": _listed(prompt),
+            **({"cache_salt": _label(versions()[-1])} if self.versions_apart else {}),
+            **({"priority": _FIRST} if first else {}),
+            "sampling": {**sampling.parameters(), **({} if from_cache else {"skip_reading_prefix_cache": True})},
+            **({"sampling_mask": True} if sampling.sampling_mask else {}),
+            "samples": [
+                {
+                    "sample": sample.index,
+                    "seed": sample.seed,
+                    "max_tokens": sample.max_new_tokens,
+                    "prefix": _listed(sample.prefix),
+                }
+                for sample in samples
+            ],
+        }
+        by_index = {sample.index: sample for sample in samples}
+        expected: Sequence[WeightsVersion] = ()
+        try:
+            for frame in read_frames(self._stream(SAMPLES, body), list(by_index)):
+                expected = versions()
+                sample = by_index[frame.head["sample"]]
+                response = read_response(
+                    frame,
+                    max_new_tokens=sample.max_new_tokens,
+                    vocab_size=self._vocab_size,
+                    labels={label: version for version in expected for label in _labels(version)},
+                    part=is_aborted(),
+                    routed=None if self._routed is None else (self._routed, len(prompt) + len(sample.prefix)),
+                    sampling_mask=sampling.sampling_mask,
+                )
+                if response is not None:
+                    yield sample.index, response
+        except BadAnswer as error:
+            raise ServerFault(f"{self.url} {error} (POST {SAMPLES})", url=self.url) from error
+        except FailedAnswer as error:
+            message = f"POST {self.url}{SAMPLES}: status {error.status}: {error}"
+            raise ServerFault(message, url=self.url) if error.status >= 500 else RuntimeError(message) from error
+        except OtherWeights as error:
+            raise RuntimeError(
+                f"{self.url} drew a response with weights {error}, but this run gave it "
+                f"{' and '.join(map(_label, expected))} (step:digest): another run updates this server, or an update was lost. "
+                "Give every run servers of its own, and start this one again with --resume"
+            ) from error
+
+    def abort(self, names: Sequence[str]) -> None:
+        self._post(ABORT, {"ids": list(names)})
+
+    def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
+        """Natural log-probs of all tokens but the first, at temperature 1. Passes all waiting samples."""
+        self._check_awake()
+        # prompt_logprobs = 0: only those of the prompt's own tokens; vLLM applies no temperature to them
+        sampling = {"max_tokens": 1, "prompt_logprobs": 0}
+        body = {"model": self._model, "token_ids": list(prompt), "sampling_params": sampling, "priority": _FIRST}
+        reply = self._post(GENERATE, body)
+        try:
+            scored = reply["prompt_logprobs"][1:]
+            return [float(scores[str(token)]["logprob"]) for token, scores in zip(prompt[1:], scored, strict=True)]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ServerFault(
+                f"{self.url} answered with something else than the log-probs of the prompt: {error!r} (POST {GENERATE})",
+                url=self.url,
+            ) from error
+
+    def cached_logprobs(self, prompt: Sequence[int], n: int, version: WeightsVersion) -> tuple[list[float], list[float]]:
+        """Returns log-probs of up to ``n`` drawn tokens, with the prefix cache and without."""
+        # Drawn, and not the likeliest: log-probs near 0 say little. The same seed draws the same tokens.
+        sample, sampling = Sample(0, 0, n), Sampling(1.0, n)
+        cached, fresh = (
+            dict(self.draw("", prompt, [sample], sampling, lambda: (version,), from_cache=from_cache, first=True))[0]
+            for from_cache in (True, False)
+        )
+        pairs = zip(cached.response_ids.tolist(), fresh.response_ids.tolist(), strict=False)
+        # after a different token the scores are of another text
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        return cached.logprobs[:same].tolist(), fresh.logprobs[:same].tolist()
+
+    def pause(self, *, keep_cache: bool = False) -> None:
+        """Without ``keep_cache``, held requests compute their keys and values again."""
+        self._post("/pause?mode=keep" + ("&clear_cache=false" if keep_cache else ""))
+
+    def resume(self) -> None:
+        self._post("/resume")
+
+    def sleep(self) -> None:
+        """vLLM's level 1 would keep a copy of weights that the next update replaces."""
+        self._post("/sleep?level=2")
+        self.asleep = SLEEPS
+
+    def wake_up(self, tag: str) -> None:
+        """``tag`` is ``weights`` or ``kv_cache``."""
+        if tag in self.asleep:
+            self._post(f"/wake_up?tags={tag}")
+            self.asleep -= {tag}
+
+    def reset_prefix_cache(self) -> None:
+        if self._post("/reset_prefix_cache").get("success") is False:
+            raise RuntimeError(
+                f"{self.url} did not forget its prefix cache, since requests hold blocks of it; samples that begin as earlier "
+                "ones would be of older weights"
+            )
+
+    def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
+        """Blocks until all members join. ``info``: ``plugin.engine.InitInfo``."""
+        self._post("/init_weight_transfer_engine", {"init_info": info})
+
+    def start_weight_update(self) -> None:
+        self._post("/start_weight_update")
+
+    def receive_weights(self, info: Mapping[str, Any]) -> None:
+        """Blocks until the weights are loaded. ``info``: ``plugin.engine.UpdateInfo``."""
+        self._post("/update_weights", {"update_info": info}, self._unbounded)
+
+    def use_adapter(self) -> None:
+        self._post(USE_ADAPTER)
+        self._model = ADAPTER_NAME
+
+    def finish_weight_update(self, version: WeightsVersion) -> None:
+        self._post("/finish_weight_update", {"weight_version": _label(version)})
+
+    def _check_awake(self) -> None:
+        if self.asleep:
+            raise RuntimeError(
+                f"{self.url} is asleep: its {' and '.join(sorted(self.asleep))} are not on the GPU, and a request would wait "
+                "for ever; update its weights and wake it up first"
+            )
+
+    def _note_socket(self, event: str, info: dict[str, Any]) -> None:
+        if event == "connection.connect_tcp.complete":
+            with self._lock:
+                self._sockets = {old for old in self._sockets if old.fileno() >= 0}
+                self._sockets.add(info["return_value"].get_extra_info("socket"))
+
+    def _post(self, path: str, body: dict[str, Any] | None = None, timeout: httpx.Timeout | None = None) -> dict[str, Any]:
+        with self._faults(path):
+            reply = self._http.post(path, json=body, timeout=timeout or self._http.timeout, extensions=self._traced)
+        self._check_status(path, reply)
+        try:
+            return reply.json() if reply.content else {}
+        except ValueError as error:
+            what = f"POST {self.url}{path}: status {reply.status_code}, but the answer is not JSON: {reply.text[:200]!r}"
+            raise ServerFault(what, url=self.url) from error
+
+    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[bytes]:
+        with (
+            self._faults(path),
+            self._http.stream("POST", path, json=body, timeout=self._unbounded, extensions=self._traced) as reply,
+        ):
+            if not reply.is_success:
+                reply.read()
+                self._check_status(path, reply)
+            yield from reply.iter_raw()
+
+    @contextmanager
+    def _faults(self, path: str) -> Iterator[None]:
+        request = f"POST {self.url}{path}"
+        try:
+            yield
+        except httpx.TimeoutException as error:
+            raise ServerSilent(
+                f"{request}: no answer within {self._timeout_s:g} s (rollout.server.request_timeout_s, {type(error).__name__})",
+                url=self.url,
+            ) from error
+        except (httpx.TransportError, httpx.StreamError) as error:
+            raise ServerFault(f"{request}: {error or type(error).__name__}", url=self.url) from error
+        except RuntimeError as error:
+            if not self._http.is_closed or isinstance(error, ServerFault):
+                raise
+            raise ServerFault(f"{request}: {error or type(error).__name__}", url=self.url) from error
+
+    def _check_status(self, path: str, reply: httpx.Response) -> None:
+        if not reply.is_success:
+            message = f"POST {self.url}{path}: status {reply.status_code}: {_message(reply)}"
+            raise ServerFault(message, url=self.url) if reply.is_server_error else RuntimeError(message)
+
+
+def _message(reply: httpx.Response) -> str:
+    try:
+        content = reply.json()
+    except ValueError:
+        return reply.text[:500] or "no explanation"
+    error = content.get("error", content.get("detail", content)) if isinstance(content, dict) else content
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:2000]
+
+
+def _listed(ids: Sequence[int] | TokenIds) -> list[int]:
+    return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+
+
+def _labels(version: WeightsVersion) -> list[str]:
+    return [_label(version), _INITIAL_LABEL] if version == INITIAL_WEIGHTS else [_label(version)]
+
+
+def _label(version: WeightsVersion) -> str:
+    return f"{version.step}:{version.digest}"

@@ -1,1 +1,0 @@
-"""HTTP clients of a vLLM server."""

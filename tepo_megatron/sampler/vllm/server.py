@@ -1,0 +1,422 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from tepo_megatron.config.rollout import MOST_KEPT, ServerConfig
+from tepo_megatron.runtime.machine import load_hint, read_cores
+from tepo_megatron.runtime.proc import group_members
+from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
+from tepo_megatron.runtime.supervise import sweep
+from tepo_megatron.sampler.vllm.plugin import ROUTES_VARIABLE
+from tepo_megatron.sampler.vllm.plugin.middleware import ADAPTER_VARIABLE, AWAITS_VARIABLE, DUMMY_FORMAT, named_tokens
+from tepo_megatron.sampler.vllm.plugin.patches import FORK_VARIABLE, SPECULATES_VARIABLE
+from tepo_megatron.sampler.vllm.resources import (
+    check_draft,
+    check_machine,
+    check_quantization,
+    reserve_port,
+    server_seed,
+    visible_gpus,
+    vllm_options,
+    weights_bytes,
+    worker_cores,
+)
+from tepo_megatron.weights.transfer.transport import BACKEND
+
+T = TypeVar("T")
+
+HEALTH_TIMEOUT_S = 30.0
+"""A busy server may be slow; a dead one refuses at once."""
+
+IDLE_CONNECTION_S = 30.0
+"""The server waits four times as long: a connection must not close while it is reused."""
+
+MODEL_NAME = "policy"
+
+_STOP_TIMEOUT_S = 10.0
+_LOG_LINES = 20
+_PLUGIN = "tepo_megatron.sampler.vllm.plugin"
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # --max-lora-rank in vLLM 0.32
+
+_OF_RANKS = (
+    *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", FOLDER_VARIABLE),
+    "CUDA_DEVICE_MAX_CONNECTIONS",  # Megatron's (``trainer/megatron/gpu.py``)
+)
+"""vLLM's process groups must not meet at the trainer's address."""
+_TORCHRUN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+
+
+@dataclass(eq=False)
+class Server:
+    """A vLLM server, which never outlives the process that started it.
+
+    ``cores`` is ``VLLM_CPU_OMP_THREADS_BIND``; ``gpus`` are indices, by default all; ``key`` protects every path but /health.
+    ``dummy``: it does not sample until it gets weights; ``adapter_rank``: until it gets adapters. ``tokenizer``: for stop
+    strings and bad words.
+    """
+
+    config: ServerConfig
+    _: KW_ONLY
+    model_dir: Path
+    dtype: str
+    cores: str
+    key: str = field(repr=False)
+    log: Path
+    seed: int = 0
+    gpus: Sequence[int] = ()
+    dummy: bool = False
+    adapter_rank: int | None = None
+    tokenizer: bool = False
+    port: int = 0
+    _log_start: int = 0
+    _process: subprocess.Popen[bytes] | None = None
+    _reserved: socket.socket | None = None
+
+    def __post_init__(self) -> None:
+        check_quantization(self.config.quantization)
+        check_draft(self.config.speculative, self.model_dir)
+
+    @property
+    def url(self) -> str:
+        """It is valid after :meth:`start`."""
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        return f"http://{host}:{self.port}"
+
+    def start(self, taken: Collection[int] = ()) -> None:
+        """Raises RuntimeError if no port is free."""
+        self.stop()
+        self._reserved = reserve_port(self.config.host, self.config.port, taken)
+        self.port = self._reserved.getsockname()[1]
+        on_gpu = has_gpu()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tepo_megatron.runtime.supervise", "--", *self.command(on_gpu=on_gpu)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.environment(on_gpu=on_gpu),
+                start_new_session=True,  # a Ctrl-C at the terminal is the trainer's; it stops its servers itself
+            )
+
+    def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Raises RuntimeError with the log's end."""
+        timeout_s = self.config.start_timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        while not self.healthy():
+            if not self.alive:
+                raise RuntimeError(f"the vLLM server at {self.url} ended before it was ready.\n{self.log_end()}")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise RuntimeError(
+                    f"the vLLM server at {self.url} was not ready within {timeout_s:g} s "
+                    f"(rollout.server.start_timeout_s) and was stopped.{load_hint()}\n{self.log_end()}"
+                )
+            time.sleep(0.2)
+        self._release_port()
+
+    def _release_port(self) -> None:
+        reserved, self._reserved = self._reserved, None
+        if reserved is not None:
+            reserved.close()
+
+    @property
+    def alive(self) -> bool:
+        """The processes run, but may not answer."""
+        return self._process is not None and self._process.poll() is None
+
+    def healthy(self) -> bool:
+        return self.alive and is_healthy(self.config.host, self.port)
+
+    def stop(self) -> None:
+        """Waits seconds between SIGTERM and SIGKILL."""
+        self._release_port()
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        process.terminate()  # the supervisor ends the group; a forked relative of this process may hold the pipe open
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        with suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, when only zombies are left
+            os.killpg(process.pid, signal.SIGKILL)  # needed only if the supervisor itself was killed
+        # Later processes may need its memory and GPU, and cannot remove its files while it lives.
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        while group_members(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        sweep()
+
+    def log_end(self, lines: int = _LOG_LINES) -> str:
+        """Returns the log's path, its first error (the likely cause) and its last lines."""
+        try:
+            with self.log.open(errors="replace") as log:
+                log.seek(self._log_start)
+                text = log.read().splitlines()
+        except OSError as error:
+            return f"Its log {self.log} cannot be read: {error.strerror}"
+        parts = [f"The last lines of {self.log}:", *(f"  {line}" for line in text[-lines:])]
+        if cause := first_error(text):
+            parts = [f"The first error in {self.log}:", *(f"  {line}" for line in cause), *parts]
+        return "\n".join(parts)
+
+    def command(self, *, on_gpu: bool) -> list[str]:
+        """It contains no secrets."""
+        config = self.config
+        options: dict[str, str | int | float] = {
+            "--model": str(self.model_dir),
+            "--served-model-name": MODEL_NAME,
+            "--host": config.host,
+            "--port": self.port,
+            "--dtype": self.dtype,
+            "--tensor-parallel-size": config.tp,
+            "--max-num-seqs": config.max_num_seqs,
+            "--gpu-memory-utilization": config.gpu_memory_utilization,
+            "--seed": self.seed,
+            "--scheduling-policy": "priority",  # in the order of their arrival, but for the canary's requests
+            "--weight-transfer-config": f'{{"backend": "{BACKEND}"}}',
+            "--logprobs-mode": "processed_logprobs",  # of the sampled distribution, with its temperature
+            "--generation-config": "vllm",  # a top-p in the model's folder must not bend what is sampled
+            "--max-logprobs": named_tokens(MOST_KEPT),  # a sampling mask is made of them
+        }
+        if config.quantization != "none":
+            options["--quantization"] = config.quantization
+        if config.head_dtype != "model":
+            options["--hf-overrides"] = json.dumps({"head_dtype": config.head_dtype})
+        if config.speculative is not None:
+            options["--speculative-config"] = vllm_options(config.speculative, config.tp)
+        if config.max_model_len is not None:
+            options["--max-model-len"] = config.max_model_len
+        if self.dummy:
+            options["--load-format"] = DUMMY_FORMAT
+        if self.adapter_rank is not None:
+            rank = next(rank for rank in _LORA_RANKS if rank >= self.adapter_rank)
+            options |= {"--max-lora-rank": rank, "--max-loras": 1, "--max-cpu-loras": 1}
+        # the last one is asked first
+        layers = ("UseAdapter", "Progress", "QuietEnd", "Samples", "RequireWeights", "RequireKey")
+        flags = [
+            *(part for layer in layers for part in ("--middleware", f"{_PLUGIN}.middleware.{layer}")),
+            "--enable-scale-out",
+            *([] if self.tokenizer else ["--skip-tokenizer-init"]),
+            "--disable-log-stats",
+            "--disable-uvicorn-access-log",
+            "--disable-fastapi-docs",
+        ]
+        if config.placement == "colocated":
+            flags.append("--enable-sleep-mode")
+        if self.adapter_rank is not None:
+            flags.append("--enable-lora")
+        if not on_gpu:
+            # vLLM rewinds a seeded request's generator between the chunks of its prompt, which a CPU generator cannot do
+            flags += ["--enforce-eager", "--no-enable-chunked-prefill"]
+        if config.routing_replay:
+            flags.append("--enable-return-routed-experts")
+        pairs = [str(part) for pair in options.items() for part in pair]
+        start = []
+        if self._forks(on_gpu):
+            start = [f"{_PLUGIN}.start"]
+            flags += ["--worker-cls", f"{_PLUGIN}.workers.BoundWorker"]
+            if config.tp == 1:  # the engine core's process is the worker's; by its short name vLLM would take "mp" for it
+                flags += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
+        elif config.routing_replay and not on_gpu:
+            flags += ["--worker-cls", f"{_PLUGIN}.workers.RoutedWorker"]
+        return [sys.executable, "-m", *start, "vllm.entrypoints.openai.api_server", *pairs, *flags, *config.extra_args]
+
+    def _forks(self, on_gpu: bool) -> bool:
+        """On CPUs, workers with cores of their own are forks of the first process."""
+        if on_gpu or sys.platform != "linux":
+            return False
+        with suppress(ValueError):  # vLLM decides, with nobind for example
+            return len(read_cores(self.cores)) == self.config.tp
+        return False
+
+    def environment(self, *, on_gpu: bool) -> dict[str, str]:
+        """Includes the key."""
+        environment = {k: v for k, v in os.environ.items() if k not in _OF_RANKS and not k.startswith(_TORCHRUN_PREFIXES)}
+        environment |= {
+            "VLLM_API_KEY": self.key,
+            "VLLM_SERVER_DEV_MODE": "1",  # the weight-update routes; the plugin's middleware guards them
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_HOST_IP": self.config.host,
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(round(4 * IDLE_CONNECTION_S)),
+            "PYTHONUNBUFFERED": "1",
+        }
+        if sys.platform == "linux":
+            # vLLM's own groups: a server's workers are all on this machine. Ours offer an address (GlooGroup).
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
+        if self.config.interface is not None:  # NCCL goes between the machines, and must choose as the trainer's does
+            environment["NCCL_SOCKET_IFNAME"] = self.config.interface
+        if on_gpu and self.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = visible_gpus(self.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if not on_gpu:
+            environment["VLLM_CPU_KVCACHE_SPACE"] = str(self.config.cpu_kv_cache_gib)
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = self.cores
+            environment["OMP_NUM_THREADS"] = "1"  # of the processes around the workers
+            # the first requests would wait for the compilation of a few small functions
+            environment["TORCHDYNAMO_DISABLE"] = "1"
+        switches = {
+            FORK_VARIABLE: self._forks(on_gpu),
+            SPECULATES_VARIABLE: self.config.speculative is not None,
+            ROUTES_VARIABLE: self.config.routing_replay,
+            AWAITS_VARIABLE: self.dummy or self.adapter_rank is not None,
+            ADAPTER_VARIABLE: self.adapter_rank is not None,
+        }
+        return environment | {name: "1" for name, is_set in switches.items() if is_set}
+
+
+def make_servers(
+    config: ServerConfig,
+    numbers: Sequence[int],
+    *,
+    key: str,
+    model_dir: Path,
+    dtype: str,
+    log_dir: Path,
+    seed: int,
+    first_gpu: int = 0,
+    trained: bool = False,
+    adapter_rank: int | None = None,
+    tokenizer: bool = False,
+) -> list[Server]:
+    """Servers get ``config.tp`` GPUs each from ``first_gpu`` on. Raises ValueError if the machine has too few resources."""
+    check_machine(config, len(numbers), weights_bytes=weights_bytes(model_dir), on_gpu=has_gpu())
+    gpus = range(first_gpu, first_gpu + len(numbers) * config.tp)
+    return [
+        Server(
+            config,
+            model_dir=model_dir,
+            dtype=config.served_dtype(dtype),
+            cores=cores,
+            key=key,
+            log=log_dir / f"server-{number}.log",
+            seed=server_seed(seed, number),
+            gpus=gpus[slot * config.tp : (slot + 1) * config.tp],
+            dummy=adapter_rank is None and config.starts_with_dummies(trained=trained),
+            adapter_rank=adapter_rank,
+            tokenizer=tokenizer,
+        )
+        for slot, (number, cores) in enumerate(zip(numbers, worker_cores(config, len(numbers)), strict=True))
+    ]
+
+
+def is_healthy(host: str, port: int) -> bool:
+    connection = HTTPConnection(host, port, timeout=HEALTH_TIMEOUT_S)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def for_all_at_once(servers: Sequence[T], action: Callable[[T], None]) -> None:
+    """Raises the first error without waiting for the others."""
+    pool = ThreadPoolExecutor(len(servers), thread_name_prefix="server")
+    try:
+        requests = [pool.submit(action, server) for server in servers]
+        for request in wait(requests, return_when=FIRST_EXCEPTION).done:
+            request.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+_LINE = re.compile(
+    r"(?:\((?P<process>[^)]* pid=\d+)\) )?"
+    r"(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \[[^\]]*\] ?)?"
+    r"(?P<text>.*)"
+)
+_TRACEBACK = "Traceback (most recent call last):"
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(:|$)")  # ends a traceback, after indented frames
+_ANOTHER_FOLLOWS = ("During handling of the above exception", "The above exception was the direct cause")
+_ERROR = re.compile(r"\b(\w*(Error|Exception)|error): \S")  # without a traceback, such as argparse's
+
+
+_CONSEQUENCES = re.compile(
+    r"WorkerProc initialization failed due to an exception in a background process"
+    r"|Engine core initialization failed"
+    r"|Worker ?proc\S* .*died unexpectedly"
+    r"|EngineDeadError|EngineCore encountered an issue"
+)
+"""Shown only without the other process' own error."""
+_TRACKER = "multiprocessing/resource_tracker.py"
+"""Python's tracker is never the cause."""
+
+
+class _Line(NamedTuple):
+    process: str  # empty if not named
+    level: str  # empty if none
+    text: str
+
+
+def first_error(log: Sequence[str]) -> list[str]:
+    """Later errors are consequences.
+
+    Takes the last exception of the first traceback's chain, otherwise the first line like an error. Skips levels below ERROR
+    (healthy servers log tracebacks as warnings), and vLLM's messages about other processes' errors.
+    """
+    lines = [line for line in map(_parse, log) if line.level in ("", "ERROR", "CRITICAL")]
+    starts = [number for number, line in enumerate(lines) if line.text == _TRACEBACK and not _of_tracker(lines, number)]
+    raised = [found for start in starts if (found := _raised(lines, start))]
+    said = [[line.text] for line in lines if line.text and (line.level or _ERROR.search(line.text)) and line.text != _TRACEBACK]
+    candidates = [*raised, *said]
+    return next((found for found in candidates if not _CONSEQUENCES.search(found[0])), candidates[0] if candidates else [])
+
+
+def _of_tracker(lines: Sequence[_Line], start: int) -> bool:
+    return any(_TRACKER in line.text for line in lines[start + 1 : start + 2])
+
+
+def _parse(line: str) -> _Line:
+    found = _LINE.fullmatch(line)
+    assert found is not None  # every part may be empty
+    return _Line(found["process"] or "", found["level"] or "", found["text"])
+
+
+def _raised(lines: Sequence[_Line], start: int) -> list[str]:
+    # Two workers that fail together mix their tracebacks.
+    own = [line.text for line in lines[start:] if (line.process, line.level) == (lines[start].process, lines[start].level)]
+    raised: list[str] = []
+    in_frames = in_chain = True
+    for text in own[1:]:
+        if in_frames:
+            if _RAISED.match(text):
+                raised, in_frames, in_chain = [text], False, False
+        elif text == _TRACEBACK:
+            if not in_chain:
+                break
+            in_frames = True
+        elif text.startswith(_ANOTHER_FOLLOWS):
+            in_chain = True
+        elif text.startswith(" ") and not in_chain:
+            raised.append(text)  # pydantic's messages have several lines
+        elif text and not in_chain:
+            break
+    return raised

@@ -1,1 +1,0 @@
-"""A vLLM server's process, its limits and its log."""

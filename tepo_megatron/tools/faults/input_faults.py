@@ -1,0 +1,445 @@
+"""Answers that a verifier must survive, and damaged configurations.
+
+All answers are wrong. A verifier may reject one or fail within its limits; no other response may suffer. A command must refuse
+each configuration in one sentence, quickly, in little memory.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.load import load_run
+from tepo_megatron.config.reward import RewardConfig
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.errors import is_ours
+from tepo_megatron.runtime.proc import command_line
+from tepo_megatron.tasks.protocol import RewardResult
+from tepo_megatron.tasks.reward.pool import RewardPool
+from tepo_megatron.tasks.reward.worker import took_too_long
+from tepo_megatron.tools.faults.processes import descendants
+from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
+
+_MEGABYTE = 10**6
+
+
+@dataclass(frozen=True)
+class _HostileAnswer:
+    name: str
+    response: str
+    answer: str = "95"
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(f"hostile/{self.name}", "What is 37 + 58?", self.answer)
+
+
+def hostile_answers() -> list[_HostileAnswer]:
+    """Every call returns the same order."""
+    singles = [_HostileAnswer(f"{group}/{name}", text) for group, texts in _ANSWERS.items() for name, text in texts.items()]
+    compared = [_HostileAnswer(f"compared/{name}", response, answer) for name, (answer, response) in _pairs().items()]
+    return [*singles, *compared]
+
+
+def _nested(opening: str, core: str, closing: str, depth: int) -> str:
+    return f"${opening * depth}{core}{closing * depth}$"
+
+
+_SUMS = "+".join(rf"\sqrt{{{number}}}" for number in range(2, 150))
+_MATRIX = r"\\".join(" & ".join(str(row * column) for column in range(40)) for row in range(40))
+
+
+_ANSWERS: dict[str, dict[str, str]] = {
+    "deep": {
+        "parentheses": _nested("(", "1", ")", 10_000),
+        "fractions": _nested(r"\frac{1}{", "2", "}", 2000),
+        "roots": _nested(r"\sqrt{", "2", "}", 500),
+        "powers": _nested("2^{", "2", "}", 200),
+        "boxes": _nested(r"\boxed{", "96", "}", 3000),
+        "left and right": _nested(r"\left(", "1", r"\right)", 1000),
+        "sets": _nested(r"\{", "1", r"\}", 1000),
+        "bars": _nested("|", "1", "|", 1001),
+        "sines": _nested(r"\sin(", "1", ")", 300),
+        "matrices": _nested(r"\begin{pmatrix}", "1", r"\end{pmatrix}", 200),
+    },
+    "large": {
+        "tower of nines": r"\boxed{9^{9^{9}}}",
+        "tower of four nines": r"\boxed{9^{9^{9^{9}}}}",
+        "tower as code": "9**9**9",
+        "ten to ten to ten": r"\boxed{10^{10^{10}}}",
+        "two to a billion": r"$2^{1000000000}$",
+        "decimal to a billion": r"$1.1^{1000000000}$",
+        "root of a tower": r"\boxed{\sqrt{7^{7^{7^{7}}}}}",
+        "factorial": r"\boxed{10000000!}",
+        "factorial of factorials": r"\boxed{((9!)!)!}",
+        "binomial": r"\boxed{\binom{1000000000}{500000000}}",
+        "hundred thousand digits": "9" * 100_000,
+        "million digits": r"\boxed{" + "9" * _MEGABYTE + "}",
+        "many decimals": "$0." + "3" * 100_000 + "$",
+        "exponent": "1e999999999",
+        "grouped digits": "1" + ",000" * 30_000,
+        "long fraction": r"\frac{" + "9" * 50_000 + "}{" + "7" * 50_000 + "}",
+        "percent": "9" * 5000 + "%",
+        "power modulo": r"\boxed{7^{10^{100}} \mod 13}",
+        "division by zero": r"\boxed{\frac{1}{0}}",
+        "zero by zero": r"\boxed{0^{0^{0}} / 0}",
+    },
+    "long": {
+        "letters": "a" * _MEGABYTE,
+        "spaces": " " * _MEGABYTE + "96",
+        "lines": "\n" * _MEGABYTE + "96",
+        "dollars": "$ $" * (_MEGABYTE // 3),
+        "boxes": r"\boxed{1}" * (_MEGABYTE // 9),
+        "sum": "$" + "1+" * 100_000 + "1$",
+        "points": "1." * 50_000,
+        "backslashes": "\\" * 100_000,
+        "words and numbers": "the answer is 96 or " * 20_000,
+        "equals": "$x" + "=1" * 5000 + "$",
+        "commas": r"\boxed{" + ",".join(["1"] * 20_000) + "}",
+    },
+    "unclosed": {
+        "box": r"\boxed{",
+        "boxes": r"\boxed{" * 10_000,
+        "braces": r"\boxed{" + "{" * 10_000,
+        "dollars": "$" * 10_001,
+        "fraction": r"$\frac{1}{",
+        "environments": r"\begin{pmatrix}" * 1000,
+        "lefts": r"\left(" * 5000,
+        "closing only": "}" * 10_000,
+        "mixed": r"\boxed{(]}[)$\[" * 1000,
+    },
+    "unicode": {
+        "right to left": "\\boxed{\u202e59\u202c}",
+        "zero width": "\\boxed{9\u200b6\u200d}",
+        "full width": "\\boxed{\uff19\uff16}",
+        "arabic digits": "\\boxed{\u0669\u0666}",
+        "superscripts": "$9\u2079\u2079\u2079\u2079\u2079$",
+        "mathematical digits": "\\boxed{\U0001d7d7\U0001d7d4}",
+        "combining marks": "9" + "\u0301" * 10_000 + "6",
+        "emoji": "\U0001f926" * 10_000,
+        "lone surrogates": "\ud800\udfff" * 500 + "\\boxed{96}",
+        "null bytes": "\\boxed{9\x006}\x00",
+        "control characters": "".join(map(chr, range(32))) * 100 + "96",
+        "no characters": "\ufeff\uffff\ufdd0\\boxed{96}",
+        "line separators": "\u2028\u2029\x85" * 1000 + "96",
+    },
+    "algebra": {
+        "integral": r"\boxed{\int_0^{\infty} e^{-x^{x^{x}}} \sin(x^{x}) dx}",
+        "sum": r"\boxed{\sum_{n=1}^{10^{12}} \frac{1}{n^{n}}}",
+        "product": r"\boxed{\prod_{k=1}^{10^{9}} k}",
+        "limit": r"\boxed{\lim_{x \to 0} \frac{\sin(x^{100}) - x^{100}}{x^{1000}}}",
+        "power of a sum": r"\boxed{(x+1)^{100000}}",
+        "power of a long sum": r"\boxed{(a+b+c+d+e+f)^{500}}",
+        "roots": rf"\boxed{{{_SUMS}}}",
+        "gamma": r"\boxed{\Gamma(10^{10})}",
+        "symbols": "$" + "+".join(f"x_{{{number}}}" for number in range(3000)) + "$",
+        "matrix": rf"\boxed{{\det\begin{{pmatrix}}{_MATRIX}\end{{pmatrix}}}}",
+        "inequalities": "$x" + "<1" * 1000 + "$",
+        "intervals": r"\boxed{" + r"\cup".join(f"({n},{n + 1})" for n in range(1000)) + "}",
+        "equation": r"\boxed{x^{97} + 3x^{41} - 7x^{13} + 1 = x^{96}}",
+    },
+    "command": {
+        "input": r"\input{/etc/passwd}",
+        "write": r"\immediate\write18{touch hostile} \boxed{96}",
+        "open": r"\newwrite\f\openout\f=hostile.txt\write\f{x}",
+        "definition": r"$\def\x{\x\x}\x$",
+        "loop": r"$\loop\iftrue\repeat$",
+        "system": "__import__('os').system('touch hostile')",
+        "system in a box": r"\boxed{__import__('os').system('touch hostile')}",
+        "kill": "import os; os.kill(os.getpid(), 9)",
+        "subclasses": r"\boxed{().__class__.__bases__[0].__subclasses__()}",
+        "eval": "$eval(compile('while 1: pass', '', 'exec'))$",
+        "lambda": r"\boxed{(lambda f: f(f))(lambda f: f(f))}",
+        "template": "{{7*7}} ${7*7} #{7*7} %{7*7}",
+        "format": "%s%n{0.__class__}" * 1000,
+        "reply of a worker": '[1.0, null, false]\n{"ready": true}\n',
+        "request of a worker": '96\n[["p", "q", "a", "a"]]\n',
+    },
+}  # group → name → response
+
+
+def _pairs() -> dict[str, tuple[str, str]]:
+    roots = "+".join(rf"\sqrt{{{number}}}" for number in range(2, 60))
+    return {
+        "polynomial": ("$(x+1)^{20}$", r"\boxed{(x+1)^{2000} + 1}"),
+        "nested radicals": (r"$\sqrt{2}+\sqrt{3}$", rf"\boxed{{{roots}}}"),
+        "trigonometry": (r"$\sin(x)$", r"\boxed{\sin(x)^{100}\cos(x)^{100}\tan(x)^{100}}"),
+        "set": (r"$\{1,2,3\}$", r"\boxed{\{" + ",".join(map(str, range(3000))) + r"\}}"),
+        "tuple": ("$(1,2)$", r"\boxed{(" + ",".join(map(str, range(3000))) + ")}"),
+        "interval": ("$(0,1)$", r"\boxed{" + r"\cup".join(f"({n},{n + 1})" for n in range(1, 300)) + "}"),
+        "matrix": (
+            r"$\begin{pmatrix}1&2\\3&4\end{pmatrix}$",
+            r"\boxed{\begin{pmatrix}" + r"\\".join(["9^{9^{9}} & 2"] * 50) + r"\end{pmatrix}}",
+        ),
+        "symbolic tower": ("$x$", r"\boxed{x^{x^{x^{x^{x^{9^{9^{9}}}}}}}}"),
+    }
+
+
+TIMEOUT_S = 2.0  # a third of the answers takes this long
+ATTEMPTS = 3  # a loaded machine may delay an honest answer; a blocking one delays it every time
+_LARGEST_GIB = 2.0
+
+
+class HostileAnswers(FaultClass):
+    name = "answers"
+    title = "hostile answers to the math verifier"
+    whole, quick = 60, 6
+    _pool: RewardPool | None = None
+
+    def inject(self, number: int, rng: Random) -> FaultOutcome:
+        if self._pool is None:
+            self._pool = RewardPool(RewardConfig(verifier="math", timeout_s=TIMEOUT_S))
+        answers = hostile_answers()
+        hostile = answers[number * len(answers) // self.count(quick=self.workshop.is_quick)]  # spread over all groups
+        right, wrong = Problem("right", "1+1=", "2"), Problem("wrong", "1+2=", "3")
+        neighbours = [(right, r"\boxed{2}"), (hostile.problem, hostile.response), (wrong, r"\boxed{4}"), (right, "$2$")]
+        results = score(self._pool, neighbours)
+        rewards = [result.reward for result in results]
+        if [rewards[0], *rewards[2:]] != [1.0, 0.0, 1.0]:
+            errors = [result.error for result in results if result.error]
+            return FaultOutcome(hostile.name, "lost", f"the answers beside it got the rewards {rewards}: {errors}")
+        if rewards[1] not in (0.0, None):
+            return FaultOutcome(hostile.name, "lost", f"it got the reward {rewards[1]}")
+        if (peak := _largest_worker_gib()) > _LARGEST_GIB:
+            return FaultOutcome(hostile.name, "lost", f"the worker grew to {peak:.1f} GiB")
+        return FaultOutcome(hostile.name, "refused" if results[1].error else "survived", (results[1].error or "")[:200])
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def score(pool: RewardPool, neighbours: Sequence[tuple[Problem, str]]) -> list[RewardResult]:
+    """Repeats while an honest answer times out."""
+    late = took_too_long(TIMEOUT_S)
+    for _ in range(ATTEMPTS):
+        results = pool.score(neighbours)
+        if not any(late in (result.error or "") for result in (results[0], *results[2:])):
+            break
+    return results
+
+
+def _largest_worker_gib() -> float:
+    largest = 0.0
+    for pid in descendants(os.getpid()):
+        if "tepo_megatron.tasks.reward.worker" in command_line(pid):
+            with suppress(OSError):  # a new worker has just replaced it
+                for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+                    if line.startswith("VmHWM"):
+                        largest = max(largest, int(line.split()[1]) / 2**20)
+    return largest
+
+
+@dataclass(frozen=True)
+class _MalformedConfig:
+    kind: str
+    text: bytes
+    overrides: tuple[str, ...] = ()
+
+
+def malformed_configs(count: int, seed: int) -> Iterator[_MalformedConfig]:
+    random = Random(seed)
+    kinds = [*_WHOLE_FILES, *_ONE_VALUE, *_BYTES]
+    for number in range(count):
+        kind = kinds[number % len(kinds)]
+        if kind in _BYTES:
+            yield _MalformedConfig(kind, _BYTES[kind](_sound(random), random))
+        elif kind in _ONE_VALUE:
+            yield _with_value(kind, random.choice(_ONE_VALUE[kind]), random)
+        else:
+            choices = _WHOLE_FILES[kind]
+            text = choices(random) if callable(choices) else random.choice(choices)
+            yield _MalformedConfig(kind, text.encode("utf-8", "surrogatepass"))
+
+
+def _sound(random: Random) -> bytes:
+    return _dump(dict(random.sample(list(_fields()), 5)))
+
+
+@cache
+def _fields() -> tuple[tuple[str, Any], ...]:
+    return tuple(_leaves(RunConfig().model_dump(mode="json"), ""))
+
+
+def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _dump(values: Mapping[str, Any]) -> bytes:
+    nested: dict[str, Any] = {}
+    for path, value in values.items():
+        *parents, last = path.split(".")
+        section = nested
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+    return json.dumps(nested).encode()
+
+
+def _with_value(kind: str, value: str, random: Random) -> _MalformedConfig:
+    path = random.choice([path for path, _ in _fields()] + list(RunConfig.model_fields))
+    if random.random() < 0.5:
+        return _MalformedConfig(kind, _sound(random), (f"{path}={value}",))
+    *parents, last = path.split(".")
+    lines = [f"{'  ' * depth}{parent}:" for depth, parent in enumerate(parents)] + [f"{'  ' * len(parents)}{last}: {value}"]
+    return _MalformedConfig(kind, ("\n".join(lines) + "\n").encode("utf-8", "surrogatepass"))
+
+
+def _slip(random: Random) -> str:
+    path = random.choice(_fields())[0]
+    index = random.randrange(len(path))
+    slipped = f"{path[:index]}{random.choice('xyz_ -')}{path[index + 1 :]}: 1"
+    return slipped.replace(".", ": {", 1) + ("}" if "." in path else "")
+
+
+def _cut_off(random: Random) -> str:
+    text = _sound(random).decode()
+    return text[: random.randrange(1, len(text))]
+
+
+_WHOLE_FILES: dict[str, Sequence[str] | Callable[[Random], str]] = {
+    "unknown key": _slip,
+    "a list at the top": ["\n".join(["- train", "- steps: 3"] * count) for count in range(1, 5)],
+    "no mapping at all": ["3", "text", "null", "[]", "---", "...", "!!str", "'", '"', "|", ">-", "?"],
+    "a key of another type": [f"{key}: 1" for key in ("1", "null", "true", "1.5", ".nan", "[a]", "{a: b}", "2001-01-01")],
+    "duplicate keys": ["train: {steps: 1}\n" * count for count in range(2, 5)],
+    "deep lists": ["[" * depth for depth in (40, 1000)],
+    "deep mappings": ["{a: " * depth for depth in (40, 1000)],
+    "deep closed": ["train: " + "[" * depth + "]" * depth for depth in (31, 33, 500)],
+    "an alias within itself": ["a: &a [*a]", "a: &a {b: *a}", "train: *nothing", "&a train: {*a : 1}"],
+    "a reference to itself": [
+        *("name: ${name}", "train: ${train}", "train:\n  steps: ${..train.steps}"),
+        *("name: ${seed}\nseed: ${name}", "train: ${objective}"),
+    ],
+    "many keys": lambda random: "\n".join(f"k{n}: {n}" for n in range(random.choice([500, 20_000]))),
+    "a base that is none": [f"base: {path}" for path in ("none.yaml", ".", "/", "[]", "3", "/dev/zero", '"a\\0b"', "''")],
+    "tabs": ["\tname: a", "train:\n\tsteps: 3", "name:\ta\t\n", "name: a\n\t\n"],
+    "cut off": _cut_off,
+}
+
+_ONE_VALUE: dict[str, Sequence[str]] = {
+    "infinite": [".inf", "-.inf", ".nan", "inf", "-inf", "nan", "1e999", "-1e999", "Infinity"],
+    "negative or too large": [
+        *("-1", "-0", "0", "9223372036854775808", "4294967296", "-2147483649", "1e308", "1e-320", "0.5", "1" * 400)
+    ],
+    "no number": ["0x_", "0x", "0b", "1e", "+", ".", "1__0", "0o9", "12:99:99", "1" * 5000],
+    "empty": ["", "''", "null", "~", "[]", "{}", "[[]]", "[null]", "{'': 1}", "{null: 1}"],
+    "another type": ["[1, 2]", "{a: 1}", "true", "text", "3", "2001-01-01", "2001-99-99", "[x, {y: [z]}]"],
+    "a tag": [
+        *("!!python/object/apply:os.system [touch hostile]", "!!python/name:os.system", "!!set {a, b}", "!!int abc"),
+        *("!!float x", "!!timestamp 1", "!own 1"),
+    ],
+    "a reference": [
+        *("${oc.env:HOME}", "${oc.env:NO_SUCH_THING}", "${nothing.here}", "${", "${}", "${.}", "${....name}", "${train}"),
+        *("${train.${name}}", "${oc.decode:[1]}", "'${name}${name}${'", "${" * 500, "${train.steps[0]}", "???"),
+    ],
+    "a name": [
+        *(
+            "a/b",
+            '"a\\nb"',
+            '"\\x1b[2J"',
+            '"\\u202e"',
+            '"\\0"',
+            "' '",
+            "x" * 300,
+            "../..",
+            "/proc/self/mem",
+            "/dev/null",
+            "/sys",
+        )
+    ],
+    "long": [text * count for text in ("a", "é", "\U0001f926", "1 ") for count in (1000, 30_000)],
+    "strange": [*('"\\ud800"', "'\ufeff'", "'\u2028'", "\u0669", '"\\U0001F926"', "'\x7f'", "\x85", "@", "`", "%", "&", "*")],
+}
+
+
+def _flip(text: bytes, random: Random) -> bytes:
+    damaged = bytearray(text)
+    for _ in range(random.randrange(1, 20)):
+        damaged[random.randrange(len(damaged))] ^= 1 << random.randrange(8)
+    return bytes(damaged)
+
+
+_BYTES: dict[str, Callable[[bytes, Random], bytes]] = {
+    "flipped bits": _flip,
+    "not UTF-8": lambda text, random: text + random.choice([b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80"]),
+    "UTF-16": lambda text, random: text.decode().encode(random.choice(["utf-16", "utf-16-le", "utf-32"])),
+    "null bytes": lambda text, random: text[: random.randrange(len(text))] + b"\0" + text,
+    "random bytes": lambda text, random: random.randbytes(random.randrange(1, 2000)),
+    "a mark of its order": lambda text, random: b"\xef\xbb\xbf" * random.randrange(1, 3) + text,
+    "too large": lambda text, random: text + b"#" * (2**20 + random.randrange(1, 100)),
+}
+
+
+_LIMIT_S = 20
+_MEMORY_BYTES = 2 * 2**30
+
+
+class MalformedConfigs(FaultClass):
+    name = "configs"
+    title = "malformed configurations"
+    whole, quick = 200, 30
+
+    def inject(self, number: int, rng: Random) -> FaultOutcome:
+        *_, config = malformed_configs(number + 1, rng.randrange(2**31))  # its kinds take turns
+        path = self.folder / "given.yaml"
+        path.write_bytes(config.text)
+        name = f"{config.kind}: {list(config.overrides) or config.text[:60].decode(errors='replace')}"
+        before = sorted(self.folder.iterdir())
+        answer = _in_a_fork(path, config.overrides)
+        if made := [item.name for item in sorted(self.folder.iterdir()) if item not in before]:
+            return FaultOutcome(name, "lost", f"reading it made files: {made}")
+        if answer is None:
+            limits = f"{_LIMIT_S} s of processor time and {_MEMORY_BYTES / 2**30:g} GiB"
+            return FaultOutcome(name, "lost", f"no answer within {limits}")
+        kind, said = answer
+        if kind == "raised":
+            return FaultOutcome(name, "lost", said)
+        return FaultOutcome(name, "refused" if kind == "refused" else "survived", said)
+
+
+def _in_a_fork(path: Path, overrides: Sequence[str]) -> list[str] | None:
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    child = context.Process(target=_read, args=(answers, path, overrides))
+    child.start()
+    child.join(10 * _LIMIT_S)  # wall-clock seconds: the machine may be busy
+    if child.is_alive():
+        child.kill()
+    child.join()
+    return None if answers.empty() else json.loads(answers.get())
+
+
+def _read(answers: Any, path: Path, overrides: Sequence[str]) -> None:
+    os.chdir(path.parent)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (_LIMIT_S, _LIMIT_S))
+    warnings.simplefilter("ignore")
+    try:
+        load_run(path, overrides)
+        answers.put(json.dumps(["accepted", ""]))
+    except Exception as error:  # the answer is the kind of error
+        said = str(error).replace("\n", " ")[:300]
+        if is_ours(error):
+            answers.put(json.dumps(["refused", said]))
+        else:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            answers.put(json.dumps(["raised", f"{type(error).__name__} at {last.name}, line {last.lineno}: {said}"]))

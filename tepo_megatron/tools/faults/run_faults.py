@@ -1,0 +1,289 @@
+"""Faults of whole runs: a signal to a process, a full disk, a damaged checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tepo_megatron.tools.faults import tiny
+from tepo_megatron.tools.faults.processes import alive, wait_gone
+from tepo_megatron.tools.faults.tiny import SAVED, STEPS, LiveRun
+from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
+
+WITHIN_S = {"rollout": 0.3, "reward": 0.05, "score": 0.15, "update": 0.2, "save": 0.03, "sync": 0.3, "eval": 0.2}
+"""Maps a phase to the longest delay from its start to the fault."""
+
+_GONE_S = 240.0  # to exit: seconds, ten times more on a busy machine
+
+_LIMIT_S = 1800.0
+
+
+class _LiveFaults(FaultClass):
+    sends: ClassVar[signal.Signals]
+
+    def disturb(self, role: str, phase: str, rng: random.Random) -> FaultOutcome:
+        name = f"{self.sends.name} to {role} in {phase}"
+        run = self.workshop.live_run()
+        run.reach(phase)
+        time.sleep(rng.uniform(0, WITHIN_S[phase]))
+        roles, before = run.roles(), run.pids()
+        if role not in roles:
+            self.workshop.close()
+            return FaultOutcome(name, "lost", f"the run has no process that is its {role}, but only {', '.join(roles)}")
+        victim = rng.choice(roles[role])
+        step = tiny.last_step(run.out)
+        start = time.monotonic()
+        os.kill(victim, self.sends)
+        try:
+            result, said = self._follow(run, before, step)
+            seconds = time.monotonic() - start if result == "survived" else None
+            outcome = FaultOutcome(name, result, said, seconds)
+        except TimeoutError as error:
+            outcome = FaultOutcome(name, "lost", f"{error}; the run said: {run.said()}")
+        finally:
+            if self.sends == signal.SIGSTOP and alive(victim):
+                with suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGCONT)
+        if outcome.result == "lost":
+            self.workshop.close()
+        return outcome
+
+    def _follow(self, run: LiveRun, before: list[int], step: int) -> tuple[Any, str]:
+        continued = run.wait_for_row(step + 2, _LIMIT_S)
+        said = ""
+        if not continued:
+            said = run.said()
+            code = run.wait_end()
+            if left := wait_gone(before, _GONE_S):
+                return "lost", f"{len(left)} processes were still there {_GONE_S:g} s after the run had ended ({said})"
+            if "Traceback" in run.printed() and code == 1:
+                return "lost", f"the run ended with a traceback: {said}"
+            run.start()
+            if not run.wait_for_row(step + 2, _LIMIT_S):
+                return "lost", f"it could not be resumed: {run.said()}"
+        if wrong := tiny.differences(run.out, self.workshop.reference()):
+            return "lost", f"after {'going on' if continued else 'resuming'}: {wrong}"
+        return "survived", said and f"ended and resumed: {said}"
+
+
+ROLES = ("engine core", "parent", "reward worker", "rank 1", "API server", "rank 0", "vLLM worker", "supervisor")
+PHASES = tuple(WITHIN_S)
+
+
+class Kills(_LiveFaults):
+    """Each round of roles shifts the phases by one, so that all pairs come up."""
+
+    name = "kills"
+    title = "kill −9 of any process in any phase, live"
+    whole, quick = 30, 3
+    sends = signal.SIGKILL
+
+    def inject(self, number: int, rng: random.Random) -> FaultOutcome:
+        phase = PHASES[(number + number // len(ROLES)) % len(PHASES)]
+        return self.disturb(ROLES[number % len(ROLES)], phase, rng)
+
+
+HANGS = (
+    ("reward worker", "reward"),
+    ("engine core", "rollout"),
+    ("vLLM worker", "sync"),
+    ("rank 1", "update"),
+    ("vLLM worker", "rollout"),
+    ("engine core", "sync"),
+    ("rank 1", "score"),
+    ("reward worker", "rollout"),
+)
+
+
+class Hangs(_LiveFaults):
+    name = "hangs"
+    title = "SIGSTOP of engine core, vLLM worker, rank, reward worker, live"
+    whole, quick = len(HANGS), 1
+    sends = signal.SIGSTOP
+
+    def inject(self, number: int, rng: random.Random) -> FaultOutcome:
+        return self.disturb(*HANGS[number % len(HANGS)], rng)
+
+
+_DISKS = ("save", "record", "export", "log")
+_SIZES_KIB = {"save": 17_000, "export": 22_400}
+"""A checkpoint takes 7.1 MiB, an export 2.3: two of three checkpoints fit, or all without the export."""
+
+
+@contextmanager
+def _small_disk(folder: Path, kib: int) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"a small file system cannot be mounted here ({done.stderr.strip()}); run as root")
+    retained = folder.with_name(folder.name + ".kept")
+    try:
+        yield
+        shutil.copytree(folder, retained)
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+    folder.rmdir()
+    retained.rename(folder)
+
+
+class FullDisks(FaultClass):
+    name = "disks"
+    title = "the disk is full: at save, log, record, export"
+    whole, quick = len(_DISKS), 1
+
+    def inject(self, number: int, rng: random.Random) -> FaultOutcome:
+        place = _DISKS[number % len(_DISKS)]
+        lost, said, start = self._record() if place == "record" else self._replay(place, self.folder / f"{number:02d}")
+        if lost:
+            return FaultOutcome(f"full at {place}", "lost", lost)
+        said = said and f"ended, and resumed with room: {said}"
+        return FaultOutcome(f"full at {place}", "survived", said, time.monotonic() - start)
+
+    def _replay(self, place: str, folder: Path) -> tuple[str, str, float]:
+        base = tiny.undisturbed(self.workshop.folder / "replayed")
+        rollouts = base / "rollouts"
+        shutil.rmtree(folder, ignore_errors=True)
+        start = time.monotonic()
+        if place == "log":
+            # TensorBoard's files; a link instead of metrics.jsonl would count as an existing run
+            with _small_disk(folder / "out/tensorboard", 4):
+                (folder / "out/tensorboard/filler").write_bytes(bytes(4096))
+                result = tiny.replay(folder, rollouts, SAVED, "log.tensorboard=true")
+        else:
+            with _small_disk(folder / "out", _SIZES_KIB[place]):
+                result = tiny.replay(folder, rollouts, SAVED)
+        if result.has_traceback:
+            return f"a traceback: {result.said}", "", start
+        said = result.said if result.code else ""
+        if result.code:
+            result = tiny.replay(folder, rollouts, SAVED, resume=True)
+            if result.code:
+                return f"it ended ({said}) and with room again it could not be resumed: {result.said}", said, start
+        return tiny.differences(folder / "out", base / "saved/out"), said, start
+
+    def _record(self) -> tuple[str, str, float]:
+        run = self.workshop.live_run()
+        step = tiny.last_step(run.out) + 2
+        link = run.out / "journal" / f"step_{step:07d}.jsonl.partial"  # written first; the record is a link to it
+        link.parent.mkdir(exist_ok=True)
+        start = time.monotonic()
+        link.symlink_to("/dev/full")
+        try:
+            continued = run.wait_for_row(step + 1)
+        finally:
+            link.unlink(missing_ok=True)
+        said = "" if continued else run.said()
+        if not continued:
+            if "Traceback" in run.printed():
+                self.workshop.close()
+                return f"a traceback: {said}", said, start
+            run.start()
+            if not run.wait_for_row(step + 1):
+                return f"it could not be resumed: {run.said()}", said, start
+        if wrong := tiny.differences(run.out, self.workshop.reference()):
+            self.workshop.close()
+        return wrong, said, start
+
+
+Damage = Callable[[Path, random.Random], None]
+
+
+def _on_shard(change: Callable[[bytearray, int, random.Random], bytes | bytearray]) -> Damage:
+    def damage(checkpoint: Path, rng: random.Random) -> None:
+        path = _shard(checkpoint)
+        data = bytearray(path.read_bytes())
+        path.write_bytes(change(data, 8 + int.from_bytes(data[:8], "little"), rng))
+
+    return damage
+
+
+def _shard(checkpoint: Path) -> Path:
+    return sorted((checkpoint / "shards").glob("*.safetensors"))[0]
+
+
+def _flip_a_bit(data: bytearray, start: int, rng: random.Random) -> bytearray:
+    data[rng.randrange(start, len(data))] ^= 1 << rng.randrange(8)
+    return data
+
+
+def _zero_a_block(data: bytearray, start: int, rng: random.Random) -> bytearray:
+    index = rng.randrange(start, len(data) - 4096)
+    data[index : index + 4096] = bytes(4096)
+    return data
+
+
+def _damage_the_header(data: bytearray, start: int, rng: random.Random) -> bytearray:
+    index = rng.randrange(8, start - 16)
+    data[index : index + 16] = rng.randbytes(16)
+    return data
+
+
+def _shard_of_another_step(checkpoint: Path, rng: random.Random) -> None:
+    shutil.copyfile(_shard(checkpoint.with_name(f"step_{SAVED - 1:06d}")), _shard(checkpoint))
+
+
+def _on_state(change: Callable[[dict[str, Any]], object]) -> Damage:
+    def damage(checkpoint: Path, rng: random.Random) -> None:
+        path = checkpoint / "state.json"
+        state = json.loads(path.read_text())
+        change(state)
+        path.write_text(json.dumps(state, indent=2) + "\n")
+
+    return damage
+
+
+def _cut_state(checkpoint: Path, rng: random.Random) -> None:
+    path = checkpoint / "state.json"
+    text = path.read_text()
+    path.write_text(text[: rng.randrange(1, len(text) - 2)])
+
+
+DAMAGES: dict[str, Damage] = {
+    "one bit of a shard flipped": _on_shard(_flip_a_bit),
+    "state.json names another step": _on_state(lambda state: state.update(step=SAVED - 1)),
+    "a shard of the step before": _shard_of_another_step,
+    "state.json cut off": _cut_state,
+    "a block of a shard zeroed": _on_shard(_zero_a_block),
+    "all data of a shard zeroed": _on_shard(lambda data, start, rng: data[:start] + bytes(len(data) - start)),
+    "a shard cut off": _on_shard(lambda data, start, rng: data[: rng.randrange(1, len(data))]),
+    "a shard missing": lambda checkpoint, rng: _shard(checkpoint).unlink(),
+    "the header of a shard overwritten": _on_shard(_damage_the_header),
+    "state.json counts other updates": _on_state(lambda state: state.update(updates=state["updates"] + 7)),
+    "state.json lacks a key": _on_state(lambda state: state.pop("updates")),
+    "state.json missing": lambda checkpoint, rng: (checkpoint / "state.json").unlink(),
+}
+
+
+class CheckpointDamage(FaultClass):
+    name = "damage"
+    title = "damage to the newest checkpoint, then --resume"
+    whole, quick = len(DAMAGES), 2
+
+    def inject(self, number: int, rng: random.Random) -> FaultOutcome:
+        name, damage = list(DAMAGES.items())[number % len(DAMAGES)]
+        base, folder = tiny.undisturbed(self.workshop.folder / "replayed"), self.folder / f"{number:02d}"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(base / "saved", folder)
+        damage(folder / "out/checkpoints" / f"step_{SAVED:06d}", rng)
+        start = time.monotonic()
+        result = tiny.replay(folder, base / "rollouts", STEPS, resume=True)
+        seconds = time.monotonic() - start
+        if result.has_traceback:
+            return FaultOutcome(name, "lost", f"a traceback: {result.said}")
+        if result.code:
+            return FaultOutcome(name, "refused", result.said)
+        if wrong := tiny.differences(folder / "out", base / "whole/out"):
+            return FaultOutcome(name, "lost", f"resumed without a word: {wrong}")
+        messages = [line for line in result.printed.splitlines() if "step_" in line]
+        shutil.rmtree(folder, ignore_errors=True)
+        return FaultOutcome(name, "survived", messages[0].strip()[:300] if messages else "", seconds)

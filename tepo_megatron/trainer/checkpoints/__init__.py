@@ -1,1 +1,0 @@
-"""A checkpoint's folder, and whether a run may continue from it."""

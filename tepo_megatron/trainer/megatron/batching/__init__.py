@@ -1,1 +1,0 @@
-"""Packed batches and micro-batches."""

@@ -1,1 +1,0 @@
-"""Saving and loading the shards of model and optimizer."""

@@ -1,0 +1,213 @@
+"""Runs a batch through Megatron's schedule; scores tokens, and measures the scores' rounding noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.fp8_utils import is_float8tensor
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
+from tepo_megatron.core.scores.backend import BackendName
+from tepo_megatron.core.scores.noise import noise_quantiles, rerounded
+from tepo_megatron.core.types import Batch, TokenScores
+from tepo_megatron.errors import NotFiniteError
+from tepo_megatron.trainer.megatron.batch import Share, cut, padded_tokens
+from tepo_megatron.trainer.megatron.collectives import broadcast_json
+from tepo_megatron.trainer.megatron.model.model import HeadWeight, fused_head
+from tepo_megatron.trainer.megatron.model.routers import Routers, largest_in_group
+from tepo_megatron.trainer.megatron.partition import partition
+from tepo_megatron.trainer.megatron.platform import Platform, Ranks
+
+_LossFunction = Callable[[TokenScores, Batch], tuple[Tensor, dict[str, Any]]]  # (scalar to differentiate, values)
+
+
+NOT_FINITE = "not_finite"
+
+
+@dataclass(frozen=True)
+class Forward:
+    ranks: Ranks
+    platform: Platform
+    vocab_size: int
+    temperature: float
+    micro_batch_tokens: int
+    score_backend: BackendName
+    token_multiple: int  # parallelism divides tokens evenly, and FP8 needs 16 or more per rank
+    gathers_tokens: bool = False  # ranks that share experts then need micro-batches of one length
+    one_length: bool = False  # pipeline stages then exchange micro-batches of one length
+    attention_length: float = math.inf
+    on_progress: Callable[[], None] = lambda: None
+
+    entropy_slope: bool = False
+    routers: Routers | None = None
+
+    def micro_batches(self, batch: Batch) -> list[list[int]]:
+        parts = partition(
+            batch.lengths_S.tolist(),
+            ranks=self.ranks.dp,
+            max_tokens=self.micro_batch_tokens,
+            attention_length=self.attention_length,
+            multiple=self.ranks.micro_batch_group,
+        )
+        return parts[self.ranks.dp_rank]
+
+    def run(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        batch: Batch,
+        micro_batches: Sequence[Sequence[int]],
+        loss: _LossFunction,
+        *,
+        train: bool,
+    ) -> list[dict[str, Any]]:
+        """Every rank calls. Returns what ``loss`` kept of each micro-batch, on the last pipeline stage.
+
+        After a NotFiniteError the micro-batch's loss is NaN and its values have the reason under ``NOT_FINITE``.
+        """
+        members = [batch.select(sequences) for sequences in micro_batches]
+        sizes = [self._padded(padded_tokens(micro.lengths_S.tolist(), self.ranks.cp)) for micro in members]
+        if self.one_length:
+            sizes = [max(sizes)] * len(sizes)
+        if self.gathers_tokens:
+            sizes = largest_in_group(sizes, self.platform.device)
+        shares = [cut(micro, size, self.ranks) for micro, size in zip(members, sizes, strict=True)]
+        with self.platform.megatron():
+            results: list[dict[str, Any]] = get_forward_backward_func()(
+                forward_step_func=lambda data, module: self._step(next(data), module, loss, train=train),
+                data_iterator=[enumerate(shares) for _ in chunks],  # every chunk asks for each micro-batch
+                model=list(chunks),
+                num_microbatches=len(shares),
+                # for Megatron a packed micro-batch is one sequence over all context-parallel ranks; `one_length` relies on it
+                seq_length=sizes[0],
+                micro_batch_size=1,
+                forward_only=not train,
+            )
+        if self.routers is not None:
+            self.routers.end_run()
+        return results
+
+    def _padded(self, tokens: int) -> int:
+        return -(-tokens // self.token_multiple) * self.token_multiple
+
+    def _step(
+        self, numbered: tuple[int, Share], model: torch.nn.Module, loss: _LossFunction, *, train: bool
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
+        number, share = numbered
+        self.on_progress()
+        routed: AbstractContextManager[None] = nullcontext()
+        if self.routers is not None:
+            routed = self.routers.forward_pass(share, train=train)
+        with routed:
+            output = model(share.tokens_t[None], share.positions_t[None], None, packed_seq_params=share.packed)
+
+        def reduce(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            head = fused_head(model)
+            try:  # squeezed, not indexed: the gradient of an index is a second tensor of the logits' size
+                value, values = loss(self._scores(output.squeeze(0), head, share, train=train), share.micro)
+            except NotFiniteError as error:
+                # Other ranks do not know, and wait in the schedule's collectives: this one goes through them all with a
+                # loss of NaN, and the ranks agree afterwards (``update.py``).
+                parts = [output] if head is None else [output, head.weight_VpH]  # the weight too has a hook that must run
+                value = sum((part.sum() for part in parts), torch.zeros((), device=output.device)) * torch.nan
+                values = {NOT_FINITE: f"micro-batch {number}: {error}"}
+            except ValueError as error:
+                raise ValueError(f"micro-batch {number}: {error}") from error
+            # Megatron expects (loss, number of tokens to divide by, values to keep); nothing is divided there (update.py)
+            return value, torch.zeros((), dtype=torch.int, device=value.device), values
+
+        return output, reduce
+
+    def _scores(self, output: Tensor, head: HeadWeight | None, share: Share, *, train: bool) -> TokenScores:
+        try:
+            return share.gather(self._local_scores(output, head, share, train=train))
+        except NotFiniteError:
+            # the other context-parallel ranks wait for this one's scores: they get NaN, and find it
+            nothing_t = output.new_full(share.labels_t.shape, torch.nan, dtype=torch.float32)
+            share.gather(TokenScores(nothing_t, nothing_t, nothing_t if train and self.entropy_slope else None))
+            raise
+
+    def _local_scores(self, output: Tensor, head: HeadWeight | None, share: Share, *, train: bool) -> TokenScores:
+        """``output``: logits [t, V/tp], or hidden states [t, H] with a fused head."""
+        options: dict[str, Any] = {
+            "tp_group": self.ranks.tp_group,
+            "temperature": self.temperature,
+            "vocab_size": self.vocab_size,
+            "mask_T": share.mask_t,
+            "entropy_slope": train and self.entropy_slope,
+            "kept_TK": share.kept_tK,
+            "backend": self.score_backend,
+        }
+        if head is None:  # nothing reads the logits after the loss
+            return logprob_and_entropy(output, share.labels_t, inplace_backward=True, **options)
+        return fused_linear_logprob_and_entropy(
+            output,
+            head.weight_VpH,
+            share.labels_t,
+            sequence_parallel=head.sequence_parallel,
+            gradient_accumulation_fusion=True,
+            **options,
+        )
+
+
+def score(forward: Forward, chunks: Sequence[torch.nn.Module], batch: Batch) -> TokenScores:
+    """Returns float32, detached, 0 outside the loss mask. Every rank calls; all raise the same NotFiniteError."""
+    micro_batches = forward.micro_batches(batch)
+
+    def keep(scores: TokenScores, micro: Batch) -> tuple[Tensor, dict[str, Any]]:
+        return scores.logprob.sum(), {"scores": torch.stack([scores.logprob, scores.entropy])}
+
+    with torch.no_grad():
+        results = forward.run(chunks, batch, micro_batches, keep, train=False)
+    failed = torch.zeros(forward.ranks.world, device=batch.tokens_T.device)
+    reasons = [scores[NOT_FINITE] for scores in results if NOT_FINITE in scores]
+    failed[forward.ranks.rank] = len(reasons)
+    dist.all_reduce(failed)
+    if failed.any():
+        first = int(failed.nonzero()[0])
+        reason = broadcast_json(reasons[0] if reasons else None, source=first, device=failed.device)
+        raise NotFiniteError(f"rank {first}: {reason}")
+    places = [batch.token_index(sequences) for sequences in micro_batches]
+    logprob_T, entropy_T = on_every_rank(forward, places, [micro["scores"] for micro in results], (2, batch.num_tokens))
+    return TokenScores(logprob=logprob_T, entropy=entropy_T)
+
+
+def measure_noise(forward: Forward, chunks: Sequence[torch.nn.Module], batch: Batch, sequences: int) -> dict[str, float]:
+    """Returns `noise_quantiles` of a few sequences in the same micro-batches before and after `rerounded`. Every rank calls.
+
+    Weights in FP8 stay: their neighbours are too far apart, and activations are rounded again anyway.
+    """
+    few = batch.select(_spread(batch, forward, sequences))
+    first = score(forward, chunks, few)
+    with rerounded(param for chunk in chunks for param in chunk.parameters() if not is_float8tensor(param)):
+        second = score(forward, chunks, few)
+    return noise_quantiles(first, second, few)
+
+
+def _spread(batch: Batch, forward: Forward, sequences: int) -> list[int]:
+    group = forward.ranks.dp * forward.ranks.micro_batch_group
+    count = max(min(sequences, batch.num_sequences) // group, 1) * group
+    order = batch.lengths_S.argsort(stable=True).tolist()
+    return [order[index * (len(order) - 1) // max(count - 1, 1)] for index in range(count)]
+
+
+def on_every_rank(forward: Forward, places: Sequence[Tensor], values_of: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
+    """Returns float32 [n, tokens], 0 where missing. Every rank calls.
+
+    ``places``: positions of this rank's tokens; ``values_of``: [n, t], empty except on the last pipeline stage.
+    """
+    result = torch.zeros(shape, device=forward.platform.device)
+    # Tensor- and context-parallel ranks have the same values; of the pipeline only the last stage has some.
+    if forward.ranks.tp_rank == 0 and forward.ranks.cp_rank == 0:
+        for place, values in zip(places, values_of, strict=False):
+            result[:, place] = values
+    # Each token was computed by one data-parallel rank; adding zeros brings it to all, unchanged.
+    dist.all_reduce(result)
+    return result

@@ -1,0 +1,144 @@
+"""Moves the trainer's memory to the host and back, on GPUs that it shares with servers.
+
+Whole storages move, so that views stay valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Literal
+
+import torch
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from torch import Tensor
+
+from tepo_megatron.trainer.megatron.optimizer_states import adam_tensors
+from tepo_megatron.trainer.megatron.policy import Policy
+
+_OnDevice = Literal["everything", "weights", "nothing"]
+
+_PARTS: dict[_OnDevice, frozenset[str]] = {
+    "everything": frozenset({"weights", "optimizer", "gradients"}),
+    "weights": frozenset({"weights"}),
+    "nothing": frozenset(),
+}
+
+
+CHUNK_BYTES = 2**24  # torch pins powers of two only
+
+
+class OffloadedStorages:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._offloaded: list[tuple[Tensor, list[Tensor]]] = []
+        self._spare: dict[int, list[Tensor]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(chunk.nbytes for _, chunks in self._offloaded for chunk in chunks)
+
+    def offload(self, tensors: Iterable[Tensor]) -> None:
+        assert not self._offloaded, "offloaded already"
+        for storage in _storages(tensors, self._device).values():
+            raw = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            chunks = raw.split(CHUNK_BYTES)
+            copies = [self._host_memory(chunk.numel()).copy_(chunk, non_blocking=True) for chunk in chunks]
+            self._offloaded.append((raw, copies))
+        self._synchronize()
+        for raw, _ in self._offloaded:
+            raw.untyped_storage().resize_(0)
+
+    def onload(self) -> None:
+        for raw, copies in self._offloaded:
+            raw.untyped_storage().resize_(sum(chunk.numel() for chunk in copies))
+            for target, chunk in zip(raw.split(CHUNK_BYTES), copies, strict=True):
+                target.copy_(chunk, non_blocking=True)
+        self._synchronize()
+        for chunk in (chunk for _, copies in self._offloaded for chunk in copies):
+            self._spare.setdefault(chunk.numel(), []).append(chunk)
+        self._offloaded = []
+
+    def _host_memory(self, size: int) -> Tensor:
+        spare = self._spare.get(size)
+        return spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class Offloader:
+    """Every rank calls the methods in the same order. ``frozen`` models count as optimizer state."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        device: torch.device,
+        barrier: Callable[[], None],
+        frozen: Iterable[torch.nn.Module] = (),
+    ) -> None:
+        self._policy, self._device, self._barrier = policy, device, barrier
+        self._model = torch.nn.ModuleList(policy.chunks)
+        self._frozen = torch.nn.ModuleList(frozen)
+        self._weights, self._state = OffloadedStorages(device), OffloadedStorages(device)
+        self._on_device = _PARTS["everything"]
+        self.most_offloaded = 0  # bytes
+
+    def onload_only(self, what: _OnDevice) -> None:
+        """Every rank calls. Nothing is onloaded before all ranks have called; on return all have offloaded."""
+        coming, leaving = _PARTS[what] - self._on_device, self._on_device - _PARTS[what]
+        self._on_device = _PARTS[what]
+        if "gradients" in leaving:
+            for ddp in self._policy.ddp:
+                ddp.offload_grad_buffers(synchronize=self._on_gpu, empty_cache=False)
+        if "optimizer" in leaving:
+            weights = _storages(_parameters(self._model), self._device)
+            state = (tensor for tensor in _state(self._policy.optimizer) if _identity(tensor) not in weights)
+            self._state.offload(chain(state, _parameters(self._frozen)))
+            _drop_copies(self._frozen)
+        if "weights" in leaving:
+            self._weights.offload(_parameters(self._model))
+            _drop_copies(self._model)
+        self.most_offloaded = max(self.most_offloaded, self._weights.nbytes + self._state.nbytes)
+        if leaving and self._on_gpu:
+            torch.cuda.empty_cache()
+        if coming or leaving:
+            self._barrier()
+        if "weights" in coming:
+            self._weights.onload()
+        if "optimizer" in coming:
+            self._state.onload()
+        if "gradients" in coming:
+            for ddp in self._policy.ddp:
+                ddp.restore_grad_buffers(synchronize=self._on_gpu)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+
+def _parameters(model: torch.nn.Module) -> Iterator[Tensor]:
+    return (param.detach() for param in model.parameters())
+
+
+def _drop_copies(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        getattr(module, "_fp8_workspaces", {}).clear()
+
+
+def _state(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    if isinstance(optimizer, ChainedOptimizer):
+        for inner in optimizer.chained_optimizers:
+            yield from _state(inner)
+        return
+    yield from adam_tensors(optimizer.optimizer)
+
+
+def _storages(tensors: Iterable[Tensor], device: torch.device) -> dict[int, torch.UntypedStorage]:
+    storages = {_identity(tensor): tensor.untyped_storage() for tensor in tensors if tensor.device == device}
+    return {identity: storage for identity, storage in storages.items() if storage.nbytes()}
+
+
+def _identity(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,214 @@
+"""Reads and writes Adam's states as flat ranges of their parameters, whichever optimizer holds them.
+
+Adam's groups have the fp32 master; or the weight, with its master or 16 remaining bits in Adam (precision-aware), or a copy in
+another Adam on the host (hybrid).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronOptimizer,
+)
+from torch import Tensor
+
+STATES = ("master", "exp_avg", "exp_avg_sq")
+
+
+def is_parallel_expert(param: torch.nn.Parameter) -> bool:
+    return not getattr(param, "allreduce", True)
+
+
+def _optimizer_of(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> MegatronOptimizer:
+    # Megatron chains an optimizer for dense weights and, under expert parallelism, another
+    if isinstance(optimizer, ChainedOptimizer):
+        return optimizer.chained_optimizers[1 if is_parallel_expert(param) else 0]
+    return optimizer
+
+
+def _held(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> tuple[Tensor, slice]:
+    if isinstance(optimizer, DistributedOptimizer):
+        if param not in optimizer.model_param_group_index_map:
+            return param.new_zeros(0, dtype=torch.float32), slice(0, 0)
+        group, order = optimizer.model_param_group_index_map[param]
+        local = optimizer._get_model_param_range_map(param)["param"]
+        return optimizer.optimizer.param_groups[group]["params"][order], slice(local.start, local.end)
+    whole = slice(0, param.numel())
+    if isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        return getattr(param, "main_param"), whole  # noqa: B009 (Megatron hangs it there)
+    assert isinstance(optimizer, FP32Optimizer)
+    return param, whole
+
+
+def is_distributed(optimizer: MegatronOptimizer) -> bool:
+    inner = optimizer.chained_optimizers[0] if isinstance(optimizer, ChainedOptimizer) else optimizer
+    return isinstance(inner, DistributedOptimizer)
+
+
+def local_range(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> slice:
+    return _held(_optimizer_of(optimizer, param), param)[1]
+
+
+def collect(optimizer: MegatronOptimizer, params: Mapping[str, torch.nn.Parameter]) -> Iterator[tuple[str, str, Tensor]]:
+    """Yields (parameter, state, fp32 [elements of the local range])."""
+    for name, param in params.items():
+        inner = _optimizer_of(optimizer, param)
+        main, local = _held(inner, param)
+        if local.start == local.stop:
+            continue
+        for state in STATES:
+            yield name, state, _read(inner.optimizer, main, state)
+
+
+def restore(optimizer: MegatronOptimizer, param: torch.nn.Parameter, values: dict[str, Tensor], *, updates: int) -> None:
+    """Call :func:`spread` afterwards. ``values`` are fp32 [elements of the local range]."""
+    inner = _optimizer_of(optimizer, param)
+    main, local = _held(inner, param)
+    if local.start != local.stop:
+        _write(inner.optimizer, main, values, updates=updates)
+    _set_count(inner.optimizer, updates)
+
+
+def spread(optimizer: MegatronOptimizer, ddp: Sequence[DistributedDataParallel]) -> None:
+    """Copies masters into the parameters of all ranks. Every rank calls."""
+    inner_ones = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    for inner in inner_ones:
+        if not isinstance(inner, FP32Optimizer):  # its masters are the parameters
+            inner._copy_main_params_to_model_params()
+    if is_distributed(optimizer):
+        for chunk in ddp:
+            chunk.start_param_sync(force_sync=True)
+
+
+def set_master(optimizer: MegatronOptimizer, param: torch.nn.Parameter, value: Tensor) -> None:
+    main, local = _held(_optimizer_of(optimizer, param), param)
+    if local.stop > local.start:
+        with torch.no_grad():
+            main.view(-1).copy_(value.reshape(-1)[local])
+
+
+def _read(adam: Any, held: Tensor, state: str) -> Tensor:
+    adam, held = _inner(adam, held)
+    state_of_held = adam.state.get(held, {})
+    if _keeps_masters(adam, held):
+        return _read_kept(adam, held, state_of_held, state)
+    value = held if state == "master" else state_of_held.get(state)
+    if value is None:  # no update yet
+        value = torch.zeros_like(held, dtype=torch.float32)
+    return value.detach().float().view(-1)
+
+
+def _write(adam: Any, held: Tensor, values: Mapping[str, Tensor], *, updates: int) -> None:
+    weight = held
+    adam, held = _inner(adam, held)
+    local = {state: values[state].to(held.device).view_as(held) for state in STATES}
+    if _keeps_masters(adam, held):
+        _write_kept(adam, held, local)
+        return
+    with torch.no_grad():
+        held.copy_(local["master"])
+        if weight is not held:
+            weight.copy_(local["master"])
+    moments: dict[str, Any] = {state: local[state].clone() for state in STATES[1:]}
+    if _counts_per_tensor(adam):
+        moments["step"] = torch.tensor(float(updates))
+    adam.state[held] = moments
+
+
+def _counts_per_tensor(adam: Any) -> bool:
+    # torch counts steps per tensor; fused Adams per group
+    return isinstance(adam, (torch.optim.Adam, torch.optim.AdamW))
+
+
+def _set_count(adam: Any, updates: int) -> None:
+    for inner in adam.sub_optimizers if isinstance(adam, HybridDeviceOptimizer) else [adam]:
+        if not _counts_per_tensor(inner):
+            for group in inner.param_groups:
+                group["step"] = updates
+
+
+def adam_tensors(adam: Any) -> Iterator[Tensor]:
+    for inner in adam.sub_optimizers if isinstance(adam, HybridDeviceOptimizer) else [adam]:
+        for group in inner.param_groups:
+            yield from (param.detach() for param in group["params"])
+        for state in inner.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _inner(adam: Any, held: Tensor) -> tuple[Any, Tensor]:
+    if not isinstance(adam, HybridDeviceOptimizer):
+        return adam, held
+    inner = adam.param_to_inner_param[held]
+    groups = ((sub, group) for sub in adam.sub_optimizers for group in sub.param_groups)
+    return next(sub for sub, group in groups if any(param is inner for param in group["params"])), inner
+
+
+# -- Transformer Engine's Adam, with masters of its own ------------------------------------------------------------------------
+
+
+def _keeps_masters(adam: Any, held: Tensor) -> bool:
+    return getattr(adam, "master_weights", False) and held.dtype != torch.float32
+
+
+def _stores_remainders(adam: Any, held: Tensor) -> bool:
+    return bool(adam.store_param_remainders) and held.dtype == torch.bfloat16
+
+
+def _read_kept(adam: Any, held: Tensor, moments: Mapping[str, Tensor], state: str) -> Tensor:
+    if not moments:  # no update yet
+        value = held.float() if state == "master" else torch.zeros_like(held, dtype=torch.float32)
+    elif state != "master":
+        value = adam.get_unscaled_state(held, state)
+    elif _stores_remainders(adam, held):
+        value = join_remainder(held, moments["master_param"])
+    else:
+        value = adam.get_unscaled_state(held, "master_param")
+    return value.detach().float().view(-1)
+
+
+@torch.no_grad()
+def _write_kept(adam: Any, held: Tensor, states: Mapping[str, Tensor]) -> None:
+    remainders = _stores_remainders(adam, held)
+    adam.state[held] = {}
+    adam.initialize_state(held, remainders)
+    if remainders:
+        weight, low = split_remainder(states["master"])
+        held.copy_(weight)
+        adam.state[held]["master_param"].copy_(low)
+    else:
+        held.copy_(states["master"])
+        adam.set_scaled_state(held, "master_param", states["master"].clone())
+    for state in STATES[1:]:
+        if states[state].any():  # it is 0 already, and FP8 would divide by the largest value
+            adam.set_scaled_state(held, state, states[state].clone())
+
+
+_TIE = 0x8000  # last 17 bits of an fp32 number halfway between an even and the next odd bfloat16 number
+
+
+def split_remainder(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Splits fp32 into bfloat16 weights and int16 remainders, as Transformer Engine's Adam.
+
+    At a tie the kernel rounds up, and the remainder is that of the next fp32 number towards zero.
+    """
+    bits = master.contiguous().view(torch.int32)
+    bits = torch.where((bits & 0x1FFFF) == _TIE, bits - 1, bits)
+    low = (bits & 0xFFFF).to(torch.int16)
+    high = (bits >> 16) + (low < 0)
+    return high.to(torch.int16).view(torch.bfloat16), low
+
+
+def join_remainder(weight: Tensor, low: Tensor) -> Tensor:
+    """Returns the next fp32 number if the kernel rounded a tie up."""
+    high = weight.contiguous().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
+    bits = (high << 16) | (low.to(torch.int32) & 0xFFFF)
+    return torch.where((bits & 0x1FFFF) == _TIE, bits + 1, bits).view(torch.float32)

@@ -1,1 +1,0 @@
-"""Devices, process groups, collectives."""

@@ -1,0 +1,300 @@
+"""The trained model, its optimizer and its schedule."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from tepo_megatron.config import EngineConfig, Fp8Config, ModelConfig, OptimizerConfig, RunConfig
+from tepo_megatron.trainer.megatron.collectives import objects_as_json
+from tepo_megatron.trainer.megatron.gpu import check_states
+from tepo_megatron.trainer.megatron.model import fp8
+from tepo_megatron.trainer.megatron.model.fp8 import PlainWeights, load_weights, optimizer_options
+from tepo_megatron.trainer.megatron.model.lora import Lora, build_lora
+from tepo_megatron.trainer.megatron.model.model import Layers, build_model, transformer_config
+from tepo_megatron.trainer.megatron.optimizer_states import set_master
+from tepo_megatron.trainer.megatron.platform import Platform, Ranks
+from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.geometry import ShardLayout
+
+
+@dataclass
+class _ParamGather:
+    """With ``overlapped`` the next forward pass gathers each bucket; every rank calls :meth:`finish` before other reads."""
+
+    ddp: Sequence[DistributedDataParallel]
+    overlapped: bool
+    pending: bool = False
+
+    def after_step(self) -> None:
+        self.pending = self.overlapped
+
+    def finish(self) -> None:
+        if not self.pending:
+            return
+        for chunk in self.ddp:
+            # The last bucket has the first layers, and finishing one starts the next. Megatron's start_param_sync(force_sync)
+            # would not make the copies that FP8 weights need.
+            for group in reversed([*chunk.expert_parallel_bucket_groups, *chunk.bucket_groups]):
+                group.finish_param_sync()
+        self.pending = False
+
+
+@dataclass(frozen=True)
+class Policy:
+    chunks: Sequence[GPTModel]
+    ddp: Sequence[DistributedDataParallel]  # one per chunk
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+    params: dict[str, Any] = field(repr=False)
+    """Includes experts' biases, which are no parameters. Complete after ``param_gather.finish()``."""
+
+    param_gather: _ParamGather = field(repr=False)
+
+    lora: Lora | None = None
+
+    @property
+    def trained(self) -> Mapping[str, torch.nn.Parameter]:
+        if self.lora is not None:
+            return self.lora.params
+        return {name: param for name, param in self.params.items() if isinstance(param, torch.nn.Parameter)}
+
+    @property
+    def expert_biases(self) -> Mapping[str, Tensor]:
+        """fp32, the same on all ranks with the layer."""
+        return {name: param for name, param in self.params.items() if not isinstance(param, torch.nn.Parameter)}
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """Returns plain tensors, with adapters merged: for one reading."""
+        return PlainWeights(self.params) if self.lora is None else self.lora.merged(self.params)
+
+
+@dataclass(frozen=True)
+class PolicyBuilder:
+    config: RunConfig
+    spec: ModelSpec
+    weights: Path  # Hugging Face folder, or folder of ``tepo import``
+    platform: Platform
+    layers: Layers
+    ranks: Ranks
+    layouts: Sequence[ShardLayout]
+
+    @property
+    def layout(self) -> ShardLayout:
+        return self.layouts[self.ranks.rank]
+
+    def policy(self) -> Policy:
+        """Raises ValueError for another model's weights."""
+        with self.platform.megatron():
+            megatron, chunks = self._chunks()
+            params = named_weights(chunks)
+            unrounded = load_weights(self.weights, self.layout, params)
+            config = self.config
+            lora = None
+            if config.model.lora is not None:
+                lora = build_lora(config.model.lora, chunks, params, self.layouts, rank=self.ranks.rank, seed=config.seed)
+            options = self._ddp_config()
+            # As in Megatron's own loop: backward ends with the first chunk, so that its gradients alone gain by being reduced
+            # bucket by bucket.
+            ddp = [
+                DistributedDataParallel(megatron, options, chunk, disable_bucketing=number > 0)
+                for number, chunk in enumerate(chunks)
+            ]
+            optimizer = _build_optimizer(config.optimizer, config.model, config.engine.fp8, ddp)
+            for name, values in unrounded.items():
+                set_master(optimizer, params[name], values)
+            schedule = _build_schedule(config.optimizer, optimizer, total_steps=config.train.steps * config.train.minibatches)
+            megatron.finalize_model_grads_func = partial(
+                _finalize_gradients, afterwards=(lambda: None) if lora is None else lora.sum_gradients
+            )
+            megatron.grad_scale_func = optimizer.scale_loss
+            _reduce_in_last_micro_batch(megatron, ddp, config.engine)
+        gather = _ParamGather(ddp, config.engine.overlap_param_gather)
+        return Policy(chunks, ddp, optimizer, schedule, params, gather, lora)
+
+    def reference(self) -> list[GPTModel]:
+        with self.platform.megatron():
+            _, chunks = self._chunks()
+        load_weights(self.weights, self.layout, named_weights(chunks))
+        return [chunk.requires_grad_(False) for chunk in chunks]
+
+    def _chunks(self) -> tuple[TransformerConfig, list[GPTModel]]:
+        config = self.config
+        megatron = transformer_config(self.spec, config.model, config.engine, self.platform, self.layers)
+        if config.model.lora is not None:
+            # It adds weight gradients to a buffer, and neither frozen nor merged weights have one.
+            megatron.gradient_accumulation_fusion = False
+        head, numbers = config.engine.head, range(self.ranks.vpp)
+        return megatron, [build_model(self.spec, megatron, self.ranks, self.layers, number, head=head) for number in numbers]
+
+    def _ddp_config(self) -> DistributedDataParallelConfig:
+        return DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=self.config.optimizer.distributed,
+            overlap_grad_reduce=self.config.engine.overlap_grad_reduce,
+            overlap_param_gather=self.config.engine.overlap_param_gather,
+            bucket_size=self.config.engine.bucket_size,
+            **fp8.gather_options(self.config.engine.fp8),
+        )
+
+
+def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    prefixes = [f"model{number}." for number in range(len(chunks))] if len(chunks) > 1 else [""]
+    weights: dict[str, Any] = {}
+    for prefix, chunk in zip(prefixes, chunks, strict=True):
+        weights |= {prefix + name: param for name, param in chunk.named_parameters()}
+        weights |= {prefix + name: buffer for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")}
+    return weights
+
+
+def _finalize_gradients(
+    model: list[torch.nn.Module], num_tokens: Tensor | None, *, afterwards: Callable[[], None], **kwargs: Any
+) -> None:
+    # like Megatron's, without its division (``update.py``)
+    del num_tokens
+    finalize_model_grads(model, None, **kwargs)
+    afterwards()
+
+
+def _reduce_in_last_micro_batch(
+    megatron: TransformerConfig, ddp: Sequence[DistributedDataParallel], engine: EngineConfig
+) -> None:
+    # in the first update Megatron learns which gradients complete a bucket
+    if engine.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in ddp]
+        megatron.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+
+def _build_optimizer(
+    config: OptimizerConfig, model: ModelConfig, fp8: Fp8Config, ddp: Sequence[DistributedDataParallel]
+) -> MegatronOptimizer:
+    """Every rank calls. Raises ValueError for states in fewer bits without Transformer Engine on a GPU."""
+    device = next(ddp[0].parameters()).device
+    check_states(config, on_gpu=device.type == "cuda")
+    with objects_as_json(device):
+        optimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                min_lr=config.min_lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.betas[0],
+                adam_beta2=config.betas[1],
+                adam_eps=config.eps,
+                clip_grad=config.clip_grad,
+                bf16=model.dtype == "bfloat16",
+                use_distributed_optimizer=config.distributed,
+                **optimizer_options(fp8),
+                **state_options(config, on_gpu=device.type == "cuda"),
+            ),
+            list(ddp),
+        )
+    for inner in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
+        if inner.optimizer is not None:  # a rank may have nothing to train
+            _adapt_steps(inner.optimizer, config, on_gpu=device.type == "cuda")
+    if config.offload_fraction:
+        gc.collect()  # Megatron makes its hybrid optimizer twice; the first, a reference cycle, has a copy of all weights
+    return optimizer
+
+
+def _adapt_steps(adam: Any, config: OptimizerConfig, *, on_gpu: bool) -> None:
+    if config.precision_aware:
+        adam.step = partial(step_in_parts, adam, adam.step)
+    elif config.offload_fraction and on_gpu:
+        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        adam.step = partial(_step_with_threads, adam.step, max(1, cores))
+
+
+def _step_with_threads(step: Callable[[], None], threads: int) -> None:
+    # ranks start with one torch thread, which is enough while a GPU computes
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        step()
+    finally:
+        torch.set_num_threads(before)
+
+
+_STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.uint8}
+
+
+def state_options(config: OptimizerConfig, *, on_gpu: bool) -> dict[str, Any]:
+    if config.offload_fraction:
+        return {
+            # On the host all states are fp32. This flag leaves the masters to Adam: without it they stay on the GPU too.
+            "use_precision_aware_optimizer": True,
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": config.offload_fraction,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+            "pin_cpu_grads": on_gpu,
+            "pin_cpu_params": on_gpu,
+        }
+    if config.precision_aware:
+        return {
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": _STATE_DTYPES[config.exp_avg_dtype],
+            "exp_avg_sq_dtype": _STATE_DTYPES[config.exp_avg_sq_dtype],
+            "store_param_remainders": config.store_param_remainders,
+        }
+    return {}
+
+
+def _build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer, *, total_steps: int) -> OptimizerParamScheduler:
+    """Call its ``step`` before the optimizer's, so that the first update has a learning rate above 0."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=max(total_steps, config.warmup_steps + 1),  # Megatron asserts that it is more than the warm-up
+        lr_decay_style=config.schedule,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+
+
+PART_ELEMENTS = 2**26  # elements with fp32 states at once in a step, or those of one larger tensor
+
+
+def step_in_parts(adam: Any, step: Callable[[], Any], most: int = PART_ELEMENTS) -> None:
+    """Adam makes all of a group's states fp32: more memory than fewer bits save."""
+    whole = adam.param_groups
+    try:
+        for group in whole:
+            for part in _parts(group["params"], most):
+                adam.param_groups = [{**group, "params": part}]
+                step()
+            if group["params"]:
+                group["step"] = adam.param_groups[0]["step"]
+    finally:
+        adam.param_groups = whole
+
+
+def _parts(params: list[Tensor], most: int) -> Iterator[list[Tensor]]:
+    part: list[Tensor] = []
+    for param in params:
+        if part and sum(tensor.numel() for tensor in part) + param.numel() > most:
+            yield part
+            part = []
+        part.append(param)
+    if part:
+        yield part

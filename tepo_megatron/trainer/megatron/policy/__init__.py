@@ -1,1 +1,0 @@
-"""The policy: its weights and where they are."""

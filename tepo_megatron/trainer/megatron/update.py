@@ -1,0 +1,215 @@
+"""Makes one optimizer step. Only this file decides how losses and gradients are scaled.
+
+Megatron does not divide; the objective's numerator is divided here, once, by the mini-batch's denominator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
+from tepo_megatron.errors import NotFiniteError
+from tepo_megatron.trainer.megatron.collectives import broadcast_json
+from tepo_megatron.trainer.megatron.forward import NOT_FINITE, Forward, on_every_rank
+from tepo_megatron.trainer.megatron.platform import Ranks
+from tepo_megatron.trainer.megatron.policy import Policy
+from tepo_megatron.trainer.protocol import UpdateResult
+
+
+class StepObjective(Protocol):
+    @property
+    def needs_reference(self) -> bool: ...
+    @property
+    def needs_entropy_slope(self) -> bool: ...
+    def advantages(self, batch: Batch) -> Tensor: ...
+    def prepare(self, batch: Batch, *, entropy_noise: float, clip_range: tuple[float, float] | None) -> Any: ...
+    def __call__(self, scores: TokenScores, batch: Batch, context: Any) -> ObjectiveOutput: ...
+
+
+def update(
+    forward: Forward,
+    policy: Policy,
+    objective: StepObjective,
+    batch: Batch,
+    *,
+    entropy_noise: float = 0.0,
+    clip_range: tuple[float, float] | None = None,
+) -> UpdateResult:
+    """Every rank calls. If any rank's loss, gradient or gradient norm is not finite, no rank makes the step."""
+    optimizer = policy.optimizer
+    try:
+        context = objective.prepare(batch, entropy_noise=entropy_noise, clip_range=clip_range)
+    except NotFiniteError as error:  # every rank has the whole mini-batch, so all raise
+        return UpdateResult(math.nan, math.nan, optimizer.param_groups[0]["lr"], {}, {}, skipped=str(error))
+
+    def loss(scores: TokenScores, micro: Batch) -> tuple[Tensor, dict[str, Any]]:
+        output = objective(scores, micro, context)
+        value = output.numerator / output.denominator  # of the whole mini-batch, on every rank and micro-batch the same
+        values = {"loss": value.detach(), "metrics": output.metrics, "extrema": output.extrema, "moves": output.moves}
+        return value, values | _keep_recorded(output, micro)
+
+    for ddp in policy.ddp:
+        ddp.zero_grad_buffer()
+    optimizer.zero_grad()
+    biases = {name: bias.clone() for name, bias in policy.expert_biases.items()}
+    micro_batches = forward.micro_batches(batch)
+    results = forward.run(policy.ddp, batch, micro_batches, loss, train=True)
+    with forward.platform.megatron():
+        # The norm is computed before step(), which would scale by it: a NaN must not reach the weights.
+        optimizer.prepare_grads()
+        grad_norm = float(optimizer.get_grad_norm())
+        reports = _find_not_finite(forward.ranks, policy, results, grad_norm, forward.platform.device)
+        if reports:  # neither optimizer nor schedule steps, as in Megatron's own loop after an overflow
+            for name, bias in policy.expert_biases.items():  # Megatron moved them with the gradients' reduction
+                bias.copy_(biases[name])
+            cause, lr = _first_cause(reports, grad_norm), optimizer.param_groups[0]["lr"]
+            return UpdateResult(math.nan, grad_norm, lr, {}, {}, skipped=cause, not_finite=reports)
+        policy.schedule.step(increment=1)
+        optimizer.step()
+        policy.param_gather.after_step()
+    total, sums, extrema, moves = _reduce(results, forward)
+    recorded = _gather_recorded(forward, batch, micro_batches, results)
+    return UpdateResult(total, grad_norm, optimizer.param_groups[0]["lr"], sums, extrema, token_values=recorded, moves=moves)
+
+
+def _reduce(
+    results: Sequence[Mapping[str, Any]], forward: Forward
+) -> tuple[float, dict[str, tuple[float, float]], dict[str, float], Tensor | None]:
+    ranks, device = forward.ranks, forward.platform.device
+    report: Any = None
+    if ranks.is_last_stage:
+        names = list(results[0]["metrics"])
+        # One tensor of (sum, count) pairs for one collective; the loss is put in twice. Tensor-parallel ranks agree already,
+        # so only the data-parallel ranks are summed.
+        pairs = [pair for micro in results for pair in [(micro["loss"], micro["loss"]), *micro["metrics"].values()]]
+        values = torch.stack([torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in pair]) for pair in pairs])
+        values = values.view(len(results), 1 + len(names), 2).sum(0)
+        counts = sum(micro["moves"] for micro in results) if results[0]["moves"] is not None else torch.zeros(0, 1)
+        sizes = [values.numel(), counts.numel()]
+        both = torch.cat([values.flatten(), counts.flatten().double()]).to(device)  # counts are exact in fp64
+        group = parallel_state.get_data_parallel_group()
+        dist.all_reduce(both, group=group)
+        values, moves = both[: sizes[0]].view(-1, 2), both[sizes[0] :].long().cpu()
+        extrema = {}
+        for name in results[0]["extrema"]:
+            largest = name.endswith("/max")
+            values_of_rank = torch.stack([torch.as_tensor(micro["extrema"][name]) for micro in results])
+            value = values_of_rank.max() if largest else values_of_rank.min()
+            dist.all_reduce(value, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN, group=group)
+            extrema[name] = float(value)
+        at_N = moves.nonzero().flatten()
+        sparse = [list(counts.shape), at_N.tolist(), moves[at_N].tolist()]
+        report = [float(values[0, 0]), dict(zip(names, values[1:].tolist(), strict=True)), extrema, sparse]
+    total, sums, extrema, (shape, places, numbers) = broadcast_json(report, source=ranks.last_stage_root, device=device)
+    moves = torch.zeros(shape, dtype=torch.int64)
+    moves.view(-1)[torch.tensor(places, dtype=torch.int64)] = torch.tensor(numbers, dtype=torch.int64)
+    return total, {name: (pair[0], pair[1]) for name, pair in sums.items()}, extrema, moves if moves.numel() else None
+
+
+_MOST_NAMES = 8  # a NaN spreads: the first few parameters and ranks are enough
+
+_RankReport = dict[str, Any]
+"""``place``: coordinates; ``micro_batches``: why they have no loss; ``losses``: indices that are not finite; ``gradients``:
+names of parameters; ``more_gradients``: number of further ones.
+"""
+
+
+def _find_not_finite(
+    ranks: Ranks, policy: Policy, results: Sequence[Mapping[str, Any]], grad_norm: float, device: torch.device
+) -> list[_RankReport]:
+    """Every rank calls. The norm leaves out copies on other tensor-parallel ranks, so gradients are checked too."""
+    flags = torch.zeros(ranks.world, dtype=torch.int32, device=device)
+    flags[ranks.rank] = not (math.isfinite(grad_norm) and _losses_are_finite(results) and _gradients_are_finite(policy))
+    dist.all_reduce(flags)
+    bad = flags.nonzero().flatten().tolist()[:_MOST_NAMES]
+    details = _details(ranks, policy, results) if ranks.rank in bad else None
+    return [broadcast_json(details, source=rank, device=device) for rank in bad]
+
+
+def _first_cause(reports: Sequence[_RankReport], grad_norm: float) -> str:
+    for kind in ("micro_batches", "losses", "gradients"):
+        for report in reports:
+            if report[kind]:
+                return f"rank {report['rank']} ({report['place']}): {_describe(report, kind)}"
+    return f"the gradient norm is {grad_norm}, although every gradient is finite"
+
+
+def _describe(report: _RankReport, kind: str) -> str:
+    first = report[kind][0]
+    if kind == "micro_batches":
+        return str(first)
+    if kind == "losses":
+        return f"the loss of micro-batch {first} is not finite"
+    more = len(report["gradients"]) - 1 + report["more_gradients"]
+    return f"the gradient of {first}" + (f" and of {more} more parameters" if more else "") + " is not finite"
+
+
+def _losses_are_finite(results: Sequence[Mapping[str, Any]]) -> bool:
+    if any(NOT_FINITE in micro for micro in results):
+        return False
+    return not results or bool(torch.stack([torch.as_tensor(micro["loss"]) for micro in results]).isfinite().all())
+
+
+def _gradients_are_finite(policy: Policy) -> bool:
+    # the largest magnitude carries a NaN along, without a copy of the gradients
+    held = [buffer for ddp in policy.ddp for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+    buffers = [buffer.grad_data for buffer in held if buffer.grad_data.numel()]
+    return not buffers or bool(torch.stack([torch.linalg.vector_norm(b, math.inf) for b in buffers]).isfinite().all())
+
+
+def _details(ranks: Ranks, policy: Policy, results: Sequence[Mapping[str, Any]]) -> _RankReport:
+    trained = policy.trained.items()
+    names = [name for name, param in trained if not param.main_grad.isfinite().all()]  # type: ignore[attr-defined]
+    place = {"tp": ranks.tp_rank, "pp": ranks.pp_rank, "cp": ranks.cp_rank, "dp": ranks.dp_rank}
+    if ranks.cp == 1:
+        del place["cp"]
+    return {
+        "rank": ranks.rank,
+        "place": ", ".join(f"{name} {index}" for name, index in place.items()),
+        "micro_batches": [micro[NOT_FINITE] for micro in results if NOT_FINITE in micro],
+        "losses": [
+            index for index, micro in enumerate(results) if NOT_FINITE not in micro and not math.isfinite(float(micro["loss"]))
+        ],
+        "gradients": names[:_MOST_NAMES],
+        "more_gradients": max(0, len(names) - _MOST_NAMES),
+    }
+
+
+_TOKEN_VALUES = ("logprob_update", "entropy_change", "ratio", "masked")  # stages without a loss need them too
+
+_KEPT = "token_values"
+
+
+def _keep_recorded(output: ObjectiveOutput, micro: Batch) -> dict[str, Tensor]:
+    if micro.recorded_S is None:
+        return {}
+    at_R = _recorded_T(micro).nonzero()[:, 0]
+    nothing_R = torch.full(at_R.shape, torch.nan, device=at_R.device)
+    columns = [output.token_values.get(name) for name in _TOKEN_VALUES]
+    return {_KEPT: torch.stack([nothing_R if value_T is None else value_T[at_R].float() for value_T in columns])}
+
+
+def _gather_recorded(
+    forward: Forward, batch: Batch, micro_batches: Sequence[Sequence[int]], results: Sequence[Mapping[str, Any]]
+) -> dict[str, Tensor]:
+    if batch.recorded_S is None:
+        return {}
+    recorded_T = _recorded_T(batch)
+    place_T = recorded_T.cumsum(0) - 1
+    indices = [batch.token_index(sequences) for sequences in micro_batches]
+    places = [place_T[index_T[recorded_T[index_T]]] for index_T in indices]
+    rows = on_every_rank(forward, places, [micro[_KEPT] for micro in results], (len(_TOKEN_VALUES), int(recorded_T.sum())))
+    values = dict(zip(_TOKEN_VALUES, rows, strict=True))
+    return {**values, "masked": values["masked"] == 1}
+
+
+def _recorded_T(batch: Batch) -> Tensor:
+    assert batch.recorded_S is not None
+    return (batch.recorded_S >= 0)[batch.sequence_index_T]

@@ -1,0 +1,98 @@
+"""Layout of LoRA adapters over Megatron-Core's ranks.
+
+The adapter of a matrix [out, in] is A [rank, in] and B [out, rank]. A rank with some rows needs these rows of B and all of A;
+with some columns, these columns of A and all of B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
+
+ALL_LINEAR = "all-linear"
+_ROUTER = "gate"
+
+
+class _AdapterNames(NamedTuple):
+    a: str
+    b: str
+
+
+def adapter_names(tensor: str) -> _AdapterNames:
+    module = tensor.removesuffix(".weight")
+    return _AdapterNames(f"{module}.lora_A.weight", f"{module}.lora_B.weight")
+
+
+def _module_name(tensor: str) -> str:
+    return tensor.removesuffix(".weight").rpartition(".")[2]
+
+
+def linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    return list(dict.fromkeys(_module_name(tensor) for tensor, shape in shapes.items() if _is_linear(tensor, shape)))
+
+
+def adapted_tensors(shapes: Mapping[str, tuple[int, ...]], targets: Collection[str]) -> list[str]:
+    """``targets``: names of layers, or ``all-linear``."""
+    known = linear_modules(shapes)
+    unknown = [name for name in targets if name not in (*known, ALL_LINEAR)]
+    if unknown:
+        raise ValueError(
+            f"model.lora.target_modules names {', '.join(unknown)}, which match nothing in this model; its linear layers are "
+            f"{', '.join(known)}, and {ALL_LINEAR} means them all"
+        )
+    chosen = known if ALL_LINEAR in targets else targets
+    return [tensor for tensor, shape in shapes.items() if _is_linear(tensor, shape) and _module_name(tensor) in chosen]
+
+
+def _is_linear(tensor: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and ".layers." in tensor and _module_name(tensor) != _ROUTER
+
+
+def adapter_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[str], rank: int) -> dict[str, tuple[int, ...]]:
+    """Returns A before B, in the order of the weights."""
+    result: dict[str, tuple[int, ...]] = {}
+    for tensor in tensors:
+        rows, columns = shapes[tensor]
+        names = adapter_names(tensor)
+        result |= {names.a: (rank, columns), names.b: (rows, rank)}
+    return result
+
+
+class AdapterBlock(NamedTuple):
+    local_rows: slice
+    param_rows: slice
+
+
+def adapter_blocks(shards: Iterable[Shard]) -> list[AdapterBlock]:
+    blocks, row = [], 0
+    for shard in shards:
+        count = shard.param_box.shape[0]
+        blocks.append(AdapterBlock(slice(row, row + count), shard.param_box.slices[0]))
+        row += count
+    return blocks
+
+
+def adapter_layout(layout: ShardLayout, tensors: Collection[str], rank: int) -> ShardLayout:
+    adapted = frozenset(tensors)
+    shards: list[Shard] = []
+    params: dict[str, tuple[int, ...]] = {}
+    for tensor, tensor_shards in shards_by_tensor(layout, adapted).items():
+        names = adapter_names(tensor)
+        left, right = tensor_shards[0].box.start[1], tensor_shards[0].box.stop[1]
+        params[names.a] = (rank, right - left)
+        shards.append(Shard(names.a, Box((0, left), (rank, right)), names.a, Box((0, 0), (rank, right - left))))
+        for shard, block in zip(tensor_shards, adapter_blocks(tensor_shards), strict=True):
+            box = Box((shard.box.start[0], 0), (shard.box.stop[0], rank))
+            shards.append(Shard(names.b, box, names.b, Box((block.local_rows.start, 0), (block.local_rows.stop, rank))))
+            params[names.b] = (block.local_rows.stop, rank)
+    return ShardLayout(adapter_shapes(layout.shapes, tensors, rank), tuple(shards), params)
+
+
+def shards_by_tensor(layout: ShardLayout, tensors: Collection[str]) -> dict[str, list[Shard]]:
+    result: dict[str, list[Shard]] = {}
+    for shard in layout.shards:
+        if shard.tensor in tensors:
+            result.setdefault(shard.tensor, []).append(shard)
+    return result

@@ -1,0 +1,409 @@
+"""Layout of a model over ranks of Megatron-Core and vLLM (docs/reference/reshard.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.geometry import ShardLayout
+from tepo_megatron.weights.table import (
+    EMBEDDING,
+    EXPERT_NAMES,
+    FINAL_NORM,
+    HEAD,
+    ParamMapping,
+    RowBlock,
+    Split,
+    applies,
+    lay_out,
+    layer_mappings,
+    tensor_shapes,
+)
+
+Stages = Sequence[Sequence[range]]
+"""Layers of each chunk of each stage."""
+
+
+class _RankCoordinates(NamedTuple):
+    tp_rank: int
+    dp_rank: int
+    pp_rank: int
+    etp_rank: int
+    ep_rank: int
+    expert_dp_rank: int
+
+
+@dataclass(frozen=True)
+class MegatronParallel:
+    """Says how the trainer splits a model.
+
+    Global ranks count tp fastest, then dp, then pp; for experts etp, then ep, then copies. ``dp`` includes context parallelism.
+    ``etp`` None means tp; ``stages`` None means even stages. ``fused_norms``: layers are Transformer Engine's.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    stages: tuple[tuple[range, ...], ...] | None = None
+    fused_norms: bool = False
+    ep: int = 1
+    etp: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def expert_tp(self) -> int:
+        return self.tp if self.etp is None else self.etp
+
+    def coordinates(self, rank: int) -> _RankCoordinates:
+        pp_rank, in_stage = divmod(rank, self.tp * self.dp)
+        expert_dp_rank, in_copy = divmod(in_stage, self.expert_tp * self.ep)
+        return _RankCoordinates(
+            tp_rank=in_stage % self.tp,
+            dp_rank=in_stage // self.tp,
+            pp_rank=pp_rank,
+            etp_rank=in_copy % self.expert_tp,
+            ep_rank=in_copy // self.expert_tp,
+            expert_dp_rank=expert_dp_rank,
+        )
+
+    def check(self, spec: ModelSpec) -> None:
+        spec.check_parallel(tp=self.tp, pp=1, ep=self.ep, etp=self.etp)
+        if self.tp * self.dp % (self.expert_tp * self.ep):
+            raise ValueError(
+                f"the experts' split, ep × etp = {self.ep} × {self.expert_tp}, does not divide the tp × dp = {self.tp} × "
+                f"{self.dp} ranks of a pipeline stage; change engine.parallel"
+            )
+
+
+def pipeline_stages(
+    num_layers: int, pp: int, *, chunks: int = 1, first: int | None = None, last: int | None = None
+) -> tuple[tuple[range, ...], ...]:
+    """``chunks`` is Megatron's virtual pipeline size; ``first`` and ``last`` are the end stages' layers if they differ."""
+    if chunks > 1 and pp == 1:
+        raise ValueError(f"a virtual pipeline size of {chunks} needs a pipeline; set pp, or leave one chunk")
+    fixed = {stage: layers for stage, layers in ((0, first), (pp - 1, last)) if layers is not None}
+    remaining_layers, remaining_stages = num_layers - sum(fixed.values()), pp - len(fixed)
+    if (
+        remaining_layers < 0
+        or bool(remaining_layers) != bool(remaining_stages)
+        or (remaining_stages and remaining_layers % remaining_stages)
+    ):
+        ends = [f"{layers} in the {end}" for end, layers in (("first", first), ("last", last)) if layers is not None]
+        raise ValueError(
+            f"{num_layers} layers do not split over {pp} pipeline stages"
+            + (f" with {' and '.join(ends)}" if ends else "")
+            + "; change pp, or the layers of the first and the last stage"
+        )
+    counts = [fixed.get(stage, remaining_layers // remaining_stages if remaining_stages else 0) for stage in range(pp)]
+    uneven = [count for count in counts if count % chunks or not count]
+    if uneven:
+        raise ValueError(
+            f"{chunks} chunks do not divide a pipeline stage of {uneven[0]} layers; change the virtual pipeline size"
+        )
+    # An interleaved pipeline goes through all stages once for each chunk, so that a stage holds distant layers.
+    stages: list[list[range]] = [[] for _ in range(pp)]
+    layer = 0
+    for _ in range(chunks):
+        for stage, count in enumerate(counts):
+            stages[stage].append(range(layer, layer + count // chunks))
+            layer += count // chunks
+    return tuple(tuple(stage) for stage in stages)
+
+
+def megatron_layout(
+    spec: ModelSpec, parallel: MegatronParallel, rank: int, *, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> ShardLayout:
+    """``rank`` is global. With several chunks, parameters of chunk v are named ``model<v>.``…."""
+    coordinates, tp = parallel.coordinates(rank), parallel.tp
+    dense, expert = Split(tp, coordinates.tp_rank), Split(parallel.expert_tp, coordinates.etp_rank)
+
+    def split(mapping: ParamMapping) -> Split:
+        return dense if mapping.expert is None else expert
+
+    return lay_out(
+        spec,
+        shapes=tensor_shapes(spec) if shapes is None else shapes,
+        mappings=[(mapping, mapping.megatron) for mapping in _rank_mappings(spec, parallel, coordinates)],
+        split=split,
+        row_blocks=lambda mapping, rows: _megatron_row_blocks(mapping, rows, spec, *split(mapping)),
+        vocab_rows=spec.padded_vocab_size(tp) // tp,
+    )
+
+
+def megatron_ranks(spec: ModelSpec, parallel: MegatronParallel) -> list[ShardLayout]:
+    parallel.check(spec)
+    _check_stages(parallel.stages or pipeline_stages(spec.num_layers, parallel.pp), spec, parallel.pp)
+    shapes = tensor_shapes(spec)
+    same: dict[tuple[int, ...], ShardLayout] = {}  # data-parallel copies share one layout
+    ranks: list[ShardLayout] = []
+    for rank in range(parallel.world_size):
+        coordinates = parallel.coordinates(rank)
+        key = (coordinates.pp_rank, coordinates.tp_rank) + ((coordinates.ep_rank, coordinates.etp_rank) if spec.experts else ())
+        if key not in same:
+            same[key] = megatron_layout(spec, parallel, rank, shapes=shapes)
+        ranks.append(same[key])
+    return ranks
+
+
+def _check_stages(stages: Stages, spec: ModelSpec, pp: int) -> None:
+    layers = sorted(layer for stage in stages for chunk in stage for layer in chunk)
+    if len(stages) != pp or layers != list(range(spec.num_layers)):
+        raise ValueError(
+            f"the pipeline stages {[list(map(str, stage)) for stage in stages]} must be {pp}, and hold each of the model's "
+            f"{spec.num_layers} layers once"
+        )
+
+
+def _rank_mappings(spec: ModelSpec, parallel: MegatronParallel, coordinates: _RankCoordinates) -> Iterator[ParamMapping]:
+    stages = parallel.stages or pipeline_stages(spec.num_layers, parallel.pp)
+    chunks, pp_rank = stages[coordinates.pp_rank], coordinates.pp_rank
+    experts_per_rank = spec.experts.count // parallel.ep if spec.experts else 0
+    experts = range(coordinates.ep_rank * experts_per_rank, (coordinates.ep_rank + 1) * experts_per_rank)
+    prefixes = [f"model{number}." for number in range(len(chunks))] if len(chunks) > 1 else [""]
+
+    def named(mapping: ParamMapping, prefix: str) -> ParamMapping:
+        return replace(mapping, megatron=prefix + mapping.megatron)
+
+    if pp_rank == 0:
+        yield named(EMBEDDING, prefixes[0])
+    for prefix, chunk in zip(prefixes, chunks, strict=True):
+        for local, layer in enumerate(chunk):
+            for mapping in layer_mappings(spec, layer, local, fused_norms=parallel.fused_norms, experts=experts):
+                yield named(mapping, prefix)
+    if pp_rank == len(stages) - 1:
+        yield named(FINAL_NORM, prefixes[-1])
+        if applies(HEAD, spec):
+            yield named(HEAD, prefixes[-1])
+        elif len(stages) > 1:  # a tied head: on one stage it is the embedding itself
+            yield named(replace(EMBEDDING, megatron=HEAD.megatron), prefixes[-1])
+
+
+def _megatron_row_blocks(mapping: ParamMapping, rows: int, spec: ModelSpec, tp: int, rank: int) -> Iterator[RowBlock]:
+    if mapping.split_kind == "vocab":
+        per_rank = spec.padded_vocab_size(tp) // tp
+        yield RowBlock(rank * per_rank, min((rank + 1) * per_rank, rows), 0)
+    elif mapping.split_kind in ("gate", "up"):
+        per_rank = rows // tp
+        yield RowBlock(rank * per_rank, (rank + 1) * per_rank, per_rank if mapping.split_kind == "up" else 0)
+    else:
+        # A group is the query heads that share a key/value head, then that key, then that value.
+        queries = spec.num_heads // spec.num_kv_heads * spec.head_dim
+        group_rows = queries + 2 * spec.head_dim
+        size = queries if mapping.split_kind == "query" else spec.head_dim
+        offset = {"query": 0, "key": queries, "value": queries + spec.head_dim}[mapping.split_kind]
+        groups = spec.num_kv_heads // tp
+        for local in range(groups):
+            group = rank * groups + local
+            yield RowBlock(group * size, (group + 1) * size, local * group_rows + offset)
+
+
+class _TrainerSizes(Protocol):
+    @property
+    def tp(self) -> int: ...
+    @property
+    def pp(self) -> int: ...
+    @property
+    def vpp(self) -> int: ...
+    @property
+    def cp(self) -> int: ...
+    @property
+    def cp_comm_type(self) -> str: ...
+    @property
+    def num_layers_in_first_pipeline_stage(self) -> int | None: ...
+    @property
+    def num_layers_in_last_pipeline_stage(self) -> int | None: ...
+    @property
+    def ep(self) -> int: ...
+    @property
+    def etp(self) -> int | None: ...
+    @property
+    def sequence_parallel(self) -> bool: ...
+
+
+def check_trainer_split(spec: ModelSpec, parallel: _TrainerSizes) -> tuple[tuple[range, ...], ...]:
+    """Returns the layers of each chunk of each stage."""
+    spec.check_parallel(tp=parallel.tp, pp=1, ep=parallel.ep, etp=parallel.etp)  # stages may be uneven
+    stages = pipeline_stages_of(spec, parallel)
+    spec.check_training(tp=parallel.tp, ep=parallel.ep, etp=parallel.etp, sequence_parallel=parallel.sequence_parallel)
+    if parallel.cp_comm_type == "a2a":
+        spec.check_all_to_all(tp=parallel.tp, cp=parallel.cp)
+    return stages
+
+
+def pipeline_stages_of(spec: ModelSpec, parallel: _TrainerSizes) -> tuple[tuple[range, ...], ...]:
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    if first is None and last is None:
+        spec.check_parallel(tp=1, pp=parallel.pp)
+    try:
+        return pipeline_stages(spec.num_layers, parallel.pp, chunks=parallel.vpp, first=first, last=last)
+    except ValueError as error:
+        settings = {
+            "pp": parallel.pp,
+            "vpp": parallel.vpp if parallel.vpp > 1 else None,
+            "num_layers_in_first_pipeline_stage": first,
+            "num_layers_in_last_pipeline_stage": last,
+        }
+        shown = ", ".join(f"{name} = {value}" for name, value in settings.items() if value is not None)
+        raise ValueError(f"engine.parallel does not fit the model with {shown}: {error}") from None
+
+
+def check_recompute(spec: ModelSpec, modules: Iterable[str], *, transformer_engine: bool) -> None:
+    """Refuses modules that have no effect, or fail, in this model."""
+    for module in modules:
+        reason = _cannot_recompute(spec, module, transformer_engine)
+        if reason:
+            raise ValueError(f"engine.recompute_modules has {module}, {reason}")
+
+
+def check_balance(spec: ModelSpec, kind: str) -> None:
+    """Refuses a ``kind`` with nothing to act on."""
+    if kind != "none" and spec.experts is None:
+        raise ValueError(
+            f"engine.moe_balance.kind = {kind} balances experts, and {spec.architecture} has none; leave engine.moe_balance out"
+        )
+    if kind == "expert_bias" and not (spec.experts and spec.experts.biased):
+        raise ValueError(
+            f"engine.moe_balance.kind = expert_bias moves a bias on each expert's score, and {spec.architecture} has none, in "
+            "the rollout servers neither; set kind = aux_loss, or none"
+        )
+
+
+def _cannot_recompute(spec: ModelSpec, module: str, transformer_engine: bool) -> str | None:
+    experts = spec.experts is not None
+    if module == "mlp" and experts:
+        return f"and every MLP of {spec.architecture} is one of experts; name moe instead"
+    if module in ("moe", "moe_act") and not experts:
+        return f"which is for models with experts, and {spec.architecture} has none; name mlp instead"
+    if module == "moe_act" and not transformer_engine:
+        return "which Megatron-Core has in Transformer Engine's layers alone (engine.layers = te); name moe instead"
+    if module == "layernorm" and not transformer_engine:
+        return "which Megatron-Core has with Transformer Engine alone; leave it out, or set engine.layers = te"
+    if module == "layernorm" and not experts:
+        return "but Transformer Engine computes the norms of a dense layer within its linears and keeps none; leave it out"
+    return None
+
+
+VOCAB_PADDING = 64
+
+
+@dataclass(frozen=True)
+class VllmParallel:
+    """Ranks count tp fastest, then pp, then the ``replicas`` servers."""
+
+    tp: int = 1
+    pp: int = 1
+    replicas: int = 1
+
+    @property
+    def server_size(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def world_size(self) -> int:
+        return self.server_size * self.replicas
+
+
+def vllm_layers(num_layers: int, pp: int) -> tuple[range, ...]:
+    """Remaining layers go one each to the stages before the last, from the back."""
+    counts = [num_layers // pp] * pp
+    for extra in range(num_layers % pp):
+        counts[pp - 2 - extra] += 1
+    ends = [sum(counts[: stage + 1]) for stage in range(pp)]
+    return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+
+
+def vllm_layout(
+    spec: ModelSpec,
+    *,
+    tp: int,
+    tp_rank: int,
+    pp: int = 1,
+    pp_rank: int = 0,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> ShardLayout:
+    return lay_out(
+        spec,
+        shapes=tensor_shapes(spec) if shapes is None else shapes,
+        mappings=[(mapping, mapping.vllm) for mapping in _stage_mappings(spec, pp, pp_rank)],
+        split=lambda _: Split(tp, tp_rank),
+        row_blocks=lambda mapping, rows: _vllm_row_blocks(mapping, rows, spec, tp, tp_rank),
+        vocab_rows=_padded_vocab_size(spec) // tp,
+        first_row=lambda mapping: _first_row(mapping, spec, tp),
+    )
+
+
+def vllm_ranks(spec: ModelSpec, parallel: VllmParallel) -> list[ShardLayout]:
+    check_vllm_parallel(spec, tp=parallel.tp, pp=parallel.pp)
+    shapes = tensor_shapes(spec)
+    server = [
+        vllm_layout(spec, tp=parallel.tp, tp_rank=tp_rank, pp=parallel.pp, pp_rank=pp_rank, shapes=shapes)
+        for pp_rank in range(parallel.pp)
+        for tp_rank in range(parallel.tp)
+    ]
+    return server * parallel.replicas
+
+
+def check_vllm_parallel(spec: ModelSpec, *, tp: int, pp: int) -> None:
+    heads = spec.num_kv_heads
+    problems = [
+        f"tp = {tp} does not divide the model's {size} {name}; use a divisor of {size}"
+        for name, size in (
+            ("attention heads", spec.num_heads),
+            *(() if spec.experts is None else (("MLP size of an expert", spec.ffn_size),)),
+            *spec.mlp_sizes.items(),
+            (f"rows of the vocabulary (padded to a multiple of {VOCAB_PADDING})", _padded_vocab_size(spec)),
+        )
+        if size % tp
+    ]
+    if heads % tp and tp % heads:
+        problems.append(f"tp = {tp} neither divides the model's {heads} key/value heads nor is a multiple of them")
+    if pp > spec.num_layers:
+        problems.append(f"pp = {pp} is more than the model's {spec.num_layers} layers")
+    if problems:
+        raise ValueError("the rollout servers cannot split the model so:\n  " + "\n  ".join(problems))
+
+
+def _padded_vocab_size(spec: ModelSpec) -> int:
+    return -(-spec.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+
+
+def _stage_mappings(spec: ModelSpec, pp: int, pp_rank: int) -> Iterator[ParamMapping]:
+    everywhere = spec.experts is not None and EXPERT_NAMES[spec.architecture].ends_everywhere
+    is_first, is_last = (pp_rank == end or everywhere for end in (0, pp - 1))
+    if is_first or (is_last and spec.tied_embeddings):
+        yield EMBEDDING
+    for layer in vllm_layers(spec.num_layers, pp)[pp_rank]:
+        yield from layer_mappings(spec, layer, layer)
+    if is_last:
+        yield FINAL_NORM
+        if applies(HEAD, spec):
+            yield HEAD
+
+
+def _first_row(mapping: ParamMapping, spec: ModelSpec, tp: int) -> int:
+    if mapping.expert is None:
+        return 0
+    return mapping.expert * (spec.hidden_size if mapping.split_kind == "columns" else 2 * spec.ffn_size // tp)
+
+
+def _vllm_row_blocks(mapping: ParamMapping, rows: int, spec: ModelSpec, tp: int, rank: int) -> Iterator[RowBlock]:
+    if mapping.split_kind == "vocab":
+        per_rank = _padded_vocab_size(spec) // tp
+        yield RowBlock(rank * per_rank, min((rank + 1) * per_rank, rows), 0)
+    elif mapping.split_kind in ("gate", "up"):
+        per_rank = rows // tp
+        yield RowBlock(rank * per_rank, (rank + 1) * per_rank, per_rank if mapping.split_kind == "up" else 0)
+    elif mapping.split_kind == "query":
+        per_rank = rows // tp
+        yield RowBlock(rank * per_rank, (rank + 1) * per_rank, 0)
+    else:
+        per_rank = max(spec.num_kv_heads // tp, 1) * spec.head_dim
+        # With more ranks than key/value heads, tp / num_kv_heads neighbouring ranks hold the same head.
+        first = rank * spec.num_kv_heads // tp if tp > spec.num_kv_heads else rank
+        queries = spec.num_heads // tp * spec.head_dim
+        yield RowBlock(first * per_rank, (first + 1) * per_rank, queries + (per_rank if mapping.split_kind == "value" else 0))

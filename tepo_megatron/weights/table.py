@@ -1,0 +1,247 @@
+"""Hugging Face tensors, their parameters in Megatron-Core and vLLM, and their boxes on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from tepo_megatron.weights.architecture import EXPERT_BIAS, Experts, ModelSpec
+from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
+
+SplitKind = Literal["replicated", "columns", "vocab", "gate", "up", "query", "key", "value"]
+
+Dimension = Literal["hidden", "heads", "kv_heads", "head", "ffn", "dense_ffn", "shared_ffn", "experts", "vocab"]
+"""Rows: ``heads`` and ``kv_heads`` of all heads, ``head`` of one; ``ffn`` is an expert's."""
+
+Feature = Literal["qkv_bias", "qk_norm", "dense_mlp", "untied_head"]
+
+
+@dataclass(frozen=True)
+class ParamMapping:
+    """Only models with ``feature`` have the tensor."""
+
+    tensor: str
+    megatron: str
+    vllm: str
+    split_kind: SplitKind
+    shape: tuple[Dimension, ...]
+    feature: Feature | None = None
+    expert: int | None = None
+
+    def of_layer(self, layer: int, local: int) -> ParamMapping:
+        """``local`` is the layer's number in its Megatron chunk."""
+        return replace(
+            self,
+            tensor=f"model.layers.{layer}.{self.tensor}",
+            megatron=f"decoder.layers.{local}.{self.megatron}",
+            vllm=f"model.layers.{layer}.{self.vllm}",
+        )
+
+
+QKV, QKV_VLLM = "self_attention.linear_qkv", "self_attn.qkv_proj"
+
+# fmt: off
+LAYER = (
+    ParamMapping("input_layernorm.weight", "input_layernorm.weight", "input_layernorm.weight", "replicated", ("hidden",)),
+    ParamMapping("self_attn.q_proj.weight", f"{QKV}.weight", f"{QKV_VLLM}.weight", "query", ("heads", "hidden")),
+    ParamMapping("self_attn.k_proj.weight", f"{QKV}.weight", f"{QKV_VLLM}.weight", "key", ("kv_heads", "hidden")),
+    ParamMapping("self_attn.v_proj.weight", f"{QKV}.weight", f"{QKV_VLLM}.weight", "value", ("kv_heads", "hidden")),
+    ParamMapping("self_attn.q_proj.bias", f"{QKV}.bias", f"{QKV_VLLM}.bias", "query", ("heads",), "qkv_bias"),
+    ParamMapping("self_attn.k_proj.bias", f"{QKV}.bias", f"{QKV_VLLM}.bias", "key", ("kv_heads",), "qkv_bias"),
+    ParamMapping("self_attn.v_proj.bias", f"{QKV}.bias", f"{QKV_VLLM}.bias", "value", ("kv_heads",), "qkv_bias"),
+    ParamMapping("self_attn.q_norm.weight", "self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "replicated",
+                 ("head",), "qk_norm"),
+    ParamMapping("self_attn.k_norm.weight", "self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "replicated",
+                 ("head",), "qk_norm"),
+    ParamMapping("self_attn.o_proj.weight", "self_attention.linear_proj.weight", "self_attn.o_proj.weight", "columns",
+                 ("hidden", "heads")),
+    ParamMapping("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "replicated",
+                 ("hidden",)),
+    ParamMapping("mlp.gate_proj.weight", "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", "gate",
+                 ("dense_ffn", "hidden"), "dense_mlp"),
+    ParamMapping("mlp.up_proj.weight", "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", "up",
+                 ("dense_ffn", "hidden"), "dense_mlp"),
+    ParamMapping("mlp.down_proj.weight", "mlp.linear_fc2.weight", "mlp.down_proj.weight", "columns",
+                 ("hidden", "dense_ffn"), "dense_mlp"),
+)
+EMBEDDING = ParamMapping("model.embed_tokens.weight", "embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab",
+                         ("vocab", "hidden"))
+FINAL_NORM = ParamMapping("model.norm.weight", "decoder.final_layernorm.weight", "model.norm.weight", "replicated", ("hidden",))
+HEAD = ParamMapping("lm_head.weight", "output_layer.weight", "lm_head.weight", "vocab", ("vocab", "hidden"), "untied_head")
+# fmt: on
+
+
+class _ExpertNames(NamedTuple):
+    """``ends_everywhere``: vLLM makes embedding, norm and head on every pipeline stage."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+    ends_everywhere: bool = True
+
+
+EXPERT_NAMES = {
+    "MixtralForCausalLM": _ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
+    "Qwen3MoeForCausalLM": _ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
+    "Glm4MoeForCausalLM": _ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", ends_everywhere=False),
+}
+
+SHARED_EXPERTS = (
+    ParamMapping("gate_proj.weight", "linear_fc1.weight", "gate_up_proj.weight", "gate", ("shared_ffn", "hidden")),
+    ParamMapping("up_proj.weight", "linear_fc1.weight", "gate_up_proj.weight", "up", ("shared_ffn", "hidden")),
+    ParamMapping("down_proj.weight", "linear_fc2.weight", "down_proj.weight", "columns", ("hidden", "shared_ffn")),
+)
+
+FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""Transformer Engine keeps a norm's weight in the next linear layer."""
+
+
+def applies(mapping: ParamMapping, spec: ModelSpec, layer: int = 0) -> bool:
+    has = {
+        "qkv_bias": spec.qkv_bias,
+        "qk_norm": spec.qk_norm,
+        "dense_mlp": not spec.has_experts(layer),
+        "untied_head": not spec.tied_embeddings,
+    }
+    return mapping.feature is None or has[mapping.feature]
+
+
+def layer_mappings(
+    spec: ModelSpec, layer: int, local: int, *, fused_norms: bool = False, experts: range | None = None
+) -> Iterator[ParamMapping]:
+    for mapping in LAYER:
+        if applies(mapping, spec, layer):
+            fused = FUSED_NORMS.get(mapping.megatron) if fused_norms else None
+            if spec.has_experts(layer) and mapping.megatron == "pre_mlp_layernorm.weight":
+                fused = None  # the router follows this norm, not a linear layer of Transformer Engine
+            yield (replace(mapping, megatron=fused) if fused else mapping).of_layer(layer, local)
+    if spec.experts is not None and spec.has_experts(layer):
+        for mapping in _expert_mappings(
+            spec.architecture, spec.experts, experts or range(spec.experts.count), grouped=fused_norms
+        ):
+            yield mapping.of_layer(layer, local)
+
+
+@lru_cache(maxsize=256)
+def _expert_mappings(architecture: str, experts: Experts, local_experts: range, *, grouped: bool) -> tuple[ParamMapping, ...]:
+    """vLLM's dimension of experts is flattened into rows."""
+    names = EXPERT_NAMES[architecture]
+    router = f"{names.block}.gate.weight"
+    mappings = [ParamMapping(router, "mlp.router.weight", router, "replicated", ("experts", "hidden"))]
+    if experts.biased:
+        bias = f"{names.block}.gate.{EXPERT_BIAS}"
+        mappings.append(ParamMapping(bias, "mlp.router.expert_bias", bias, "replicated", ("experts",)))
+    if experts.shared_ffn_size:
+        block = f"{names.block}.shared_experts"
+        mappings += [
+            replace(
+                mapping,
+                tensor=f"{block}.{mapping.tensor}",
+                megatron=f"mlp.shared_experts.{mapping.megatron}",
+                vllm=f"{block}.{mapping.vllm}",
+            )
+            for mapping in SHARED_EXPERTS
+        ]
+    for number, expert in enumerate(local_experts):
+        ours = f"{names.block}.experts.{expert}"
+        theirs = f"{names.block}.experts.routed_experts"
+        fc1, fc2 = (
+            f"mlp.experts.{linear}.weight{number}" if grouped else f"mlp.experts.local_experts.{number}.{linear}.weight"
+            for linear in ("linear_fc1", "linear_fc2")
+        )
+        mappings += [
+            ParamMapping(f"{ours}.{names.gate}.weight", fc1, f"{theirs}.w13_weight", "gate", ("ffn", "hidden"), expert=expert),
+            ParamMapping(f"{ours}.{names.up}.weight", fc1, f"{theirs}.w13_weight", "up", ("ffn", "hidden"), expert=expert),
+            ParamMapping(
+                f"{ours}.{names.down}.weight", fc2, f"{theirs}.w2_weight", "columns", ("hidden", "ffn"), expert=expert
+            ),
+        ]
+    return tuple(mappings)
+
+
+def _shape_of(mapping: ParamMapping, spec: ModelSpec) -> tuple[int, ...]:
+    sizes: dict[Dimension, int] = {
+        "hidden": spec.hidden_size,
+        "heads": spec.num_heads * spec.head_dim,
+        "kv_heads": spec.num_kv_heads * spec.head_dim,
+        "head": spec.head_dim,
+        "ffn": spec.ffn_size,
+        "dense_ffn": spec.dense_ffn_size or spec.ffn_size,
+        "shared_ffn": spec.experts.shared_ffn_size if spec.experts else 0,
+        "experts": spec.experts.count if spec.experts else 0,
+        "vocab": spec.vocab_size,
+    }
+    return tuple(sizes[dimension] for dimension in mapping.shape)
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Streaming order: embedding, layers, norm, head."""
+    layers = [mapping for layer in range(spec.num_layers) for mapping in layer_mappings(spec, layer, layer)]
+    model = [EMBEDDING, *layers, FINAL_NORM, HEAD]
+    return {mapping.tensor: _shape_of(mapping, spec) for mapping in model if applies(mapping, spec)}
+
+
+class RowBlock(NamedTuple):
+    start: int
+    stop: int
+    param_row: int
+
+
+class Split(NamedTuple):
+    size: int
+    rank: int
+
+
+def lay_out(
+    spec: ModelSpec,
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    mappings: Sequence[tuple[ParamMapping, str]],
+    split: Callable[[ParamMapping], Split],
+    row_blocks: Callable[[ParamMapping, int], Iterable[RowBlock]],
+    vocab_rows: int,
+    first_row: Callable[[ParamMapping], int] = lambda _: 0,
+) -> ShardLayout:
+    """``row_blocks``: a rank's rows by mapping and number of rows; ``first_row``: a tensor's first row in its parameter."""
+    shards: list[Shard] = []
+    params: dict[str, tuple[int, ...]] = {}
+    for mapping, param in mappings:
+        shape = _shape_of(mapping, spec)
+        extent = (vocab_rows, *shape[1:]) if mapping.split_kind == "vocab" else (0,) * len(shape)
+        for shard in _shards(mapping, param, shape, split(mapping), row_blocks, first_row(mapping)):
+            shards.append(shard)
+            extent = tuple(max(a, b) for a, b in zip(extent, shard.param_box.stop, strict=True))
+        # Several tensors may share a fused parameter.
+        params[param] = tuple(max(a, b) for a, b in zip(extent, params.get(param, extent), strict=True))
+    return ShardLayout(shapes=shapes, shards=tuple(shards), params=params)
+
+
+def _shards(
+    mapping: ParamMapping,
+    param: str,
+    shape: tuple[int, ...],
+    split: Split,
+    row_blocks: Callable[[ParamMapping, int], Iterable[RowBlock]],
+    first: int,
+) -> Iterable[Shard]:
+    if mapping.split_kind == "replicated":
+        whole = Box((0,) * len(shape), shape)
+        yield Shard(mapping.tensor, whole, param, whole)
+    elif mapping.split_kind == "columns":
+        rows, width = shape[0], shape[1] // split.size
+        box = Box((0, split.rank * width), (rows, (split.rank + 1) * width))
+        yield Shard(mapping.tensor, box, param, Box((first, 0), (first + rows, width)))
+    else:
+        inner, zeros = shape[1:], (0,) * (len(shape) - 1)
+        for block in row_blocks(mapping, shape[0]):
+            if block.start < block.stop:  # empty on a rank whose rows are all padding
+                box, param_row = Box((block.start, *zeros), (block.stop, *inner)), first + block.param_row
+                yield Shard(
+                    mapping.tensor, box, param, Box((param_row, *zeros), (param_row + block.stop - block.start, *inner))
+                )
