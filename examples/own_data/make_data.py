@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.data.tasks.addition import heldout_problems, train_problems
+from tepo_megatron.tasks.data.addition import heldout_problems, train_problems
 
 SPLITS = {"train": train_problems()[:900], "test": heldout_problems()[:100]}
 

@@ -16,9 +16,8 @@ from tepo_megatron.run.step.minibatches import derive_seed, minibatches
 from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.tasks.data.mixture import ProblemSampler
-from tepo_megatron.tasks.data.problems import load_problems
-from tepo_megatron.tasks.data.prompts import encode_prompt
+from tepo_megatron.tasks.data.problems import encode_prompt, load_problems
+from tepo_megatron.tasks.data.sources import ProblemSampler
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.tasks.evaluate.evaluation import evaluate
 from tepo_megatron.tasks.reward.pool import RewardPool

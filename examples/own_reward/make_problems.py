@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.data.tasks.addition import heldout_problems, train_problems
+from tepo_megatron.tasks.data.addition import heldout_problems, train_problems
 
 HERE = Path(__file__).parent
 

@@ -11,22 +11,27 @@ results, in Hugging Face format, ship as tepo_megatron/tasks/data/builtin/tiny a
 from __future__ import annotations
 
 import argparse
+import io
+import json
+import random
 import shutil
+import string
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import sentencepiece
 import torch
 from rich.progress import track
 
 from tepo_megatron.config import EngineConfig, ObjectiveConfig, OptimizerConfig, RunConfig, TrainConfig
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
-from tepo_megatron.tasks.data.tasks import addition, stack_machine
-from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
-from tepo_megatron.tasks.data.train_tokenizer import train_char_tokenizer
-from tepo_megatron.trainer.megatron.engine import Engine
+from tepo_megatron.tasks.data import addition, stack_machine
+from tepo_megatron.tasks.data.stack_machine import LEAVES, NUM_HELDOUT, OPERATORS, Tree, problems_with_trees, value_of
+from tepo_megatron.tasks.data.tokenizer import UNKNOWN_TEXT, Tokenizer, load_tokenizer
 
 TASKS: Mapping[str, ModuleType] = {"addition": addition, "stack-machine": stack_machine}
 
@@ -41,7 +46,7 @@ class CrossEntropy:
     def advantages(self, batch: Batch) -> torch.Tensor:
         return torch.zeros_like(batch.rewards_S)
 
-    def prepare(self, batch: Batch, *, entropy_noise: float) -> SimpleNamespace:
+    def prepare(self, batch: Batch, **measured: object) -> SimpleNamespace:
         return SimpleNamespace(denominator=batch.loss_mask_T.sum().float())
 
     def __call__(self, scores: TokenScores, batch: Batch, context: SimpleNamespace) -> ObjectiveOutput:
@@ -93,6 +98,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
+    from tepo_megatron.trainer.megatron.engine import Engine  # imports Megatron
+
     with tempfile.TemporaryDirectory() as folder:
         start = Path(folder)
         random_model(start, args.seed, TASKS[args.task])
@@ -104,7 +111,8 @@ def main() -> None:
             train=TrainConfig(steps=args.steps, minibatches=1),
         )
         engine = Engine(config, start, objective=CrossEntropy())
-        written = TASKS[args.task].supervised_examples(args.steps * args.batch, args.noise, args.seed)
+        write = addition.supervised_examples if args.task == "addition" else stack_machine_examples
+        written = write(args.steps * args.batch, args.noise, args.seed)
         examples = as_rollouts(written, tokenizer)
         for step in track(range(args.steps), description="supervised steps"):
             batch = engine.batch_from_root(examples[step * args.batch : (step + 1) * args.batch])
@@ -116,6 +124,178 @@ def main() -> None:
         (args.out / "generation_config.json").unlink(missing_ok=True)
     shutil.rmtree(args.out / ".cache", ignore_errors=True)
     print(f"wrote {args.out}")
+
+
+ALPHABET = string.digits + "+-*=()? ." + string.ascii_lowercase + "\n" + ",:;!/'\"<>[]^_%"
+
+SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+
+
+def train_char_tokenizer(texts: Iterable[str], out_dir: str | Path, vocab_size: int = 64) -> None:
+    """Text is not normalised, so decoding is exact; equal texts give equal bytes. Raises ValueError: more characters than
+    ``vocab_size`` allows, or one that SentencePiece cannot represent.
+    """
+    characters = sorted(set(ALPHABET).union(*texts))
+    num_pieces = len(characters) + len(SPECIAL_TOKENS)
+    if num_pieces > vocab_size:
+        extra = "".join(sorted(set(characters) - set(ALPHABET)))
+        raise ValueError(
+            f"{len(characters)} characters and {len(SPECIAL_TOKENS)} special tokens do not fit into vocab_size = {vocab_size}; "
+            f"the texts add {extra!r} to the alphabet: raise vocab_size, or leave these characters out"
+        )
+    model = _train(characters, num_pieces)
+    _check_round_trip(model, characters)
+    out = Path(out_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "tokenizer.model").write_bytes(model)
+    _write_json(out / "special_tokens_map.json", SPECIAL_TOKENS)
+    _write_json(out / "tokenizer_config.json", _hugging_face_config())
+
+
+def _train(characters: list[str], vocab_size: int) -> bytes:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        # One sentence per character: the ids then follow the characters' order, not the texts' frequencies.
+        sentence_iterator=iter([c for c in characters if c not in " \n"]),
+        model_writer=model,
+        model_type="char",
+        vocab_size=vocab_size,
+        character_coverage=1.0,
+        required_chars="\u2581",  # how SentencePiece writes a space
+        user_defined_symbols=["\n"],
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        pad_id=0,
+        bos_id=1,
+        eos_id=2,
+        unk_id=3,
+        pad_piece=SPECIAL_TOKENS["pad_token"],
+        bos_piece=SPECIAL_TOKENS["bos_token"],
+        eos_piece=SPECIAL_TOKENS["eos_token"],
+        unk_piece=SPECIAL_TOKENS["unk_token"],
+        unk_surface=UNKNOWN_TEXT,
+        num_threads=1,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+def _check_round_trip(model: bytes, characters: list[str]) -> None:
+    """SentencePiece drops NUL, carriage return, U+2581 and U+2585 silently."""
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    lost = [c for c in characters if processor.decode(processor.encode(c)) != c]
+    if lost:
+        raise ValueError(f"SentencePiece cannot represent these characters of the texts: {lost!a}; leave them out")
+
+
+def _hugging_face_config() -> dict[str, object]:
+    return {
+        **SPECIAL_TOKENS,
+        "tokenizer_class": "LlamaTokenizer",
+        "add_prefix_space": False,
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def _write_json(path: Path, value: dict[str, object] | dict[str, str]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def stack_machine_examples(n: int, noise: float, seed: int) -> list[tuple[str, str]]:
+    """As ``addition.supervised_examples``; some correct programs have exchanged operands."""
+    if not 0 <= noise <= 1:
+        raise ValueError(f"noise = {noise} is a probability: give a value from 0 to 1")
+    if n < 0:
+        raise ValueError(f"n = {n} examples cannot be written; give 0 or more")
+    rng = random.Random(seed)
+    problems = list(problems_with_trees()[NUM_HELDOUT:])
+    examples: list[tuple[str, str]] = []
+    while len(examples) < n:
+        rng.shuffle(problems)
+        for problem, tree in problems[: n - len(examples)]:
+            wrong = rng.random() < noise
+            written = _another_formula(problem, tree, rng) if wrong else tree
+            examples.append((problem.prompt, varied_program(written, rng)))
+    return examples
+
+
+def _another_formula(problem: Problem, tree: Tree, rng: random.Random) -> Tree:
+    while True:
+        outcome = _slipped(tree, rng)
+        if any(value_of(outcome, inputs) != result for inputs, result in problem.metadata["tests"]):
+            return outcome
+
+
+def varied_program(tree: Tree, rng: random.Random) -> str:
+    if isinstance(tree, str):
+        return tree
+    operator, *operands = tree
+    if operator == "?":
+        return "".join(varied_program(operand, rng) for operand in operands) + operator
+    left, right = operands
+    if left == right and rng.random() < 0.5:
+        return f"{varied_program(left, rng)}d{operator}"
+    if rng.random() < 0.1:
+        exchanged = "" if operator in "+*" else "s"
+        return f"{varied_program(right, rng)}{varied_program(left, rng)}{exchanged}{operator}"
+    return f"{varied_program(left, rng)}{varied_program(right, rng)}{operator}"
+
+
+def _slipped(tree: Tree, rng: random.Random) -> Tree:
+    kind = rng.choice(("leaf", "operator", "order", "brackets"))
+    if kind == "brackets":
+        return _from_left_to_right(tree)
+    leaf = kind == "leaf"
+    places = [place for place, item in _places(tree) if isinstance(item, str) == leaf]
+    place = rng.choice(places)
+    return _changed(tree, place, lambda part: _slip(part, kind, rng))
+
+
+def _slip(tree: Tree, kind: str, rng: random.Random) -> Tree:
+    if kind == "leaf":
+        return rng.choice([leaf for leaf in LEAVES if leaf != tree])
+    operator, *operands = tree
+    if kind == "order" or operator in "<?":
+        *before, first, second = operands
+        return (operator, *before, second, first)
+    return (rng.choice([other for other in OPERATORS if other != operator]), *operands)
+
+
+def _from_left_to_right(tree: Tree) -> Tree:
+    if isinstance(tree, str):
+        return tree
+    if tree[0] == "?":
+        return ("?", tree[1], *(_from_left_to_right(item) for item in tree[2:]))
+    leaves, operators = _in_order(tree)
+    result: Tree = leaves[0]
+    for operator, leaf in zip(operators, leaves[1:], strict=True):
+        result = (operator, result, leaf)
+    return result
+
+
+def _in_order(tree: Tree) -> tuple[list[str], list[str]]:
+    if isinstance(tree, str):
+        return [tree], []
+    operator, left, right = tree
+    (left_leaves, left_operators), (right_leaves, right_operators) = _in_order(left), _in_order(right)
+    return left_leaves + right_leaves, [*left_operators, operator, *right_operators]
+
+
+def _places(tree: Tree, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Tree]]:
+    yield place, tree
+    if not isinstance(tree, str):
+        for number, item in enumerate(tree[1:], start=1):
+            yield from _places(item, (*place, number))
+
+
+def _changed(tree: Tree, place: tuple[int, ...], change: Callable[[Tree], Tree]) -> Tree:
+    if not place:
+        return change(tree)
+    first, *rest = place
+    return (*tree[:first], _changed(tree[first], tuple(rest), change), *tree[first + 1 :])
 
 
 if __name__ == "__main__":

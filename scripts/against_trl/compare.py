@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from sizes import SIZES, WARM_UP, Size  # type: ignore[import-not-found]  # beside this file
 
+from tepo_megatron.tasks.data.addition import train_problems
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.tasks.data.tasks.addition import train_problems
 from tepo_megatron.tools.results import markdown, write_report
 from tepo_megatron.weights.architecture import model_spec
-from tepo_megatron.weights.layouts.table import tensor_shapes
 from tepo_megatron.weights.storage.hf_folder import write_model
+from tepo_megatron.weights.table import tensor_shapes
 
 PHASES = ("step", "rollout", "score", "update", "sync")
 SIDES: dict[str, list[str]] = {

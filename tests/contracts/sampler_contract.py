@@ -40,10 +40,25 @@ _steps = count(1)
 
 def check(name: str) -> Callable[[Callable[[Sampler], None]], Callable[[Sampler], None]]:
     def register(function: Callable[[Sampler], None]) -> Callable[[Sampler], None]:
-        CHECKS[name] = function
+        def run(sampler: Sampler) -> None:
+            try:
+                function(sampler)
+            except RuntimeError as error:
+                raise AssertionError(f"{_failed_member(error)} raised {type(error).__name__}: {error}") from error
+
+        CHECKS[name] = run
         return function
 
     return register
+
+
+def _failed_member(error: BaseException) -> str:
+    """The function that a check called last, such as ``Fleet.generate``."""
+    member, trace = "", error.__traceback__
+    while trace is not None:
+        code, trace = trace.tb_frame.f_code, trace.tb_next
+        member = "" if code.co_filename == __file__ else member or code.co_qualname
+    return member or "the check"
 
 
 def contract_failures(sampler: Sampler) -> dict[str, str]:
@@ -309,6 +324,25 @@ def abort(sampler: Sampler) -> None:
             assert response.response_ids.size <= LONG, "submit: a continued response is longer than max_new_tokens"
             assert response.versions == ((0, version),), "submit: a continued response has other versions"
             assert_close("submit", response.logprobs, oracle_logprobs(1, PROMPTS[0], response))
+        return
+    raise AssertionError("abort: no response in progress came back as a part")
+
+
+@check("abort: a part is continued with the weights of a later update")
+def abort_and_update(sampler: Sampler) -> None:
+    old = send(sampler, 1)
+    for stream, seed in long_responses(sampler, 51):
+        parts = {i: part for key, i, part in stream.abort() if key == "long" and part.finish_reason == "abort"}
+        if not parts:
+            continue
+        new = send(sampler, 3)
+        for index, part in parts.items():
+            stream.submit("rest", PROMPTS[0], seed, 3, continued={index: part}, only=[index])
+        for _, index, response in stream:
+            start = parts[index].response_ids.size
+            assert response.versions == ((0, old), (start, new)), "submit: not the versions of the part and of its continuation"
+            assert_close("submit", response.logprobs[:start], oracle_logprobs(1, PROMPTS[0], response)[:start])
+            assert_close("submit", response.logprobs[start:], oracle_logprobs(3, PROMPTS[0], response)[start:])
         return
     raise AssertionError("abort: no response in progress came back as a part")
 

@@ -15,24 +15,25 @@ import torch
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import WeightsVersion
+from tepo_megatron.core.scores.noise import rerounded
 from tepo_megatron.core.types import Batch
 from tepo_megatron.trainer import registry
-from tepo_megatron.trainer.checkpoints.folder import read_state
+from tepo_megatron.trainer.checkpoint_folder import read_state
 from tepo_megatron.trainer.protocol import Trainer
 from tests.contracts.trainer_contract import CHECKS, BrokenContract, digest, start, train
 from tests.support import reference_trainer
-from tests.support.launch import run_dist
+from tests.support.launch import end_model_parallel, run_dist
 
 
 def make_megatron(config: RunConfig, model_dir: Path, *, shares_gpus: bool = False) -> Trainer:
     """Every trainer of a process splits the same world again."""
     from megatron.core import parallel_state
 
-    from tepo_megatron.runtime.watch.heartbeat import Heartbeat
+    from tepo_megatron.runtime.heartbeat import Heartbeat
     from tepo_megatron.trainer.registry import make_trainer
 
     if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
     trainer = make_trainer(config, model_dir, shares_gpus=shares_gpus, heartbeat=Heartbeat())
     trainer.close = lambda: None  # type: ignore[method-assign] # the world is run_dist's
     return trainer
@@ -56,7 +57,7 @@ def test_the_reference(name: str, tmp_path: Path) -> None:
 def test_the_registry_checks_a_config_without_loading_megatron() -> None:
     program = """
 import sys
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.trainer import registry
 config = load_run(None, ["engine.parallel.tp=2"])
 registry.prepare_process(config)
@@ -127,8 +128,8 @@ def _mean_of_means(trainer: Any) -> None:
     class Prepared:
         needs_reference, needs_entropy_slope, advantages = False, False, objective.advantages
 
-        def prepare(self, batch: Batch, *, entropy_noise: float = 0.0) -> Any:
-            return objective.prepare(batch, entropy_noise=entropy_noise)
+        def prepare(self, batch: Batch, **measured: Any) -> Any:
+            return objective.prepare(batch, **measured)
 
         def __call__(self, scores: Any, micro: Batch, context: Any) -> Any:
             output = original(objective, scores, micro, objective.prepare(micro))
@@ -137,8 +138,24 @@ def _mean_of_means(trainer: Any) -> None:
     trainer.objective = Prepared()
 
 
+def _noise_of(measured: bool) -> Plant:
+    """The weights stay rounded again, or are not rounded."""
+
+    def measure(original: Callable[..., Any], trainer: Any, batch: Batch) -> dict[str, float]:
+        noise = original(batch)
+        if not measured:
+            return dict.fromkeys(noise, 0.0)
+        trainer.rounding = rerounded(trainer.params.values())
+        trainer.rounding.__enter__()
+        return noise
+
+    return _wrap("", "measure_noise", measure)
+
+
 FAULTS: dict[str, tuple[Plant, str, str]] = {
     "no measure_noise": (lambda t: setattr(t, "measure_noise", None), "has_every_member", "Trainer.measure_noise"),
+    "noise of weights that were not rounded": (_noise_of(False), "reports_metrics", "Trainer.measure_noise must round"),
+    "weights stay rounded again": (_noise_of(True), "reports_metrics", "Trainer.measure_noise must leave"),
     "no keyword background": (
         lambda t: setattr(t.checkpoints, "begin", lambda folder, *, step, state: None),
         "has_every_member",

@@ -20,7 +20,7 @@ from tepo_megatron.core.objective import build_objective
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch, TokenScores
 from tepo_megatron.trainer import protocol
-from tepo_megatron.trainer.checkpoints.folder import checkpoint_name, checkpoints, leftovers, read_state
+from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints, leftovers, read_state
 from tepo_megatron.trainer.protocol import Trainer, UpdateResult
 from tepo_megatron.weights.storage.manifest import DamagedCheckpoint
 from tests.support.model_worlds import VOCABULARY, save_random_model
@@ -424,8 +424,18 @@ def broadcasts_json(make: Make, folder: Path) -> None:
 def reports_metrics(make: Make, folder: Path) -> None:
     trainer = start(make, folder)
     batch = trainer.batch_from_root(draw_rollouts())
+    before, scores = digest(trainer), trainer.score(batch)
     noise = trainer.measure_noise(batch)
-    require(noise.get("entropy/noise/p99", -1.0) >= 0, "Trainer.measure_noise must report entropy/noise/p99")
+    for name in ("entropy", "ratio", "sequence_ratio"):
+        levels = [noise.get(f"{name}/noise/{level}", -1.0) for level in ("p50", "p90", "p99")]
+        require(
+            0 <= levels[0] <= levels[1] <= levels[2] < 1e-3,
+            f"Trainer.measure_noise: {name}/noise must have rising quantiles p50, p90, p99 of rounding, and has {levels}",
+        )
+    require(noise["ratio/noise/p99"] > 0, "Trainer.measure_noise must round the weights again: scores did not move")
+    after = trainer.score(batch)
+    same = torch.equal(scores.old_logprobs_T, after.old_logprobs_T) and digest(trainer) == before
+    require(same, "Trainer.measure_noise must leave the weights as they were, to the bit")
     require(trainer.memory() == {}, "Trainer.memory must be empty on a CPU")
     require(trainer.take_routing_metrics() == {}, "Trainer.take_routing_metrics must be empty for a dense model")
     require(trainer.spec.vocab_size == VOCABULARY, "Trainer.spec is not that of config.json")

@@ -22,9 +22,9 @@ from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.geometry import Box
-from tepo_megatron.weights.layouts import tensor_shapes
 from tepo_megatron.weights.storage.convert import export_model, import_model
 from tepo_megatron.weights.storage.stored import open_boxes
+from tepo_megatron.weights.table import tensor_shapes
 from tests.support.launch import run_world
 from tests.support.model_worlds import save_random_model
 from tests.support.random_models import LLAMA3_ROPE

@@ -26,7 +26,8 @@ from tepo_megatron.core.objective import build_objective
 from tepo_megatron.core.scores import logprob_and_entropy
 from tepo_megatron.core.types import Batch
 from tepo_megatron.trainer.packing import pack
-from tests.support.launch import run_dist
+from tests.support.float64 import prompt_logprobs, token_scores
+from tests.support.launch import end_model_parallel, run_dist
 from tests.support.model_worlds import save_random_model
 from tests.support.small_llama import VOCABULARY, draw_rollouts
 
@@ -135,7 +136,6 @@ def updates(engine: Any, objectives: list[dict[str, Any]], rollouts: Any) -> lis
 
 def train(rank: int, layout: Layout, folder: Path) -> dict[str, Any]:
     """Everything that is compared of one layout, on this rank. ``checkpoint``: written before the last update."""
-    from megatron.core import parallel_state
 
     from tepo_megatron.trainer.megatron.engine import Engine
 
@@ -152,29 +152,27 @@ def train(rank: int, layout: Layout, folder: Path) -> dict[str, Any]:
     saved = engine.checkpoints.save(folder / layout.name, step=1, state={})
     report |= {"saved": saved, "updates after": updates(engine, FEW[:1], rollouts)}
     report |= {"weights": {name: tensor for name, tensor in engine.weights.stream() if tensor is not None}}
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     return report
 
 
 def resumed(rank: int, layout: Layout, folder: Path, checkpoint: Path) -> list[dict[str, float]]:
     """The update after the checkpoint."""
-    from megatron.core import parallel_state
 
     from tepo_megatron.trainer.megatron.engine import Engine
 
     engine = Engine(layout.config(folder), folder / layout.model)
     engine.checkpoints.load(checkpoint)
     found = updates(engine, FEW[:1], draw_rollouts(LENGTHS) if rank == 0 else None)
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     return found
 
 
 def not_finite(rank: int, folder: Path) -> list[str]:
     """Why two updates were skipped: the second context-parallel rank's logits are NaN when scoring, and in the update."""
-    from megatron.core import parallel_state
 
+    from tepo_megatron.trainer.megatron import forward
     from tepo_megatron.trainer.megatron.engine import Engine
-    from tepo_megatron.trainer.megatron.step import forward
 
     engine = Engine(Layout(cp=2).config(folder), folder / "Qwen3")
     skipped = []
@@ -189,7 +187,7 @@ def not_finite(rank: int, folder: Path) -> list[str]:
     with mock.patch.object(forward, "logprob_and_entropy", broken):
         skipped.append(engine.update(scored).skipped)
     assert not engine.update(scored).skipped
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     return skipped
 
 
@@ -257,24 +255,14 @@ def same_weights(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], st
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.name)
 def test_scores_match_transformers_in_float64(worlds: Worlds, split: Layout) -> None:
-    import transformers
-
     report, batch = worlds.report(split), pack(draw_rollouts(LENGTHS))
-    options = {"experts_implementation": "eager"} if split.model == "Mixtral" else {}
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(worlds.folder / split.model, dtype=torch.float64, **options)
-    with torch.no_grad():
-        rows = [oracle(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())]
-        prompt_TV = oracle(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
-    logprobs_TV = (torch.cat(rows) / TEMPERATURE).log_softmax(-1)
-    mask_T = batch.loss_mask_T
-    logprob_R = logprobs_TV.gather(1, batch.labels_T[:, None])[:, 0][mask_T]
-    entropy_R = -(logprobs_TV.exp() * logprobs_TV).sum(-1)[mask_T]
+    folder, mask_T = worlds.folder / split.model, batch.loss_mask_T
+    logprob_R, entropy_R = (values_T[mask_T] for values_T in token_scores(folder, batch, temperature=TEMPERATURE))
     assert logprob_R.std() > 0.1
     torch.testing.assert_close(report["logprobs"][mask_T].double(), logprob_R, atol=2e-5, rtol=0)
     torch.testing.assert_close(report["entropy"][mask_T].double(), entropy_R, atol=2e-5, rtol=0)
     assert not report["logprobs"][~mask_T].any()
-    expected = [float(prompt_TV[at, token]) for at, token in enumerate(PROMPT[1:])]
-    assert report["prompt"] == pytest.approx(expected, abs=2e-5)
+    assert report["prompt"] == pytest.approx(prompt_logprobs(folder, PROMPT), abs=2e-5)
     assert max(report["noise"].values()) < 1e-4
 
 

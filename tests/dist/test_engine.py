@@ -22,6 +22,7 @@ from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.geometry import Box, Shard
 from tepo_megatron.weights.storage.stored import open_boxes
 from tepo_megatron.weights.transfer.digests import fingerprint
+from tests.support.float64 import prompt_logprobs, token_scores
 from tests.support.launch import run_world
 
 TEMPERATURE = 0.7
@@ -58,6 +59,7 @@ OTHERS = [
     Layout(tp=2, pp=2, micro_batch_tokens=60),
 ]
 TIED = [Layout(tied=True), Layout(tp=2, pp=2, tied=True)]
+on_all_layouts = pytest.mark.parametrize("layout", [SINGLE, *OTHERS, *TIED], ids=lambda layout: layout.name)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +165,7 @@ def assert_same_updates(found: list[dict[str, float]], expected: list[dict[str, 
             assert close, f"update {number}, {name}: {ours[name]} instead of {value}"
 
 
-@pytest.mark.parametrize("layout", [SINGLE, *OTHERS, *TIED], ids=lambda layout: layout.name)
+@on_all_layouts
 def test_export_of_the_loaded_model_is_the_model(worlds: Worlds, layout: Layout) -> None:
     source, exported = weights(worlds.folder / f"model-{layout.tied}"), weights(worlds.run(layout) / "initial")
     assert set(exported) == set(source)
@@ -171,26 +173,18 @@ def test_export_of_the_loaded_model_is_the_model(worlds: Worlds, layout: Layout)
         assert torch.equal(exported[name], tensor), name
 
 
-@pytest.mark.parametrize("layout", [SINGLE, *OTHERS, *TIED], ids=lambda layout: layout.name)
+@on_all_layouts
 def test_scores_match_transformers_in_float64(worlds: Worlds, layout: Layout) -> None:
-    from transformers import LlamaForCausalLM
-
-    oracle = LlamaForCausalLM.from_pretrained(worlds.folder / f"model-{layout.tied}", dtype=torch.float64)
-    batch = pack(read_rollouts(worlds.folder / "rollouts", 0))
-    report = worlds.report(layout)
+    batch, report = pack(read_rollouts(worlds.folder / "rollouts", 0)), worlds.report(layout)
     found_logprobs, found_entropy = torch.tensor(report["old_logprobs"]), torch.tensor(report["old_entropy"])
-    with torch.no_grad():
-        rows = [oracle(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())]
-    logprobs_TV = (torch.cat(rows) / TEMPERATURE).log_softmax(-1)
-    logprob_T = logprobs_TV.gather(1, batch.labels_T[:, None])[:, 0]
-    entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+    logprob_T, entropy_T = token_scores(worlds.folder / f"model-{layout.tied}", batch, temperature=TEMPERATURE)
     mask_T = batch.loss_mask_T
     torch.testing.assert_close(found_logprobs[mask_T].double(), logprob_T[mask_T], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found_entropy[mask_T].double(), entropy_T[mask_T], atol=1e-5, rtol=1e-5)
     assert not found_logprobs[~mask_T].any()
 
 
-@pytest.mark.parametrize("layout", [SINGLE, *OTHERS, *TIED], ids=lambda layout: layout.name)
+@on_all_layouts
 def test_each_micro_batch_is_padded_alone(worlds: Worlds, layout: Layout) -> None:
     """Stages of a pipeline too compute no more tokens than there are, up to what sequence parallelism must divide."""
     tokens = pack(read_rollouts(worlds.folder / "rollouts", 0)).num_tokens
@@ -201,7 +195,7 @@ def test_each_micro_batch_is_padded_alone(worlds: Worlds, layout: Layout) -> Non
         assert len(set(forwarded)) > 1
 
 
-@pytest.mark.parametrize("layout", [SINGLE, *OTHERS, *TIED], ids=lambda layout: layout.name)
+@on_all_layouts
 def test_the_digest_of_weights_is_that_of_the_files_tensors(worlds: Worlds, layout: Layout) -> None:
     tensors = weights(worlds.folder / f"model-{layout.tied}")
     boxes = {name: Box((0,) * tensor.ndim, tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -209,18 +203,13 @@ def test_the_digest_of_weights_is_that_of_the_files_tensors(worlds: Worlds, layo
     assert worlds.report(layout)["digest"] == f"{whole:016x}"
 
 
-@pytest.mark.parametrize("layout", [SINGLE, *OTHERS, *TIED], ids=lambda layout: layout.name)
+@on_all_layouts
 def test_a_prompt_is_scored_under_temperature_1_on_every_layout(worlds: Worlds, layout: Layout) -> None:
-    from transformers import LlamaForCausalLM
-
-    oracle = LlamaForCausalLM.from_pretrained(worlds.folder / f"model-{layout.tied}", dtype=torch.float64)
-    with torch.no_grad():
-        logprobs_TV = oracle(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
-    expected = [float(logprobs_TV[at, token]) for at, token in enumerate(PROMPT[1:])]
+    expected = prompt_logprobs(worlds.folder / f"model-{layout.tied}", PROMPT)
     assert worlds.report(layout)["prompt_logprobs"] == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("layout", [SINGLE, *OTHERS, *TIED], ids=lambda layout: layout.name)
+@on_all_layouts
 def test_training_draws_no_random_numbers(worlds: Worlds, layout: Layout) -> None:
     """So a checkpoint has no state of a generator (decision 003)."""
     assert not worlds.report(layout)["drew_random_numbers"]
@@ -288,8 +277,13 @@ def test_each_rank_writes_and_reads_the_optimizer_states_that_it_holds(worlds: W
 
 @pytest.mark.parametrize(
     ("objective", "tokens"),
-    [({"preset": "grpo"}, (4000, 35)), ({"kl_mask": {"falling": "first_order"}}, (4001, 36))],
-    ids=["grpo", "first-order mask"],
+    [
+        ({"preset": "grpo"}, (4000, 35)),
+        ({"kl_mask": {"falling": "first_order"}}, (4001, 36)),
+        ({"trust_region": {"scale": "length", "low": "auto", "high": "auto"}, "kl_mask": None}, (4002, 37)),
+        ({"ratio": {"kind": "prefix"}, "trust_region": {"scale": "length", "low": 0.003, "high": "auto"}}, (4003, 38)),
+    ],
+    ids=["grpo", "first-order mask", "bounds from the ratios", "prefix ratio"],
 )
 def test_other_objectives_agree_over_layouts_too(worlds: Worlds, objective: dict[str, Any], tokens: tuple[int, int]) -> None:
     """GRPO weighs sequences, not tokens: its denominator must not depend on who computes which sequence. A first-order mask
@@ -299,4 +293,6 @@ def test_other_objectives_agree_over_layouts_too(worlds: Worlds, objective: dict
     other = worlds.report(Layout(dp=2, tp=2, sp=True, objective=objective, micro_batch_tokens=tokens[1]))["updates"]
     assert_same_updates(other, one)
     assert one[2]["ratio/min"] == one[2]["ratio/max"] == 1
-    assert (one[2]["mask/fraction"] > 0) == ("kl_mask" in objective)
+    assert (one[2]["mask/fraction"] > 0) == bool(objective.get("kl_mask"))
+    bounds = [update["clip/bound_high"] for update in one if "clip/bound_high" in update]
+    assert len(set(bounds)) == (3 if bounds else 0)  # the first update of each step has no spread

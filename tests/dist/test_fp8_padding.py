@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.launch import run_dist
+from tests.support.launch import end_model_parallel, run_dist
 from tests.support.small_llama import draw_rollouts, write_llama
 
 TEMPERATURE = 0.7
@@ -61,7 +61,7 @@ def round_inputs(engine: Any, ranks: int) -> None:
 
 def run_padded(engine: Any, batch: Any, multiple: int) -> dict[str, Any]:
     """Scores, loss, gradients and the sizes that the model saw, with micro-batches padded to ``multiple``."""
-    from tepo_megatron.trainer.megatron.step.score import score
+    from tepo_megatron.trainer.megatron.forward import score
 
     forward = replace(engine.forward, token_multiple=multiple)
     sizes: list[int] = []
@@ -114,10 +114,9 @@ def assert_unseen(found: list[dict[str, Any]], multiples: list[int], *, rounded:
 
 def both_work(rank: int, world: int, model: Path, folder: Path, multiples: list[int]) -> tuple[Any, Any]:
     """Two engines, one after the other, in one world of one."""
-    from megatron.core import parallel_state
 
     padded = padding_work(rank, world, model, multiples)
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     return padded, upcast_work(world, model, folder)
 
 

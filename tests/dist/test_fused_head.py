@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tepo_megatron.config import RunConfig
-from tests.support.launch import run_dist
+from tests.support.launch import end_model_parallel, run_dist
 from tests.support.small_llama import VOCABULARY, draw_rollouts, write_llama
 
 HIDDEN, UPDATES = 32, 2
@@ -61,7 +61,6 @@ TWO = [
 
 def train(case: Case, model: Path) -> dict[str, Any]:
     """Scores, and updates on them, by a fresh engine: what rank 0 sees, and the widths of what this rank's model gives."""
-    from megatron.core import parallel_state
 
     from tepo_megatron.trainer.megatron.engine import Engine
 
@@ -103,7 +102,7 @@ def train(case: Case, model: Path) -> dict[str, Any]:
         "sums": [dict(each.sums) for each in results],
         "weights": {name: tensor.clone() for name, tensor in engine.weights.stream() if tensor is not None},
     }
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     return found
 
 

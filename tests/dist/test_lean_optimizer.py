@@ -16,7 +16,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tests.support.fused_adam import instead_of_transformer_engine
-from tests.support.launch import run_dist
+from tests.support.launch import end_model_parallel, run_dist
 
 UPDATES, LR = 2, 1e-3
 Outcome = dict[str, Any]
@@ -47,10 +47,9 @@ def update(engine: Any, step: int) -> None:
 
 def train(case: dict[str, Any], folder: Path) -> Outcome:
     """Two updates of a fresh engine, with a checkpoint between them; or the second, from such a checkpoint."""
-    from megatron.core import parallel_state
 
     from tepo_megatron.trainer.megatron.engine import Engine
-    from tepo_megatron.trainer.megatron.policy.optimizer_states import collect
+    from tepo_megatron.trainer.megatron.optimizer_states import collect
 
     config = RunConfig.model_validate(case["config"])
     with instead_of_transformer_engine() if config.optimizer.precision_aware else contextlib.nullcontext():
@@ -69,7 +68,7 @@ def train(case: dict[str, Any], folder: Path) -> Outcome:
         update(engine, 1)
         weights = {name: param.detach().clone() for name, param in engine.policy.params.items()}
         found = {"first": first, "states": states(), "weights": weights}
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
     return found
 
 

@@ -17,10 +17,9 @@ from tepo_megatron.config import LoraConfig, ParallelConfig
 from tepo_megatron.plan.shapes import stage_adapters
 from tepo_megatron.sampler.rollout_file import read_rollouts
 from tepo_megatron.trainer.packing import pack
+from tepo_megatron.weights.adapters import adapted_tensors, adapter_names, adapter_shapes
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.geometry import Box
-from tepo_megatron.weights.layouts import tensor_shapes
-from tepo_megatron.weights.layouts.adapters import adapted_tensors, adapter_names, adapter_shapes
 from tepo_megatron.weights.storage.hf_folder import (
     PEFT_PREFIX,
     AdapterSettings,
@@ -29,6 +28,7 @@ from tepo_megatron.weights.storage.hf_folder import (
     write_peft_folder,
 )
 from tepo_megatron.weights.storage.stored import open_boxes
+from tepo_megatron.weights.table import tensor_shapes
 from tests.dist.test_moe import make_rollouts
 from tests.support.float64 import Oracle, oracle_of
 from tests.support.launch import run_world

@@ -19,7 +19,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.storage.stored import open_boxes
-from tests.support.launch import run_dist
+from tests.support.launch import end_model_parallel, run_dist
 from tests.support.small_llama import VOCABULARY, write_llama
 
 TURNS = [[-2, 3, -4, 2], [5], [1, -7, 1, -1, 6], [4, -9, 2], [2, -1, 2, -1, 2], [-12, 1], [9, -2, 3], [3]]
@@ -40,7 +40,6 @@ def rollouts() -> list[Rollout]:
 
 
 def train(model: Path, out: Path, parallel: dict[str, Any]) -> dict[str, Any]:
-    from megatron.core import parallel_state
 
     from tepo_megatron.trainer.megatron.engine import Engine
 
@@ -56,7 +55,7 @@ def train(model: Path, out: Path, parallel: dict[str, Any]) -> dict[str, Any]:
     batch = engine.score(engine.batch_from_root(rollouts() if engine.ranks.rank == 0 else None))
     result = engine.update(batch)
     engine.checkpoints.save(out, step=1, state={})
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     entropy = result.sums["entropy/mean"]
     return {"logprobs": batch.old_logprobs_T, "norm": result.grad_norm, "entropy": entropy[0] / entropy[1]}
 

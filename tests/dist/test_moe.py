@@ -20,9 +20,10 @@ from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.architecture import is_always_fp32, read_model_spec
 from tepo_megatron.weights.geometry import Box
-from tepo_megatron.weights.layouts import check_trainer_split, tensor_shapes
+from tepo_megatron.weights.layouts import check_trainer_split
 from tepo_megatron.weights.storage.convert import export_model, import_model
 from tepo_megatron.weights.storage.stored import open_boxes
+from tepo_megatron.weights.table import tensor_shapes
 from tests.support.float64 import Oracle, oracle_of
 from tests.support.launch import run_world
 from tests.support.model_worlds import VOCABULARY, WITH_EXPERTS, save_model_with_experts

@@ -16,7 +16,7 @@ import torch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tests.support.launch import run_dist
+from tests.support.launch import end_model_parallel, run_dist
 
 STEPS = 2
 Outcome = dict[str, str]
@@ -33,11 +33,10 @@ def rollouts(step: int) -> list[Rollout]:
 
 def train(config: RunConfig, model_dir: Path, *, moves: bool) -> Outcome:
     """Updates on a fresh engine; with ``moves`` its memory is offloaded and onloaded as in the loop."""
-    from megatron.core import parallel_state
 
     from tepo_megatron.trainer.megatron.engine import Engine
-    from tepo_megatron.trainer.megatron.policy.offload import _identity, _state
-    from tepo_megatron.trainer.megatron.policy.optimizer_states import collect
+    from tepo_megatron.trainer.megatron.offload import _identity, _state
+    from tepo_megatron.trainer.megatron.optimizer_states import collect
 
     engine = Engine(config, model_dir, shares_gpus=moves)
 
@@ -73,7 +72,7 @@ def train(config: RunConfig, model_dir: Path, *, moves: bool) -> Outcome:
         assert engine.offloader.most_offloaded > 0
     state = {f"{name} {kind}": name_of(value) for name, kind, value in collect(engine.policy.optimizer, engine.policy.params)}
     weights = {name: name_of(param.detach()) for name, param in engine.policy.params.items()}
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     return {**state, **weights}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.config import ParallelConfig
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.plan import check_exact, make_plan
 from tepo_megatron.plan.run_plan import Plan
 from tepo_megatron.plan.shapes import resolve_spec, stage_parameters
@@ -36,9 +36,10 @@ def test_megatron_builds_as_many_parameters_as_the_formula_says(name: str) -> No
     [
         ("Mixtral-8x7B-v0.1", {"tp": 2, "pp": 4, "dp": 2, "ep": 4, "etp": 1}),
         ("Qwen3-30B-A3B", {"tp": 2, "pp": 8, "dp": 8, "ep": 8}),
+        ("Qwen3-14B", {"tp": 4, "dp": 2}),
     ],
 )
-def test_with_experts_too(model: str, parallel: dict[str, int]) -> None:
+def test_with_experts_and_with_norms_on_queries_and_keys_too(model: str, parallel: dict[str, int]) -> None:
     config = load_run(EXAMPLES / "qwen2.5-7b" / "run.yaml")
     split = ParallelConfig(**parallel, sequence_parallel=True)
     spec = resolve_spec(model)[0]

@@ -6,7 +6,8 @@ import os
 import warnings
 from pathlib import Path
 
-from tepo_megatron.tools.bench.studies.measure_plan import compare, configs, counts, write_random_model
+from tepo_megatron.tools.bench.recipes import make_model
+from tepo_megatron.tools.bench.studies.measure_plan import MODEL, compare, configs, counts
 from tests.support.launch import run_dist
 
 TOLERANCE = {"weights": 0.01, "gradients": 0.01, "optimizer": 0.01, "a step's batch": 0.03}
@@ -21,7 +22,7 @@ def of_each_run(rank: int, world: int, folder: Path) -> dict[str, dict[str, int]
 
 
 def test_terms_are_within_a_few_percent_of_what_is_counted(tmp_path: Path) -> None:
-    write_random_model(tmp_path / "model")
+    make_model(tmp_path / "model", MODEL)
     ranks = run_dist(2, of_each_run, tmp_path)
     for name, config in configs(tmp_path / "model").items():
         for term in compare(name, config, [rank[name] for rank in ranks]):

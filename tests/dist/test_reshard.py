@@ -9,18 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.tools.bench.reshard import run
-from tepo_megatron.tools.bench.reshard_ranks import plan_of
-from tepo_megatron.tools.bench.settings import ReshardSetting
-from tepo_megatron.weights.layouts import (
-    MegatronParallel,
-    VllmParallel,
-    megatron_ranks,
-    pipeline_stages,
-    tensor_shapes,
-    vllm_ranks,
-)
-from tepo_megatron.weights.reshard.plan import reshard_plan
+from tepo_megatron.tools.bench.reshard import ReshardSetting, run
+from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, megatron_ranks, pipeline_stages, vllm_ranks
+from tepo_megatron.weights.reshard import reshard_plan
+from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer import move
 from tepo_megatron.weights.transfer.sender import ShardSender, decode_order, order_key
 from tepo_megatron.weights.transfer.transport import connect
@@ -141,6 +133,6 @@ def test_the_benchmark_counts_the_fewest_bytes_and_brings_the_same_weights_every
     """``run`` itself compares what the ways bring."""
     setting = ReshardSetting(tp=1, pp=1, server_tp=1, servers=2, layers=1, dtype="bfloat16")
     rows = {row.method: row for row in run(setting, repeats=1)}
-    least = sum(plan_of(setting).bytes_between(2).values())
+    least = sum(setting.plan.bytes_between(2).values())
     assert rows["shard to shard"].wire_bytes == rows["raw point-to-point copy"].wire_bytes == least
     assert rows["gather and broadcast"].wire_bytes == least  # one trainer rank has nothing to gather

@@ -29,7 +29,8 @@ from tepo_megatron.core.types import Batch
 from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks, pipeline_stages_of
-from tests.support.launch import run_dist
+from tests.support.float64 import prompt_logprobs, token_scores
+from tests.support.launch import end_model_parallel, run_dist
 from tests.support.model_worlds import save_random_model
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -137,7 +138,6 @@ def rollouts() -> list[Rollout]:
 
 def train(layout: Layout, folder: Path) -> dict[str, Any]:
     """Loads, scores, and makes two updates with a checkpoint between them; what the tests look at."""
-    from megatron.core import parallel_state
 
     from tepo_megatron.run.step.minibatches import minibatches
     from tepo_megatron.trainer.megatron.engine import Engine
@@ -193,7 +193,7 @@ def train(layout: Layout, folder: Path) -> dict[str, Any]:
         report["digests"] = (digest, engine.weights.version(0).digest)
     if layout in (VPP, Layout(tp=2, pp=2, vpp=2)):
         report["planted"] = [planted(engine, parts[1], kind) for kind in ("gradient", "logits")]
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     return report
 
 
@@ -248,31 +248,8 @@ class Worlds:
     @cache  # noqa: B019 (it lives as long as its module)
     def oracle(self, model: str) -> dict[str, Any]:
         """Log-probs and entropies of the rollouts, and log-probs of the prompt, by transformers in float64."""
-        from transformers import AutoModelForCausalLM
-
-        eager = {"experts_implementation": "eager"} if model == "experts" else {}  # grouped products know no float64
-        made = AutoModelForCausalLM.from_pretrained(self.folder / model, dtype=torch.float64, **eager)
-        batch = pack(rollouts())
-        with torch.no_grad():
-            rows = [made(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())]
-            prompt = made(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
-        logprobs_TV = (torch.cat(rows) / TEMPERATURE).log_softmax(-1)
-        return {
-            "logprobs": logprobs_TV.gather(1, batch.labels_T[:, None])[:, 0],
-            "entropy": -(logprobs_TV.exp() * logprobs_TV).sum(-1),
-            "prompt": [float(prompt[at, token]) for at, token in enumerate(PROMPT[1:])],
-        }
-
-    def scores(self, model: str, batch: Batch, weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies of a batch's tokens under other weights of the model, by transformers in float64."""
-        from transformers import AutoModelForCausalLM
-
-        made = AutoModelForCausalLM.from_pretrained(self.folder / model, dtype=torch.float64)
-        made.load_state_dict({name: tensor.double() for name, tensor in weights.items()})
-        with torch.no_grad():
-            rows = [made(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())]
-        logprobs_TV = (torch.cat(rows) / TEMPERATURE).log_softmax(-1)
-        return logprobs_TV.gather(1, batch.labels_T[:, None])[:, 0], -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+        logprobs, entropy = token_scores(self.folder / model, pack(rollouts()), temperature=TEMPERATURE)
+        return {"logprobs": logprobs, "entropy": entropy, "prompt": prompt_logprobs(self.folder / model, PROMPT)}
 
 
 @pytest.fixture(scope="module")
@@ -346,7 +323,10 @@ def test_values_of_single_tokens_match_transformers_in_float64(worlds: Worlds) -
     report = worlds.ranks(Layout())[0]
     number, part, found = report["tokens"][1]
     at_R, own_R = recorded(part)
-    before, after = (worlds.scores("four", part, weights) for weights in (report["initial"], report["between"]))
+    before, after = (
+        token_scores(worlds.folder / "four", part, temperature=TEMPERATURE, weights=report[name])
+        for name in ("initial", "between")
+    )
     assert number == 1
     torch.testing.assert_close(found["logprob_update"][own_R].double(), after[0][at_R][own_R], atol=2e-5, rtol=0)
     change_R = (after[1] - before[1])[at_R][own_R]

@@ -14,7 +14,7 @@ from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.sampling.collector import RolloutCollector
 from tepo_megatron.run.sampling.journal import Journal
 from tepo_megatron.run.sampling.step_rewards import StepRewards
-from tepo_megatron.runtime.watch.heartbeat import Heartbeat
+from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
@@ -118,7 +118,7 @@ def test_a_run_that_is_killed_in_mid_batch_has_the_batches_of_one_that_is_not(
     assert len(on_disk) >= 2
     again: Any = Watched(fleet)
     resumed = collector(run, pool, again)
-    assert resumed.restore({"sampler": before}) is None
+    assert resumed.restore({"sampler": before}) == []
     assert [drawn(resumed.collect(step)) for step in range(2)] == [drawn(rollouts) for rollouts in expected]
     assert not set(again.asked) & set(on_disk)
 

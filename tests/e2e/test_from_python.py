@@ -21,7 +21,7 @@ from pathlib import Path
 import yaml
 import tepo_megatron
 from tepo_megatron.tools.faults import tiny
-from tepo_megatron.tools.faults.replayed_run import make_rollouts
+from tepo_megatron.tools.faults.tiny import make_rollouts
 
 folder = Path(sys.argv[1])
 run = tiny.write_run(folder)

@@ -11,26 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.config.sampling import SamplingConfig
+from tepo_megatron.config.rollout import SamplingConfig, ServerConfig
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.fleet.fleet import Fleet
+from tests.e2e.test_rollout_server import random_model, sync
 
-VOCABULARY, TOKENS = 64, 800
+TOKENS = 800
 PROMPT = (1, 5, 6, 7)
 
 
 def model_of(seed: int) -> Any:
-    """A random Llama that never ends a response by itself."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=False, initializer_range=0.12,
-        bos_token_id=1, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    """It never ends a response by itself."""
+    return random_model(seed, eos=None, positions=2048)
 
 
 @torch.no_grad()
@@ -56,9 +48,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 def send(fleet: Fleet, model: Any, step: int) -> None:
-    weights = model.state_dict()
-    manifest = [(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in weights.items()]
-    fleet.update_weights_from_tensors(WeightsVersion(step, f"{step:x}"), manifest, iter(weights.values()))
+    sync(fleet, model, WeightsVersion(step, f"{step:x}"))
 
 
 def sample_while(fleet: Fleet, models: dict[int, Any]) -> list[Response]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 
@@ -12,7 +11,8 @@ from tepo_megatron.sampler.rollout_file import read_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
-from tests.e2e.test_own_env import rows, run
+from tests.support.example_runs import assert_replayed, check_learning, tepo
+from tests.support.kills import rows
 from tests.support.processes import assert_none_names
 
 pytest.importorskip("openai")
@@ -29,7 +29,7 @@ def test_an_agent_on_openais_client_trains_on_what_was_sampled_and_on_nothing_el
     between them what the agent says to such guesses; sampler and trainer agree on their log-probs.
     """
     out = tmp_path / "out"
-    run("-m", "tepo_megatron", "train", EXAMPLE, "model.path=builtin:tiny", f"output={out}", "evaluate.every=0", *SMALL)
+    tepo("train", EXAMPLE, "model.path=builtin:tiny", f"output={out}", "evaluate.every=0", *SMALL)
     tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"))
     problems = {problem.id: problem for problem in load_problems("builtin:guess-number")}
     episodes = [rollout for step in range(2) for rollout in read_rollouts(out / "rollouts", step)]
@@ -65,26 +65,14 @@ def test_an_agent_on_openais_client_trains_on_what_was_sampled_and_on_nothing_el
 @pytest.mark.learns
 def test_a_record_of_agents_replays_bit_for_bit(tmp_path: Path) -> None:
     """Without servers and agents; episodes of other environments are replayed in CI."""
-    common = ("-m", "tepo_megatron", "train", EXAMPLE, "model.path=builtin:tiny", "evaluate.every=2", "evaluate.problems=4")
+    common = ("train", EXAMPLE, "model.path=builtin:tiny", "evaluate.every=2", "evaluate.problems=4")
     out, again = tmp_path / "out", tmp_path / "again"
-    run(*common, f"output={out}", *SMALL)
-    run(*common, f"output={again}", *SMALL, f"rollout.replay={out / 'rollouts'}", "rollout.record=false")
-    for first, second in zip(rows(out)[1:], rows(again)[1:], strict=True):
-        for name in ("loss", "grad_norm", "reward/mean", "entropy/mean", "environment/turns", "canary/rollouts_max_gap"):
-            assert first[name] == second[name], name
-    assert (out / "model" / "model.safetensors").read_bytes() == (again / "model" / "model.safetensors").read_bytes()
+    tepo(*common, f"output={out}", *SMALL)
+    tepo(*common, f"output={again}", *SMALL, f"rollout.replay={out / 'rollouts'}", "rollout.record=false")
+    assert_replayed(again, out)
 
 
 @pytest.mark.learns
 @pytest.mark.timeout(7200)
 def test_it_learns_what_its_readme_says(tmp_path: Path) -> None:
-    """The mean reward of the samples in the first and the last five steps, and of greedy held-out games at the end; minutes."""
-    run("examples/environments/make_warm_start.py", "guess_number", str(tmp_path / "start"), timeout_s=3600)
-    out = tmp_path / "out"
-    run("-m", "tepo_megatron", "train", EXAMPLE, f"model.path={tmp_path / 'start'}", f"output={out}", timeout_s=7200)
-    first, last = (fmean(row["reward/mean"] for row in some) for some in (rows(out)[1:6], rows(out)[-5:]))
-    greedy = [row["heldout/reward_greedy"] for row in rows(out) if "heldout/reward_greedy" in row]
-    print(f"reward {first:.3f} -> {last:.3f}; held out, greedy: {', '.join(f'{each:.3f}' for each in greedy)}")
-    assert first < 0.65
-    assert last > 0.8
-    assert greedy[-1] > 0.8
+    check_learning("guess_number", EXAMPLE, tmp_path / "out", 0.65, 0.8)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -16,10 +13,10 @@ from tepo_megatron.sampler.rollout_file import read_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
+from tests.support.example_runs import ROOT, assert_replayed, check_learning, run, tepo
+from tests.support.kills import rows
 from tests.support.processes import assert_none_names
-from tests.support.programs import TIMEOUT_S
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = "examples/own_env"
 NOTED = ("train.minibatches=2", "evaluate.every=2", "evaluate.problems=6", "rollout.record=true", "log.train_samples=4")
 SMALL = (
@@ -32,16 +29,6 @@ SMALL = (
 
 THOUSAND = ("train.steps=3", "rollout.prompts_per_step=64", "rollout.samples_per_prompt=8")
 """1 536 episodes, so that a thousand have several turns: one in nine may be over with the first."""
-
-
-def run(*command: str, timeout_s: float = TIMEOUT_S) -> str:
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
-
-
-def rows(out: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_its_files_are_those_that_the_script_writes() -> None:
@@ -65,8 +52,8 @@ def test_an_episode_trains_on_what_was_sampled_and_on_nothing_else(
     start, out, heard = tmp_path / "start", tmp_path / "out", tmp_path / "heard.jsonl"
     run("examples/environments/make_warm_start.py", "own_env", str(start), "--steps", "8")
     noting = f"environment={{name: {ROOT}/tests/support/noting_environment.py:Noting, max_turns: 3, kwargs: {{path: {heard}}}}}"
-    common = ("-m", "tepo_megatron", "train", f"{EXAMPLE}/run.yaml", f"model.path={start}", *NOTED, *sizes)
-    run(*common, noting, f"output={out}", timeout_s=3600)
+    common = ("train", f"{EXAMPLE}/run.yaml", f"model.path={start}", *NOTED, *sizes)
+    tepo(*common, noting, f"output={out}", timeout_s=3600)
     turns = check_episodes(out, heard)
     assert len(turns) == episodes
     assert sum(each > 1 for each in turns) >= several
@@ -81,17 +68,14 @@ def test_an_episode_trains_on_what_was_sampled_and_on_nothing_else(
     gap = max(row["canary/rollouts_max_gap"] for row in rows(out)[1:])
     print(f"{sum(each > 1 for each in turns)} of {len(turns)} episodes with several turns; largest gap {gap:.2g}")
     assert rows(out)[-1]["heldout/reward_greedy"] >= 0
-    shown = run("-m", "tepo_megatron", "samples", str(out), "--train")
+    shown = tepo("samples", str(out), "--train").stdout
     assert "  model:\n" in shown
     assert "  environment:\n" in shown
     assert_none_names(out)
 
     again = tmp_path / "again"
-    run(*common, f"output={again}", f"rollout.replay={out / 'rollouts'}", "rollout.record=false", timeout_s=3600)
-    for first, second in zip(rows(out)[1:], rows(again)[1:], strict=True):
-        for name in ("loss", "grad_norm", "reward/mean", "entropy/mean", "environment/turns", "canary/rollouts_max_gap"):
-            assert first[name] == second[name], name
-    assert (out / "model" / "model.safetensors").read_bytes() == (again / "model" / "model.safetensors").read_bytes()
+    tepo(*common, f"output={again}", f"rollout.replay={out / 'rollouts'}", "rollout.record=false", timeout_s=3600)
+    assert_replayed(again, out)
 
 
 def check_episodes(out: Path, heard: Path) -> list[int]:
@@ -130,14 +114,4 @@ def check_episodes(out: Path, heard: Path) -> list[int]:
     ],
 )
 def test_it_learns_what_its_readme_says(task: str, config: str, begins_below: float, ends_above: float, tmp_path: Path) -> None:
-    """The mean reward of the samples in the first and the last five steps, and of greedy held-out games at the end; minutes."""
-    steps = ("--steps", "200") if task == "own_env" else ()
-    run("examples/environments/make_warm_start.py", task, str(tmp_path / "start"), *steps, timeout_s=3600)
-    out = tmp_path / "out"
-    run("-m", "tepo_megatron", "train", config, f"model.path={tmp_path / 'start'}", f"output={out}", timeout_s=7200)
-    first, last = (fmean(row["reward/mean"] for row in some) for some in (rows(out)[1:6], rows(out)[-5:]))
-    greedy = [row["heldout/reward_greedy"] for row in rows(out) if "heldout/reward_greedy" in row]
-    print(f"reward {first:.3f} -> {last:.3f}; held out, greedy: {', '.join(f'{each:.3f}' for each in greedy)}")
-    assert first < begins_below
-    assert last > ends_above
-    assert greedy[-1] > ends_above
+    check_learning(task, config, tmp_path / "out", begins_below, ends_above, *(("--steps", "200") * (task == "own_env")))

@@ -3,44 +3,36 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.support.example_runs import ROOT, greedy_accuracies, run
+from tests.support.kills import rows
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S
 
-ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
 LOOP = "examples/own_loop/loop.py"
 NOTEBOOK = "examples/notebook/tiny.ipynb"
 
 
-def run(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
-    command = [sys.executable, *arguments]
-    environment = {**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
-
-
 def run_notebook(out: Path, timeout_s: float = TIMEOUT_S, **parameters: Any) -> list[dict[str, Any]]:
     """The rows of its run."""
-    run("-m", "tests.support.worlds.notebook", NOTEBOOK, json.dumps({"output": str(out), **parameters}), timeout_s=timeout_s)
+    parameters |= {"output": str(out)}
+    run("-m", "tests.support.worlds.notebook", NOTEBOOK, json.dumps(parameters), timeout_s=timeout_s, environment=ENVIRONMENT)
     assert_none_names(out)
     assert (out / "notebook.png").read_bytes().startswith(b"\x89PNG")
     assert yaml.safe_load((out / "resolved.yaml").read_text())["reward"]["verifier"] == "(python):last_word_is_the_sum"
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return rows(out)
 
 
 def run_loop(out: Path, *overrides: str, timeout_s: float = TIMEOUT_S) -> list[tuple[float, ...]]:
     """The figures of each line that it prints."""
-    printed = run(LOOP, f"output={out}", *overrides, timeout_s=timeout_s)
+    printed = run(LOOP, f"output={out}", *overrides, timeout_s=timeout_s, environment=ENVIRONMENT).stdout
     assert_none_names(out)
     assert (out / "model" / "model.safetensors").exists()
     return [
@@ -55,9 +47,9 @@ def test_the_loop_runs_as_it_stands(tmp_path: Path) -> None:
 
 
 def test_the_notebook_runs_as_it_stands(tmp_path: Path) -> None:
-    rows = run_notebook(tmp_path / "out", steps=2, prompts=4, heldout=4)
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    assert all(0 <= row["reward/mean"] <= 1 for row in rows[1:])
+    trained = run_notebook(tmp_path / "out", steps=2, prompts=4, heldout=4)
+    assert [row["step"] for row in trained] == [0, 1, 2]
+    assert all(0 <= row["reward/mean"] <= 1 for row in trained[1:])
 
 
 def test_the_notebook_has_no_outputs_and_no_magic() -> None:
@@ -79,7 +71,5 @@ def test_the_loop_learns(tmp_path: Path) -> None:
 @pytest.mark.learns
 @pytest.mark.timeout(7200)
 def test_the_notebook_learns(tmp_path: Path) -> None:
-    rows = run_notebook(tmp_path / "out", timeout_s=7000)
-    greedy = [row["accuracy/greedy"] for row in rows if row.get("accuracy/greedy") is not None]
-    print("held out, greedy:", greedy)
-    assert max(greedy) >= 0.85
+    run_notebook(tmp_path / "out", timeout_s=7000)
+    assert max(greedy_accuracies(tmp_path / "out")) >= 0.85

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tepo_megatron.tasks.data.addition import solution
 from tepo_megatron.tasks.data.problems import load_problems
-from tepo_megatron.tasks.data.tasks.addition import solution
+from tests.support.example_runs import ROOT, SMALL_RUN, tepo
+from tests.support.kills import rows
 from tests.support.processes import assert_none_names
-from tests.support.programs import TIMEOUT_S
-from tests.support.small_run import SMALL_RUN
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = "examples/own_reward"
 COMPONENTS = ("correct", "carry", "brief")
 SMALL = (
@@ -39,11 +38,6 @@ def judge() -> Iterator[str]:
         process.kill()
 
 
-def tepo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tepo_megatron", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-
-
 def test_its_files_are_those_that_the_script_writes() -> None:
     problems = load_problems(str(ROOT / EXAMPLE / "problems.jsonl"))
     heldout = load_problems(str(ROOT / EXAMPLE / "heldout.jsonl"))
@@ -59,7 +53,6 @@ def test_its_verifier_by_itself(judge: str, tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text(json.dumps(line) + "\n")
     arguments = ("reward", "try", str(tmp_path / "mine.jsonl"), "--run", f"{EXAMPLE}/run.yaml")
     done = tepo(*arguments, f"reward.kwargs.base_url={judge}", "--json")
-    assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
     assert [row["components"] for row in shown["responses"]] == [
         {"correct": 1.0, "carry": 1.0, "brief": 1.0},
@@ -68,18 +61,15 @@ def test_its_verifier_by_itself(judge: str, tmp_path: Path) -> None:
     ]
     assert [row["reward"] for row in shown["responses"]] == pytest.approx([1.3, 0.1, 1.1])
     assert (shown["failed"], shown["mean"]) == (0, pytest.approx(2.5 / 3))
-    outage = tepo(*arguments, "reward.kwargs.base_url=http://127.0.0.1:9/v1", "reward.kwargs.retries=0")
-    assert outage.returncode == 1
+    outage = tepo(*arguments, "reward.kwargs.base_url=http://127.0.0.1:9/v1", "reward.kwargs.retries=0", code=1)
     assert "failed: problem 'mine:1': the verifier raised JudgeError: the judge at http://127.0.0.1:9/v1" in outage.stdout
     assert "3 responses, 3 failed" in outage.stdout
 
 
 def test_a_run_trains_on_its_components(judge: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = tepo("train", f"{EXAMPLE}/run.yaml", f"output={out}", f"reward.kwargs.base_url={judge}", *SMALL)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    for row in rows[1:]:
+    tepo("train", f"{EXAMPLE}/run.yaml", f"output={out}", f"reward.kwargs.base_url={judge}", *SMALL)
+    for row in rows(out)[1:]:
         weighed = sum(weight * row[f"reward/{name}"] for name, weight in zip(COMPONENTS, (1.0, 0.2, 0.1), strict=True))
         assert row["reward/mean"] == pytest.approx(weighed, abs=1e-6)
         assert row["reward/failed"] == 0
@@ -87,6 +77,5 @@ def test_a_run_trains_on_its_components(judge: str, tmp_path: Path) -> None:
     assert set(sample["greedy"]["components"]) == set(COMPONENTS)
     assert set(sample["metadata"]) == {"carry"}
     again = tepo("reward", "try", str(out / "samples.jsonl"), "--run", f"{EXAMPLE}/run.yaml", f"reward.kwargs.base_url={judge}")
-    assert again.returncode == 0, again.stdout + again.stderr
     assert all(name in again.stdout for name in COMPONENTS)
     assert_none_names(out)

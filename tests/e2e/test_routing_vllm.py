@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Response, Rollout
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.rollout_file import write_rollouts

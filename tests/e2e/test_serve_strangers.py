@@ -13,12 +13,11 @@ import httpx
 import pytest
 
 from tests.support import stranger
+from tests.support.kills import RUN
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S
 from tests.support.server_routes import assert_routes_need_the_key
 from tests.support.sockets import family, listeners, unix_sockets
-
-RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

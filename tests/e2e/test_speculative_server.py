@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tepo_megatron.config.rollout_server import ServerConfig, SpeculativeConfig
+from tepo_megatron.config.rollout import ServerConfig, SpeculativeConfig
 from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tests.e2e.test_rollout_server import EOS, greedy_after, random_model, sync

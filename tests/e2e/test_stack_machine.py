@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +11,15 @@ from tepo_megatron.sampler.rollout_file import read_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
-from tepo_megatron.tasks.reward.stack_machine import StackMachine
+from tepo_megatron.tasks.reward.programs import StackMachine
+from tests.support.example_runs import SMALL_RUN, greedy_accuracies, tepo
+from tests.support.kills import rows
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S
 
-ROOT = Path(__file__).parents[2]
 SMALL = (
-    "train.steps=2",
+    *SMALL_RUN,
     "rollout.prompts_per_step=16",
-    "rollout.samples_per_prompt=4",
-    "train.minibatches=2",
-    "evaluate.every=2",
     "evaluate.problems=40",
     "evaluate.samples=2",
     "rollout.record=true",
@@ -32,20 +27,18 @@ SMALL = (
 
 
 def train(out: Path, *settings: str, timeout_s: float = TIMEOUT_S) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "tepo_megatron", "train", "examples/stack_machine/run.yaml", f"output={out}", *settings]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    tepo("train", "examples/stack_machine/run.yaml", f"output={out}", *settings, timeout_s=timeout_s)
     assert_none_names(out)
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return rows(out)
 
 
 def test_what_is_sampled_is_run_and_several_programs_are_right(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    rows = train(out, *SMALL)
+    trained = train(out, *SMALL)
     problems = {problem.id: problem for problem in load_problems("builtin:stack-machine")}
     tokenizer, machine = load_tokenizer(resolve_model_path("builtin:stack-machine")), StackMachine()
     right: list[tuple[str, str]] = []
-    for step, row in enumerate(rows[1:]):
+    for step, row in enumerate(trained[1:]):
         rewards = []
         for rollout in read_rollouts(out / "rollouts", step):
             program = tokenizer.decode(rollout.response_ids.tolist())
@@ -56,13 +49,13 @@ def test_what_is_sampled_is_run_and_several_programs_are_right(tmp_path: Path) -
         assert row["reward/failed"] == 0
     assert 0.1 < len(right) / 128 < 0.9
     assert any(program != problems[name].answer for name, program in right)
-    assert {"accuracy/greedy", "accuracy/avg@k"} <= set(rows[0])
+    assert {"accuracy/greedy", "accuracy/avg@k"} <= set(trained[0])
 
 
 @pytest.mark.learns
 def test_it_learns_what_its_readme_says(tmp_path: Path) -> None:
     """Held-out formulas, greedily; minutes, on two cores."""
-    rows = train(tmp_path / "out", timeout_s=7200)
-    greedy = [row["accuracy/greedy"] for row in rows if "accuracy/greedy" in row]
+    train(tmp_path / "out", timeout_s=7200)
+    greedy = greedy_accuracies(tmp_path / "out")
     assert greedy[0] < 0.75
     assert greedy[-1] >= 0.85

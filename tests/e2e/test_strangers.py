@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import pytest
 from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
 from tepo_megatron.tools.faults.strangers import plain_files
 from tests.support import stranger
+from tests.support.kills import RUN, last_step, wait_for_rows
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S
 from tests.support.server_routes import assert_routes_need_the_key
@@ -30,7 +30,6 @@ SMALL = [
     *("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.sampling.max_new_tokens=4"),
     *("rollout.server.tp=2", "evaluate.every=0", "train.steps=100000", "log.tensorboard=false"),
 ]
-RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
 
 
 @dataclass(frozen=True)
@@ -43,23 +42,8 @@ class Run:
     private: Path
     """The folder in which the ranks meet, and below which the servers' sockets and temporary files are."""
 
-    def steps(self) -> int:
-        return steps(self.out)
-
     def wait_for_steps(self, more: int) -> None:
-        wait_for_steps(self.process, self.out, self.steps() + more)
-
-
-def steps(out: Path) -> int:
-    return len((out / "metrics.jsonl").read_text().splitlines()) if (out / "metrics.jsonl").exists() else 0
-
-
-def wait_for_steps(process: subprocess.Popen[str], out: Path, count: int) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while steps(out) < count:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "no step in time"
-        time.sleep(0.1)
+        wait_for_rows(self.process, self.out, last_step(self.out) + 1 + more)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     with (out.parent / "printed").open("w") as printed:
         process = subprocess.Popen(command, stdout=printed, stderr=printed, text=True, start_new_session=True)
     try:
-        wait_for_steps(process, out, 3)  # the weights have travelled, and do again
+        wait_for_rows(process, out, 3)  # the weights have travelled, and do again
         (server,) = [each for each in family(process.pid) if "vllm.entrypoints.openai.api_server" in each.cmdline()[:4]]
         environment, arguments = server.environ(), server.cmdline()
         url = f"http://{arguments[arguments.index('--host') + 1]}:{arguments[arguments.index('--port') + 1]}"

@@ -7,22 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.runtime.watch.heartbeat import read_records
+from tepo_megatron.runtime.heartbeat import read_records
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
-from tests.support.kills import last_step
+from tests.support.kills import RUN, rows, wait_for_rows
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S
 
-RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
 SETTINGS = [
     "rollout.prompts_per_step=4",
     "rollout.samples_per_prompt=2",
@@ -35,28 +32,22 @@ SETTINGS = [
 ]
 
 
-HUGE = 3e38
-"""A reward that is a number, of which three tokens' sum is none in fp32."""
+HUGE = 1e15
+"""The largest reward. With the small divisor below, the square of its gradient's norm is no number in fp32."""
+OVERFLOWS = ("objective.preset=dr_grpo", "objective.aggregation.constant=1e-10")
 
 
 def given_rollouts(folder: Path, steps: int) -> Path:
     """Random tokens, the same in every step."""
     for step in range(steps):
-        write_rollouts(folder, step, [given_rollout(step, at) for at in range(8)])
+        rollouts = []
+        for number in range(8):
+            pair = number // 2
+            ids, logprobs = (5, 6 + number, 7), (-2.0, -2.5, -3.0)
+            version = WeightsVersion(step)
+            rollouts.append(Rollout(f"p{pair}", pair, (3, 4 + pair), ids, logprobs, "stop", version, reward=number % 2 * 1.0))
+        write_rollouts(folder, step, rollouts)
     return folder
-
-
-def given_rollout(step: int, at: int) -> Rollout:
-    return Rollout(
-        f"p{at // 2}",
-        at // 2,
-        (3, 4 + at // 2),
-        (5, 6 + at, 7),
-        (-2.0, -2.5, -3.0),
-        "stop",
-        WeightsVersion(step),
-        reward=at % 2 * 1.0,
-    )
 
 
 def start(output: Path, rollouts: Path, *settings: str, command: str = "train") -> subprocess.Popen[str]:
@@ -75,17 +66,12 @@ def status(output: Path) -> str:
     return CliRunner().invoke(app, ["status", str(output)]).output
 
 
-def rows(output: Path) -> list[dict[str, Any]]:
-    path = output / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def test_a_step_with_a_nan_costs_that_step_alone(tmp_path: Path) -> None:
     output, rollouts = tmp_path / "out", given_rollouts(tmp_path / "rollouts", 3)
     broken = read_rollouts(rollouts, 1)
     broken[5] = replace(broken[5], reward=HUGE)
     write_rollouts(rollouts, 1, broken)
-    process = start(output, rollouts, "train.steps=3", "engine.parallel.tp=2", "objective.preset=dr_grpo")
+    process = start(output, rollouts, "train.steps=3", "engine.parallel.tp=2", *OVERFLOWS)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
     skips = [row.get("update/skipped") for row in rows(output)]
@@ -108,7 +94,7 @@ def test_too_many_skips_end_the_run_with_their_first_cause(tmp_path: Path) -> No
     output, rollouts = tmp_path / "out", given_rollouts(tmp_path / "rollouts", 2)
     broken = [replace(each, reward=each.reward * HUGE) for each in read_rollouts(rollouts, 0)]
     write_rollouts(rollouts, 0, broken)
-    settings = ["train.steps=2", "train.max_skipped=1", "engine.parallel.dp=2", "objective.preset=dr_grpo"]
+    settings = ["train.steps=2", "train.max_skipped=1", "engine.parallel.dp=2", *OVERFLOWS]
     process = start(output, rollouts, *settings)
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
@@ -117,7 +103,7 @@ def test_too_many_skips_end_the_run_with_their_first_cause(tmp_path: Path) -> No
         "step 1, mini-batch 1 of 2: "
     )
     assert len(err.splitlines()) == 1
-    assert f"the rollouts lie in {output}/skipped. Look there" in err
+    assert f"the rollouts are in {output}/skipped. Look there" in err
     assert read_rollouts(output / "skipped", 0) == broken
     assert "failed: 2 optimizer steps in a row were skipped" in status(output)
 
@@ -126,11 +112,7 @@ def test_a_rank_that_is_stopped_ends_the_job_and_the_run_goes_on_when_resumed(tm
     output, rollouts = tmp_path / "out", given_rollouts(tmp_path / "rollouts", 400)
     process = start(output, rollouts, "train.steps=400", "train.save_every=2", "engine.parallel.tp=2")
     try:
-        end = time.monotonic() + TIMEOUT_S
-        while last_step(output) < 3:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < end, "no step in time"
-            time.sleep(0.05)
+        wait_for_rows(process, output, 4)
         (pid,) = [record.pid for record in read_records(output / "status") if record.rank == 1]
         os.kill(pid, signal.SIGSTOP)
         text = status(output)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tepo_megatron.trainer.megatron.platform.gpu import gpu_capability
+from tepo_megatron.trainer.megatron.gpu import gpu_capability
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
 

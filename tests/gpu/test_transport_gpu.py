@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, megatron_ranks, tensor_shapes, vllm_ranks
-from tepo_megatron.weights.reshard.plan import reshard_plan
+from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, megatron_ranks, vllm_ranks
+from tepo_megatron.weights.reshard import reshard_plan
+from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer import move
 from tepo_megatron.weights.transfer.sender import ShardSender, decode_order, order_key
 from tepo_megatron.weights.transfer.transport import TransportName, connect
@@ -156,7 +157,7 @@ def test_what_goes_to_another_gpu_is_passed_on_there() -> None:
 
 
 def test_what_leaves_a_gpu_frees_its_memory_and_comes_back() -> None:
-    from tepo_megatron.trainer.megatron.policy.offload import OffloadedStorages
+    from tepo_megatron.trainer.megatron.offload import OffloadedStorages
 
     device = torch.device("cuda", 0)
     whole = torch.randn(2**24, device=device)

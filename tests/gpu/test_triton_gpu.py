@@ -1,11 +1,15 @@
-"""Triton's kernels on a GPU, against the dense fp64 oracle, at the sizes that they are made for."""
+"""Scores on a GPU, against the dense fp64 oracle: Triton's kernels, kept tokens, and the fused head."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
+from tepo_megatron.core.scores import fused_linear, fused_linear_logprob_and_entropy, logprob_and_entropy
 from tests.support.dense_scores import dense_logprob_and_entropy
 from tests.support.score_cases import cases, compare, loss
 
@@ -116,3 +120,89 @@ def test_fused_with_the_head():
     expected = torch.autograd.grad(loss(oracle, weights), (dense_hidden, dense_head))
     for mine, theirs in zip(own, expected, strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)])
+def test_kept_tokens_match_the_dense_oracle(dtype: torch.dtype, rtol: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = (3 * torch.randn(64, 500, generator=generator)).to(dtype)
+    labels = torch.randint(0, 500, (64,), generator=generator)
+    others = (labels[:, None] + 1 + torch.arange(40) * 7) % 500
+    kept = torch.where(torch.arange(40) < torch.randint(0, 41, (64, 1), generator=generator), others, -1)
+    mask = torch.rand(64, generator=generator) < 0.7
+    dense = logits.double().requires_grad_()
+    options: dict[str, Any] = {"temperature": 0.7, "mask_T": mask, "entropy_slope": True}
+    oracle = dense_logprob_and_entropy(dense, labels, kept_TK=kept, **options)
+    (oracle.logprob - 0.3 * oracle.entropy).sum().backward()
+    leaf = logits.cuda().requires_grad_()
+    options["mask_T"] = mask.cuda()
+    scores = logprob_and_entropy(
+        leaf.view_as(leaf), labels.cuda(), kept_TK=kept.cuda(), inplace_backward=True, backend="auto", **options
+    )
+    (scores.logprob - 0.3 * scores.entropy).sum().backward()
+    for name in ("logprob", "entropy", "entropy_slope"):
+        ours, theirs = getattr(scores, name).detach(), getattr(oracle, name).detach()
+        torch.testing.assert_close(ours.cpu().double(), theirs, atol=1e-5, rtol=0)
+    assert leaf.grad is not None
+    assert dense.grad is not None
+    torch.testing.assert_close(leaf.grad.cpu().double(), dense.grad, atol=rtol * dense.grad.abs().max().item(), rtol=rtol)
+
+
+def _head(tokens, vocab, hidden):
+    """bf16 hidden states and head, labels, and an fp32 main_grad of zeros, as Megatron's DDP gives one."""
+    torch.manual_seed(0)
+    states = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight: Any = torch.nn.Parameter((torch.randn(vocab, hidden, device="cuda") / hidden**0.5).bfloat16())
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(vocab, hidden, device="cuda"), False
+    return states, weight, torch.randint(0, vocab, (tokens,), device="cuda")
+
+
+def _backward(states, weight, labels):
+    scores = fused_linear_logprob_and_entropy(states, weight, labels, gradient_accumulation_fusion=True)
+    (scores.logprob.sum() - 0.1 * scores.entropy.sum()).backward()
+
+
+def test_products_are_summed_in_fp32(monkeypatch):
+    """A chunk's product that was rounded to bf16 would err by 2^-9 of itself."""
+    monkeypatch.setattr(fused_linear, "_CHUNK_BYTES_ACCELERATOR", 256 * 4096 * 6)
+    products, add = [], fused_linear._add_product
+
+    def noted(total, left, right):
+        products.append((left.clone(), right.clone()))
+        add(total, left, right)
+
+    monkeypatch.setattr(fused_linear, "_add_product", noted)
+    states, weight, labels = _head(2048, 4096, 256)
+    _backward(states, weight, labels)
+    assert len(products) == 8
+    exact = sum(left.double() @ right.double() for left, right in products)
+    rounded = sum((left @ right).float() for left, right in products)
+    error = (weight.main_grad.double() - exact).norm()
+    assert error < 0.02 * (rounded.double() - exact).norm()
+    assert weight.grad_added_to_main_grad
+
+
+def test_logits_of_bfloat16_are_not_rounded():
+    """Against float64, on the scale of a 70B's logits; rounded logits would err by 0.03."""
+    states, weight, labels = _head(300, 16032, 4096)
+    weight = (8 * weight.detach()).bfloat16()
+    with torch.no_grad():
+        scores = fused_linear_logprob_and_entropy(states, weight, labels, entropy_slope=True)
+        oracle = dense_logprob_and_entropy(states.double() @ weight.double().t(), labels, entropy_slope=True)
+    for name in ("logprob", "entropy", "entropy_slope"):
+        torch.testing.assert_close(getattr(scores, name).double(), getattr(oracle, name), rtol=1e-4, atol=1e-4)
+
+
+def test_it_takes_a_chunk_of_logits_and_not_a_micro_batch_of_them():
+    tokens, vocab, hidden = 8192, 128256, 1024
+    states, weight, labels = _head(tokens, vocab, hidden)
+    logits = 2 * tokens * vocab
+    for _ in range(2):  # the first call compiles
+        states.grad = weight.grad = None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        _backward(states, weight, labels)
+        torch.cuda.synchronize()
+    # 256 MiB of a chunk, 251 MiB that stand for the weight's gradient in its dtype, 32 MiB of hidden states and their gradient
+    assert torch.cuda.max_memory_allocated() - before < 0.3 * logits

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tepo_megatron.weights.storage.manifest import FORMAT, FileRecord, write_durably, write_manifest
-from tepo_megatron.weights.storage.planned_files import write_boxes
+from tepo_megatron.weights.storage.stored import write_boxes
 
 
 def make_whole(parent: Path, step: int, *, ranks: int = 2, **state: Any) -> Path:

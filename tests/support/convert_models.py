@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from tepo_megatron.weights.architecture import read_model_spec
-from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, tensor_shapes
+from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout
 from tepo_megatron.weights.storage.hf_folder import write_model, write_stream
 from tepo_megatron.weights.storage.stored import box_key
+from tepo_megatron.weights.table import tensor_shapes
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

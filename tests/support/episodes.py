@@ -12,10 +12,9 @@ from typing import Any
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, WeightsVersion, token_ids
 from tepo_megatron.sampler.protocol import KeyedResponse
-from tepo_megatron.tasks.environments.agents.chat_requests import ChatRequest
+from tepo_megatron.tasks.environments.agent_session import ChatRequest
 from tepo_megatron.tasks.environments.episodes import EpisodeEnd
-from tepo_megatron.tasks.environments.host import EpisodeAnswer, read_action, read_problem
-from tepo_megatron.tasks.environments.protocol import StepResult
+from tepo_megatron.tasks.environments.protocol import EpisodeAnswer, StepResult, read_action, read_problem
 
 END, VOCABULARY, TURN = 2, 50, 6
 """The end token, the model's tokens, and the longest turn."""

@@ -19,7 +19,7 @@ from tepo_megatron.core.rollout import Response, Rollout, WeightsVersion
 from tepo_megatron.run.sampling.collector import RolloutCollector
 from tepo_megatron.run.sampling.journal import Journal
 from tepo_megatron.run.sampling.step_rewards import StepRewards
-from tepo_megatron.runtime.watch.heartbeat import Heartbeat
+from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.sampler.rollout_file import read_record
 from tepo_megatron.sampler.sampling import Sampling, make_sample
 from tepo_megatron.tasks.protocol import RewardResult

@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.sampler.fleet.fleet import Fleet
-from tepo_megatron.sampler.vllm.client.client import PROGRESS
+from tepo_megatron.sampler.vllm.plugin.middleware import PROGRESS
 from tepo_megatron.sampler.vllm.wire import SAMPLES
 from tests.support.samples import Sample, answer, response
 

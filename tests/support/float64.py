@@ -13,7 +13,7 @@ from torch import Tensor
 from tepo_megatron.core.rollout import not_recorded
 from tepo_megatron.core.types import Batch
 from tepo_megatron.weights.architecture import EXPERT_BIAS
-from tepo_megatron.weights.layouts.table import EXPERT_NAMES
+from tepo_megatron.weights.table import EXPERT_NAMES
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,38 @@ class Oracle:
         return float(torch.stack([gradient.norm() for gradient in self.gradients.values()]).norm())
 
 
+def _load(folder: Path) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+
+
+@torch.no_grad()
+def token_scores(
+    folder: Path, batch: Batch, *, temperature: float, weights: dict[str, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the labels and entropies, [T] each, by the model of a folder, or by other weights of it."""
+    model = _load(folder)
+    if weights is not None:
+        model.load_state_dict({name: tensor.double() for name, tensor in weights.items()})
+    rows = [model(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())]
+    logprobs_TV = (torch.cat(rows) / temperature).log_softmax(-1)
+    return logprobs_TV.gather(1, batch.labels_T[:, None])[:, 0], -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+
+
+@torch.no_grad()
+def prompt_logprobs(folder: Path, prompt: list[int]) -> list[float]:
+    """Of every token but the first, at temperature 1."""
+    logprobs_TV: Tensor = _load(folder)(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    return logprobs_TV[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+
+
 def oracle_of(folder: Path, batch: Batch, *, aux_loss: float = 0.0) -> Oracle:
     """Runs the model of a folder forward and backward, with the experts of ``batch.routed_experts_T`` where it has them.
 
     ``aux_loss``: the coefficient of each layer's load-balancing loss over the whole batch, with such experts.
     """
-    import transformers
-
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+    oracle = _load(folder)
     lengths = batch.lengths_S.tolist()
     routers: list[_Replayed] = []
     if batch.routed_experts_T is not None:

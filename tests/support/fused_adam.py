@@ -115,7 +115,7 @@ def instead_of_transformer_engine() -> Iterator[None]:
     import megatron.core.optimizer as megatron
     from megatron.core.optimizer import distrib_optimizer, optimizer_config
 
-    from tepo_megatron.trainer.megatron.policy import optimizer as ours
+    from tepo_megatron.trainer.megatron import policy as ours
 
     modules = {"transformer_engine": ModuleType("transformer_engine"), "transformer_engine.pytorch": ModuleType("pytorch")}
     module = modules["transformer_engine.pytorch.optimizers"] = ModuleType("optimizers")

@@ -112,3 +112,16 @@ class Slow:
     def step(self, action: ResponseText) -> StepResult:
         time.sleep(0.2)
         return StepResult(self.says, reward=float(self.says))
+
+
+class Says:
+    """Says what it was made with."""
+
+    def __init__(self, first: Any = None, then: Any = None, reward: Any = 0.0) -> None:
+        self.first, self.then, self.reward = first, then, reward
+
+    def reset(self, problem: Problem, seed: int) -> Any:
+        return self.first
+
+    def step(self, action: ResponseText) -> StepResult:
+        return StepResult(self.then, self.reward)

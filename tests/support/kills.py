@@ -22,8 +22,8 @@ Moment = Callable[[], bool]
 """Whether the time has come; asked again and again."""
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tepo_megatron", "train", str(RUN), *arguments]
+def start(*arguments: str, runner: Sequence[str] = ()) -> subprocess.Popen[str]:
+    command = [sys.executable, *runner, "-m", "tepo_megatron", "train", str(RUN), *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
@@ -54,9 +54,9 @@ def kill_server() -> bool:
     return False
 
 
-def train(*arguments: str) -> str:
+def train(*arguments: str, runner: Sequence[str] = ()) -> str:
     """Trains to the end; what was printed."""
-    process = start(*arguments)
+    process = start(*arguments, runner=runner)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, f"exit code {process.returncode}\n{out[-3000:]}\n{err[-3000:]}"
     return out
@@ -85,6 +85,14 @@ def last_step(folder: Path) -> int:
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return int(json.loads(lines[-1])["step"]) if lines and lines[-1].endswith("}\n") else -1
+
+
+def wait_for_rows(process: subprocess.Popen[str], folder: Path, count: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while last_step(folder) < count - 1:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no step in time"
+        time.sleep(0.05)
 
 
 def without_times(folder: Path) -> list[dict[str, Any]]:

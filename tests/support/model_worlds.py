@@ -13,6 +13,7 @@ import torch
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.weights.architecture import is_always_fp32
+from tests.support.launch import end_model_parallel
 
 
 def save_random_model(family: str, settings: Mapping[str, Any], out: Path, *, seed: int) -> None:
@@ -76,9 +77,7 @@ def in_turn(runs: Iterable[dict[str, Any]], one_model: Callable[[dict[str, Any]]
     engine: Any = None
     for run in runs:
         if engine is not None:
-            from megatron.core import parallel_state
-
-            parallel_state.destroy_model_parallel()
+            end_model_parallel()
         engine = one_model(run)
     engine.close()
 

@@ -5,8 +5,8 @@ from functools import partial
 import torch
 from hypothesis import strategies as st
 
-from tepo_megatron.core.objective.checking.steps import make_step as make_batch
-from tepo_megatron.core.objective.checking.steps import pick, summary, whole
+from tepo_megatron.core.objective.checking import make_step as make_batch
+from tepo_megatron.core.objective.checking import pick, summary, whole
 
 __all__ = ["VALUES", "assert_same", "make_batch", "masks", "pick", "summary", "whole"]
 

@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.core.rollout import Response, WeightsVersion, token_ids
-from tepo_megatron.core.sampling_mask import SamplingMask
+from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.core.rollout import Response, SamplingMask, WeightsVersion, token_ids
 from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, NO_SERVERS, KeyedResponse, SamplerOptions
 from tepo_megatron.sampler.sampling import Sampling, SamplingSettings, join_parts, make_sample, prompt_seed
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest

@@ -18,24 +18,24 @@ from torch import Tensor
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.objective.trust_region import next_clip_range
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.scores import logprob_and_entropy
+from tepo_megatron.core.scores.noise import noise_quantiles, rerounded
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 from tepo_megatron.errors import NotFiniteError
-from tepo_megatron.trainer.checkpoints.folder import checkpoint_folder, read_state
-from tepo_megatron.trainer.checkpoints.run_compatibility import describe_run
+from tepo_megatron.trainer.checkpoint_folder import checkpoint_folder, read_state
 from tepo_megatron.trainer.packing import pack
 from tepo_megatron.trainer.protocol import SavedCheckpoint, TensorMeta, UpdateResult
+from tepo_megatron.trainer.run_compatibility import describe_run
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.geometry import Box, Shard
 from tepo_megatron.weights.storage.hf_folder import write_model
 from tepo_megatron.weights.storage.manifest import FORMAT, STATE, check_whole, write_durably, write_manifest
-from tepo_megatron.weights.storage.planned_files import write_boxes
-from tepo_megatron.weights.storage.stored import box_key, open_boxes
+from tepo_megatron.weights.storage.stored import box_key, open_boxes, write_boxes
 from tepo_megatron.weights.transfer.digests import fingerprint
 
 T = TypeVar("T")
-NOISE = [f"{name}/noise/{level}" for name in ("entropy", "ratio", "sequence_ratio") for level in ("p50", "p90", "p99")]
 
 
 def make_trainer(config: RunConfig, model_dir: Path, *, shares_gpus: bool = False) -> ReferenceTrainer:
@@ -54,7 +54,8 @@ class ReferenceTrainer:
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(model_dir, **options).eval()
         self.params: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
         self.objective = build_objective(config.objective)
-        self.counters: dict[str, Any] = {"updates": 0, "updates_skipped": 0, "entropy_noise": 0.0}
+        self.counters: dict[str, Any] = {"updates": 0, "updates_skipped": 0, "entropy_noise": 0.0, "clip_range": None}
+        self.moves: list[Tensor] = []
         self.lr = 0.0
         optimizer = config.optimizer
         groups = [
@@ -101,11 +102,22 @@ class ReferenceTrainer:
         )
 
     def update(self, batch: Batch, *, last: bool = True) -> UpdateResult:
+        result = self._update(batch)
+        self.moves += [] if result.moves is None else [result.moves]
+        if last and self.moves:
+            before = self.counters["clip_range"]
+            region = self.config.objective.trust_region
+            self.counters["clip_range"] = next_clip_range(region, torch.stack(self.moves).sum(0), before)
+            self.moves = []
+        return result
+
+    def _update(self, batch: Batch) -> UpdateResult:
         self.adam.zero_grad()
         outputs: list[ObjectiveOutput] = []
         micro_batches = [batch.select(sequences) for sequences in self.micro_batches(batch)]
         try:
-            context = self.objective.prepare(batch, entropy_noise=self.counters["entropy_noise"])
+            measured = {name: self.counters[name] for name in ("entropy_noise", "clip_range")}
+            context = self.objective.prepare(batch, **measured)
             for micro in micro_batches:
                 output = self.objective(self.token_scores(self.model, micro, train=True), micro, context)
                 (output.numerator / output.denominator).backward()
@@ -132,7 +144,9 @@ class ReferenceTrainer:
             for name in outputs[0].extrema
         }
         values = _recorded(micro_batches, outputs)
-        return UpdateResult(loss, grad_norm, self.lr, sums, extrema, token_values=values)
+        counts = [output.moves for output in outputs if output.moves is not None]
+        moves = torch.stack(counts).sum(0) if counts else None
+        return UpdateResult(loss, grad_norm, self.lr, sums, extrema, token_values=values, moves=moves)
 
     def skip(self, cause: str, grad_norm: float) -> UpdateResult:
         self.counters["updates_skipped"] += 1
@@ -151,7 +165,17 @@ class ReferenceTrainer:
         return parts
 
     def measure_noise(self, batch: Batch) -> dict[str, float]:
-        return dict.fromkeys(NOISE, 0.0)  # each sequence is computed alone
+        few = batch.select(range(min(batch.num_sequences, self.config.engine.noise_sequences)))
+        try:
+            with torch.no_grad():
+                first = self.token_scores(self.model, few)
+                with rerounded(self.params.values()):
+                    second = self.token_scores(self.model, few)
+        except NotFiniteError:
+            return {}
+        noise = noise_quantiles(first, second, few)
+        self.counters["entropy_noise"] = noise["entropy/noise/p99"]
+        return noise
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
         rest = tuple(prompt[1:])
@@ -282,6 +306,7 @@ class ReferenceCheckpoints:
     def load(self, folder: Path, checked: dict[str, Any] | None = None) -> dict[str, Any]:
         trainer, state = self._trainer, checked or self.check(folder)
         trainer.counters = {name: state[name] for name in trainer.counters}
+        trainer.moves = []
         stored = {kind: open_boxes(folder, kind) for kind in ("master", "exp_avg", "exp_avg_sq")}
         for kind, name, _ in list(self.states()):
             param = trainer.params[name]

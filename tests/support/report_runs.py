@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from tepo_megatron.run.metrics.token_file import TokenPrompt, TokenSamples, encode_tokens, token_file
+from tepo_megatron.run.metrics import TokenPrompt, TokenSamples, encode_tokens, token_file
 
 HOSTILE = '</script><img src=x onerror="window.attacked = 1"><script>window.attacked = 2</script>'
 """What a model may write to take over the page that shows it."""

@@ -7,7 +7,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from tepo_megatron.sampler.vllm.plugin.middleware import USE
+from tepo_megatron.sampler.vllm.plugin.middleware import USE_ADAPTER
 from tepo_megatron.sampler.vllm.wire import ABORT, SAMPLES
 from tests.support import stranger
 
@@ -26,7 +26,7 @@ def routes() -> list[tuple[str, str]]:
         for source in (Path(spec.origin).parent / "entrypoints").rglob("*.py")
         for method, path in stated.findall(source.read_text())
     }
-    found |= {("POST", SAMPLES), ("POST", ABORT), ("POST", USE)}
+    found |= {("POST", SAMPLES), ("POST", ABORT), ("POST", USE_ADAPTER)}
     found |= {
         ("GET", path) for path in ("/", "/metrics", "/openapi.json", "/docs", "/nowhere", "/health/", "//health", "/health/1")
     }

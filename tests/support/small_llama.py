@@ -26,7 +26,7 @@ def write_llama(folder: Path, *, scale: float = 0.2, spike: float = 500.0, **cha
     from safetensors.torch import save_file
 
     from tepo_megatron.weights.architecture import model_spec
-    from tepo_megatron.weights.layouts.table import tensor_shapes
+    from tepo_megatron.weights.table import tensor_shapes
 
     config, generator = llama_config(**changes), torch.Generator().manual_seed(0)
     tensors = {

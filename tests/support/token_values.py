@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tepo_megatron.run.metrics.token_file import TokenPrompt, TokenSamples
+from tepo_megatron.run.metrics import TokenPrompt, TokenSamples
 
 
 def made_up_tokens(step: int = 30, lengths: Sequence[int] = (3, 0, 5, 2), *, seed: int = 0) -> TokenSamples:

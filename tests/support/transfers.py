@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.weights.geometry import ReshardPlan
-from tepo_megatron.weights.layouts import megatron_ranks, tensor_shapes, vllm_ranks
-from tepo_megatron.weights.reshard.plan import reshard_plan
+from tepo_megatron.weights.layouts import megatron_ranks, vllm_ranks
+from tepo_megatron.weights.reshard import reshard_plan
+from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer import move
-from tepo_megatron.weights.transfer.messages import destination_ends, queues, source_ends, wire_dtype
+from tepo_megatron.weights.transfer.move import destination_ends, queues, source_ends, wire_dtype
 from tepo_megatron.weights.transfer.sender import decode_order, encode_order
 from tepo_megatron.weights.transfer.transport import Transport
 from tepo_megatron.weights.transfer.transports.ipc import IpcGroup

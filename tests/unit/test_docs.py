@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from tepo_megatron.config.loading.schema import schema_rows
+from tepo_megatron.config.schema import schema_rows
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tepo_megatron"
@@ -234,7 +234,7 @@ def test_one_range_of_pythons_is_stated_everywhere() -> None:
 
 
 def test_the_number_of_cpu_patches_is_the_decisions() -> None:
-    from tepo_megatron.trainer.megatron.platform.platform import cpu_patches
+    from tepo_megatron.trainer.megatron.platform import cpu_patches
 
     number = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven")[len(cpu_patches())]
     assert f"{number} patches and one torch function mode" in " ".join(text_of("docs/decisions/005-cpu-patches.md").split())

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.config.loading.schema import schema_rows
 from tepo_megatron.config.objective.presets import PRESETS
-from tepo_megatron.run.metrics.metrics import PHASES
+from tepo_megatron.config.schema import schema_rows
+from tepo_megatron.run.metrics import PHASES
 from tepo_megatron.weights.architecture import FAMILIES
-from tepo_megatron.weights.layouts.table import EXPERT_NAMES
+from tepo_megatron.weights.table import EXPERT_NAMES
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tepo_megatron"
@@ -81,7 +81,7 @@ def test_the_list_for_an_architecture_names_every_place() -> None:
     places = {path for architecture in FAMILIES for path in places_of(architecture)}
     for path in (
         "weights/architecture.py",
-        "weights/layouts/table.py",
+        "weights/table.py",
         "trainer/megatron/model/model.py",
         "README.md",
         *places,
@@ -149,10 +149,10 @@ def metrics_in_code() -> dict[str, str]:
                 for key in _keys_written(node):
                     if NAME.fullmatch(key) and key not in NOT_METRICS:
                         found[key] = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
-    quantiles = keys("tepo_megatron/trainer/megatron/step/score.py", "_QUANTILES")
-    found |= {f"time/{name}": "run/metrics/metrics.py: PHASES" for name in (*PHASES, "other", "step")}
-    found |= {f"{name}/{label}": "trainer/megatron/step/score.py" for name in NOT_METRICS for label in quantiles}
-    return found | dict.fromkeys(("step", "ess", "loss", "grad_norm", "lr", "response_tokens"), "run/metrics/summary.py")
+    quantiles = keys("tepo_megatron/core/scores/noise.py", "_QUANTILES")
+    found |= {f"time/{name}": "run/metrics.py: PHASES" for name in (*PHASES, "other", "step")}
+    found |= {f"{name}/{label}": "core/scores/noise.py" for name in NOT_METRICS for label in quantiles}
+    return found | dict.fromkeys(("step", "ess", "loss", "grad_norm", "lr", "response_tokens"), "run/step/minibatches.py")
 
 
 def _keys_written(node: ast.AST) -> list[str]:

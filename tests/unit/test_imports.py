@@ -77,6 +77,6 @@ def test_importing_every_module_changes_nothing() -> None:
 
 def test_config_and_cli_need_no_torch() -> None:
     run(
-        "import sys, tepo_megatron.config.loading.load, tepo_megatron.cli.main\n"
+        "import sys, tepo_megatron.config.load, tepo_megatron.cli.main\n"
         "assert not {'torch', 'megatron', 'vllm'} & set(sys.modules)"
     )

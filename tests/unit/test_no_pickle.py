@@ -38,20 +38,16 @@ CALLS = {
 """Names that must not be called or passed on, with what they do."""
 
 _PIPES = "arguments and results by pipes between a parent and its children"
-_PROGRAMS = (
-    "programs that the model wrote, where reward.run_code says so: within limits, without network (runtime/workers/sandbox.py)"
-)
+_PROGRAMS = "programs that the model wrote, where reward.run_code says so: within limits, without network (runtime/sandbox.py)"
 
 ALLOWED = {
     ("tepo_megatron/sampler/vllm/plugin/patches.py", "pickle"): "reads only what carries a signature under the run's key",
     (
-        "tepo_megatron/trainer/megatron/platform/collectives.py",
+        "tepo_megatron/trainer/megatron/collectives.py",
         "all_gather_object",
     ): "is exchanged for one that sends JSON, for Megatron",
-    ("tepo_megatron/tools/bench/reshard.py", "torch.multiprocessing"): _PIPES,
-    ("tepo_megatron/tools/bench/scores/score_bench.py", "torch.multiprocessing"): _PIPES,
-    ("tepo_megatron/tools/bench/recipes.py", "torch.multiprocessing"): _PIPES,
-    ("tepo_megatron/tools/faults/config_faults.py", "multiprocessing"): _PIPES,
+    ("tepo_megatron/tools/results.py", "torch.multiprocessing"): _PIPES,
+    ("tepo_megatron/tools/faults/input_faults.py", "multiprocessing"): _PIPES,
     ("tepo_megatron/tools/faults/strangers.py", "multiprocessing"): _PIPES,
     ("tepo_megatron/tasks/reward/run_tests.py", "exec"): _PROGRAMS,
     ("tepo_megatron/tasks/reward/run_tests.py", "compile"): _PROGRAMS,

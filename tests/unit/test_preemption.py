@@ -75,15 +75,30 @@ except StopRequested as stop:
 """
 
 
+def ignore(numbers: tuple[signal.Signals, ...]) -> None:
+    """As nohup does before it starts its command."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class Rank:
     """A process that handles signals; ``says`` reads its next line."""
 
     def __init__(
-        self, what: str, *, grace: float = 1000.0, warning: float = 2000.0, rank: str = "0", folder: Path | None = None
+        self,
+        what: str,
+        *,
+        grace: float = 1000.0,
+        warning: float = 2000.0,
+        rank: str = "0",
+        folder: Path | None = None,
+        ignores: tuple[signal.Signals, ...] = (),
     ) -> None:
         command = [sys.executable, "-c", RANK, what, str(grace), str(warning)]
         environment = {**os.environ, "RANK": rank, **({} if folder is None else {"TEPO_RANKS_FOLDER": str(folder)})}
-        self.process = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True, env=environment)
+        self.process = subprocess.Popen(
+            command, stdin=-1, stdout=-1, stderr=-1, text=True, env=environment, preexec_fn=lambda: ignore(ignores)
+        )
         assert self.says() == "ready"
 
     def send(self, *numbers: signal.Signals) -> None:
@@ -119,6 +134,7 @@ ASKED = {
     signal.SIGINT: ("Ctrl-C: the run saves and ends; a second Ctrl-C ends it at once, without saving", "Ctrl-C", INTERRUPTED),
     signal.SIGTERM: ("SIGTERM: the run saves and ends, within 1000 s (train.grace_s)", "SIGTERM", PREEMPTED),
     signal.SIGUSR1: ("SIGUSR1: the run saves and ends, within 2000 s (train.warning_s)", "SIGUSR1", PREEMPTED),
+    signal.SIGHUP: ("SIGHUP: the run saves and ends", "SIGHUP", PREEMPTED),
 }
 
 
@@ -132,6 +148,21 @@ def test_a_signal_ends_what_may_be_left(start: type[Rank], what: str, number: si
     got, lines = rank.ends()
     # The thread that tells may come too late for a process that ends at once.
     assert (got, [line for line in lines if line != told]) == (code, [*reached, f"left: {name}"])
+
+
+@pytest.mark.parametrize("what", ["before", "wait", "safe point"])
+def test_a_signal_that_the_starter_ignores_stays_ignored(start: type[Rank], what: str) -> None:
+    """nohup ignores SIGHUP, a shell without job control ignores SIGINT for what it starts in the background."""
+    rank = start(what, ignores=(signal.SIGHUP, signal.SIGINT))
+    rank.send(signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+    code, lines = rank.ends()
+    assert (code, [line for line in lines if line.startswith("left")]) == (PREEMPTED, ["left: SIGTERM"])
+
+
+def test_a_job_script_that_ignores_the_warning_leaves_it_to_the_ranks(start: type[Rank]) -> None:
+    rank = start("before", ignores=(signal.SIGUSR1,))
+    rank.send(signal.SIGUSR1)
+    assert rank.ends()[0] == PREEMPTED
 
 
 @pytest.mark.parametrize("number", ASKED)

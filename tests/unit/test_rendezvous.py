@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from tepo_megatron.runtime import rendezvous
-from tepo_megatron.sampler.vllm.server.resources import reserve_port
-from tepo_megatron.trainer.megatron.platform.collectives import all_gather_json, objects_as_json
+from tepo_megatron.sampler.vllm.resources import reserve_port
+from tepo_megatron.trainer.megatron.collectives import all_gather_json, objects_as_json
 from tests.support import stranger
 from tests.support.launch import run_dist
 from tests.support.programs import TIMEOUT_S
@@ -29,7 +29,7 @@ RANK = """
 import os, sys, time
 from datetime import timedelta
 from pathlib import Path
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.run.start import run_rank
 
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]

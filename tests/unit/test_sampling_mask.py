@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.core.sampling_mask import NO_TOKEN, SamplingMask
+from tepo_megatron.core.rollout import NO_TOKEN, SamplingMask
 
 Others = list[list[int]]
 others = st.lists(st.lists(st.integers(0, 9), max_size=4, unique=True), max_size=6)

@@ -58,35 +58,35 @@ class Planted(NamedTuple):
 
 PLANTED = (
     Planted("sampler/fleet/external.py", "import vllm", "vllm"),
-    Planted("cli/doctor/run_checks.py", "import vllm", "vllm"),
-    Planted("cli/doctor/run_checks.py", "from megatron.core import parallel_state", "megatron"),
+    Planted("cli/doctor.py", "import vllm", "vllm"),
+    Planted("cli/doctor.py", "from megatron.core import parallel_state", "megatron"),
     Planted("run/loop.py", "import megatron.core", "megatron"),
     Planted("tools/bench/gpu.py", "import megatron.core", "megatron"),
-    Planted("weights/reshard/plan.py", "from vllm import LLM", "vllm"),
+    Planted("weights/reshard.py", "from vllm import LLM", "vllm"),
     Planted("tasks/evaluate/evaluation.py", "import vllm", "vllm"),
-    Planted("sampler/vllm/plugin/shards.py", "import megatron.core", "megatron"),
+    Planted("sampler/vllm/plugin/engine.py", "import megatron.core", "megatron"),
     Planted("cli/launch.py", "import nemo_run", "nemo"),
     Planted("tasks/reward/recorded.py", "import pyarrow", "pyarrow"),
-    Planted("sampler/vllm/client/client.py", "import aiohttp", "aiohttp"),
+    Planted("sampler/vllm/client.py", "import aiohttp", "aiohttp"),
     Planted("launch/job.py", "import torch", "torch"),
     Planted("config/run.py", "from tepo_megatron.core.types import Batch; import torch", "torch"),
-    Planted("weights/layouts/table.py", "import torch", "torch"),  # launch reaches it
+    Planted("weights/table.py", "import torch", "torch"),  # launch reaches it
     Planted("trainer/megatron/model/model.py", "from tepo_megatron.sampler.fleet.fleet import Fleet", "rooms"),
     Planted("sampler/fleet/sync.py", "import tepo_megatron.trainer.megatron.engine", "rooms"),
     Planted("run/loop.py", "from tepo_megatron.tools import results", "rooms"),
     Planted("core/types.py", "from tepo_megatron.config import RunConfig", "config"),
-    Planted("runtime/leftovers.py", "from tepo_megatron.core.types import Batch", "rooms"),
+    Planted("runtime/supervise.py", "from tepo_megatron.core.types import Batch", "rooms"),
     Planted("weights/geometry.py", "from tepo_megatron.config import RunConfig", "config"),
     Planted("run/loop.py", "from tepo_megatron.core.objective import build_objective", "maths"),
     Planted("run/output/resume.py", "from tepo_megatron.trainer.megatron.engine import Engine", "trainer"),
-    Planted("tasks/evaluate/sets.py", "import tepo_megatron.trainer.megatron.start", "trainer"),
+    Planted("tasks/evaluate/evaluation.py", "import tepo_megatron.trainer.megatron.start", "trainer"),
     Planted("tasks/evaluate/standalone.py", "from tepo_megatron.launch.job import Job", "launch"),
     Planted("cli/train.py", "from tepo_megatron.cli.config import plan", "cli"),
-    Planted("weights/transfer/move.py", "from tepo_megatron.weights.reshard import plan", "bridge"),
+    Planted("weights/transfer/move.py", "from tepo_megatron.weights import reshard", "bridge"),
     Planted("run/rank0.py", "from tepo_megatron.sampler.fleet.fleet import Fleet", "sampler"),
-    Planted("sampler/vllm/plugin/engine.py", "from tepo_megatron.sampler.vllm.client import client", "plugin"),
-    Planted("sampler/vllm/server/server.py", "from tepo_megatron.sampler.fleet import fleet", "rollout"),
-    Planted("sampler/protocol.py", "from tepo_megatron.sampler.vllm.client import client", "rollout"),
+    Planted("sampler/vllm/plugin/engine.py", "from tepo_megatron.sampler.vllm import client", "plugin"),
+    Planted("sampler/vllm/server.py", "from tepo_megatron.sampler.fleet import fleet", "rollout"),
+    Planted("sampler/protocol.py", "from tepo_megatron.sampler.vllm import client", "rollout"),
     Planted("core/objective/ratio.py", "from tepo_megatron.core.objective import compose", "circles"),
 )
 WAYS = {
@@ -115,7 +115,7 @@ def cases() -> dict[str, dict[str, str]]:
     texts = {str(path.relative_to(ROOT)): path.read_text() for path in sources().values()}
     found: dict[str, dict[str, str]] = {
         "as it is": {},
-        "an exception that nothing needs": {f"{PACKAGE}/tools/bench/scores/methods.py": '"""Empty."""\n'},
+        "an exception that nothing needs": {f"{PACKAGE}/tools/bench/score_methods.py": '"""Empty."""\n'},
     }
     for fault, way in FAULTS:
         path = f"{PACKAGE}/{fault.file}"
@@ -170,4 +170,4 @@ def test_what_is_new_must_be_placed(what: str, reports: Mapping[str, tuple[int, 
 def test_an_exception_that_nothing_needs_is_an_error(reports: Mapping[str, tuple[int, str]]) -> None:
     status, printed = reports["an exception that nothing needs"]
     assert status == 1
-    assert "tepo_megatron.tools.bench.scores.methods -> megatron" in printed
+    assert "tepo_megatron.tools.bench.score_methods -> megatron" in printed

@@ -24,10 +24,12 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.weights import make_shard_sender
 from tepo_megatron.sampler.fleet.sync import BroadcastSync, ShardSync
-from tepo_megatron.sampler.vllm.client.client import Client
-from tepo_megatron.sampler.vllm.server.resources import free_port
-from tepo_megatron.sampler.vllm.server.server import is_healthy
+from tepo_megatron.sampler.vllm.client import Client
+from tepo_megatron.sampler.vllm.resources import reserve_port
+from tepo_megatron.sampler.vllm.server import is_healthy
+from tests.support.launch import end_model_parallel
 from tests.support.random_models import EOS, LENGTH, PROMPTS
+from tests.support.samples import draw_group
 
 ADDRESS = "127.0.0.1"
 START_TIMEOUT_S = 1500.0
@@ -78,7 +80,7 @@ class Host:
         self._process.wait(600)
 
     def _start(self, case: dict[str, Any]) -> int:
-        port = free_port(ADDRESS)
+        port = reserve_port(ADDRESS).getsockname()[1]
         self._order({"start": port, "model": str(self._folder / case["model"] / "served"), "tp": case["tp"]})
         return port
 
@@ -124,10 +126,10 @@ def update_weights(engine: Any, client: Client | None, case: dict[str, Any]) -> 
 def draw(client: Client) -> tuple[list[list[int]], list[Rollout]]:
     """Greedy tokens after every prompt, and these and sampled ones as rollouts."""
     options: dict[str, Any] = {"max_new_tokens": LENGTH, "stop_token_ids": [EOS], "version": WeightsVersion(1)}
-    groups = [client.generate(prompt, n=1, temperature=0.0, seed=None, **options) for prompt in PROMPTS]
+    groups = [draw_group(client, prompt, n=1, temperature=0.0, seed=None, **options) for prompt in PROMPTS]
     greedy = [group[0].response_ids.tolist() for group in groups]
     for at, (prompt, group) in enumerate(zip(PROMPTS, groups, strict=True)):
-        group += client.generate(prompt, n=3, temperature=1.0, seed=at, **options)
+        group += draw_group(client, prompt, n=3, temperature=1.0, seed=at, **options)
     return greedy, [
         Rollout(str(at), at, PROMPTS[at], r.response_ids, r.logprobs, r.finish_reason, r.versions, reward=float(n % 2))
         for at, group in enumerate(groups)
@@ -145,7 +147,6 @@ def look(engine: Any, client: Client | None) -> dict[str, Any]:
 
 def run(cases: Sequence[dict[str, Any]], folder: Path, clients: Iterator[Client | None]) -> dict[str, Any]:
     """All cases in turn: what each engine says once it has the trainer's weights."""
-    from megatron.core import parallel_state
 
     from tepo_megatron.trainer.megatron.engine import Engine
 
@@ -158,7 +159,7 @@ def run(cases: Sequence[dict[str, Any]], folder: Path, clients: Iterator[Client 
         client = next(clients)
         update_weights(engine, client, case)
         report[case["name"]] = look(engine, client)
-        parallel_state.destroy_model_parallel()  # the next engine splits the same ranks again
+        end_model_parallel()  # the next engine splits the same ranks again
     engine.close()
     return report
 

@@ -9,19 +9,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.run import checks
 from tepo_megatron.run.start import run_rank
 from tepo_megatron.run.training import train_model
-from tepo_megatron.sampler.vllm.server.server_program import ServerProgram
+from tepo_megatron.sampler.vllm.server import Server
 
 RUN = Path(__file__).parents[3] / "examples" / "tiny" / "run.yaml"
-command = ServerProgram.command
+command = Server.command
 
 
-def without_sleep_mode(program: ServerProgram, *, on_gpu: bool, port: int = 0) -> list[str]:
+def without_sleep_mode(server: Server, *, on_gpu: bool) -> list[str]:
     """vLLM refuses the option on a CPU, and has the routes without it."""
-    return [part for part in command(program, on_gpu=on_gpu, port=port) if part != "--enable-sleep-mode"]
+    return [part for part in command(server, on_gpu=on_gpu) if part != "--enable-sleep-mode"]
 
 
 def allow(*_: Any) -> None:
@@ -30,5 +30,5 @@ def allow(*_: Any) -> None:
 
 if __name__ == "__main__":
     vars(checks)["check_placement"] = allow
-    ServerProgram.command = without_sleep_mode  # type: ignore[method-assign,assignment]
+    Server.command = without_sleep_mode  # type: ignore[method-assign,assignment]
     sys.exit(run_rank(load_run(RUN, sys.argv[1:]), train_model))

@@ -25,8 +25,8 @@ def main() -> None:
     config = RunConfig.model_validate(case["config"])
 
     from tepo_megatron.run.step.minibatches import minibatches
+    from tepo_megatron.trainer.megatron.collectives import all_gather_json
     from tepo_megatron.trainer.megatron.engine import Engine
-    from tepo_megatron.trainer.megatron.platform.collectives import all_gather_json
 
     engine = Engine(config, Path(config.model.path))
     forwarded: list[int] = []

@@ -23,8 +23,8 @@ class WithReference(MeanSurprise):
 
 def one_model(config: RunConfig, rollouts: Path, out: Path, resume: str | None) -> tuple[Any, dict[str, Any]]:
     """Everything that the tests look at. Returns the engine and its report."""
+    from tepo_megatron.trainer.megatron.collectives import all_gather_json
     from tepo_megatron.trainer.megatron.engine import Engine
-    from tepo_megatron.trainer.megatron.platform.collectives import all_gather_json
 
     engine = Engine(config, Path(config.model.path), WithReference())
     policy, is_root = engine.policy, engine.ranks.rank == 0

@@ -27,7 +27,7 @@ class MeanSurprise:
     def advantages(self, batch: Batch) -> Tensor:
         return torch.zeros(batch.num_sequences)
 
-    def prepare(self, batch: Batch, *, entropy_noise: float) -> Tensor:
+    def prepare(self, batch: Batch, **measured: object) -> Tensor:
         return batch.loss_mask_T.sum()
 
     def __call__(self, scores: TokenScores, batch: Batch, context: Tensor) -> ObjectiveOutput:

@@ -69,7 +69,7 @@ def main() -> None:
 
 def digest(engine: Any) -> str:
     """Of this rank's weights, masters and both Adam states, to the last bit."""
-    from tepo_megatron.trainer.megatron.policy.optimizer_states import collect
+    from tepo_megatron.trainer.megatron.optimizer_states import collect
 
     seen = hashlib.blake2b()
     for name, state, tensor in collect(engine.policy.optimizer, engine.policy.params):

@@ -19,9 +19,9 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from tepo_megatron.sampler.vllm.plugin.forks import FORK_VARIABLE
-from tepo_megatron.sampler.vllm.server.resources import bind_cores
-from tepo_megatron.sampler.vllm.wire import SAMPLES, end_frame, response_frame
+from tepo_megatron.sampler.vllm.plugin.patches import FORK_VARIABLE
+from tepo_megatron.sampler.vllm.resources import bind_cores
+from tepo_megatron.sampler.vllm.wire import SAMPLES, head_frame, response_frame
 from tepo_megatron.weights.transfer.transport import BACKEND
 
 HOST = "127.0.0.1"
@@ -72,7 +72,7 @@ def generate(llm: LLM, body: dict[str, Any]) -> bytes:
     prompts = [{"prompt_token_ids": [*body["prompt"], *wanted["prefix"]]} for wanted in body["samples"]]
     outputs = llm.generate(prompts, parameters, use_tqdm=False)
     drawn = [frame(wanted["sample"], output.outputs[0]) for wanted, output in zip(body["samples"], outputs, strict=True)]
-    return b"".join(drawn) + end_frame(len(drawn))
+    return b"".join(drawn) + head_frame({"end": len(drawn)})
 
 
 def frame(number: int, sample: Any) -> bytes:

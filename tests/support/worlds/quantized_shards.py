@@ -24,11 +24,11 @@ from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.utils import get_model_architecture
 
-from tepo_megatron.sampler.vllm.plugin.shards import ShardLoader
+from tepo_megatron.sampler.vllm.plugin.engine import ShardLoader
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
-from tepo_megatron.weights.reshard.plan import reshard_plan
-from tepo_megatron.weights.transfer.messages import Queues, destination_ends, queues
+from tepo_megatron.weights.reshard import reshard_plan
+from tepo_megatron.weights.transfer.move import Queues, destination_ends, queues
 
 WORKERS = 2
 QUANTISATIONS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")

@@ -25,9 +25,10 @@ from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.weights import make_shard_sender
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.protocol import ServerDied
-from tepo_megatron.sampler.vllm.server.server import Server
+from tepo_megatron.sampler.vllm.server import Server
 from tepo_megatron.weights.transfer.sender import ShardSender
 from tests.support.random_models import EOS, LENGTH, PROMPTS
+from tests.support.samples import draw_group
 
 
 def update_weights(engine: Any, fleet: Fleet | None, sender: ShardSender, version: int) -> bool:
@@ -58,7 +59,7 @@ def look(engine: Any, fleet: Fleet | None) -> dict[str, Any]:
             arguments: dict[str, Any] = {"n": 1, "temperature": 0.0, "max_new_tokens": LENGTH, "seed": None}
             arguments["stop_token_ids"] = [EOS]
             assert fleet.weights_version is not None
-            groups = [client.generate(prompt, **arguments, version=fleet.weights_version) for prompt in PROMPTS]
+            groups = [draw_group(client, prompt, **arguments, version=fleet.weights_version) for prompt in PROMPTS]
             greedy.append([group[0].response_ids.tolist() for group in groups])
     batch = engine.score(engine.batch_from_root(rollouts))
     gap = (batch.old_logprobs_T - batch.sampler_logprobs_T)[batch.loss_mask_T].abs().max()

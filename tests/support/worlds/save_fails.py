@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 
 
 def main() -> None:

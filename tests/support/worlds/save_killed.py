@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 
 
 def main() -> None:
@@ -29,12 +29,12 @@ def main() -> None:
     config = load_run(None, overrides)
 
     from tepo_megatron.tasks.data.builtin import resolve_model_path
-    from tepo_megatron.trainer.megatron.checkpoint import saving
+    from tepo_megatron.trainer.megatron import checkpoints
     from tepo_megatron.trainer.megatron.engine import Engine
-    from tepo_megatron.weights.storage import planned_files as boxes
+    from tepo_megatron.weights.storage import stored
     from tests.support.small_llama import draw_rollouts
 
-    write_all = boxes._write_all
+    write_all = stored._write_all
     writes, goes_on = threading.Event(), threading.Event()
 
     def write_when_told(handle: int, data: memoryview) -> None:
@@ -47,8 +47,8 @@ def main() -> None:
     batch = engine.score(engine.batch_from_root(rollouts if engine.ranks.rank == 0 else None))
     before = engine.weights.version(1).digest
     now = [0.0]
-    saving.time = SimpleNamespace(monotonic=lambda: now[0])  # type: ignore[assignment, attr-defined]
-    boxes._write_all = write_when_told
+    checkpoints.time = SimpleNamespace(monotonic=lambda: now[0])  # type: ignore[assignment, attr-defined]
+    stored._write_all = write_when_told
     engine.checkpoints.begin(folder, step=1, state={}, background=True)
     writes.wait()
     engine.update(batch)

@@ -40,18 +40,17 @@ def differences(built: dict[str, tuple[int, ...]], table: dict[str, tuple[int, .
 
 def main() -> None:
     warnings.filterwarnings("ignore")
-    from tepo_megatron.trainer.megatron.model.layers import Layers
-    from tepo_megatron.trainer.megatron.model.model import build_model, transformer_config
-    from tepo_megatron.trainer.megatron.platform import parallel
-    from tepo_megatron.trainer.megatron.platform import platform as platform_cpu
-    from tepo_megatron.trainer.megatron.platform.platform import Platform
+    from tepo_megatron.trainer.megatron import platform
+    from tepo_megatron.trainer.megatron import platform as platform_cpu
+    from tepo_megatron.trainer.megatron.model.model import Layers, build_model, transformer_config
+    from tepo_megatron.trainer.megatron.platform import Platform
 
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         platform_cpu.install_cpu_patches()
     cuda = Platform("cuda", torch.device("cuda" if has_gpu else "cpu"), "nccl" if has_gpu else "gloo")
     here = cuda if has_gpu else Platform("cpu", torch.device("cpu"), "gloo")
-    ranks = parallel.initialize(RunConfig().engine.parallel, here, seed=0)
+    ranks = platform.initialize(RunConfig().engine.parallel, here, seed=0)
     if not has_gpu:
         pretend_a_hopper()
     found = {}
@@ -66,7 +65,7 @@ def main() -> None:
                 model = build_model(spec, config, ranks, Layers("te"))
             built = {key: tuple(value.shape) for key, value in model.named_parameters()}
             found[f"{name} {recipe}"] = differences(built, dict(table))
-    parallel.destroy()
+    platform.destroy()
     print(json.dumps(found))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.run.start import run_rank
 from tepo_megatron.run.training import train_model
 

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.trainer.checkpoints.run_compatibility import describe_run
+from tepo_megatron.trainer.run_compatibility import describe_run
 from tests.support.checkpoints import DAMAGES, flip_bit, make_whole, shards
 
 runner = CliRunner()

@@ -10,11 +10,10 @@ from typing import Literal
 import pytest
 from typer.testing import CliRunner
 
-from tepo_megatron.cli.doctor import command, machine_checks
-from tepo_megatron.cli.doctor.diagnosis import Diagnosis, diagnose, is_fit
-from tepo_megatron.cli.doctor.machine_checks import CHECKS
+from tepo_megatron.cli import doctor, machine_checks
+from tepo_megatron.cli.machine_checks import CHECKS, Diagnosis, diagnose, is_fit
 from tepo_megatron.cli.main import app
-from tepo_megatron.trainer.megatron.platform import gpu as packages
+from tepo_megatron.trainer.megatron import gpu as packages
 from tepo_megatron.versions import requirements_of
 
 HEALTHY = {
@@ -77,12 +76,11 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Environment:
     return environment
 
 
-WITHOUT_TORCH_ITSELF = [check for check in CHECKS if check.__name__ != "_torch"]
+WITHOUT_TORCH_ITSELF = {name: check for name, check in CHECKS.items() if name != "torch"}
 
 
 def found(name: str) -> Diagnosis:
-    (check,) = [each for each in diagnose(WITHOUT_TORCH_ITSELF) if each.name == name]
-    return check
+    return {check.name: check for check in diagnose(WITHOUT_TORCH_ITSELF)}[name]
 
 
 def test_a_healthy_environment_is_fit(installed: Environment) -> None:
@@ -166,7 +164,7 @@ def test_a_check_that_breaks_is_reported_and_the_others_go_on() -> None:
     def broken() -> Diagnosis:
         raise OSError("no such device")
 
-    checks = diagnose([broken, lambda: Diagnosis("next", "ok", "1")])
+    checks = diagnose({"broken": broken, "next": lambda: Diagnosis("next", "ok", "1")})
     assert [(check.name, check.status) for check in checks] == [("broken", "warn"), ("next", "ok")]
     assert "no such device" in checks[0].detail
 
@@ -179,7 +177,7 @@ def test_only_what_is_needed_decides() -> None:
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("missing", 1)])
 def test_the_command_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch, status: Literal["ok", "missing"], code: int) -> None:
-    monkeypatch.setattr(command, "diagnose", lambda _checks: [Diagnosis("vLLM", status, "[1]", needed=True)])
+    monkeypatch.setattr(doctor, "diagnose", lambda _checks: [Diagnosis("vLLM", status, "[1]", needed=True)])
     result = CliRunner().invoke(app, ["doctor"])
     assert (result.exit_code, "[1]" in result.stdout) == (code, True)
     assert ("still needs: vLLM" in result.stdout) == bool(code)

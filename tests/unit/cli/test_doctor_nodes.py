@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from tepo_megatron.cli.doctor import command
-from tepo_megatron.cli.doctor.diagnosis import Diagnosis
-from tepo_megatron.cli.doctor.node_checks import node_checks, node_names
+from tepo_megatron.cli import doctor
+from tepo_megatron.cli.machine_checks import Diagnosis, node_checks, node_names
 from tepo_megatron.cli.main import app
 from tests.support.programs import TIMEOUT_S
 
@@ -168,7 +167,7 @@ def test_what_is_no_list_of_nodes_is_one_sentence(text: str) -> None:
 
 @pytest.mark.parametrize(("nodes", "code"), [("even,ahead", 0), ("even,gone", 1)])
 def test_the_command_fails_where_a_node_does(reach: Path, monkeypatch: pytest.MonkeyPatch, nodes: str, code: int) -> None:
-    monkeypatch.setattr(command, "LAUNCH_CHECKS", ())  # they depend on the environment
+    monkeypatch.setattr(doctor, "LAUNCH_CHECKS", {})  # they depend on the environment
     result = CliRunner().invoke(app, ["doctor", "--launch", "--json", "--nodes", nodes])
     assert result.exit_code == code
     assert [check["name"] for check in json.loads(result.stdout)["checks"]] == [f"node {name}" for name in nodes.split(",")]

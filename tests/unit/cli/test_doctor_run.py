@@ -15,15 +15,14 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from tepo_megatron.cli.doctor import machine_checks
-from tepo_megatron.cli.doctor.diagnosis import Diagnosis, diagnose, is_fit
-from tepo_megatron.cli.doctor.machine_checks import CHECKS, LAUNCH_CHECKS
-from tepo_megatron.cli.doctor.run_checks import run_checks
+from tepo_megatron.cli import machine_checks
+from tepo_megatron.cli.doctor import run_checks
+from tepo_megatron.cli.machine_checks import CHECKS, LAUNCH_CHECKS, Diagnosis, diagnose, is_fit
 from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.loading.load import load_run
-from tepo_megatron.sampler.fleet.external import Registration, register
-from tepo_megatron.sampler.vllm.server.resources import reserve_port
+from tepo_megatron.config.load import load_run
+from tepo_megatron.sampler.fleet.external import Registration, RegistryEntry
+from tepo_megatron.sampler.vllm.resources import reserve_port
 
 
 @pytest.fixture
@@ -42,12 +41,12 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def found(name: str) -> Diagnosis:
-    (check,) = [each for each in diagnose([check for check in CHECKS if check.__name__ != "_torch"]) if each.name == name]
+    (check,) = diagnose({name: CHECKS[name]})
     return check
 
 
 def of_run(config: RunConfig, name: str) -> Diagnosis:
-    (check,) = diagnose([check for check in run_checks(config) if check.__name__ == name])
+    (check,) = diagnose({name: run_checks(config)[name]})
     return check
 
 
@@ -122,7 +121,7 @@ def test_external_servers_are_looked_for(tmp_path: Path) -> None:
     config = load_run(
         None, ["rollout.server.placement=external", f"rollout.server.registry={tmp_path}", "rollout.server.count=2"]
     )
-    register(tmp_path, 1, Registration("http://127.0.0.1:9", "life"))
+    RegistryEntry(tmp_path, 1).register(Registration("http://127.0.0.1:9", "life"))
     checks = {name: of_run(config, name) for name in ("server 0", "server 1")}
     assert (checks["server 0"].status, checks["server 1"].status) == ("missing", "fail")
     assert "http://127.0.0.1:9" in checks["server 1"].detail
@@ -151,7 +150,7 @@ def test_a_server_that_answers_is_told_with_its_latency(tmp_path: Path, status: 
     with ThreadingHTTPServer(("127.0.0.1", 0), Health) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        register(tmp_path, 0, Registration(url, "life"))
+        RegistryEntry(tmp_path, 0).register(Registration(url, "life"))
         check = of_run(config, "server 0")
         server.shutdown()
     assert check.status == found
@@ -178,7 +177,7 @@ def test_what_training_would_refuse_is_reported_by_the_name_of_its_check(overrid
 
 
 def test_checks_of_features_that_a_run_does_not_use_are_not_listed() -> None:
-    names = {check.__name__ for check in run_checks(load_run(None, ["rollout.server.tp=2"]))}
+    names = set(run_checks(load_run(None, ["rollout.server.tp=2"])))
     assert {"trainer", "server split", "memory", "model and data", "verifier"} <= names
     assert not {"loggers", "shards", "adapters", "fused head", "routing replay"} & names
     assert of_run(load_run(None, ["rollout.server.tp=2"]), "server split").status == "ok"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tepo_megatron.cli.doctor.diagnosis import diagnose, is_fit
-from tepo_megatron.cli.doctor.run_checks import run_checks
+from tepo_megatron.cli.doctor import run_checks
+from tepo_megatron.cli.machine_checks import diagnose, is_fit
 from tepo_megatron.cli.main import app
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tests.support.chat_tokenizer import write_chat_tokenizer
@@ -119,7 +119,7 @@ def test_a_folder_with_splits_is_asked_which_and_its_test_split_is_proposed(own:
         ("sums", "train"),
         ("sums", "test"),
     ]
-    (check,) = diagnose([check for check in run_checks(config) if check.__name__ == "model and data"])
+    (check,) = diagnose({"model and data": run_checks(config)["model and data"]})
     assert (check.status, "1 of the held-out prompts are trained on, too" in check.advice) == ("warn", True)
     words = ["--model", "model", "--train", "sums", "--prompt-column", "question", "--verifier", "exact", "--gpus", "0"]
     done = runner.invoke(app, ["init", *words, "--split", "train", "--heldout-split", "train", "--overwrite"])

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tepo_megatron.cli import main
+from tepo_megatron.cli.console import complete_setting
 from tepo_megatron.cli.main import app
-from tepo_megatron.cli.options import complete_setting
 from tepo_megatron.config import RunConfig
 from tests.support.checkpoints import make_whole
 
@@ -53,7 +53,10 @@ def test_tables_as_json(tmp_path: Path) -> None:
     assert [each["checkpoint"] for each in as_json("checkpoint", "list", str(tmp_path))] == ["step_000002"]
     assert as_json("checkpoint", "verify", str(tmp_path))[0]["found"].startswith("whole")
     objectives = as_json("objective", "list")
-    assert objectives["presets"]["grpo"]["objective"]["trust_region"] == {"kind": "clip", "low": 0.2, "high": 0.2, "dual": None}
+    assert objectives["presets"]["grpo"]["objective"]["trust_region"] == {
+        **{"kind": "clip", "low": 0.2, "high": 0.2, "scale": "fixed"},
+        **dict.fromkeys(("share", "initial", "dual")),
+    }
     assert objectives["corrections"]
     (tmp_path / "resolved.yaml").write_text("name: mine\noutput: out\ntrain: {steps: 9}\nevaluate: {samples: 2}\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "accuracy/greedy": 0.5}\n{"step": 1, "reward/mean": 0.25}\n')

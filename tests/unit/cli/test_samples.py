@@ -9,12 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
-from tepo_megatron.cli.samples import text_of
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.output.token_samples import train_samples
@@ -124,9 +121,3 @@ def test_what_is_not_there_is_a_sentence(left: Any, words: list[str], message: s
         write(tmp_path / "samples.jsonl", left)
     done = runner.invoke(app, ["samples", str(tmp_path), *words])
     assert (done.exit_code, message in done.stderr) == (1, True), done.stderr
-
-
-@given(text=st.text())
-def test_a_response_commands_no_terminal(text: str) -> None:
-    shown = text_of(row(1, "a", response(text, 1.0)))
-    assert all(each.isprintable() or each in "\n\t" for each in shown)

@@ -5,25 +5,30 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tepo_megatron import errors
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.run.display.plots import _series
 from tepo_megatron.run.start import check_world_size
+from tepo_megatron.runtime.proc import STOPPED, children, process_state
+from tepo_megatron.tools.faults.processes import wait_gone, wait_until
+from tepo_megatron.tools.faults.terminal import CTRL_Z, Terminal
 from tests.support.programs import TIMEOUT_S
 
 RANK = """
 import os, signal, subprocess, sys, time
 from contextlib import ExitStack
 from pathlib import Path
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.run.start import run_rank
 from tepo_megatron.runtime.rank import report_before_leaving
-from tepo_megatron.runtime.watch.heartbeat import Heartbeat, read_records
+from tepo_megatron.runtime.heartbeat import Heartbeat, read_records
 from tepo_megatron.runtime.proc import STOPPED, process_state
 
 what, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
@@ -112,9 +117,9 @@ import sys
 from pathlib import Path
 from tepo_megatron.runtime import torchrun
 from tepo_megatron.runtime.rank import print_error
-from tepo_megatron.runtime.watch import watcher
+from tepo_megatron.runtime import heartbeat
 
-watcher.STOPPED_S = 3.0
+heartbeat.STOPPED_S = 3.0
 code, message = torchrun.run_ranks(sys.argv[1:], 2, module="made_up_rank", status=Path(sys.argv[2], "status"))
 if message:
     print_error(message)
@@ -135,9 +140,9 @@ def start(tmp_path: Path):
     environment |= {"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}
     parents = []
 
-    def start_parent(what: str, *overrides: str, parent: str = PARENT) -> subprocess.Popen[str]:
+    def start_parent(what: str, *overrides: str, parent: str = PARENT, **options: Any) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", parent, what, str(tmp_path), *(overrides or ("engine.parallel.dp=2",))]
-        parents.append(subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True))
+        parents.append(subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True, **options))
         return parents[-1]
 
     yield start_parent
@@ -239,9 +244,9 @@ AGENT = """
 import sys
 from tepo_megatron.runtime import torchrun
 from tepo_megatron.runtime.rank import print_error
-from tepo_megatron.runtime.watch import watcher
+from tepo_megatron.runtime import heartbeat
 
-watcher.STOPPED_S = 3.0
+heartbeat.STOPPED_S = 3.0
 options = ["--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "0"]
 sys.exit(torchrun.run_node(["--status", f"{sys.argv[2]}/status", *options, "-m", "made_up_rank", *sys.argv[1:]]))
 """
@@ -270,7 +275,14 @@ def test_another_world_than_the_run_needs_is_told_with_both_numbers(start) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code", "program"), [(signal.SIGINT, 130, PARENT), (signal.SIGTERM, 75, PARENT), (signal.SIGUSR1, 75, NODE)]
+    ("number", "code", "program"),
+    [
+        (signal.SIGINT, 130, PARENT),
+        (signal.SIGTERM, 75, PARENT),
+        (signal.SIGHUP, 75, PARENT),
+        (signal.SIGUSR1, 75, NODE),
+        (signal.SIGHUP, 75, NODE),
+    ],
 )
 def test_a_signal_ends_every_rank_after_it_cleaned_up(
     start, tmp_path: Path, number: signal.Signals, code: int, program: str
@@ -283,6 +295,58 @@ def test_a_signal_ends_every_rank_after_it_cleaned_up(
     assert (parent.returncode, out, err) == (code, "", "")
     assert (tmp_path / "cleaned0").exists()
     assert (tmp_path / "cleaned1").exists()
+
+
+@pytest.mark.slow
+def has_stopped(pid: int, expected: bool) -> bool:
+    return (process_state(pid).state == STOPPED) == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_ctrl_z_stops_the_ranks_too_and_a_connection_that_closes_lets_them_save(start, tmp_path: Path) -> None:
+    """In a shell on a terminal, which closes while the job is stopped."""
+    environment = {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"])), "TMPDIR": str(tmp_path)}
+    with Terminal(tmp_path, environment) as terminal:
+        terminal.command([sys.executable, "-c", PARENT, "wait", str(tmp_path), "engine.parallel.dp=2"])
+        wait_for(tmp_path / "started0", tmp_path / "started1")
+        (parent,) = children(terminal.pid)
+        ranks = [int((tmp_path / f"started{rank}").read_text()) for rank in (0, 1)]
+        for keys, stopped in ((CTRL_Z, True), ("fg\n", False), (CTRL_Z, True)):
+            terminal.press(keys)
+            for pid in (*ranks, parent.pid):
+                wait_until(partial(has_stopped, pid, stopped), TIMEOUT_S, keys)
+            if stopped:
+                terminal.wait_for("Stopped", TIMEOUT_S)
+        terminal.hang_up()
+        assert not wait_gone([parent.pid, *ranks], TIMEOUT_S)
+    assert (tmp_path / "cleaned0").exists()
+    assert (tmp_path / "cleaned1").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [PARENT, NODE])
+def test_nohup_holds_for_the_parent_and_every_rank(start, tmp_path: Path, program: str) -> None:
+    parent = start("wait", parent=program, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    wait_for(tmp_path / "started0", tmp_path / "started1")
+    ranks = [int((tmp_path / f"started{rank}").read_text()) for rank in (0, 1)]
+    for pid in (parent.pid, *ranks):
+        os.kill(pid, signal.SIGHUP)
+    parent.send_signal(signal.SIGINT)  # a signal that does end it: what came before it did not
+    out, err = parent.communicate(timeout=TIMEOUT_S)
+    assert (parent.returncode, out, err) == (130, "", "")
+
+
+@pytest.mark.slow
+def test_ctrl_backslash_ends_the_job_at_once_with_a_sentence(start, tmp_path: Path) -> None:
+    parent = start("wait")
+    wait_for(tmp_path / "started0", tmp_path / "started1")
+    parent.send_signal(signal.SIGQUIT)
+    _, err = parent.communicate(timeout=TIMEOUT_S)
+    assert (parent.returncode, err) == (
+        128 + signal.SIGQUIT,
+        "error: SIGQUIT: the job is ended at once, without saving; go on from its newest checkpoint with --resume\n",
+    )
+    assert not any(is_running(tmp_path / f"started{rank}") for rank in (0, 1))
 
 
 @pytest.mark.slow

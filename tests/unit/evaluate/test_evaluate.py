@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.evaluate import EvaluateConfig
-from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.config.sampling import SamplingConfig
+from tepo_megatron.config.data import EvaluateConfig
+from tepo_megatron.config.rollout import SamplingConfig, ServerConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, WeightsVersion
-from tepo_megatron.tasks.data.tasks import addition
+from tepo_megatron.tasks.data import addition
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, evaluate
 from tepo_megatron.tasks.evaluate.standalone import without_trainer

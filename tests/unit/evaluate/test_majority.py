@@ -8,8 +8,7 @@ from fractions import Fraction
 import pytest
 
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.evaluate.answers import Scored
-from tepo_megatron.tasks.evaluate.majority import Notion, final_answer, notion_of, tally_answers
+from tepo_megatron.tasks.evaluate.answers import Notion, Scored, final_answer, notion_of, tally_answers
 from tepo_megatron.tasks.protocol import RewardResult
 
 PROBLEM = Problem("p", "what?", "1/2")

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.data.tasks import addition
+from tepo_megatron.tasks.data import addition
+from tepo_megatron.tasks.evaluate.evaluation import EvaluationSet, evaluate_set
 from tepo_megatron.tasks.evaluate.results import compare_results, read_results, settings_of, write_results
-from tepo_megatron.tasks.evaluate.sets import EvaluationSet, evaluate_set
 from tests.unit.evaluate.test_evaluate import TOKENIZER, DirectScorer
 from tests.unit.evaluate.test_sets import Answers
 

@@ -15,13 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.evaluate import SetSamplingConfig
-from tepo_megatron.config.loading.load import ConfigError, dump_resolved, load_run
+from tepo_megatron.config.data import SetSamplingConfig
+from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, WeightsVersion
-from tepo_megatron.tasks.data.tasks import addition
-from tepo_megatron.tasks.evaluate.evaluation import VerifierPools, evaluate_all, what_failed, what_is_due
-from tepo_megatron.tasks.evaluate.sets import EvaluationSet, evaluate_set, load_sets
+from tepo_megatron.tasks.data import addition
+from tepo_megatron.tasks.evaluate.evaluation import (
+    EvaluationSet,
+    VerifierPools,
+    evaluate_all,
+    evaluate_set,
+    load_sets,
+    what_failed,
+    what_is_due,
+)
 from tepo_megatron.tasks.reward.verifier_task import VerifierTask
 from tests.unit.evaluate.test_evaluate import TOKENIZER, DirectScorer, response
 from tests.unit.test_extending import section

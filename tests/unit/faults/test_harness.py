@@ -12,16 +12,17 @@ import sys
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
 
-from tepo_megatron.tools.faults import live_run, report, run, strangers, tiny, workshop
-from tepo_megatron.tools.faults.disk_faults import DAMAGES
-from tepo_megatron.tools.faults.process_faults import PHASES, PLACES, ROLES
+from tepo_megatron.tasks.protocol import RewardResult
+from tepo_megatron.tasks.reward.worker import took_too_long
+from tepo_megatron.tools.faults import input_faults, run, strangers, tiny, workshop
 from tepo_megatron.tools.faults.processes import alive, by_role, descendants, end_tree, listening, wait_until
 from tepo_megatron.tools.faults.run import CLASSES, lanes
+from tepo_megatron.tools.faults.run_faults import DAMAGES, HANGS, PHASES, ROLES
 from tepo_megatron.tools.faults.silent import ALL, SILENT_FAULTS, judge
 from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, OutcomeLog, fault_rng
 from tests.support.programs import TIMEOUT_S
@@ -41,7 +42,7 @@ class Sample(FaultClass):
 @pytest.fixture
 def sample(monkeypatch: pytest.MonkeyPatch) -> type[Sample]:
     Sample.injected.clear()
-    monkeypatch.setattr(report, "CLASSES", (Sample,))
+    monkeypatch.setattr(run, "CLASSES", (Sample,))
     return Sample
 
 
@@ -63,9 +64,9 @@ def test_a_rerun_goes_on_with_what_is_missing_and_the_same_random_numbers(tmp_pa
 def test_what_the_harness_breaks_at_is_lost_and_the_rest_is_tried(tmp_path: Path, sample: type[Sample]) -> None:
     record = run.run([sample], tmp_path, seed=3, quick=False, say=lambda line: None)
     assert [entry["result"] for entry in record.outcomes("sample")] == ["survived"] * 3 + ["lost", "survived"]
-    assert report.lost(record) == ["sample: number 3: the harness came to no end: OSError: the harness broke"]
-    assert report.table(record)[0][1:] == ("5", "4", "0", "1", "1.5 s", "4.0 s")
-    page = report.write_markdown(record, tmp_path / "faults.md", command="tepo faults").read_text()
+    assert run.lost(record) == ["sample: number 3: the harness came to no end: OSError: the harness broke"]
+    assert run.table(record)[0][1:] == ("5", "4", "0", "1", "1.5 s", "4.0 s")
+    page = run.write_markdown(record, tmp_path / "faults.md", command="tepo faults").read_text()
     assert "the harness broke" in page
 
 
@@ -91,7 +92,7 @@ def test_there_are_as_many_faults_as_were_promised() -> None:
     assert len(pairs) == 30
     assert {role for role, _ in pairs} == set(ROLES)
     assert {phase for _, phase in pairs} == set(PHASES)
-    assert len(set(PLACES)) == len(PLACES)
+    assert len(set(HANGS)) == len(HANGS)
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -177,8 +178,8 @@ def test_a_silent_fault_that_no_check_saw_is_lost_and_a_false_alarm_too() -> Non
 
 
 def test_the_stand_in_for_a_clients_requests_takes_what_they_take() -> None:
-    from tepo_megatron.sampler.vllm.client.client import Client
-    from tepo_megatron.tools.faults.silent_world import World
+    from tepo_megatron.sampler.vllm.client import Client
+    from tepo_megatron.tools.faults.silent import World
 
     _self, _kind, _post, *taken = signature(World._post_with_fault).parameters
     assert taken == [*signature(Client._post).parameters][1:]
@@ -190,7 +191,7 @@ def test_a_stranger_finds_the_open_store_among_ports_that_never_answer(monkeypat
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
         ports = [*(each.getsockname()[1] for each in silent), store.port]
-        assert strangers._write_to_stores(ports, tmp_path / "proof", False) == [store.port]
+        assert strangers.write_to_stores(ports, tmp_path / "proof", False) == [store.port]
     finally:
         for each in silent:
             each.close()
@@ -204,9 +205,37 @@ def test_a_call_that_goes_on_takes_live_runs_of_its_own(monkeypatch: pytest.Monk
         return SimpleNamespace(running=True)
 
     monkeypatch.setattr(workshop, "LiveRun", start)
-    monkeypatch.setattr(live_run, "reference", lambda folder, *_: folder)
+    monkeypatch.setattr(tiny, "reference", lambda folder, *_: folder)
     for name in ("first-run-01", "second-run-01", "second-run-02"):
         (tmp_path / name).mkdir()
     for lane in ("first", "second"):
         workshop.Workshop(tmp_path, lane=lane, quick=True, say=lambda _: None).live_run()
     assert made == [tmp_path / "first-run-02", tmp_path / "second-run-03"]
+
+
+LATE = RewardResult(None, error=f"problem 'wrong': {took_too_long(input_faults.TIMEOUT_S)}")
+RIGHT, WRONG = RewardResult(1.0), RewardResult(0.0)
+HOSTILE = RewardResult(None, error=took_too_long(input_faults.TIMEOUT_S))
+
+
+@pytest.mark.parametrize(
+    ("scores", "result"),
+    [
+        ([[RIGHT, HOSTILE, WRONG, RIGHT]], "refused"),
+        ([[RIGHT, WRONG, LATE, RIGHT], [RIGHT, WRONG, WRONG, RIGHT]], "survived"),
+        ([[LATE, HOSTILE, WRONG, RIGHT], [RIGHT, HOSTILE, LATE, RIGHT], [RIGHT, HOSTILE, WRONG, RIGHT]], "refused"),
+        ([[RIGHT, HOSTILE, LATE, RIGHT]] * input_faults.ATTEMPTS, "lost"),
+        ([[RIGHT, HOSTILE, RewardResult(None, error="it ended"), RIGHT]], "lost"),
+        ([[RIGHT, HOSTILE, RIGHT, RIGHT]], "lost"),
+    ],
+    ids=["its own response", "late once", "late twice", "late each time", "ended with it", "wrong taken for right"],
+)
+def test_an_honest_answer_may_be_late_but_not_each_time(
+    scores: list[list[RewardResult]], result: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_faults, "_largest_worker_gib", lambda: 0.0)
+    fault = input_faults.HostileAnswers(cast(Any, SimpleNamespace(is_quick=True, folder=tmp_path)))
+    calls = iter(scores)
+    fault._pool = cast(Any, SimpleNamespace(score=lambda items: next(calls)))
+    assert fault.inject(0, random.Random(0)).result == result
+    assert next(calls, None) is None

@@ -17,10 +17,19 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.loading.load import dump_resolved, load_run
-from tepo_megatron.launch import state
-from tepo_megatron.launch.checks import check_cluster, check_time_limit
-from tepo_megatron.launch.job import batch_lines, mounts, on_nodes, ranks_per_node, roles, serve_script, train_script
+from tepo_megatron.config.load import dump_resolved, load_run
+from tepo_megatron.launch import nemo
+from tepo_megatron.launch.job import (
+    batch_lines,
+    check_cluster,
+    check_time_limit,
+    mounts,
+    on_nodes,
+    ranks_per_node,
+    roles,
+    serve_script,
+    train_script,
+)
 from tepo_megatron.launch.record import git_state
 from tests.support.programs import TIMEOUT_S
 
@@ -323,13 +332,13 @@ def test_an_image_without_transformer_engine_is_refused(tmp_path: Path, monkeypa
 def test_delivered_files_and_the_jobs_number_are_found_again(tmp_path: Path) -> None:
     config, shell = job(f"output={tmp_path}/out"), Shell()
     with pytest.raises(ValueError, match="no job was submitted"):
-        state.load_job(config, shell)
-    state.upload(config, shell, {"train.sh": "true\n"}, {"git": {}})
-    state.save_job(config, shell, "42")
-    assert state.load_job(config, shell) == state.SubmittedJob("42", 2)
+        nemo.load_job(config, shell)
+    nemo.upload(config, shell, {"train.sh": "true\n"}, {"git": {}})
+    nemo.save_job(config, shell, "42")
+    assert nemo.load_job(config, shell) == nemo.SubmittedJob("42", 2)
     assert (tmp_path / "out" / "launch" / "train.sh").read_text() == "true\n"
     assert load_run(tmp_path / "out" / "launch" / "run.yaml") == load_run(tmp_path / "out" / "resolved.yaml") == config
-    assert state.log_pattern(config, state.SubmittedJob("42", 8), "train", 19).endswith(
+    assert nemo.log_pattern(config, nemo.SubmittedJob("42", 8), "train", 19).endswith(
         "ranks/42.*/node-2/*/attempt_*/3/std*.log"
     )
 

@@ -10,15 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.plan import make_plan
 from tepo_megatron.plan import memory as of_the_plan
-from tepo_megatron.plan.activations import token_multiple
+from tepo_megatron.plan.memory import token_multiple
 from tepo_megatron.plan.run_plan import Plan
 from tepo_megatron.run import checks
-from tepo_megatron.run.step.placement import Machine, check_fits
+from tepo_megatron.run.step.placement import check_fits
+from tepo_megatron.runtime.machine import Machine
+from tepo_megatron.trainer.megatron import policy
 from tepo_megatron.trainer.megatron.model.fp8 import token_multiple as of_the_engine
-from tepo_megatron.trainer.megatron.policy import reduced_states
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 H200, LLAMA = str(EXAMPLES / "qwen2.5-7b-h200/run.yaml"), str(EXAMPLES / "llama3.3-70b/run.yaml")
@@ -64,7 +65,7 @@ def test_states_are_counted_where_they_are(fraction: float, moment: tuple[str, i
 
 def test_a_step_copies_as_much_at_once_as_the_engine_does() -> None:
     """Of both moments, in fp32: of a part, or of the largest tensor, which is the embedding of 152 064 × 3 584."""
-    assert of_the_plan.PART_ELEMENTS == reduced_states.PART_ELEMENTS
+    assert of_the_plan.PART_ELEMENTS == policy.PART_ELEMENTS
     found = plan()
     assert of_the_plan.step_copies(found.spec, found.config, PARAMETERS) == 4 * 2 * 152_064 * 3_584
     assert found.worst.activations + found.worst.logits > 4 * 2 * 152_064 * 3_584

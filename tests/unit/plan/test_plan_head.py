@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.plan import make_plan
 from tepo_megatron.plan.memory import FUSED_HEAD_CHUNK, GIB, RankMemory, rank_memory
 from tepo_megatron.plan.shapes import resolve_spec
@@ -47,7 +47,7 @@ def test_the_last_stage_keeps_a_chunk_instead_of_the_logits() -> None:
 
 def test_a_shard_whose_logits_are_no_more_than_a_chunk_gains_nothing() -> None:
     assert memory("fused", tp=8, sequence_parallel=True).logits == pytest.approx(
-        memory("logits", tp=8, sequence_parallel=True).logits, rel=0.01
+        memory("logits", tp=8, sequence_parallel=True).logits, rel=0.02
     )
 
 
@@ -57,3 +57,20 @@ def test_its_product_is_computed_once_more() -> None:
     assert fused.flops_train - plain.flops_train == pytest.approx(2 * 128256 * 8192 * plain.tokens)
     assert fused.train > plain.train
     assert fused.flops_score == plain.flops_score
+
+
+def test_a_token_of_a_chunk_has_fp32_logits_and_a_gradient_in_bfloat16() -> None:
+    spec = resolve_spec("Llama-3.3-70B-Instruct")[0]
+    engine = {"platform": "cuda", "head": "fused", "parallel": {"pp": 4}, "recompute": "full"}
+    model = {"path": "Llama-3.3-70B-Instruct", "dtype": "bfloat16"}
+    few, fewer = (
+        rank_memory(
+            spec,
+            RunConfig.model_validate({"model": model, "engine": {**engine, "micro_batch_tokens": tokens}}),
+            LAST,
+            longest=tokens,
+            step_tokens=100 * tokens,
+        )
+        for tokens in (100, 50)
+    )
+    assert few.logits - fewer.logits == 50 * 6 * 128256

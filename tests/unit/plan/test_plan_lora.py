@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.config import LoraConfig, ParallelConfig
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.launch.job import mounts, on_nodes, roles, train_script
 from tepo_megatron.plan import make_plan
 from tepo_megatron.plan.shapes import layer_adapters, model_adapters, resolve_spec, stage_adapters
-from tepo_megatron.weights.layouts import tensor_shapes
-from tepo_megatron.weights.layouts.adapters import adapted_tensors, adapter_shapes
+from tepo_megatron.weights.adapters import adapted_tensors, adapter_shapes
+from tepo_megatron.weights.table import tensor_shapes
 from tests.support.reshard_models import MOE, small_spec
 
 RECIPE = str(Path(__file__).parents[3] / "examples/llama3.3-70b-lora/run.yaml")

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.plan import make_plan
-from tepo_megatron.plan.activations import layer_activations
-from tepo_megatron.plan.memory import GIB, root_routes
+from tepo_megatron.plan.memory import GIB, layer_activations, root_routes
 from tepo_megatron.plan.run_plan import Plan
 from tepo_megatron.plan.time import forward_flops
 

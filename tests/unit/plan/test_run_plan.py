@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.plan import make_plan
 from tepo_megatron.plan.memory import layers_in_flight, rank_memory
 from tepo_megatron.plan.run_plan import Plan

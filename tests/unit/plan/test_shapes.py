@@ -19,6 +19,7 @@ PUBLISHED = {
     "Qwen2.5-72B": 72_706_203_648,
     "Qwen2.5-7B": 7_615_616_512,
     "Mixtral-8x7B-v0.1": 46_702_792_704,
+    "Qwen3-14B": 14_768_307_200,
     "Qwen3-30B-A3B": 30_532_122_624,
 }
 """Elements of all tensors of the published safetensors."""

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tepo_megatron.run.metrics.token_file import read_tokens, token_file
+from tepo_megatron.run.metrics import read_tokens, token_file
 from tepo_megatron.tools.bench.chromium import Tab, chromium, find_chromium
 from tepo_megatron.tools.report import runs
 from tepo_megatron.tools.report.page import Options, write_report
-from tepo_megatron.tools.sweep.table import Spread, area
+from tepo_megatron.tools.sweep import Spread, area
 from tests.support.report_runs import HOSTILE, write_run
 
 pytestmark = [

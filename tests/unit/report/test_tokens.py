@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tepo_megatron.run.metrics.token_file import encode_tokens, token_file
-from tepo_megatron.tools.report.samples import SampleGroup, evenly
-from tepo_megatron.tools.report.tokens import COLUMNS, bfloat16, encode, pack, token_groups
+from tepo_megatron.run.metrics import encode_tokens, token_file
+from tepo_megatron.tools.report.samples import COLUMNS, SampleGroup, bfloat16, encode, evenly, pack, token_groups
 from tests.support.report_runs import write_run
 from tests.support.token_values import made_up_tokens
 

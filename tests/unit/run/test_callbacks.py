@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.errors import is_ours
-from tepo_megatron.run.callbacks.callbacks import HOOKS, Callback, Callbacks, EarlyStopping, RunInfo, Stop, make_callbacks
-from tests.support.recorded_loop import make
+from tepo_megatron.run.callbacks import HOOKS, Callback, Callbacks, EarlyStopping, RunInfo, Stop, make_callbacks
 
 
 class Told(Callback):
@@ -41,55 +40,30 @@ class Told(Callback):
         self._told("on_step_end", step)
 
 
-def recorded(callbacks: Sequence[object], steps: int, **options: Any) -> tuple[Callbacks, list[str], int]:
-    """A run of the recorded loop with callbacks, its calls, and the steps in its newest checkpoint."""
-    loop, recorder = make(steps, **options)
-    of = Callbacks(callbacks)
-    collect, log = recorder.collect, recorder.log
-
-    def collected(step: int) -> Any:
-        found = collect(step)
-        of.tell("on_rollouts", step + 1, step + 1, found)
-        return found
-
-    def logged(step: int, row: dict[str, float]) -> None:
-        log(step, row)
-        of.tell("on_step_end", step, step, {"step": step, **row})
-
-    recorder.collect, recorder.log = collected, logged  # type: ignore[method-assign]
-    recorder.callbacks = of
-    loop.run()
-    return of, recorder.calls, loop.leaving.saved_step
-
-
-@pytest.mark.parametrize("async_save", [False, True])
-@pytest.mark.parametrize("shares_gpus", [False, True])
-@pytest.mark.parametrize(("hook", "last"), [("on_rollouts", 2), ("on_step_end", 2)])
+@pytest.mark.parametrize("hook", ["on_rollouts", "on_step_end"])
 @pytest.mark.parametrize("error", [Stop("enough"), ValueError("broken"), SystemExit(3)])
-def test_a_run_that_a_callback_ends_is_saved_once_and_whole(
-    hook: str, last: int, error: BaseException, shares_gpus: bool, async_save: bool
-) -> None:
-    """Also where no checkpoint was due."""
-    of, calls, saved = recorded([Told(hook, 2, error)], 5, save_every=0, shares_gpus=shares_gpus, async_save=async_save)
-    assert [call for call in calls if call.startswith("log")] == [f"log {step}" for step in range(last + 1)]
-    assert [call for call in calls if call.startswith("save ")] == [f"save {last}"]
-    assert saved == last
-    assert not of.go_on
+def test_a_run_that_a_callback_ends_is_saved_once_and_whole(hook: str, error: BaseException, reference_run: Any) -> None:
+    """Also where no checkpoint was due. A step whose rollouts end the run is trained."""
+    run = reference_run({"train": {"steps": 5, "save_every": 0}}, callbacks=[Told(hook, 2, error)]).run()
+    assert [row["step"] for row in run.rows] == [0, 1, 2]
+    assert run.noted("save ") == ["save 2"]
+    assert run.loop.stopping.saved_step == 2
+    assert not run.loop.rank0.callbacks.go_on
 
 
-def test_a_run_that_ends_by_itself_is_saved_once() -> None:
-    of, calls, saved = recorded([Told("on_step_end", 3, Stop("enough"))], 3)
-    assert [call for call in calls if call.startswith("save 3")] == ["save 3"]
-    assert (saved, of.stopped) == (3, "Told ended the run at step 3: enough")
+def test_a_run_that_ends_by_itself_is_saved_once(reference_run: Any) -> None:
+    run = reference_run(callbacks=[Told("on_step_end", 2, Stop("enough"))]).run()
+    assert run.noted("save ") == ["save 1", "save 2"]
+    assert run.loop.rank0.callbacks.stopped == "Told ended the run at step 2: enough"
 
 
-def test_what_a_callback_raises_becomes_one_sentence_and_no_callback_is_called_again() -> None:
+def test_an_error_becomes_one_sentence_and_no_callback_is_called_again(reference_run: Any) -> None:
     first, second = Told("on_step_end", 1, ValueError("no such thing")), Told()
-    of, _, saved = recorded([first, second], 5)
-    assert first.calls == [("on_step_end", 0), ("on_rollouts", 1), ("on_step_end", 1)]
+    run = reference_run({"train.steps": 5}, callbacks=[first, second]).run()
+    assert first.calls == [("on_run_begin", 0), ("on_step_end", 0), ("on_rollouts", 1), ("on_step_end", 1)]
     assert second.calls == first.calls[:-1]
     with pytest.raises(RuntimeError) as caught:
-        of.raise_failure(saved_step=saved)
+        run.loop.rank0.callbacks.raise_failure(saved_step=run.loop.stopping.saved_step)
     assert is_ours(caught.value)
     assert "\n" not in str(caught.value)
     begin, _, rest = str(caught.value).partition(f" ({__file__}:")
@@ -112,18 +86,18 @@ def test_ctrl_c_is_no_error_of_a_callback() -> None:
         of.tell("on_step_end", 0, 0, {})
 
 
-def test_the_others_are_still_told_of_the_step_at_which_one_asks_to_end() -> None:
+def test_the_others_are_still_told_of_the_step_at_which_one_asks_to_end(reference_run: Any) -> None:
     one, other = Told("on_step_end", 1, Stop()), Told()
-    of, _, _ = recorded([one, other], 3)
+    run = reference_run(callbacks=[one, other]).run()
     assert one.calls == other.calls
-    assert of.stopped == "Told ended the run at step 1: it gave no reason"
+    assert run.loop.rank0.callbacks.stopped == "Told ended the run at step 1: it gave no reason"
 
 
 # -- how they are named
 
 
 FILE = """
-from tepo_megatron.run.callbacks.callbacks import Callback
+from tepo_megatron.run.callbacks import Callback
 class Mine(Callback):
     def __init__(self, name="none"):
         self.name = name

@@ -17,7 +17,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.sampler.protocol import ServerDied
-from tepo_megatron.tasks.data.mixture import ProblemSampler
+from tepo_megatron.tasks.data.sources import ProblemSampler
 from tests.support.fake_sampling import (
     MAX_NEW_TOKENS,
     FakeFleet,
@@ -158,7 +158,7 @@ def test_a_run_that_is_killed_in_mid_batch_goes_on_and_draws_nothing_twice(
     saved = min(saved, max(states))
     again, rest = FakeFleet(order + 1), FakeVerifiers(order + 1, reward_by(5, 0.5))
     resumed = collector(run, PROBLEMS, rest, again)
-    assert resumed.restore({"sampler": states[saved], "step": saved}) is None
+    assert resumed.restore({"sampler": states[saved], "step": saved}) == []
     assert run_steps(resumed, again, range(saved, STEPS)) == expected[saved:]
     complete = {number for number, rollouts in on_disk.items() if len(rollouts) == 2}
     assert not complete & {key for key, *_ in again.asked}
@@ -293,7 +293,7 @@ def test_steps_have_the_shares_of_their_sources_and_a_resumed_run_draws_the_same
     for rollouts, _ in whole:
         assert Counter(name[0] for name in problems_of(rollouts)) == {"a": 3, "b": 1}
     resumed = collector(run, problems, verifiers, again)
-    assert resumed.restore({"sampler": states[3]}) is None
+    assert resumed.restore({"sampler": states[3]}) == []
     rest = run_steps(resumed, again, range(3, 6))
     assert [problems_of(rollouts) for rollouts, _ in rest] == [problems_of(rollouts) for rollouts, _ in whole[3:]]
 
@@ -310,7 +310,7 @@ def test_groups_that_an_earlier_run_has_drawn_come_first_whatever_its_schedule(s
     for state in states:
         fleet = FakeFleet(0)
         of = collector(config(tmp_path, journal=False, schedule=schedule), PROBLEMS, FakeVerifiers(0, reward_by(0, 0.5)), fleet)
-        assert of.restore({"sampler": state}) is None
+        assert of.restore({"sampler": state}) == []
         ((rollouts, _),) = run_steps(of, fleet, range(1))
         of.close()
         assert problems_of(rollouts) == [names[2], names[4], order.problem(5).id]

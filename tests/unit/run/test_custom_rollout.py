@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.loading.load import ConfigError, load_run
+from tepo_megatron.config.load import ConfigError, load_run
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.errors import is_ours

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.config.sampling import FilterGroupsConfig
+from tepo_megatron.config.rollout import FilterGroupsConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.sampling.filters import histogram, load_filters, refused_by
+from tepo_megatron.run.sampling.step_rewards import histogram, load_filters, refused_by
 
 
 def group(rewards: list[float | None], cut: int = 0) -> list[Rollout]:

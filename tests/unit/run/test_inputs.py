@@ -15,13 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.rollout import Rollout, WeightsVersion, token_ids
-from tepo_megatron.core.sampling_mask import SamplingMask
+from tepo_megatron.core.rollout import Rollout, SamplingMask, WeightsVersion, token_ids
 from tepo_megatron.run.checks import RUN_CHECKS, RunSubject, check_model
 from tepo_megatron.run.sampling.inputs import check_replayed_masks, check_replayed_routes, read_inputs, read_replay
-from tepo_megatron.run.step.placement import this_machine
+from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.sampler.rollout_file import read_rollouts, record_path, write_rollouts
-from tepo_megatron.sampler.vllm.server.checks import CPU_HEAD_SIZES
+from tepo_megatron.sampler.vllm.resources import CPU_HEAD_SIZES
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.weights.architecture import model_spec
 from tests.support.small_llama import write_llama

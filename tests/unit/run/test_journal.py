@@ -75,6 +75,10 @@ def identity(of: Journal, problems: Any = PROBLEMS, prompts: Any = PROMPTS, vers
     return of.identity(problems, prompts, version)
 
 
+def find(of: Journal, drawn_by: str) -> Record | None:
+    return of.find(STEP, lambda _: drawn_by)
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -82,11 +86,11 @@ def names(folder: Path) -> list[str]:
 def test_what_was_written_is_found(tmp_path: Path) -> None:
     said = Said()
     first = journal(tmp_path, said)
-    assert first.find(STEP, identity(first)) is None
+    assert find(first, identity(first)) is None
     first.write(STEP, rollouts(), identity(first), failed_rewards=2)
     assert said == []
     again = journal(tmp_path, said)
-    found = again.find(STEP, identity(again))
+    found = find(again, identity(again))
     assert found == Record(rollouts(), identity(first), 2)
     assert said == [
         f"step 3 takes the rollouts that were drawn before the interruption: {record_path(tmp_path / 'journal', 3)}"
@@ -110,8 +114,17 @@ def test_rollouts_of_other_settings_are_not_taken(changes: dict[str, Any], tmp_p
     first, said = journal(tmp_path), Said()
     first.write(STEP, rollouts(), identity(first), 0)
     other = journal(tmp_path, said, **changes)
-    assert other.find(STEP, identity(other)) is None
+    assert find(other, identity(other)) is None
     assert "was drawn by other weights or with other settings" in said[0]
+
+
+def test_rollouts_of_a_head_in_another_dtype_are_not_taken(tmp_path: Path) -> None:
+    first, other = (
+        journal(tmp_path, model__dtype="bfloat16", rollout__server__head_dtype=dtype) for dtype in ("model", "float32")
+    )
+    first.write(STEP, rollouts(), identity(first), 0)
+    assert find(first, identity(first)) is not None
+    assert find(other, identity(other)) is None
 
 
 def test_rollouts_of_other_weights_or_prompts_are_not_taken(tmp_path: Path) -> None:
@@ -126,7 +139,7 @@ def test_rollouts_of_other_weights_or_prompts_are_not_taken(tmp_path: Path) -> N
         identity(first, problems=[PROBLEMS[0], replace(PROBLEMS[1], metadata={"level": 4})]),
     ]
     assert len({*others, identity(first)}) == 7
-    assert [first.find(STEP, other) for other in others] == [None] * 6
+    assert [find(first, other) for other in others] == [None] * 6
 
 
 def test_settings_that_decide_nothing_do_not_count(tmp_path: Path) -> None:
@@ -151,7 +164,7 @@ def test_a_damaged_entry_is_never_taken(data: st.DataObject, tmp_path_factory: p
     put = data.draw(st.binary(max_size=2))
     damaged = whole[:at] + put + whole[at + length :]
     path.write_bytes(damaged)
-    found = first.find(STEP, identity(first))
+    found = find(first, identity(first))
     if found is None:
         assert damaged != whole
         assert f"{path}" in said[-1]
@@ -167,7 +180,7 @@ def test_switched_off_it_writes_and_reads_nothing(tmp_path: Path) -> None:
     off = journal(tmp_path / "off", rollout__journal=False)
     off.write(STEP, rollouts(), identity(off), 0)
     assert not (tmp_path / "off").exists()
-    assert journal(tmp_path, rollout__journal=False).find(STEP, identity(first)) is None
+    assert find(journal(tmp_path, rollout__journal=False), identity(first)) is None
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -175,11 +188,11 @@ def test_records_are_kept_beside_it_without_a_second_copy(kept: bool, tmp_path: 
     given: dict[str, Any] = {"rollout__journal": kept, "rollout__record": True}
     for _ in range(2):  # a step that is done again
         first = journal(tmp_path, **given)
-        if first.find(STEP, identity(first)) is None:
+        if find(first, identity(first)) is None:
             first.write(STEP, rollouts(), identity(first), 0)
     (tmp_path / "rollouts" / "step_0000003.jsonl").unlink()
     again = journal(tmp_path, **given)
-    if again.find(STEP, identity(again)) is None:
+    if find(again, identity(again)) is None:
         again.write(STEP, rollouts(), identity(again), 0)
     assert read_record(tmp_path / "rollouts", STEP).rollouts == rollouts()
     assert names(tmp_path / "rollouts") == ["step_0000003.jsonl"]
@@ -227,7 +240,7 @@ def test_a_disk_that_is_full_costs_the_entry_and_not_the_run(tmp_path: Path) -> 
     assert "step_0000003.jsonl [Errno 27]" in said[0]
     assert names(tmp_path / "journal") == []
     one.write(STEP, rollouts(), identity(one), 0)
-    assert one.find(STEP, identity(one)).rollouts == rollouts()
+    assert find(one, identity(one)) == Record(rollouts(), identity(one))
 
 
 WRITE = """

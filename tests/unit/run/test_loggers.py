@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.loading.load import ConfigError, load_run
-from tepo_megatron.run.display.progress import NoProgress
+from tepo_megatron.config.load import ConfigError, load_run
+from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.loggers import loggers
 from tepo_megatron.run.loggers.loggers import HIDDEN, Ending, without_secrets
 from tepo_megatron.run.loggers.process import Session
-from tepo_megatron.run.metrics.metrics import read_metrics
+from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.run.output import output as output_module
 from tepo_megatron.run.output.output import Output
-from tepo_megatron.run.output.run_folder import prepare_folder
+from tepo_megatron.run.output.resume import prepare_folder
 from tepo_megatron.runtime.preemption import PREEMPTED, StopSignals
 
 # -- what fails in a client
@@ -168,7 +168,7 @@ def test_what_cannot_act_is_refused(setting: str, sentence: str) -> None:
 def test_a_missing_package_is_a_sentence_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loggers, "_is_installed", lambda name: name == "mlflow")
     config = load_run(None, [f"output={tmp_path / 'out'}", "log.mlflow.experiment_name=a", "log.wandb.project=b"])
-    for start in (lambda: prepare_folder(config), lambda: Output(config, NoProgress())):
+    for start in (lambda: prepare_folder(config), lambda: Output(config, Progress())):
         with pytest.raises(ValueError, match=r"log.wandb is given, but the package wandb is not .*'tepo-megatron\[wandb\]'"):
             start()
     only = load_run(None, ["log.mlflow.experiment_name=a"])
@@ -217,7 +217,7 @@ class Run:
 """
 
 
-class Said(NoProgress):
+class Said(Progress):
     def __init__(self) -> None:
         self.words: list[str] = []
 

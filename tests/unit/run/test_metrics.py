@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.run.metrics.metrics import PHASES, MetricsWriter, Stopwatch, read_metrics
+from tepo_megatron.run.metrics import PHASES, MetricsWriter, Stopwatch, read_metrics
 
 keys = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
     lambda key: key != "step"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.run.checks import check_model
 
 

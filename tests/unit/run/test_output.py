@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.run.display.progress import NoProgress
-from tepo_megatron.run.metrics.metrics import read_metrics
-from tepo_megatron.run.metrics.token_file import read_tokens, token_files
+from tepo_megatron.run.display.progress import Progress
+from tepo_megatron.run.metrics import read_metrics, read_tokens, token_files
 from tepo_megatron.run.output.output import Output
 from tepo_megatron.runtime.run_lock import FILE, RunLock, read_holder
 from tests.support.disks import files_of_at_most
@@ -31,7 +30,7 @@ def test_a_resumed_run_forgets_what_came_after_the_checkpoint_and_samples_withou
     folder = tmp_path_factory.mktemp("run") / "out"
     leave(folder, rows, sampled)
     document = {"output": str(folder), "train": {"resume": True}, "log": {"tensorboard": False}}
-    output = Output(RunConfig.model_validate(document), NoProgress())
+    output = Output(RunConfig.model_validate(document), Progress())
     output.resume_from(checkpoint)
     kept = [step for step in range(rows) if step <= checkpoint]
     assert output.last_step == (kept[-1] if kept else None)
@@ -49,7 +48,7 @@ def test_a_run_that_is_started_again_without_a_checkpoint_begins_anew_and_keeps_
     folder = tmp_path_factory.mktemp("run") / "out"
     document = {"output": str(folder), "train": {"resume": "auto"}, "log": {"tensorboard": False}}
     for _ in range(runs):
-        output = Output(RunConfig.model_validate(document), NoProgress())
+        output = Output(RunConfig.model_validate(document), Progress())
         assert not output.resumes
         assert output.last_step is None
         for step in range(rows + 1):
@@ -61,7 +60,7 @@ def test_a_run_that_is_started_again_without_a_checkpoint_begins_anew_and_keeps_
         assert sorted(folder.glob(f"{kind}*")) == sorted(kept)
     (folder / "checkpoints" / "step_000001").mkdir(parents=True)
     (folder / "checkpoints" / "step_000001" / "state.json").write_text("{}")
-    output = Output(RunConfig.model_validate(document), NoProgress())
+    output = Output(RunConfig.model_validate(document), Progress())
     assert output.resumes
     assert output.last_step == rows
     output.close()
@@ -95,7 +94,7 @@ def test_values_of_tokens_are_logged_as_all_else(tmp_path: Path) -> None:
         for step in (3, 4):
             again.write_tokens(made_up_tokens(step, seed=1))
     assert said[-1].startswith(
-        f"{tmp_path / 'tokens' / 'step_0000003.npz'} cannot be written: File too large. The run goes on;"
+        f"{tmp_path / 'tokens' / 'step_0000003.npz'} cannot be written: File too large. The run continues;"
     )
     assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == ["step_0000001.npz", "step_0000002.npz"]
     again.resume_from(3)  # went back, while two files waited
@@ -124,7 +123,7 @@ def test_values_of_tokens_of_a_run_without_a_checkpoint_are_not_the_next_ones(re
     first.write_tokens(made_up_tokens(1))  # ended before the row of its first step
     first.close()
     document = {"output": str(tmp_path), "train": {"resume": resume}, "log": {"tensorboard": False}}
-    Output(RunConfig.model_validate(document), NoProgress()).close()
+    Output(RunConfig.model_validate(document), Progress()).close()
     assert token_files(tmp_path) == {}
     assert (tmp_path / "tokens.before-1" / "step_0000001.npz").exists() == (resume == "auto")
 
@@ -139,7 +138,7 @@ def steps(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-class Said(NoProgress):
+class Said(Progress):
     def __init__(self) -> None:
         self.words: list[str] = []
 
@@ -208,7 +207,7 @@ def test_a_run_that_ended_in_its_first_step_leaves_no_row_to_the_next(tmp_path: 
 @pytest.mark.parametrize(("preset", "has"), [("tepo", True), ("tepo_markov", False), ("grpo", False), ("clip_cov", True)])
 def test_a_mask_that_is_not_there_has_no_column(preset: str, has: bool, tmp_path: Path) -> None:
     document = {"output": str(tmp_path), "objective": {"preset": preset}, "log": {"tensorboard": False}}
-    output = Output(RunConfig.model_validate(document), NoProgress())
+    output = Output(RunConfig.model_validate(document), Progress())
     output.write_row(1, {"mask/fraction": 0.0, "kl/masked": 0.0, "kl/mean": 0.25})
     output.close()
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
@@ -231,7 +230,7 @@ def test_a_full_disk_is_told_once_and_counted_and_costs_no_row(tmp_path: Path, c
     assert [row["log/failed"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 3, 2]
     assert steps(tmp_path / "samples.jsonl") == [1, 2]
     assert len(said) == 2
-    assert said[0].startswith(f"{tmp_path / 'samples.jsonl'} cannot be written: File too large. The run goes on;")
+    assert said[0].startswith(f"{tmp_path / 'samples.jsonl'} cannot be written: File too large. The run continues;")
     assert (tmp_path / "curves.png").exists()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -275,7 +274,7 @@ def test_a_folder_that_became_a_file_is_told_and_survived(tmp_path: Path) -> Non
     folder.touch()
     output.write_row(1, {})
     output.write_row(2, {})
-    assert said[0].startswith(f"{folder} cannot be written: File exists. The run goes on;")
+    assert said[0].startswith(f"{folder} cannot be written: File exists. The run continues;")
     folder.unlink()
     output.write_row(3, {})
     output.close()

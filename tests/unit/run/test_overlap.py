@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.sampling.staleness import token_ages
+from tepo_megatron.run.sampling.step_rewards import token_ages
 from tepo_megatron.sampler.protocol import ServerDied
-from tepo_megatron.tasks.data.mixture import ProblemSampler
+from tepo_megatron.tasks.data.sources import ProblemSampler
 from tests.support.fake_sampling import FakeServers, FakeVerifiers, collector
 from tests.support.programs import TIMEOUT_S
 

@@ -8,13 +8,13 @@ import pytest
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.run.step.placement import (
-    Machine,
     check_placement,
     choose_transport,
     first_server_gpu,
     shared_gpus,
     trainer_threads,
 )
+from tepo_megatron.runtime.machine import Machine
 
 LAPTOP = Machine(gpus=0, has_nccl=False, local_ranks=2, ranks=2)
 NODE = Machine(gpus=8, has_nccl=True, local_ranks=4, ranks=4)
@@ -104,7 +104,7 @@ def threaded(threads: int | str | None, server: dict[str, Any], *, overlap: bool
 def test_phases_that_alternate_have_all_cores_and_phases_that_overlap_share_them(
     threads: int | str | None, server: dict[str, Any], overlap: bool, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tepo_megatron.sampler.vllm.server.resources.available_cores", lambda: list(range(8)))
+    monkeypatch.setattr("tepo_megatron.sampler.vllm.resources.available_cores", lambda: list(range(8)))
     assert trainer_threads(threaded(threads, server, overlap=overlap), LAPTOP, range(8)) == expected
 
 

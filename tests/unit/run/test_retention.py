@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.loading.load import ConfigError, load_run
+from tepo_megatron.config.load import ConfigError, load_run
 from tepo_megatron.run.output.output import Retention
-from tepo_megatron.trainer.checkpoints.folder import checkpoint_folder, checkpoints, retained, step_of
+from tepo_megatron.trainer.checkpoint_folder import checkpoint_folder, checkpoints, retained, step_of
 from tests.support.checkpoints import make_whole
 
 

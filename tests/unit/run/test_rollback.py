@@ -1,19 +1,18 @@
-"""When a run goes back."""
+"""When a run goes back, and which bounds are finer than the measured noise."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tepo_megatron.config import RunConfig
+from tepo_megatron.config import ObjectiveConfig, RunConfig
 from tepo_megatron.config.train import RollbackConfig
-from tepo_megatron.run.step.instability import LEAST, WINDOW, Rollback
-from tests.support.recorded_loop import STEP, make, run
+from tepo_megatron.run.step.instability import LEAST, WINDOW, Rollback, below_the_noise
 
 
 @given(st.lists(st.floats(0.1, 100.0), max_size=60), st.floats(1.5, 20.0))
@@ -52,51 +51,24 @@ def test_what_cannot_act_is_refused(train: dict[str, object], replay: str | None
         RunConfig.model_validate({"train": train, "rollout": {"replay": replay}})
 
 
-@pytest.mark.parametrize("shares_gpus", [False, True])
-def test_a_spike_undoes_the_step_and_trainer_and_servers_go_back(tmp_path: Path, shares_gpus: bool) -> None:
-    calls = run(3, spikes=(6,), every=0, save_every=2, output=tmp_path, shares_gpus=shares_gpus)
-    at = calls.index("load step_000002")
-    assert calls[at - 5 : at] == ["collect 2", *STEP]
-    assert calls[at + 1 :] == [
-        "back 2: step 3: loss is 25.5, above train.rollback.above = 20",
-        "update weights 2",
-        "canary 2",
-        "collect 2",
-        *STEP,
-        "save 3",
-        "update weights 3",
-        "canary 3",
-        "log 3",
-    ]
+QUIET = {"entropy/noise/p99": 1e-6, "ratio/noise/p99": 1e-6, "sequence_ratio/noise/p99": 1e-6}
 
 
-def test_a_spike_before_the_first_checkpoint_is_said_and_too_many_stop_the_run(tmp_path: Path) -> None:
-    calls = run(2, spikes=(1,), every=0, save_every=2, output=tmp_path / "one")
-    assert "step 1: loss is 25.5, above train.rollback.above = 20, but there is no checkpoint yet to go back to" in str(calls)
-    assert [call for call in calls if call.startswith("log")] == ["log 0", "log 1", "log 2"]
-    with pytest.raises(
-        RuntimeError, match=r"loss is 25.5, above .*, after 1 returns to a checkpoint \(train.rollback.max_times"
-    ):
-        run(3, spikes=(4, 6), every=0, save_every=1, output=tmp_path / "two")
-
-
-def test_a_damaged_checkpoint_is_passed_over_when_a_run_goes_back(tmp_path: Path) -> None:
-    loop, recorder = make(4, spikes=(6,), every=0, save_every=1, output=tmp_path)
-    recorder.damaged = ("step_000002",)
-    loop.run()
-    at = recorder.calls.index("load step_000001")
-    assert recorder.calls[at - 5 : at] == ["collect 2", *STEP]
-    assert recorder.calls[at + 1 : at + 4] == [
-        "back 1: step 3: loss is 25.5, above train.rollback.above = 20",
-        "passed over step_000002",
-        "update weights 1",
-    ]
-    assert "load step_000002" not in recorder.calls
-    assert recorder.calls[-1] == "log 4"
-
-
-def test_a_run_that_cannot_go_back_to_a_whole_checkpoint_stops(tmp_path: Path) -> None:
-    loop, recorder = make(3, spikes=(4,), every=0, save_every=1, output=tmp_path)
-    recorder.damaged = ("step_000001",)
-    with pytest.raises(RuntimeError, match=r"loss is 25.5, .* cannot go back: no checkpoint in .* is whole: step_000001"):
-        loop.run()
+@pytest.mark.parametrize(
+    ("given", "row", "named"),
+    [
+        ({"preset": "tepo"}, {}, []),
+        ({"preset": "tepo"}, QUIET, []),
+        ({"preset": "tepo"}, QUIET | {"entropy/noise/p99": 0.1}, []),  # auto goes with it
+        ({"preset": "tepo", "kl_mask": {"tolerance": 0.05}}, QUIET | {"entropy/noise/p99": 0.04}, []),
+        ({"preset": "tepo", "kl_mask": {"tolerance": 0.05}}, QUIET | {"entropy/noise/p99": 0.06}, ["kl_mask.tolerance = 0.05"]),
+        ({"preset": "grpo"}, QUIET | {"entropy/noise/p99": 9.0, "sequence_ratio/noise/p99": 9.0}, []),
+        ({"preset": "gspo"}, QUIET | {"sequence_ratio/noise/p99": 3.5e-4}, ["trust_region.low = 0.0003"]),
+        ({"preset": "gspo"}, QUIET | {"sequence_ratio/noise/p99": 1e-3}, ["trust_region.low", "trust_region.high"]),
+        ({"preset": "grpo"}, QUIET | {"ratio/noise/p99": 0.3}, ["trust_region.low", "trust_region.high"]),
+    ],
+)
+def test_bounds_below_the_noise_are_named(given: dict[str, Any], row: dict[str, float], named: list[str]) -> None:
+    said = below_the_noise(ObjectiveConfig.model_validate(given), row)
+    assert len(said) == len(named)
+    assert all(name in sentence for name, sentence in zip(named, said, strict=True))

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
-from tepo_megatron.run.output.resume import find_checkpoint
-from tepo_megatron.run.output.run_folder import holds_run, prepare_folder
+from tepo_megatron.run.output.resume import find_checkpoint, holds_run, prepare_folder
 from tepo_megatron.runtime.run_lock import RunLock
 
 ROW = '{"step": 1}\n'
@@ -67,7 +66,7 @@ def test_a_run_is_not_written_over_unless_that_is_asked_for(left: dict[str, str]
     assert content(tmp_path) == sorted(left)
     prepare_folder(config(tmp_path), overwrite=True)
     assert content(tmp_path) == []
-    with pytest.raises(ValueError, match=r"starts anew and train.resume = True goes on"):
+    with pytest.raises(ValueError, match=r"starts again and train.resume = True continues"):
         prepare_folder(config(tmp_path, train={"resume": True}), overwrite=True)
 
 

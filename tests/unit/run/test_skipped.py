@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.core.rollout import Rollout, WeightsVersion, token_logprobs
-from tepo_megatron.run.metrics.summary import summarize
 from tepo_megatron.run.step.instability import SkippedUpdates, describe, write_skipped
-from tepo_megatron.run.step.minibatches import minibatches
+from tepo_megatron.run.step.minibatches import minibatches, summarize
 from tepo_megatron.sampler.rollout_file import read_rollouts
 from tepo_megatron.trainer.packing import pack
 from tepo_megatron.trainer.protocol import UpdateResult
@@ -70,7 +69,7 @@ def test_the_sentence_names_the_first_cause_and_the_folder() -> None:
         guard.check(7, [SKIPPED, SKIPPED], list)
     assert str(info.value) == (
         "3 optimizer steps in a row were skipped (train.max_skipped = 2) since a number was not finite; the first in step 7, "
-        "mini-batch 2 of 2: rank 3: the first. The weights are as they were before it, and the rollouts lie in out/skipped. "
+        "mini-batch 2 of 2: rank 3: the first. The weights are as they were before it, and the rollouts are in out/skipped. "
         "Look there, lower optimizer.lr, or raise train.max_skipped"
     )
 

@@ -15,8 +15,7 @@ from tepo_megatron.config import RolloutConfig, RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.consistency_checks import check_agreement
 from tepo_megatron.run.sampling.collector import idle_shares
-from tepo_megatron.run.sampling.staleness import mismatch_by_age, part_ages, token_ages, version_figures
-from tepo_megatron.run.sampling.step_rewards import trained_places
+from tepo_megatron.run.sampling.step_rewards import mismatch_by_age, part_ages, token_ages, trained_places, version_figures
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.sampler.rollout_file import check_rollouts
 from tepo_megatron.trainer.packing import pack

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.loading.load import dump_resolved
+from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.run.output.status import run_status
-from tepo_megatron.runtime.watch.heartbeat import Heartbeat, read_records, record_path
+from tepo_megatron.runtime.heartbeat import Heartbeat, read_records, record_path
 
 ROWS = [
     {"step": 0, "accuracy/greedy": 0.25, "time/step": 30.0},
@@ -89,11 +89,11 @@ def test_on_another_machine_a_rank_is_there_as_long_as_it_says_something(tmp_pat
         ({"ended": "failed: a sentence"}, "made up: ended at step 2 of 10 5.0 s ago: failed: a sentence"),
         (
             {"pid": 2**22, "phase": "sync"},
-            "made up: ended at step 2 of 10 without a last word (killed?), in phase sync, 5.0 s ago; go on with --resume",
+            "made up: ended at step 2 of 10 without a last word (killed?), in phase sync, 5.0 s ago; continue with --resume",
         ),
         (
             {"started": 1, "phase": "sync"},  # the number is another process' by now
-            "made up: ended at step 2 of 10 without a last word (killed?), in phase sync, 5.0 s ago; go on with --resume",
+            "made up: ended at step 2 of 10 without a last word (killed?), in phase sync, 5.0 s ago; continue with --resume",
         ),
     ],
 )

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.config import ObjectiveConfig, RunConfig
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.core.objective import build_objective
 from tepo_megatron.core.objective.advantage import gdpo_advantages

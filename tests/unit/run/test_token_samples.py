@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import LogConfig
-from tepo_megatron.config.loading.load import ConfigError, load_run
+from tepo_megatron.config.load import ConfigError, load_run
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
-from tepo_megatron.run.metrics.token_file import TokenSamples
+from tepo_megatron.run.metrics import TokenSamples
 from tepo_megatron.run.output.token_samples import TokenRecorder
 from tepo_megatron.run.step.minibatches import mark_recorded, minibatches
 from tepo_megatron.trainer.packing import pack

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.run.display.progress import NoProgress
-from tepo_megatron.run.metrics.metrics import read_metrics
+from tepo_megatron.run.display.progress import Progress
+from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.run.output.output import Output
 from tests.support.wandb_server import wandb_server
 
@@ -36,7 +36,7 @@ def open_output(folder: Path, section: dict[str, Any], *, resume: bool, lr: floa
     log = {"tensorboard": False, "finish_timeout_s": 600, **section}
     document = {"output": str(folder), "name": "tiny", "train": {"resume": resume}, "optimizer": {"lr": lr}, "log": log}
     own = {"reward": {"verifier": "math.py:verify", "kwargs": {"api_key": PLANTED}}}
-    return Output(RunConfig.model_validate(document | own), NoProgress())
+    return Output(RunConfig.model_validate(document | own), Progress())
 
 
 def run_twice(folder: Path, section: dict[str, Any]) -> list[dict[str, Any]]:

@@ -4,20 +4,16 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tepo_megatron.core.rollout import Response, WeightsVersion
-from tepo_megatron.sampler.vllm.client.answers import BadAnswer, read_frames, read_spans
-from tepo_megatron.sampler.vllm.client.client import GENERATE, Client
-from tepo_megatron.sampler.vllm.server.resources import reserve_port
-from tepo_megatron.sampler.vllm.wire import SAMPLES, end_frame, error_frame
+from tepo_megatron.sampler.vllm.client import GENERATE, Client
+from tepo_megatron.sampler.vllm.resources import reserve_port
+from tepo_megatron.sampler.vllm.wire import SAMPLES, head_frame
 from tests.support.programs import TIMEOUT_S
-from tests.support.samples import answer, response
+from tests.support.samples import answer, draw_group, response
 
 KEY = "a-secret-key"
 Reply = tuple[int, bytes]
@@ -59,7 +55,7 @@ def generate(client: Client, **changes: Any) -> list[Response]:
     arguments: dict[str, Any] = {
         "n": 2, "temperature": 0.5, "max_new_tokens": 7, "seed": 3, "stop_token_ids": [2], "version": NINE
     }  # fmt: skip
-    return client.generate((1, 5), **arguments | changes)
+    return draw_group(client, (1, 5), **arguments | changes)
 
 
 def test_responses_come_back_with_key_and_parameters_sent(serve: Serve) -> None:
@@ -112,40 +108,6 @@ def test_weights_that_were_never_updated_are_version_0(serve: Serve) -> None:
     assert {response.weights_version for response in generate(client, version=WeightsVersion(0))} == {WeightsVersion(0)}
 
 
-@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5), data=st.data())
-def test_frames_come_out_as_they_went_in_however_they_are_cut(sizes: list[int], data: st.DataObject) -> None:
-    sent = [response(at, [at] * size, [-0.5 * at] * size, "stop", [(0, "9:abc")]) for at, size in enumerate(sizes)]
-    stream = answer(sent)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
-    pieces = [stream[a:b] for a, b in pairwise([0, *cuts, len(stream)])]
-    found = list(read_frames(pieces, range(len(sizes))))
-    assert [(f.head["sample"], f.ids.tolist(), f.logprobs.tolist()) for f in found] == [
-        (each["sample"], each["ids"], each["logprobs"]) for each in sent
-    ]
-    with pytest.raises(BadAnswer):
-        list(read_frames([stream[: data.draw(st.integers(0, len(stream) - 1))]], range(len(sizes))))
-
-
-SPANS = [(0, "8:a"), (3, "9:abc")]
-
-
-@pytest.mark.parametrize(
-    ("spans", "said"),
-    [
-        ([(1, "8:a")], r"change at the tokens \[1\] of 5"),
-        ([(0, "8:a"), (0, "9:abc")], r"change at the tokens \[0, 0\] of 5"),
-        ([(0, "8:a"), (5, "9:abc")], r"change at the tokens \[0, 5\] of 5"),
-        ([(0, "8:a"), (True, "9:abc")], "which is no order"),
-        ([(0, "9:abc"), (3, "8:a")], "older weights drew tokens after newer ones: 9:abc, 8:a"),
-    ],
-)
-def test_spans_of_versions_follow_each_other(spans: list[tuple[int, str]], said: str) -> None:
-    labels = {"8:a": WeightsVersion(8, "a"), "9:abc": NINE}
-    assert read_spans(SPANS, 5, labels) == ((0, WeightsVersion(8, "a")), (3, NINE))
-    with pytest.raises(BadAnswer, match=said):
-        read_spans(spans, 5, labels)
-
-
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
@@ -154,11 +116,11 @@ def test_spans_of_versions_follow_each_other(spans: list[tuple[int, str]], said:
         ((422, b'{"detail": "a field is missing"}'), "status 422: a field is missing"),
         ((500, b"Internal Server Error"), "status 500: Internal Server Error"),
         ((503, b""), "status 503: no explanation"),
-        ((200, error_frame("the engine is dead", 500)), "status 500: the engine is dead"),
+        ((200, head_frame({"error": "the engine is dead", "status": 500})), "status 500: the engine is dead"),
         ((200, b"<html>"), "something else than responses: b'<html>'"),
         ((200, b"[1]"), "stopped after 0 responses of 2"),
         ((200, b""), "stopped after 0 responses of 2"),
-        ((200, end_frame(0)), "returned 0 responses of 2"),
+        ((200, head_frame({"end": 0})), "returned 0 responses of 2"),
         ((200, answer([response(0, [1, 2], [-1.0])])), "1 log-probs for 2 tokens"),
         ((200, answer([response(0, [1, 2], [])])), "every token needs one"),
     ],

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.fleet.sync import ShardSync
 from tepo_megatron.sampler.protocol import ServerDied
-from tepo_megatron.sampler.vllm.client.client import Client
-from tepo_megatron.sampler.vllm.server.resources import visible_gpus
-from tepo_megatron.sampler.vllm.server.server import Server
+from tepo_megatron.sampler.vllm.client import Client
+from tepo_megatron.sampler.vllm.resources import visible_gpus
+from tepo_megatron.sampler.vllm.server import Server
 from tepo_megatron.sampler.vllm.wire import SAMPLES
 from tests.support.programs import TIMEOUT_S
-from tests.support.samples import answer, response
+from tests.support.samples import answer, draw_group, response
 
 
 class StandIn:
@@ -234,7 +234,7 @@ def test_a_sleeping_server_is_not_asked_for_anything(stand_in: StandIn) -> None:
     arguments: dict[str, Any] = {"n": 1, "temperature": 1.0, "max_new_tokens": 1, "seed": 0, "stop_token_ids": [2]}
     stand_in.calls.clear()
     for ask in (
-        lambda: client.generate((1,), **arguments, version=WeightsVersion(0)),
+        lambda: draw_group(client, (1,), **arguments, version=WeightsVersion(0)),
         lambda: client.prompt_logprobs((1, 2)),
     ):
         with pytest.raises(RuntimeError, match="asleep: its kv_cache and weights are not on the GPU"):
@@ -247,7 +247,7 @@ def test_only_colocated_servers_are_started_with_sleep_mode(tmp_path: Path) -> N
     for placement in ("local", "colocated"):
         config = ServerConfig(placement=placement)
         server = Server(config, model_dir=tmp_path, dtype="float32", cores="0", key="k", log=tmp_path / "log")
-        assert ("--enable-sleep-mode" in server.program.command(on_gpu=True)) == (placement == "colocated")
+        assert ("--enable-sleep-mode" in server.command(on_gpu=True)) == (placement == "colocated")
 
 
 def test_servers_get_their_gpus_in_order_by_the_names_that_the_trainer_sees(
@@ -256,7 +256,7 @@ def test_servers_get_their_gpus_in_order_by_the_names_that_the_trainer_sees(
     config = ServerConfig(tp=2, count=2, placement="colocated")
     fleet = Fleet(config, model_dir=tmp_path, dtype="float32", stop_token_ids=[2], log_dir=tmp_path, first_gpu=1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9,4,5,6,7")
-    seen = [server.program.environment(on_gpu=True)["CUDA_VISIBLE_DEVICES"] for server in fleet._servers]  # type: ignore[union-attr]
+    seen = [server.environment(on_gpu=True)["CUDA_VISIBLE_DEVICES"] for server in fleet._servers]  # type: ignore[union-attr]
     assert seen == ["4,5", "6,7"]
     assert visible_gpus(range(2, 4), None) == "2,3"
     with pytest.raises(ValueError, match=r"run on GPU 3, but CUDA_VISIBLE_DEVICES = 0,1 shows 2"):

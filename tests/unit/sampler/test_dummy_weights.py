@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.sampler.fleet.fleet import Fleet
-from tepo_megatron.sampler.vllm.client.client import GENERATE
+from tepo_megatron.sampler.vllm.client import GENERATE
 from tepo_megatron.sampler.vllm.plugin.middleware import ALLOWED, AWAITS_VARIABLE, DUMMY_FORMAT, RequireWeights
-from tepo_megatron.sampler.vllm.server.server import Server
+from tepo_megatron.sampler.vllm.server import Server
 from tepo_megatron.sampler.vllm.wire import SAMPLES
 from tepo_megatron.tasks.evaluate.standalone import evaluate_model, without_trainer
 
@@ -106,8 +106,8 @@ def test_servers_of_a_training_run_read_no_weights_and_others_do(tmp_path: Path)
     ):
         assert config.starts_with_dummies(trained=trained) == dummy, config
         server = Server(config, model_dir=tmp_path, dtype="float32", cores="0", key="k", log=tmp_path / "log", dummy=dummy)
-        assert (DUMMY_FORMAT in server.program.command(on_gpu=True)) == dummy
-        assert (AWAITS_VARIABLE in server.program.environment(on_gpu=True)) == dummy
+        assert (DUMMY_FORMAT in server.command(on_gpu=True)) == dummy
+        assert (AWAITS_VARIABLE in server.environment(on_gpu=True)) == dummy
 
 
 def test_a_fleet_of_servers_without_weights_has_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,14 +134,14 @@ def test_an_evaluation_without_a_trainer_reads_the_model(tmp_path: Path) -> None
 
 
 def test_nccl_of_the_servers_takes_the_interface_that_the_run_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tepo_megatron.trainer.megatron.platform.gpu import set_interface
+    from tepo_megatron.trainer.megatron.gpu import set_interface
 
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     config = ServerConfig(interface="ib0")
     server = Server(config, model_dir=tmp_path, dtype="float32", cores="0", key="k", log=tmp_path / "log")
-    assert server.program.environment(on_gpu=True)["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert server.environment(on_gpu=True)["NCCL_SOCKET_IFNAME"] == "ib0"
     environment: dict[str, str] = {}
-    monkeypatch.setattr("tepo_megatron.trainer.megatron.platform.gpu.os.environ", environment)
+    monkeypatch.setattr("tepo_megatron.trainer.megatron.gpu.os.environ", environment)
     set_interface(None)
     assert environment == {}
     set_interface("ib0")

@@ -13,18 +13,15 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.sampler.fleet import external
 from tepo_megatron.sampler.fleet.external import (
     ExternalServer,
     Node,
     Registration,
-    is_retired,
-    register,
-    registered,
-    retire,
+    RegistryEntry,
     shared_key,
-    with_own_address,
+    with_local_address,
 )
 from tests.support.programs import TIMEOUT_S
 
@@ -52,7 +49,12 @@ def url() -> Iterator[str]:
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExternalServer:
     monkeypatch.setattr(external, "_POLL_INTERVAL_S", 0.01)
     config = ServerConfig(placement="external", registry=tmp_path, start_timeout_s=0.2)  # for who waits in vain
-    return ExternalServer(config, folder=tmp_path, index=0, log=tmp_path / "server-0.log")
+    return ExternalServer(config, index=0, log=tmp_path / "server-0.log")
+
+
+@pytest.fixture
+def entry(tmp_path: Path) -> RegistryEntry:
+    return RegistryEntry(tmp_path, 0)
 
 
 def test_all_who_ask_at_once_get_one_key_that_only_its_owner_reads(tmp_path: Path) -> None:
@@ -93,38 +95,38 @@ def test_a_key_that_another_user_has_put_there_is_refused(tmp_path: Path) -> Non
         shared_key(folder)
 
 
-def test_a_server_is_found_used_retired_and_found_again(stand_in: ExternalServer, tmp_path: Path, url: str) -> None:
+def test_a_server_is_found_used_retired_and_found_again(stand_in: ExternalServer, entry: RegistryEntry, url: str) -> None:
     stand_in.start()
     with pytest.raises(RuntimeError, match="external rollout server 0 was not there within"):
         stand_in.wait_ready()
-    register(tmp_path, 0, Registration("http://127.0.0.1:9", "dead"))
+    entry.register(Registration("http://127.0.0.1:9", "dead"))
     with pytest.raises(RuntimeError, match="was not there"):
         stand_in.wait_ready()  # registered, but nobody answers
-    register(tmp_path, 0, Registration(url, "first"))
+    entry.register(Registration(url, "first"))
     stand_in.wait_ready(TIMEOUT_S)
     assert stand_in.url == url
     assert stand_in.healthy()
-    assert not is_retired(tmp_path, 0, "first")
+    assert not entry.is_retired("first")
 
     stand_in.start()  # as after a failed update: that life is over, although it answers
-    assert is_retired(tmp_path, 0, "first")
+    assert entry.is_retired("first")
     assert not stand_in.healthy()
     with pytest.raises(RuntimeError, match="was not there"):
         stand_in.wait_ready()
-    register(tmp_path, 0, Registration(url, "second"))
+    entry.register(Registration(url, "second"))
     stand_in.wait_ready(TIMEOUT_S)
     assert stand_in.healthy()
 
 
-def test_a_server_that_another_trainer_has_used_is_replaced_first(stand_in: ExternalServer, tmp_path: Path, url: str) -> None:
-    register(tmp_path, 0, Registration(url, "used"))
+def test_a_server_that_another_trainer_used_is_replaced(stand_in: ExternalServer, entry: RegistryEntry, url: str) -> None:
+    entry.register(Registration(url, "used"))
     stand_in.start()
     stand_in.wait_ready(TIMEOUT_S)
-    later = ExternalServer(stand_in.config, folder=tmp_path, index=0, log=tmp_path / "log")
+    later = ExternalServer(stand_in.config, index=0, log=Path("log"))
     later.start()
     with pytest.raises(RuntimeError, match="was not there"):
         later.wait_ready()
-    assert is_retired(tmp_path, 0, "used")
+    assert entry.is_retired("used")
 
 
 def test_stopping_ends_a_wait(stand_in: ExternalServer) -> None:
@@ -138,11 +140,11 @@ def test_stopping_ends_a_wait(stand_in: ExternalServer) -> None:
 
 def test_the_interface_gives_the_address() -> None:
     config = ServerConfig(placement="external", registry=Path("r"), interface="lo")
-    assert with_own_address(config).host == "127.0.0.1"
+    assert with_local_address(config).host == "127.0.0.1"
     with pytest.raises(
         ValueError, match=r"rollout\.server\.interface = 'none0' has no IPv4 address on .*; interfaces here: .*lo"
     ):
-        with_own_address(config.model_copy(update={"interface": "none0"}))
+        with_local_address(config.model_copy(update={"interface": "none0"}))
 
 
 @pytest.mark.parametrize(("address", "fits"), [("127.0.1.1", False), ("10.1.2.3", True)])
@@ -152,10 +154,10 @@ def test_a_name_that_stands_for_loopback_is_no_address_for_others(
     monkeypatch.setattr("tepo_megatron.sampler.fleet.external.socket.gethostbyname", lambda name: address)
     config = ServerConfig(placement="external", registry=Path("r"))
     if fits:
-        assert with_own_address(config).host == address
+        assert with_local_address(config).host == address
     else:
         with pytest.raises(ValueError, match=r"loopback address 127\.0\.1\.1.*set rollout\.server\.interface"):
-            with_own_address(config)
+            with_local_address(config)
 
 
 def test_external_servers_need_a_registry() -> None:
@@ -204,27 +206,28 @@ def test_a_node_replaces_what_died_and_what_was_retired(tmp_path: Path, monkeypa
         made.append(FakeServer(*arguments, **options))
         return made[-1]
 
-    monkeypatch.setattr("tepo_megatron.sampler.fleet.external.Server", make)
+    monkeypatch.setattr("tepo_megatron.sampler.vllm.server.Server", make)
     server = {"placement": "external", "registry": str(tmp_path), "interface": "lo", "count": 4, "tp": 2, "max_restarts": 1}
     config = RunConfig.model_validate({"rollout": {"server": server}, "output": str(tmp_path)})
+    entries = [RegistryEntry(tmp_path, index) for index in range(4)]
     turns = iter(
         [
             lambda: None,
             lambda: setattr(made[0], "alive", False),
-            lambda: retire(tmp_path, 3, registered(tmp_path, 3).life),
+            lambda: entries[3].retire(entries[3].registered().life),
             lambda: setattr(made[1], "alive", False),
         ]
     )
     monkeypatch.setattr("tepo_megatron.sampler.fleet.external.time.sleep", lambda _: next(turns)())
     with Node(config, model_dir=Path("model"), node=1, nodes=2) as node:
-        first = [registered(tmp_path, index) for index in range(4)]
+        first = [entry.registered() for entry in entries]
         assert first[:2] == [None, None]  # the other node's
         assert [each.gpus for each in made] == [(0, 1), (2, 3)]
         assert [each.log.name for each in made] == ["server-2.log", "server-3.log"]
         with pytest.raises(RuntimeError, match=r"died 3 times.*\n.*the end of its log"):
             node.watch()
     assert [each.lives for each in made] == [2, 2]
-    now = [registered(tmp_path, index) for index in (2, 3)]
+    now = [entry.registered() for entry in entries[2:]]
     assert now[0] != first[2]
     assert now[1] != first[3]
     assert not any(each.alive for each in made)

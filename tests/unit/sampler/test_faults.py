@@ -17,9 +17,17 @@ from hypothesis import strategies as st
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.protocol import ServerDied
-from tepo_megatron.sampler.vllm.client.answers import BadAnswer, FailedAnswer, OtherWeights, read_frames, read_response
-from tepo_megatron.sampler.vllm.client.client import GENERATE
-from tepo_megatron.sampler.vllm.wire import SAMPLES, end_frame, error_frame, head_frame, response_frame
+from tepo_megatron.sampler.vllm.client import GENERATE
+from tepo_megatron.sampler.vllm.wire import (
+    SAMPLES,
+    BadAnswer,
+    FailedAnswer,
+    OtherWeights,
+    head_frame,
+    read_frames,
+    read_response,
+    response_frame,
+)
 from tests.support.faulty_server import VOCABULARY, Behaviour, FaultyServer, answer_well, choice, fleet_of
 from tests.support.samples import Sample
 
@@ -109,7 +117,7 @@ FAULTS: dict[str, tuple[Behaviour, str]] = {
     "status 500": (lambda server, samples: (500, b'{"error": {"message": "out of memory"}}'), "status 500: out of memory"),
     "status 503": (lambda server, samples: (503, b""), "status 503"),
     "a failure in mid-stream": (
-        lambda server, samples: (200, in_stream(samples, error_frame("out of memory", 500))),
+        lambda server, samples: (200, in_stream(samples, head_frame({"error": "out of memory", "status": 500}))),
         "status 500: out of memory",
     ),
     "an end in mid-stream": (
@@ -241,9 +249,9 @@ def test_whatever_an_answer_is_changed_to_it_is_refused_or_right(data: st.DataOb
         head = json.loads(frames[1][4 : 4 + size])
         head[data.draw(KEYS)] = data.draw(json_values)
         frames[1] = head_frame(head) + frames[1][4 + size :]
-        stream = b"".join([*frames, end_frame(2)])
+        stream = b"".join([*frames, head_frame({"end": 2})])
     else:
-        whole = b"".join([*frames, end_frame(2)])
+        whole = b"".join([*frames, head_frame({"end": 2})])
         at = data.draw(st.integers(0, len(whole)))
         stream = whole[:at] + data.draw(st.binary(max_size=8)) + whole[at + data.draw(st.integers(0, 8)) :]
     asked: dict[str, Any] = {"max_new_tokens": 4, "vocab_size": VOCABULARY, "labels": {"4:d": WeightsVersion(4, "d")}}

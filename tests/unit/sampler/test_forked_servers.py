@@ -20,11 +20,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.runtime.cores import read_cores
+from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.runtime.machine import read_cores
 from tepo_megatron.sampler.vllm.plugin import ROUTES_VARIABLE
-from tepo_megatron.sampler.vllm.plugin.forks import FORK_VARIABLE, leave_parent, take_cores
-from tepo_megatron.sampler.vllm.server.server import Server
+from tepo_megatron.sampler.vllm.plugin.patches import FORK_VARIABLE, leave_parent, take_cores
+from tepo_megatron.sampler.vllm.server import Server
 
 
 def look(answer: Connection, internet: int, local: int) -> None:
@@ -64,7 +64,7 @@ def test_a_server_that_is_to_return_experts_does_on_a_cpu_too(cores: str, worker
     def made(on_gpu: bool, **options: Any) -> tuple[list[str], dict[str, str]]:
         config = ServerConfig(**options)
         server = Server(config, model_dir=Path("model"), dtype="float32", cores=cores, key="key", log=Path("log"))
-        return server.program.command(on_gpu=on_gpu), server.program.environment(on_gpu=on_gpu)
+        return server.command(on_gpu=on_gpu), server.environment(on_gpu=on_gpu)
 
     command, environment = made(False, routing_replay=True)
     assert "--enable-return-routed-experts" in command
@@ -95,7 +95,7 @@ def test_a_server_that_is_to_return_experts_does_on_a_cpu_too(cores: str, worker
 )
 def test_processes_are_forks_where_each_worker_has_its_cores(cores: str, tp: int, on_gpu: bool, forks: bool) -> None:
     server = Server(ServerConfig(tp=tp), model_dir=Path("model"), dtype="float32", cores=cores, key="key", log=Path("log"))
-    command, environment = server.program.command(on_gpu=on_gpu), server.program.environment(on_gpu=on_gpu)
+    command, environment = server.command(on_gpu=on_gpu), server.environment(on_gpu=on_gpu)
     assert (FORK_VARIABLE in environment) == forks
     assert ("tepo_megatron.sampler.vllm.plugin.workers.BoundWorker" in command) == forks
     assert ("--distributed-executor-backend" in command) == (forks and tp == 1)
@@ -124,7 +124,7 @@ def test_cores_are_read_as_they_are_written(workers: list[list[int]], data: st.D
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere servers start as vLLM has them")
 def test_a_worker_runs_on_all_of_its_cores() -> None:
     code = (
-        "import os; from tepo_megatron.sampler.vllm.plugin.forks import take_cores; cores = sorted(os.sched_getaffinity(0))\n"
+        "import os; from tepo_megatron.sampler.vllm.plugin.patches import take_cores; cores = sorted(os.sched_getaffinity(0))\n"
     )
     code += "taken = take_cores('4095|' + ','.join(map(str, cores)), 1)\n"
     code += "print(taken == len(cores), os.sched_getaffinity(0) == {*cores})"
@@ -135,7 +135,7 @@ VLLM = """
 import json
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.utils.system_utils import get_mp_context
-from tepo_megatron.sampler.vllm.plugin.forks import fork_processes
+from tepo_megatron.sampler.vllm.plugin.patches import fork_processes
 
 def look(executor):
     config = VllmConfig(parallel_config=ParallelConfig(distributed_executor_backend=executor)).parallel_config

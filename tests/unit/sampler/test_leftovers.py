@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tepo_megatron.runtime import leftovers as scratch
-from tepo_megatron.runtime.leftovers import SHM, sweep, temporary_folder
+from tepo_megatron.runtime import supervise as scratch
 from tepo_megatron.runtime.proc import group_members
+from tepo_megatron.runtime.supervise import SHM, sweep, temporary_folder
 from tests.support.programs import TIMEOUT_S
 
 LINUX = SHM.is_dir() and Path("/proc/self/maps").exists()
@@ -183,7 +183,7 @@ def test_what_others_use_or_made_is_left_alone(left: Left) -> None:
 
 MAKES_A_FOLDER = """
 import os, subprocess, sys, tempfile, time
-from tepo_megatron.runtime.leftovers import folder_name
+from tepo_megatron.runtime.supervise import folder_name
 folder = tempfile.mkdtemp(prefix=f"{folder_name()}-", dir=sys.argv[1])
 told = {**os.environ, "TEPO_RENDEZVOUS": folder}
 rank = subprocess.Popen(["sleep", "600"], env=told, stdout=subprocess.DEVNULL, start_new_session=True)

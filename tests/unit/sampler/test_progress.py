@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.sampler.fleet.progress import ProgressWatch
-from tepo_megatron.sampler.vllm.client.client import PROGRESS
-from tepo_megatron.sampler.vllm.client.connection import ServerGone, ServerSilent
+from tepo_megatron.sampler.fleet.stream import ProgressWatch
+from tepo_megatron.sampler.vllm.client import ServerGone, ServerSilent
 
 
 class Clock:
@@ -90,12 +89,6 @@ def test_time_in_which_this_process_did_not_run_is_nobodys_fault() -> None:
     assert watch.look() == ""
     assert looks(watch, clock, 20.0) == ""
     assert "no new token" in looks(watch, clock, 60.0)
-
-
-def test_the_route_of_the_progress_is_the_plugins() -> None:
-    from tepo_megatron.sampler.vllm.plugin import middleware as progress
-
-    assert progress.PATH == PROGRESS
 
 
 def test_every_change_of_the_progress_is_told_and_nothing_else() -> None:

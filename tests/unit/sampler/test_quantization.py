@@ -1,18 +1,21 @@
-"""Quantised rollouts are asked for, refused where they cannot be served or would bias the run, and passed on to vLLM."""
+"""Quantised rollouts, and a head in another dtype: asked for, refused where they cannot act or would bias a run, passed."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.sampler.vllm.server.checks import check_quantization
-from tepo_megatron.sampler.vllm.server.server import Server
+from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.sampler.vllm.resources import check_quantization
+from tepo_megatron.sampler.vllm.server import Server
 
 FP8 = ["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]
 
@@ -78,7 +81,30 @@ def test_a_gpu_without_fp8_is_refused_and_one_with_it_is_not(machine: Any, quant
 
 @pytest.mark.parametrize("quantization", ["none", "fp8_per_channel"])
 def test_vllm_is_told(quantization: str, tmp_path: Path) -> None:
-    command = server(quantization, tmp_path).program.command(on_gpu=False)
+    command = server(quantization, tmp_path).command(on_gpu=False)
     assert ("--quantization" in command) == (quantization != "none")
     if quantization != "none":
         assert command[command.index("--quantization") + 1] == quantization
+
+
+@pytest.mark.parametrize(("dtype", "model"), [("float32", "bfloat16"), ("auto", "float32")])
+def test_a_head_in_float32_is_refused_where_all_is(dtype: str, model: str) -> None:
+    rollout = {"server": {"head_dtype": "float32", "dtype": dtype}}
+    with pytest.raises(ValidationError, match=r"head_dtype = float32 does nothing for servers in float32; leave it out"):
+        RunConfig.model_validate({"rollout": rollout, "model": {"dtype": model}})
+
+
+@pytest.mark.parametrize("override", [("--hf-overrides", "{}"), ('--hf_overrides={"rope": 1}',)])
+def test_a_head_in_float32_is_refused_with_overrides_that_vllm_would_take_instead(override: tuple[str, ...]) -> None:
+    with pytest.raises(ValidationError, match=r"leave head_dtype out, and put \"head_dtype\": \"float32\" into the overrides"):
+        ServerConfig(head_dtype="float32", extra_args=override)
+    assert ServerConfig(extra_args=override).head_dtype == "model"
+
+
+@given(st.sampled_from(["model", "float32"]), st.booleans())
+def test_vllm_gets_the_heads_dtype_as_an_override_of_the_models_config(head_dtype: Any, on_gpu: bool) -> None:
+    config = ServerConfig(head_dtype=head_dtype)
+    command = Server(config, model_dir=Path("m"), dtype="bfloat16", cores="0", key="k", log=Path("log")).command(on_gpu=on_gpu)
+    assert ("--hf-overrides" in command) == (head_dtype != "model")
+    if head_dtype != "model":
+        assert json.loads(command[command.index("--hf-overrides") + 1]) == {"head_dtype": head_dtype}

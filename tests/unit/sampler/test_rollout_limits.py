@@ -15,18 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.runtime.machine import Machine, this_machine
 from tepo_megatron.sampler.fleet.fleet import Fleet
-from tepo_megatron.sampler.vllm.server import resources as limits
-from tepo_megatron.sampler.vllm.server.resources import (
+from tepo_megatron.sampler.vllm import resources as limits
+from tepo_megatron.sampler.vllm.resources import (
     GIB,
     MIB,
-    Machine,
     check_machine,
     connections,
     needed,
     server_seed,
-    this_machine,
     weights_bytes,
 )
 
@@ -78,17 +77,16 @@ def test_a_fleet_is_refused_before_anything_is_started(tmp_path: Path, monkeypat
 
 ASK = """
 import json, resource, sys
-from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.sampler.vllm.server.resources import check_machine, raise_open_files
+from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.sampler.vllm.resources import check_machine
 name, soft, hard = json.loads(sys.argv[1])
 if name:
     resource.setrlimit(getattr(resource, name), (soft, hard))
-raise_open_files()
-print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 try:
     check_machine(ServerConfig(), 1, weights_bytes=0, on_gpu=False)
 except ValueError as error:
     print(error)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Response, TokenIds, WeightsVersion
 from tepo_megatron.run.step.minibatches import derive_seed
 from tepo_megatron.sampler.fleet.fleet import Fleet

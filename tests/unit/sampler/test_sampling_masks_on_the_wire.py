@@ -4,30 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tepo_megatron.config import SamplingConfig
-from tepo_megatron.core.rollout import Response, Rollout, WeightsVersion, token_ids
-from tepo_megatron.core.sampling_mask import SamplingMask
+from tepo_megatron.core.rollout import Response, Rollout, SamplingMask, WeightsVersion, token_ids
 from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path, write_rollouts
 from tepo_megatron.sampler.sampling import Sampling, append_observation, join_parts
-from tepo_megatron.sampler.vllm.client.answers import BadAnswer, read_response
-from tepo_megatron.sampler.vllm.plugin.samples import split_logprobs
-from tepo_megatron.sampler.vllm.wire import BadFrame, FrameReader, head_frame, response_frame
+from tepo_megatron.sampler.vllm.plugin.middleware import split_logprobs
 
 VERSION = WeightsVersion(3, "ab")
 NEVER = -np.inf
-
-
-def read(kept: Any) -> Response | None:
-    sent = response_frame(0, [4, 5], [-0.5, -0.25], "stop", [(0, "3:ab")], None, kept)
-    (frame,) = FrameReader().feed(sent)
-    return read_response(frame, max_new_tokens=4, vocab_size=16, labels={"3:ab": VERSION}, part=False, sampling_mask=True)
 
 
 def test_those_of_vllms_likeliest_tokens_that_could_be_drawn_are_kept() -> None:
@@ -39,43 +27,6 @@ def test_those_of_vllms_likeliest_tokens_that_could_be_drawn_are_kept() -> None:
     assert (counts.tolist(), others.tolist()) == ([1, 2, 0, 3], [6, 7, 4, 7, 6, 4])
     own, (counts, others) = split_logprobs([4, 5], [-1.0, -2.0], 0)  # not asked for
     assert (own.tolist(), counts.tolist(), others.tolist()) == ([-1.0, -2.0], [0, 0], [])
-
-
-@given(st.lists(st.lists(st.integers(0, 15), max_size=3), min_size=1, max_size=3), st.integers(1, 50))
-def test_what_arrives_is_what_was_sent_in_any_pieces(sent: list[list[int]], piece: int) -> None:
-    data = b"".join(
-        response_frame(at, [1], [-1.0], "stop", [], np.zeros((1, 1, 1), np.uint8) if at else None, ([len(each)], each))
-        for at, each in enumerate(sent)
-    )
-    reader = FrameReader()
-    found = [each for at in range(0, len(data), piece) for each in reader.feed(data[at : at + piece])]
-    assert [each.kept and [part.tolist() for part in each.kept] for each in found] == [[[len(each)], each] for each in sent]
-
-
-def test_a_mask_that_fits_is_read() -> None:
-    found = read(([1, 2], [7, 4, 15]))
-    assert found is not None
-    assert found.sampling_mask == SamplingMask([1, 2], [7, 4, 15])
-
-
-@pytest.mark.parametrize(
-    ("kept", "message"),
-    [
-        (None, "without the tokens that could have been drawn"),
-        (([1, 1], [7]), "a sampling mask of 2 tokens beside those that were drawn names 1"),
-        (([1, 0], [16]), "returned 16 at position 0, which is no token of the vocabulary of 16"),
-        (([1, 1], [7, 5]), "names a drawn token beside itself"),
-    ],
-)
-def test_a_mask_that_cannot_be_right_is_a_wrong_answer(kept: Any, message: str) -> None:
-    with pytest.raises(BadAnswer, match=message):
-        read(kept)
-
-
-@pytest.mark.parametrize("given", [-1, "1", True, 2**40])
-def test_a_size_that_is_none_is_no_frame(given: Any) -> None:
-    with pytest.raises(BadFrame):
-        list(FrameReader().feed(head_frame({"sample": 0, "tokens": 1, "kept": given})))
 
 
 def test_behind_a_part_the_mask_is_of_both() -> None:

@@ -7,22 +7,25 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.runtime.cores import read_cores
-from tepo_megatron.sampler.vllm.server.resources import bind_cores, cores_of, free_port, reserve_port
-from tepo_megatron.sampler.vllm.server.server import Server
-from tepo_megatron.sampler.vllm.server.server_program import ServerProgram
+from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.runtime.machine import read_cores
+from tepo_megatron.sampler.vllm.resources import bind_cores, cores_of, reserve_port
+from tepo_megatron.sampler.vllm.server import Server
 from tests.support.programs import TIMEOUT_S
 
 HOST = "127.0.0.1"
+
+
+def free_port(host: str, first: int = 0, taken: Collection[int] = ()) -> int:
+    with reserve_port(host, first, taken) as reserved:
+        return int(reserved.getsockname()[1])
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
@@ -101,7 +104,7 @@ def test_all_cores_are_shared_in_equal_parts(servers: int, tp: int, available: s
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot restrict a process to cores")
 def test_cores_are_those_that_this_process_may_use() -> None:
     code = "import os; os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})\n"
-    code += "from tepo_megatron.sampler.vllm.server.resources import bind_cores; print(bind_cores(2, 1))"
+    code += "from tepo_megatron.sampler.vllm.resources import bind_cores; print(bind_cores(2, 1))"
     last = str(max(os.sched_getaffinity(0)))
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == str([last, last])
 
@@ -216,20 +219,20 @@ def test_the_supervisor_refuses_to_run_in_anothers_group() -> None:
 # -- the server object around them
 
 
-@dataclass(frozen=True)
-class StandInProgram(ServerProgram):
-    line: tuple[str, ...] = ()
+class StandIn(Server):
+    """A server whose processes are those of ``line``."""
 
-    def command(self, *, on_gpu: bool, port: int = 0) -> list[str]:
+    line: Sequence[str] = ()
+
+    def command(self, *, on_gpu: bool) -> list[str]:
         return list(self.line)
 
 
-def server(tmp_path: Path, command: list[str]) -> Server:
-    """A server whose processes are those of ``command``."""
+def server(tmp_path: Path, command: Sequence[str]) -> StandIn:
     log = tmp_path / "logs" / "server.log"
-    made = Server(ServerConfig(), model_dir=tmp_path, dtype="float32", cores="0", key="the-key", log=log)
-    made.program = StandInProgram(**vars(made.program), line=tuple(command))
-    return made
+    result = StandIn(ServerConfig(), model_dir=tmp_path, dtype="float32", cores="0", key="the-key", log=log)
+    result.line = command
+    return result
 
 
 def test_stop_ends_every_process_and_may_be_repeated(tmp_path: Path) -> None:
@@ -273,7 +276,7 @@ def test_the_log_shows_the_first_error_of_the_last_start(tmp_path: Path) -> None
     one.start()
     assert eventually(lambda: not one.alive)
     later = "print('INFO ok', 'RuntimeError: the cause', *range(30), 'LateError: a consequence', sep='\\n')"
-    one.program = StandInProgram(**{**vars(one.program), "line": (sys.executable, "-c", later)})
+    one.line = (sys.executable, "-c", later)
     one.start()
     assert eventually(lambda: not one.alive)
     shown = one.log_end(5)
@@ -319,4 +322,4 @@ def test_the_environment_carries_the_key_and_nothing_of_torchrun(tmp_path: Path,
 def test_the_command_line_does_not_carry_the_key(tmp_path: Path) -> None:
     one = Server(ServerConfig(), model_dir=tmp_path, dtype="float32", cores="0", key="the-key", log=tmp_path / "log")
     for on_gpu in (False, True):
-        assert not any("the-key" in part for part in one.program.command(on_gpu=on_gpu))
+        assert not any("the-key" in part for part in one.command(on_gpu=on_gpu))

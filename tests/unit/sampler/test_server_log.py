@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.sampler.vllm.server.server import first_error
+from tepo_megatron.sampler.vllm.server import first_error
 
 LOGS = Path(__file__).parent / "vllm_logs"
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.run.checks import check_model
 from tepo_megatron.tasks.evaluate.standalone import evaluate_model
 

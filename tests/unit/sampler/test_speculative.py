@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tepo_megatron.config.rollout_server import ServerConfig, SpeculativeConfig
+from tepo_megatron.config.rollout import ServerConfig, SpeculativeConfig
 from tepo_megatron.sampler.vllm.plugin.patches import SPECULATES_VARIABLE, expand_batch_to_tokens
-from tepo_megatron.sampler.vllm.server.server import Server
+from tepo_megatron.sampler.vllm.server import Server
 
 
 def test_the_settings_reach_vllm_under_its_names() -> None:
     def started(config: ServerConfig) -> tuple[list[str], dict[str, str]]:
         server = Server(config, model_dir=Path("m"), dtype="float32", cores="0", key="k", log=Path("log"))
-        return server.program.command(on_gpu=False), server.program.environment(on_gpu=False)
+        return server.command(on_gpu=False), server.environment(on_gpu=False)
 
     command, environment = started(ServerConfig(speculative=SpeculativeConfig(num_speculative_tokens=3)))
     given = json.loads(command[command.index("--speculative-config") + 1])
@@ -42,7 +42,7 @@ def test_a_draft_model_reaches_vllm_if_it_is_one_of_the_policys_vocabulary(tmp_p
         assert not made.starts_with_dummies(trained=True), "vLLM would fill the draft model with dummies, too"
         return Server(made, model_dir=policy, dtype="float32", cores="0|1", key="k", log=Path("log"))
 
-    command = server(draft, tp=2).program.command(on_gpu=False)
+    command = server(draft, tp=2).command(on_gpu=False)
     given = json.loads(command[command.index("--speculative-config") + 1])
     assert given == {
         "method": "draft_model", "model": str(draft), "draft_tensor_parallel_size": 2, "num_speculative_tokens": 4

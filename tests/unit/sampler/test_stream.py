@@ -20,6 +20,7 @@ from tepo_megatron.sampler.sampling import Sampling, join_parts
 from tepo_megatron.sampler.vllm.wire import SAMPLES
 from tests.support.faulty_server import FaultyServer, answer_well, fleet_of
 from tests.support.programs import TIMEOUT_S
+from tests.support.samples import draw_group
 
 SAMPLING = Sampling(1.0, 4)
 
@@ -142,8 +143,8 @@ def test_a_stream_does_not_ask_servers_that_were_started_again_and_have_no_weigh
 
 def fleet_alone(fleet: Fleet, server: FaultyServer, prompt: tuple[int, ...], n: int) -> list[Response]:
     client = next(each for each in fleet._clients if each.url == server.url)
-    return client.generate(
-        prompt, n=n, temperature=1.0, max_new_tokens=4, seed=11, stop_token_ids=(), version=WeightsVersion(0)
+    return draw_group(
+        client, prompt, n=n, temperature=1.0, max_new_tokens=4, seed=11, stop_token_ids=(), version=WeightsVersion(0)
     )
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
-from tepo_megatron.weights.reshard.plan import plan_moves
+from tepo_megatron.weights.reshard import plan_moves
 from tepo_megatron.weights.transfer import full_tensors as broadcast
 from tepo_megatron.weights.transfer import transport
 from tepo_megatron.weights.transfer.sender import ShardSender

@@ -17,10 +17,20 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.loading.load import load_run
-from tepo_megatron.tools.sweep.file import SweepFile, read_sweep, runs_of, shard
-from tepo_megatron.tools.sweep.runner import Sweep, check_runs, core_shares, is_done, seconds_left
-from tepo_megatron.tools.sweep.table import Spread, area, figures_of_run, find, table, write_tables
+from tepo_megatron.config.load import load_run
+from tepo_megatron.tools.sweep import (
+    Spread,
+    SweepFile,
+    area,
+    figures_of_run,
+    find,
+    read_sweep,
+    runs_of,
+    shard,
+    table,
+    write_tables,
+)
+from tepo_megatron.tools.sweep_runner import Sweep, check_runs, core_shares, seconds_left
 from tests.support.programs import TIMEOUT_S
 
 EVIDENCE = Path(__file__).parents[3] / "examples" / "evidence"
@@ -169,7 +179,7 @@ def test_a_run_that_cannot_begin_and_a_folder_of_another_run_are_named_before_an
     sweep = read_sweep(write(tmp_path, axes=AXES))
     runs = runs_of(sweep)
     runs[0].folder.mkdir(parents=True)
-    from tepo_megatron.config.loading.load import dump_resolved
+    from tepo_megatron.config.load import dump_resolved
 
     there = load_run(sweep.run, [*runs[0].overrides, "train.resume=auto"])
     (runs[0].folder / "resolved.yaml").write_text(dump_resolved(there), encoding="utf-8")
@@ -232,7 +242,7 @@ def test_tables_are_of_what_is_done(tmp_path: Path) -> None:
         (run.folder / "model").mkdir(parents=True)
         row = {"step": 1, "accuracy/greedy": 0.5 + number / 10}
         (run.folder / "metrics.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    assert [is_done(run) for run in runs] == [True, True, True, False]
+    assert [run.is_done for run in runs] == [True, True, True, False]
     columns, rows = table(sweep, find(sweep, runs))
     assert columns == ["objective", "lr", "seeds", "accuracy/greedy"]
     assert rows == [["tepo", "low", "2", "0.600 ± 1.271"], ["grpo", "low", "1", "0.600"]]

@@ -24,21 +24,20 @@ SPEC = ModelSpec("LlamaForCausalLM", LAYERS, 8, 2, 1, 4, 16, VOCABULARY, False, 
 def build(model_section: dict[str, Any], engine_section: dict[str, Any]) -> Any:
     """Megatron's model of a small Llama with local layers, in a world of one."""
     from tepo_megatron.config import RunConfig
-    from tepo_megatron.trainer.megatron.model.layers import LOCAL
-    from tepo_megatron.trainer.megatron.model.model import build_model, transformer_config
-    from tepo_megatron.trainer.megatron.platform import parallel
+    from tepo_megatron.trainer.megatron import platform
+    from tepo_megatron.trainer.megatron.model.model import LOCAL, build_model, transformer_config
 
     warnings.filterwarnings("ignore")
     run = RunConfig.model_validate({"model": model_section, "engine": engine_section})
     cpu = start()
-    ranks = parallel.initialize(run.engine.parallel, cpu, seed=0)
+    ranks = platform.initialize(run.engine.parallel, cpu, seed=0)
     with cpu.megatron():
         return build_model(SPEC, transformer_config(SPEC, run.model, run.engine, cpu, LOCAL), ranks, LOCAL)
 
 
 def start() -> Any:
-    from tepo_megatron.trainer.megatron.platform import platform as platform_cpu
-    from tepo_megatron.trainer.megatron.platform.platform import Platform
+    from tepo_megatron.trainer.megatron import platform as platform_cpu
+    from tepo_megatron.trainer.megatron.platform import Platform
 
     platform_cpu.install_cpu_patches()
     return Platform("cpu", torch.device("cpu"), "gloo")
@@ -50,7 +49,7 @@ def parameters(rank: int, world: int) -> dict[str, tuple[int, ...]]:
 
 def test_parameters_are_where_the_bridge_looks_for_them() -> None:
     """Those of Transformer Engine's layers: test_te_layouts.py."""
-    from tepo_megatron.trainer.megatron.model.layers import LOCAL
+    from tepo_megatron.trainer.megatron.model.model import LOCAL
 
     (found,) = run_dist(1, parameters)
     (layout,) = megatron_ranks(SPEC, MegatronParallel(fused_norms=LOCAL.fused_norms))
@@ -109,8 +108,8 @@ def test_fp8_is_for_the_linears_of_the_layers_and_not_for_the_head(recipe: str) 
 def config_of(kind: Any, *, wgrad: bool) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from tepo_megatron.trainer.megatron.model.layers import Layers, kernel_options
-    from tepo_megatron.trainer.megatron.platform.gpu import Packages
+    from tepo_megatron.trainer.megatron.gpu import Packages
+    from tepo_megatron.trainer.megatron.model.model import Layers, kernel_options
 
     options = kernel_options(Layers(kind, Packages(te="2.11.0", apex=wgrad, wgrad=wgrad)))
     options["apply_rope_fusion"] = False  # Megatron refuses it where there is no Transformer Engine (test_layers.py)
@@ -125,9 +124,9 @@ def what_megatron_says_to_a_linear(rank: int, world: int, kind: str, wgrad: bool
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     from tepo_megatron.config import RunConfig
-    from tepo_megatron.trainer.megatron.platform import parallel
+    from tepo_megatron.trainer.megatron import platform
 
-    parallel.initialize(RunConfig().engine.parallel, start(), seed=0)
+    platform.initialize(RunConfig().engine.parallel, start(), seed=0)
     config = config_of(kind, wgrad=wgrad)
     try:
         ColumnParallelLinear(8, 5, config=config, init_method=config.init_method, bias=False)
@@ -154,11 +153,11 @@ def swiglu(rank: int, world: int, kind: str) -> dict[str, Any]:
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
     from tepo_megatron.config import RunConfig
-    from tepo_megatron.trainer.megatron.platform import parallel
+    from tepo_megatron.trainer.megatron import platform
 
     torch.compiler.set_stance("force_eager")  # the formulas, without minutes of compilation
     cpu = start()
-    parallel.initialize(RunConfig().engine.parallel, cpu, seed=0)
+    platform.initialize(RunConfig().engine.parallel, cpu, seed=0)
     with cpu.megatron():
         mlp = MLP(config_of(kind, wgrad=False), MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
     generator = torch.Generator().manual_seed(0)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import ParallelConfig
-from tepo_megatron.config.loading.load import load_run
-from tepo_megatron.run.step.heartbeat_limits import phase_limits
-from tepo_megatron.trainer.megatron.platform import gpu as connections
-from tepo_megatron.trainer.megatron.platform.parallel import collective_timeout
+from tepo_megatron.config.load import load_run
+from tepo_megatron.run.training import phase_limits
+from tepo_megatron.trainer.megatron import gpu as connections
+from tepo_megatron.trainer.megatron.platform import collective_timeout
 
 A100, H100, B200, RTX_5090 = (8, 0), (9, 0), (10, 0), (12, 0)
 

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
 
 from tepo_megatron.config import EngineConfig
-from tepo_megatron.trainer.megatron.batching.batch import pad_sequences
-from tepo_megatron.trainer.megatron.batching.context_parallel import cut, packed_order, padded_tokens, rank_order
+from tepo_megatron.trainer.megatron.batch import cut, packed_order, pad_sequences, padded_tokens, rank_order
 from tepo_megatron.trainer.megatron.model.fp8 import token_multiple
-from tepo_megatron.trainer.megatron.model.layers import decide
-from tepo_megatron.trainer.megatron.platform.parallel import Ranks
+from tepo_megatron.trainer.megatron.model.model import decide
+from tepo_megatron.trainer.megatron.platform import Ranks
 from tepo_megatron.trainer.packing import pack
-from tepo_megatron.weights.layouts.megatron import check_trainer_split
+from tepo_megatron.weights.layouts import check_trainer_split
 from tests.support.small_llama import draw_rollouts
 from tests.unit.trainer.test_refusals_gpu import SPEC
 

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from pydantic import ValidationError
 
 from tepo_megatron.config import EngineConfig, Fp8Config, RunConfig
-from tepo_megatron.config.loading.load import dump_resolved, load_run
+from tepo_megatron.config.load import dump_resolved, load_run
 from tepo_megatron.trainer.megatron.model import fp8
 
 RECIPES = ["delayed", "tensorwise", "blockwise", "mxfp8"]

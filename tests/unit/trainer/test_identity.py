@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tepo_megatron.config.loading.load import ConfigError, load_run
-from tepo_megatron.config.loading.schema import schema_rows
+from tepo_megatron.config.load import ConfigError, load_run
+from tepo_megatron.config.schema import schema_rows
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.trainer.checkpoints.run_compatibility import (
+from tepo_megatron.trainer.run_compatibility import (
     KINDS,
     Kind,
     compare_runs,
@@ -70,7 +70,7 @@ def test_another_run_is_refused_and_let_through(override: str, line: str) -> Non
     assert f"train.allow_change=[{field}" in text
     for entry in (field, field.partition(".")[0]):
         assert refusal(found, (entry,)) is None
-        assert idle_entries(found, (entry, "evaluate")) == ["evaluate"]
+        assert idle_entries([difference.field for difference in found], (entry, "evaluate")) == ["evaluate"]
     assert refusal(found, (field[:-1],)) == text
 
 

@@ -19,15 +19,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
+from tepo_megatron.trainer.megatron import gpu as packages
+from tepo_megatron.trainer.megatron import optimizer_states
+from tepo_megatron.trainer.megatron.gpu import NO_PACKAGES, Packages
 from tepo_megatron.trainer.megatron.model import fp8 as fp8_weights
 from tepo_megatron.trainer.megatron.model.attention_cpu import PackedDotProductAttention
-from tepo_megatron.trainer.megatron.model.layers import LOCAL, Layers, RMSNorm, kernel_options
-from tepo_megatron.trainer.megatron.platform import gpu as packages
-from tepo_megatron.trainer.megatron.platform.gpu import NO_PACKAGES, Packages
-from tepo_megatron.trainer.megatron.policy import optimizer_states
+from tepo_megatron.trainer.megatron.model.model import LOCAL, Layers, RMSNorm, kernel_options
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
-from tepo_megatron.weights.layouts.table import tensor_shapes
+from tepo_megatron.weights.table import tensor_shapes
 
 SPEC = ModelSpec("LlamaForCausalLM", 1, 8, 2, 1, 4, 16, 5, False, 1e-5, 1e4, None, 64)
 

@@ -14,19 +14,19 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from tepo_megatron.config import LoraConfig
-from tepo_megatron.config.loading.load import ConfigError, load_run
+from tepo_megatron.config.load import ConfigError, load_run
 from tepo_megatron.run.checks import check_adapters
 from tepo_megatron.sampler.vllm.plugin.middleware import (
     ADAPTER_NAME,
     ADAPTER_PATH,
     ADAPTER_VARIABLE,
     AWAITS_VARIABLE,
-    USE,
+    USE_ADAPTER,
     UseAdapter,
 )
-from tepo_megatron.sampler.vllm.server.server import Server
+from tepo_megatron.sampler.vllm.server import Server
 from tepo_megatron.trainer.megatron.model.lora import Adapter, Lora, with_merged_weights
-from tepo_megatron.weights.layouts.adapters import AdapterBlock
+from tepo_megatron.weights.adapters import AdapterBlock
 from tests.support.reshard_models import MOE, small_spec
 
 BLOCKS = [
@@ -149,10 +149,10 @@ def test_servers_of_adapters_are_told_a_rank_that_vllm_takes(rank: int, served: 
         log=tmp_path / "log",
         adapter_rank=config.adapter_rank,
     )
-    command = server.program.command(on_gpu=True)
+    command = server.command(on_gpu=True)
     assert command[command.index("--max-lora-rank") + 1] == str(served)
     assert "--enable-lora" in command
-    assert {AWAITS_VARIABLE, ADAPTER_VARIABLE} <= server.program.environment(on_gpu=True).keys()
+    assert {AWAITS_VARIABLE, ADAPTER_VARIABLE} <= server.environment(on_gpu=True).keys()
     assert load_run(None, [f"model.lora.rank={rank}"]).adapter_rank is None
 
 
@@ -196,7 +196,7 @@ def use(models: Loader) -> tuple[int, str]:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "path": USE, "app": SimpleNamespace(state=SimpleNamespace(openai_serving_models=models))}
+    scope = {"type": "http", "path": USE_ADAPTER, "app": SimpleNamespace(state=SimpleNamespace(openai_serving_models=models))}
     asyncio.run(UseAdapter(cast(Any, None))(scope, cast(Any, None), send))
     return sent[0]["status"], sent[1]["body"].decode()
 
@@ -215,23 +215,23 @@ def test_a_server_is_told_once_where_its_adapters_lie_and_says_why_it_cannot_loa
 
 def test_a_worker_takes_adapters_from_memory_only_where_each_has_a_layer() -> None:
     pytest.importorskip("vllm")
-    from tepo_megatron.sampler.vllm.plugin import adapters
+    from tepo_megatron.sampler.vllm.plugin import patches
 
     inner = SimpleNamespace(model=None, packed_modules_mapping={"qkv_proj": ["q_proj"]}, supported_lora_modules=["qkv_proj"])
     manager = SimpleNamespace(
         _adapter_manager=inner, lora_config=SimpleNamespace(max_lora_rank=8, lora_dtype=torch.float32), vocab_size=9
     )
     request = SimpleNamespace(lora_int_id=1, lora_path=ADAPTER_PATH)
-    adapters._held.clear()
+    patches._adapters.clear()
     with pytest.raises(RuntimeError, match="holds no adapters yet"):
-        adapters._from_memory(manager, request)
+        patches._adapters_from_memory(manager, request)
     settings = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
     tensors = {f"model.layers.0.self_attn.q_proj.lora_{part}.weight": torch.ones(2, 2) for part in "AB"}
-    adapters.hold(settings, tensors)
+    patches.hold_adapters(settings, tensors)
     for _ in range(2):  # vLLM forgets it after every update, and scales what it is given
-        found = adapters._from_memory(manager, request).loras["model.layers.0.self_attn.q_proj"].optimize()
+        found = patches._adapters_from_memory(manager, request).loras["model.layers.0.self_attn.q_proj"].optimize()
         assert found.lora_b.tolist() == [[2.0, 2.0]] * 2
-    adapters.hold(settings, {name.replace("q_proj", "gate"): tensor for name, tensor in tensors.items()})
+    patches.hold_adapters(settings, {name.replace("q_proj", "gate"): tensor for name, tensor in tensors.items()})
     with pytest.raises(RuntimeError, match=r"no place for the adapters of model\.layers\.0\.self_attn\.gate; set .*merged"):
-        adapters._from_memory(manager, request)
-    adapters._held.clear()
+        patches._adapters_from_memory(manager, request)
+    patches._adapters.clear()

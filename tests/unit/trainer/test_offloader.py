@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.trainer.megatron.policy import offload
+from tepo_megatron.trainer.megatron import offload
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.trainer.megatron.platform import platform as platform_cpu
+from tepo_megatron.trainer.megatron import platform as platform_cpu
 from tests.support.launch import run_dist
 
 MODE = "torch function mode"

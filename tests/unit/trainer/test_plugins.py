@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.trainer.checkpoints.run_compatibility import compare_runs, describe_run, refusal
 from tepo_megatron.trainer.megatron import engine
+from tepo_megatron.trainer.run_compatibility import compare_runs, describe_run, refusal
 
 EXAMPLE = Path(__file__).parents[3] / "examples/own_objective"
 MODEL = resolve_model_path("builtin:tiny")

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import OptimizerConfig, RunConfig
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.run.checks import check_model
-from tepo_megatron.trainer.megatron.policy.optimizer import state_options
-from tepo_megatron.trainer.megatron.policy.reduced_states import check_states, join_remainder, split_remainder, step_in_parts
+from tepo_megatron.trainer.megatron.gpu import check_states
+from tepo_megatron.trainer.megatron.optimizer_states import join_remainder, split_remainder
+from tepo_megatron.trainer.megatron.policy import state_options, step_in_parts
 from tests.support.fused_adam import FusedAdam
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False).filter(lambda value: abs(value) < 3e38)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tepo_megatron.config import EngineConfig, Fp8Config, ParallelConfig, RunConfig
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.megatron import engine
-from tepo_megatron.trainer.megatron.model import fp8, layers
-from tepo_megatron.trainer.megatron.platform.gpu import Packages
-from tepo_megatron.trainer.megatron.platform.platform import Platform
+from tepo_megatron.trainer.megatron.gpu import Packages
+from tepo_megatron.trainer.megatron.model import fp8, model
+from tepo_megatron.trainer.megatron.platform import Platform
 from tepo_megatron.weights.architecture import ModelSpec
 
 GPUS = {
@@ -182,20 +182,20 @@ def test_layers_are_chosen_by_config_and_never_by_accident(
 ) -> None:
     config = EngineConfig(layers=asked)
     if expected in ("te", "local"):
-        assert layers.decide(config, platform, problem) == expected
+        assert model.decide(config, platform, problem) == expected
     else:
         with pytest.raises((ValueError, RuntimeError), match=expected):
-            layers.decide(config, platform, problem)
+            model.decide(config, platform, problem)
 
 
 def test_fp8_on_a_cpu_is_refused() -> None:
     config = EngineConfig.model_validate({"fp8": {"recipe": "tensorwise"}})
     with pytest.raises(ValueError, match="is for Transformer Engine's layers, which need a GPU"):
-        layers.choose_layers(config, Platform("cpu", torch.device("cpu"), "gloo"))
+        model.choose_layers(config, Platform("cpu", torch.device("cpu"), "gloo"))
 
 
 def test_the_reason_of_a_failed_import_is_kept() -> None:
-    problem = layers.import_problem()
+    problem = model.import_problem()
     assert problem is not None
     assert "No module named 'transformer_engine'" in problem
 
@@ -215,8 +215,8 @@ def test_the_engine_stops_before_any_process_group(
     """As on a machine with a GPU, of the given capability where Transformer Engine is installed."""
     monkeypatch.setattr(engine, "select_platform", lambda _: Platform("cuda", torch.device("cuda", 0), "nccl"))
     if capability is not None:
-        monkeypatch.setattr(layers, "import_problem", lambda: None)
-        monkeypatch.setattr(layers, "installed_packages", lambda: Packages(te="2.11.0"))
+        monkeypatch.setattr(model, "import_problem", lambda: None)
+        monkeypatch.setattr(model, "installed_packages", lambda: Packages(te="2.11.0"))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     config = RunConfig.model_validate({"model": {"dtype": "bfloat16"}, "engine": section})
     with pytest.raises((ValueError, RuntimeError), match=message):

@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.core.sampling_mask import SamplingMask
+from tepo_megatron.core.rollout import Rollout, SamplingMask, WeightsVersion
 from tepo_megatron.core.types import Batch
-from tepo_megatron.run.metrics.summary import summarize
-from tepo_megatron.trainer.megatron.batching.batch import pad_sequences, pad_to
-from tepo_megatron.trainer.megatron.batching.context_parallel import cut
-from tepo_megatron.trainer.megatron.platform.parallel import Ranks
+from tepo_megatron.run.step.minibatches import summarize
+from tepo_megatron.trainer.megatron.batch import cut, pad_sequences, pad_to
+from tepo_megatron.trainer.megatron.platform import Ranks
 from tepo_megatron.trainer.packing import check_masks, pack
 from tepo_megatron.trainer.protocol import UpdateResult
 

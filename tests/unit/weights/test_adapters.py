@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks, tensor_shapes
-from tepo_megatron.weights.layouts.adapters import (
+from tepo_megatron.weights.adapters import (
     adapted_tensors,
     adapter_blocks,
     adapter_layout,
@@ -23,6 +22,7 @@ from tepo_megatron.weights.layouts.adapters import (
     linear_modules,
     shards_by_tensor,
 )
+from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
 from tepo_megatron.weights.storage.hf_folder import (
     PEFT_PREFIX,
     AdapterSettings,
@@ -30,6 +30,7 @@ from tepo_megatron.weights.storage.hf_folder import (
     load_adapters,
     write_peft_folder,
 )
+from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer.full_tensors import gather_sources
 from tests.support.reshard_models import MOE, Case, cases, small_spec
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from tepo_megatron.weights.architecture import FAMILIES, model_spec
-from tepo_megatron.weights.layouts import tensor_shapes
+from tepo_megatron.weights.table import tensor_shapes
 
 SIZES: dict[str, Any] = {
     "hidden_size": 24,

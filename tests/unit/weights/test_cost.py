@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, tensor_shapes, vllm_ranks
-from tepo_megatron.weights.reshard.cost import Cluster, summarize_plan
-from tepo_megatron.weights.reshard.plan import reshard_plan
+from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, vllm_ranks
+from tepo_megatron.weights.reshard import Cluster, reshard_plan, summarize_plan
+from tepo_megatron.weights.table import tensor_shapes
 from tests.support.reshard_models import Case, cases, small_spec
 
 

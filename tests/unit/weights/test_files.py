@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tepo_megatron.weights.architecture import ModelSpec, read_model_spec
-from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, tensor_shapes
+from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout
 from tepo_megatron.weights.storage.hf_folder import load_into, write_model
+from tepo_megatron.weights.table import tensor_shapes
 from tests.support.disks import files_of_at_most
 
 CONFIG = {

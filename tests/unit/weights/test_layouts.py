@@ -20,9 +20,9 @@ from tepo_megatron.weights.layouts import (
     megatron_layout,
     megatron_ranks,
     pipeline_stages,
-    tensor_shapes,
     vllm_ranks,
 )
+from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer.full_tensors import gather_sources
 
 BASE = ModelSpec(

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from tepo_megatron.trainer.checkpoints.folder import read_state
+from tepo_megatron.trainer.checkpoint_folder import read_state
 from tepo_megatron.weights.storage.manifest import (
     CheckpointManifest,
     DamagedCheckpoint,
@@ -23,8 +23,7 @@ from tepo_megatron.weights.storage.manifest import (
     read_manifest,
     write_manifest,
 )
-from tepo_megatron.weights.storage.planned_files import write_boxes
-from tepo_megatron.weights.storage.stored import open_boxes
+from tepo_megatron.weights.storage.stored import open_boxes, write_boxes
 from tests.support.checkpoints import DAMAGES, ONLY_BY_READING, flip_bit, make_whole, shards
 from tests.support.disks import files_of_at_most
 

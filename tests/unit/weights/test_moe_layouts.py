@@ -13,14 +13,8 @@ from megatron.core.parallel_state import RankGenerator
 from safetensors.torch import load_file
 
 from tepo_megatron.weights.architecture import read_model_spec
-from tepo_megatron.weights.layouts import (
-    MegatronParallel,
-    VllmParallel,
-    megatron_layout,
-    megatron_ranks,
-    tensor_shapes,
-    vllm_ranks,
-)
+from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, megatron_layout, megatron_ranks, vllm_ranks
+from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer.full_tensors import gather_sources, shards_to_write
 from tests.support.reshard_models import MOE, Case, cases, small_spec
 

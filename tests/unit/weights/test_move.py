@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tepo_megatron.weights.architecture import EXPERT_BIAS
 from tepo_megatron.weights.geometry import Box, Region
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
-from tepo_megatron.weights.reshard.plan import reshard_plan
-from tepo_megatron.weights.transfer import messages
+from tepo_megatron.weights.reshard import reshard_plan
+from tepo_megatron.weights.transfer import move
 from tepo_megatron.weights.transfer.digests import BLOCK_BYTES, TensorDigests, digest
-from tepo_megatron.weights.transfer.messages import MoveEnd, message_bytes, queues, wire_dtype
+from tepo_megatron.weights.transfer.move import MoveEnd, message_bytes, queues, wire_dtype
 from tests.support.reshard_models import MOE, Case, cases, small_spec
 from tests.support.thread_transport import Mailbox
 from tests.support.transfers import blank, carry_out, mailboxes, setting
@@ -27,7 +27,7 @@ def test_every_destination_becomes_what_the_plan_promises(case: Case, limit: int
     plan, sources, expected = setting(case)
     found = [blank(params) for params in expected]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "SINGLE_SEGMENT_BYTES", alone)
+        patch.setattr(move, "SINGLE_SEGMENT_BYTES", alone)
         completed = carry_out(plan, sources, found, limit=limit)
     for wanted, got, names in zip(expected, found, completed, strict=True):
         assert sorted(names) == sorted(name for name in wanted if wanted[name].any())  # a vocabulary shard may be padding
@@ -144,7 +144,7 @@ def test_all_peers_together_stay_within_the_staging_memory() -> None:
     plan = reshard_plan(small_spec(num_layers=8), MegatronParallel(2, 4, 2), VllmParallel(4, 1, 3))
     peers = max(len({p.source for p in plan.receives(rank)}) for rank in range(plan.num_destinations))
     peers = max(peers, *(len({p.destination for p in plan.sends(rank)}) for rank in range(plan.num_sources)))
-    assert message_bytes(plan) * messages.WINDOW * peers <= messages.STAGING_BYTES
+    assert message_bytes(plan) * move.WINDOW * peers <= move.STAGING_BYTES
 
 
 # -- digests

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
-from tepo_megatron.weights.transfer import messages
+from tepo_megatron.weights.transfer import move
 from tepo_megatron.weights.transfer.transports import nccl
 from tepo_megatron.weights.transfer.transports.nccl import NcclGroup
 from tests.support.programs import TIMEOUT_S
@@ -211,7 +211,7 @@ def test_whatever_the_plan_all_rounds_end_and_bring_what_they_should(case: Case,
     found = [blank(params) for params in expected]
     boxes = groups(plan.num_sources + plan.num_destinations, Fabric(seed))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "SINGLE_SEGMENT_BYTES", alone)
+        patch.setattr(move, "SINGLE_SEGMENT_BYTES", alone)
         carry_out(plan, sources, found, limit=limit, boxes=boxes)
     for wanted, got in zip(expected, found, strict=True):
         assert all(torch.equal(wanted[name], got[name]) for name in wanted)

@@ -18,12 +18,11 @@ from tepo_megatron.weights.layouts import (
     VllmParallel,
     megatron_ranks,
     pipeline_stages,
-    tensor_shapes,
     vllm_layout,
     vllm_ranks,
 )
-from tepo_megatron.weights.reshard.plan import layer_of, plan_moves, reshard_plan
-from tepo_megatron.weights.reshard.proof import prove
+from tepo_megatron.weights.reshard import layer_of, plan_moves, prove, reshard_plan
+from tepo_megatron.weights.table import tensor_shapes
 from tests.support.reshard_models import Case, cases, numbered_model, parameters, small_spec
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tepo_megatron.weights.architecture import Experts, ModelSpec, model_spec
-from tepo_megatron.weights.expert_routes import routes_dtype, routes_fault
+from tepo_megatron.weights.routes import routes_dtype, routes_fault
 
 SPEC = model_spec(
     {

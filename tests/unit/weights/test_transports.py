@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.weights.transfer import transports
 from tepo_megatron.weights.transfer.transport import Member, TransportSpec, connect, listen
 from tepo_megatron.weights.transfer.transports import find_transport, join, transport_names

@@ -21,11 +21,11 @@ from tepo_megatron.weights.layouts import (
     VllmParallel,
     megatron_ranks,
     pipeline_stages,
-    tensor_shapes,
+    vllm_layers,
     vllm_ranks,
 )
-from tepo_megatron.weights.layouts.vllm import vllm_layers
-from tepo_megatron.weights.reshard.plan import reshard_plan
+from tepo_megatron.weights.reshard import reshard_plan
+from tepo_megatron.weights.table import tensor_shapes
 from tests.support.programs import run_program
 from tests.support.reshard_models import numbered_model, parameters
 

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.config import ObjectiveConfig, RunConfig
-from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.errors import is_ours
-from tepo_megatron.run.api import TrainResult
-from tepo_megatron.run.callbacks.callbacks import EarlyStopping
-from tepo_megatron.run.python_args import address, bring, configure
+from tepo_megatron.run.api import TrainResult, address, configure, name_everywhere, read_arguments
+from tepo_megatron.run.callbacks import EarlyStopping
 from tepo_megatron.tasks.reward.verifiers import last_word, load_verifier, resolve_verifier
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0$"), max_size=20)
@@ -39,11 +38,11 @@ def test_text_that_yaml_would_read_otherwise_stays(text: str) -> None:
 
 def test_a_configuration_is_changed_and_keeps_what_its_preset_does_not_say() -> None:
     base = load_run(None, ["objective.preset=grpo", "train.steps=7", "output=out/base"])
-    changed = bring(base, {"train": {"minibatches": 2}, "output": Path("out/other")}, objective="tepo").config
+    changed = read_arguments(base, {"train": {"minibatches": 2}, "output": Path("out/other")}, objective="tepo")[0]
     assert changed.objective == RunConfig().objective
     assert (changed.train.steps, changed.train.minibatches, changed.output) == (7, 2, Path("out/other"))
-    assert bring(base, {}).config is base
-    assert bring({"train.steps": 3}, {}, objective=ObjectiveConfig(preset="grpo")).config.objective == base.objective
+    assert read_arguments(base, {})[0] is base
+    assert read_arguments({"train.steps": 3}, {}, objective=ObjectiveConfig(preset="grpo"))[0].objective == base.objective
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,7 @@ def test_a_configuration_is_changed_and_keeps_what_its_preset_does_not_say() -> 
 @pytest.mark.parametrize("base", [None, RunConfig()])
 def test_what_is_wrong_with_settings_is_said_as_of_overrides(base: Any, wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        bring(base, wrong)
+        read_arguments(base, wrong)
     assert says in str(caught.value)
     assert is_ours(caught.value)
 
@@ -79,8 +78,8 @@ def test_a_function_goes_by_a_name_under_which_another_process_finds_it(
     name = address(own_rewards.near)
     assert name == f"{tmp_path / 'own_rewards.py'}:near"
     assert load_verifier(name)(None, "") == 1.0
-    brought = bring(None, {}, reward=own_rewards.near)
-    assert (brought.config.reward.verifier, brought.extensions.reward) == (name, None)
+    config, extensions = read_arguments(None, {}, reward=own_rewards.near)
+    assert (config.reward.verifier, extensions.reward) == (name, None)
     del sys.modules["own_rewards"]
 
 
@@ -92,40 +91,42 @@ def test_what_has_no_such_name_is_given_as_it_is() -> None:
     exec("def near(problem, response):\n    return 1.0", cell.__dict__)
     for function, name in ((inner, "inner"), (lambda problem, response: 1.0, "lambda"), (cell.near, "near")):
         assert address(function) is None
-        brought = bring(None, {}, reward=function)
-        assert brought.extensions.reward is function
-        assert brought.config.reward.verifier == f"(python):{name}"
+        config, extensions = read_arguments(None, {}, reward=function)
+        assert extensions.reward is function
+        assert config.reward.verifier == f"(python):{name}"
         with pytest.raises(ValueError, match=rf"give it again, tepo_megatron.train\(…, reward={name}\)"):
-            resolve_verifier(brought.config.reward.verifier)
+            resolve_verifier(config.reward.verifier)
 
 
 def test_ranks_of_their_own_get_names_alone() -> None:
     two: dict[str, Any] = {"engine.parallel.tp": 2}
-    named = bring(two, {}, reward=last_word, callbacks=["early_stopping", EarlyStopping]).named_everywhere()
+    named = name_everywhere(*read_arguments(two, {}, reward=last_word, callbacks=["early_stopping", EarlyStopping]))
     assert named.reward.verifier.endswith(":last_word")
-    assert named.train.callbacks == ("early_stopping", "tepo_megatron.run.callbacks.callbacks:EarlyStopping")
+    assert named.train.callbacks == ("early_stopping", "tepo_megatron.run.callbacks:EarlyStopping")
     assert load_run(None, ["engine.parallel.tp=2"]).train.callbacks == ()
     for wrong, says in (
         ({"reward": lambda problem, response: 1.0}, r"reward=lambda is in this process alone, and the 2 ranks"),
         ({"callbacks": [EarlyStopping(patience=2)]}, r"callbacks=\[EarlyStopping\] is in this process alone"),
     ):
         with pytest.raises(ValueError, match=says):
-            bring(two, {}, **wrong).named_everywhere()
+            name_everywhere(*read_arguments(two, {}, **wrong))
 
 
 def test_names_of_callbacks_join_those_of_the_configuration() -> None:
     base = load_run(None, ['train.callbacks=["early_stopping"]'])
     stopping = EarlyStopping()
-    brought = bring(base, {}, callbacks=[stopping, {"callback": "early_stopping", "kwargs": {"patience": 2}}])
-    assert [getattr(each, "callback", each) for each in brought.config.train.callbacks] == ["early_stopping"] * 2
-    assert brought.extensions.callbacks == (stopping,)
+    config, extensions = read_arguments(
+        base, {}, callbacks=[stopping, {"callback": "early_stopping", "kwargs": {"patience": 2}}]
+    )
+    assert [getattr(each, "callback", each) for each in config.train.callbacks] == ["early_stopping"] * 2
+    assert extensions.callbacks == (stopping,)
 
 
 @pytest.mark.parametrize(
     ("resume", "expected"), [(True, (True, None)), ("auto", ("auto", None)), ("step_000004", (True, "step_000004"))]
 )
 def test_resume_is_what_the_command_takes(resume: Any, expected: tuple[Any, Any]) -> None:
-    train = bring(None, {}, resume=resume).config.train
+    train = read_arguments(None, {}, resume=resume)[0].train
     assert (train.resume, train.resume_from) == expected
 
 
@@ -147,7 +148,7 @@ def test_a_result_gives_columns_and_the_best_row() -> None:
 
 def test_the_function_is_the_package_by_whatever_way_it_is_found() -> None:
     """Importing a part of it sets the attribute to the package; a call is a call all the same."""
-    import tepo_megatron.run.output.run_folder
+    import tepo_megatron.run.output.resume
 
     assert callable(tepo_megatron.train)
     with pytest.raises(ValueError, match=r"no_such\.yaml"):

@@ -1,0 +1,292 @@
+"""Whole runs of the loop on the reference trainer and sampler: order, schedules, faults, resume and replay."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tepo_megatron.run.metrics import Stopwatch
+from tepo_megatron.runtime.preemption import StopRequested
+from tepo_megatron.sampler.rollout_file import read_rollouts
+from tests.unit.run.conftest import Killed
+
+Make = Callable[..., Any]
+SHARED = {"rollout.server.placement": "colocated"}
+PLACEMENTS = pytest.mark.parametrize("placement", [{}, SHARED], ids=["own GPUs", "shared GPUs"])
+SYNC = ["wake", "canary"]
+STEP = ["score", "score", "update", "update"]
+
+
+@pytest.mark.slow
+@PLACEMENTS
+def test_the_order_of_a_run(placement: dict[str, Any], reference_run: Make) -> None:
+    """On shared GPUs it is the same; trainer and sampler check who has the memory."""
+    run = reference_run({"evaluate.every": 2, **placement}).run()
+    first = ["start", "weights 0", *SYNC, "sample", "sample", "evaluation 0", "row 0"]
+    one = ["sample", "rollouts 1", "sleep", "noise", *STEP, "save 1", "saved 1", "weights 1", *SYNC, "row 1"]
+    two = ["sample", "rollouts 2", "sleep", *STEP, "save 2", "saved 2", "weights 2", *SYNC]
+    assert run.calls == [*first, *one, *two, "sample", "sample", "evaluation 2", "row 2", "sleep"]
+
+
+def test_noise_and_canaries_are_due_every_so_many_steps(reference_run: Make) -> None:
+    """A canary that a server's death repeats is one sync."""
+    run = reference_run(
+        {"train.steps": 4, "rollout.canary.every": 3, "engine.noise_every": 2}, dies_at=["weights 1", "canary"]
+    ).run()
+    assert run.noted("noise", "canary", "row") == [
+        *("canary", "canary", "row 0", "noise", "row 1", "row 2", "noise", "canary", "row 3", "row 4")
+    ]
+
+
+@pytest.mark.parametrize(("save_every", "saved"), [(0, ["save 3"]), (2, ["save 2", "save 3"])])
+def test_the_last_step_is_saved_once(save_every: int, saved: list[str], reference_run: Make) -> None:
+    assert reference_run({"train.steps": 3, "train.save_every": save_every}).run().noted("save ") == saved
+
+
+def test_training_continues_during_a_save_and_the_run_ends_when_it_is_whole(reference_run: Make) -> None:
+    run = reference_run({"train": {"steps": 3, "save_every": 2, "async_save": True}}).run()
+    assert run.noted("save", "update", "row") == [
+        *("row 0", "update", "update", "row 1", "update", "update", "save 2", "row 2"),
+        *("update", "update", "saved 2", "save 3", "row 3", "saved 3"),
+    ]
+
+
+@PLACEMENTS
+@pytest.mark.parametrize("call", ["sample", "wake", "canary", "weights 1"])
+def test_a_server_that_died_gets_the_weights_before_the_work_is_repeated(
+    call: str, placement: dict[str, Any], reference_run: Make, tmp_path: Path
+) -> None:
+    settings = {"train.steps": 1, **placement}
+    whole = reference_run({**settings, "output": str(tmp_path / "whole")}).run()
+    run = reference_run(settings, dies_at=[call]).run()
+    died = run.calls.index(call)
+    weights = "weights 1" if call == "weights 1" else "weights 0"
+    assert run.calls[died + 1 : died + 3] == ["start", weights]
+    assert run.noted("row") == ["row 0", "row 1"]
+    assert (run.digest, run.drawn) == (whole.digest, whole.drawn)
+    assert sum(row["lost/server"] for row in run.rows) > 0 == sum(row["lost/server"] for row in whole.rows)
+    assert "the reference sampler is gone; starting it again" in run.said
+
+
+def test_partial_groups_are_drawn_once_and_carried_to_the_next_step(reference_run: Make) -> None:
+    rollout = {"oversample": 2.0, "partial": True, "uncorrected": True, "sampling": {"max_new_tokens": 8}}
+    run = reference_run({"train.steps": 5, "rollout": rollout}).run()
+    assert len(set(run.drawn)) == len(run.drawn) == 10
+    for step, rollouts in run.rollouts.items():
+        assert [rollout.group for rollout in rollouts] == [0, 0, 1, 1]
+        assert max(version.step for rollout in rollouts for _, version in rollout.versions) <= step - 1
+    carried = [row["groups/carried"] for row in run.rows[1:]]
+    assert [row["groups/carried_in"] for row in run.rows[1:]] == [0.0, *carried[:-1]]
+
+
+def test_oversampled_groups_pass_the_filters_in_the_order_of_their_draw(reference_run: Make) -> None:
+    run = reference_run({"rollout": {"oversample": 2.0, "uncorrected": True, "filter_groups": {"max_batches": 50}}}).run()
+    for rollouts in run.rollouts.values():
+        assert [len({rollout.reward for rollout in rollouts if rollout.group == group}) for group in (0, 1)] == [2, 2]
+    for row in run.rows[1:]:
+        outcome = row["groups/kept"] + row["groups/filtered"] + row["groups/carried"]
+        assert row["groups/carried_in"] + row["groups/drawn"] == outcome
+        assert row["groups/kept"] == 2
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_the_overlapped_schedule_trains_on_every_group_once_and_on_none_too_old(staleness: int, reference_run: Make) -> None:
+    train = {"steps": 5, "schedule": "overlap", "max_staleness": staleness}
+    run = reference_run({"train": train, "rollout.uncorrected": True}).run()
+    assert run.noted("rollouts", "row") == [
+        "row 0",
+        *(call for step in range(1, 6) for call in (f"rollouts {step}", f"row {step}")),
+    ]
+    assert len(set(run.drawn)) == len(run.drawn) == 10
+    for step, rollouts in run.rollouts.items():
+        assert all(0 <= step - 1 - version.step <= staleness for rollout in rollouts for _, version in rollout.versions)
+    assert all(row["staleness/max"] <= staleness for row in run.rows[1:])
+
+
+def test_updates_that_are_not_finite_are_skipped_and_kept(reference_run: Make) -> None:
+    run = reference_run({"train": {"steps": 3, "max_skipped": 2}}, skips=[2, 3]).run()
+    assert [row["update/skipped"] for row in run.rows[1:]] == [1, 1, 0]
+    folder = run.config.output / "skipped"
+    for step in (0, 1):
+        assert read_rollouts(folder, step) == run.rollouts[step + 1]
+        (entry,) = json.loads((folder / f"step_{step:07d}.json").read_text())["skipped"]
+        assert (entry["minibatch"], entry["cause"]) == (1 - step, "planted")
+    assert run.rows[1]["lost/skipped"] > 0
+    assert "step 1: 1 of 2 optimizer steps skipped, a number was not finite: planted" in run.said[0]
+
+
+def test_too_many_skipped_updates_end_the_run(reference_run: Make) -> None:
+    run = reference_run({"train.max_skipped": 1}, skips=[2, 3])
+    with pytest.raises(RuntimeError, match=r"2 optimizer steps in a row .* the first in step 1, mini-batch 2 of 2: planted"):
+        run.run()
+    assert run.noted("row") == ["row 0", "row 1"]
+
+
+def rollback(**train: Any) -> dict[str, Any]:
+    return {"train": {"steps": 3, "rollback": {"metric": "loss", "above": 20, "max_times": 1}, **train}}
+
+
+class Damages:
+    """Damages these checkpoints after ``step``."""
+
+    def __init__(self, output: Path, step: int, *damaged: int) -> None:
+        self.folder, self.step, self.damaged = output / "checkpoints", step, damaged
+
+    def on_step_end(self, step: int, metrics: object) -> None:
+        for number in self.damaged if step == self.step else ():
+            (self.folder / f"step_{number:06d}" / "state.json").unlink(missing_ok=True)
+
+
+@PLACEMENTS
+def test_a_spike_undoes_the_step_and_trainer_and_servers_go_back(placement: dict[str, Any], reference_run: Make) -> None:
+    run = reference_run({**rollback(save_every=2), **placement}, spikes=[6]).run()
+    index = run.calls.index("load step_000002")
+    assert run.calls[index - 6 : index] == ["rollouts 3", "sleep", *STEP]
+    again = [
+        "weights 2",
+        *SYNC,
+        "sample",
+        "rollouts 3",
+        "sleep",
+        *STEP,
+        "save 3",
+        "saved 3",
+        "weights 3",
+        *SYNC,
+        "row 3",
+        "sleep",
+    ]
+    assert run.calls[index + 1 :] == again
+    assert len(set(run.drawn)) == len(run.drawn) == 8
+    assert (run.rows[-1]["rollback/count"], run.rows[-1]["lost/rollback"] > 0) == (1, True)
+    assert any("above train.rollback.above = 20; back to" in text for text in run.said)
+
+
+def test_a_spike_before_the_first_checkpoint_is_reported(reference_run: Make) -> None:
+    run = reference_run(rollback(save_every=2), spikes=[1]).run()
+    assert any("but there is no checkpoint yet to go back to" in text for text in run.said)
+    assert run.noted("row") == [f"row {step}" for step in range(4)]
+
+
+def test_too_many_spikes_end_the_run(reference_run: Make) -> None:
+    with pytest.raises(RuntimeError, match=r"above .*, after 1 returns to a checkpoint \(train.rollback.max_times"):
+        reference_run(rollback(save_every=1), spikes=[4, 6]).run()
+
+
+def test_a_damaged_checkpoint_is_passed_over_when_a_run_goes_back(reference_run: Make, tmp_path: Path) -> None:
+    run = reference_run(rollback(save_every=1), spikes=[6], callbacks=[Damages(tmp_path / "out", 2, 2)]).run()
+    assert run.noted("load") == ["load step_000001"]
+    assert any(text.startswith("step_000002 is damaged (") and text.endswith("going back to step_000001") for text in run.said)
+    assert (run.config.output / "checkpoints" / "step_000002.damaged").is_dir()
+    assert [row["step"] for row in run.rows] == [0, 1, 2, 3]
+
+
+def test_a_run_that_cannot_go_back_to_a_whole_checkpoint_ends(reference_run: Make, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"above .* cannot go back: no checkpoint in .* is whole: step_000002"):
+        reference_run(rollback(save_every=1), spikes=[6], callbacks=[Damages(tmp_path / "out", 2, 1, 2)]).run()
+
+
+RESUMED: dict[str, Any] = {"train": {"steps": 2, "save_every": 1, "resume": "auto"}, "evaluate.every": 2}
+
+
+@pytest.mark.slow
+def test_a_killed_run_that_is_resumed_has_the_same_bits(reference_run: Make, tmp_path: Path) -> None:
+    """Killed in the sampling of either step, between updates, and before and after a save and its row."""
+    whole = reference_run(RESUMED).run()
+    for number in (8, 9, 14, 17, 22, 28):
+        settings = {**RESUMED, "output": str(tmp_path / str(number))}
+        with pytest.raises(Killed):
+            reference_run(settings, killed_at=number).run()
+        resumed = reference_run(settings).run()
+        assert resumed.digest == whole.digest, whole.calls[number]
+        assert resumed.figures == whole.figures, whole.calls[number]
+        if whole.calls[number] in ("rollouts 1", "score", "rollouts 2"):
+            assert any("takes the rollouts that were drawn before the interruption" in text for text in resumed.said)
+
+
+@pytest.mark.slow
+@PLACEMENTS
+def test_a_signal_at_any_point_costs_no_trained_step(placement: dict[str, Any], reference_run: Make, tmp_path: Path) -> None:
+    """What was trained is saved once, no step is half trained, and the resumed run continues as if nothing had been."""
+    settings = {**RESUMED, "train": {**RESUMED["train"], "save_every": 0}, **placement}
+    whole = reference_run(settings).run()
+    for number in (8, 12, 17, 22) if placement else (1, 8, 12, 16, 20, 25):
+        changed = {**settings, "output": str(tmp_path / str(number))}
+        run = reference_run(changed, stops_at=number)
+        with pytest.raises(StopRequested):
+            run.run()
+        assert run.calls.count("update") == 2 * run.loop.step
+        assert run.noted("save ") == [f"save {step}" for step in (run.loop.step,) if step]
+        name = f"step_{run.loop.step:06d}"
+        # The thread that announces the signal may be later than a run that ends at once.
+        assert [text for text in run.said if text != "SIGTERM: the run saves and ends"][-1] in (
+            f"SIGTERM: saved {name}; continue with --resume",
+            f"SIGTERM: nothing was trained since {name}, so nothing more was saved; continue with --resume",
+            "SIGTERM: ended before a step was trained; there is nothing to save",
+        )
+        resumed = reference_run(changed).run()
+        assert (resumed.digest, resumed.figures) == (whole.digest, whole.figures), whole.calls[number]
+
+
+@pytest.mark.parametrize("logged", [True, False])
+def test_the_first_step_of_a_resumed_run_is_not_charged_with_its_start(logged: bool, reference_run: Make) -> None:
+    """Where the row of the checkpoint's step is missing, the start belongs to it, as that of a first row."""
+    reference_run({"train.steps": 1}).run()
+    resumed = reference_run({"train": {"steps": 2, "resume": True}})
+    later = [0.0]
+
+    def start_slowly(loop: Any) -> None:
+        loop.rank0.watch = Stopwatch(lambda: time.perf_counter() + later[0])
+        later[0] = 1e6
+        if not logged:
+            loop.rank0.output.resume_from(0)
+
+    resumed.run(start_slowly)
+    assert resumed.noted("start", "weights", "canary")[:3] == ["start", "weights 1", "canary"]
+    assert [row["time/step"] > 1e6 for row in resumed.rows] == [False, not logged, False]
+
+
+def test_recorded_rollouts_are_replayed_to_the_same_bits_without_servers(reference_run: Make, tmp_path: Path) -> None:
+    recorded = reference_run({"rollout.record": True, "output": str(tmp_path / "recorded")}).run()
+    replayed = reference_run({"rollout.replay": str(tmp_path / "recorded" / "rollouts")}).run()
+    assert replayed.digest == recorded.digest
+    assert replayed.rollouts == recorded.rollouts
+    assert not replayed.noted("start", "sample", "weights", "canary")
+
+
+BY_LENGTH = {"objective": {"preset": "tepo", "trust_region": {"scale": "length", "low": "auto", "high": "auto", "share": 0.2}}}
+VARIED = {"prompts_per_step": 4, "samples_per_prompt": 4, "sampling": {"temperature": 2.0, "max_new_tokens": 4}}
+WITH_A_SPREAD: dict[str, Any] = {"rollout": VARIED, "optimizer.lr": 1e-4}
+
+
+@pytest.mark.slow
+def test_bounds_that_follow_the_ratios_survive_a_kill_and_a_replay(reference_run: Make, tmp_path: Path) -> None:
+    settings = {**BY_LENGTH, **WITH_A_SPREAD, "train": {"steps": 4, "save_every": 1, "resume": "auto", "minibatches": 2}}
+    settings["rollout"] = {**VARIED, "record": True}
+    whole = reference_run({**settings, "output": str(tmp_path / "whole")}).run()
+    bounds = [(row["clip/bound_low"], row["clip/bound_high"]) for row in whole.rows[1:]]
+    assert bounds[0] == (0.03, 0.03)
+    assert len(set(bounds)) > 2
+    state = json.loads((whole.config.output / "checkpoints" / "step_000004" / "state.json").read_text())
+    assert tuple(state["clip_range"]) not in bounds
+    with pytest.raises(Killed):
+        reference_run(settings, killed_at=whole.calls.index("rollouts 3")).run()
+    resumed = reference_run(settings).run()
+    assert (resumed.digest, resumed.figures) == (whole.digest, whole.figures)
+    settings["rollout"] = {**VARIED, "replay": str(whole.config.output / "rollouts")}
+    replayed = reference_run({**settings, "train.resume": False, "output": str(tmp_path / "replayed")}).run()
+    assert replayed.digest == whole.digest
+
+
+def test_a_steps_responses_are_written_with_their_problems(reference_run: Make) -> None:
+    run = reference_run({"train.steps": 1, "log.train_samples": 3}).run()
+    rows = [json.loads(line) for line in (run.config.output / "train_samples.jsonl").read_text().splitlines()]
+    expected = [(1, r.problem_id, r.text, r.reward, len(r.response_ids), r.finish_reason, 0) for r in run.rollouts[1][:3]]
+    names = ("step", "problem", "response", "reward", "tokens", "finish_reason", "weights_version")
+    assert [tuple(row[name] for name in names) for row in rows] == expected
+    assert all(row["prompt"].endswith("=") and row["answer"].isdecimal() for row in rows)
