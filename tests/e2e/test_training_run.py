@@ -57,8 +57,8 @@ EVALUATION_KEYS = {"accuracy/greedy", "accuracy/avg@k", "accuracy/pass@k", "held
 TOKENS = ["log.token_samples=8", "log.token_samples_every=5"]
 """All of a step's groups."""
 
-METRICS_PAGE = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text()
-EXPLAINED = [re.compile(re.escape(key).replace("NAME", r"[\w/@]+")) for key in set(re.findall(r"`([a-z][\w/@]*)`", METRICS_PAGE))]
+NAMED = set(re.findall(r"`([a-z][\w/@]*)`", (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text()))
+EXPLAINED = [re.compile(re.escape(key).replace("NAME", r"[\w/@]+")) for key in NAMED]
 CANARY = "canary/max_logprob_gap"
 CACHE_CANARY = "canary/cache_gap"
 
