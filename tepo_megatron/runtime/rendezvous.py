@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tepo_megatron.runtime.supervise import folder_name
 
@@ -206,3 +206,28 @@ def _meet(host: str, port: int, node: int, nodes: int, limit: timedelta) -> Stor
             "an address of the first node, and --master-port free there"
         ) from error
     return TCPStore(host, port, nodes, True, limit, master_listen_fd=listener.detach())
+
+
+@functools.cache
+def share_gloo_thread() -> None:
+    """Lets all of this process's gloo groups share one thread, also on a GPU. Call before the first group is made.
+
+    Otherwise torch gives each group a thread that wakes a hundred times a second, and Megatron makes about twenty groups.
+    """
+    from torch.distributed import ProcessGroupGloo  # type: ignore[attr-defined]
+
+    make, devices = ProcessGroupGloo.__init__, []
+
+    def with_shared_devices(group: Any, *args: Any, timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            return make(group, *args)
+        if not devices:
+            names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+            devices.extend([ProcessGroupGloo.create_device(interface=name) for name in names])
+        if not devices:
+            devices.append(ProcessGroupGloo.create_default_device())
+        options = ProcessGroupGloo._Options()
+        options._timeout, options._devices, options._threads = timeout, devices, 2 * len(devices)
+        return make(group, *args, options)
+
+    ProcessGroupGloo.__init__ = with_shared_devices

@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
 
+from tepo_megatron.runtime.rendezvous import share_gloo_thread
+
 HOST = "127.0.0.1"
 IMPORTED = ["hypothesis", "pytest", "transformers", "tests.support.imported"]
 """What ranks find imported."""
@@ -53,7 +55,7 @@ def run_world(name: str, world: int, *arguments: object) -> None:
 def end_model_parallel() -> None:
     """Let the next engine of this world split the same ranks again. Every rank calls.
 
-    Megatron forgets its groups and leaves them open: about fifty threads of gloo a rank, which wake a hundred times a second.
+    Megatron forgets its groups and leaves them open, with about fifty threads a rank.
     """
     from megatron.core import parallel_state
 
@@ -66,6 +68,7 @@ def end_model_parallel() -> None:
 
 def _in_group(rank: int, world: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     store = TCPStore(HOST, port, world + 1, is_master=False, wait_for_workers=False)
+    share_gloo_thread()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     result = fn(rank, world, *args)
     dist.barrier()  # a rank that leaves early would break its peers' connections

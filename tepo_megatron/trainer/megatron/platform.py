@@ -20,7 +20,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from torch.overrides import TorchFunctionMode
 
 from tepo_megatron.config import EngineConfig, ParallelConfig, RunConfig
-from tepo_megatron.runtime.rendezvous import rank_store
+from tepo_megatron.runtime.rendezvous import rank_store, share_gloo_thread
 from tepo_megatron.versions import MEGATRON_LINE, MEGATRON_RANGE, in_range
 
 
@@ -217,6 +217,7 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
             f"{config.world_size} processes, "
             f"but torchrun started {world}; start {config.world_size} or change engine.parallel"
         )
+    share_gloo_thread()
     if not dist.is_initialized():
         if "RANK" in os.environ and (store := rank_store(world, timeout)) is not None:
             rank = int(os.environ["RANK"])
