@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Every test that this machine can run, but for the long ones of `pytest -m "faults and not quick"`. The first call sets up .venv.
+# Every test that this machine can run, but for the long ones. The first call sets up .venv.
 #
 #   bash scripts/test.sh                         all, on every core; tests/support/schedule.py says what runs beside what
 #   bash scripts/test.sh --fast                  tests/unit without what is marked slow, with fewer random examples: 90 s on two cores
+#   bash scripts/test.sh --long                  the long ones: whole runs with Megatron, vLLM and Slurm, and injected faults; an hour
 #   bash scripts/test.sh tests/dist -k moe       with pytest's arguments: just these, one after the other
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -21,7 +22,10 @@ workers=$((workers < 8 ? workers : 8)) # with 4 GB each: three of them have serv
 if [[ ${1:-} == --fast ]]; then
   exec .venv/bin/python -m pytest tests/unit -m "not slow" --hypothesis-profile fast -n "$workers" "${@:2}"
 fi
+if [[ ${1:-} == --long ]]; then
+  exec .venv/bin/python -m pytest -n "$workers" -m "(long or faults) and not quick and not learns" --durations=25 "${@:2}"
+fi
 if [[ $# -gt 0 ]]; then
   exec .venv/bin/python -m pytest "$@"
 fi
-exec .venv/bin/python -m pytest -n "$workers" -m "(not faults or quick) and not learns" --durations=25
+exec .venv/bin/python -m pytest -n "$workers" -m "(not faults or quick) and not long and not learns" --durations=25

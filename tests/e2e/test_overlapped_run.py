@@ -48,6 +48,7 @@ def in_turn(*moments: Moment) -> Moment:
     return come
 
 
+@pytest.mark.long
 def test_an_overlapped_run_that_is_killed_goes_on_and_is_replayed_to_the_same_bits(tmp_path: Path) -> None:
     """Its server is killed while it samples. Then the run is, after its journal has a step that no checkpoint has. Nothing is
     trained on twice: every group is another problem, in all steps, and has variance.

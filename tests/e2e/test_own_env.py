@@ -38,6 +38,7 @@ def test_its_files_are_those_that_the_script_writes() -> None:
         assert {problem.answer for problem in problems} == {str(number) for number in range(1, 10)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "episodes", "several"),
     [(SMALL, 64, 33), pytest.param(THOUSAND, 1536, 1000, marks=[pytest.mark.learns, pytest.mark.timeout(7200)])],

@@ -46,6 +46,7 @@ def test_the_loop_runs_as_it_stands(tmp_path: Path) -> None:
     assert [len(line) for line in lines] == [1, 1, 2]  # held out; reward; both
 
 
+@pytest.mark.long
 def test_the_notebook_runs_as_it_stands(tmp_path: Path) -> None:
     trained = run_notebook(tmp_path / "out", steps=2, prompts=4, heldout=4)
     assert [row["step"] for row in trained] == [0, 1, 2]

@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
@@ -108,6 +109,7 @@ def test_too_many_skips_end_the_run_with_their_first_cause(tmp_path: Path) -> No
     assert "failed: 2 optimizer steps in a row were skipped" in status(output)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_stopped_ends_the_job_and_the_run_goes_on_when_resumed(tmp_path: Path) -> None:
     output, rollouts = tmp_path / "out", given_rollouts(tmp_path / "rollouts", 400)
     process = start(output, rollouts, "train.steps=400", "train.save_every=2", "engine.parallel.tp=2")

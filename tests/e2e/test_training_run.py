@@ -258,6 +258,7 @@ def test_a_run_that_is_killed_and_resumed_is_the_same_run(trained: Path, tmp_pat
     assert_none_names(out)
 
 
+@pytest.mark.long
 def test_a_run_that_takes_turns_with_its_servers_is_the_same_run(trained: Path, tmp_path: Path) -> None:
     """As on shared GPUs: servers sleep while the trainer works, the trainer's memory is away while they sample, a checkpoint
     between two steps. What neither does on a CPU: servers that give memory up.
@@ -325,6 +326,7 @@ def server_processes(process: subprocess.Popen[str], word: str) -> list[psutil.P
     return found
 
 
+@pytest.mark.long
 def test_a_server_that_dies_and_one_that_hangs_are_replaced_and_the_run_is_the_same(trained: Path, tmp_path: Path) -> None:
     """Killed first, then the engine core of the next one stopped, which its only worker runs in: it lives, its port is open,
     its health is fine.

@@ -104,6 +104,7 @@ def test_two_nodes_train_together_and_leave_what_the_docs_say(cluster: Any, tepo
     assert not any(key.read_bytes() in text for text in texts)
 
 
+@pytest.mark.long
 def test_a_job_that_is_warned_or_preempted_resumes_without_a_person_and_a_cancelled_one_with(
     cluster: Any, tepo: str, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""The example with programs for a stack machine, on a real server: its README's command, short; and whether it learns."""
+"""The example with programs for a stack machine: two small steps on the reference backends; and whether it learns."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.tasks.reward.programs import StackMachine
-from tests.support.example_runs import SMALL_RUN, greedy_accuracies, tepo
+from tests.support.example_runs import ROOT, SMALL_RUN, greedy_accuracies, tepo
 from tests.support.kills import rows
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S
+from tests.support.reference_runs import train_on_references
 
 SMALL = (
     *SMALL_RUN,
     "rollout.prompts_per_step=16",
-    "evaluate.problems=40",
+    "evaluate.problems=10",
     "evaluate.samples=2",
     "rollout.record=true",
 )
@@ -32,9 +33,11 @@ def train(out: Path, *settings: str, timeout_s: float = TIMEOUT_S) -> list[dict[
     return rows(out)
 
 
-def test_what_is_sampled_is_run_and_several_programs_are_right(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_what_is_sampled_is_run_and_several_programs_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     out = tmp_path / "out"
-    trained = train(out, *SMALL)
+    trained = train_on_references("examples/stack_machine/run.yaml", out, *SMALL)
     problems = {problem.id: problem for problem in load_problems("builtin:stack-machine")}
     tokenizer, machine = load_tokenizer(resolve_model_path("builtin:stack-machine")), StackMachine()
     right: list[tuple[str, str]] = []
@@ -47,7 +50,7 @@ def test_what_is_sampled_is_run_and_several_programs_are_right(tmp_path: Path) -
             right += [(rollout.problem_id, program)] if rewards[-1] else []
         assert row["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
         assert row["reward/failed"] == 0
-    assert 0.1 < len(right) / 128 < 0.9
+    assert 0 < len(right) < 128
     assert any(program != problems[name].answer for name, program in right)
     assert {"accuracy/greedy", "accuracy/avg@k"} <= set(trained[0])
 

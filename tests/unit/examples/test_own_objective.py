@@ -1,4 +1,4 @@
-"""The example with an objective of its own: the commands of its README as they stand; the run for two small steps."""
+"""The example with an objective of its own: the commands of its README as they stand; a run on the reference backends."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
 from tests.support.example_runs import ROOT, SMALL_RUN, greedy_accuracies, tepo
-from tests.support.kills import rows
-from tests.support.processes import assert_none_names
+from tests.support.reference_runs import train_on_references
 
 EXAMPLE = ROOT / "examples/own_objective"
 COMMANDS = re.findall(r"^\.venv/bin/tepo (.*)$", (EXAMPLE / "README.md").read_text(), re.M)
@@ -41,25 +40,23 @@ def test_every_run_of_it_begins_as_the_readme_says(monkeypatch: pytest.MonkeyPat
     assert kinds == ["gate", "gate", "geometric_mean"]
 
 
+@pytest.mark.slow
 def test_a_run_trains_with_it_and_is_not_resumed_with_another(tmp_path: Path) -> None:
     folder, out = tmp_path / "mine", tmp_path / "out"
     shutil.copytree(EXAMPLE, folder)
-    train = ("train", str(folder / "run.yaml"), *SMALL)
-    tepo(*train, f"output={out}", "train.save_every=1")
-    assert [row["step"] for row in rows(out)] == [0, 1, 2]
-    assert rows(out)[-1]["clip/low"] == rows(out)[-1]["clip/high"] == 0  # a gate clips nothing
+    trained = train_on_references(folder / "run.yaml", out, *SMALL, "train.save_every=1")
+    assert [row["step"] for row in trained] == [0, 1, 2]
+    assert trained[-1]["clip/low"] == trained[-1]["clip/high"] == 0  # a gate clips nothing
     assert f"- {folder}/my_objective.py" in (out / "resolved.yaml").read_text()
     plugin = folder / "my_objective.py"
     plugin.write_text(plugin.read_text().replace("4 / tau_T", "5 / tau_T"))
-    refused = tepo(*train, f"output={out}", "train.steps=3", "--resume", code=1)
-    assert "objective.plugins' my_objective.py, by its digest: " in refused.stderr
-    assert "let through what was: train.allow_change=[objective.plugins]" in refused.stderr
-    wrong = tepo(*train, f"output={tmp_path}/wrong", f"objective.preset={folder}/mean_of_means.yaml", code=1)
-    assert re.search(
-        r"mean_of_means\.py, breaks a rule \(micro-batches\): the loss is \S+ in one piece, \S+ in micro", wrong.stderr
-    )
+    with pytest.raises(ValueError, match=r"objective\.plugins' my_objective\.py, by its digest: ") as refused:
+        train_on_references(folder / "run.yaml", out, *SMALL, "train.steps=3", "train.resume=true")
+    assert "let through what was: train.allow_change=[objective.plugins]" in str(refused.value)
+    broken = r"mean_of_means\.py, breaks a rule \(micro-batches\): the loss is \S+ in one piece, \S+ in micro"
+    with pytest.raises(ValueError, match=broken):
+        train_on_references(folder / "run.yaml", tmp_path / "wrong", *SMALL, f"objective.preset={folder}/mean_of_means.yaml")
     assert not (tmp_path / "wrong").exists()
-    assert_none_names(out)
 
 
 @pytest.mark.learns

@@ -1,4 +1,4 @@
-"""The example with data of its own: its README's commands for two small steps; and whether it learns, which takes minutes."""
+"""The example with data of its own: two small steps on the reference backends; and whether it learns, which takes minutes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from tepo_megatron.tasks.data.problems import load_problems
 from tests.support.example_runs import ROOT, SMALL_RUN, script, tepo
 from tests.support.kills import rows
 from tests.support.processes import assert_none_names
+from tests.support.reference_runs import train_on_references
 
 EXAMPLE = "examples/own_data"
-SMALL = (*SMALL_RUN, "evaluate.problems=40", "evaluate.show=40", "rollout.record=true")
+SMALL = (*SMALL_RUN, "evaluate.problems=10", "evaluate.show=10", "rollout.record=true")
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +44,10 @@ def test_its_files_are_those_that_the_script_writes(tmp_path: Path, monkeypatch:
     assert not {prompt.rstrip("=") for prompt in training} & {prompt.rstrip("=") for prompt in held}
 
 
-def test_a_run_trains_on_both_sources(model: Path, tmp_path: Path) -> None:
-    trained = train(model, tmp_path / "out", *SMALL)
+@pytest.mark.slow
+def test_a_run_trains_on_both_sources(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    trained = train_on_references(f"{EXAMPLE}/run.yaml", tmp_path / "out", f"model.path={model}", *SMALL)
     for row in trained[1:]:
         assert (row["source/sums/share"], row["source/talk/share"], row["reward/failed"]) == (0.75, 0.25, 0)
         weighed = 0.75 * row["source/sums/reward"] + 0.25 * row["source/talk/reward"]
@@ -53,7 +56,7 @@ def test_a_run_trains_on_both_sources(model: Path, tmp_path: Path) -> None:
     ids = [json.loads(line)["problem_id"] for line in recorded]
     assert [name.split(":")[0] for name in dict.fromkeys(ids)].count("sums") == 3
     shown = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
-    assert {(row["problem"].split(":")[0], row["source"]) for row in shown} == {("sums", "sums")}  # the first 40 held-out
+    assert {(row["problem"].split(":")[0], row["source"]) for row in shown} == {("sums", "sums")}  # the first 10 held-out
     assert all(row["prompt"].endswith("=") for row in shown)
 
 

@@ -1,4 +1,4 @@
-"""The example with a reward of its own: the commands of its README, for two small steps, and its verifier by itself."""
+"""The example with a reward of its own: two small steps on the reference backends, and its verifier by itself."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 from tepo_megatron.tasks.data.addition import solution
 from tepo_megatron.tasks.data.problems import load_problems
 from tests.support.example_runs import ROOT, SMALL_RUN, tepo
-from tests.support.kills import rows
-from tests.support.processes import assert_none_names
+from tests.support.reference_runs import train_on_references
 
 EXAMPLE = "examples/own_reward"
 COMPONENTS = ("correct", "carry", "brief")
@@ -47,6 +46,7 @@ def test_its_files_are_those_that_the_script_writes() -> None:
         assert solution(problem).endswith(f" {problem.answer}")
 
 
+@pytest.mark.slow
 def test_its_verifier_by_itself(judge: str, tmp_path: Path) -> None:
     """`tepo reward try`: components, a failure where nobody answers, and a table of them."""
     line = {"prompt": "37+58=", "answer": "95", "carry": 1, "responses": ["7+8=15 3+5+1=9 95", "7+8=15 3+5+0=8 85", "95"]}
@@ -66,10 +66,12 @@ def test_its_verifier_by_itself(judge: str, tmp_path: Path) -> None:
     assert "3 responses, 3 failed" in outage.stdout
 
 
-def test_a_run_trains_on_its_components(judge: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_run_trains_on_its_components(judge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
-    tepo("train", f"{EXAMPLE}/run.yaml", f"output={out}", f"reward.kwargs.base_url={judge}", *SMALL)
-    for row in rows(out)[1:]:
+    monkeypatch.chdir(ROOT)
+    trained = train_on_references(f"{EXAMPLE}/run.yaml", out, f"reward.kwargs.base_url={judge}", *SMALL)
+    for row in trained[1:]:
         weighed = sum(weight * row[f"reward/{name}"] for name, weight in zip(COMPONENTS, (1.0, 0.2, 0.1), strict=True))
         assert row["reward/mean"] == pytest.approx(weighed, abs=1e-6)
         assert row["reward/failed"] == 0
@@ -78,4 +80,3 @@ def test_a_run_trains_on_its_components(judge: str, tmp_path: Path) -> None:
     assert set(sample["metadata"]) == {"carry"}
     again = tepo("reward", "try", str(out / "samples.jsonl"), "--run", f"{EXAMPLE}/run.yaml", f"reward.kwargs.base_url={judge}")
     assert all(name in again.stdout for name in COMPONENTS)
-    assert_none_names(out)
