@@ -214,20 +214,21 @@ def share_gloo_thread() -> None:
 
     Otherwise torch gives each group a thread that wakes a hundred times a second, and Megatron makes about twenty groups.
     """
-    from torch.distributed import ProcessGroupGloo  # type: ignore[attr-defined]
+    from torch import distributed
 
-    make, devices = ProcessGroupGloo.__init__, []
+    gloo: Any = distributed.ProcessGroupGloo  # its options are not in torch's type stubs
+    make, devices = gloo.__init__, list[Any]()
 
     def with_shared_devices(group: Any, *args: Any, timeout: timedelta | None = None) -> None:
         if timeout is None:
             return make(group, *args)
         if not devices:
             names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-            devices.extend([ProcessGroupGloo.create_device(interface=name) for name in names])
+            devices.extend([gloo.create_device(interface=name) for name in names])
         if not devices:
-            devices.append(ProcessGroupGloo.create_default_device())
-        options = ProcessGroupGloo._Options()
+            devices.append(gloo.create_default_device())
+        options = gloo._Options()
         options._timeout, options._devices, options._threads = timeout, devices, 2 * len(devices)
         return make(group, *args, options)
 
-    ProcessGroupGloo.__init__ = with_shared_devices
+    gloo.__init__ = with_shared_devices

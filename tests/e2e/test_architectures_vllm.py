@@ -24,7 +24,7 @@ EXPERTS = {
 }
 """How the trainer splits the experts: over two ranks, or each expert over both."""
 
-CASES = [
+CASES: list[dict[str, Any]] = [
     {
         "name": f"{model}-tp{tp}-{transfer}",
         "model": model,
@@ -47,7 +47,7 @@ NAMED = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
-    selected = {item.callspec.params["case"]["name"] for item in request.session.items if item.path == request.path}
+    selected = {item.name.partition("[")[2].rstrip("]") for item in request.session.items if item.path == request.path}
     cases = [case for case in CASES if case["name"] in selected]
     folder = tmp_path_factory.mktemp("architectures_vllm")
     for name in MODELS:
