@@ -65,7 +65,6 @@ def _run(
         if dry_run and not as_json:
             _show_plan(plan)
         check_plan(plan)
-        nemo.require_nemo_run()
         others = config.cluster.train_nodes + config.cluster.rollout_nodes - 1
         if executor is _Executor.LOCAL and others and not dry_run:
             raise ValueError(
@@ -96,10 +95,9 @@ def _status(run: RunFile, overrides: Overrides = None) -> None:
 
     with user_errors():
         config = _load(run, overrides or ())
-        nemo.require_nemo_run()
-        tunnel = nemo.connect(config.cluster)
-        job = nemo.load_job(config, tunnel).job
-        echo(f"job {job}: {nemo.status(job, tunnel)}")
+        cluster = nemo.connect(config)
+        job = cluster.job
+        echo(f"job {job}: {cluster.status(job)}")
 
 
 @app.command("logs")
@@ -121,9 +119,8 @@ def _logs(
 
     with user_errors():
         config = _load(run, overrides or ())
-        nemo.require_nemo_run()
-        tunnel = nemo.connect(config.cluster)
-        nemo.tail(tunnel, nemo.log_pattern(config, nemo.load_job(config, tunnel), role, rank), lines, follow=follow)
+        cluster = nemo.connect(config)
+        cluster.tail(cluster.log_pattern(role, rank), lines, follow=follow)
 
 
 @app.command("cancel")
@@ -133,10 +130,9 @@ def _cancel(run: RunFile, overrides: Overrides = None) -> None:
 
     with user_errors():
         config = _load(run, overrides or ())
-        nemo.require_nemo_run()
-        tunnel = nemo.connect(config.cluster)
-        job = nemo.load_job(config, tunnel).job
-        nemo.cancel(job, tunnel)
+        cluster = nemo.connect(config)
+        job = cluster.job
+        cluster.cancel(job)
         echo(f"cancelled job {job}")
 
 
@@ -171,28 +167,26 @@ def _show_scripts(scripts: Scripts, executor: _Executor) -> None:
 
 def _submit(config: RunConfig, scripts: dict[str, str]) -> None:
     from tepo_megatron.launch import nemo
-    from tepo_megatron.launch.job import check_cluster
     from tepo_megatron.launch.record import submission
 
-    tunnel = nemo.connect(config.cluster)
-    check_cluster(config, tunnel)
+    cluster = nemo.connect(config)
+    cluster.check()
     if config.train.save_every == 0 and config.train.save_minutes == 0:
         echo(
             "warning: train.save_every = 0 and train.save_minutes = 0: a job that ends without a warning begins anew; set one",
             err=True,
         )
-    nemo.upload(config, tunnel, scripts, submission(sys.argv))
+    cluster.upload(scripts, submission(sys.argv))
     job = nemo.submit(config)
-    nemo.save_job(config, tunnel, job)
+    cluster.save_job(job)
     echo(f"submitted job {job}; see: tepo launch status|logs|cancel {config.output}/resolved.yaml")
 
 
 def _run_here(config: RunConfig, scripts: dict[str, str]) -> int:
     from tepo_megatron.launch import nemo
-    from tepo_megatron.launch.job import check_cluster
     from tepo_megatron.launch.record import submission
 
-    tunnel = nemo.connect(config.cluster)
-    check_cluster(config, tunnel)
-    nemo.upload(config, tunnel, scripts, submission(sys.argv))
+    cluster = nemo.connect(config)
+    cluster.check()
+    cluster.upload(scripts, submission(sys.argv))
     return nemo.run_locally(config)

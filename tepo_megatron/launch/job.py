@@ -1,4 +1,4 @@
-"""Absolute paths, a shell script for each role of a job, and checks."""
+"""A job's absolute paths, and a shell script for each of its roles."""
 
 from __future__ import annotations
 
@@ -8,19 +8,12 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.base import Section
-from tepo_megatron.runtime.named_check import NamedCheck, verify_all
 
-if TYPE_CHECKING:
-    from nemo_run.core.tunnel.client import Tunnel
-
-JOB_END_S = 30  # from the trainer's end to Slurm's limit
-
-TEMPLATES = Path(__file__).parent / "templates"
-
+_JOB_END_S = 30  # from the trainer's end to Slurm's limit
 
 BUILTIN = "builtin:"
 
@@ -33,23 +26,25 @@ _ValueChange = Callable[[str, Any], Any]  # (field such as data.train[1].verifie
 
 @dataclass(frozen=True)
 class Role:
-    """``script`` runs once on each node."""
+    """``script`` runs once on each node; ``arguments`` are its words of the shell."""
 
     name: str
     first_node: int
     nodes: int
     script: str
     container: str | None
+    arguments: tuple[str, ...] = ()
 
 
 def roles(config: RunConfig) -> list[Role]:
     """The trainer's nodes come first. ``config`` is a result of :func:`on_nodes`."""
-    cluster = config.cluster
-    train = Role("train", 0, cluster.train_nodes, train_script(config), cluster.container)
+    cluster, head_node = config.cluster, ("$head_node_ip",)
+    train = Role("train", 0, cluster.train_nodes, _train_script(config), cluster.container, head_node)
     if not cluster.rollout_nodes:
         return [train]
-    container = cluster.rollout_container or cluster.container
-    return [train, Role("serve", cluster.train_nodes, cluster.rollout_nodes, serve_script(config), container)]
+    python, container = cluster.rollout_python or cluster.python, cluster.rollout_container or cluster.container
+    script = _fill("serve.sh", config, python=python, nodes=cluster.rollout_nodes, grace=math.ceil(config.train.grace_s))
+    return [train, Role("serve", cluster.train_nodes, cluster.rollout_nodes, script, container)]
 
 
 def on_nodes(config: RunConfig) -> RunConfig:
@@ -69,14 +64,6 @@ def on_nodes(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
 
 
-def ranks_per_node(config: RunConfig) -> int:
-    return config.engine.parallel.world_size // config.cluster.train_nodes
-
-
-def uses_gpus(config: RunConfig) -> bool:
-    return config.engine.platform != "cpu"
-
-
 def mounts(config: RunConfig) -> list[str]:
     """Returns source:target."""
     folders = {str(config.output), config.model.path}
@@ -87,23 +74,18 @@ def mounts(config: RunConfig) -> list[str]:
     files = [*config.data.paths.values(), *config.evaluate.paths.values()]
     if config.environment is not None and config.environment.key_file is not None:
         files.append(str(config.environment.key_file))
+    # custom code can import its neighbours
+    files += [*custom_code_files(config).values(), *(name for name in config.objective.plugins if name.startswith("/"))]
     folders |= {file if file.startswith(BUILTIN) else str(PurePosixPath(file).parent) for file in files}
-    folders |= _custom_code_folders(config)
     local = sorted(f"{folder}:{folder}" for folder in folders if not folder.startswith(BUILTIN))
     return list(dict.fromkeys([*local, *config.cluster.mounts]))
 
 
-def train_script(config: RunConfig) -> str:
-    """The script's argument is the address of the first node."""
-    needed = "transformer-engine" if uses_gpus(config) else ""
+def _train_script(config: RunConfig) -> str:
     cluster = config.cluster
-    text = _fill("train.sh", config, python=cluster.python, nodes=cluster.train_nodes, ranks=ranks_per_node(config))
-    return text.replace(" @needed@", f" {needed}".rstrip())
-
-
-def serve_script(config: RunConfig) -> str:
-    python = config.cluster.rollout_python or config.cluster.python
-    return _fill("serve.sh", config, python=python, nodes=config.cluster.rollout_nodes, grace=math.ceil(config.train.grace_s))
+    ranks = config.engine.parallel.world_size // cluster.train_nodes
+    text = _fill("train.sh", config, python=cluster.python, nodes=cluster.train_nodes, ranks=ranks)
+    return text.replace(" @needed@", "" if config.engine.platform == "cpu" else " transformer-engine")
 
 
 def batch_lines(config: RunConfig) -> str:
@@ -113,11 +95,11 @@ def batch_lines(config: RunConfig) -> str:
 
 def warning_lead_s(config: RunConfig) -> int:
     """Returns the time from SIGUSR1 to Slurm's limit."""
-    return math.ceil(config.train.warning_s) + JOB_END_S
+    return math.ceil(config.train.warning_s) + _JOB_END_S
 
 
 def _fill(template: str, config: RunConfig, **values: str | int) -> str:
-    text = (TEMPLATES / template).read_text()
+    text = (Path(__file__).parent / "templates" / template).read_text()
     replacements = {"output": str(config.output), "interface": config.rollout.server.interface or "", **values}
     for name, value in replacements.items():
         text = text.replace(f"@{name}@", shlex.quote(str(value)))
@@ -151,17 +133,12 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     data = {name: _absolute(name, file, config) for name, file in config.data.paths.items()}
     sets = {name: _absolute(f"evaluate.sets.{name}.path", file, config) for name, file in config.evaluate.paths.items()}
     model = changed.model.model_copy(update={"path": _absolute("model.path", config.model.path, config)})
-    return changed.model_copy(
-        update={
-            "train": train,
-            "model": model,
-            "data": changed.data.with_paths(data),
-            "evaluate": changed.evaluate.with_paths(sets),
-        }
-    )
+    parts = {"data": changed.data.with_paths(data), "evaluate": changed.evaluate.with_paths(sets)}
+    return changed.model_copy(update={"train": train, "model": model, **parts})
 
 
-def _custom_code_files(config: RunConfig) -> dict[str, str]:
+def custom_code_files(config: RunConfig) -> dict[str, str]:
+    """Field → file."""
     result = {}
 
     def note(field: str, value: Any) -> Any:
@@ -171,12 +148,6 @@ def _custom_code_files(config: RunConfig) -> dict[str, str]:
 
     _changed(config, "", note)
     return result
-
-
-def _custom_code_folders(config: RunConfig) -> set[str]:
-    """Custom code can import its neighbours."""
-    files = [*_custom_code_files(config).values(), *(name for name in config.objective.plugins if name.startswith("/"))]
-    return {str(PurePosixPath(file).parent) for file in files}
 
 
 def _changed(value: Any, field: str, change: _ValueChange) -> Any:
@@ -200,111 +171,6 @@ def check_time_limit(config: RunConfig) -> None:
     if limit_s <= warned_s:
         raise ValueError(
             f"cluster.time_limit = {config.cluster.time_limit} is over before the job could do anything: Slurm warns it "
-            f"{warned_s} s before the end (train.warning_s = {config.train.warning_s:g}, and {JOB_END_S} s for the job's own "
+            f"{warned_s} s before the end (train.warning_s = {config.train.warning_s:g}, and {_JOB_END_S} s for the job's own "
             "end); give it more time, or lower train.warning_s"
         )
-
-
-@dataclass(frozen=True)
-class _ClusterRun:
-    config: RunConfig
-    tunnel: Tunnel
-
-    @property
-    def where(self) -> str:
-        return self.config.cluster.ssh or "this machine"
-
-    def has(self, path: str) -> bool:
-        return self.succeeds(f"ls -d {shlex.quote(path)} >/dev/null 2>&1")
-
-    def succeeds(self, command: str) -> bool:
-        return bool(self.tunnel.run(command, hide=True, warn=True).ok)
-
-    def has_checkpoint(self, folder: str) -> bool:
-        return self.succeeds(f"ls -d {shlex.quote(folder)}/checkpoints/step_*[0-9]/state.json >/dev/null 2>&1")
-
-
-def check_cluster(config: RunConfig, tunnel: Tunnel) -> None:
-    verify_all(CLUSTER_CHECKS, _ClusterRun(config, tunnel))
-
-
-def _check_model(run: _ClusterRun) -> None:
-    model = run.config.model.path
-    if not model.startswith(BUILTIN) and not run.has(f"{model}/config.json"):
-        raise ValueError(
-            f"model.path = {model} has no config.json on {run.where}; give a Hugging Face folder that every node can read "
-            "('hf download NAME --local-dir FOLDER' makes one)"
-        )
-
-
-def _check_data(run: _ClusterRun) -> None:
-    for field, source in run.config.data.paths.items():
-        if not source.startswith(BUILTIN) and not run.has(source):
-            raise ValueError(f"{field} = {source} does not exist on {run.where}; give a file or folder there")
-    for name, source in run.config.evaluate.paths.items():
-        if not source.startswith(BUILTIN) and not run.has(source):
-            raise ValueError(f"evaluate.sets.{name}.path = {source} does not exist on {run.where}; give a file there")
-
-
-def _check_code(run: _ClusterRun) -> None:
-    for plugin in run.config.objective.plugins:
-        if plugin.startswith("/") and not run.has(plugin):
-            raise ValueError(
-                f"objective.plugins: {plugin} does not exist on {run.where}; put the same file at the same path there, or "
-                "install the module on both sides and name it"
-            )
-    for field, file in _custom_code_files(run.config).items():
-        if not run.has(file):
-            raise ValueError(f"{field}: {file} does not exist on {run.where}; put the file there")
-
-
-def _check_images(run: _ClusterRun) -> None:
-    for image in {run.config.cluster.container, run.config.cluster.rollout_container}:
-        if image is not None and image.startswith(("/", ".")) and not run.has(image):
-            raise ValueError(
-                f"the container image {image} does not exist on {run.where}; docs/guides/cluster.md says how to make it"
-            )
-
-
-def _check_transformer_engine(run: _ClusterRun) -> None:
-    """Other images than ``.sqsh`` are checked when the job starts."""
-    image = run.config.cluster.container
-    if not uses_gpus(run.config) or image is None or not image.endswith(".sqsh"):
-        return
-    command = f"command -v unsquashfs >/dev/null && unsquashfs -l {shlex.quote(image)}"
-    listing = run.tunnel.run(command, hide=True, warn=True)
-    if listing.ok and "transformer_engine" not in listing.stdout:
-        raise ValueError(
-            f"the container image {image} has no Transformer Engine, which training on GPUs needs; build it from "
-            "docker/trainer.Dockerfile"
-        )
-
-
-def _check_checkpoint(run: _ClusterRun) -> None:
-    config, chosen = run.config, run.config.train.resume_from
-    if chosen is not None:
-        folder = chosen if "/" in chosen else f"{config.output}/checkpoints/{chosen}"
-        if not run.has(f"{folder}/state.json"):
-            raise ValueError(f"train.resume_from = {chosen}: {folder} is no checkpoint on {run.where}; give another")
-    elif config.train.resume is True and not run.has_checkpoint(str(config.output)):
-        raise ValueError(
-            f"train.resume = true, but {config.output} has no finished checkpoint on {run.where}; launch without --resume"
-        )
-
-
-def _check_output(run: _ClusterRun) -> None:
-    output = str(run.config.output)
-    trained = f"grep -qsv '^{{\"step\": 0[,}}]' {shlex.quote(f'{output}/metrics.jsonl')}"
-    if run.has_checkpoint(output) or run.succeeds(trained):
-        raise ValueError(f"output {output} already holds a run; give another folder (output=…), or continue it (--resume)")
-
-
-CLUSTER_CHECKS: tuple[NamedCheck[_ClusterRun], ...] = (
-    NamedCheck("model", _check_model),
-    NamedCheck("data", _check_data),
-    NamedCheck("code", _check_code),
-    NamedCheck("container images", _check_images),
-    NamedCheck("Transformer Engine", _check_transformer_engine),
-    NamedCheck("checkpoint", _check_checkpoint),
-    NamedCheck("output", _check_output, applies=lambda run: not run.config.train.resume),
-)

@@ -18,17 +18,21 @@ from typing import Any
 _SLURM = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_JOB_NODELIST", "SLURM_JOB_PARTITION", "SLURM_JOB_ACCOUNT")
 
 
-def submission(command: list[str]) -> dict[str, Any]:
-    return {"submitted": _now(), "command": command, "git": git_state(Path(__file__).parent), "launcher": _environment()}
+def submission(command: list[str], source: Path = Path(__file__).parent) -> dict[str, Any]:
+    return {"submitted": _now(), "command": command, "git": _git_state(source), "launcher": _environment()}
 
 
-def git_state(folder: Path) -> dict[str, Any]:
+def _git_state(folder: Path) -> dict[str, Any]:
     """Returns {} without checkout or git."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout
+
     try:
         return {
-            "commit": _git(folder, "rev-parse", "HEAD").strip(),
-            "status": _git(folder, "status", "--porcelain", "--untracked-files=normal").splitlines(),
-            "diff": _git(folder, "diff", "HEAD"),
+            "commit": git("rev-parse", "HEAD").strip(),
+            "status": git("status", "--porcelain", "--untracked-files=normal").splitlines(),
+            "diff": git("diff", "HEAD"),
         }
     except (OSError, subprocess.CalledProcessError):
         return {}
@@ -42,10 +46,6 @@ def _environment() -> dict[str, Any]:
         "python": f"{platform.python_version()}, {sys.executable}",
         "packages": dict(sorted(packages.items())),
     }
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def _now() -> str:

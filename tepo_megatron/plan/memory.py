@@ -7,141 +7,45 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.plan.shapes import (
-    AdapterCount,
-    expert_copies,
-    expert_parameters,
-    expert_tp,
-    stage_adapters,
-    stage_expert_layers,
-    stage_layer_parameters,
-    stage_layers,
-    stage_parameters,
-    vocabulary_parameters,
-)
+from tepo_megatron.plan.shapes import ModelSplit, ParameterCount, model_parameters
 from tepo_megatron.weights.architecture import ModelSpec
 
+GIB = 2**30
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
-NORM_COPIES = {"te": 2, "local": 3}  # input and output, with torch also the normalised input
-
 # a rank's tokens in FP8 layers must be a multiple of this
-FP8_TOKENS = {"none": 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
+_FP8_TOKENS = {"none": 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 
-
-def platform_of(config: RunConfig) -> str:
-    # ``auto`` counts as a GPU
-    return "cpu" if config.engine.platform == "cpu" else "cuda"
-
-
-def layers_of(config: RunConfig) -> str:
-    return "te" if platform_of(config) == "cuda" and config.engine.layers != "local" else "local"
-
-
-def _chosen_mlps(spec: ModelSpec) -> int:
-    return spec.experts.per_token if spec.experts else 1
-
-
-def passed_width(spec: ModelSpec) -> int:
-    return _chosen_mlps(spec) * spec.ffn_size + (spec.experts.shared_ffn_size if spec.experts else 0)
-
-
-def layer_activations(spec: ModelSpec, config: RunConfig) -> Mapping[str, float]:
-    """Bytes per token; recomputed modules keep their inputs."""
-    return _activations_without(spec, config, config.engine.recomputed)
-
-
-def _recomputed_activations(spec: ModelSpec, config: RunConfig) -> float:
-    """Bytes per token, alive for one layer at a time."""
-    return sum(_activations_without(spec, config, ()).values()) - sum(layer_activations(spec, config).values())
-
-
-def _activations_without(spec: ModelSpec, config: RunConfig, again: Collection[str]) -> Mapping[str, float]:
-    parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
-    t, s = parallel.tp, parallel.tp if parallel.sequence_parallel else 1
-    q, k = spec.num_heads * spec.head_dim / t, spec.num_kv_heads * spec.head_dim / t
-    residual, mlp = spec.hidden_size / s, passed_width(spec) / t
-    local = layers_of(config) == "local"
-    attention_again, mlp_again = "core_attn" in again, "mlp" in again or "moe" in again
-    as_rows = local and not attention_again  # trainer/megatron/model/attention_cpu.py
-    # Transformer Engine has the norm of a dense MLP within it, and discards the output of the norm before experts.
-    norm_again = "layernorm" in again or (not local and "mlp" in again)
-    return {
-        "norms": b * residual * (2 * NORM_COPIES[layers_of(config)] - norm_again),
-        # fused qkv, and rotated q and k; as rows: q, k and v, with k and v repeated for every query head, and those of all
-        # context-parallel ranks
-        "attention inputs": b * q * (1 + 2 * parallel.cp) if as_rows else b * (q + 2 * k + q + k),
-        "attention output": b * q * (2 if as_rows else 1),
-        "log-sum-exp": 0 if attention_again else 4 * spec.num_heads / t,
-        "rotation": b * 4 * spec.head_dim,
-        "gate and up": 0 if mlp_again else b * 2 * mlp,
-        # fused: the product alone
-        "activated gate, offset up, product": 0 if mlp_again or "moe_act" in again else b * (3 if local else 1) * mlp,
-        **({} if "moe" in again else _routing(spec, config)),
-    }
-
-
-def _routing(spec: ModelSpec, config: RunConfig) -> Mapping[str, float]:
-    # as if all experts got equally many tokens
-    if spec.experts is None:
-        return {}
-    parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
-    inputs = spec.experts.per_token * expert_tp(parallel) * spec.hidden_size
-    local = layers_of(config) == "local"
-    return {
-        "experts' inputs": b * inputs / parallel.tp,
-        # logits, probabilities of all and of the chosen, in fp32; trainer/megatron/model/routers.py's router also its input
-        "router": 4 * (3 * spec.experts.count + (spec.hidden_size if local else 0)) / parallel.tp,
-        # in the experts' MLP: the factor of the probability
-        "weighted product": b * spec.experts.per_token * spec.ffn_size / parallel.tp if local else 0,
-    }
-
-
-def token_multiple(config: RunConfig) -> int:
-    """Applies to the tokens of all context-parallel ranks together."""
-    parallel = config.engine.parallel
-    share = (parallel.tp if parallel.sequence_parallel else 1) * FP8_TOKENS[config.engine.fp8.recipe]
-    return parallel.cp * math.lcm(2, share) if parallel.cp > 1 else share
-
-
-def _padded_tokens(config: RunConfig, tokens: int) -> int:
-    multiple = token_multiple(config)
-    return -(-tokens // multiple) * multiple
-
-
-def padding_share(config: RunConfig, mean_length: float) -> float:
-    # half a multiple per micro-batch, and cp tokens per sequence if cp > 1
-    parallel = config.engine.parallel
-    of_sequences = (2 * parallel.cp - 1) / 2 / mean_length if parallel.cp > 1 else 0.0
-    tokens = max(config.engine.micro_batch_tokens, mean_length)
-    return of_sequences + (token_multiple(config) - 1) / 2 / tokens
-
-
-GIB = 2**30
-SCORE_WORKSPACE = {"cuda": 128 * 2**20, "cpu": 768 * 2**10}
+_SCORE_WORKSPACE = {"cuda": 128 * 2**20, "cpu": 768 * 2**10}
 
 FUSED_HEAD_CHUNK = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}  # bytes of fp32 logits and their gradient; at least 16 tokens
 
-CUDA_CONTEXT = 1.5 * GIB  # with workspaces of cuBLAS, cuDNN and Transformer Engine: an assumption
+_CUDA_CONTEXT = 1.5 * GIB  # with workspaces of cuBLAS, cuDNN and Transformer Engine: an assumption
 
-COMMUNICATOR = 0.35 * GIB  # NCCL's buffers per group: an assumption
+_COMMUNICATOR = 0.35 * GIB  # NCCL's buffers per group: an assumption
 
-VLLM_ASLEEP = 3 * GIB  # an assumption; vLLM's own test allows up to 7 GiB
-
-USABLE = 0.9  # the allocator's gaps need the rest
+_VLLM_ASLEEP = 3 * GIB  # an assumption; vLLM's own test allows up to 7 GiB
 
 BATCH_BYTES_PER_TOKEN = 29  # tokens and labels 8 each, mask 1; three log-probs or entropies 4 each
 
-FP8_COPIES = 2  # by rows and by columns
+_FP8_COPIES = 2  # by rows and by columns
 
-
-MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+_MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 PART_ELEMENTS = 2**26  # weights per part in ``trainer/megatron/policy.py``
 
-HOST_STATE_BYTES = 20  # fp32 weight and moments 12, pinned gradient 4, which torch rounds up to a power of two
+_HOST_STATE_BYTES = 20  # fp32 weight and moments 12, pinned gradient 4, which torch rounds up to a power of two
 
-PROCESS = 6 * GIB  # an assumption
+_PROCESS = 6 * GIB  # an assumption
+
+
+def on_gpu(config: RunConfig) -> bool:
+    # ``auto`` counts as a GPU
+    return config.engine.platform != "cpu"
+
+
+def is_colocated(config: RunConfig) -> bool:
+    return config.rollout.server.placement == "colocated" and config.rollout.replay is None
 
 
 @dataclass(frozen=True)
@@ -168,166 +72,6 @@ class RankMemory:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def micro_batch_tokens(config: RunConfig, longest: int) -> int:
-    # a sequence longer than the bound is a micro-batch of its own
-    return -(-_padded_tokens(config, max(config.engine.micro_batch_tokens, longest)) // config.engine.parallel.cp)
-
-
-def rank_memory(spec: ModelSpec, config: RunConfig, stage: int, *, longest: int, step_tokens: float) -> RankMemory:
-    """``longest``: tokens of the longest sequence."""
-    parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
-    count, trained, adapters = stage_parameters(spec, parallel, stage), _trained(spec, config, stage), 0
-    if config.model.lora is not None:
-        adapters = trained.total
-    tokens = micro_batch_tokens(config, longest)
-    micro_batches = -(-step_tokens / config.train.minibatches / parallel.dp / (tokens * parallel.cp) // 1)
-    in_flight = layers_in_flight(spec, config, stage, micro_batches)
-    logits, transient = _head_or_layer(spec, config, stage, tokens)
-    owned = owned_weights(spec, config, stage)
-    boundary = tokens * b * spec.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
-    handed_over = boundary * (min(parallel.pp - stage, micro_batches) + 1) if parallel.pp > 1 else 0
-    activations = _activations(spec, config, stage, tokens, in_flight, boundary)
-    if (copies := step_copies(spec, config, owned)) > activations + logits + transient:
-        activations, logits, transient = 0, 0, copies
-    return RankMemory(
-        weights=b * (count + adapters) + _fp8_copies(spec, config, stage),
-        gradients=4 * trained.total,
-        optimizer=state_bytes(config) * owned,
-        # with LoRA the reference is the model itself, without its adapters
-        reference=b * count + _fp8_copies(spec, config, stage) if config.objective.needs_reference and not adapters else 0,
-        activations=activations,
-        logits=logits,
-        transient=transient,
-        communication=handed_over + step_tokens * BATCH_BYTES_PER_TOKEN * (1 + 2 / config.train.minibatches),
-        context=CUDA_CONTEXT + len(_communicators(spec, config)) * COMMUNICATOR if platform_of(config) == "cuda" else 0,
-        server=VLLM_ASLEEP if config.rollout.server.placement == "colocated" and config.rollout.replay is None else 0,
-    )
-
-
-def _communicators(spec: ModelSpec, config: RunConfig) -> list[str]:
-    """Groups of more than one rank, at the end of the pipeline."""
-    parallel = config.engine.parallel
-    copies = parallel.cp * parallel.dp
-    sizes = {
-        "all ranks": parallel.world_size,
-        "tensor-parallel": parallel.tp,
-        "pipeline": parallel.pp,
-        "context-parallel": parallel.cp,
-        "data-parallel": parallel.dp if parallel.cp > 1 else 1,
-        "copies of the weights": copies,
-        "ranks of one copy": parallel.tp * parallel.pp,
-        "optimizer's ranks": parallel.world_size if config.optimizer.distributed else 1,
-        "tied embeddings": parallel.pp if spec.tied_embeddings else 1,
-        "expert-parallel": parallel.ep,
-        "expert-tensor-parallel": expert_tp(parallel) if spec.experts else 1,
-        "ranks that share experts": parallel.ep * expert_tp(parallel) if parallel.ep > 1 else 1,
-        "copies of the experts": expert_copies(parallel) if spec.experts else 1,
-        "trainer and servers": 2 if config.rollout.replay is None and config.rollout.server.placement != "colocated" else 1,
-    }
-    return [name for name, size in sizes.items() if size > 1]
-
-
-def _trained(spec: ModelSpec, config: RunConfig, stage: int) -> AdapterCount:
-    parallel = config.engine.parallel
-    sparse = stage_expert_layers(spec, parallel)[stage]
-    if config.model.lora is not None:
-        dense = stage_layers(spec, parallel)[stage] - sparse
-        return stage_adapters(spec, config.model.lora, parallel, dense=dense, sparse=sparse)
-    experts = sparse * expert_parameters(spec, parallel)
-    return AdapterCount(stage_parameters(spec, parallel, stage) - experts, experts)
-
-
-def owned_weights(spec: ModelSpec, config: RunConfig, stage: int) -> float:
-    """Counts trained parameters with optimizer states on a rank."""
-    parallel, trained = config.engine.parallel, _trained(spec, config, stage)
-    if not config.optimizer.distributed:
-        return trained.total
-    return trained.dense / (parallel.dp * parallel.cp) + trained.experts / expert_copies(parallel)
-
-
-def _fp8_copies(spec: ModelSpec, config: RunConfig, stage: int) -> float:
-    # FP8 weights use the two bytes of bfloat16
-    fp8, parallel = config.engine.fp8, config.engine.parallel
-    if not fp8.enabled or fp8.params:
-        return 0
-    return FP8_COPIES * stage_layer_parameters(spec, parallel, stage)
-
-
-def layers_in_flight(spec: ModelSpec, config: RunConfig, stage: int, micro_batches: float) -> float:
-    """Counts layers with live activations under (interleaved) 1F1B."""
-    parallel = config.engine.parallel
-    per_chunk = stage_layers(spec, parallel)[stage] / parallel.vpp
-    behind = parallel.pp - stage - 1
-    # 1F1B: a stage runs ahead by one micro-batch for each stage behind it. Interleaved, Megatron warms up with two chunks for
-    # each stage behind, and one round of all stages for every further chunk.
-    chunks = behind + 1 if parallel.vpp == 1 else 2 * behind + (parallel.vpp - 1) * parallel.pp + 1
-    return per_chunk * min(chunks, micro_batches * parallel.vpp)
-
-
-def _activations(spec: ModelSpec, config: RunConfig, stage: int, tokens: int, in_flight: float, boundary: float) -> float:
-    final_norm = boundary * NORM_COPIES[layers_of(config)] if stage == config.engine.parallel.pp - 1 else 0
-    layer = tokens * sum(layer_activations(spec, config).values())
-    if config.engine.recompute == "full":
-        # Only each layer's input is kept; one layer at a time is computed again, and is then alive as a whole.
-        return in_flight * boundary + layer + final_norm
-    return in_flight * layer + tokens * _recomputed_activations(spec, config) + final_norm
-
-
-def _head_or_layer(spec: ModelSpec, config: RunConfig, stage: int, tokens: int) -> tuple[float, float]:
-    """Returns (logits, transient) in bytes for the head, or an MLP if that needs more."""
-    parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
-    hidden, mlp = spec.hidden_size, spec.ffn_size / (expert_tp(parallel) if spec.experts else parallel.tp)
-    gathered = b * tokens * hidden
-    passing = tokens * _chosen_mlps(spec) * expert_tp(parallel) / parallel.tp  # in this rank's MLPs, if evenly routed
-    # the input's gradient; gradients of gate, up and their product; the gradient of the fused gate-and-up weight before it is
-    # added to the fp32 buffer
-    lora = config.model.lora is not None
-    # with LoRA also the merged weight, which is not kept from the forward pass
-    layer = b * passing * hidden + b * passing * 3 * mlp + b * hidden * 2 * mlp * (2 if lora else 1)
-    if stage < parallel.pp - 1:
-        return 0, layer
-    head = vocabulary_parameters(spec, parallel.tp)
-    if config.engine.head == "fused":
-        logits, at_head = _fused_head(config, tokens, b * head / hidden, gathered, 0 if lora else b * head)
-    else:
-        logits = b * tokens * head / hidden
-        # under sequence parallelism the gathered input and its gradient exist at once; then the gradient of the head's weight
-        at_head = gathered * (2 if parallel.sequence_parallel else 1) + (0 if lora else b * head)
-    logits += SCORE_WORKSPACE[platform_of(config)]
-    return (logits, at_head) if logits + at_head > layer else (0, layer)
-
-
-def _fused_head(config: RunConfig, tokens: int, row: float, gathered: float, weight: float) -> tuple[float, float]:
-    """``row``: bytes of a token's logits; ``gathered``: bytes of all inputs."""
-    kind = platform_of(config)
-    row = row if config.model.dtype == "float32" else 3 * row  # logits in fp32, their gradient in bf16
-    chunk = min(tokens, max(16, FUSED_HEAD_CHUNK[kind] // row)) * row
-    # the scored tokens' inputs and their gradients; the weight's gradient has a placeholder that a CPU never touches
-    return chunk, 2 * gathered + (weight if kind == "cuda" else 0)
-
-
-def state_bytes(config: RunConfig) -> float:
-    """Per owned weight, on the GPU."""
-    optimizer = config.optimizer
-    master = 0 if config.model.dtype == "float32" else 2 if optimizer.store_param_remainders else 4
-    moments = MOMENT_BYTES[optimizer.exp_avg_dtype] + MOMENT_BYTES[optimizer.exp_avg_sq_dtype]
-    return (1 - optimizer.offload_fraction) * (master + moments)
-
-
-def host_state_bytes(config: RunConfig) -> float:
-    """Per owned weight."""
-    return HOST_STATE_BYTES * config.optimizer.offload_fraction
-
-
-def step_copies(spec: ModelSpec, config: RunConfig, owned: float) -> float:
-    # Transformer Engine's Adam makes fp32 copies of reduced states
-    optimizer, tp = config.optimizer, config.engine.parallel.tp
-    reduced = sum(dtype != "float32" for dtype in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype))
-    gate_and_up = 2 * spec.hidden_size * spec.ffn_size // (expert_tp(config.engine.parallel) if spec.experts else tp)
-    largest = max(PART_ELEMENTS, vocabulary_parameters(spec, tp), gate_and_up)
-    return 4 * reduced * min(largest, owned)
-
-
 @dataclass(frozen=True)
 class HostMemory:
     process: float
@@ -341,38 +85,250 @@ class HostMemory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def host_memory(spec: ModelSpec, config: RunConfig, memory: RankMemory, owned: float, *, step_tokens: float) -> HostMemory:
-    """``owned``: number of weights with states."""
-    shares = config.rollout.server.placement == "colocated" and config.rollout.replay is None
-    return HostMemory(
-        process=PROCESS,
-        states=host_state_bytes(config) * owned,
-        turns=memory.weights + memory.optimizer + memory.reference if shares else 0,
-        staged=12 * owned if config.train.async_save else 0,
-        routes=2 * _step_routes(spec, config, step_tokens),
-    )
+class TrainingRanks:
+    """Memory of the ranks that train ``spec`` by ``config``. ``stage`` is a pipeline stage."""
 
+    def __init__(self, spec: ModelSpec, config: RunConfig) -> None:
+        self.spec, self.config = spec, config
+        self.split = ModelSplit(spec, config.engine.parallel)
+        self.has_te = on_gpu(config) and config.engine.layers != "local"
+        self._kind = "cuda" if on_gpu(config) else "cpu"
+        self._parallel, self._element = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
+        self._sequence_split = self._parallel.tp if self._parallel.sequence_parallel else 1
+        self._norm_copies = 2 if self.has_te else 3  # input and output, with torch also the normalised input
+        self._chosen_mlps = spec.experts.per_token if spec.experts else 1
+        self.passed_width = self._chosen_mlps * spec.ffn_size + (spec.experts.shared_ffn_size if spec.experts else 0)
 
-def _step_routes(spec: ModelSpec, config: RunConfig, step_tokens: float) -> float:
-    return step_tokens * spec.route_bytes if config.rollout.server.routing_replay else 0
+    @property
+    def layer_activations(self) -> Mapping[str, float]:
+        """Bytes per token; recomputed modules keep their inputs."""
+        return self._activations_without(self.config.engine.recomputed)
 
+    def _activations_without(self, again: Collection[str]) -> Mapping[str, float]:
+        spec, parallel, b = self.spec, self._parallel, self._element
+        q, k = spec.num_heads * spec.head_dim / parallel.tp, spec.num_kv_heads * spec.head_dim / parallel.tp
+        residual, mlp = spec.hidden_size / self._sequence_split, self.passed_width / parallel.tp
+        attention_again, mlp_again = "core_attn" in again, "mlp" in again or "moe" in again
+        as_rows = not self.has_te and not attention_again  # trainer/megatron/model/attention_cpu.py
+        # Transformer Engine has the norm of a dense MLP within it, and discards the output of the norm before experts.
+        norm_again = "layernorm" in again or (self.has_te and "mlp" in again)
+        return {
+            "norms": b * residual * (2 * self._norm_copies - norm_again),
+            # fused qkv, and rotated q and k; as rows: q, k and v, with k and v repeated for every query head, and those of all
+            # context-parallel ranks
+            "attention inputs": b * q * (1 + 2 * parallel.cp) if as_rows else b * (q + 2 * k + q + k),
+            "attention output": b * q * (2 if as_rows else 1),
+            "log-sum-exp": 0 if attention_again else 4 * spec.num_heads / parallel.tp,
+            "rotation": b * 4 * spec.head_dim,
+            "gate and up": 0 if mlp_again else b * 2 * mlp,
+            # fused: the product alone
+            "activated gate, offset up, product": (
+                0 if mlp_again or "moe_act" in again else b * (1 if self.has_te else 3) * mlp
+            ),
+            **({} if "moe" in again else self._routing()),
+        }
 
-def root_routes(spec: ModelSpec, config: RunConfig, step_tokens: float) -> float:
-    """Rank 0 also holds routes of rollouts, and of steps sampled ahead."""
-    ahead = config.train.max_staleness + 1 if config.train.schedule == "overlap" else 0
-    return (1 + ahead) * _step_routes(spec, config, step_tokens)
+    def _routing(self) -> Mapping[str, float]:
+        # as if all experts got equally many tokens
+        spec, tp, b = self.spec, self._parallel.tp, self._element
+        if spec.experts is None:
+            return {}
+        inputs = spec.experts.per_token * self.split.expert_tp * spec.hidden_size
+        return {
+            "experts' inputs": b * inputs / tp,
+            # logits, probabilities of all and of the chosen, in fp32; trainer/megatron/model/routers.py's router also its input
+            "router": 4 * (3 * spec.experts.count + (0 if self.has_te else spec.hidden_size)) / tp,
+            # in the experts' MLP: the factor of the probability
+            "weighted product": 0 if self.has_te else b * spec.experts.per_token * spec.ffn_size / tp,
+        }
 
+    @property
+    def token_multiple(self) -> int:
+        """Applies to the tokens of all context-parallel ranks together."""
+        cp, share = self._parallel.cp, self._sequence_split * _FP8_TOKENS[self.config.engine.fp8.recipe]
+        return cp * math.lcm(2, share) if cp > 1 else share
 
-def check_host(config: RunConfig, needed: list[float], root: float = 0) -> str | None:
-    """``needed``: bytes of a rank, by stage. Returns a sentence if a node's memory is too small."""
-    cluster = config.cluster
-    ranks = min(config.engine.parallel.world_size, cluster.gpus_per_node)
-    most, room = ranks * max(needed) + root, cluster.host_memory_gib * GIB
-    if most <= room:
-        return None
-    replay = ", set rollout.server.routing_replay = false" if root else ""
-    return (
-        f"{ranks} training ranks on a node need {most / GIB:.0f} GiB of its host's memory, more than cluster.host_memory_gib = "
-        f"{cluster.host_memory_gib:g}; set train.async_save = false, lower optimizer.offload_fraction{replay}, or train on "
-        "more nodes"
-    )
+    def padding_share(self, mean_length: float) -> float:
+        # half a multiple per micro-batch, and cp tokens per sequence if cp > 1
+        cp = self._parallel.cp
+        of_sequences = (2 * cp - 1) / 2 / mean_length if cp > 1 else 0.0
+        tokens = max(self.config.engine.micro_batch_tokens, mean_length)
+        return of_sequences + (self.token_multiple - 1) / 2 / tokens
+
+    def micro_batch_tokens(self, longest: int) -> int:
+        # a sequence longer than the bound is a micro-batch of its own
+        tokens = max(self.config.engine.micro_batch_tokens, longest)
+        return -(-(-(-tokens // self.token_multiple) * self.token_multiple) // self._parallel.cp)
+
+    def memory(self, stage: int, *, longest: int, step_tokens: float) -> RankMemory:
+        """``longest``: tokens of the longest sequence."""
+        spec, config, parallel, b = self.spec, self.config, self._parallel, self._element
+        count, trained = self.split.in_stage(stage).total, self._trained(stage)
+        adapters = trained.total if config.model.lora is not None else 0
+        tokens = self.micro_batch_tokens(longest)
+        micro_batches = -(-step_tokens / config.train.minibatches / parallel.dp / (tokens * parallel.cp) // 1)
+        logits, transient = self._head_or_layer(stage, tokens)
+        owned = self.owned_weights(stage)
+        boundary = tokens * b * spec.hidden_size / self._sequence_split
+        handed_over = boundary * (min(parallel.pp - stage, micro_batches) + 1) if parallel.pp > 1 else 0
+        activations = self._activations(stage, tokens, self.layers_in_flight(stage, micro_batches), boundary)
+        if (copies := self.step_copies(owned)) > activations + logits + transient:
+            activations, logits, transient = 0, 0, copies
+        return RankMemory(
+            weights=b * (count + adapters) + self._fp8_copies(stage),
+            gradients=4 * trained.total,
+            optimizer=self.state_bytes * owned,
+            # with LoRA the reference is the model itself, without its adapters
+            reference=b * count + self._fp8_copies(stage) if config.objective.needs_reference and not adapters else 0,
+            activations=activations,
+            logits=logits,
+            transient=transient,
+            communication=handed_over + step_tokens * BATCH_BYTES_PER_TOKEN * (1 + 2 / config.train.minibatches),
+            context=_CUDA_CONTEXT + self._communicators() * _COMMUNICATOR if on_gpu(config) else 0,
+            server=_VLLM_ASLEEP if is_colocated(config) else 0,
+        )
+
+    def _communicators(self) -> int:
+        """Counts groups of more than one rank, at the end of the pipeline."""
+        spec, config, parallel, split = self.spec, self.config, self._parallel, self.split
+        copies = parallel.cp * parallel.dp
+        apart = config.rollout.replay is None and config.rollout.server.placement != "colocated"
+        sizes = {
+            "all ranks": parallel.world_size,
+            "tensor-parallel": parallel.tp,
+            "pipeline": parallel.pp,
+            "context-parallel": parallel.cp,
+            "data-parallel": parallel.dp if parallel.cp > 1 else 1,
+            "copies of the weights": copies,
+            "ranks of one copy": parallel.tp * parallel.pp,
+            "optimizer's ranks": parallel.world_size if config.optimizer.distributed else 1,
+            "tied embeddings": parallel.pp if spec.tied_embeddings else 1,
+            "expert-parallel": parallel.ep,
+            "expert-tensor-parallel": split.expert_tp if spec.experts else 1,
+            "ranks that share experts": parallel.ep * split.expert_tp if parallel.ep > 1 else 1,
+            "copies of the experts": split.expert_copies if spec.experts else 1,
+            "trainer and servers": 2 if apart else 1,
+        }
+        return sum(size > 1 for size in sizes.values())
+
+    def _trained(self, stage: int) -> ParameterCount:
+        return self.split.in_stage(stage, self.config.model.lora)
+
+    def owned_weights(self, stage: int) -> float:
+        """Counts trained parameters with optimizer states on a rank."""
+        trained = self._trained(stage)
+        if not self.config.optimizer.distributed:
+            return trained.total
+        return trained.dense / (self._parallel.dp * self._parallel.cp) + trained.experts / self.split.expert_copies
+
+    def _fp8_copies(self, stage: int) -> float:
+        # FP8 weights use the two bytes of bfloat16
+        fp8 = self.config.engine.fp8
+        return 0 if not fp8.enabled or fp8.params else _FP8_COPIES * self.split.in_layers(stage).total
+
+    def layers_in_flight(self, stage: int, micro_batches: float) -> float:
+        """Counts layers with live activations under (interleaved) 1F1B."""
+        parallel = self._parallel
+        per_chunk = len(self.split.stage_layers[stage]) / parallel.vpp
+        behind = parallel.pp - stage - 1
+        # 1F1B: a stage runs ahead by one micro-batch for each stage behind it. Interleaved, Megatron warms up with two chunks
+        # for each stage behind, and one round of all stages for every further chunk.
+        chunks = behind + 1 if parallel.vpp == 1 else 2 * behind + (parallel.vpp - 1) * parallel.pp + 1
+        return per_chunk * min(chunks, micro_batches * parallel.vpp)
+
+    def _activations(self, stage: int, tokens: int, in_flight: float, boundary: float) -> float:
+        final_norm = boundary * self._norm_copies if stage == self._parallel.pp - 1 else 0
+        retained = sum(self.layer_activations.values())
+        if self.config.engine.recompute == "full":
+            # Only each layer's input is kept; one layer at a time is computed again, and is then alive as a whole.
+            return in_flight * boundary + tokens * retained + final_norm
+        recomputed = sum(self._activations_without(()).values()) - retained  # alive for one layer at a time
+        return in_flight * (tokens * retained) + tokens * recomputed + final_norm
+
+    def _head_or_layer(self, stage: int, tokens: int) -> tuple[float, float]:
+        """Returns (logits, transient) in bytes for the head, or an MLP if that needs more."""
+        spec, parallel, b = self.spec, self._parallel, self._element
+        hidden, mlp = spec.hidden_size, spec.ffn_size / (self.split.expert_tp if spec.experts else parallel.tp)
+        gathered = b * tokens * hidden
+        passing = tokens * self._chosen_mlps * self.split.expert_tp / parallel.tp  # in this rank's MLPs, if evenly routed
+        # the input's gradient; gradients of gate, up and their product; the gradient of the fused gate-and-up weight before it
+        # is added to the fp32 buffer
+        lora = self.config.model.lora is not None
+        # with LoRA also the merged weight, which is not kept from the forward pass
+        layer = b * passing * hidden + b * passing * 3 * mlp + b * hidden * 2 * mlp * (2 if lora else 1)
+        if stage < parallel.pp - 1:
+            return 0, layer
+        row, weight = b * self.split.vocabulary / hidden, 0 if lora else b * self.split.vocabulary
+        if self.config.engine.head == "fused":
+            row = row if self.config.model.dtype == "float32" else 3 * row  # logits in fp32, their gradient in bf16
+            logits = min(tokens, max(16, FUSED_HEAD_CHUNK[self._kind] // row)) * row
+            # the scored tokens' inputs and their gradients; the weight's gradient has a placeholder that a CPU never touches
+            at_head = 2 * gathered + (weight if self._kind == "cuda" else 0)
+        else:
+            logits = tokens * row
+            # with sequence parallelism the gathered input and its gradient at once; then the gradient of the head's weight
+            at_head = gathered * (2 if parallel.sequence_parallel else 1) + weight
+        logits += _SCORE_WORKSPACE[self._kind]
+        return (logits, at_head) if logits + at_head > layer else (0, layer)
+
+    @property
+    def state_bytes(self) -> float:
+        """Per owned weight, on the GPU."""
+        optimizer = self.config.optimizer
+        master = 0 if self.config.model.dtype == "float32" else 2 if optimizer.store_param_remainders else 4
+        moments = _MOMENT_BYTES[optimizer.exp_avg_dtype] + _MOMENT_BYTES[optimizer.exp_avg_sq_dtype]
+        return (1 - optimizer.offload_fraction) * (master + moments)
+
+    @property
+    def host_state_bytes(self) -> float:
+        """Per owned weight."""
+        return _HOST_STATE_BYTES * self.config.optimizer.offload_fraction
+
+    def step_copies(self, owned: float) -> float:
+        # Transformer Engine's Adam makes fp32 copies of reduced states
+        spec, optimizer = self.spec, self.config.optimizer
+        reduced = sum(dtype != "float32" for dtype in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype))
+        gate_and_up = 2 * spec.hidden_size * spec.ffn_size // (self.split.expert_tp if spec.experts else self._parallel.tp)
+        return 4 * reduced * min(max(PART_ELEMENTS, self.split.vocabulary, gate_and_up), owned)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return 12 * model_parameters(self.spec, self.config.model.lora)
+
+    @property
+    def rank_checkpoint_bytes(self) -> float:
+        """Of the rank with most."""
+        return 12 * max(self.owned_weights(stage) for stage in range(self._parallel.pp))
+
+    def host_memory(self, stage: int, memory: RankMemory, *, step_tokens: float) -> HostMemory:
+        owned = self.owned_weights(stage)
+        return HostMemory(
+            process=_PROCESS,
+            states=self.host_state_bytes * owned,
+            turns=memory.weights + memory.optimizer + memory.reference if is_colocated(self.config) else 0,
+            staged=12 * owned if self.config.train.async_save else 0,
+            routes=2 * self._step_routes(step_tokens),
+        )
+
+    def _step_routes(self, step_tokens: float) -> float:
+        return step_tokens * self.spec.route_bytes if self.config.rollout.server.routing_replay else 0
+
+    def root_routes(self, step_tokens: float) -> float:
+        """Rank 0 also holds routes of rollouts, and of steps sampled ahead."""
+        train = self.config.train
+        ahead = train.max_staleness + 1 if train.schedule == "overlap" else 0
+        return (1 + ahead) * self._step_routes(step_tokens)
+
+    def host_problem(self, hosts: Collection[HostMemory], step_tokens: float) -> str | None:
+        """``hosts``: of a rank, by stage. Returns a sentence if a node's memory is too small."""
+        cluster = self.config.cluster
+        ranks, root = min(self._parallel.world_size, cluster.gpus_per_node), self.root_routes(step_tokens)
+        most = ranks * max(host.total for host in hosts) + root
+        if most <= cluster.host_memory_gib * GIB:
+            return None
+        replay = ", set rollout.server.routing_replay = false" if root else ""
+        return (
+            f"{ranks} training ranks on a node need {most / GIB:.0f} GiB of its host's memory, more than "
+            f"cluster.host_memory_gib = {cluster.host_memory_gib:g}; set train.async_save = false, lower "
+            f"optimizer.offload_fraction{replay}, or train on more nodes"
+        )

@@ -7,36 +7,19 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.plan.memory import (
-    GIB,
-    USABLE,
-    HostMemory,
-    RankMemory,
-    check_host,
-    host_memory,
-    layers_of,
-    micro_batch_tokens,
-    owned_weights,
-    platform_of,
-    rank_memory,
-    root_routes,
-)
-from tepo_megatron.plan.shapes import model_parameters, resolve_spec, stage_parameters
+from tepo_megatron.plan.memory import GIB, HostMemory, RankMemory, TrainingRanks, is_colocated, on_gpu
+from tepo_megatron.plan.shapes import model_parameters, resolve_spec
 from tepo_megatron.plan.time import (
     Lengths,
     ServerMemory,
     StepTime,
     SyncTraffic,
-    check_server,
-    check_turns,
-    checkpoint_bytes,
-    checkpoint_bytes_of_a_rank,
     draft_spec,
     server_memory,
     step_time,
@@ -45,7 +28,9 @@ from tepo_megatron.plan.time import (
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import check_balance, check_recompute, check_trainer_split
 
-DEFAULT_PROMPT_TOKENS = 512  # if ``data.max_prompt_tokens`` is unset
+_DEFAULT_PROMPT_TOKENS = 512  # if ``data.max_prompt_tokens`` is unset
+
+_USABLE = 0.9  # the allocator's gaps need the rest
 
 
 @dataclass(frozen=True)
@@ -69,6 +54,11 @@ class Plan:
     def worst(self) -> RankMemory:
         return max(self.stages, key=lambda memory: memory.total)
 
+    @property
+    def usable_memory(self) -> float | None:
+        """Bytes of a GPU; None on CPUs."""
+        return _usable_memory(self.config) if on_gpu(self.config) else None
+
 
 def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Plan:
     """``prompt_tokens`` and ``response_tokens`` are mean lengths (default: half the longest).
@@ -77,34 +67,34 @@ def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response
     """
     check_placement(config)
     spec, substitute = resolve_spec(config.model.path)
-    parallel = config.engine.parallel
-    _check_engine(spec, config)
+    ranks = _checked_ranks(spec, config)
     lengths = _lengths(spec, config, prompt_tokens, response_tokens)
     spec.check_length(lengths.longest, "data.max_prompt_tokens and rollout.sampling.max_new_tokens together")
-    stages = _stages(spec, config, lengths)
-    hosts = _hosts(spec, config, lengths, stages)
-    sync = weight_sync(spec, config) if config.rollout.replay is None else None
+    stages = _stages(ranks, lengths)
+    sync = weight_sync(ranks) if config.rollout.replay is None else None
     server = server_memory(spec, config, longest=lengths.longest, mean=lengths.mean)
     return Plan(
         config=config,
         spec=spec,
         parameters=model_parameters(spec),
-        stage_parameters=tuple(stage_parameters(spec, parallel, stage) for stage in range(parallel.pp)),
+        stage_parameters=tuple(count.total for count in ranks.split.stages()),
         lengths=lengths,
         stages=stages,
-        hosts=hosts,
+        hosts=_hosts(ranks, lengths, stages),
         server=server,
         sync=sync,
-        time=step_time(spec, config, lengths, server, sync, stages),
-        assumptions=tuple(_assumptions(spec, config, lengths, substitute)),
-        problems=tuple(_find_problems(spec, config, lengths, stages, server)),
+        time=step_time(ranks, lengths, server, sync, stages),
+        assumptions=tuple(_assumptions(ranks, lengths, substitute)),
+        problems=tuple(_find_problems(ranks, lengths, stages, server)),
     )
 
 
-def _check_engine(spec: ModelSpec, config: RunConfig) -> None:
+def _checked_ranks(spec: ModelSpec, config: RunConfig) -> TrainingRanks:
+    ranks = TrainingRanks(spec, config)
     check_trainer_split(spec, config.engine.parallel)
-    check_recompute(spec, config.engine.recomputed, transformer_engine=layers_of(config) == "te")
+    check_recompute(spec, config.engine.recomputed, transformer_engine=ranks.has_te)
     check_balance(spec, config.engine.moe_balance.kind)
+    return ranks
 
 
 def check_plan(plan: Plan) -> None:
@@ -114,15 +104,15 @@ def check_plan(plan: Plan) -> None:
 
 
 def problems_of(config: RunConfig, spec: ModelSpec) -> tuple[str, ...]:
-    lengths = _lengths(spec, config, None, None)
+    lengths, ranks = _lengths(spec, config, None, None), TrainingRanks(spec, config)
     server = server_memory(spec, config, longest=lengths.longest, mean=lengths.mean)
-    return tuple(_find_problems(spec, config, lengths, _stages(spec, config, lengths), server))
+    return tuple(_find_problems(ranks, lengths, _stages(ranks, lengths), server))
 
 
 def _lengths(spec: ModelSpec, config: RunConfig, prompt: float | None, response: float | None) -> Lengths:
     longest_response = config.rollout.sampling.max_new_tokens
     room = max(1, (config.rollout.server.max_model_len or spec.max_positions) - longest_response)
-    longest_prompt = config.data.max_prompt_tokens or min(DEFAULT_PROMPT_TOKENS, room)
+    longest_prompt = config.data.max_prompt_tokens or min(_DEFAULT_PROMPT_TOKENS, room)
     longest = longest_prompt + longest_response
     prompt = longest_prompt / 2 if prompt is None else prompt
     response = longest_response / 2 if response is None else response
@@ -138,75 +128,78 @@ def _lengths(spec: ModelSpec, config: RunConfig, prompt: float | None, response:
     return Lengths(prompt, response, longest, longest_response)
 
 
-def _stages(spec: ModelSpec, config: RunConfig, lengths: Lengths) -> tuple[RankMemory, ...]:
-    tokens = _step_tokens(config, lengths)
-    stages = range(config.engine.parallel.pp)
-    return tuple(rank_memory(spec, config, stage, longest=lengths.longest, step_tokens=tokens) for stage in stages)
-
-
 def _step_tokens(config: RunConfig, lengths: Lengths) -> float:
     return config.rollout.prompts_per_step * config.rollout.samples_per_prompt * lengths.mean
 
 
-def _hosts(spec: ModelSpec, config: RunConfig, lengths: Lengths, stages: tuple[RankMemory, ...]) -> tuple[HostMemory, ...]:
-    tokens = _step_tokens(config, lengths)
-    owned_by_stage = (owned_weights(spec, config, stage) for stage in range(len(stages)))
-    return tuple(
-        host_memory(spec, config, memory, owned_weights, step_tokens=tokens)
-        for memory, owned_weights in zip(stages, owned_by_stage, strict=True)
-    )
+def _stages(ranks: TrainingRanks, lengths: Lengths) -> tuple[RankMemory, ...]:
+    tokens, stages = _step_tokens(ranks.config, lengths), range(ranks.config.engine.parallel.pp)
+    return tuple(ranks.memory(stage, longest=lengths.longest, step_tokens=tokens) for stage in stages)
 
 
-def _host_problem(spec: ModelSpec, config: RunConfig, lengths: Lengths, stages: tuple[RankMemory, ...]) -> str | None:
-    needed = [host.total for host in _hosts(spec, config, lengths, stages)]
-    return check_host(config, needed, root_routes(spec, config, _step_tokens(config, lengths)))
+def _hosts(ranks: TrainingRanks, lengths: Lengths, stages: Sequence[RankMemory]) -> tuple[HostMemory, ...]:
+    tokens = _step_tokens(ranks.config, lengths)
+    return tuple(ranks.host_memory(stage, memory, step_tokens=tokens) for stage, memory in enumerate(stages))
 
 
-def usable_memory(config: RunConfig) -> float:
-    return config.cluster.gpu_memory_gib * GIB * min(USABLE, config.engine.gpu_memory_fraction)
+def _host_problem(ranks: TrainingRanks, lengths: Lengths, stages: Sequence[RankMemory]) -> str | None:
+    return ranks.host_problem(_hosts(ranks, lengths, stages), _step_tokens(ranks.config, lengths))
 
 
-def _find_problems(
-    spec: ModelSpec, config: RunConfig, lengths: Lengths, stages: tuple[RankMemory, ...], server: ServerMemory
-) -> Iterator[str]:
-    serves = config.rollout.replay is None
-    if platform_of(config) == "cuda":
-        usable = usable_memory(config)
+def _usable_memory(config: RunConfig) -> float:
+    return config.cluster.gpu_memory_gib * GIB * min(_USABLE, config.engine.gpu_memory_fraction)
+
+
+def _find_problems(ranks: TrainingRanks, lengths: Lengths, stages: Sequence[RankMemory], server: ServerMemory) -> Iterator[str]:
+    config = ranks.config
+    if on_gpu(config):
+        usable = _usable_memory(config)
         worst = max(stages, key=lambda memory: memory.total)
         if worst.total > usable:
             largest = max(worst.terms, key=lambda name: worst.terms[name])
             yield (
                 f"a training rank needs {worst.total / GIB:.1f} GiB, {(worst.total - usable) / GIB:.1f} GiB more than the "
                 f"{usable / GIB:.1f} GiB usable of cluster.gpu_memory_gib = {config.cluster.gpu_memory_gib:g}; the largest "
-                f"term is {largest} with {worst.terms[largest] / GIB:.1f} GiB. {_suggest(spec, config, lengths, usable)}"
+                f"term is {largest} with {worst.terms[largest] / GIB:.1f} GiB. {_suggest(ranks, lengths, usable)}"
             )
-        if serves and config.rollout.server.placement == "colocated" and (problem := check_turns(config, worst.context)):
+        share, memory = config.rollout.server.gpu_memory_utilization, config.cluster.gpu_memory_gib * GIB
+        if is_colocated(config) and share * memory + worst.context > memory:
+            yield (
+                f"a colocated server takes rollout.server.gpu_memory_utilization = {share:g} of a GPU, and the trainer keeps "
+                f"{worst.context / GIB:.1f} GiB of its {memory / GIB:g} for CUDA and NCCL; lower it to "
+                f"{int(100 * (1 - worst.context / memory)) / 100:g}"
+            )
+        if problem := _host_problem(ranks, lengths, stages):
             yield problem
-        if problem := _host_problem(spec, config, lengths, stages):
-            yield problem
-    if serves and (problem := check_server(config, server, lengths.longest)):
-        yield problem
+    if config.rollout.replay is None and server.capacity < lengths.longest:
+        missing, tp = lengths.longest * server.kv_bytes_per_token - server.kv_cache, config.rollout.server.tp
+        yield (
+            f"a vLLM worker with rollout.server.tp = {tp} has {server.kv_cache / GIB:.1f} GiB for its KV cache after "
+            f"{(server.weights + server.draft) / GIB:.1f} GiB of weights, which is {missing / GIB:.1f} GiB too little for one "
+            f"sequence of {lengths.longest} tokens; raise rollout.server.tp to {2 * tp}, or rollout.server."
+            "gpu_memory_utilization"
+        )
 
 
-def _suggest(spec: ModelSpec, config: RunConfig, lengths: Lengths, usable: float) -> str:
-    def measure(changed: RunConfig) -> tuple[float, float]:
-        check_placement(changed)
-        _check_engine(spec, changed)
-        stages = _stages(spec, changed, lengths)
-        if problem := _host_problem(spec, changed, lengths, stages):
+def _suggest(ranks: TrainingRanks, lengths: Lengths, usable: float) -> str:
+    def measure(config: RunConfig) -> tuple[float, float]:
+        check_placement(config)
+        changed = _checked_ranks(ranks.spec, config)
+        stages = _stages(changed, lengths)
+        if problem := _host_problem(changed, lengths, stages):
             raise ValueError(problem)
-        server = server_memory(spec, changed, longest=lengths.longest, mean=lengths.mean)
-        time = step_time(spec, changed, lengths, server, None, stages)
+        server = server_memory(ranks.spec, config, longest=lengths.longest, mean=lengths.mean)
+        time = step_time(changed, lengths, server, None, stages)
         return max(memory.total for memory in stages), time.score + time.train + time.exchange + time.adam + time.turns
 
-    changes = _smallest_changes(config, spec, lengths.longest, usable, measure)
+    changes = _smallest_changes(ranks.config, ranks.spec, lengths.longest, usable, measure)
     if changes:
         return f"It fits with {' or with '.join(f'{change} ({change.needed / GIB:.1f} GiB)' for change in changes)}"
     return "No change of one or two fields makes it fit, not on four times the nodes either; use larger GPUs or a smaller model"
 
 
-def _assumptions(spec: ModelSpec, config: RunConfig, lengths: Lengths, substitute: str | None) -> Iterator[str]:
-    cluster = config.cluster
+def _assumptions(ranks: TrainingRanks, lengths: Lengths, substitute: str | None) -> Iterator[str]:
+    config, cluster = ranks.config, ranks.config.cluster
     if substitute:
         yield substitute
     if (unknown := draft_spec(config)[1]) is not None:
@@ -217,7 +210,7 @@ def _assumptions(spec: ModelSpec, config: RunConfig, lengths: Lengths, substitut
         assumed = lengths.longest - lengths.longest_response
         yield f"data.max_prompt_tokens is not set; prompts are taken to have at most {assumed} tokens"
     yield f"prompts of {lengths.prompt:g} and responses of {lengths.response:g} tokens on average"
-    yield f"micro-batches of {micro_batch_tokens(config, lengths.longest)} tokens per rank; {USABLE:.0%} of a GPU is usable"
+    yield f"micro-batches of {ranks.micro_batch_tokens(lengths.longest)} tokens per rank; {_USABLE:.0%} of a GPU is usable"
     top_k = config.rollout.sampling.top_k
     if config.rollout.sampling.truncates and top_k is not None:
         tokens = config.rollout.prompts_per_step * config.rollout.samples_per_prompt * lengths.response
@@ -225,7 +218,7 @@ def _assumptions(spec: ModelSpec, config: RunConfig, lengths: Lengths, substitut
             f"sampling masks (rollout.sampling.top_k = {top_k}): at most {4 * top_k * tokens / GIB:,.2f} GiB more of each "
             "rank's host, far less where top_p or min_p leave few tokens; not in the sums"
         )
-    if spec.experts:
+    if ranks.spec.experts:
         yield "every expert gets as many tokens as any other; handing tokens to experts and back takes no time"
     yield f"GPU: {cluster.gpu_tflops:g} TFLOP/s, {cluster.gpu_memory_gib:g} GiB at {cluster.gpu_memory_gb_per_s:g} GB/s"
     yield (
@@ -238,7 +231,7 @@ def _assumptions(spec: ModelSpec, config: RunConfig, lengths: Lengths, substitut
         f"{cluster.nvlink_gb_per_s:g} GB/s within; rewards, evaluations and start-up take no time"
     )
     if config.train.save_every:
-        size, rank_size = checkpoint_bytes(spec, config) / 1e9, checkpoint_bytes_of_a_rank(spec, config) / 1e9
+        size, rank_size = ranks.checkpoint_bytes / 1e9, ranks.rank_checkpoint_bytes / 1e9
         how = "written beside training" if config.train.async_save else f"written at {cluster.storage_gb_per_s:g} GB/s"
         yield f"a checkpoint of {size:,.0f} GB every {config.train.save_every} steps, {rank_size:,.1f} GB a rank at most, {how}"
 
@@ -353,18 +346,18 @@ def check_exact(plan: Plan) -> list[list[int]]:
     return counts
 
 
-Settings = Mapping[str, Any]  # by dotted field names
+_Settings = Mapping[str, Any]  # by dotted field names
 
-Knob = list[Settings]  # alternative settings of the same fields
+_Knob = list[_Settings]  # alternative settings of the same fields
 
-MAX_KNOBS = 2
+_MAX_KNOBS = 2
 
-MAX_CHANGES_SHOWN = 4
+_MAX_CHANGES_SHOWN = 4
 
 
 @dataclass(frozen=True)
 class _Change:
-    values: Settings
+    values: _Settings
     config: RunConfig
     needed: float
     seconds: float
@@ -395,7 +388,7 @@ def _smallest_changes(
     ``measure`` returns bytes and seconds and raises ValueError for an impossible run.
     """
     knobs = list(_knobs(config, spec, longest))
-    groups_of_knobs = [[knob] for knob in knobs], list(map(list, combinations(knobs, MAX_KNOBS)))
+    groups_of_knobs = [[knob] for knob in knobs], list(map(list, combinations(knobs, _MAX_KNOBS)))
     for groups in (*groups_of_knobs, [[knob] for knob in _more_nodes(config)]):
         changes = [
             change
@@ -404,11 +397,11 @@ def _smallest_changes(
             if (change := _try(config, values, measure)) is not None and change.needed <= usable
         ]
         if changes:
-            return sorted(changes, key=lambda change: (change.changes_rounding, change.seconds))[:MAX_CHANGES_SHOWN]
+            return sorted(changes, key=lambda change: (change.changes_rounding, change.seconds))[:_MAX_CHANGES_SHOWN]
     return []
 
 
-def _knobs(config: RunConfig, spec: ModelSpec, longest: int) -> Iterator[Knob]:
+def _knobs(config: RunConfig, spec: ModelSpec, longest: int) -> Iterator[_Knob]:
     engine, parallel = config.engine, config.engine.parallel
     yield from _optimizer_knobs(config)
     if not parallel.sequence_parallel:
@@ -433,10 +426,10 @@ def _knobs(config: RunConfig, spec: ModelSpec, longest: int) -> Iterator[Knob]:
             ]
 
 
-def _optimizer_knobs(config: RunConfig) -> Iterator[Knob]:
+def _optimizer_knobs(config: RunConfig) -> Iterator[_Knob]:
     # one knob, since each setting needs the first
     optimizer = config.optimizer
-    shared: Settings = {} if optimizer.distributed else {"optimizer.distributed": True}
+    shared: _Settings = {} if optimizer.distributed else {"optimizer.distributed": True}
     settings = [shared] if shared else []
     if not optimizer.own_masters and not config.engine.fp8.params:
         if config.model.dtype == "bfloat16" and config.engine.platform != "cpu":
@@ -447,14 +440,14 @@ def _optimizer_knobs(config: RunConfig) -> Iterator[Knob]:
         yield settings
 
 
-def _more_nodes(config: RunConfig) -> Iterator[Knob]:
+def _more_nodes(config: RunConfig) -> Iterator[_Knob]:
     parallel, nodes = config.engine.parallel, config.cluster.train_nodes
     for name in ("pp", "cp"):
         size = getattr(parallel, name)
         yield [{"cluster.train_nodes": nodes * factor, f"engine.parallel.{name}": size * factor} for factor in (2, 4, 8)]
 
 
-def _products(knobs: list[Knob]) -> Iterator[Settings]:
+def _products(knobs: list[_Knob]) -> Iterator[_Settings]:
     # knobs that share a field, such as dp, are not combined
     if not knobs:
         yield {}
@@ -463,7 +456,7 @@ def _products(knobs: list[Knob]) -> Iterator[Settings]:
         yield from ({**rest, **values} for values in knobs[0] if not set(rest) & set(values))
 
 
-def _try(config: RunConfig, values: Settings, measure: Callable[[RunConfig], tuple[float, float]]) -> _Change | None:
+def _try(config: RunConfig, values: _Settings, measure: Callable[[RunConfig], tuple[float, float]]) -> _Change | None:
     raw = config.model_dump()
     for path, value in values.items():
         *sections, name = path.split(".")

@@ -1,10 +1,10 @@
-"""Shapes of known models, and numbers of parameters."""
+"""Shapes of known models, and their numbers of parameters: of a whole model, and of a training rank."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path, PurePath
@@ -13,224 +13,99 @@ from typing import Any, NamedTuple
 
 from tepo_megatron.config import LoraConfig, ParallelConfig
 from tepo_megatron.weights.adapters import adapted_tensors, adapter_layout, adapter_shapes
-from tepo_megatron.weights.architecture import ModelSpec, model_spec, read_model_spec
+from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32, model_spec, read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, pipeline_stages_of
 from tepo_megatron.weights.table import tensor_shapes
 
-_QWEN = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-    "num_key_value_heads": 8,
-    "hidden_size": 8192,
-    "intermediate_size": 29568,
-    "vocab_size": 152064,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
+
+def _known(
+    family: str, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, positions: int, **others: Any
+) -> dict[str, Any]:
+    return {
+        "architectures": [f"{family}ForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+        **others,
+    }
+
+
+_LLAMA_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
 }
-_LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-    "num_key_value_heads": 8,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "tie_word_embeddings": False,
-}
-_MIXTRAL = {
-    "architectures": ["MixtralForCausalLM"],
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "vocab_size": 32000,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-}
-_QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "num_attention_heads": 40,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_size": 5120,
-    "intermediate_size": 17408,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-}
-_QWEN3_MOE = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_attention_heads": 32,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-}
+_MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_QWEN3 = {"head_dim": 128, "rms_norm_eps": 1e-6}
+_QWEN3_MOE = {**_QWEN3, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
 KNOWN_MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
-        "Llama-3.3-70B-Instruct": _LLAMA,
-        "Qwen2.5-72B": _QWEN,
-        "Qwen2.5-7B": {
-            **_QWEN,
-            "num_attention_heads": 28,
-            "num_hidden_layers": 28,
-            "num_key_value_heads": 4,
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "rms_norm_eps": 1e-6,
-        },
-        "Mixtral-8x7B-v0.1": _MIXTRAL,
-        "Qwen3-14B": _QWEN3,
-        "Qwen3-30B-A3B": _QWEN3_MOE,
+        "Llama-3.3-70B-Instruct": _known(
+            "Llama", 80, 8192, 28672, 64, 8, 128256, 131072, rope_theta=5e5, rope_scaling=_LLAMA_ROPE
+        ),
+        "Qwen2.5-72B": _known("Qwen2", 80, 8192, 29568, 64, 8, 152064, 131072),
+        "Qwen2.5-7B": _known("Qwen2", 28, 3584, 18944, 28, 4, 152064, 131072, rms_norm_eps=1e-6),
+        "Mixtral-8x7B-v0.1": _known("Mixtral", 32, 4096, 14336, 32, 8, 32000, 32768, **_MIXTRAL),
+        "Qwen3-14B": _known("Qwen3", 40, 5120, 17408, 40, 8, 151936, 40960, **_QWEN3),
+        "Qwen3-30B-A3B": _known("Qwen3Moe", 48, 2048, 6144, 32, 4, 151936, 40960, **_QWEN3_MOE),
     }
 )  # published ``config.json`` by folder name
 
 
 def resolve_spec(source: str, field: str = "model.path") -> tuple[ModelSpec, str | None]:
     """Returns also the assumption made if the folder is missing. Raises ValueError for an unknown model."""
-    if source.startswith("builtin:"):
-        return read_model_spec(
-            Path(str(files("tepo_megatron.tasks.data").joinpath("builtin", source.removeprefix("builtin:"))))
-        ), None
     folder = Path(source).expanduser()
-    if folder.is_dir():
-        return read_model_spec(folder), None
-    name = PurePath(source).name
-    if name not in KNOWN_MODELS:
-        raise ValueError(
-            f"{field} = {source} is not on this machine, and the shape of {name!r} is not known here; give the folder "
-            f"(its config.json is enough for a plan), or a path that ends in one of {', '.join(KNOWN_MODELS)}"
-        )
-    spec = model_spec(KNOWN_MODELS[name], f"known model {name}")
-    return spec, f"{field} = {source} is not on this machine; shapes are those published for {name}"
+    if source.startswith("builtin:"):
+        folder = Path(str(files("tepo_megatron.tasks.data").joinpath("builtin", source.removeprefix("builtin:"))))
+    elif not folder.is_dir():
+        name = PurePath(source).name
+        if name not in KNOWN_MODELS:
+            raise ValueError(
+                f"{field} = {source} is not on this machine, and the shape of {name!r} is not known here; give the folder "
+                f"(its config.json is enough for a plan), or a path that ends in one of {', '.join(KNOWN_MODELS)}"
+            )
+        spec = model_spec(KNOWN_MODELS[name], f"known model {name}")
+        return spec, f"{field} = {source} is not on this machine; shapes are those published for {name}"
+    return read_model_spec(folder), None
 
 
-def expert_tp(parallel: ParallelConfig) -> int:
-    return parallel.tp if parallel.etp is None else parallel.etp
+def _trained_tensors(spec: ModelSpec, lora: LoraConfig | None = None) -> Mapping[str, tuple[int, ...]]:
+    shapes = {name: shape for name, shape in tensor_shapes(spec).items() if not is_always_fp32(name)}
+    return shapes if lora is None else adapter_shapes(shapes, adapted_tensors(shapes, lora.target_modules), lora.rank)
 
 
-def expert_copies(parallel: ParallelConfig) -> int:
-    """Counts ranks with the same part of the same experts."""
-    return parallel.tp * parallel.cp * parallel.dp // (parallel.ep * expert_tp(parallel))
+@lru_cache(maxsize=64)
+def model_parameters(spec: ModelSpec, lora: LoraConfig | None = None) -> int:
+    """Without padding; with ``lora`` those of its adapters."""
+    return sum(map(math.prod, _trained_tensors(spec, lora).values()))
 
 
-def expert_parameters(spec: ModelSpec, parallel: ParallelConfig) -> int:
-    """Of a rank, in one layer, without router and shared experts."""
-    if spec.experts is None:
-        return 0
-    return spec.experts.count // parallel.ep * 3 * spec.hidden_size * spec.ffn_size // expert_tp(parallel)
-
-
-def _layer_parameters(spec: ModelSpec, parallel: ParallelConfig, layer: int) -> int:
-    # norms and router are not split
-    tp = parallel.tp
-    qkv_rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim // tp
-    attention = qkv_rows * (spec.hidden_size + spec.qkv_bias) + spec.hidden_size * spec.num_heads * spec.head_dim // tp
-    if spec.experts is None or not spec.has_experts(layer):
-        mlp = 3 * spec.hidden_size * (spec.dense_ffn_size or spec.ffn_size) // tp
-    else:
-        shared = 3 * spec.hidden_size * spec.experts.shared_ffn_size // tp
-        mlp = spec.experts.count * spec.hidden_size + expert_parameters(spec, parallel) + shared
-    norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
-    return attention + mlp + norms
-
-
-def linear_parameters(spec: ModelSpec) -> int:
-    """Counts experts, but no router or head."""
-    biases = spec.qkv_bias * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    routers = 0 if spec.experts is None else _expert_layers(spec) * spec.experts.count * spec.hidden_size
-    norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
-    return _all_layers(spec) - spec.num_layers * (norms + biases) - routers
-
-
-def _expert_layers(spec: ModelSpec) -> int:
-    return 0 if spec.experts is None else spec.num_layers - spec.dense_layers
-
-
-def _all_layers(spec: ModelSpec) -> int:
-    return sum(_layer_parameters(spec, ParallelConfig(), layer) for layer in range(spec.num_layers))
-
-
-def vocabulary_parameters(spec: ModelSpec, tp: int) -> int:
-    """A rank's part, with padding."""
-    return spec.padded_vocab_size(tp) // tp * spec.hidden_size
-
-
-def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, ...]:
-    """Raises ValueError if the layers do not fit the stages."""
-    return tuple(sum(map(len, chunks)) for chunks in pipeline_stages_of(spec, parallel))
-
-
-def stage_expert_layers(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, ...]:
-    return tuple(sum(map(spec.has_experts, stage)) for stage in _layers_of_stages(spec, parallel))
-
-
-def stage_layer_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
-    return sum(_layer_parameters(spec, parallel, layer) for layer in _layers_of_stages(spec, parallel)[stage])
-
-
-def _layers_of_stages(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
-    return [[layer for chunk in chunks for layer in chunk] for chunks in pipeline_stages_of(spec, parallel)]
-
-
-def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
-    count = stage_layer_parameters(spec, parallel, stage)
-    first, last = stage == 0, stage == parallel.pp - 1
-    if first:
-        count += vocabulary_parameters(spec, parallel.tp)
-    if last:
-        count += spec.hidden_size
-        if not (first and spec.tied_embeddings):  # tied: the last of several stages has a copy of the embedding
-            count += vocabulary_parameters(spec, parallel.tp)
-    return count
-
-
-def model_parameters(spec: ModelSpec) -> int:
-    """Without padding."""
-    vocabulary = spec.vocab_size * spec.hidden_size
-    return _all_layers(spec) + spec.hidden_size + vocabulary * (1 if spec.tied_embeddings else 2)
-
-
+@lru_cache(maxsize=64)
 def active_parameters(spec: ModelSpec) -> int:
     """Without experts that are not chosen."""
     if spec.experts is None:
         return model_parameters(spec)
-    idle = spec.experts.count - spec.experts.per_token
-    return model_parameters(spec) - _expert_layers(spec) * idle * 3 * spec.hidden_size * spec.ffn_size
+    experts = sum(math.prod(shape) for name, shape in _trained_tensors(spec).items() if ".experts." in name)
+    return model_parameters(spec) - experts * (spec.experts.count - spec.experts.per_token) // spec.experts.count
 
 
-class AdapterCount(NamedTuple):
+@lru_cache(maxsize=64)
+def linear_parameters(spec: ModelSpec) -> int:
+    """Counts experts, but no router or head."""
+    shapes = tensor_shapes(spec)
+    return sum(math.prod(shapes[tensor]) for tensor in adapted_tensors(shapes, ["all-linear"]))
+
+
+class ParameterCount(NamedTuple):
     dense: int
     experts: int
 
@@ -239,29 +114,72 @@ class AdapterCount(NamedTuple):
         return self.dense + self.experts
 
 
-@lru_cache(maxsize=64)
-def layer_adapters(
-    spec: ModelSpec, lora: LoraConfig, tp: int, ep: int, etp: int | None, *, sparse: bool = False
-) -> AdapterCount:
-    """A rank's adapter parameters. Raises ValueError for targets that match nothing."""
-    one = replace(spec, num_layers=1, dense_layers=0 if sparse or spec.experts is None else 1)
-    tensors = adapted_tensors(tensor_shapes(one), lora.target_modules)
-    layout = adapter_layout(megatron_layout(one, MegatronParallel(tp=tp, ep=ep, etp=etp), 0), tensors, lora.rank)
-    experts = sum(math.prod(shape) for name, shape in layout.params.items() if ".experts." in name)
-    return AdapterCount(sum(map(math.prod, layout.params.values())) - experts, experts)
+@lru_cache(maxsize=256)
+def _layer_parameters(
+    spec: ModelSpec, tp: int, ep: int, etp: int | None, *, has_experts: bool, lora: LoraConfig | None
+) -> ParameterCount:
+    one = replace(spec, num_layers=1, dense_layers=0 if has_experts or spec.experts is None else 1)
+    layout = megatron_layout(one, MegatronParallel(tp=tp, ep=ep, etp=etp), 0)
+    if lora is not None:
+        layout = adapter_layout(layout, adapted_tensors(layout.shapes, lora.target_modules), lora.rank)
+    untrained = {shard.param for shard in layout.shards if is_always_fp32(shard.tensor)}
+    sizes = {name: math.prod(shape) for name, shape in layout.params.items() if ".layers." in name and name not in untrained}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    return ParameterCount(sum(sizes.values()) - experts, experts)
 
 
-def stage_adapters(spec: ModelSpec, lora: LoraConfig, parallel: ParallelConfig, *, dense: int, sparse: int) -> AdapterCount:
-    """``dense``, ``sparse``: layers without and with experts."""
-    counts = [
-        (layers, layer_adapters(spec, lora, parallel.tp, parallel.ep, parallel.etp, sparse=with_experts))
-        for layers, with_experts in ((dense, False), (sparse, True))
-        if layers
-    ]
-    return AdapterCount(sum(layers * one.dense for layers, one in counts), sum(layers * one.experts for layers, one in counts))
+@dataclass(frozen=True)
+class ModelSplit:
+    """A rank's parameters, by pipeline stage; with ``lora`` its adapters' parameters.
 
+    Raises ValueError if the layers do not fit the stages, or for LoRA targets that match nothing.
+    """
 
-def model_adapters(spec: ModelSpec, lora: LoraConfig) -> int:
-    shapes = tensor_shapes(spec)
-    adapters = adapter_shapes(shapes, adapted_tensors(shapes, lora.target_modules), lora.rank)
-    return sum(map(math.prod, adapters.values()))
+    spec: ModelSpec
+    parallel: ParallelConfig
+
+    @property
+    def expert_tp(self) -> int:
+        return self.parallel.etp or self.parallel.tp
+
+    @property
+    def expert_copies(self) -> int:
+        """Counts ranks with the same part of the same experts."""
+        return self.parallel.tp * self.parallel.cp * self.parallel.dp // (self.parallel.ep * self.expert_tp)
+
+    @property
+    def stage_layers(self) -> list[list[int]]:
+        return [[layer for chunk in stage for layer in chunk] for stage in pipeline_stages_of(self.spec, self.parallel)]
+
+    @property
+    def vocabulary(self) -> int:
+        """A rank's part, with padding."""
+        return self.spec.padded_vocab_size(self.parallel.tp) // self.parallel.tp * self.spec.hidden_size
+
+    def in_layers(self, stage: int, lora: LoraConfig | None = None) -> ParameterCount:
+        layers = self.stage_layers[stage]
+        sparse = sum(map(self.spec.has_experts, layers))
+        dense = experts = 0
+        for count, has_experts in ((len(layers) - sparse, False), (sparse, True)):
+            if count:
+                split = self.parallel.tp, self.parallel.ep, self.parallel.etp
+                layer = _layer_parameters(self.spec, *split, has_experts=has_experts, lora=lora)
+                dense, experts = dense + count * layer.dense, experts + count * layer.experts
+        return ParameterCount(dense, experts)
+
+    def in_stage(self, stage: int, lora: LoraConfig | None = None) -> ParameterCount:
+        """Also counts embedding, norm and head."""
+        dense, experts = self.in_layers(stage, lora)
+        if lora is not None:
+            return ParameterCount(dense, experts)
+        first, last = stage == 0, stage == self.parallel.pp - 1
+        if first:
+            dense += self.vocabulary
+        if last:
+            dense += self.spec.hidden_size
+            if not (first and self.spec.tied_embeddings):  # tied: the last of several stages has a copy of the embedding
+                dense += self.vocabulary
+        return ParameterCount(dense, experts)
+
+    def stages(self, lora: LoraConfig | None = None) -> list[ParameterCount]:
+        return [self.in_stage(stage, lora) for stage in range(self.parallel.pp)]

@@ -12,14 +12,14 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from tepo_megatron.plan.memory import GIB, platform_of
-from tepo_megatron.plan.run_plan import Plan, usable_memory
-from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, SyncTraffic, schedule_times
+from tepo_megatron.plan.memory import GIB
+from tepo_megatron.plan.run_plan import Plan
+from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, SyncTraffic
 
 PUBLISHED = {"generation": 84, "log-probs": 18, "training": 28, "weight sync": 14, "step": 147}
 """Seconds of a GRPO step of Llama-3.1-70B on 64 H100 (NeMo-RL, TP4 PP4, at most 4096 tokens)."""
 
-PUBLISHED_SIZES = (6e10, 8e10)  # parameters of models for which they are shown
+_PUBLISHED_SIZES = (6e10, 8e10)  # parameters of models for which they are shown
 
 
 def plan_tables(plan: Plan) -> Iterator[Table]:
@@ -38,7 +38,7 @@ def plan_tables(plan: Plan) -> Iterator[Table]:
 
 
 def _schedules(plan: Plan) -> list[ScheduleTime]:
-    return schedule_times(plan.time, is_colocated=plan.config.rollout.server.placement == "colocated")
+    return plan.time.schedules(is_colocated=plan.config.rollout.server.placement == "colocated")
 
 
 def plan_notes(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> list[str]:
@@ -105,9 +105,8 @@ def _memory(plan: Plan) -> Table:
     for name, value in stages[worst].terms.items():
         table.add_row(name, _gib(value), _gib(_mean(memory.terms[name] for memory in stages)))
     table.add_row("total", _gib(stages[worst].total), _gib(_mean(memory.total for memory in stages)), style="bold")
-    if platform_of(plan.config) == "cuda":
-        memory = plan.config.cluster.gpu_memory_gib
-        table.add_row(f"usable of {memory:g}", *2 * [_gib(usable_memory(plan.config))])
+    if plan.usable_memory is not None:
+        table.add_row(f"usable of {plan.config.cluster.gpu_memory_gib:g}", *2 * [_gib(plan.usable_memory)])
     table.add_row(
         "on the host", *(_gib(value) for value in (plan.hosts[worst].total, _mean(host.total for host in plan.hosts)))
     )
@@ -135,7 +134,7 @@ def _servers(server: ServerMemory, sync: SyncTraffic, lengths: Lengths) -> Table
 def _time(plan: Plan) -> Table:
     step = plan.time
     title = f"One step: {step.sequences} sequences, {step.tokens:,.0f} tokens, {step.response_tokens:,.0f} of them sampled"
-    smallest, largest = PUBLISHED_SIZES
+    smallest, largest = _PUBLISHED_SIZES
     comparable = smallest <= plan.parameters <= largest
     table = _table(title, "", "10¹⁵ FLOP", "estimate, s", *(["published*, s"] if comparable else []))
     rows = (

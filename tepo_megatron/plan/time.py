@@ -6,35 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tepo_megatron.config import RunConfig
-from tepo_megatron.plan.memory import (
-    ELEMENT_BYTES,
-    GIB,
-    RankMemory,
-    layers_of,
-    owned_weights,
-    padding_share,
-    passed_width,
-    platform_of,
-    state_bytes,
-)
-from tepo_megatron.plan.shapes import (
-    active_parameters,
-    expert_copies,
-    expert_parameters,
-    linear_parameters,
-    model_adapters,
-    model_parameters,
-    resolve_spec,
-    stage_expert_layers,
-    stage_layers,
-    stage_parameters,
-)
+from tepo_megatron.config import ClusterConfig, RunConfig
+from tepo_megatron.plan.memory import ELEMENT_BYTES, GIB, RankMemory, TrainingRanks, is_colocated, on_gpu
+from tepo_megatron.plan.shapes import active_parameters, linear_parameters, model_parameters, resolve_spec
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, pipeline_stages_of
 from tepo_megatron.weights.reshard import reshard_plan
 
-VLLM_WORKSPACE = 3 * GIB  # largest prefill and CUDA graphs of a worker: an assumption
+_VLLM_WORKSPACE = 3 * GIB  # largest prefill and CUDA graphs of a worker: an assumption
 
 
 @dataclass(frozen=True)
@@ -66,13 +45,6 @@ def _server_bytes(config: RunConfig) -> int:
     return ELEMENT_BYTES[config.rollout.server.served_dtype(config.model.dtype)]
 
 
-def _server_weights(spec: ModelSpec, config: RunConfig) -> float:
-    # scales of quantised layers are negligible
-    b = _server_bytes(config)
-    quantised = linear_parameters(spec) if config.rollout.server.quantization != "none" else 0
-    return b * model_parameters(spec) - (b - 1) * quantised
-
-
 def draft_spec(config: RunConfig) -> tuple[ModelSpec | None, str | None]:
     """Returns the shape, or why it is unknown. vLLM supports models that the trainer does not."""
     speculative = config.rollout.server.speculative
@@ -92,15 +64,16 @@ def _kv_bytes_per_token(spec: ModelSpec, tp: int, element: int) -> float:
 def server_memory(spec: ModelSpec, config: RunConfig, *, longest: int, mean: float) -> ServerMemory:
     """``longest`` and ``mean``: tokens of prompt and response."""
     server, b = config.rollout.server, _server_bytes(config)
-    weights = _server_weights(spec, config) / server.tp
+    quantised = linear_parameters(spec) if server.quantization != "none" else 0  # their scales are negligible
+    weights = (b * model_parameters(spec) - (b - 1) * quantised) / server.tp
     per_token = _kv_bytes_per_token(spec, server.tp, b)
     guesser, _ = draft_spec(config)
     draft = 0.0
     if guesser is not None:  # it has the server's tensor parallelism, and its own keys and values besides the policy's
         draft = b * model_parameters(guesser) / server.tp
         per_token += _kv_bytes_per_token(guesser, server.tp, b)
-    if platform_of(config) == "cuda":
-        workspace: float = VLLM_WORKSPACE
+    if on_gpu(config):
+        workspace: float = _VLLM_WORKSPACE
         kv_cache = server.gpu_memory_utilization * config.cluster.gpu_memory_gib * GIB - weights - draft - workspace
     else:
         workspace, kv_cache = 0.0, float(server.cpu_kv_cache_gib * GIB)
@@ -118,55 +91,45 @@ def server_memory(spec: ModelSpec, config: RunConfig, *, longest: int, mean: flo
     )
 
 
-def check_turns(config: RunConfig, context: float) -> str | None:
-    """Returns a sentence if an awake server does not fit next to ``context`` bytes."""
-    server, memory = config.rollout.server, config.cluster.gpu_memory_gib * GIB
-    if server.gpu_memory_utilization * memory + context <= memory:
-        return None
-    most = int(100 * (1 - context / memory)) / 100
-    return (
-        f"a colocated server takes rollout.server.gpu_memory_utilization = {server.gpu_memory_utilization:g} of a GPU, and the "
-        f"trainer keeps {context / GIB:.1f} GiB of its {memory / GIB:g} for CUDA and NCCL; lower it to {most:g}"
-    )
-
-
-def check_server(config: RunConfig, memory: ServerMemory, longest: int) -> str | None:
-    if memory.capacity >= longest:
-        return None
-    server = config.rollout.server
-    missing = longest * memory.kv_bytes_per_token - memory.kv_cache
-    return (
-        f"a vLLM worker with rollout.server.tp = {server.tp} has {memory.kv_cache / GIB:.1f} GiB for its KV cache "
-        f"after {(memory.weights + memory.draft) / GIB:.1f} GiB of weights, which is {missing / GIB:.1f} GiB too little for "
-        f"one sequence of {longest} tokens; raise rollout.server.tp to {2 * server.tp}, or rollout.server."
-        "gpu_memory_utilization"
-    )
-
-
-def weight_sync(spec: ModelSpec, config: RunConfig) -> SyncTraffic:
+def weight_sync(ranks: TrainingRanks) -> SyncTraffic:
     """Takes seconds for 70B. Raises ValueError if vLLM cannot split the model."""
-    cluster, parallel, server = config.cluster, config.engine.parallel, config.rollout.server
-    stages = pipeline_stages_of(spec, parallel)
-    replicas, is_te = parallel.dp * parallel.cp, layers_of(config) == "te"
-    trainer = MegatronParallel(parallel.tp, parallel.pp, replicas, stages, is_te, parallel.ep, parallel.etp)
+    spec, config = ranks.spec, ranks.config
+    parallel, server = config.engine.parallel, config.rollout.server
+    trainer = MegatronParallel(
+        parallel.tp,
+        parallel.pp,
+        parallel.dp * parallel.cp,
+        pipeline_stages_of(spec, parallel),
+        ranks.has_te,
+        parallel.ep,
+        parallel.etp,
+    )
     plan = reshard_plan(spec, trainer, VllmParallel(tp=server.tp, replicas=server.count))
     sent, received = Counter[int](), Counter[int]()
     for (source, destination), size in plan.bytes_between(_server_bytes(config)).items():
         sent[source] += size
         received[destination] += size
     most_sent, most_received = max(sent.values()), max(received.values())
-    link = cluster.network_gb_per_s if cluster.rollout_nodes else cluster.nvlink_gb_per_s
-    seconds = max(most_sent, most_received) / (link * 1e9 * cluster.link_efficiency)
+    seconds = max(most_sent, most_received) / _link_rate(config.cluster, across=config.cluster.rollout_nodes > 0)
     return SyncTraffic(len(plan.moves), sent.total(), most_sent, most_received, seconds)
+
+
+def _link_rate(cluster: ClusterConfig, *, across: bool) -> float:
+    """Bytes per second, within a node or ``across`` nodes."""
+    return (cluster.network_gb_per_s if across else cluster.nvlink_gb_per_s) * 1e9 * cluster.link_efficiency
+
+
+def _pcie_rate(cluster: ClusterConfig) -> float:
+    return cluster.pcie_gb_per_s * 1e9 * cluster.link_efficiency
 
 
 PACK_SECONDS_PER_TOKEN = 0.02e-6  # all ranks wait for rank 0; one CPU core took half of this
 
-DECODE_SECONDS_PER_TOKEN = 3e-6  # measured; servers continue meanwhile
+_DECODE_SECONDS_PER_TOKEN = 3e-6  # measured; servers continue meanwhile
 
 DIGEST_SECONDS_PER_BYTE = 1e-9  # SHA-256 on one core, measured
 
-ADAM_BANDWIDTH = 0.7  # share of a GPU's memory bandwidth: an assumption
+_ADAM_BANDWIDTH = 0.7  # share of a GPU's memory bandwidth: an assumption
 
 
 @dataclass(frozen=True)
@@ -181,6 +144,16 @@ class Lengths:
     @property
     def mean(self) -> float:
         return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class ScheduleTime:
+    """``idle_…``: shares of the time."""
+
+    schedule: str
+    seconds: float
+    idle_trainer: float
+    idle_servers: float
 
 
 @dataclass(frozen=True)
@@ -213,31 +186,42 @@ class StepTime:
         first = self.generation + self.score + self.train + self.exchange + self.adam
         return first + self.turns + self.sync + self.root + self.save
 
+    def schedules(self, *, is_colocated: bool) -> list[ScheduleTime]:
+        """Ignores ``train.max_staleness``."""
+        if self.generation == 0:
+            return []
+        trains = self.seconds - self.generation
+        schedules = [("sync", self.seconds)]
+        if not is_colocated:
+            schedules.append(("overlap", max(self.generation + self.sync, trains)))
+        return [
+            ScheduleTime(name, seconds, 1 - trains / seconds, 1 - self.generation / seconds)
+            for name, seconds in schedules
+            if seconds < float("inf")
+        ]
+
 
 def step_time(
-    spec: ModelSpec,
-    config: RunConfig,
-    lengths: Lengths,
-    server: ServerMemory,
-    sync: SyncTraffic | None,
-    stages: Sequence[RankMemory],
+    ranks: TrainingRanks, lengths: Lengths, server: ServerMemory, sync: SyncTraffic | None, stages: Sequence[RankMemory]
 ) -> StepTime:
     """Counts 3 forward passes plus recomputation in training, 1 in scoring (2 with a reference), 1 in generation."""
+    spec, config = ranks.spec, ranks.config
     cluster, parallel, rollout = config.cluster, config.engine.parallel, config.rollout
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     tokens, responses = sequences * lengths.mean, sequences * lengths.response
     token = forward_flops(spec, lengths.mean)
-    training = 3 * token + _recomputed_flops(spec, config, lengths.mean)
+    training = 3 * token + _recomputed_flops(ranks, lengths.mean)
     scores = 2 if config.objective.needs_reference else 1
     peak = cluster.gpu_tflops * 1e12 * parallel.world_size
-    imbalance = _stage_imbalance(spec, config)
+    imbalance = _stage_imbalance(ranks)
     bubble, score_bubble = _bubble(config, tokens / config.train.minibatches), _bubble(config, tokens)
-    waits_train, waits_score = _exposed_seconds(spec, config, tokens)
+    waits_train, waits_score = _exposed_seconds(ranks, tokens)
     waits_score *= scores
     prefill = rollout.prompts_per_step * lengths.prompt * token
-    padding = padding_share(config, lengths.mean)
+    padding = ranks.padding_share(lengths.mean)
     score = (scores * token * tokens / (peak * cluster.score_mfu) * (1 + imbalance) + waits_score) * (1 + padding)
     train = (training * tokens / (peak * cluster.train_mfu) * (1 + imbalance) + waits_train) * (1 + padding)
+    micro_batches = max(1.0, tokens / config.train.minibatches / parallel.dp / config.engine.micro_batch_tokens)
     return StepTime(
         sequences=sequences,
         tokens=tokens,
@@ -252,42 +236,37 @@ def step_time(
         score=score * (1 + score_bubble),
         train=train * (1 + bubble),
         exposed=(waits_score * (1 + score_bubble) + waits_train * (1 + bubble)) * (1 + padding),
-        exchange=_exchange(spec, config, train / config.train.minibatches / _micro_batches(config, tokens)),
-        adam=config.train.minibatches * max(_adam(spec, config, stage) for stage in range(parallel.pp)),
+        exchange=_exchange(ranks, train / config.train.minibatches / micro_batches),
+        adam=config.train.minibatches * max(_adam(ranks, stage) for stage in range(parallel.pp)),
         turns=max(_turns(config, memory) for memory in stages),
         sync=sync.seconds if sync else 0.0,
         root=responses * PACK_SECONDS_PER_TOKEN,
-        save=_save(spec, config),
+        save=_save(ranks),
         mfu=3 * token * tokens / (peak * train),
     )
 
 
-def _stage_imbalance(spec: ModelSpec, config: RunConfig) -> float:
-    layers = stage_layers(spec, config.engine.parallel)
+def _stage_imbalance(ranks: TrainingRanks) -> float:
+    spec = ranks.spec
     head = spec.vocab_size * spec.hidden_size
     layer = (active_parameters(spec) - head * (1 if spec.tied_embeddings else 2)) / spec.num_layers
-    work = [count * layer for count in layers]
+    work = [len(layers) * layer for layers in ranks.split.stage_layers]
     work[-1] += head
     return max(work) * len(work) / sum(work) - 1
 
 
-def _exposed_seconds(spec: ModelSpec, config: RunConfig, tokens: float) -> tuple[float, float]:
+def _exposed_seconds(ranks: TrainingRanks, tokens: float) -> tuple[float, float]:
     """Activations move 4 times forward, 6 times backward per layer; 2 of these are hidden."""
-    parallel, cluster = config.engine.parallel, config.cluster
+    parallel, cluster = ranks.config.engine.parallel, ranks.config.cluster
     share = tokens / (parallel.dp * parallel.cp)  # that a rank sees
-    activations = ELEMENT_BYTES[config.model.dtype] * spec.hidden_size * share
-    within = cluster.nvlink_gb_per_s * 1e9 * cluster.link_efficiency
-    across = (cluster.network_gb_per_s if cluster.train_nodes > 1 else cluster.nvlink_gb_per_s) * 1e9 * cluster.link_efficiency
-    once = activations * (1 - 1 / parallel.tp) / within * max(stage_layers(spec, parallel))
+    activations = ELEMENT_BYTES[ranks.config.model.dtype] * ranks.spec.hidden_size * share
+    most_layers = max(map(len, ranks.split.stage_layers))
+    once = activations * (1 - 1 / parallel.tp) / _link_rate(cluster, across=False) * most_layers
     handed_on = 0.0
     if parallel.pp > 1 and parallel.vpp == 1:
+        across = _link_rate(cluster, across=cluster.train_nodes > 1)
         handed_on = activations / (parallel.tp if parallel.sequence_parallel else 1) / across
     return 8 * once + 2 * handed_on, 4 * once + handed_on
-
-
-def _micro_batches(config: RunConfig, tokens: float) -> float:
-    per_rank = tokens / config.train.minibatches / config.engine.parallel.dp
-    return max(1.0, per_rank / config.engine.micro_batch_tokens)
 
 
 def _bubble(config: RunConfig, tokens: float) -> float:
@@ -296,42 +275,31 @@ def _bubble(config: RunConfig, tokens: float) -> float:
     return (parallel.pp - 1) / (micro_batches * parallel.vpp)
 
 
-def _adam(spec: ModelSpec, config: RunConfig, stage: int) -> float:
-    cluster, optimizer = config.cluster, config.optimizer
-    owned, b = owned_weights(spec, config, stage), ELEMENT_BYTES[config.model.dtype]
+def _adam(ranks: TrainingRanks, stage: int) -> float:
+    cluster, optimizer = ranks.config.cluster, ranks.config.optimizer
+    owned, b = ranks.owned_weights(stage), ELEMENT_BYTES[ranks.config.model.dtype]
     # a gradient is read, states are read and written, a weight is written
-    bytes_per_weight = (1 - optimizer.offload_fraction) * (4 + b) + 2 * state_bytes(config)
-    on_gpu = owned * bytes_per_weight / (cluster.gpu_memory_gb_per_s * 1e9 * ADAM_BANDWIDTH)
+    bytes_per_weight = (1 - optimizer.offload_fraction) * (4 + b) + 2 * ranks.state_bytes
+    seconds = owned * bytes_per_weight / (cluster.gpu_memory_gb_per_s * 1e9 * _ADAM_BANDWIDTH)
     offloaded = owned * optimizer.offload_fraction
-    transfer = (4 + 4) * offloaded / (cluster.pcie_gb_per_s * 1e9 * cluster.link_efficiency)
-    return on_gpu + transfer + offloaded / cluster.host_adam_per_s
+    return seconds + (4 + 4) * offloaded / _pcie_rate(cluster) + offloaded / cluster.host_adam_per_s
 
 
 def _turns(config: RunConfig, memory: RankMemory) -> float:
-    if config.rollout.server.placement != "colocated" or config.rollout.replay is not None:
+    if not is_colocated(config):
         return 0.0
-    bytes_moved = 2 * (memory.weights + memory.optimizer + memory.reference)
-    return bytes_moved / (config.cluster.pcie_gb_per_s * 1e9 * config.cluster.link_efficiency)
+    return 2 * (memory.weights + memory.optimizer + memory.reference) / _pcie_rate(config.cluster)
 
 
-def _save(spec: ModelSpec, config: RunConfig) -> float:
+def _save(ranks: TrainingRanks) -> float:
     # an asynchronous save only copies to the host
-    every, cluster = config.train.save_every, config.cluster
-    if not every:
+    train, cluster = ranks.config.train, ranks.config.cluster
+    if not train.save_every:
         return 0.0
-    rank_bytes = checkpoint_bytes_of_a_rank(spec, config)
-    if config.train.async_save:
-        return rank_bytes / (cluster.pcie_gb_per_s * 1e9 * cluster.link_efficiency) / every
-    return (checkpoint_bytes(spec, config) / (cluster.storage_gb_per_s * 1e9) + rank_bytes * DIGEST_SECONDS_PER_BYTE) / every
-
-
-def checkpoint_bytes_of_a_rank(spec: ModelSpec, config: RunConfig) -> float:
-    return 12 * max(owned_weights(spec, config, stage) for stage in range(config.engine.parallel.pp))
-
-
-def checkpoint_bytes(spec: ModelSpec, config: RunConfig) -> int:
-    lora = config.model.lora
-    return 12 * (model_parameters(spec) if lora is None else model_adapters(spec, lora))
+    if train.async_save:
+        return ranks.rank_checkpoint_bytes / _pcie_rate(cluster) / train.save_every
+    written = ranks.checkpoint_bytes / (cluster.storage_gb_per_s * 1e9)
+    return (written + ranks.rank_checkpoint_bytes * DIGEST_SECONDS_PER_BYTE) / train.save_every
 
 
 def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefill: float, decode: float) -> float:
@@ -348,18 +316,19 @@ def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefi
     read = waves * lengths.longest_response * server.weights
     read += per_server * lengths.response * (lengths.prompt + lengths.response / 2) * server.kv_bytes_per_token
     bandwidth = cluster.gpu_memory_gb_per_s * 1e9 * cluster.decode_bandwidth
-    answers = rollout.prompts_per_step * rollout.samples_per_prompt * lengths.response * DECODE_SECONDS_PER_TOKEN
+    answers = rollout.prompts_per_step * rollout.samples_per_prompt * lengths.response * _DECODE_SECONDS_PER_TOKEN
     return max(prefill / rate + max(read / bandwidth, decode / rate), answers)
 
 
-def _exchange(spec: ModelSpec, config: RunConfig, micro_batch: float) -> float:
+def _exchange(ranks: TrainingRanks, micro_batch: float) -> float:
     """``micro_batch``: seconds of a forward and backward pass."""
-    parallel, cluster, engine = config.engine.parallel, config.cluster, config.engine
-    copies, minibatches = parallel.dp * parallel.cp, config.train.minibatches
-    experts = max(stage_expert_layers(spec, parallel)) * expert_parameters(spec, parallel)
-    dense = max(stage_parameters(spec, parallel, stage) for stage in range(parallel.pp)) - experts
-    sent = dense * (1 - 1 / copies) + experts * (1 - 1 / expert_copies(parallel))
-    link = (cluster.network_gb_per_s if cluster.train_nodes > 1 else cluster.nvlink_gb_per_s) * 1e9 * cluster.link_efficiency
+    config, split = ranks.config, ranks.split
+    parallel, engine, minibatches = config.engine.parallel, config.engine, config.train.minibatches
+    stages = split.stages()
+    experts = max(count.experts for count in stages)
+    dense = max(count.total for count in stages) - experts
+    sent = dense * (1 - 1 / (parallel.dp * parallel.cp)) + experts * (1 - 1 / split.expert_copies)
+    link = _link_rate(config.cluster, across=config.cluster.train_nodes > 1)
     # distributed optimizer: reduce-scatter of fp32 gradients, all-gather of weights; otherwise an all-reduce, which is both
     distributed = config.optimizer.distributed
     reduce = (4 if distributed else 8) * sent / link
@@ -376,36 +345,12 @@ def forward_flops(spec: ModelSpec, mean_length: float) -> float:
     return 2 * matrices + 2 * spec.num_layers * spec.num_heads * spec.head_dim * mean_length
 
 
-def _recomputed_flops(spec: ModelSpec, config: RunConfig, mean_length: float) -> float:
-    again, head = set(config.engine.recomputed), 2 * spec.vocab_size * spec.hidden_size
-    fused_head = head if config.engine.head == "fused" else 0
-    if config.engine.recompute == "full":
+def _recomputed_flops(ranks: TrainingRanks, mean_length: float) -> float:
+    spec, engine = ranks.spec, ranks.config.engine
+    again, head = set(engine.recomputed), 2 * spec.vocab_size * spec.hidden_size
+    fused_head = head if engine.head == "fused" else 0
+    if engine.recompute == "full":
         return forward_flops(spec, mean_length) - head + fused_head
     attention = 2 * spec.num_layers * spec.num_heads * spec.head_dim * mean_length if "core_attn" in again else 0
-    mlp = 2 * spec.num_layers * 3 * spec.hidden_size * passed_width(spec) if again & {"mlp", "moe"} else 0
+    mlp = 2 * spec.num_layers * 3 * spec.hidden_size * ranks.passed_width if again & {"mlp", "moe"} else 0
     return attention + mlp + fused_head
-
-
-@dataclass(frozen=True)
-class ScheduleTime:
-    """``idle_…``: shares of the time."""
-
-    schedule: str
-    seconds: float
-    idle_trainer: float
-    idle_servers: float
-
-
-def schedule_times(step: StepTime, *, is_colocated: bool) -> list[ScheduleTime]:
-    """Ignores ``train.max_staleness``."""
-    if step.generation == 0:
-        return []
-    trains = step.seconds - step.generation
-    schedules = [("sync", step.seconds)]
-    if not is_colocated:
-        schedules.append(("overlap", max(step.generation + step.sync, trains)))
-    return [
-        ScheduleTime(name, seconds, 1 - trains / seconds, 1 - step.generation / seconds)
-        for name, seconds in schedules
-        if seconds < float("inf")
-    ]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tepo_megatron.config import LoraConfig, ParallelConfig
-from tepo_megatron.plan.shapes import stage_adapters
+from tepo_megatron.plan.shapes import ModelSplit
 from tepo_megatron.sampler.rollout_file import read_rollouts
 from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.adapters import adapted_tensors, adapter_names, adapter_shapes
@@ -223,10 +223,8 @@ def test_only_adapters_are_kept_and_exports_are_merged(worlds: Worlds, run: Run)
     if not run.distributed:
         spec = read_model_spec(worlds.folder / run.model)
         lora = LORA.model_copy(update={"target_modules": targets_of(run.model)})
-        layers = spec.num_layers // run.pp
-        dense, sparse = (0, layers) if spec.experts else (layers, 0)
-        planned = stage_adapters(spec, lora, ParallelConfig(**run.config), dense=dense, sparse=sparse)
-        assert set(worlds.report(run)["optimized"]) == {planned.total}
+        planned = ModelSplit(spec, ParallelConfig(**run.config)).stages(lora)
+        assert set(worlds.report(run)["optimized"]) == {count.total for count in planned}
     found = load_file(out / "trained" / "model.safetensors")
     for name, expected in worlds.merged(run.model, out / "adapter").items():
         if name in found:  # a tied head is the embedding

@@ -13,7 +13,7 @@ from tepo_megatron.config import ParallelConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.plan import check_exact, make_plan
 from tepo_megatron.plan.run_plan import Plan
-from tepo_megatron.plan.shapes import resolve_spec, stage_parameters
+from tepo_megatron.plan.shapes import ModelSplit, resolve_spec
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -43,7 +43,7 @@ def test_with_experts_and_with_norms_on_queries_and_keys_too(model: str, paralle
     config = load_run(EXAMPLES / "qwen2.5-7b" / "run.yaml")
     split = ParallelConfig(**parallel, sequence_parallel=True)
     spec = resolve_spec(model)[0]
-    stages = tuple(stage_parameters(spec, split, stage) for stage in range(split.pp))
+    stages = tuple(count.total for count in ModelSplit(spec, split).stages())
     engine = config.engine.model_copy(update={"parallel": split})
     plan = replace(
         recipe("qwen2.5-7b"), spec=spec, stage_parameters=stages, config=config.model_copy(update={"engine": engine})

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.plan.memory import rank_memory
+from tepo_megatron.plan.memory import TrainingRanks
 from tepo_megatron.weights.architecture import read_model_spec
 from tests.support.programs import run_program
 from tests.support.small_llama import write_llama
@@ -108,7 +108,7 @@ def predicted_and_measured(
     spec = read_model_spec(model)
     stages, world = config.engine.parallel.pp, config.engine.parallel.world_size
     step = sequences * tokens
-    predicted = [rank_memory(spec, config, stage, longest=tokens, step_tokens=step).total for stage in range(stages)]
+    predicted = [TrainingRanks(spec, config).memory(stage, longest=tokens, step_tokens=step).total for stage in range(stages)]
     case: dict[str, Any] = {"config": config.model_dump(mode="json"), "out": str(folder)}
     case |= {"sequences": sequences, "tokens": tokens, "vocab_size": spec.vocab_size}
     (folder / "case.json").write_text(json.dumps(case))

@@ -18,19 +18,9 @@ import pytest
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved, load_run
-from tepo_megatron.launch import nemo
-from tepo_megatron.launch.job import (
-    batch_lines,
-    check_cluster,
-    check_time_limit,
-    mounts,
-    on_nodes,
-    ranks_per_node,
-    roles,
-    serve_script,
-    train_script,
-)
-from tepo_megatron.launch.record import git_state
+from tepo_megatron.launch.cluster import ClusterRun
+from tepo_megatron.launch.job import batch_lines, check_time_limit, mounts, on_nodes, roles
+from tepo_megatron.launch.record import submission
 from tests.support.programs import TIMEOUT_S
 
 ROOT = Path(__file__).parents[3]
@@ -41,14 +31,15 @@ def job(*overrides: str) -> RunConfig:
     return on_nodes(load_run(None, [*CLUSTER, *overrides]))
 
 
+def script_of(role: str, config: RunConfig) -> str:
+    (script,) = (each.script for each in roles(config) if each.name == role)
+    return script
+
+
 class Shell:
     """A tunnel to this machine, without NeMo-Run."""
 
-    def __init__(self) -> None:
-        self.commands: list[str] = []
-
     def run(self, command: str, **_options: Any) -> Any:
-        self.commands.append(command)
         done = subprocess.run(command, shell=True, capture_output=True, text=True)
         return SimpleNamespace(ok=done.returncode == 0, stdout=done.stdout, stderr=done.stderr)
 
@@ -63,7 +54,7 @@ def run_train_script(folder: Path, config: RunConfig, **environment: str) -> lis
     fake.chmod(0o755)
     script = folder / "train.sh"
     script.write_text(
-        train_script(config.model_copy(update={"cluster": config.cluster.model_copy(update={"python": str(fake)})}))
+        script_of("train", config.model_copy(update={"cluster": config.cluster.model_copy(update={"python": str(fake)})}))
     )
     done = subprocess.run(
         ["bash", str(script), "10.0.0.7"],
@@ -98,7 +89,7 @@ def test_torchrun_gets_the_nodes_place_and_the_first_nodes_address(tmp_path: Pat
 
 def test_nodes_do_not_wait_for_each_other_at_a_loopback_address(tmp_path: Path) -> None:
     config = job(f"output={tmp_path}", "cluster.train_nodes=2", "engine.parallel.dp=2")
-    script = train_script(config.model_copy(update={"cluster": config.cluster.model_copy(update={"python": "true"})}))
+    script = script_of("train", config.model_copy(update={"cluster": config.cluster.model_copy(update={"python": "true"})}))
     done = subprocess.run(["bash", "-c", script, "train.sh", "127.0.1.1"], capture_output=True, text=True)
     assert done.returncode == 1
     assert "set rollout.server.interface" in done.stderr
@@ -116,7 +107,7 @@ def test_values_reach_the_shell_as_they_are(tmp_path: Path) -> None:
     config = job(f"output={tmp_path}", "rollout.server.interface=ib0; touch evil", "cluster.setup=['export SET_UP=yes']")
     run_train_script(tmp_path, config)
     assert not (tmp_path / "evil").exists()
-    assert "export SET_UP=yes\n" in train_script(config)
+    assert "export SET_UP=yes\n" in script_of("train", config)
 
 
 def test_the_nodes_read_absolute_paths_and_external_servers() -> None:
@@ -161,7 +152,7 @@ def test_own_code_is_named_absolutely_mounted_and_looked_for(tmp_path: Path, mon
     assert (late.callback, late.kwargs) == (f"{tmp_path}/k/back.py:Late", {"at": "k/stays.py:f"})
     assert {f"{tmp_path}/{each}:{tmp_path}/{each}" for each in "rcsegk"} <= set(mounts(config))
     with pytest.raises(ValueError, match=r"reward.verifier: .*/r/score.py does not exist on this machine; put the file there"):
-        check_cluster(job(f"output={tmp_path}/new", "reward.verifier=r/score.py:f"), Shell())
+        ClusterRun(job(f"output={tmp_path}/new", "reward.verifier=r/score.py:f"), Shell()).check()
     with pytest.raises(ValueError, match=r"data.order = 'c/choose.py' is relative, but with cluster.ssh"):
         job("output=/o", "cluster.ssh=me@login", "data.order=c/choose.py:g")
 
@@ -187,7 +178,6 @@ def test_roles_follow_each_other_over_the_nodes() -> None:
         ("train", 0, 3, "a"),
         ("serve", 3, 2, "a"),
     ]
-    assert ranks_per_node(config) == 2
     assert "--nodes 2 " in roles(config)[1].script
 
 
@@ -221,7 +211,7 @@ def test_what_the_cluster_lacks_is_one_sentence(overrides: list[str], message: s
     (used / "metrics.jsonl").write_text('{"step": 0, "lr": 1}\n{"step": 1}\n')
     config = job(f"output={tmp_path}/new", *(override.format(used=used) for override in overrides))
     with pytest.raises(ValueError, match=message) as caught:
-        check_cluster(config, Shell())
+        ClusterRun(config, Shell()).check()
     assert "\n" not in str(caught.value)
 
 
@@ -291,7 +281,7 @@ def test_servers_wait_for_the_trainer_that_saves(tmp_path: Path) -> None:
     (tmp_path / "python").chmod(0o755)
     cluster = config.cluster.model_copy(update={"rollout_python": str(tmp_path / "python")})
     told = tmp_path / "told"
-    command = ["bash", "-c", serve_script(config.model_copy(update={"cluster": cluster}))]
+    command = ["bash", "-c", script_of("serve", config.model_copy(update={"cluster": cluster}))]
     environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "TOLD": str(told)}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
@@ -324,33 +314,32 @@ def test_an_image_without_transformer_engine_is_refused(tmp_path: Path, monkeypa
     config = job("engine.platform=cuda", f"cluster.container={image}", f"output={tmp_path}/out")
     image.write_text("squashfs-root/lib/torch/__init__.py\n")
     with pytest.raises(ValueError, match=r"has no Transformer Engine"):
-        check_cluster(config, Shell())
+        ClusterRun(config, Shell()).check()
     image.write_text("squashfs-root/lib/transformer_engine/__init__.py\n")
-    check_cluster(config, Shell())
+    ClusterRun(config, Shell()).check()
 
 
 def test_delivered_files_and_the_jobs_number_are_found_again(tmp_path: Path) -> None:
-    config, shell = job(f"output={tmp_path}/out"), Shell()
+    config = job(f"output={tmp_path}/out")
+    run = ClusterRun(config, Shell())
     with pytest.raises(ValueError, match="no job was submitted"):
-        nemo.load_job(config, shell)
-    nemo.upload(config, shell, {"train.sh": "true\n"}, {"git": {}})
-    nemo.save_job(config, shell, "42")
-    assert nemo.load_job(config, shell) == nemo.SubmittedJob("42", 2)
+        run.job  # noqa: B018
+    run.upload({"train.sh": "true\n"}, {"git": {}})
+    run.save_job("42")
+    assert run.job == "42"
     assert (tmp_path / "out" / "launch" / "train.sh").read_text() == "true\n"
     assert load_run(tmp_path / "out" / "launch" / "run.yaml") == load_run(tmp_path / "out" / "resolved.yaml") == config
-    assert nemo.log_pattern(config, nemo.SubmittedJob("42", 8), "train", 19).endswith(
-        "ranks/42.*/node-2/*/attempt_*/3/std*.log"
-    )
+    assert run.log_pattern("train", 5).endswith("ranks/42.*/node-2/*/attempt_*/1/std*.log")
 
 
 def test_the_git_state_names_commit_and_changes(tmp_path: Path) -> None:
-    assert git_state(tmp_path) == {}
+    assert submission([], tmp_path)["git"] == {}
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "file").write_text("one\n")
     for arguments in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
         subprocess.run([*git, *arguments], check=True)
     (tmp_path / "file").write_text("two\n")
-    found = git_state(tmp_path)
+    found = submission([], tmp_path)["git"]
     assert len(found["commit"]) == 40
     assert found["status"] == [" M file"]
     assert "+two" in found["diff"]

@@ -13,8 +13,9 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.plan import make_plan
 from tepo_megatron.plan import memory as of_the_plan
-from tepo_megatron.plan.memory import token_multiple
+from tepo_megatron.plan.memory import TrainingRanks
 from tepo_megatron.plan.run_plan import Plan
+from tepo_megatron.plan.shapes import resolve_spec
 from tepo_megatron.run import checks
 from tepo_megatron.run.step.placement import check_fits
 from tepo_megatron.runtime.machine import Machine
@@ -24,6 +25,7 @@ from tepo_megatron.trainer.megatron.model.fp8 import token_multiple as of_the_en
 EXAMPLES = Path(__file__).parents[3] / "examples"
 H200, LLAMA = str(EXAMPLES / "qwen2.5-7b-h200/run.yaml"), str(EXAMPLES / "llama3.3-70b/run.yaml")
 PARAMETERS, GIB = 7_615_616_512, 2**30
+SPEC = resolve_spec("Qwen2.5-7B")[0]
 FP32 = ("store_param_remainders=false", "exp_avg_dtype=float32", "exp_avg_sq_dtype=float32")
 
 
@@ -55,19 +57,20 @@ def test_states_are_counted_where_they_are(fraction: float, moment: tuple[str, i
     reduced = remainders or dtype != "float32"
     lean = {"exp_avg_dtype": dtype, "store_param_remainders": remainders} if reduced else {"offload_fraction": fraction}
     config = RunConfig.model_validate({"model": {"dtype": "bfloat16"}, "optimizer": {"distributed": True, **lean}})
+    ranks = TrainingRanks(SPEC, config)
     if reduced:
-        assert of_the_plan.state_bytes(config) == (2 if remainders else 4) + size + 4
-        assert of_the_plan.host_state_bytes(config) == 0
+        assert ranks.state_bytes == (2 if remainders else 4) + size + 4
+        assert ranks.host_state_bytes == 0
     else:
-        assert of_the_plan.state_bytes(config) == pytest.approx(12 * (1 - fraction))
-        assert of_the_plan.host_state_bytes(config) == 20 * fraction
+        assert ranks.state_bytes == pytest.approx(12 * (1 - fraction))
+        assert ranks.host_state_bytes == 20 * fraction
 
 
 def test_a_step_copies_as_much_at_once_as_the_engine_does() -> None:
     """Of both moments, in fp32: of a part, or of the largest tensor, which is the embedding of 152 064 × 3 584."""
     assert of_the_plan.PART_ELEMENTS == policy.PART_ELEMENTS
     found = plan()
-    assert of_the_plan.step_copies(found.spec, found.config, PARAMETERS) == 4 * 2 * 152_064 * 3_584
+    assert TrainingRanks(found.spec, found.config).step_copies(PARAMETERS) == 4 * 2 * 152_064 * 3_584
     assert found.worst.activations + found.worst.logits > 4 * 2 * 152_064 * 3_584
     short = plan("engine.micro_batch_tokens=64", "rollout.sampling.max_new_tokens=32", "data.max_prompt_tokens=32")
     assert (short.worst.activations, short.worst.transient) == (0, 4 * 2 * 152_064 * 3_584)
@@ -115,7 +118,7 @@ def test_padding_is_that_of_the_engine(recipe: str, tp: int, cp: int, sequence_p
     config = RunConfig.model_validate(
         {"model": {"dtype": "bfloat16"}, "engine": {"platform": "cuda", "parallel": parallel, "fp8": fp8}}
     )
-    assert token_multiple(config) == of_the_engine(config.engine)
+    assert TrainingRanks(SPEC, config).token_multiple == of_the_engine(config.engine)
 
 
 # -- tepo train asks ---------------------------------------------------------------------------------------------------------

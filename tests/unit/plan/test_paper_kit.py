@@ -14,7 +14,6 @@ from examples.paper import results
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.plan import make_plan
-from tepo_megatron.plan.time import schedule_times
 from tepo_megatron.tasks.data.benchmarks import BENCHMARKS, sets_yaml
 
 KIT = Path(__file__).parents[3] / "examples/paper"
@@ -101,7 +100,7 @@ def test_the_costs_of_the_page_are_those_of_the_plan() -> None:
     for name in ("7b", "14b", "70b"):
         config = load_run(KIT / f"{name}.yaml")
         gpus, steps = 8 * (config.cluster.train_nodes + config.cluster.rollout_nodes), config.train.steps
-        sync, overlap = (item.seconds for item in schedule_times(make_plan(config).time, is_colocated=False))
+        sync, overlap = (item.seconds for item in make_plan(config).time.schedules(is_colocated=False))
         hours = sync * steps / 3600
         cells = [name, gpus, steps, round(sync), f"{hours:.1f}", round(gpus * hours), round(overlap)]
         assert f"| {' | '.join(map(str, [*cells, round(overlap * steps / 3600 * gpus)]))} |\n" in PAGE

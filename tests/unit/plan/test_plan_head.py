@@ -10,7 +10,7 @@ import pytest
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.plan import make_plan
-from tepo_megatron.plan.memory import FUSED_HEAD_CHUNK, GIB, RankMemory, rank_memory
+from tepo_megatron.plan.memory import FUSED_HEAD_CHUNK, GIB, RankMemory, TrainingRanks
 from tepo_megatron.plan.shapes import resolve_spec
 
 TOKENS, LAST = 8192, 3
@@ -23,7 +23,7 @@ def config(head: str, **parallel: Any) -> RunConfig:
 
 def memory(head: str, stage: int = LAST, **parallel: Any) -> RankMemory:
     spec = resolve_spec("Llama-3.3-70B-Instruct")[0]
-    return rank_memory(spec, config(head, **parallel), stage, longest=TOKENS, step_tokens=100 * TOKENS)
+    return TrainingRanks(spec, config(head, **parallel)).memory(stage, longest=TOKENS, step_tokens=100 * TOKENS)
 
 
 def test_the_planned_chunk_is_the_one_that_the_head_takes() -> None:
@@ -64,13 +64,9 @@ def test_a_token_of_a_chunk_has_fp32_logits_and_a_gradient_in_bfloat16() -> None
     engine = {"platform": "cuda", "head": "fused", "parallel": {"pp": 4}, "recompute": "full"}
     model = {"path": "Llama-3.3-70B-Instruct", "dtype": "bfloat16"}
     few, fewer = (
-        rank_memory(
-            spec,
-            RunConfig.model_validate({"model": model, "engine": {**engine, "micro_batch_tokens": tokens}}),
-            LAST,
-            longest=tokens,
-            step_tokens=100 * tokens,
-        )
+        TrainingRanks(
+            spec, RunConfig.model_validate({"model": model, "engine": {**engine, "micro_batch_tokens": tokens}})
+        ).memory(LAST, longest=tokens, step_tokens=100 * tokens)
         for tokens in (100, 50)
     )
     assert few.logits - fewer.logits == 50 * 6 * 128256

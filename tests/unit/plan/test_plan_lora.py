@@ -8,9 +8,9 @@ import pytest
 
 from tepo_megatron.config import LoraConfig, ParallelConfig
 from tepo_megatron.config.load import load_run
-from tepo_megatron.launch.job import mounts, on_nodes, roles, train_script
+from tepo_megatron.launch.job import mounts, on_nodes, roles
 from tepo_megatron.plan import make_plan
-from tepo_megatron.plan.shapes import layer_adapters, model_adapters, resolve_spec, stage_adapters
+from tepo_megatron.plan.shapes import ModelSplit, model_parameters, resolve_spec
 from tepo_megatron.weights.adapters import adapted_tensors, adapter_shapes
 from tepo_megatron.weights.table import tensor_shapes
 from tests.support.reshard_models import MOE, small_spec
@@ -46,11 +46,10 @@ def test_adapters_are_counted_as_they_are_made() -> None:
     spec, lora = resolve_spec("Llama-3.3-70B-Instruct")[0], LoraConfig(rank=16)
     by_hand = {"q": 2 * 8192, "k": 8192 + 1024, "v": 8192 + 1024, "o": 2 * 8192, "gate": 8192 + 28672, "up": 8192 + 28672}
     by_hand["down"] = 28672 + 8192
-    assert model_adapters(spec, lora) == 80 * 16 * sum(by_hand.values())
+    assert model_parameters(spec, lora) == 80 * 16 * sum(by_hand.values())
     # A of what is split by rows, and B of what is split by columns, are whole on each rank
     split = 16 * (5 * 8192 + (8192 + 2 * 1024 + 2 * 28672) // 8 + 2 * 8192 + (8192 + 28672) // 8)
-    assert layer_adapters(spec, lora, 8, 1, None) == (split, 0)
-    assert stage_adapters(spec, lora, ParallelConfig(tp=8, pp=4), dense=20, sparse=0).total == 20 * split
+    assert ModelSplit(spec, ParallelConfig(tp=8, pp=4)).stages(lora) == [(20 * split, 0)] * 4
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
@@ -59,16 +58,16 @@ def test_experts_are_counted_apart(ep: int) -> None:
     shapes = tensor_shapes(spec)
     wanted = adapter_shapes(shapes, adapted_tensors(shapes, ["all-linear"]), 2)
     experts = sum(a * b for name, (a, b) in wanted.items() if ".experts." in name)
-    found = layer_adapters(spec, lora, 1, ep, None, sparse=True)
-    assert spec.num_layers * found.experts * ep == experts
-    assert spec.num_layers * found.dense + experts == model_adapters(spec, lora)
+    (found,) = ModelSplit(spec, ParallelConfig(ep=ep, dp=ep)).stages(lora)
+    assert found.experts * ep == experts
+    assert found.dense + experts == model_parameters(spec, lora)
 
 
 def test_the_job_of_the_recipe_is_one_node_that_trains_and_samples() -> None:
     config = on_nodes(load_run(RECIPE, ["model.lora.path=adapters"]))
     (role,) = roles(config)
     assert role.nodes == 1
-    assert "--nproc" in train_script(config)
+    assert "--nproc" in role.script
     assert config.model.lora is not None
     assert config.model.lora.path == Path.cwd() / "adapters"
     assert f"{Path.cwd()}/adapters:{Path.cwd()}/adapters" in mounts(config)

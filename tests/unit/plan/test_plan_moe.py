@@ -8,7 +8,7 @@ import pytest
 
 from tepo_megatron.config.load import load_run
 from tepo_megatron.plan import make_plan
-from tepo_megatron.plan.memory import GIB, layer_activations, root_routes
+from tepo_megatron.plan.memory import GIB, TrainingRanks
 from tepo_megatron.plan.run_plan import Plan
 from tepo_megatron.plan.time import forward_flops
 
@@ -46,7 +46,7 @@ def test_flops_and_activations_are_those_of_the_chosen_experts() -> None:
     chosen = 32 * (8 * 4096 + 2 * 3 * 4096 * 14336)
     head = 32000 * 4096 + 4096
     assert forward_flops(spec, 0) == 2 * (attention + chosen + head)
-    kept = layer_activations(spec, config)
+    kept = TrainingRanks(spec, config).layer_activations
     assert kept["gate and up"] == 2 * 2 * 2 * 14336 / 2, "bfloat16, two matrices, two experts, half of the tokens"
     assert kept["experts' inputs"] == 2 * 2 * 4096 / 2
     assert any("every expert gets as many tokens" in text for text in found.assumptions)
@@ -86,7 +86,7 @@ def test_records_of_routes_are_counted_on_the_host() -> None:
     record = 32 * 8 * found.lengths.mean * 64
     assert [host.routes for host in without.hosts] == [0]
     assert [host.total - other.total for host, other in zip(found.hosts, without.hosts, strict=True)] == [2 * record]
-    assert (root_routes(found.spec, found.config, 100), root_routes(found.spec, without.config, 100)) == (6400, 0)
+    assert [TrainingRanks(found.spec, each.config).root_routes(100) for each in (found, without)] == [6400, 0]
     ahead = load_run(
         RECIPE,
         [
@@ -97,7 +97,7 @@ def test_records_of_routes_are_counted_on_the_host() -> None:
             "rollout.uncorrected=true",
         ],
     )
-    assert root_routes(found.spec, ahead, 100) == 4 * 6400
+    assert TrainingRanks(found.spec, ahead).root_routes(100) == 4 * 6400
     tight = [*overrides, "rollout.server.routing_replay=true", f"cluster.host_memory_gib={8 * found.hosts[0].total / GIB}"]
     assert any(
         "set rollout.server.routing_replay = false" in problem for problem in make_plan(load_run(RECIPE, tight)).problems

@@ -17,10 +17,10 @@ from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.plan import make_plan
-from tepo_megatron.plan.memory import layers_in_flight, rank_memory
+from tepo_megatron.plan.memory import TrainingRanks
 from tepo_megatron.plan.run_plan import Plan
 from tepo_megatron.plan.shapes import model_parameters, resolve_spec
-from tepo_megatron.plan.time import forward_flops, schedule_times
+from tepo_megatron.plan.time import forward_flops
 from tepo_megatron.weights.layouts import check_trainer_split
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -158,8 +158,8 @@ def test_interleaving_keeps_as_many_activations_as_its_inventors_say(pp: int, vp
     spec, _ = resolve_spec("Llama-3.3-70B-Instruct")
     config = RunConfig.model_validate({"engine": {"parallel": {"pp": pp, "vpp": vpp}}})
     expected = 80 * (1 + (pp - 1) / (pp * vpp)) if vpp > 1 else 80
-    assert layers_in_flight(spec, config, 0, micro_batches=1000) == pytest.approx(expected)
-    assert layers_in_flight(spec, config, 0, micro_batches=1) == pytest.approx(80 / pp)
+    assert TrainingRanks(spec, config).layers_in_flight(0, 1000) == pytest.approx(expected)
+    assert TrainingRanks(spec, config).layers_in_flight(0, 1) == pytest.approx(80 / pp)
 
 
 def test_full_recomputation_and_splits_shrink_what_they_are_for() -> None:
@@ -167,7 +167,7 @@ def test_full_recomputation_and_splits_shrink_what_they_are_for() -> None:
 
     def memory(*overrides: str) -> dict[str, float]:
         config = load_run(Path(LLAMA), overrides)
-        return rank_memory(spec, config, 3, longest=5120, step_tokens=2.6e6).terms
+        return TrainingRanks(spec, config).memory(3, longest=5120, step_tokens=2.6e6).terms
 
     base = memory()
     full = memory("engine.recompute=full")
@@ -184,7 +184,7 @@ def test_layers_decide_what_is_activations_without() -> None:
 
     def memory(*overrides: str) -> dict[str, float]:
         config = load_run(Path(LLAMA), [*overrides, "engine.parallel.pp=1", "engine.parallel.dp=8"])
-        return rank_memory(spec, config, 0, longest=5120, step_tokens=2.6e6).terms
+        return TrainingRanks(spec, config).memory(0, longest=5120, step_tokens=2.6e6).terms
 
     base, local, fp8 = memory(), memory("engine.layers=local"), memory("engine.fp8.recipe=tensorwise")
     mlp = 2 * 8192 * 80 * 2 * spec.ffn_size / 8  # the activated gate and the offset up of 8192 tokens in 80 layers, in bfloat16
@@ -306,15 +306,15 @@ SHORT_PLAN = plan(QWEN, REPLAY)
 def test_idle_shares_of_both_schedules_follow_from_the_phases(generation: float, training: float, sync: float) -> None:
     step = replace(SHORT_PLAN.time, generation=generation, train=training, sync=sync)
     trains = step.seconds - generation
-    one, two = schedule_times(step, is_colocated=False)
+    one, two = step.schedules(is_colocated=False)
     assert (one.schedule, two.schedule) == ("sync", "overlap")
     assert one.seconds == step.seconds
     assert two.seconds == pytest.approx(max(generation + sync, trains))
     for each in (one, two):
         assert each.idle_trainer * each.seconds == pytest.approx(each.seconds - trains, abs=1e-6)
         assert each.idle_servers * each.seconds == pytest.approx(each.seconds - generation, abs=1e-6)
-    assert [each.schedule for each in schedule_times(step, is_colocated=True)] == ["sync"]
-    assert schedule_times(replace(step, generation=0.0), is_colocated=False) == []
+    assert [each.schedule for each in step.schedules(is_colocated=True)] == ["sync"]
+    assert replace(step, generation=0.0).schedules(is_colocated=False) == []
 
 
 def test_a_draft_model_takes_memory_beside_the_policy() -> None:

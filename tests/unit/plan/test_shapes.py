@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.config import ParallelConfig
-from tepo_megatron.plan.shapes import active_parameters, model_parameters, resolve_spec, stage_parameters
+from tepo_megatron.plan.shapes import ModelSplit, active_parameters, model_parameters, resolve_spec
 from tepo_megatron.weights.architecture import Experts, ModelSpec, is_always_fp32
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
 
@@ -97,4 +97,4 @@ def test_a_rank_holds_what_the_bridge_lays_out_and_the_padding_of_its_vocabulary
         ]
         first, last = stage == 0, stage == parallel.pp - 1
         matrices = int(first) + int(last and not (first and spec.tied_embeddings))
-        assert stage_parameters(spec, parallel, stage) * tp * dp == sum(held) + matrices * padding
+        assert ModelSplit(spec, parallel).in_stage(stage).total * tp * dp == sum(held) + matrices * padding

@@ -25,14 +25,9 @@ from torch import Tensor
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout
-from tepo_megatron.plan.memory import BATCH_BYTES_PER_TOKEN, host_state_bytes, owned_weights, rank_memory, state_bytes
+from tepo_megatron.plan.memory import BATCH_BYTES_PER_TOKEN, TrainingRanks
 from tepo_megatron.plan.shapes import resolve_spec
-from tepo_megatron.plan.time import (
-    DIGEST_SECONDS_PER_BYTE,
-    PACK_SECONDS_PER_TOKEN,
-    checkpoint_bytes,
-    checkpoint_bytes_of_a_rank,
-)
+from tepo_megatron.plan.time import DIGEST_SECONDS_PER_BYTE, PACK_SECONDS_PER_TOKEN
 from tepo_megatron.tools.bench.recipes import llama, make_model, random_rollouts
 from tepo_megatron.tools.results import markdown, study_parser, write_report
 from tepo_megatron.trainer.packing import pack
@@ -116,18 +111,18 @@ def counts(config: RunConfig, folder: Path) -> dict[str, int]:
 
 def compare(name: str, config: RunConfig, ranks: list[Mapping[str, int]]) -> Iterator[_Term]:
     """States on the host count 12 bytes, without gradients."""
-    spec, _ = resolve_spec(config.model.path)
+    training = TrainingRanks(resolve_spec(config.model.path)[0], config)
     step = _SEQUENCES * _TOKENS
     stages = range(config.engine.parallel.pp)
-    planned = [rank_memory(spec, config, stage, longest=_TOKENS, step_tokens=step) for stage in stages]
+    planned = [training.memory(stage, longest=_TOKENS, step_tokens=step) for stage in stages]
     for term in ("weights", "gradients"):
         yield _Term(name, term, max(getattr(item, term) for item in planned), max(rank[term] for rank in ranks))
-    owned = max(owned_weights(spec, config, stage) for stage in stages)
-    away = min(12.0, host_state_bytes(config))
-    yield _Term(name, "optimizer", (state_bytes(config) + away) * owned, max(rank["optimizer"] for rank in ranks))
+    owned = max(training.owned_weights(stage) for stage in stages)
+    away = min(12.0, training.host_state_bytes)
+    yield _Term(name, "optimizer", (training.state_bytes + away) * owned, max(rank["optimizer"] for rank in ranks))
     yield _Term(name, "a step's batch", step * BATCH_BYTES_PER_TOKEN, max(rank["batch"] for rank in ranks))
-    yield _Term(name, "checkpoint", checkpoint_bytes(spec, config), sum(rank["written"] for rank in ranks))
-    yield _Term(name, "checkpoint, a rank", checkpoint_bytes_of_a_rank(spec, config), max(rank["written"] for rank in ranks))
+    yield _Term(name, "checkpoint", training.checkpoint_bytes, sum(rank["written"] for rank in ranks))
+    yield _Term(name, "checkpoint, a rank", training.rank_checkpoint_bytes, max(rank["written"] for rank in ranks))
 
 
 def _worst(terms: list[_Term]) -> list[_Term]:

@@ -1,0 +1,168 @@
+"""A run's folder and jobs on a cluster: what is missing there, files, states and logs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tempfile
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.load import dump_resolved
+from tepo_megatron.launch.job import BUILTIN, custom_code_files
+
+if TYPE_CHECKING:
+    from nemo_run.core.tunnel.client import Tunnel
+
+_QUERIES = (
+    "squeue --noheader --jobs={job} --format=%T",
+    "scontrol --oneliner show job {job} | grep -o 'JobState=[A-Z_]*' | cut -d= -f2",
+    "sacct --noheader --allocations --parsable2 --jobs={job} --format=State",
+)
+"""squeue knows waiting and running jobs, scontrol recent ones, sacct (not everywhere) all."""
+
+
+@dataclass(frozen=True)
+class ClusterRun:
+    """Commands go through the tunnel, to the cluster or to this machine."""
+
+    config: RunConfig
+    tunnel: Tunnel
+
+    def check(self) -> None:
+        """Raises ValueError for what is missing, before a job is submitted."""
+        self._check_files()
+        self._check_images()
+        self._check_output()
+
+    def _run(self, command: str) -> Any:
+        return self.tunnel.run(command, hide=True, warn=True)
+
+    def _has(self, path: str) -> bool:
+        return bool(self._run(f"ls -d {shlex.quote(path)} >/dev/null 2>&1").ok)
+
+    @property
+    def _where(self) -> str:
+        return self.config.cluster.ssh or "this machine"
+
+    def _check_files(self) -> None:
+        config, where = self.config, self._where
+        model = config.model.path
+        if not model.startswith(BUILTIN) and not self._has(f"{model}/config.json"):
+            raise ValueError(
+                f"model.path = {model} has no config.json on {where}; give a Hugging Face folder that every node can read "
+                "('hf download NAME --local-dir FOLDER' makes one)"
+            )
+        data = {field: (file, "a file or folder") for field, file in config.data.paths.items()}
+        data |= {f"evaluate.sets.{name}.path": (file, "a file") for name, file in config.evaluate.paths.items()}
+        for field, (file, kind) in data.items():
+            if not file.startswith(BUILTIN) and not self._has(file):
+                raise ValueError(f"{field} = {file} does not exist on {where}; give {kind} there")
+        for plugin in config.objective.plugins:
+            if plugin.startswith("/") and not self._has(plugin):
+                raise ValueError(
+                    f"objective.plugins: {plugin} does not exist on {where}; put the same file at the same path there, or "
+                    "install the module on both sides and name it"
+                )
+        for field, file in custom_code_files(config).items():
+            if not self._has(file):
+                raise ValueError(f"{field}: {file} does not exist on {where}; put the file there")
+
+    def _check_images(self) -> None:
+        cluster = self.config.cluster
+        for image in {cluster.container, cluster.rollout_container}:
+            if image is not None and image.startswith(("/", ".")) and not self._has(image):
+                raise ValueError(
+                    f"the container image {image} does not exist on {self._where}; docs/guides/cluster.md says how to make it"
+                )
+        if self.config.engine.platform == "cpu" or cluster.container is None or not cluster.container.endswith(".sqsh"):
+            return  # other images are checked when the job starts
+        listing = self._run(f"command -v unsquashfs >/dev/null && unsquashfs -l {shlex.quote(cluster.container)}")
+        if listing.ok and "transformer_engine" not in listing.stdout:
+            raise ValueError(
+                f"the container image {cluster.container} has no Transformer Engine, which training on GPUs needs; build it "
+                "from docker/trainer.Dockerfile"
+            )
+
+    def _check_output(self) -> None:
+        train, output = self.config.train, self.config.output
+        has_checkpoint = self._run(f"ls -d {shlex.quote(str(output))}/checkpoints/step_*[0-9]/state.json >/dev/null 2>&1").ok
+        if train.resume_from is not None:
+            folder = train.resume_from if "/" in train.resume_from else f"{output}/checkpoints/{train.resume_from}"
+            if not self._has(f"{folder}/state.json"):
+                raise ValueError(
+                    f"train.resume_from = {train.resume_from}: {folder} is no checkpoint on {self._where}; give another"
+                )
+        elif train.resume is True and not has_checkpoint:
+            raise ValueError(
+                f"train.resume = true, but {output} has no finished checkpoint on {self._where}; launch without --resume"
+            )
+        trained = f"grep -qsv '^{{\"step\": 0[,}}]' {shlex.quote(f'{output}/metrics.jsonl')}"
+        if not train.resume and (has_checkpoint or self._run(trained).ok):
+            raise ValueError(f"output {output} already holds a run; give another folder (output=…), or continue it (--resume)")
+
+    def upload(self, scripts: dict[str, str], submission: dict[str, Any]) -> None:
+        texts = {f"launch/{name}": text for name, text in scripts.items()}
+        texts["launch/run.yaml"] = texts["resolved.yaml"] = dump_resolved(self.config)
+        texts["launch/submission.json"] = json.dumps(submission, indent=2) + "\n"
+        launch, logs, servers = (shlex.quote(str(self.config.output / name)) for name in ("launch", "logs", "servers"))
+        # the run's key is below servers
+        self.tunnel.run(f"mkdir -p {launch} {logs} && mkdir -p -m 700 {servers}", hide=True)
+        for name, text in texts.items():
+            self._put(name, text)
+
+    def _put(self, name: str, text: str) -> None:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="tepo-launch-") as file:
+            file.write(text)
+            file.flush()
+            self.tunnel.put(file.name, str(self.config.output / name))
+
+    def save_job(self, job: str) -> None:
+        ranks = self.config.engine.parallel.world_size // self.config.cluster.train_nodes
+        self._put("launch/job.json", json.dumps({"job": job, "ranks_per_node": ranks}) + "\n")
+
+    def _saved_job(self) -> dict[str, Any]:
+        path = self.config.output / "launch" / "job.json"
+        answer = self._run(f"cat {shlex.quote(str(path))}")
+        if not answer.ok:
+            raise ValueError(
+                f"no job was submitted for output {self.config.output} ({path} is not there); start one with 'tepo launch'"
+            )
+        saved: dict[str, Any] = json.loads(answer.stdout)
+        return saved
+
+    @property
+    def job(self) -> str:
+        """The newest."""
+        return str(self._saved_job()["job"])
+
+    def status(self, job: str) -> str:
+        """Returns Slurm's state, or UNKNOWN."""
+        for query in _QUERIES:
+            answer = self._run(query.format(job=job))
+            if answer.ok and answer.stdout.strip():
+                return str(answer.stdout.split()[0])
+        return "UNKNOWN"
+
+    def cancel(self, job: str) -> None:
+        answer = self._run(f"scancel {shlex.quote(job)}")
+        if not answer.ok:
+            raise RuntimeError(f"Slurm did not cancel job {job}: {' '.join(answer.stderr.split())}")
+
+    def log_pattern(self, role: str, rank: int | None) -> str:
+        """Returns a shell pattern of the newest job's logs."""
+        logs, saved = self.config.output / "logs", self._saved_job()
+        job = saved["job"]
+        if rank is not None:
+            node, local = divmod(rank, saved["ranks_per_node"])
+            return f"{logs}/ranks/{job}.*/node-{node}/*/attempt_*/{local}/std*.log"
+        patterns = {"job": f"slurm-{job}.out", "train": f"train-{job}.*-node*.log", "serve": f"serve-{job}.*-node*.log"}
+        return f"{logs}/{patterns.get(role, 'server-*.log')}"
+
+    def tail(self, pattern: str, lines: int, *, follow: bool) -> None:
+        files = self._run(f"ls -d {pattern} 2>/dev/null").stdout.split()
+        if not files:
+            raise ValueError(f"there is no {pattern} yet; see 'tepo launch status'")
+        command = f"tail -v -n {lines} {'-F ' if follow else ''}{' '.join(map(shlex.quote, files))}"
+        self.tunnel.run(command, hide=False, warn=True)
