@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 def show(renderable: Any, **options: Any) -> None:
     """``options`` are those of rich's ``Console.print``."""
-    from tepo_megatron.runtime.terminal import terminal
+    from tepo_megatron.runtime.terminal import Terminal
 
-    terminal().print(renderable, **options)
+    Terminal.of_output().print(renderable, **options)
 
 
 def print_json(value: Any) -> None:

@@ -1,16 +1,17 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+import signal
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from tepo_megatron.cli.console import Overrides, RunFile, RunOrSetting, load_config, split_run, user_errors
 from tepo_megatron.run.start import prepare_run, start_ranks, train_as_rank
 from tepo_megatron.runtime.job_control import stopped_together
-from tepo_megatron.runtime.rank import print_error, run_until_interrupted, under_torchrun
+from tepo_megatron.runtime.preemption import StopSignals
+from tepo_megatron.runtime.rank import print_error, under_torchrun
 from tepo_megatron.runtime.streams import outlive_readers
 from tepo_megatron.runtime.text import echo
 
@@ -63,8 +64,10 @@ def serve(
 
     [dim]tepo serve run.yaml rollout.server.placement=external rollout.server.registry=/shared/out/servers[/]
     """
-
-    def work(config: Any) -> None:
+    outlive_readers()
+    with user_errors(), stopped_together():
+        config = load_config(run, overrides or ())
+        StopSignals(numbers=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)).install()
         from tepo_megatron.sampler.fleet.external import Node
         from tepo_megatron.sampler.vllm.resources import check_server_split
         from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -74,11 +77,6 @@ def serve(
         check_server_split(config.rollout.server, read_model_spec(model_dir))
         with Node(config, model_dir=model_dir, node=node, nodes=nodes) as servers:
             servers.watch()
-
-    outlive_readers()
-    with user_errors(), stopped_together():
-        code = run_until_interrupted(partial(work, load_config(run, overrides or ())))
-    raise typer.Exit(code)
 
 
 def evaluate(

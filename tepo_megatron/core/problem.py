@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -40,6 +41,14 @@ class Problem:
     source: str = ""
     special_tokens: bool = False
 
+    def to_json(self) -> list[Any]:
+        """``special_tokens`` are for the prompt alone, and left out."""
+        return [self.id, self.prompt, self.answer, dict(self.metadata), [list(pair) for pair in self.messages], self.source]
+
+    @classmethod
+    def from_json(cls, id: str, prompt: str, answer: str, metadata: Any, messages: Any, source: str) -> Problem:
+        return cls(id, prompt, answer, metadata, tuple((role, content) for role, content in messages), source)
+
 
 class ResponseText(str):
     """A response's text with its tokens. Methods such as ``strip()`` return a plain ``str``.
@@ -70,8 +79,14 @@ class ResponseText(str):
                 return view.tobytes()
         return array("i", self._ids).tobytes()
 
+    def to_json(self) -> list[Any]:
+        return [str(self), b64encode(self.packed_ids).decode(), self.finish_reason, self.prompt_tokens]
+
     @classmethod
-    def unpack(cls, text: str, packed_ids: bytes, finish_reason: str) -> ResponseText:
+    def from_json(cls, text: str, packed_ids: str, finish_reason: str, prompt_tokens: int = 0) -> ResponseText:
+        """``prompt_tokens``: older trainers do not send it."""
         ids = array("i")
-        ids.frombytes(packed_ids)
-        return cls(text, ids, finish_reason)
+        ids.frombytes(b64decode(packed_ids))
+        response = cls(text, ids, finish_reason)
+        response.prompt_tokens = prompt_tokens
+        return response

@@ -21,7 +21,7 @@ from tepo_megatron.config.load import ConfigError, dump_diff, dump_resolved, loa
 from tepo_megatron.run.callbacks import Extensions
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.run.start import prepare_run, start_ranks, train_as_rank
-from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, StopRequested, borrowed_stop_signals
+from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, StopRequested, StopSignals
 from tepo_megatron.runtime.rank import under_torchrun
 from tepo_megatron.tasks.reward.verifiers import GIVEN
 
@@ -75,7 +75,7 @@ def train(
     elif run.engine.parallel.world_size == 1:
         from tepo_megatron.run.training import train_model
 
-        with _own_process(), borrowed_stop_signals():
+        with _own_process(), StopSignals(ends=False).borrowed():
             train_model(run, extensions)
     else:
         _train_in_ranks(name_everywhere(run, extensions))

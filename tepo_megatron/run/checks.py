@@ -15,7 +15,7 @@ from tepo_megatron.run.loggers.loggers import check_installed
 from tepo_megatron.run.output.resume import find_checkpoint, resumes
 from tepo_megatron.run.step.placement import check_fits, check_placement, trains_on_gpus
 from tepo_megatron.runtime.machine import Machine, this_machine
-from tepo_megatron.runtime.named_check import NamedCheck, verify_all
+from tepo_megatron.runtime.named_check import NamedCheck
 from tepo_megatron.sampler.protocol import sampler_spec
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.registry import check_config
@@ -53,12 +53,12 @@ def check_model(config: RunConfig) -> Path:
     """Every rank calls."""
     run = RunSubject(config, this_machine())
     model_dir = run.model_dir
-    verify_all(RUN_CHECKS, run)
+    NamedCheck.verify_all(RUN_CHECKS, run)
     return model_dir
 
 
 def verify_model(config: RunConfig) -> None:
-    verify_all((check for check in RUN_CHECKS if check.needs <= {MODEL}), RunSubject(config, this_machine()))
+    NamedCheck.verify_all((check for check in RUN_CHECKS if check.needs <= {MODEL}), RunSubject(config, this_machine()))
 
 
 def check_adapters(lora: LoraConfig, spec: ModelSpec) -> None:

@@ -23,7 +23,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from tepo_megatron.runtime.files import Failed, LogFile, raise_error, read_lines, write_atomically
+from tepo_megatron.runtime.files import Failed, LogFile, read_lines, write_atomically
 from tepo_megatron.runtime.text import valid_text
 
 PHASES = ("rollout", "reward", "journal", "score", "update", "sync", "eval")
@@ -32,7 +32,7 @@ PHASES = ("rollout", "reward", "journal", "score", "update", "sync", "eval")
 class MetricsWriter:
     """Rank 0 only. Non-finite numbers become ``null``. Rows that cannot be written are written with the next one."""
 
-    def __init__(self, output: Path, tensorboard: bool, failed: Failed = raise_error) -> None:
+    def __init__(self, output: Path, tensorboard: bool, failed: Failed | None = None) -> None:
         output.mkdir(parents=True, exist_ok=True)
         self._path = output / "metrics.jsonl"
         self._file = LogFile(self._path, failed)
@@ -158,7 +158,7 @@ _NUMBERS = itertools.count()
 
 
 class _EventsFile:
-    def __init__(self, folder: Path, failed: Failed) -> None:
+    def __init__(self, folder: Path, failed: Failed | None) -> None:
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
         self._file = LogFile(folder / name, failed)
 

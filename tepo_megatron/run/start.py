@@ -19,7 +19,8 @@ def prepare_run(config: RunConfig, *, overwrite: bool = False) -> None:
     from tepo_megatron.run.output.resume import find_checkpoint, prepare_folder, resumes
     from tepo_megatron.tasks.data.builtin import resolve_model_path
 
-    if rank.speaks_first() and not rank.is_restart():
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # torchrun restarts ranks with --max-restarts
+    if rank.speaks_first() and not is_restart:
         prepare_folder(config, overwrite=overwrite)
     if not rank.under_torchrun() and config.train.resume and resumes(config):
         find_checkpoint(config, resolve_model_path(config.model.path))

@@ -49,7 +49,8 @@ def sync_folder(folder: Path) -> None:
 class LogFile:
     """Grows by whole pieces; a failed one is retried before the next."""
 
-    def __init__(self, path: Path, failed: Failed) -> None:
+    def __init__(self, path: Path, failed: Failed | None = None) -> None:
+        """``failed`` None: errors are raised."""
         self.path = path
         self._failed = failed
         self._waiting: list[bytes] = []
@@ -68,11 +69,9 @@ class LogFile:
                 _append(self.path, self._waiting[0])
                 del self._waiting[0]
         except OSError as error:
+            if self._failed is None:
+                raise
             self._failed(self.path, error)
-
-
-def raise_error(path: Path, error: OSError) -> None:
-    raise error
 
 
 def read_lines(path: Path) -> tuple[list[str], bool]:

@@ -10,12 +10,13 @@ import signal
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from tepo_megatron.runtime.proc import STOPPED, ProcessState, children, command_line, descendants, process_state, wait_channel
+from tepo_megatron.runtime.proc import STOPPED, Process
 
 INTERVAL_S = 2.0
 
@@ -50,9 +51,22 @@ class RankRecord:
     ended: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def read_all(cls, folder: Path) -> list[RankRecord]:
+        """Skips damaged files."""
+        records = (cls._read(path) for path in sorted(folder.glob("rank-*.json")))
+        return [record for record in records if record is not None]
 
-def record_path(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:05d}.json"
+    @classmethod
+    def _read(cls, path: Path) -> RankRecord | None:
+        for _ in range(3):
+            try:
+                return cls(**json.loads(path.read_text(encoding="utf-8")))
+            except (OSError, TypeError):  # gone, of another version
+                return None
+            except ValueError:  # being written at this moment
+                time.sleep(0.02)
+        return None
 
 
 def _stacks_path(folder: Path, rank: int) -> Path:
@@ -75,7 +89,7 @@ class Heartbeat:
         limits: Mapping[str, float] | None = None,
     ) -> None:
         self._folder, self._limits = folder, dict(limits or {})
-        state = process_state(os.getpid())
+        state = Process.read(os.getpid())
         self._record = RankRecord(rank, world, os.getpid(), state.started if state else 0, socket.gethostname())
         self._record.since = self._record.moved_at = time.time()
         self._record.hang_timeout_s = hang_timeout_s
@@ -93,7 +107,7 @@ class Heartbeat:
         if rank == 0:
             for old in folder.glob("rank-*"):
                 old.unlink()
-        file = record_path(folder, rank).open("wb", buffering=0)
+        file = (folder / f"rank-{rank:05d}.json").open("wb", buffering=0)
         stacks = _stacks_path(folder, rank).open("w")
         self._files = [file, stacks]
         if threading.current_thread() is threading.main_thread():
@@ -170,23 +184,6 @@ class Heartbeat:
             os.pwrite(file.fileno(), data.ljust(self._longest) + b"\n", 0)
 
 
-def read_records(folder: Path) -> list[RankRecord]:
-    """Skips damaged files."""
-    found = (_read(path) for path in sorted(folder.glob("rank-*.json")))
-    return [record for record in found if record is not None]
-
-
-def _read(path: Path) -> RankRecord | None:
-    for _ in range(3):
-        try:
-            return RankRecord(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, TypeError):  # gone, of another version
-            return None
-        except ValueError:  # being written at this moment
-            time.sleep(0.02)
-    return None
-
-
 STOPPED_S = 30.0
 """Only another signal continues a stopped rank."""
 
@@ -195,11 +192,8 @@ _STACKS_TIMEOUT_S = 10.0
 
 _STATES = {"R": "runs", "S": "sleeps", "D": "waits for a device or a disk", STOPPED: "stopped", "t": "traced", "Z": "ended"}
 
-
-@dataclass(frozen=True)
-class WatchedRank:
-    process: ProcessState
-    record: RankRecord | None
+WatchedRank = tuple[Process, RankRecord | None]
+"""The record is None while the rank starts."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +233,7 @@ class HangDetector:
     """Only time between two checks counts, so that no rank is blamed after the machine slept."""
 
     def __init__(self) -> None:
-        self._observed: dict[tuple[int, int], _Observed] = {}
+        self._observed: defaultdict[tuple[int, int], _Observed] = defaultdict(_Observed)
 
     def check(self, ranks: Sequence[WatchedRank], elapsed_s: float) -> _Hang | None:
         """``elapsed_s`` is the time since the last check.
@@ -249,37 +243,38 @@ class HangDetector:
         """
         stopped: list[tuple[WatchedRank, float]] = []
         still: list[tuple[WatchedRank, float]] = []
-        for rank in ranks:
-            observed = self._observed.setdefault((rank.process.pid, rank.process.started), _Observed())
-            record = rank.record
-            observed.stopped_s = observed.stopped_s + elapsed_s if rank.process.state == STOPPED else 0.0
-            if observed.stopped_s >= min(STOPPED_S, record.hang_timeout_s if record and record.hang_timeout_s else STOPPED_S):
-                stopped.append((rank, observed.stopped_s))
-            if record is None or record.ended or not record.hang_timeout_s:
+        for process, record in ranks:
+            observed = self._observed[process.pid, process.started]
+            limit = record.hang_timeout_s if record else 0.0
+            observed.stopped_s = observed.stopped_s + elapsed_s if process.state == STOPPED else 0.0
+            if observed.stopped_s >= min(STOPPED_S, limit or STOPPED_S):
+                stopped.append(((process, record), observed.stopped_s))
+            if record is None or record.ended or not limit:
                 continue
             has_moved = record.moves != observed.moves or record.passive
             observed.moves, observed.still_s = record.moves, 0.0 if has_moved else observed.still_s + elapsed_s
-            if observed.still_s >= record.hang_timeout_s + record.allowance_s:
-                still.append((rank, observed.still_s))
-        if stopped:  # other ranks that do not move wait for these
-            return _hang(stopped, "is stopped (state T: SIGSTOP, SIGTSTP) for {:.0f} s")
-        if still:
-            limit = still[0][0].record.hang_timeout_s  # type: ignore[union-attr]
-            return _hang(still, f"has not moved for {{:.0f}} s (train.hang_timeout_s = {limit:g})")
-        return None
+            if observed.still_s >= limit + record.allowance_s:
+                still.append(((process, record), observed.still_s))
+        # If ranks are stopped, others that do not move wait for these.
+        hanging = stopped or still
+        if not hanging:
+            return None
+        what = "is stopped (state T: SIGSTOP, SIGTSTP) for {:.0f} s"
+        if not stopped:
+            what = "has not moved for {:.0f} s (train.hang_timeout_s = {:g})"
+        sentences = [
+            f"{_name(*rank)} {what.format(seconds, rank[1].hang_timeout_s if rank[1] else 0.0)}{_activity(rank[1])}"
+            for rank, seconds in hanging
+        ]
+        # If another rank can be killed, rank 0 stays to end the processes that it started.
+        others = [process.pid for (process, record), _ in hanging if record is None or record.rank]
+        return _Hang(tuple(others or [process.pid for (process, _), _ in hanging]), "; ".join(sentences))
 
 
-def _hang(ranks: Sequence[tuple[WatchedRank, float]], what: str) -> _Hang:
-    sentences = [f"{_name(rank)} {what.format(seconds)}{_activity(rank.record)}" for rank, seconds in ranks]
-    # If another rank can be killed, rank 0 stays to end the processes that it started.
-    others = [rank for rank, _ in ranks if rank.record is None or rank.record.rank]
-    return _Hang(tuple(rank.process.pid for rank in others or [rank for rank, _ in ranks]), "; ".join(sentences))
-
-
-def _name(rank: WatchedRank) -> str:
-    if rank.record is None:
-        return f"process {rank.process.pid}, a rank that is still starting,"
-    return f"rank {rank.record.rank} (process {rank.process.pid} on {rank.record.host})"
+def _name(process: Process, record: RankRecord | None) -> str:
+    if record is None:
+        return f"process {process.pid}, a rank that is still starting,"
+    return f"rank {record.rank} (process {process.pid} on {record.host})"
 
 
 def _activity(record: RankRecord | None) -> str:
@@ -307,80 +302,70 @@ def _watch(status: Path, notify: Callable[[str], None], stop: threading.Event) -
 
 
 def _local_ranks(status: Path) -> list[WatchedRank]:
-    records = {(record.pid, record.started): record for record in read_records(status)}
-    return [WatchedRank(child, records.get((child.pid, child.started))) for child in children(os.getpid()) if child.alive]
+    records = {(record.pid, record.started): record for record in RankRecord.read_all(status)}
+    return [(child, records.get((child.pid, child.started))) for child in Process.children(os.getpid()) if child.alive]
 
 
 def _write_report(status: Path, hang: _Hang) -> str:
     """Returns the report's path, or why there is none: a hang must end even if nothing can be written."""
     path = status.parent / "logs" / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}.txt"
+    ranks = _local_ranks(status)
+    _request_stacks(status, [r for p, r in ranks if r is not None and not r.ended and p.state != STOPPED])
+    below = "".join(map(_process_line, Process.below(os.getpid())))
+    parts = [
+        f"{hang.sentence}\n{time.strftime('%Y-%m-%d %H:%M:%S')}, on {os.uname().nodename}\n",
+        *(_rank_report(status, *rank) for rank in ranks),
+        f"All processes below the one that watches, from /proc:\n{below}",
+    ]
     try:
-        text = _report(status, hang, _local_ranks(status))
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_text("\n".join(parts), encoding="utf-8")
     except OSError as error:
         return f"The report of what hangs could not be written: {error}"
     return f"The stacks of this machine's processes are in {path}"
 
 
-def _report(status: Path, hang: _Hang, ranks: Sequence[WatchedRank]) -> str:
-    before = {rank.process.pid: _stacks_size(status, rank) for rank in ranks}
-    asked = [rank for rank in ranks if rank.record is not None and not rank.record.ended and rank.process.state != STOPPED]
-    for rank in asked:
+def _request_stacks(status: Path, records: Sequence[RankRecord]) -> None:
+    """Waits until no rank writes any more."""
+
+    def sizes() -> list[int]:
+        paths = [_stacks_path(status, record.rank) for record in records]
+        return [path.stat().st_size if path.exists() else 0 for path in paths]
+
+    before, last = sizes(), list[int]()
+    for record in records:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(rank.process.pid, STACK_SIGNAL)
-    _wait_for_stacks(status, asked, before)
-    parts = [f"{hang.sentence}\n{time.strftime('%Y-%m-%d %H:%M:%S')}, on {os.uname().nodename}\n"]
-    parts += [_rank_report(status, rank) for rank in ranks]
-    parts.append(
-        "All processes below the one that watches, from /proc:\n" + "".join(map(_process_line, descendants(os.getpid())))
-    )
-    return "\n".join(parts)
+            os.kill(record.pid, STACK_SIGNAL)
+    end = time.monotonic() + _STACKS_TIMEOUT_S
+    while time.monotonic() < end:
+        now = sizes()
+        if now == last and all(size > old for size, old in zip(now, before, strict=True)):
+            return
+        last = now
+        time.sleep(0.1)
 
 
-def _rank_report(status: Path, rank: WatchedRank) -> str:
-    if rank.record is None:
-        return f"== process {rank.process.pid}: a rank that has not said anything yet\n{_process_line(rank.process)}"
-    head = f"== rank {rank.record.rank}: {_record_line(rank.record)}\n{_process_line(rank.process)}"
-    if rank.process.state == STOPPED:
-        return head + "No stack: a stopped process runs no handler. The kernel's line above is all there is.\n"
-    text = ""
-    with contextlib.suppress(OSError):
-        text = _stacks_path(status, rank.record.rank).read_text(errors="replace")
-    return head + (text or f"No stack: the process did not answer signal {STACK_SIGNAL} within {_STACKS_TIMEOUT_S:g} s.\n")
-
-
-def _record_line(record: RankRecord) -> str:
+def _rank_report(status: Path, process: Process, record: RankRecord | None) -> str:
+    if record is None:
+        return f"== process {process.pid}: a rank that has not said anything yet\n{_process_line(process)}"
     now = time.time()
     waits = f", waits for {record.waits_for}" if record.waits_for else ""
     count = f", {record.done} of {record.total} done" if record.total else ""
-    return (
-        f"phase {record.phase} for {now - record.since:.0f} s after {record.step} steps{waits}{count}; last move "
-        f"{now - record.moved_at:.0f} s ago, last heartbeat {now - record.time:.0f} s ago"
+    head = (
+        f"== rank {record.rank}: phase {record.phase} for {now - record.since:.0f} s after {record.step} steps{waits}{count}; "
+        f"last move {now - record.moved_at:.0f} s ago, last heartbeat {now - record.time:.0f} s ago\n{_process_line(process)}"
     )
+    if process.state == STOPPED:
+        return head + "No stack: a stopped process runs no handler. The kernel's line above is all there is.\n"
+    text = ""
+    with contextlib.suppress(OSError):
+        text = _stacks_path(status, record.rank).read_text(errors="replace")
+    return head + (text or f"No stack: the process did not answer signal {STACK_SIGNAL} within {_STACKS_TIMEOUT_S:g} s.\n")
 
 
-def _process_line(process: ProcessState) -> str:
-    function = wait_channel(process.pid)
+def _process_line(process: Process) -> str:
+    function = Process.wait_channel(process.pid)
     waits = f" in {function}" if function else ""
     state = f"{process.state} ({_STATES.get(process.state, 'see proc(5)')}{waits})"
-    command = command_line(process.pid).strip()[:200] or "(no command line)"
+    command = Process.command_line(process.pid).strip()[:200] or "(no command line)"
     return f"  process {process.pid}, child of {process.parent}, {state}: {command}\n"
-
-
-def _stacks_size(status: Path, rank: WatchedRank) -> int:
-    if rank.record is not None:
-        with contextlib.suppress(OSError):
-            return _stacks_path(status, rank.record.rank).stat().st_size
-    return 0
-
-
-def _wait_for_stacks(status: Path, ranks: Sequence[WatchedRank], before: dict[int, int]) -> None:
-    end, last = time.monotonic() + _STACKS_TIMEOUT_S, -1
-    while time.monotonic() < end:
-        sizes = [_stacks_size(status, rank) for rank in ranks]
-        written = all(size > before[rank.process.pid] for size, rank in zip(sizes, ranks, strict=True))
-        if written and sum(sizes) == last:
-            return
-        last = sum(sizes)
-        time.sleep(0.1)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from tepo_megatron.runtime.preemption import not_ignored
-from tepo_megatron.runtime.proc import PROC, STOPPED, descendants
+from tepo_megatron.runtime.proc import PROC, STOPPED, Process
 
 _CONTINUE = 'read _; kill -CONT "$@"'
 
@@ -54,7 +54,7 @@ def _stop_descendants() -> list[int]:
     """Parents come first: a stopped one starts no further process."""
     stopped: list[int] = []
     while running := [
-        state.pid for state in descendants(os.getpid()) if state.alive and state.state != STOPPED and state.pid not in stopped
+        state.pid for state in Process.below(os.getpid()) if state.alive and state.state != STOPPED and state.pid not in stopped
     ]:
         for pid in running:
             with suppress(ProcessLookupError):

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tepo_megatron.runtime.proc import processes
+from tepo_megatron.runtime.proc import Process
 
 SHM = Path("/dev/shm")  # noqa: S108
 _UNLIMITED = 2**62
@@ -95,7 +95,7 @@ def _available(proc: Path) -> Iterator[int]:
 def _threads_left(proc: Path) -> Iterator[int]:
     limit = _limit(resource.RLIMIT_NPROC)
     if limit < _UNLIMITED and os.geteuid() != 0:
-        yield max(0, limit - sum(state.threads for state in processes(proc) if state.uid == os.geteuid()))
+        yield max(0, limit - sum(state.threads for state in Process.all(proc) if state.uid == os.geteuid()))
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:

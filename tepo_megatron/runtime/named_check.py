@@ -9,10 +9,6 @@ from typing import Generic, TypeVar
 Subject = TypeVar("Subject")
 
 
-def _always(_subject: object) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class NamedCheck(Generic[Subject]):
     """``needs`` names requirements, such as "model"."""
@@ -21,7 +17,7 @@ class NamedCheck(Generic[Subject]):
     verify: Callable[[Subject], object]
     """Raises ValueError with a sentence for the user."""
     needs: frozenset[str] = frozenset()
-    applies: Callable[[Subject], bool] = _always
+    applies: Callable[[Subject], bool] = lambda _: True
 
     def problem(self, subject: Subject) -> str | None:
         try:
@@ -30,8 +26,8 @@ class NamedCheck(Generic[Subject]):
             return str(error)
         return None
 
-
-def verify_all(checks: Iterable[NamedCheck[Subject]], subject: Subject) -> None:
-    for check in checks:
-        if check.applies(subject):
-            check.verify(subject)
+    @staticmethod
+    def verify_all(checks: Iterable[NamedCheck[Subject]], subject: Subject) -> None:
+        for check in checks:
+            if check.applies(subject):
+                check.verify(subject)

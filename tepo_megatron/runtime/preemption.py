@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from tepo_megatron.runtime.files import write_atomically
-from tepo_megatron.runtime.proc import PROC, start_time
+from tepo_megatron.runtime.proc import PROC, Process
 
 INTERRUPTED = 130  # after SIGINT, as in shells
 
@@ -25,10 +25,10 @@ PREEMPTED = 75  # after another signal (EX_TEMPFAIL): the run can be resumed
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
-_RANKS_FOLDER = "TEPO_RANKS_FOLDER"
+RANKS_FOLDER = "TEPO_RANKS_FOLDER"
 """Each rank of this machine writes its PID here once it handles signals."""
 
-_LOOK_S = 1.0  # between looks whether rank 0 lives, after a signal
+_POLL_INTERVAL_S = 1.0  # between looks whether rank 0 lives, after a signal
 
 _OTHERS_S = 5.0
 """Other ranks wait longer, so that rank 0 reports the reason."""
@@ -43,11 +43,7 @@ class StopRequested(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        return exit_code(self.number)
-
-
-def exit_code(number: int) -> int:
-    return INTERRUPTED if number == signal.SIGINT else PREEMPTED
+        return INTERRUPTED if self.number == signal.SIGINT else PREEMPTED
 
 
 def not_ignored(numbers: Iterable[signal.Signals] = STOP_SIGNALS) -> tuple[signal.Signals, ...]:
@@ -91,7 +87,27 @@ class StopSignals:
         self._wakes_before = -1
         self._noting = threading.RLock()  # a handler may interrupt another in the main thread
 
-    def install(self) -> None:
+    @contextmanager
+    def borrowed(self) -> Iterator[StopSignals]:
+        """Handles signals meanwhile, if this is the main thread."""
+        global _current
+        before, _current = _current, self
+        if threading.current_thread() is threading.main_thread():
+            self._install()
+        try:
+            yield self
+        finally:
+            self._uninstall()
+            _current = before
+
+    def install(self) -> StopSignals:
+        """They are this process's :func:`stop_signals` from now on."""
+        global _current
+        _current = self
+        self._install()
+        return self
+
+    def _install(self) -> None:
         hears, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
         self._numbers = not_ignored(self._numbers)
@@ -99,11 +115,10 @@ class StopSignals:
         self._wakes_before = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         self._handle_all()
         threading.Thread(target=self._listen, args=(hears,), name="stop signals", daemon=True).start()
-        if (folder := os.environ.get(_RANKS_FOLDER)) and (rank := os.environ.get("RANK")):
+        if (folder := os.environ.get(RANKS_FOLDER)) and (rank := os.environ.get("RANK")):
             write_atomically(Path(folder) / f"rank-{rank}.pid", str(os.getpid()))
 
-    def uninstall(self) -> None:
-        """Must run in the main thread."""
+    def _uninstall(self) -> None:
         if self._wakes is not None:
             signal.set_wakeup_fd(self._wakes_before, warn_on_full_buffer=False)
             for number, handler in self._before.items():
@@ -154,15 +169,15 @@ class StopSignals:
 
     def _listen(self, hears: socket.socket) -> None:
         """The kernel reports signals here whatever the main thread does."""
-        told: signal.Signals | None = None
+        first: signal.Signals | None = None
         while True:
             left = max(0.0, self.seconds_left() + _patience())
             # A rank that waits for rank 0 does not notice its end.
-            wait = min(left, _LOOK_S) if told is not None and _root_process() else left
+            wait = min(left, _POLL_INTERVAL_S) if first is not None and _root_process() else left
             if not select.select([hears], [], [], None if wait == math.inf else wait)[0]:
                 if wait == left:
                     self._end(self._too_late())
-                if not start_time(_root_process()):
+                if not Process.start_time(_root_process()):
                     os._exit(1)
                 continue
             numbers = hears.recv(64)
@@ -172,12 +187,12 @@ class StopSignals:
             for number in numbers:
                 if number not in self._numbers:
                     continue
-                if told is not None and number == signal.SIGINT and self._ends:
+                if first is not None and number == signal.SIGINT and self._ends:
                     self._end("ended at once, without saving")
                 self._note(number)
-                if told is None:
-                    told = signal.Signals(number)
-                    self.say(self._plan(told))
+                if first is None:
+                    first = signal.Signals(number)
+                    self.say(self._plan(first))
 
     def _plan(self, number: signal.Signals) -> str:
         if number == signal.SIGINT:
@@ -197,80 +212,20 @@ class StopSignals:
         with suppress(Exception):  # nothing may keep the process alive
             self.say(f"{why}. {lost}" if lost else f"{why}; nothing is lost")
             sys.stdout.flush()
-        os._exit(exit_code(self.requested))
+        os._exit(StopRequested(self.requested).exit_code)
 
 
-_installed = StopSignals()
-
-
-def install_stop_signals(
-    *, grace_s: float = math.inf, warning_s: float = math.inf, numbers: tuple[signal.Signals, ...] = STOP_SIGNALS
-) -> StopSignals:
-    global _installed
-    _installed = StopSignals(grace_s=grace_s, warning_s=warning_s, numbers=numbers)
-    _installed.install()
-    return _installed
-
-
-@contextmanager
-def borrowed_stop_signals() -> Iterator[StopSignals]:
-    """Signals never end the user's process. Only the main thread receives them."""
-    global _installed
-    before, _installed = _installed, StopSignals(ends=False)
-    mine = _installed
-    if threading.current_thread() is threading.main_thread():
-        mine.install()
-    try:
-        yield mine
-    finally:
-        mine.uninstall()
-        _installed = before
+_current = StopSignals()
 
 
 def stop_signals() -> StopSignals:
     """Returns a handler without signals if the caller of the public functions handles them."""
-    return _installed
-
-
-@contextmanager
-def forward_signals(folder: Path, ranks: int) -> Iterator[Callable[[], int | None]]:
-    """The ranks' parent passes every stop signal on to each rank.
-
-    Before all ranks handle signals, ``StopRequested`` is raised in the parent. ``folder`` is private. Yields a function that
-    returns the first signal or None.
-    """
-    received: list[int] = []
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
-        files = list(folder.glob("rank-*.pid"))
-        if len(files) < ranks:
-            if len(received) > 1 and number != signal.SIGINT:
-                return  # a closed terminal sends SIGHUP twice: the second one must not cut the clean-up short
-            raise StopRequested(number)
-        for file in files:
-            with suppress(ProcessLookupError):  # it has ended
-                os.kill(int(file.read_text()), number)
-
-    before = {number: signal.signal(number, forward) for number in not_ignored()}
-    os.environ[_RANKS_FOLDER] = str(folder)
-    try:
-        yield lambda: received[0] if received else None
-    finally:
-        del os.environ[_RANKS_FOLDER]
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def agent_environment() -> dict[str, str]:
-    """torchrun's agent then handles no stop signal, at which it would kill the ranks after 30 s, and none that is ignored."""
-    # The list may not be empty; nobody sends the other one.
-    return {"PET_SIGNALS_TO_HANDLE": "SIGQUIT" if not_ignored([signal.SIGQUIT]) else "SIGRTMAX"}
+    return _current
 
 
 def _root_process() -> int:
     """Returns the PID of rank 0 on this machine, or 0."""
-    folder = os.environ.get(_RANKS_FOLDER)
+    folder = os.environ.get(RANKS_FOLDER)
     if folder is None or os.environ.get("RANK", "0") == "0" or not PROC.exists():
         return 0
     with suppress(OSError, ValueError):  # rank 0 is on another machine, or has not started

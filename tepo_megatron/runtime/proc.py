@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ STOPPED = "T"  # by a signal; under a debugger it is "t"
 
 
 @dataclass(frozen=True)
-class ProcessState:
+class Process:
     """``state`` is the kernel's letter (proc(5)). ``started``, in clock ticks since boot, makes the PID unique."""
 
     pid: int
@@ -31,80 +30,80 @@ class ProcessState:
     def alive(self) -> bool:
         return self.state not in ("Z", "X")
 
+    @classmethod
+    def read(cls, pid: int, proc: Path = PROC) -> Process | None:
+        folder = proc / str(pid)
+        try:
+            # The name in parentheses may contain anything, parentheses and spaces too; the fields after the last one are fixed.
+            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            uid = folder.stat().st_uid
+        except OSError:
+            return None
+        if not fields:
+            return None
+        cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cls(pid, int(fields[1]), int(fields[2]), fields[0], int(fields[19]), int(fields[17]), cpu_s, uid)
 
-def process_state(pid: int, proc: Path = PROC) -> ProcessState | None:
-    folder = proc / str(pid)
-    try:
-        # The name in parentheses may contain anything, parentheses and spaces too; the fields after the last one are fixed.
-        fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        uid = folder.stat().st_uid
-    except OSError:
-        return None
-    if not fields:
-        return None
-    cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return ProcessState(pid, int(fields[1]), int(fields[2]), fields[0], int(fields[19]), int(fields[17]), cpu_s, uid)
+    @classmethod
+    def all(cls, proc: Path = PROC) -> list[Process]:
+        """Sees this container only."""
+        pids = [int(entry) for entry in os.listdir(proc) if entry.isdigit()] if proc.is_dir() else []
+        return [process for pid in pids if (process := cls.read(pid, proc))]
 
+    @classmethod
+    def below(cls, pid: int) -> list[Process]:
+        """Parents come first."""
+        processes = cls.all()
+        result: list[Process] = []
+        parents = {pid}
+        while children := [process for process in processes if process.parent in parents]:
+            result += children
+            parents = {process.pid for process in children}
+        return result
 
-def processes(proc: Path = PROC) -> Iterator[ProcessState]:
-    """Sees this container only."""
-    for entry in os.listdir(proc) if proc.is_dir() else ():
-        if entry.isdigit() and (state := process_state(int(entry), proc)):
-            yield state
+    @classmethod
+    def children(cls, pid: int) -> list[Process]:
+        """Reads every process of the machine if the kernel keeps no lists of children."""
+        lists = list((PROC / str(pid) / "task").glob("*/children"))
+        if not lists:
+            return [process for process in cls.all() if process.parent == pid]
+        pids: list[int] = []
+        for path in lists:
+            with suppress(OSError):  # the thread has ended
+                pids += map(int, path.read_text().split())
+        return [process for child in pids if (process := cls.read(child))]
 
+    @classmethod
+    def in_group(cls, group: int) -> list[int]:
+        """Returns the PIDs of those that are alive."""
+        return [process.pid for process in cls.all() if process.group == group and process.alive]
 
-def descendants(pid: int) -> list[ProcessState]:
-    """Parents come first."""
-    states = list(processes())
-    result: list[ProcessState] = []
-    parents = {pid}
-    while below := [state for state in states if state.parent in parents]:
-        result += below
-        parents = {state.pid for state in below}
-    return result
+    @classmethod
+    def start_time(cls, pid: int) -> int:
+        """Returns 0 if the process has ended."""
+        process = cls.read(pid)
+        return process.started if process is not None and process.alive else 0
 
+    @staticmethod
+    def command_line(pid: int) -> str:
+        return _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace")
 
-def children(pid: int) -> list[ProcessState]:
-    """Reads every process of the machine if the kernel keeps no lists of children."""
-    lists = list((PROC / str(pid) / "task").glob("*/children"))
-    if not lists:
-        return [state for state in descendants(pid) if state.parent == pid]
-    pids: list[int] = []
-    for path in lists:
-        with suppress(OSError):  # the thread has ended
-            pids += map(int, path.read_text().split())
-    return [state for child in pids if (state := process_state(child))]
-
-
-def group_members(group: int) -> list[int]:
-    return [state.pid for state in processes() if state.group == group and state.alive]
-
-
-def start_time(pid: int) -> int:
-    """Returns 0 if the process has ended."""
-    state = process_state(pid)
-    return state.started if state is not None and state.alive else 0
-
-
-def command_line(pid: int) -> str:
-    with suppress(OSError):
-        return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return ""
-
-
-def environment(pid: int) -> dict[str, str]:
-    """Returns the variables at the process's start."""
-    with suppress(OSError):
-        entries = (PROC / str(pid) / "environ").read_bytes().decode(errors="surrogateescape").split("\0")
+    @staticmethod
+    def environment(pid: int) -> dict[str, str]:
+        """Returns the variables at the process's start."""
+        entries = _read(pid, "environ").decode(errors="surrogateescape").split("\0")
         return dict(entry.split("=", 1) for entry in entries if "=" in entry)
-    return {}
+
+    @staticmethod
+    def wait_channel(pid: int) -> str:
+        """Returns the kernel function in which the process sleeps."""
+        return _read(pid, "wchan").decode().strip("0")
 
 
-def wait_channel(pid: int) -> str:
-    """Returns the kernel function in which the process sleeps."""
+def _read(pid: int, name: str) -> bytes:
     with suppress(OSError):
-        return (PROC / str(pid) / "wchan").read_text().strip("0")
-    return ""
+        return (PROC / str(pid) / name).read_bytes()
+    return b""
 
 
 def boot_id() -> str:

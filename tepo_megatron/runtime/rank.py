@@ -12,15 +12,8 @@ from types import TracebackType
 from typing import NoReturn
 
 from tepo_megatron.errors import describe, is_ours, wants_traceback
-from tepo_megatron.runtime.preemption import (
-    INTERRUPTED,
-    STOP_SIGNALS,
-    StopRequested,
-    exit_code,
-    install_stop_signals,
-    stop_signals,
-)
-from tepo_megatron.runtime.rendezvous import refuse_dynamic_rendezvous, refuse_pickles, remove_folders
+from tepo_megatron.runtime.preemption import STOP_SIGNALS, StopRequested, StopSignals, stop_signals
+from tepo_megatron.runtime.rendezvous import refuse_pickles, remove_folders
 from tepo_megatron.runtime.text import echo
 
 _LEAVE_S = 2.0  # for threads, which may wait for servers
@@ -40,11 +33,6 @@ def speaks_first() -> bool:
     return not under_torchrun() or (os.environ["RANK"] == "0" and FAILURE_FILE not in os.environ)
 
 
-def is_restart() -> bool:
-    """torchrun restarts ranks with ``--max-restarts``."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-
-
 def run_rank(work: Callable[[], None], *, grace_s: float, warning_s: float) -> int:
     """Returns the exit code.
 
@@ -57,17 +45,16 @@ def run_rank(work: Callable[[], None], *, grace_s: float, warning_s: float) -> i
 
 
 def _run(work: Callable[[], None], grace_s: float, warning_s: float) -> int:
-    signals = install_stop_signals(grace_s=grace_s, warning_s=warning_s)
+    signals = StopSignals(grace_s=grace_s, warning_s=warning_s).install()
     _end_with_parent()
     try:
-        refuse_dynamic_rendezvous()
         refuse_pickles()
         work()
     except StopRequested as stop:
         return _leave(stop.exit_code if os.environ["RANK"] == "0" else 0)
     except Exception as error:
         if signals.requested is not None and not signals.at_risk():
-            return _leave(exit_code(signals.requested))  # the error follows from the stop
+            return _leave(StopRequested(signals.requested).exit_code)  # the error follows from the stop
         _report(error)
         return 1
     return 0
@@ -79,15 +66,6 @@ def report_before_leaving(kind: type[BaseException] | None, error: BaseException
     signals = stop_signals()
     if under_torchrun() and isinstance(error, Exception) and (signals.requested is None or signals.at_risk()):
         _report(error)
-
-
-def run_until_interrupted(work: Callable[[], None]) -> int:
-    install_stop_signals(numbers=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-    try:
-        work()
-    except StopRequested:
-        return INTERRUPTED
-    return 0
 
 
 def print_error(text: str) -> None:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tepo_megatron.runtime.proc import PROC, boot_id, start_time
+from tepo_megatron.runtime.proc import PROC, Process, boot_id
 
 FILE = "run.lock"
 RENEW_EVERY_S = 15.0
@@ -50,7 +50,7 @@ class _Holder:
             pid=os.getpid(),
             started=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
             kernel=boot_id(),
-            born=start_time(os.getpid()),
+            born=Process.start_time(os.getpid()),
             job=os.environ.get("SLURM_JOB_ID", ""),
             life=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
             token=secrets.token_hex(8),
@@ -67,6 +67,25 @@ class RunLock:
         self._fd = -1
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+
+    @staticmethod
+    def check_free(folder: Path) -> None:
+        """Changes nothing. Raises ValueError if a run holds the folder."""
+        path = folder / FILE
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return
+        try:
+            _judge(fd, path, fcntl.LOCK_SH)
+        finally:
+            os.close(fd)
+
+    def holder(self) -> _Holder | None:
+        try:
+            return _parse(self._path.read_bytes())
+        except OSError:
+            return None
 
     def take(self) -> _Holder | None:
         """Renews the lock until :meth:`release`; returns the holder of a stale lock.
@@ -95,13 +114,13 @@ class RunLock:
 
     def is_there(self) -> bool:
         """Raises RuntimeError if another run has taken the folder."""
-        found = read_holder(self._path)
-        if found is not None and self._own is not None and found.token != self._own.token:
+        holder = self.holder()
+        if holder is not None and self._own is not None and holder.token != self._own.token:
             raise RuntimeError(
-                f"output {self._folder} was taken over by {found}, while this run stood still or could not reach the disk; "
+                f"output {self._folder} was taken over by {holder}, while this run stood still or could not reach the disk; "
                 "this one stops, and writes there no more"
             )
-        return found is not None and _is_at(self._fd, self._path)
+        return holder is not None and _is_at(self._fd, self._path)
 
     def release(self) -> None:
         if self._fd < 0:
@@ -111,7 +130,7 @@ class RunLock:
             self._thread.join()
         # The folder may be removed or another run's by now.
         with suppress(OSError):
-            if _is_at(self._fd, self._path) and read_holder(self._path) == self._own:
+            if _is_at(self._fd, self._path) and self.holder() == self._own:
                 self._path.unlink()
         os.close(self._fd)
         self._fd = -1
@@ -122,37 +141,17 @@ class RunLock:
                 os.utime(fd)
 
 
-def check_free(folder: Path) -> None:
-    """Changes nothing."""
-    path = folder / FILE
-    try:
-        fd = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return
-    try:
-        _judge(fd, path, fcntl.LOCK_SH)
-    finally:
-        os.close(fd)
-
-
-def read_holder(path: Path) -> _Holder | None:
-    try:
-        return _parse(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
 def _judge(fd: int, path: Path, mode: int) -> _Holder | None:
     """Returns the dead holder. Raises ValueError if a living run holds the lock."""
     certain = _flock(fd, mode)
-    holder = _parse(os.pread(fd, 4096, 0).decode("utf-8", errors="replace"))
+    holder = _parse(os.pread(fd, 4096, 0))
     if certain is False:
-        raise _held(path, holder, "wait until it ends, end it, or give another folder (output=…)")
+        raise _held(path, holder)
     if holder is None:
         return None
     if holder.kernel == boot_id():
         if certain is None and _is_running(holder):
-            raise _held(path, holder, "wait until it ends, end it, or give another folder (output=…)")
+            raise _held(path, holder)
         return holder
     own = _Holder.this_process()
     if holder.job and holder.job == own.job and own.life > holder.life:
@@ -168,9 +167,11 @@ def _judge(fd: int, path: Path, mode: int) -> _Holder | None:
     return holder
 
 
-def _held(path: Path, holder: _Holder | None, what_to_do: str) -> ValueError:
+def _held(
+    path: Path, holder: _Holder | None, advice: str = "wait until it ends, end it, or give another folder (output=…)"
+) -> ValueError:
     who = "another run" if holder is None else str(holder)
-    return ValueError(f"output {path.parent} is in use by {who} ({path.name}); {what_to_do}")
+    return ValueError(f"output {path.parent} is in use by {who} ({path.name}); {advice}")
 
 
 def _flock(fd: int, mode: int) -> bool | None:
@@ -200,7 +201,7 @@ def _write(fd: int, holder: _Holder) -> None:
     os.ftruncate(fd, len(text))
 
 
-def _parse(text: str) -> _Holder | None:
+def _parse(text: bytes) -> _Holder | None:
     try:
         return _Holder(**json.loads(text))
     except (ValueError, TypeError):
@@ -218,11 +219,9 @@ def _now_on_disk(path: Path) -> float:
 
 def _is_running(holder: _Holder) -> bool:
     if PROC.exists():
-        return start_time(holder.pid) == holder.born
+        return Process.start_time(holder.pid) == holder.born
     try:
         os.kill(holder.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True

@@ -33,12 +33,16 @@ class _Ran:
 class Sandbox:
     """Runs programs by this Python with the standard library alone, each in an empty folder.
 
-    ``seconds`` limits clock and processor time; ``memory_mb`` is in 10⁶ bytes. Programs may read all files of this user, and
-    have the caller's network: call :func:`require_no_network` first.
+    ``seconds`` limits clock and processor time; ``memory_mb`` is in 10⁶ bytes. Programs may read all files of this user. Since
+    they have the caller's network, it raises RuntimeError if this process still has its parent's.
     """
 
     seconds: float
     memory_mb: int
+
+    def __post_init__(self) -> None:
+        if _shares_network():
+            raise RuntimeError("the kernel does not take the network away from it, and the model's programs would have one")
 
     async def run(self, arguments: Sequence[str], *, kept: int, given: bytes = b"") -> _Ran:
         """``kept``: bytes of output to return, from both ends. Raises OSError."""
@@ -97,12 +101,6 @@ class Sandbox:
             _, hard = resource.getrlimit(what)
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(what, (most, most))
-
-
-def require_no_network() -> None:
-    """Raises RuntimeError if this process still has its parent's network."""
-    if _shares_network():
-        raise RuntimeError("the kernel does not take the network away from it, and the model's programs would have one")
 
 
 def _shares_network() -> bool:

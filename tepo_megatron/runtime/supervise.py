@@ -27,16 +27,16 @@ from pathlib import Path
 from uuid import uuid4
 
 from tepo_megatron.runtime.preemption import not_ignored
-from tepo_megatron.runtime.proc import PROC, boot_id, group_members, processes, start_time
+from tepo_megatron.runtime.proc import PROC, Process, boot_id
 
-GRACE_S = 2.0  # between SIGTERM and SIGKILL
+_GRACE_S = 2.0  # between SIGTERM to the command and to its group
 
-POLL_S = 0.1
+_REST_S = 2.0  # from then to SIGKILL
 
-REST_S = 2.0
+_POLL_INTERVAL_S = 0.1
 
 
-def main(arguments: list[str]) -> int:
+def _main(arguments: list[str]) -> int:
     if len(arguments) < 2 or arguments[0] != "--":
         raise SystemExit("usage: python -m tepo_megatron.runtime.supervise -- COMMAND...")
     if os.getpgrp() != os.getpid():
@@ -60,14 +60,16 @@ def main(arguments: list[str]) -> int:
     if child.poll() is None:
         child.terminate()
         with suppress(subprocess.TimeoutExpired):
-            child.wait(GRACE_S)
+            child.wait(_GRACE_S)
         os.killpg(0, signal.SIGTERM)
     else:
         print(f"supervisor: the server ended by itself with exit code {child.returncode}", file=sys.stderr, flush=True)  # noqa: T201
-    deadline = time.monotonic() + REST_S
-    while _others() and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    _kill_others()
+    started = time.monotonic()
+    while (others := _others()) and (waited := time.monotonic() - started) < 2 * _REST_S:
+        for pid in others if waited > _REST_S else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_INTERVAL_S)
     scratch.remove()
     os.killpg(0, signal.SIGKILL)  # this process as well, and all others where there is no /proc
     time.sleep(1)
@@ -88,20 +90,11 @@ def _end_with_supervisor() -> Callable[[], None] | None:
 
 
 def _others() -> list[int]:
-    return [pid for pid in group_members(os.getpid()) if pid != os.getpid()]
-
-
-def _kill_others() -> None:
-    deadline = time.monotonic() + REST_S
-    while (left := _others()) and time.monotonic() < deadline:
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(POLL_S / 10)
+    return [pid for pid in Process.in_group(os.getpid()) if pid != os.getpid()]
 
 
 def _closed(fd: int) -> bool:
-    readable, _, _ = select.select([fd], [], [], POLL_S)
+    readable, _, _ = select.select([fd], [], [], _POLL_INTERVAL_S)
     return bool(readable) and os.read(fd, 1) == b""
 
 
@@ -132,19 +125,15 @@ class _Scratch:
         new = {name: inode for name in _names() if self._looks.get(name, 0) < _LOOKS and (inode := _own_inode(SHM / name))}
         if not new:
             return
-        used = _used_inodes(group_members(os.getpgrp()))
+        used = _used_inodes(Process.in_group(os.getpgrp()))
         for name, inode in new.items():
             self._looks[name] = _LOOKS if inode in used else self._looks.get(name, 0) + 1
         self._recorded |= {name: inode for name, inode in new.items() if inode in used}
-        self._write()
-
-    def _write(self) -> None:
-        lines = [json.dumps(entry) + "\n" for entry in self._recorded.items()]
-        if len(lines) > self._written:
-            with suppress(OSError), (self.folder / _RECORD).open("a", encoding="utf-8") as file:
-                # On a full disk the record is in this process alone; the server continues.
-                file.writelines(lines[self._written :])
-                self._written = len(lines)
+        unwritten = list(self._recorded.items())[self._written :]
+        with suppress(OSError), (self.folder / _RECORD).open("a", encoding="utf-8") as file:
+            # On a full disk the record is in this process alone; the server continues.
+            file.writelines(json.dumps(entry) + "\n" for entry in unwritten)
+            self._written = len(self._recorded)
 
     def remove(self) -> None:
         """Call it when the group's other processes have ended."""
@@ -154,13 +143,13 @@ class _Scratch:
 def folder_name() -> str:
     """Returns ``tepo-PLACE-PID-STARTED``."""
     pid = os.getpid()
-    return f"{_PREFIX}-{_place()}-{pid}-{start_time(pid)}"
+    return f"{_PREFIX}-{_place()}-{pid}-{Process.start_time(pid)}"
 
 
 def temporary_folder() -> Path:
     """Socket paths have at most 107 characters."""
-    found = Path(tempfile.gettempdir())
-    return found if len(os.fsencode(found)) <= _LONGEST_BASE else Path("/tmp")  # noqa: S108
+    folder = Path(tempfile.gettempdir())
+    return folder if len(os.fsencode(folder)) <= _LONGEST_BASE else Path("/tmp")  # noqa: S108
 
 
 def sweep(base: Path | None = None) -> list[Path]:
@@ -200,13 +189,13 @@ def _remove(folder: Path, recorded: Mapping[str, int]) -> None:
 
 
 def _read_record(path: Path) -> dict[str, int]:
-    found: dict[str, int] = {}
+    record: dict[str, int] = {}
     with suppress(FileNotFoundError):
         for line in path.read_text(encoding="utf-8").splitlines():
             with suppress(ValueError):  # the supervisor was killed while it wrote
                 name, inode = json.loads(line)
-                found[name] = inode
-    return found
+                record[name] = inode
+    return record
 
 
 def _names() -> list[str]:
@@ -218,9 +207,9 @@ def _names() -> list[str]:
 
 def _own_inode(path: Path) -> int:
     with suppress(FileNotFoundError):
-        found = path.lstat()
-        if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
-            return found.st_ino
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+            return status.st_ino
     return 0
 
 
@@ -240,12 +229,12 @@ def _used_inodes(processes: Iterable[int]) -> set[int]:
 
 
 def _own_processes() -> list[int]:
-    return [state.pid for state in processes() if state.uid == os.getuid()]
+    return [state.pid for state in Process.all() if state.uid == os.getuid()]
 
 
 def _is_own_folder(folder: Path) -> bool:
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
 def _in_use(folder: Path) -> bool:
@@ -253,20 +242,15 @@ def _in_use(folder: Path) -> bool:
         pid, began = map(int, folder.name.split("-")[2:4])
     except ValueError:
         return True  # no folder of ours, whatever its name
-    now = start_time(pid)
+    now = Process.start_time(pid)
     if now:  # a number is reused only when its process and its group have ended
         return now == began
-    return bool(group_members(pid)) or _is_named(folder)
+    return bool(Process.in_group(pid)) or _is_named(folder)
 
 
 def _is_named(folder: Path) -> bool:
-    name = os.fsencode(folder)
-    for process in _own_processes():
-        with suppress(OSError):
-            if name in (PROC / str(process) / "environ").read_bytes():
-                return True
-    return False
+    return any(str(folder) in value for pid in _own_processes() for value in Process.environment(pid).values())
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(_main(sys.argv[1:]))

@@ -25,7 +25,7 @@ class Terminal(Console):
             text, style, control = segment
             yield segment if control else Segment(printable(text, self.encoding), style)
 
-
-def terminal(**options: Any) -> Terminal:
-    """Returns standard output's. A pipe has no width, and cells are not cut there."""
-    return Terminal(width=None if sys.stdout.isatty() else 160, **options)
+    @classmethod
+    def of_output(cls, **options: Any) -> Terminal:
+        """Returns standard output's. A pipe has no width, and cells are not cut there."""
+        return cls(width=None if sys.stdout.isatty() else 160, **options)

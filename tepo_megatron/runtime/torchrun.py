@@ -8,33 +8,31 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import wants_traceback
 from tepo_megatron.runtime.heartbeat import watching
 from tepo_megatron.runtime.job_control import stopped_together
-from tepo_megatron.runtime.preemption import (
-    INTERRUPTED,
-    PREEMPTED,
-    StopRequested,
-    agent_environment,
-    exit_code,
-    forward_signals,
-)
+from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, RANKS_FOLDER, StopRequested, not_ignored
 from tepo_megatron.runtime.rank import FAILURE_FILE, print_error
-from tepo_megatron.runtime.rendezvous import run_agent
+from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
 from tepo_megatron.runtime.streams import open_closed_streams, outlive_readers
 from tepo_megatron.runtime.supervise import folder_name
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 _AGENT_LOG = "torch.distributed.elastic.multiprocessing.api"
 
@@ -54,9 +52,9 @@ def run_ranks(
                 _environment(failure),
                 watching(status, hangs.append),
                 stopped_together(_show_cursor),
-                forward_signals(Path(folder), world_size) as asked,
+                _forwarded_signals(Path(folder), world_size) as asked,
             ):
-                code, end = _run_agent(["-m", module, *arguments], world_size, Path(folder), asked)
+                code, end = _run_ranks(["-m", module, *arguments], world_size, Path(folder), asked)
         except StopRequested as stop:
             code = stop.exit_code
         _show_cursor()
@@ -91,15 +89,15 @@ def run_node(arguments: Sequence[str]) -> int:
     status = None
     if list(arguments[:1]) == ["--status"]:
         status, arguments = Path(arguments[1]), arguments[2:]
-    os.environ.update(agent_environment())
+    os.environ.update(_agent_environment())
     parsed = torchrun.parse_args(list(arguments))
     with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder, watching(status, print_error), stopped_together():
         try:
-            with forward_signals(Path(folder), int(parsed.nproc_per_node)) as asked:
+            with _forwarded_signals(Path(folder), int(parsed.nproc_per_node)) as asked:
                 # The agent would log a rank that stopped on request as a failure.
                 logging.getLogger(_AGENT_LOG).addFilter(lambda record: asked() is None)
                 try:
-                    run_agent(arguments, Path(folder))
+                    _run_agent(arguments, Path(folder))
                 except ChildFailedError as error:
                     if (code := _stop_code(error, asked())) is None:
                         raise
@@ -113,16 +111,16 @@ def _stop_code(error: ChildFailedError, asked: int | None) -> int | None:
     code = error.get_first_failure()[1].exitcode
     if code in (INTERRUPTED, PREEMPTED):
         return code
-    return exit_code(asked) if asked is not None and code == -asked else None
+    return StopRequested(asked).exit_code if asked is not None and code == -asked else None
 
 
-def _run_agent(arguments: Sequence[str], world_size: int, folder: Path, asked: Callable[[], int | None]) -> tuple[int, _End]:
+def _run_ranks(arguments: Sequence[str], world_size: int, folder: Path, asked: Callable[[], int | None]) -> tuple[int, _End]:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     options = ["--nnodes=1", f"--nproc-per-node={world_size}", f"--rdzv-id={uuid.uuid4()}", f"--log-dir={folder / 'ranks'}"]
     try:
-        run_agent([*options, "--local-addr=127.0.0.1", *arguments], folder)
+        _run_agent([*options, "--local-addr=127.0.0.1", *arguments], folder)
     except ChildFailedError as error:
         code = _stop_code(error, asked())
         return _describe_end(error) if code is None else (code, _End())
@@ -151,7 +149,7 @@ def _describe_end(error: ChildFailedError) -> tuple[int, _End]:
 def _environment(failure: Path) -> Iterator[None]:
     before, level = dict(os.environ), logging.root.manager.disable
     os.environ[FAILURE_FILE] = str(failure)
-    os.environ.update(agent_environment())
+    os.environ.update(_agent_environment())
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -169,6 +167,134 @@ def _show_cursor() -> None:
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")
         sys.stdout.flush()
+
+
+_BACKEND = "tepo"  # of the rendezvous
+
+
+@contextmanager
+def _forwarded_signals(folder: Path, ranks: int) -> Iterator[Callable[[], int | None]]:
+    """The ranks' parent passes every stop signal on to each rank.
+
+    Before all ranks handle signals, ``StopRequested`` is raised in the parent. ``folder`` is private. Yields a function that
+    returns the first signal or None.
+    """
+    received: list[int] = []
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        files = list(folder.glob("rank-*.pid"))
+        if len(files) < ranks:
+            if len(received) > 1 and number != signal.SIGINT:
+                return  # a closed terminal sends SIGHUP twice: the second one must not cut the clean-up short
+            raise StopRequested(number)
+        for file in files:
+            with suppress(ProcessLookupError):  # it has ended
+                os.kill(int(file.read_text()), number)
+
+    before = {number: signal.signal(number, forward) for number in not_ignored()}
+    os.environ[RANKS_FOLDER] = str(folder)
+    try:
+        yield lambda: received[0] if received else None
+    finally:
+        del os.environ[RANKS_FOLDER]
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _agent_environment() -> dict[str, str]:
+    """torchrun's agent then handles no stop signal, at which it would kill the ranks after 30 s, and none that is ignored."""
+    # The list may not be empty; nobody sends the other one.
+    return {"PET_SIGNALS_TO_HANDLE": "SIGQUIT" if not_ignored([signal.SIGQUIT]) else "SIGRTMAX"}
+
+
+def _run_agent(arguments: Sequence[str], folder: Path) -> None:
+    """``arguments`` are torchrun's flags, and ``folder`` is private.
+
+    Raises torchrun's errors, and ValueError for flags of a dynamic rendezvous.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+    parsed = torchrun.parse_args(list(arguments))
+    least, _, most = parsed.nnodes.partition(":")  # torchrun's default is 1:1
+    if parsed.standalone or parsed.rdzv_backend not in ("static", _BACKEND) or (most or least) != least:
+        raise ValueError(
+            "ranks meet by a static rendezvous: leave out --standalone and --rdzv-backend, and give --nnodes as one number"
+        )
+    parsed.nnodes = least
+    configured = parsed.rdzv_conf.split(",") if parsed.rdzv_conf else []
+    parsed.rdzv_conf = ",".join([*configured, f"rank={parsed.node_rank}"])
+    parsed.rdzv_endpoint = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port or 29500}"
+    parsed.rdzv_backend, parsed.node_rank = _BACKEND, 0  # the agent has the node's number from rdzv_conf
+    rendezvous_handler_registry.register(_BACKEND, _make_handler)
+    if int(parsed.nnodes) > 1:
+        torchrun.run(parsed)
+        return
+    os.environ[FOLDER_VARIABLE] = str(folder)
+    try:
+        torchrun.run(parsed)
+    finally:
+        del os.environ[FOLDER_VARIABLE]
+
+
+def _make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    nodes, node = parameters.max_nodes, int(parameters.config["rank"])
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, -1) if nodes > 1 else ("127.0.0.1", 0)
+    limit = timedelta(seconds=float(parameters.config.get("timeout", 900)))
+
+    class Handler(RendezvousHandler):
+        store: Store | None = None
+
+        @property
+        def use_agent_store(self) -> bool:
+            return True
+
+        def get_backend(self) -> str:
+            return _BACKEND
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            if self.store is None:  # the agent of one machine speaks with nobody
+                self.store = HashStore() if nodes == 1 else _meet(host, port, node, nodes, limit)
+            place = RendezvousStoreInfo(host, port)
+            return RendezvousInfo(PrefixStore(parameters.run_id, self.store), node, nodes, place)
+
+        def is_closed(self) -> bool:
+            return False
+
+        def set_closed(self) -> None:
+            return None
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def get_run_id(self) -> str:
+            return parameters.run_id
+
+        def shutdown(self) -> bool:
+            return True
+
+    return Handler()
+
+
+def _meet(host: str, port: int, node: int, nodes: int, limit: timedelta) -> Store:
+    """The first node listens on ``host`` only; torch's own store would listen on every interface."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    if node > 0:
+        return TCPStore(host, port, nodes, False, limit)
+    try:
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise RuntimeError(
+            f"the first node cannot listen on {host}:{port} for the others ({error.strerror or error}); --master-addr must be "
+            "an address of the first node, and --master-port free there"
+        ) from error
+    return TCPStore(host, port, nodes, True, limit, master_listen_fd=listener.detach())
 
 
 if __name__ == "__main__":

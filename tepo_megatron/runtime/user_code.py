@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -48,12 +48,20 @@ def _import_file(path: Path) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     # The file may have the name of a module of the standard library.
-    spec = spec_from_file_location(f"user_code_{path.stem}", path)
+    name = f"user_code_{path.stem}"
+    return _execute(name, SourceFileLoader(name, str(path)))
+
+
+def _execute(name: str, loader: SourceFileLoader) -> ModuleType:
+    spec = spec_from_loader(name, loader)
     assert spec is not None
-    assert spec.loader is not None
     module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    try:
+        loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 
@@ -111,17 +119,7 @@ def _import_bytes(path: Path) -> _UserModule:
         return known
     spelled = "".join(character if character.isalnum() else "_" for character in path.stem)
     name = f"user_module_{spelled}_{digest}_{len(_IMPORTED)}"
-    spec = spec_from_file_location(name, path, loader=_Bytes(name, str(path), data))
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    _IMPORTED[str(path), digest] = _UserModule(module, digest)
+    _IMPORTED[str(path), digest] = _UserModule(_execute(name, _Bytes(name, str(path), data)), digest)
     return _IMPORTED[str(path), digest]
 
 

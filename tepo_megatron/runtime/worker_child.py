@@ -1,7 +1,13 @@
-"""The worker's side of a child process. Imports only the standard library."""
+"""The worker's side of a child process; ``worker_process`` is the parent's. Imports only the standard library.
+
+Input: JSON lines with the setup, then lists of calls ``[number, …]``. Output: ``{"ready": true, "notice": …, "concurrent": …}``
+with more facts, or ``{"error": text}``; then ``[number, answer, seconds, last]``; ``last``: the process ends. Without
+``concurrent`` answers are in order.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import gc
@@ -13,20 +19,137 @@ import signal
 import socket
 import stat
 import sys
+import time
 import traceback
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, BinaryIO
+from threading import Thread
+from typing import Any, BinaryIO, Protocol
 
 from tepo_megatron.runtime.streams import outlive_readers
 
-NO_MEMORY = 77  # exit status of a worker without memory to report that
+_NO_MEMORY = 77  # exit status of a worker without memory to report that
 
 _GROWTH = 0.25  # of its memory limit, that a worker may keep between calls
+
+OPEN_FILES = 256  # and sockets
+
+_MB = 10**6
+
+
+class _Served(Protocol):
+    """The user's code. ``busy``: the process may not end now; ``worn``: it should; ``facts`` are for the parent."""
+
+    @property
+    def concurrent(self) -> bool: ...
+    @property
+    def busy(self) -> bool: ...
+    @property
+    def worn(self) -> bool: ...
+    @property
+    def facts(self) -> Mapping[str, Any]: ...
+    async def answer(self, *call: Any) -> Any: ...
+    def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Runs an :meth:`answer` to its end, unless it is ``concurrent``."""
+
+
+def serve(
+    make: Callable[[Mapping[str, Any]], _Served],
+    what: str,
+    open_files: Callable[[Mapping[str, Any]], int] = lambda _: OPEN_FILES,
+) -> None:
+    """``make`` gets the setup and may raise ValueError. The exit status tells whether memory was the cause of the end."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm warns all processes of a step; the trainer acts on it
+    try:
+        _serve(make, what, open_files)
+    except MemoryError:
+        os._exit(_NO_MEMORY)
+
+
+def _serve(make: Callable[[Mapping[str, Any]], _Served], what: str, open_files: Callable[[Mapping[str, Any]], int]) -> None:
+    requests, replies = redirect_standard_streams()
+    line = requests.readline()
+    if not line:
+        return
+    setup = json.loads(line)
+    # Before a second thread starts: the kernel moves only one at a time.
+    refusal = None if setup["network"] else leave_network()
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_NOFILE, open_files(setup))
+    inbox: SimpleQueue[Any] = SimpleQueue()
+    Thread(target=_read_lines, args=(requests, inbox), daemon=True).start()
+    sys.path[:] = setup["path"]
+    try:
+        served = make(setup)
+    except ValueError as error:
+        reply(replies, {"error": str(error)})
+        return
+    desk = _Desk(served, setup, replies)
+    notice = refusal and f"{what}s keep their network: {refusal}"
+    reply(replies, {"ready": True, "notice": notice, "concurrent": served.concurrent, **served.facts})
+    if served.concurrent:
+        asyncio.run(desk.answer_concurrently(inbox))
+    while not desk.ended:
+        for call in inbox.get():
+            served.run(desk.answer(*call))
+
+
+class _Desk:
+    def __init__(self, served: _Served, setup: Mapping[str, Any], replies: FileIO) -> None:
+        self._served, self._setup, self._replies = served, setup, replies
+        self._memory = _memory_file()
+        self._most = self._size() + int(_GROWTH * setup["memory_mb"] * _MB)
+        if sys.platform == "linux":  # elsewhere the kernel does not count them
+            _lower(resource.RLIMIT_DATA, self._size() + setup["memory_mb"] * _MB)
+        self.ended = False
+
+    async def answer(self, number: int, *call: Any) -> None:
+        # Ends user code after the parent died: a backtracking regular expression holds the interpreter's lock, and blocks
+        # ``_read_lines``.
+        signal.setitimer(signal.ITIMER_PROF, 60 + 10 * self._setup["timeout_s"])
+        _limit_file_size(self._setup["file_mb"])
+        started = time.monotonic()
+        answer = await self._served.answer(*call)
+        if not self.ended:
+            self.ended = (self._has_grown() or not _has_a_free_file() or self._served.worn) and not self._served.busy
+            reply(self._replies, [number, answer, time.monotonic() - started, self.ended])
+
+    async def answer_concurrently(self, inbox: SimpleQueue[Any]) -> None:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        running: set[asyncio.Task[None]] = set()
+
+        def finish(task: asyncio.Task[None]) -> None:
+            running.discard(task)
+            if self.ended:
+                ended.set()
+
+        def begin(calls: list[Any]) -> None:
+            for call in calls:
+                task = loop.create_task(self.answer(*call))
+                running.add(task)
+                task.add_done_callback(finish)
+
+        def hand_over() -> None:
+            while True:
+                loop.call_soon_threadsafe(begin, inbox.get())
+
+        Thread(target=hand_over, daemon=True).start()
+        await ended.wait()
+        os._exit(0)  # another worker receives the open calls
+
+    def _has_grown(self) -> bool:
+        if self._size() <= self._most:
+            return False
+        gc.collect()
+        return self._size() > self._most
+
+    def _size(self) -> int:
+        """Returns the bytes of private writable memory, which RLIMIT_DATA limits; 0 if unknown."""
+        file = self._memory
+        return 0 if file is None else int(os.pread(file, 200, 0).split()[5]) * resource.getpagesize()
 
 
 def redirect_standard_streams() -> tuple[BinaryIO, FileIO]:
@@ -41,42 +164,24 @@ def redirect_standard_streams() -> tuple[BinaryIO, FileIO]:
     return requests, replies
 
 
-def read_lines(requests: BinaryIO, inbox: SimpleQueue[Any]) -> None:
-    """A thread runs this: the end of the input ends the process even during user code."""
-    try:
-        for line in requests:
-            inbox.put(json.loads(line))
-    except MemoryError:
-        os._exit(NO_MEMORY)
-    if os.getpgrp() == os.getpid():  # the processes of the user's code end too
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(0)
-
-
-def limit_processor_time(timeout_s: float) -> None:
-    """Ends user code after the parent died: a backtracking regular expression holds the interpreter's lock, and blocks
-    ``read_lines``.
-    """
-    signal.setitimer(signal.ITIMER_PROF, 60 + 10 * timeout_s)
-
-
-def has_grown(loaded: int, memory_mb: int) -> bool:
-    most = loaded + int(_GROWTH * memory_mb * 10**6)
-    if data_bytes() <= most:
-        return False
-    gc.collect()
-    return data_bytes() > most
-
-
 def reply(replies: FileIO, value: Any) -> None:
     remaining = memoryview(json.dumps(value).encode() + b"\n")
     while remaining:
         remaining = remaining[replies.write(remaining) :]
 
 
-OPEN_FILES = 256  # and sockets
+def _read_lines(requests: BinaryIO, inbox: SimpleQueue[Any]) -> None:
+    """A thread runs this: the end of the input ends the process even during user code."""
+    try:
+        for line in requests:
+            inbox.put(json.loads(line))
+    except MemoryError:
+        os._exit(_NO_MEMORY)
+    if os.getpgrp() == os.getpid():  # the processes of the user's code end too
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(0)
 
-_MB = 10**6
+
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 
 
@@ -100,35 +205,15 @@ def leave_network() -> str | None:
     return None
 
 
-def limit_process(open_files: int = OPEN_FILES) -> None:
-    """Call it before user code is imported."""
-    _lower(resource.RLIMIT_CORE, 0)
-    _lower(resource.RLIMIT_NOFILE, open_files)
-
-
-def limit_memory(megabytes: int) -> int:
-    """``megabytes`` (10⁶ bytes) come on top of the present size, which it returns in bytes."""
-    now = data_bytes()
-    if sys.platform == "linux":  # elsewhere the kernel does not count them
-        _lower(resource.RLIMIT_DATA, now + megabytes * _MB)
-    return now
-
-
-def limit_file_size(megabytes: int) -> None:
+def _limit_file_size(megabytes: int) -> None:
     status = os.fstat(2)
     log = status.st_size if stat.S_ISREG(status.st_mode) else 0
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    wanted = log + megabytes * _MB
-    resource.setrlimit(resource.RLIMIT_FSIZE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    most = log + megabytes * _MB
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def data_bytes() -> int:
-    """Returns private writable memory, which RLIMIT_DATA limits; 0 if unknown."""
-    file = _memory_file()
-    return 0 if file is None else int(os.pread(file, 200, 0).split()[5]) * resource.getpagesize()
-
-
-def has_a_free_file() -> bool:
+def _has_a_free_file() -> bool:
     try:
         os.close(os.dup(2))
     except OSError:
@@ -136,18 +221,12 @@ def has_a_free_file() -> bool:
     return True
 
 
-@cache
 def _memory_file() -> int | None:
     """Later the process may have no file left to open."""
     try:
         return os.open("/proc/self/statm", os.O_RDONLY)
     except FileNotFoundError:
         return None
-
-
-def forget_memory_file() -> None:
-    """In a fork the parent's file is closed."""
-    _memory_file.cache_clear()
 
 
 def _lower(what: int, value: int) -> None:
@@ -161,57 +240,57 @@ _NO_NETWORK = (errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _HINTS = {
     **dict.fromkeys(("signal 6", "signal 7", "signal 11"), "a C library does this that gets no more memory than {memory}"),
     "signal 9": "the kernel does this when the machine's memory runs out",
-    f"exit status {NO_MEMORY}": "it got no more memory than {memory}",
+    f"exit status {_NO_MEMORY}": "it got no more memory than {memory}",
 }
 
 
-class RememberedFailures:
-    def __init__(self, most: int = 10_000) -> None:
-        self._most = most
-        self._causes: OrderedDict[bytes, str] = OrderedDict()
+@dataclass(frozen=True)
+class WorkerLimits:
+    """The limits of user code, and sentences for their excess. ``what`` names the code, and ``section`` of the configuration
+    has the limits.
+    """
 
-    def add(self, key: bytes, cause: str) -> None:
-        self._causes[key] = cause
-        if len(self._causes) > self._most:
-            self._causes.popitem(last=False)
+    what: str
+    section: str
+    timeout_s: float
+    memory_mb: int
+    file_mb: int
+    network: bool
 
-    def get(self, key: bytes) -> str | None:
-        if key in self._causes:
-            self._causes.move_to_end(key)
-        return self._causes.get(key)
+    @classmethod
+    def of(cls, what: str, section: str, setup: Mapping[str, Any]) -> WorkerLimits:
+        return cls(what, section, *(setup[name] for name in ("timeout_s", "memory_mb", "file_mb", "network")))
 
+    def took_too_long(self, method: str = "") -> str:
+        where = f" in {method}" if method else ""
+        return f"the {self.what} took longer{where} than {self.section}.timeout_s = {self.timeout_s:g} s"
 
-def why_it_ended(exit_status: str, memory_mb: int, *, what: str = "verifier", section: str = "reward") -> str:
-    """``section`` has the limits of ``what`` in the configuration."""
-    hint = _HINTS.get(exit_status, "").format(memory=f"{section}.memory_mb = {memory_mb}")
-    return f"the {what}'s process ended ({exit_status}){'; ' if hint else ''}{hint}"
+    def ended(self, exit_status: str) -> str:
+        hint = _HINTS.get(exit_status, "").format(memory=f"{self.section}.memory_mb = {self.memory_mb}")
+        return f"the {self.what}'s process ended ({exit_status}){'; ' if hint else ''}{hint}"
 
+    def raised(self, error: BaseException, function: Callable[..., Any]) -> str:
+        code = getattr(function, "__code__", None)
+        frames = traceback.extract_tb(error.__traceback__) if code is not None else ()
+        lines = [frame.lineno for frame in frames if code is not None and frame.filename == code.co_filename]
+        place = place_of(function, lines[-1] if lines else None)
+        if isinstance(error, MemoryError):
+            return f"the {self.what} needed more memory than {self.section}.memory_mb = {self.memory_mb}{place}"
+        text = f"the {self.what} raised {type(error).__name__}: {error}"
+        return f"{text[:_LONGEST_ERROR]}{self._limit_behind(error)}{place}"
 
-def why_it_raised(error: BaseException, verifier: Callable[..., Any], setup: Mapping[str, Any]) -> str:
-    """``setup`` has the limits by name; for others than verifiers also "what" and "section"."""
-    what, section = setup.get("what", "verifier"), setup.get("section", "reward")
-    if isinstance(error, MemoryError):
-        return f"the {what} needed more memory than {section}.memory_mb = {setup['memory_mb']}{_place(error, verifier)}"
-    text = f"the {what} raised {type(error).__name__}: {error}"
-    return f"{text[:_LONGEST_ERROR]}{_limit_behind(error, setup)}{_place(error, verifier)}"
-
-
-def _limit_behind(error: BaseException, setup: Mapping[str, Any]) -> str:
-    what, section = setup.get("what", "verifier"), setup.get("section", "reward")
-    for each in _chain(error):
-        if not isinstance(each, OSError):
-            continue
-        if each.errno == errno.EFBIG:
-            return f" ({_a(what)}'s files may have {section}.file_mb = {setup['file_mb']})"
-        if each.errno == errno.EMFILE:
-            return f" ({_a(what)} may have {OPEN_FILES} files open)"
-        if not setup["network"] and (isinstance(each, socket.gaierror) or each.errno in _NO_NETWORK):
-            return f" (this {what} has no network; {section}.network=true gives it one)"
-    return ""
-
-
-def _a(what: str) -> str:
-    return f"{'an' if what[0] in 'aeiou' else 'a'} {what}"
+    def _limit_behind(self, error: BaseException) -> str:
+        one = f"{'an' if self.what[0] in 'aeiou' else 'a'} {self.what}"
+        for cause in _chain(error):
+            if not isinstance(cause, OSError):
+                continue
+            if cause.errno == errno.EFBIG:
+                return f" ({one}'s files may have {self.section}.file_mb = {self.file_mb})"
+            if cause.errno == errno.EMFILE:
+                return f" ({one} may have {OPEN_FILES} files open)"
+            if not self.network and (isinstance(cause, socket.gaierror) or cause.errno in _NO_NETWORK):
+                return f" (this {self.what} has no network; {self.section}.network=true gives it one)"
+        return ""
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -222,17 +301,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def place_of(verifier: Callable[..., Any], line: int | None = None) -> str:
+def place_of(function: Callable[..., Any], line: int | None = None) -> str:
     """Returns ``, at file:line: "…"``, or ""."""
-    code = getattr(verifier, "__code__", None)
+    code = getattr(function, "__code__", None)
     if code is None:
         return ""
     line = code.co_firstlineno if line is None else line
     return f', at {code.co_filename}:{line}: "{linecache.getline(code.co_filename, line).strip()[:120]}"'
-
-
-def _place(error: BaseException, verifier: Callable[..., Any]) -> str:
-    code = getattr(verifier, "__code__", None)
-    frames = traceback.extract_tb(error.__traceback__) if code is not None else ()
-    lines = [frame.lineno for frame in frames if code is not None and frame.filename == code.co_filename]
-    return place_of(verifier, lines[-1] if lines else None)

@@ -14,15 +14,17 @@ import sys
 import time
 import traceback
 import warnings
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import FileIO
-from typing import IO, Any, Generic, NoReturn, Protocol, TypeVar
+from typing import IO, Any, Generic, Literal, NoReturn, TypeVar
 
 from tepo_megatron.runtime.preemption import not_ignored
-from tepo_megatron.runtime.proc import STOPPED, process_state
+from tepo_megatron.runtime.proc import STOPPED, Process
+from tepo_megatron.runtime.worker_child import WorkerLimits
 
 _CLOSE_TIMEOUT_S = 1.0
 
@@ -86,7 +88,7 @@ class WorkerProcess:
 
     @property
     def stopped(self) -> bool:
-        state = process_state(self._process.pid)
+        state = Process.read(self._process.pid)
         return state is not None and state.state in (STOPPED, "t")
 
     def close(self) -> None:
@@ -181,16 +183,26 @@ def _close_others() -> None:
     os.closerange(3, most if most != resource.RLIM_INFINITY else 1 << 20)
 
 
-START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 120.0
 """User code may import symbolic mathematics libraries, which needs several seconds."""
 
-
-class Call(Protocol):
-    deadline: float
+_EXTRA_TIME_S = 2.0  # a concurrent worker ends late calls itself
 
 
-C = TypeVar("C", bound=Call)
-W = TypeVar("W", bound="Worker[Any]")
+@dataclass(eq=False)
+class WorkerCall(ABC):
+    number: int
+    deadline: float = field(default=float("inf"), init=False)
+    method: str = field(default="", init=False)
+    """It is named if the call takes too long."""
+
+    @property
+    @abstractmethod
+    def message(self) -> list[Any]: ...
+
+
+C = TypeVar("C", bound=WorkerCall)
+End = Literal["died", "late", "stopped", "grown"]
 
 
 @dataclass(eq=False)
@@ -199,15 +211,17 @@ class Worker(Generic[C]):
     ready: bool = False
     concurrent: bool = False
     pending: deque[C] = field(default_factory=deque)
-    start_deadline: float = field(default_factory=lambda: time.monotonic() + START_TIMEOUT_S)
-
-    @property
-    def idle(self) -> bool:
-        return self.ready and not self.pending
+    """They are sent when it is ready, since it does not read before."""
+    start_deadline: float = field(default_factory=lambda: time.monotonic() + _START_TIMEOUT_S)
 
     @property
     def running(self) -> list[C]:
         return list(self.pending) if self.concurrent else list(self.pending)[:1]
+
+    @property
+    def late(self) -> list[C]:
+        now = time.monotonic()
+        return [call for call in self.running if now >= call.deadline]
 
     @property
     def deadline(self) -> float:
@@ -216,47 +230,128 @@ class Worker(Generic[C]):
         return min((call.deadline for call in self.running), default=float("inf"))
 
 
-class WorkerSet(Generic[W]):
-    def __init__(self) -> None:
-        self._workers: list[W] = []
+W = TypeVar("W", bound=Worker[Any])
+
+
+class WorkerPool(ABC, Generic[W, C]):
+    """Children that run user code. One that dies, hangs or grows too large is replaced. Used from one thread."""
+
+    _workers: list[W]
+
+    def __init__(
+        self,
+        make: Callable[[], W],
+        config: Any,
+        *,
+        names: tuple[str, str, str],
+        setup: Mapping[str, Any],
+    ) -> None:
+        """``config`` is a section of the configuration; ``names``: the code's kind, the section, and the setting with the code.
+
+        Raises ValueError for unusable code, RuntimeError if a worker does not start.
+        """
+        kind, section, self._setting = names
+        fields = ("kwargs", "timeout_s", "memory_mb", "file_mb", "run_code")
+        self._setup = {name: getattr(config, name) for name in fields}
+        self._setup |= {"path": sys.path, "network": not config.cuts_network, **setup}
+        self._make, self._limits = make, WorkerLimits.of(kind, section, self._setup)
+        self._workers = []
         self._selector = selectors.DefaultSelector()
-
-    def __iter__(self) -> Iterator[W]:
-        return iter(self._workers)
-
-    def __len__(self) -> int:
-        return len(self._workers)
+        self._facts: Mapping[str, Any] = {}
+        try:
+            for _ in range(config.workers):
+                self._start()
+            while not all(worker.ready for worker in self._workers):
+                self._wait(_START_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
 
     @property
-    def ready(self) -> bool:
-        return all(worker.ready for worker in self._workers)
-
-    def add(self, worker: W) -> None:
-        self._workers.append(worker)
-        self._selector.register(worker.process, selectors.EVENT_READ, worker)
-
-    def kill(self, worker: W) -> None:
-        """Loses its last output; :meth:`replace` it afterwards."""
-        self._selector.unregister(worker.process)
-        worker.process.kill()
-
-    def replace(self, killed: W, by: W) -> None:
-        self._workers[self._workers.index(killed)] = by
-        self._selector.register(by.process, selectors.EVENT_READ, by)
-
-    def wait(self, timeout_s: float) -> Iterator[tuple[W, bool]]:
-        """Yields (readable worker, True) and (late worker, False)."""
-        due = min((worker.deadline for worker in self._workers), default=float("inf"))
-        patience = max(0.0, min(timeout_s, due - time.monotonic()))
-        heard = {id(key.data) for key, _ in self._selector.select(patience)}
-        for worker in list(self._workers):
-            if id(worker) in heard:
-                yield worker, True
-            elif time.monotonic() >= worker.deadline:
-                yield worker, False
+    def notice(self) -> str | None:
+        """A limit that this machine's kernel does not support."""
+        return self._facts["notice"]
 
     def close(self) -> None:
         for worker in self._workers:
             worker.process.close()
         self._workers = []
         self._selector.close()
+
+    @abstractmethod
+    def _answered(self, worker: W, call: C, answer: Any, seconds: float) -> None: ...
+
+    @abstractmethod
+    def _lost(self, worker: W, why: str, end: End) -> None:
+        """Another worker has to take its calls; a new one has been started."""
+
+    def _start(self, **setup: Any) -> W:
+        worker = self._make()
+        self._workers.append(worker)
+        self._selector.register(worker.process, selectors.EVENT_READ, worker)
+        worker.process.send({**self._setup, **setup}, _START_TIMEOUT_S)
+        return worker
+
+    def _start_like(self, worker: W) -> None:
+        self._start()
+
+    def _send(self, worker: W, calls: Sequence[C]) -> None:
+        for call in calls:
+            call.deadline = self._deadline(worker)
+        worker.pending.extend(calls)
+        if worker.ready and calls:
+            worker.process.send([[call.number, *call.message] for call in calls], self._limits.timeout_s)
+
+    def _deadline(self, worker: W) -> float:
+        return time.monotonic() + self._limits.timeout_s + (_EXTRA_TIME_S if worker.concurrent else 0.0)
+
+    def _wait(self, timeout_s: float) -> None:
+        """Returns at once if no worker works."""
+        due = min((worker.deadline for worker in self._workers), default=float("inf"))
+        patience = max(0.0, min(timeout_s, due - time.monotonic())) if due < float("inf") else 0.0
+        readable = {key.data for key, _ in self._selector.select(patience)}
+        for worker in list(self._workers):
+            if worker in readable:
+                self._take_replies(worker)
+            elif time.monotonic() >= worker.deadline:
+                why = f"it took longer than {_START_TIMEOUT_S:g} s"
+                if worker.ready:
+                    why = self._limits.took_too_long(worker.late[0].method)
+                self._replace(worker, why, "stopped" if worker.process.stopped else "late")
+
+    def _take_replies(self, worker: W) -> None:
+        try:
+            replies = worker.process.receive()
+        except EOFError:
+            self._replace(worker, self._limits.ended(worker.process.exit_status()), "died")
+            return
+        for reply in replies:
+            if not worker.ready:
+                self._begin(worker, reply)
+                continue
+            number, answer, seconds, last = reply
+            call = next(call for call in worker.pending if call.number == number)
+            worker.pending.remove(call)
+            self._answered(worker, call, answer, seconds)
+            if last:
+                self._replace(worker, "its worker had grown too large", "grown")
+                return
+        if worker.pending and not worker.concurrent:
+            worker.pending[0].deadline = self._deadline(worker)  # its turn has come
+
+    def _begin(self, worker: W, reply: Mapping[str, Any]) -> None:
+        if "error" in reply:
+            raise ValueError(reply["error"])
+        worker.ready, worker.concurrent, self._facts = True, reply["concurrent"], reply
+        calls = list(worker.pending)
+        worker.pending.clear()
+        self._send(worker, calls)
+
+    def _replace(self, worker: W, why: str, end: End) -> None:
+        if not worker.ready:
+            raise RuntimeError(f"a worker for {self._setting} did not start: {why}")
+        self._selector.unregister(worker.process)
+        self._workers.remove(worker)
+        worker.process.kill()
+        self._start_like(worker)
+        self._lost(worker, why, end)

@@ -25,7 +25,7 @@ from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.runtime.job_control import stopped_together
 from tepo_megatron.runtime.machine import available_cores
 from tepo_megatron.runtime.preemption import not_ignored
-from tepo_megatron.runtime.run_lock import check_free
+from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.tools.sweep import SweepFile, SweepRun
 
 LAST_LINES = 30
@@ -141,7 +141,7 @@ class Sweep:
             if self._stop is not None:
                 return _RunEnd(run, "stopped")
             try:
-                check_free(run.folder)
+                RunLock.check_free(run.folder)
             except ValueError as error:
                 return _RunEnd(run, "failed", str(error))
             status = self._start(run, log)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Response, WeightsVersion
-from tepo_megatron.runtime.proc import group_members
+from tepo_megatron.runtime.proc import Process
 from tepo_megatron.runtime.supervise import SHM, temporary_folder
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.protocol import ServerDied
@@ -422,7 +422,7 @@ def test_a_server_that_hangs_while_it_samples_or_is_updated_is_killed_and_replac
     assert server.healthy()
     with pytest.raises(ServerDied, match=r"no answer|no new token of any request within 4 s"):
         sync(fleet, first_weights, WeightsVersion(0)) if update else sample(fleet, seed=9)
-    assert group_members(group) == []
+    assert Process.in_group(group) == []
     assert not any((SHM / name).exists() for name in names)
     monkeypatch.undo()
     assert fleet.revive()

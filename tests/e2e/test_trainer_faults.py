@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.runtime.heartbeat import read_records
+from tepo_megatron.runtime.heartbeat import RankRecord
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tests.support.kills import RUN, rows, wait_for_rows
 from tests.support.processes import assert_none_names
@@ -115,7 +115,7 @@ def test_a_rank_that_is_stopped_ends_the_job_and_the_run_goes_on_when_resumed(tm
     process = start(output, rollouts, "train.steps=400", "train.save_every=2", "engine.parallel.tp=2")
     try:
         wait_for_rows(process, output, 4)
-        (pid,) = [record.pid for record in read_records(output / "status") if record.rank == 1]
+        (pid,) = [record.pid for record in RankRecord.read_all(output / "status") if record.rank == 1]
         os.kill(pid, signal.SIGSTOP)
         text = status(output)
         assert "of 400 done" in text

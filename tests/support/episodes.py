@@ -9,12 +9,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Response, WeightsVersion, token_ids
 from tepo_megatron.sampler.protocol import KeyedResponse
 from tepo_megatron.tasks.environments.agent_session import ChatRequest
 from tepo_megatron.tasks.environments.episodes import EpisodeEnd
-from tepo_megatron.tasks.environments.protocol import EpisodeAnswer, StepResult, read_action, read_problem
+from tepo_megatron.tasks.environments.protocol import EpisodeAnswer, StepResult
 
 END, VOCABULARY, TURN = 2, 50, 6
 """The end token, the model's tokens, and the longest turn."""
@@ -91,9 +91,9 @@ class FakeHost:
             return
         if call[0] == "reset":
             environment = self._episodes[episode] = self.make()
-            result = StepResult(environment.reset(read_problem(call[1]), seed=call[2]))
+            result = StepResult(environment.reset(Problem.from_json(*call[1]), seed=call[2]))
         else:
-            result = self._episodes[episode].step(read_action(call[1:]))
+            result = self._episodes[episode].step(ResponseText.from_json(*call[1:]))
         told: Any = result.observation
         kind = "text" if isinstance(told, str) else "ids"
         if isinstance(told, ChatRequest):

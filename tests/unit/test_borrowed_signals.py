@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tepo_megatron.runtime.preemption import STOP_SIGNALS, StopRequested, borrowed_stop_signals, stop_signals
+from tepo_megatron.runtime.preemption import STOP_SIGNALS, StopRequested, StopSignals, stop_signals
 from tests.support.programs import TIMEOUT_S
 
 
@@ -18,7 +18,7 @@ def test_a_signal_asks_for_a_stop_and_a_second_ctrl_c_interrupts() -> None:
     outer, threads = stop_signals(), set(threading.enumerate())
     signal.set_wakeup_fd(wakes := signal.set_wakeup_fd(-1))
     said: list[str] = []
-    with borrowed_stop_signals() as signals:
+    with StopSignals(ends=False).borrowed() as signals:
         assert stop_signals() is signals
         signals.say = said.append
         with pytest.raises(StopRequested):
@@ -46,7 +46,7 @@ def test_in_another_thread_no_signal_is_touched() -> None:
     found = []
 
     def work() -> None:
-        with borrowed_stop_signals():
+        with StopSignals(ends=False).borrowed():
             found.append([signal.getsignal(number) for number in STOP_SIGNALS])
 
     thread = threading.Thread(target=work)

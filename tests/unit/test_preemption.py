@@ -17,7 +17,7 @@ from tests.support.programs import TIMEOUT_S
 
 RANK = """
 import ctypes, os, sys, time
-from tepo_megatron.runtime.preemption import StopRequested, install_stop_signals, stop_signals
+from tepo_megatron.runtime.preemption import StopRequested, StopSignals, stop_signals
 
 what, grace, warning = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
 
@@ -32,7 +32,7 @@ def in_c():
     tell("ready")
     libc.pthread_mutex_lock(mutex)
 
-signals = install_stop_signals(grace_s=grace, warning_s=warning)
+signals = StopSignals(grace_s=grace, warning_s=warning).install()
 signals.say = tell
 signals.at_risk = lambda: "step 3 is lost; the newest checkpoint is step_000002"
 assert stop_signals() is signals

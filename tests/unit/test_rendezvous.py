@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.runtime import rendezvous
+from tepo_megatron.runtime import rendezvous, torchrun
 from tepo_megatron.sampler.vllm.resources import reserve_port
 from tepo_megatron.trainer.megatron.collectives import all_gather_json, objects_as_json
 from tests.support import stranger
@@ -229,9 +229,10 @@ def test_torchruns_own_static_rendezvous_is_taken(start: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("flag", ["--standalone", "--rdzv-backend=c10d", "--rdzv-backend=etcd", "--nnodes=1:4"])
-def test_flags_for_a_dynamic_rendezvous_are_refused(flag: str) -> None:
+def test_flags_for_a_dynamic_rendezvous_are_refused(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "")  # which it sets
     with pytest.raises(ValueError, match="ranks meet by a static rendezvous"):
-        rendezvous.run_agent([flag, "-m", "whatever"])
+        torchrun.run_node([flag, "-m", "whatever"])
 
 
 @pytest.mark.slow

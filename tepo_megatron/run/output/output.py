@@ -137,10 +137,10 @@ class Output:
         metrics = self.folder / "metrics.jsonl"
         if self._metrics.waiting:
             self.message(f"{self._metrics.waiting} rows of {metrics} could not be written to the end, and are lost")
-        from tepo_megatron.runtime.terminal import terminal
+        from tepo_megatron.runtime.terminal import Terminal
 
         self._finished = True
-        console = terminal()
+        console = Terminal.of_output()
         try:
             rows = read_metrics(metrics)
             plot_curves(metrics, self.folder / "curves.png", self._config.name)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.run.loggers.loggers import check_installed
-from tepo_megatron.runtime.run_lock import RunLock, check_free
+from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, read_state, set_aside, step_of
 from tepo_megatron.trainer.run_compatibility import (
     Difference,
@@ -272,7 +272,7 @@ def prepare_folder(config: RunConfig, *, overwrite: bool = False) -> None:
     check_installed(config.log)
     _check_writable(folder)
     with unwritable_is_a_sentence(folder):
-        check_free(folder)
+        RunLock.check_free(folder)
     if overwrite and holds_run(folder):
         _remove_run(config)
     check_no_run(config)

@@ -13,8 +13,8 @@ import yaml
 
 from tepo_megatron.run.display.figures import duration, evaluation_line, fault_lines, figures_line, set_figures, set_lines
 from tepo_megatron.run.metrics import read_metrics
-from tepo_megatron.runtime.heartbeat import RankRecord, read_records
-from tepo_megatron.runtime.proc import STOPPED, process_state
+from tepo_megatron.runtime.heartbeat import RankRecord
+from tepo_megatron.runtime.proc import STOPPED, Process
 
 SILENT_S = 60.0  # silence after which a rank on another machine may be gone
 
@@ -29,7 +29,7 @@ def run_status(output: Path, *, now: float | None = None) -> tuple[list[str], bo
     config = yaml.safe_load(resolved.read_text(encoding="utf-8"))
     metrics = output / "metrics.jsonl"
     rows = read_metrics(metrics) if metrics.is_file() else []
-    records = read_records(output / "status")
+    records = RankRecord.read_all(output / "status")
     now = time.time() if now is None else now
     root = next((record for record in records if record.rank == 0), None)
     is_running = root is not None and not root.ended and _is_there(root, now)
@@ -48,7 +48,7 @@ def status_record(output: Path, *, now: float | None = None) -> dict[str, Any]:
     metrics = output / "metrics.jsonl"
     rows = read_metrics(metrics) if metrics.is_file() else []
     evaluated = [row for row in rows if evaluation_line(row, 1) or set_lines(row)]
-    records = sorted(read_records(output / "status"), key=lambda record: record.rank)
+    records = sorted(RankRecord.read_all(output / "status"), key=lambda record: record.rank)
     return {
         "name": config["name"],
         "runs": is_running,
@@ -112,14 +112,14 @@ def _count(record: RankRecord) -> str:
 
 
 def _is_there(record: RankRecord, now: float) -> bool:
-    if record.host == socket.gethostname() and (state := process_state(record.pid)) is not None:
+    if record.host == socket.gethostname() and (state := Process.read(record.pid)) is not None:
         return state.alive and state.started == record.started
     return record.host != socket.gethostname() and now - record.time < SILENT_S
 
 
 def _trouble(record: RankRecord, now: float) -> str:
     if record.host == socket.gethostname():
-        state = process_state(record.pid)
+        state = Process.read(record.pid)
         if state is None or not state.alive or state.started != record.started:
             return ": GONE"
         return ": STOPPED (state T)" if state.state == STOPPED else ""

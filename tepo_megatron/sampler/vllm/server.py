@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from tepo_megatron.config.rollout import MOST_KEPT, ServerConfig
 from tepo_megatron.runtime.machine import load_hint, read_cores
-from tepo_megatron.runtime.proc import group_members
+from tepo_megatron.runtime.proc import Process
 from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
 from tepo_megatron.runtime.supervise import sweep
 from tepo_megatron.sampler.vllm.plugin import ROUTES_VARIABLE
@@ -161,7 +161,7 @@ class Server:
             os.killpg(process.pid, signal.SIGKILL)  # needed only if the supervisor itself was killed
         # Later processes may need its memory and GPU, and cannot remove its files while it lives.
         deadline = time.monotonic() + _STOP_TIMEOUT_S
-        while group_members(process.pid) and time.monotonic() < deadline:
+        while Process.in_group(process.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
         sweep()
 

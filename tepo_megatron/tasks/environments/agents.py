@@ -9,22 +9,22 @@ import json
 import secrets
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.runtime.text import read_json
-from tepo_megatron.runtime.worker_child import why_it_raised
+from tepo_megatron.runtime.worker_child import WorkerLimits
 from tepo_megatron.tasks.environments.agent_session import (
     AgentEnd,
+    AgentRequest,
     AgentSession,
     ChatRequest,
     EpisodeError,
     RefusedError,
     chunks,
-    read_request,
 )
 from tepo_megatron.tasks.environments.protocol import StepResult, Strangers
 from tepo_megatron.tasks.reward.verifiers import load_verifier
@@ -37,9 +37,11 @@ _MAX_RUNNING_AGENTS = 32  # a process with more agents left from ended episodes 
 class Agents:
     """``solve`` None: external agents. Raises ValueError if ``name`` is no function of (problem, base_url, api_key)."""
 
-    def __init__(self, solve: Callable[..., Any] | None, kwargs: Mapping[str, Any], setup: Mapping[str, Any]) -> None:
+    def __init__(
+        self, solve: Callable[..., Any] | None, kwargs: Mapping[str, Any], setup: Mapping[str, Any], limits: WorkerLimits
+    ) -> None:
         settings = setup["agent"]
-        self.solve, self.kwargs, self.setup = solve, kwargs, setup
+        self.solve, self.kwargs, self.setup, self.limits = solve, kwargs, setup, limits
         if solve is not None:
             self._takes_seed = _takes_seed(solve, kwargs, setup["name"])
         self.verify = None if settings["verifier"] is None else load_verifier(settings["verifier"])
@@ -63,18 +65,31 @@ class Agents:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         return len(self._threads) > _MAX_RUNNING_AGENTS
 
-    async def begin(self, problem: Problem, seed: int, talk: AgentSession, key: str) -> None:
+    async def begin(self, problem: Problem, seed: int, session: AgentSession, key: str) -> None:
         url = await self.address.url()
-        if self.solve is None:
-            self.address.offer(_as_json(problem), key, seed)
+        solve = self.solve
+        if solve is None:
+            messages = [{"role": role, "content": content} for role, content in problem.messages]
+            shown = {
+                "id": problem.id,
+                "prompt": problem.prompt,
+                "answer": problem.answer,
+                "metadata": dict(problem.metadata),
+                "messages": messages or [{"role": "user", "content": problem.prompt}],
+            }
+            self.address.offer({"problem": shown, "base_url": url, "api_key": key, "seed": seed})
             return
         loop = asyncio.get_running_loop()
         arguments = {**self.kwargs, "base_url": url, "api_key": key, **({"seed": seed} if self._takes_seed else {})}
 
         def run() -> None:
-            ended = _run(self.solve, problem, arguments)
             try:
-                loop.call_soon_threadsafe(talk.end, ended)
+                result = solve(problem, **arguments)
+                end = AgentEnd(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
+            except BaseException as error:  # SystemExit too: it must end the episode, not silently the thread
+                end = AgentEnd(error=error)
+            try:
+                loop.call_soon_threadsafe(session.end, end)
             except RuntimeError:
                 if not loop.is_closed():  # closed: the worker has ended, and nobody waits for this episode
                     raise
@@ -86,86 +101,71 @@ class Agents:
             thread.start()
         finally:
             threading.stack_size(before)
-        self._threads = [*(thread_ for thread_ in self._threads if thread_.is_alive()), thread]
+        self._threads.append(thread)
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
 
 
 class _AgentEpisode:
-    def __init__(self, agents: Agents, talk: AgentSession) -> None:
-        self._agents, self._talk = agents, talk
+    def __init__(self, agents: Agents, session: AgentSession) -> None:
+        self._agents, self._session = agents, session
         self._key = ""
         self._problem: Problem | None = None
-        self._last = ResponseText("")
 
     async def reset(self, problem: Problem, seed: int) -> ChatRequest:
         self._problem = problem
-        self._key = self._agents.address.open(self._talk)
-        await self._agents.begin(problem, seed, self._talk, self._key)
-        request = await self._talk.wait()
+        self._key = self._agents.address.open(self._session)
+        await self._agents.begin(problem, seed, self._session, self._key)
+        request = await self._next()
         if isinstance(request, ChatRequest):
             return request
-        self._check(request)
         raise EpisodeError("the agent ended without asking the model anything")
 
     async def step(self, action: ResponseText) -> StepResult:
-        self._last = action
-        self._talk.give(action)
-        mistake = self._talk.malformed
-        request = await self._talk.wait()
+        self._session.give(action)
+        malformed = self._session.malformed
+        request = await self._next()
         if isinstance(request, ChatRequest):
-            asked: Any = request  # only this package makes it
-            return StepResult(asked, tool_error=mistake)
-        self._check(request)
-        return StepResult(reward=self._reward(request.result), done=True, tool_error=mistake)
+            observation: Any = request  # only this package makes it
+            return StepResult(observation, tool_error=malformed)
+        return StepResult(reward=self._reward(request.result, action), done=True, tool_error=malformed)
 
     def close(self) -> None:
         self._agents.address.close(self._key)
-        self._talk.close()
+        self._session.close()
 
-    def _check(self, ended: AgentEnd) -> None:
-        if ended.error is not None:
+    async def _next(self) -> ChatRequest | AgentEnd:
+        request = await self._session.wait()
+        if isinstance(request, AgentEnd) and request.error is not None:
             assert self._agents.solve is not None
-            raise EpisodeError(why_it_raised(ended.error, self._agents.solve, {**self._agents.setup, "what": "agent"}))
+            raise EpisodeError(replace(self._agents.limits, what="agent").raised(request.error, self._agents.solve))
+        return request
 
-    def _reward(self, result: Any) -> Any:
+    def _reward(self, result: Any, action: ResponseText) -> Any:
         if result is not None and not isinstance(result, str):
             return result
-        if result is None and self._talk.posted is not None:
-            return self._talk.posted
+        if result is None and self._session.posted is not None:
+            return self._session.posted
         if self._agents.verify is None:
             what = "text" if isinstance(result, str) else "nothing"
             raise EpisodeError(
                 f"the agent returned {what}, and no reward; return a number, send one to /v1/reward, or set "
                 "environment.agent.verifier"
             )
-        action = self._last
         answer = action if result is None else ResponseText(result, action.token_ids, action.finish_reason)
         try:
             return self._agents.verify(self._problem, answer)
         except Exception as error:
-            sentence = why_it_raised(error, self._agents.verify, {**self._agents.setup, "what": "verifier"})
-            raise EpisodeError(sentence) from error
-
-
-def _run(solve: Callable[..., Any] | None, problem: Problem, given: Mapping[str, Any]) -> AgentEnd:
-    assert solve is not None
-    try:
-        result = solve(problem, **given)
-        return AgentEnd(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
-    except BaseException as error:  # SystemExit too: it must end the episode, not silently the thread
-        return AgentEnd(error=error)
-
-
-async def _awaited(found: Any) -> Any:
-    return await found
+            raise EpisodeError(replace(self._agents.limits, what="verifier").raised(error, self._agents.verify)) from error
 
 
 def _takes_seed(solve: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> bool:
     try:
         signature = inspect.signature(solve)
         parameters = signature.parameters.values()
-        takes = "seed" not in kwargs and any(
-            parameter.name == "seed" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters
-        )
+        takes = "seed" not in kwargs and any(item.name == "seed" or item.kind is item.VAR_KEYWORD for item in parameters)
         signature.bind(None, base_url="", api_key="", **({"seed": 0} if takes else {}), **kwargs)
     except (TypeError, ValueError) as error:
         raise ValueError(
@@ -175,27 +175,9 @@ def _takes_seed(solve: Callable[..., Any], kwargs: Mapping[str, Any], name: str)
     return takes
 
 
-def _as_json(problem: Problem) -> dict[str, Any]:
-    messages = [{"role": role, "content": content} for role, content in problem.messages]
-    return {
-        "id": problem.id,
-        "prompt": problem.prompt,
-        "answer": problem.answer,
-        "metadata": dict(problem.metadata),
-        "messages": messages or [{"role": "user", "content": problem.prompt}],
-    }
-
-
 HOST = "127.0.0.1"
 _FOLLOWS = {"Cache-Control": "no-cache", "Content-Type": "text/event-stream"}
 _LONGEST_WAIT_S = 60.0
-
-
-@dataclass(frozen=True)
-class _Offer:
-    problem: Mapping[str, Any]
-    key: str
-    seed: int
 
 
 class ChatAddress:
@@ -214,8 +196,8 @@ class ChatAddress:
     ) -> None:
         self._sampling, self._ignored, self._port, self._outside_key = sampling, ignored, port, outside_key
         self._max_request_bytes = max_request_bytes
-        self._talks: dict[str, AgentSession] = {}
-        self._offers: asyncio.Queue[_Offer] = asyncio.Queue()
+        self._sessions: dict[str, AgentSession] = {}
+        self._offers: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
         self._starting: asyncio.Task[str] | None = None
         self._strangers = Strangers()
 
@@ -225,17 +207,18 @@ class ChatAddress:
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 
-    def open(self, talk: AgentSession) -> str:
+    def open(self, session: AgentSession) -> str:
         """Returns the episode's key."""
         key = f"tepo-{secrets.token_urlsafe(24)}"
-        self._talks[key] = talk
+        self._sessions[key] = session
         return key
 
     def close(self, key: str) -> None:
-        self._talks.pop(key, None)
+        self._sessions.pop(key, None)
 
-    def offer(self, problem: Mapping[str, Any], key: str, seed: int) -> None:
-        self._offers.put_nowait(_Offer(problem, key, seed))
+    def offer(self, episode: Mapping[str, Any]) -> None:
+        """``api_key`` is that of :meth:`open`."""
+        self._offers.put_nowait(episode)
 
     async def _start(self) -> str:
         app = web.Application(client_max_size=self._max_request_bytes, middlewares=[_with_errors])
@@ -260,27 +243,27 @@ class ChatAddress:
             ) from error
         return f"http://{HOST}:{server.sockets[0].getsockname()[1]}/v1"
 
-    def _talk(self, request: web.Request) -> AgentSession:
+    def _session(self, request: web.Request) -> AgentSession:
         key = _key_of(request)
-        talk = self._talks.get(key)
-        if talk is None:
+        session = self._sessions.get(key)
+        if session is None:
             raise RefusedError(
                 "no episode has this API key: it is over, or the agent does not send the key that it was given",
                 status=401,
                 code="invalid_api_key",
             )
         self._strangers.discard(request.transport)
-        return talk
+        return session
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        talk = self._talk(request)
+        session = self._session(request)
         again = request.headers.get("x-stainless-retry-count", "0") != "0"  # OpenAI's clients count
         try:
-            asked = read_request(await _body(request), self._sampling, self._ignored)
-            answer = await talk.ask(asked, again=again)
+            asked = AgentRequest.read(await _body(request), self._sampling, self._ignored)
+            answer = await session.ask(asked, again=again)
         except RefusedError as refused:
             if refused.code != "episode_over":
-                talk.refuse(str(refused))
+                session.refuse(str(refused))
             raise
         if not asked.stream:
             return web.json_response(answer)
@@ -293,19 +276,19 @@ class ChatAddress:
         return response
 
     async def _reward(self, request: web.Request) -> web.Response:
-        talk = self._talk(request)
+        session = self._session(request)
         try:
             body = await _body(request)
             if not isinstance(body, dict) or body.get("reward") is None:
                 raise RefusedError('a reward is sent as {"reward": 1.0}, or with components by name', param="reward")
         except RefusedError as refused:
-            talk.refuse(str(refused))
+            session.refuse(str(refused))
             raise
-        talk.post(body["reward"])
+        session.post(body["reward"])
         return web.json_response({"reward": body["reward"]})
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._talk(request)
+        self._session(request)
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "tepo_megatron"}
         return web.json_response({"object": "list", "data": [model]})
 
@@ -319,13 +302,11 @@ class ChatAddress:
         try:
             async with asyncio.timeout(_LONGEST_WAIT_S):
                 offer = await self._offers.get()
-                while offer.key not in self._talks:  # the episode ended before it was fetched
+                while offer["api_key"] not in self._sessions:  # the episode ended before it was fetched
                     offer = await self._offers.get()
         except TimeoutError:
             return web.Response(status=204)
-        return web.json_response(
-            {"problem": offer.problem, "base_url": await self.url(), "api_key": offer.key, "seed": offer.seed}
-        )
+        return web.json_response(offer)
 
 
 def _key_of(request: web.Request) -> str:

@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from tepo_megatron.core.problem import Problem, ResponseText
-from tepo_megatron.runtime.sandbox import Sandbox, require_no_network
+from tepo_megatron.runtime.sandbox import Sandbox
 from tepo_megatron.runtime.user_code import load_user_code
 from tepo_megatron.tasks.environments.protocol import Observation, StepResult
 from tepo_megatron.tasks.reward.verifiers import load_verifier
@@ -29,8 +29,28 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Decimal, Decimal], Decimal]] =
 }
 
 
-class Calculator:
-    """An invalid expression gets ``error`` and the reason, and costs ``penalty``. A turn without one is the answer."""
+class _Tool:
+    """The model's last text between ``begin`` and ``end`` is for the tool; a turn without one is the answer."""
+
+    def __init__(self, begin: str, end: str, open: str, close: str, verifier: str) -> None:
+        self._call = re.compile(re.escape(begin) + r"(.*?)" + (re.escape(end) if end else "$"), re.S)
+        self._open, self._close = open, close
+        self._verify = load_verifier(verifier)
+        self._problem: Problem | None = None
+
+    def reset(self, problem: Problem, seed: int) -> None:
+        self._problem = problem
+
+    def _asked(self, action: ResponseText) -> str | StepResult:
+        asked = self._call.findall(action)
+        return asked[-1] if asked else StepResult(reward=self._verify(self._problem, action), done=True)
+
+    def _shown(self, text: str) -> str:
+        return f"{self._open}{text}{self._close}"
+
+
+class Calculator(_Tool):
+    """An invalid expression gets ``error`` and the reason, and costs ``penalty``."""
 
     def __init__(
         self,
@@ -41,26 +61,20 @@ class Calculator:
         verifier: str = "last_word",
         penalty: float = 0.0,
     ) -> None:
-        self._call = re.compile(re.escape(begin) + r"(.*?)" + (re.escape(end) if end else "$"), re.S)
-        self._open, self._close, self._penalty = open, close, penalty
-        self._verify = load_verifier(verifier)
-        self._problem: Problem | None = None
-
-    def reset(self, problem: Problem, seed: int) -> None:
-        self._problem = problem
+        super().__init__(begin, end, open, close, verifier)
+        self._penalty = penalty
 
     def step(self, action: ResponseText) -> StepResult:
-        asked = self._call.findall(action)
-        if not asked:
-            return StepResult(reward=self._verify(self._problem, action), done=True)
+        expression = self._asked(action)
+        if isinstance(expression, StepResult):
+            return expression
         try:
-            result, wrong = compute(asked[-1]), False
+            return StepResult(self._shown(_compute(expression)))
         except ValueError as error:
-            result, wrong = f"error: {error}", True
-        return StepResult(f"{self._open}{result}{self._close}", reward=-self._penalty * wrong, tool_error=wrong)
+            return StepResult(self._shown(f"error: {error}"), reward=-self._penalty, tool_error=True)
 
 
-def compute(expression: str) -> str:
+def _compute(expression: str) -> str:
     """``3/4`` gives ``0.75``. Raises ValueError."""
     if len(expression) > _LONGEST:
         raise ValueError(f"longer than {_LONGEST} characters")
@@ -109,7 +123,7 @@ class GuessNumber:
         return StepResult(hint, done=self._left <= 0, tool_error=guess is None)
 
 
-class PythonTool:
+class PythonTool(_Tool):
     """Limits: ``seconds`` of wall and processor time, ``memory_mb``, ``output`` characters, 64 open files of 10 MB, no child
     processes (except as root), 16 programs at a time per worker. A failing or silent program is a tool error. Needs
     ``environment.run_code`` and a kernel that can cut the network, else raises RuntimeError.
@@ -129,23 +143,16 @@ class PythonTool:
         memory_mb: int = 256,
         output: int = 2000,
     ) -> None:
-        require_no_network()
-        self._program = re.compile(re.escape(begin) + r"(.*?)" + (re.escape(end) if end else "$"), re.S)
-        self._open, self._close = open, close
-        self._verify = load_verifier(verifier)
+        super().__init__(begin, end, open, close, verifier)
         self._sandbox, self._output = Sandbox(seconds, memory_mb), output
-        self._problem: Problem | None = None
-
-    def reset(self, problem: Problem, seed: int) -> None:
-        self._problem = problem
 
     async def step(self, action: ResponseText) -> StepResult:
-        programs = self._program.findall(action)
-        if not programs:
-            return StepResult(reward=self._verify(self._problem, action), done=True)
+        program = self._asked(action)
+        if isinstance(program, StepResult):
+            return program
         async with self._at_once:
-            said, failed = await self._run(programs[-1])
-        return StepResult(f"{self._open}{said}{self._close}", tool_error=failed)
+            text, failed = await self._run(program)
+        return StepResult(self._shown(text), tool_error=failed)
 
     async def _run(self, program: str) -> tuple[str, bool]:
         ran = await self._sandbox.run(("-c", program), kept=4 * self._output)
@@ -159,13 +166,13 @@ class PythonTool:
         return shown or "(it printed nothing)", not shown
 
 
-class Gymnasium:
+class _Gymnasium:
     """``reset`` gets the problem's id, prompt, answer and metadata as ``options``. An info with a true ``tool_error`` counts as
     one.
     """
 
-    def __init__(self, found: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-        self._environment = found(**kwargs)
+    def __init__(self, make: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+        self._environment = make(**kwargs)
 
     def reset(self, problem: Problem, seed: int) -> Observation:
         options = {"id": problem.id, "prompt": problem.prompt, "answer": problem.answer, **problem.metadata}
@@ -181,21 +188,21 @@ class Gymnasium:
         self._environment.close()
 
 
-class SkyrlGym:
+class _SkyrlGym:
     """A ``BaseTextEnv``, made with ``env_config`` (``environment.kwargs``) and ``extras`` (the metadata; by default the answer
     is ``reward_spec.ground_truth``). ``init`` must not change the prompt.
     """
 
-    def __init__(self, found: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-        self._found, self._kwargs = found, dict(kwargs)
+    def __init__(self, make: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+        self._make, self._kwargs = make, dict(kwargs)
         self._environment: Any = None
 
     def reset(self, problem: Problem, seed: int) -> Observation:
         extras = {"reward_spec": {"ground_truth": problem.answer}, "max_turns": 1, **problem.metadata}
-        self._environment = self._found(env_config=self._kwargs, extras=extras)
+        self._environment = self._make(env_config=self._kwargs, extras=extras)
         prompt = [{"role": "user", "content": problem.prompt}]
-        begun, _ = self._environment.init(prompt)
-        if begun != prompt:
+        opening, _ = self._environment.init(prompt)
+        if opening != prompt:
             raise ValueError("init changed the prompt; write the prompt as the model is to read it into the data")
         return None
 
@@ -209,19 +216,19 @@ class SkyrlGym:
             self._environment.close()
 
 
-class OpenEnv:
+class _OpenEnv:
     """Clients of a server. ``environment.kwargs``: ``action`` (``package.module:Class``), ``action_field`` (for the text),
     ``observation_field`` (default: all), and the client's own.
     """
 
-    def __init__(self, found: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, make: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         options = dict(kwargs)
         missing = [name for name in ("action", "action_field") if name not in options]
         if missing:
             raise ValueError(f"environment.kwargs needs {' and '.join(missing)} for adapter = openenv")
         self._action = load_user_code(options.pop("action"), "the OpenEnv action")
         self._field, self._shown = options.pop("action_field"), options.pop("observation_field", None)
-        self._client = found(**options)
+        self._client = make(**options)
 
     async def reset(self, problem: Problem, seed: int) -> Observation:
         return self._text((await _awaited(self._client.reset())).observation)
@@ -240,14 +247,14 @@ class OpenEnv:
 
 
 ADAPTERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
-    "gymnasium": Gymnasium,
-    "skyrl_gym": SkyrlGym,
-    "openenv": OpenEnv,
+    "gymnasium": _Gymnasium,
+    "skyrl_gym": _SkyrlGym,
+    "openenv": _OpenEnv,
 }
 
 
-async def _awaited(found: Any) -> Any:
-    return await found if inspect.isawaitable(found) else found
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
 
 
 def _readable(observation: Any) -> Observation:

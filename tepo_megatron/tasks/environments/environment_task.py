@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import count
 from types import TracebackType
@@ -20,7 +19,7 @@ from tepo_megatron.sampler.protocol import Sampler, SampleStream
 from tepo_megatron.sampler.sampling import Sampling, prompt_seed
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.tasks.environments.episodes import EpisodeEnd, EpisodeLimits, EpisodeStream, Observations, opening_of
-from tepo_megatron.tasks.environments.protocol import EnvironmentHost, reset_call
+from tepo_megatron.tasks.environments.protocol import EnvironmentHost
 from tepo_megatron.tasks.environments.service import RemoteEnvironments
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 from tepo_megatron.tasks.protocol import Generate, RewardResult, turn_figures
@@ -34,39 +33,25 @@ _REHEARSAL_PROBLEMS = 4
 _UNKNOWN_RESULT = "its episode was played before the interruption, and what came of it is not known any more"
 
 
-@dataclass
-class _Counts:
-    episodes: int = 0
-    tool_errors: int = 0
-    restarts: int = 0
-    new_histories: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(eq=False)
 class EnvironmentTask:
     """:meth:`submit` and :meth:`score` look up the rewards of ended episodes. ``max_length``: tokens of prompt and all
     turns.
     """
 
-    config: RunConfig
-    tokenizer: Tokenizer
-    vocab_size: int
-    max_length: int
-    host: EnvironmentHost = field(init=False)
-    components: tuple[str, ...] | None = field(init=False, default=None)
-    _results: OrderedDict[tuple[str, bytes], deque[RewardResult]] = field(init=False, default_factory=OrderedDict)
-    """By problem and tokens: equal episodes may exchange rewards."""
-    _finished: list[tuple[Hashable, RewardResult]] = field(init=False, default_factory=list)
-    _counts: _Counts = field(init=False, default_factory=_Counts)
-    _numbers: Iterator[int] = field(init=False, default_factory=count)  # never reused: an ended episode may still be answered
+    verifier = None
+    scores_groups = False
 
-    def __post_init__(self) -> None:
-        environment, weights = self.config.environment, self.config.reward.weights
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer, vocab_size: int, max_length: int) -> None:
+        environment, weights = config.environment, config.reward.weights
         assert environment is not None, "the run has no environment"
-        self._environment = environment
-        self.components = None if weights is None else tuple(weights)
-        tokenizer = self.tokenizer
+        self.config, self._tokenizer, self._environment = config, tokenizer, environment
+        self._sizes = vocab_size, max_length
+        self.components: tuple[str, ...] | None = None if weights is None else tuple(weights)
+        self._results: OrderedDict[tuple[str, bytes], deque[RewardResult]] = OrderedDict()
+        """By problem and tokens: equal episodes may exchange rewards."""
+        self._finished: list[tuple[Hashable, RewardResult]] = []
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        self._numbers = count()  # never reused: an ended episode may still be answered
         encode = partial(tokenizer.encode, special_tokens=True) if environment.special_tokens else tokenizer.encode
         if environment.special_tokens:
             encode("")  # refuses what the tokenizer cannot do
@@ -74,47 +59,25 @@ class EnvironmentTask:
             encode,
             lambda messages, ended: tokenizer.turn_ids(messages, ended=ended),
             tokenizer.unk_id,
-            self.vocab_size,
+            vocab_size,
             (lambda messages, tools: tokenizer.chat_ids(messages, tools=tools))
             if environment.agent_settings.chat_template
             else None,
         )
-        self._limits = EpisodeLimits(environment.max_turns, environment.max_tokens, self.max_length, environment.max_restarts)
-        self.host = open_host(environment, self.config.rollout.sampling)
+        self._limits = EpisodeLimits(environment.max_turns, environment.max_tokens, max_length, environment.max_restarts)
+        self.host = open_host(environment, config.rollout.sampling)
 
     @property
     def notice(self) -> str | None:
         return self.host.notice
 
     @property
-    def verifier(self) -> str | None:
-        return None
-
-    @property
-    def scores_groups(self) -> bool:
-        return False
-
-    @property
-    def _plays_agents(self) -> bool:
-        return self._environment.adapter == "agent"
-
-    @property
     def unfinished(self) -> int:
         return len(self._finished)
 
     def stream(self, inner: SampleStream, problem_of: Callable[[Any], Problem]) -> EpisodeStream:
-        tokenizer = self.tokenizer
-        return EpisodeStream(
-            inner,
-            self.host,
-            problem_of,
-            self._observations,
-            tokenizer.decode,
-            self._limits,
-            frozenset(tokenizer.eos_ids),
-            self,
-            self._numbers,
-        )
+        decode, ends = self._tokenizer.decode, frozenset(self._tokenizer.eos_ids)
+        return EpisodeStream(inner, self.host, problem_of, self._observations, decode, self._limits, ends, self, self._numbers)
 
     def heldout_generate(self, generate: Generate, fleet: Sampler, problems: Sequence[Problem], **settings: Any) -> Generate:
         return partial(self._generate, fleet, problems, **settings)
@@ -135,9 +98,9 @@ class EnvironmentTask:
     ) -> list[list[Response]]:
         """``max_new_tokens``: per turn. ``truncation``: more fields of ``Sampling``."""
         groups: list[dict[int, Response]] = [{} for _ in prompts]
-        counted, self._counts = self._counts, _Counts()  # a row counts only the step's episodes
+        counted, self._counts = self._counts, defaultdict(float)  # a row counts only the step's episodes
         inner = fleet.sample_stream(Sampling(temperature, max_new_tokens, **truncation), on_move=on_move)
-        opening = opening_of(self._environment, self.tokenizer)
+        opening = opening_of(self._environment, self._tokenizer)
         with self.stream(inner, lambda index: problems[index]) as stream:
             for index, prompt in enumerate(prompts):
                 stream.submit(index, prompt if opening is None else opening, prompt_seed(seed, index), n)
@@ -150,13 +113,10 @@ class EnvironmentTask:
         return [[group[index] for index in range(n)] for group in groups]
 
     def note(self, problem: Problem, response: Response, end: EpisodeEnd) -> None:
-        counts = self._counts
-        counts.episodes += 1
-        counts.tool_errors += end.tool_errors
-        counts.restarts += end.restarts
-        counts.new_histories += end.new_histories
-        counts.seconds += end.seconds
-        key = _key(problem, response.response_ids.tobytes())
+        self._counts["episodes"] += 1
+        for name in ("tool_errors", "restarts", "new_histories", "seconds"):
+            self._counts[name] += getattr(end, name)
+        key = problem.id, response.response_ids.tobytes()
         self._results.setdefault(key, deque()).append(self._result(problem, response, end))
         while len(self._results) > _MAX_RESULTS:
             self._results.popitem(last=False)
@@ -181,10 +141,9 @@ class EnvironmentTask:
         errors: list[str] = []
         for problem in tried:
             number = next(self._numbers)
-            self.host.call(number, reset_call(problem, self.config.seed))
-            answers = self.host.poll(self._environment.timeout_s)
-            while not answers and self.host.busy:
-                answers = self.host.poll(self._environment.timeout_s)
+            self.host.call(number, ["reset", problem.to_json(), self.config.seed, False])
+            while not (answers := self.host.poll(self._environment.timeout_s)) and self.host.busy:
+                continue
             for answer in answers:
                 try:
                     if why := answer.error or answer.lost:
@@ -200,19 +159,16 @@ class EnvironmentTask:
             )
 
     def take_figures(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        counts, self._counts = self._counts, _Counts()
+        counts, self._counts = self._counts, defaultdict(float)
         turns = turn_figures(rollouts) or {"environment/turns": 1.0, "environment/tokens": 0.0}
-        if not counts.episodes:
+        if not (episodes := counts["episodes"]):
             return turns
-        return turns | {
-            "environment/tool_errors": counts.tool_errors / counts.episodes,
-            "environment/restarts": float(counts.restarts),
-            "environment/seconds": counts.seconds / counts.episodes,
-            **({"environment/new_histories": counts.new_histories / counts.episodes} if self._plays_agents else {}),
-        }
+        means = ["tool_errors", "seconds", *(["new_histories"] if self._environment.adapter == "agent" else [])]
+        figures = {f"environment/{name}": counts[name] / episodes for name in means}
+        return turns | figures | {"environment/restarts": counts["restarts"]}
 
     def another(self) -> EnvironmentTask:
-        return EnvironmentTask(self.config, self.tokenizer, self.vocab_size, self.max_length)
+        return EnvironmentTask(self.config, self._tokenizer, *self._sizes)
 
     def close(self) -> None:
         self.host.close()
@@ -225,7 +181,7 @@ class EnvironmentTask:
 
     def _take(self, problem: Problem, response: str) -> RewardResult:
         text = response if isinstance(response, ResponseText) else ResponseText(response)
-        key = _key(problem, text.packed_ids)
+        key = problem.id, text.packed_ids
         waiting = self._results.get(key)
         if not waiting:
             return RewardResult(None, f"problem {problem.id!r}: {_UNKNOWN_RESULT}")
@@ -261,7 +217,3 @@ def open_task(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, custom: 
     if config.environment is None or config.rollout.replay is not None:
         return VerifierTask(reward_configs(config.reward, config.data), custom=custom)
     return EnvironmentTask(config, tokenizer, spec.vocab_size, config.rollout.server.max_model_len or spec.max_positions)
-
-
-def _key(problem: Problem, ids: bytes) -> tuple[str, bytes]:
-    return problem.id, ids

@@ -21,7 +21,7 @@ from tepo_megatron.sampler.protocol import KeyedResponse, SampleStream
 from tepo_megatron.sampler.sampling import append_observation, join_parts, prompt_seed
 from tepo_megatron.tasks.data.problems import encode_prompt
 from tepo_megatron.tasks.data.tokenizer import AnyMessage, Tokenizer
-from tepo_megatron.tasks.environments.protocol import EnvironmentHost, EpisodeAnswer, reset_call, step_call
+from tepo_megatron.tasks.environments.protocol import EnvironmentHost, EpisodeAnswer
 
 _POLL_INTERVAL_S = 1.0
 
@@ -154,7 +154,7 @@ class EpisodeStream:
     def _begin(self, episode: _Episode) -> None:
         number = next(self.numbers)
         self._open[number] = episode
-        self.host.call(number, reset_call(episode.problem, episode.seed, alone=episode.suspected > 0))
+        self.host.call(number, ["reset", episode.problem.to_json(), episode.seed, episode.suspected > 0])
 
     def _ask(self, number: int, episode: _Episode) -> None:
         behind = token_ids(()) if episode.context is None else episode.context.response_ids
@@ -174,7 +174,7 @@ class EpisodeStream:
         episode.turns += 1
         action = ResponseText(self.decode(turn.response_ids.tolist()), turn.response_ids, turn.finish_reason)
         action.prompt_tokens = episode.prompt.size + episode.drawn.response_ids.size - turn.response_ids.size
-        self.host.call(number, step_call(action))
+        self.host.call(number, ["step", *action.to_json()])
 
     def _take_answer(self, found: EpisodeAnswer) -> None:
         episode = self._open.get(found.episode)

@@ -6,7 +6,6 @@ import os
 import secrets
 import stat
 import threading
-from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,7 +71,10 @@ class EnvironmentHost(Protocol):
     def busy(self) -> bool: ...
 
     def call(self, episode: int, call: list[Any]) -> None:
-        """Sends a ``reset_call`` or ``step_call``; :meth:`poll` returns the answer."""
+        """Sends ``["reset", problem, seed, alone]`` (``alone``: in a worker without other episodes) or ``["step", *response]``.
+
+        :meth:`poll` returns the answer.
+        """
 
     def end(self, episode: int) -> None:
         """Further answers of it are dropped."""
@@ -81,31 +83,6 @@ class EnvironmentHost(Protocol):
         """Waits up to ``timeout_s`` for the first one. Raises RuntimeError if environments cannot run."""
 
     def close(self) -> None: ...
-
-
-def reset_call(problem: Problem, seed: int, *, alone: bool = False) -> list[Any]:
-    """``alone``: in a worker without other episodes."""
-    messages = [list(pair) for pair in problem.messages]
-    fields = [problem.id, problem.prompt, problem.answer, dict(problem.metadata), messages, problem.source]
-    return ["reset", fields, seed, alone]
-
-
-def read_problem(fields: list[Any]) -> Problem:
-    identity, prompt, answer, metadata, messages, source = fields
-    pairs = tuple((role, content) for role, content in messages)
-    return Problem(identity, prompt, answer, metadata, messages=pairs, source=source)
-
-
-def step_call(action: ResponseText) -> list[Any]:
-    return ["step", str(action), b64encode(action.packed_ids).decode(), action.finish_reason, action.prompt_tokens]
-
-
-def read_action(fields: list[Any]) -> ResponseText:
-    text, ids, finish_reason, *prompt_tokens = fields
-    action = ResponseText.unpack(text, b64decode(ids), finish_reason)
-    if prompt_tokens:  # older trainers do not send it
-        (action.prompt_tokens,) = prompt_tokens
-    return action
 
 
 END = ["end"]

@@ -29,7 +29,7 @@ from tepo_megatron.runtime.text import read_json
 from tepo_megatron.tasks.environments.protocol import END, EpisodeAnswer, Strangers, read_key
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers, shared_setup
 
-SESSION = "/sessions"
+_SESSIONS = "/sessions"
 
 _MAX_REQUEST_BYTES = 64 * 2**20
 _UNREAD_BYTES = 2**16
@@ -114,16 +114,14 @@ class EnvironmentService:
         self._end_forgotten()
 
     def _hand_over(self, session: _Session, episode: int, call: list[Any]) -> None:
-        if call[0] == "end":
+        if call[0] != "step":
             self._forget(session, episode)
-            return
         if call[0] == "reset":
-            self._forget(session, episode)
-            number = session.numbers[episode] = next(self._numbers)
-            self._owners[number] = (session, episode)
-        result = session.numbers.get(episode)
-        if result is not None:  # otherwise its worker was lost, and the trainer receives that
-            self._workers.call(result, call)
+            session.numbers[episode] = next(self._numbers)
+            self._owners[session.numbers[episode]] = (session, episode)
+        number = session.numbers.get(episode)
+        if number is not None:  # otherwise its worker was lost, and the trainer receives that
+            self._workers.call(number, call)
 
     def _forget(self, session: _Session, episode: int) -> None:
         number = session.numbers.pop(episode, None)
@@ -143,62 +141,49 @@ class EnvironmentService:
         return hmac.compare_digest(authorization.encode(), f"Bearer {self._key}".encode())
 
     def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        parts = path.strip("/").split("/")
-        if method == "POST" and path == SESSION:
-            return self._begin_session(body)
-        session = self._sessions.get(parts[1]) if len(parts) in (2, 3) and parts[0] == SESSION.strip("/") else None
+        if method == "POST" and path == _SESSIONS:
+            described = body.get("environment") if isinstance(body, dict) else None
+            if described != self._described:
+                sentence = f"this server runs {self._described}, not {described}; start it with the run's configuration"
+                return 409, {"error": sentence}
+            name = secrets.token_hex(8)
+            self._sessions[name] = _Session()
+            return 200, {"session": name, "notice": self.notice}
+        folder, _, rest = path.removeprefix("/").partition("/")
+        name, _, what = rest.partition("/")
+        session = self._sessions.get(name) if f"/{folder}" == _SESSIONS else None
         if session is None:
             return 404, {"error": "no such session"}
         session.seen = time.monotonic()
-        if method == "DELETE" and len(parts) == 2:
-            session.seen = -_SESSION_TIMEOUT_S  # the serving thread ends it
-            return 200, {}
-        if method == "POST" and parts[2:] == ["calls"] and _are_calls(body):
-            self._inbox.put((session, body))
-            return 200, {}
-        if method == "POST" and parts[2:] == ["answers"] and isinstance(body, dict) and _is_wait(body.get("wait_s", 0.0)):
-            return 200, _taken(session.answers, min(body.get("wait_s", 0.0), _LONGEST_WAIT_S))
+        match method, what, body:
+            case "DELETE", "", _:
+                session.seen = -_SESSION_TIMEOUT_S  # the serving thread ends it
+                return 200, {}
+            case "POST", "calls", list() if all(map(_is_call, body)):
+                self._inbox.put((session, body))
+                return 200, {}
+            case "POST", "answers", {"wait_s": int() | float() as seconds} if 0 <= seconds <= 3600:
+                return 200, [list(vars(answer).values()) for answer in _take(session.answers, min(seconds, _LONGEST_WAIT_S))]
         return 400, {"error": "neither calls nor a question for answers"}
 
-    def _begin_session(self, body: Any) -> tuple[int, Any]:
-        wanted, own = body.get("environment") if isinstance(body, dict) else None, self._described
-        if wanted != own:
-            return 409, {"error": f"this server runs {own}, not {wanted}; start it with the run's configuration"}
-        name = secrets.token_hex(8)
-        self._sessions[name] = _Session()
-        return 200, {"session": name, "notice": self.notice}
 
-
-def _are_calls(body: Any) -> bool:
-    return isinstance(body, list) and all(
-        isinstance(item, list) and len(item) == 2 and type(item[0]) is int and isinstance(item[1], list) and _is_call(item[1])
-        for item in body
-    )
-
-
-def _is_call(call: list[Any]) -> bool:
-    match call:
-        case ["reset", [str(), str(), str(), dict(), list(), str()], int(), bool()] | ["end"]:
+def _is_call(item: Any) -> bool:
+    match item:
+        case [int(), ["reset", [str(), str(), str(), dict(), list(), str()], int(), bool()] | ["end"]]:
             return True
-        case ["step", str(), str(), str()] | ["step", str(), str(), str(), int()]:
+        case [int(), ["step", str(), str(), str()] | ["step", str(), str(), str(), int()]]:
             return True
     return False
 
 
-def _is_wait(seconds: Any) -> bool:
-    return type(seconds) in (int, float) and 0 <= seconds <= 3600
-
-
-def _taken(answers: SimpleQueue[EpisodeAnswer], wait_s: float) -> list[list[Any]]:
+def _take(queue: SimpleQueue[Any], wait_s: float) -> list[Any]:
+    """Returns all that is there, after at most ``wait_s``."""
     results = []
-    try:
-        results.append(answers.get(timeout=wait_s))
+    with suppress(Empty):
+        results.append(queue.get(timeout=wait_s))
         while True:
-            results.append(answers.get_nowait())
-    except Empty:
-        return [
-            [result.episode, result.answer, result.error, result.lost, result.suspect, result.seconds] for result in results
-        ]
+            results.append(queue.get_nowait())
+    return results
 
 
 class _Server(ThreadingHTTPServer):
@@ -304,7 +289,7 @@ class RemoteEnvironments:
         self._config, self._wanted = config, _shared_settings(config, sampling)
         self._inbox: SimpleQueue[tuple[_RemoteServer, list[Any] | str]] = SimpleQueue()
         self._home: dict[int, _RemoteServer] = {}
-        self._found: list[EpisodeAnswer] = []
+        self._answers: list[EpisodeAnswer] = []
         self._closed = threading.Event()
         self._servers: list[_RemoteServer] = []
         self._notice: str | None = None
@@ -324,7 +309,7 @@ class RemoteEnvironments:
 
     @property
     def busy(self) -> bool:
-        return bool(self._found) or any(server.owed for server in self._servers)
+        return bool(self._answers) or any(server.owed for server in self._servers)
 
     def call(self, episode: int, call: list[Any]) -> None:
         server = self._home.get(episode) or self._least_busy()
@@ -334,7 +319,7 @@ class RemoteEnvironments:
         server.outbox.put([episode, call])
 
     def end(self, episode: int) -> None:
-        self._found = [item for item in self._found if item.episode != episode]
+        self._answers = [item for item in self._answers if item.episode != episode]
         server = self._home.pop(episode, None)
         if server is not None:
             server.episodes.discard(episode)
@@ -342,11 +327,9 @@ class RemoteEnvironments:
             server.outbox.put([episode, END])
 
     def poll(self, timeout_s: float) -> Sequence[EpisodeAnswer]:
-        with suppress(Empty):  # takes all available answers
-            while True:
-                self._take(*self._inbox.get(timeout=timeout_s if self.busy and not self._found and timeout_s > 0 else 0.001))
-                timeout_s = 0.0
-        result, self._found = self._found, []
+        for server, answers in _take(self._inbox, max(timeout_s, 0.001) if self.busy and not self._answers else 0.001):
+            self._take_answers(server, answers)
+        result, self._answers = self._answers, []
         return result
 
     def close(self) -> None:
@@ -355,7 +338,7 @@ class RemoteEnvironments:
             server.outbox.put(None)
             if server.session:
                 with suppress(httpx.HTTPError):  # the server ends unused sessions
-                    server.http.delete(f"{SESSION}/{server.session}", timeout=2.0)
+                    server.http.delete(f"{_SESSIONS}/{server.session}", timeout=2.0)
             server.http.close()
         self._servers = []
 
@@ -365,7 +348,7 @@ class RemoteEnvironments:
         )
         server = _RemoteServer(url, http)
         try:
-            reply = http.post(SESSION, json={"environment": self._wanted})
+            reply = http.post(_SESSIONS, json={"environment": self._wanted})
         except httpx.HTTPError as error:
             raise RuntimeError(f"environment.servers: {url} does not answer ({error or type(error).__name__})") from error
         if reply.status_code == 401:
@@ -384,24 +367,24 @@ class RemoteEnvironments:
             raise RuntimeError(f"no environment server is left: {gone}; start them again (tepo environment serve)")
         return min(alive, key=lambda server: len(server.episodes))
 
-    def _take(self, server: _RemoteServer, found: list[Any] | str) -> None:
-        if isinstance(found, str):
+    def _take_answers(self, server: _RemoteServer, answers: list[Any] | str) -> None:
+        if isinstance(answers, str):
             if server.gone:
                 return
-            server.gone = found
+            server.gone = answers
             for episode in sorted(server.episodes):
                 del self._home[episode]
-                self._found.append(EpisodeAnswer(episode, lost=f"{server.url} does not answer: {found}"))
+                self._answers.append(EpisodeAnswer(episode, lost=f"{server.url} does not answer: {answers}"))
             server.episodes.clear()
             server.owed.clear()
             return
-        for episode, answer, error, lost, suspect, seconds in found:
+        for episode, answer, error, lost, suspect, seconds in answers:
             if self._home.get(episode) is server:
                 server.owed.discard(episode)
                 if lost is not None:
                     server.episodes.discard(episode)
                     del self._home[episode]
-                self._found.append(EpisodeAnswer(episode, answer, error, lost, suspect, seconds))
+                self._answers.append(EpisodeAnswer(episode, answer, error, lost, suspect, seconds))
 
     def _hand_over(self, server: _RemoteServer) -> None:
         while not self._closed.is_set():
@@ -410,11 +393,11 @@ class RemoteEnvironments:
                 calls.append(server.outbox.get())
             if None in calls:
                 return
-            self._post(server, f"{SESSION}/{server.session}/calls", calls)
+            self._post(server, f"{_SESSIONS}/{server.session}/calls", calls)
 
     def _listen(self, server: _RemoteServer) -> None:
         while not self._closed.is_set():
-            answers = self._post(server, f"{SESSION}/{server.session}/answers", {"wait_s": _WAIT_S})
+            answers = self._post(server, f"{_SESSIONS}/{server.session}/answers", {"wait_s": _WAIT_S})
             if answers is None:
                 return
             if answers:

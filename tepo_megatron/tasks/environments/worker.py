@@ -1,11 +1,8 @@
-"""The worker process of ``EnvironmentWorkers``. It reads and writes JSON lines, and imports neither torch nor NumPy.
+"""The worker process of ``EnvironmentWorkers``, which imports neither torch nor NumPy (``runtime.worker_child``).
 
-Input: the fields of :data:`SETUP`, then lists of ``[call's number, episode's number, call]``. A call is ``["reset", [id,
-prompt, answer, metadata, messages, source], seed, alone]``, ``["step", text, packed ids in base 64, finish reason, tokens
-before]`` or ``["end"]``. Output: ``{"ready": true, "notice": …, "concurrent": …}`` or ``{"error": text}``, then ``[call's
-number, answer, seconds, last]``; ``last``: the process ends. An answer is ``{"error": text}``, empty for ``end``, or a
-:class:`StepResult` with the observation as ``["text", text]``, ``["ids", numbers]``, ``["messages", messages]``, ``["chat",
-ChatRequest]`` or null. Answers are in order unless the environment is ``async``.
+A call is ``[number, episode's number, call]`` with ``["reset", problem, seed, alone]``, ``["step", *response]`` (as their
+``to_json``) or ``["end"]``. An answer is ``{"error": text}``, empty for ``end``, or a :class:`StepResult`; its observation is
+``["text", text]``, ``["ids", numbers]``, ``["messages", messages]``, ``["chat", ChatRequest]`` or null.
 """
 
 from __future__ import annotations
@@ -13,102 +10,23 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import os
-import signal
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from io import FileIO
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.runtime.text import echo, text_fault
 from tepo_megatron.runtime.user_code import load_user_code, locate_user_code
-from tepo_megatron.runtime.worker_child import (
-    OPEN_FILES,
-    has_a_free_file,
-    has_grown,
-    limit_file_size,
-    limit_memory,
-    limit_processor_time,
-    place_of,
-    reply,
-    why_it_raised,
-)
+from tepo_megatron.runtime.worker_child import OPEN_FILES, WorkerLimits, place_of, serve
 from tepo_megatron.tasks.environments.agent_session import ChatRequest, EpisodeError
 from tepo_megatron.tasks.environments.builtin_environments import ADAPTERS
-from tepo_megatron.tasks.environments.protocol import StepResult, read_action, read_problem
-from tepo_megatron.tasks.reward.worker import WorkerChannel, check_value, open_channel, run_worker
-
-SETUP = ("name", "adapter", "kwargs", "timeout_s", "memory_mb", "file_mb", "run_code")
-"""Fields of ``environment`` in the setup, which also has ``concurrency``, ``network``, ``agent`` and ``path``."""
+from tepo_megatron.tasks.environments.protocol import StepResult
+from tepo_megatron.tasks.reward.worker import check_value
 
 _FILES_OF_AGENT = 8
 
 
-def main() -> None:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm warns all processes of a step; the trainer acts on it
-    run_worker(_serve)
-
-
 def _open_files(setup: Mapping[str, Any]) -> int:
     return OPEN_FILES + (_FILES_OF_AGENT * setup["concurrency"] if setup["agent"] else 0)
-
-
-def _serve() -> None:
-    channel = open_channel(_open_files)
-    if channel is None:
-        return
-    setup, replies = {**channel.setup, "what": "environment", "section": "environment"}, channel.replies
-    try:
-        desk = EpisodeTable(setup)
-    except ValueError as error:
-        reply(replies, {"error": str(error)})
-        return
-    notice = channel.network and f"environments keep their network: {channel.network}"
-    served = _Served(desk, setup, replies, limit_memory(setup["memory_mb"]))
-    reply(replies, {"ready": True, "notice": notice, "concurrent": desk.concurrent})
-    asyncio.run(_answer_all(served, channel) if desk.concurrent else _answer_in_turn(served, channel))
-
-
-@dataclass
-class _Served:
-    desk: EpisodeTable
-    setup: Mapping[str, Any]
-    replies: FileIO
-    loaded: int
-    ended: bool = False
-    running: set[asyncio.Task[None]] = field(default_factory=set)
-
-    async def answer(self, number: int, episode: int, call: list[Any]) -> None:
-        limit_processor_time(self.setup["timeout_s"])
-        limit_file_size(self.setup["file_mb"])
-        started = time.monotonic()
-        answer = await self.desk.answer(episode, call)
-        if not self.ended:
-            grown = has_grown(self.loaded, self.setup["memory_mb"]) or not has_a_free_file() or self.desk.worn
-            self.ended = grown and not self.desk
-            reply(self.replies, [number, answer, time.monotonic() - started, self.ended])
-
-
-async def _answer_in_turn(served: _Served, channel: WorkerChannel) -> None:
-    while not served.ended:
-        for call in channel.inbox.get():
-            await served.answer(*call)
-
-
-async def _answer_all(served: _Served, channel: WorkerChannel) -> None:
-    loop = asyncio.get_running_loop()
-
-    def begin(calls: Sequence[Any]) -> None:
-        for call in calls:
-            task = loop.create_task(served.answer(*call))
-            served.running.add(task)
-            task.add_done_callback(served.running.discard)
-
-    channel.feed(begin)
-    while not served.ended:
-        await asyncio.sleep(1.0)
-    os._exit(0)
 
 
 BUILTIN: Mapping[str, str] = {
@@ -137,11 +55,14 @@ def resolve_environment(name: str) -> str:
 
 
 class EpisodeTable:
-    """``setup``: fields of ``environment``, and ``what`` and ``section``."""
+    """``setup``: the parent's."""
+
+    facts: Mapping[str, Any] = {}
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         """Raises ValueError if the environment cannot be made, or lacks ``reset`` or ``step``."""
-        self._setup = setup
+        self._setup, self._limits = setup, WorkerLimits.of("environment", "environment", setup)
+        self._runner = asyncio.Runner()
         self._agents: Any = None
         self._make = self._maker()
         self._episodes: dict[int, Any] = {}
@@ -154,20 +75,23 @@ class EpisodeTable:
                 )
         self.concurrent = any(inspect.iscoroutinefunction(getattr(first, method)) for method in ("reset", "step"))
 
-    def __bool__(self) -> bool:
+    @property
+    def busy(self) -> bool:
         return bool(self._episodes)
 
     @property
     def worn(self) -> bool:
-        return self._agents is not None and not self and self._agents.worn
+        return self._agents is not None and not self.busy and self._agents.worn
+
+    def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._runner.run(coroutine)
 
     async def answer(self, number: int, call: Sequence[Any]) -> Answer:
         """Exceptions become answers; those of ``close`` are printed too, since the reward is already known."""
         kind, *arguments = call
         method: Callable[..., Any] = self._make
-        timeout_s = self._setup["timeout_s"]
         try:
-            async with asyncio.timeout(timeout_s) as limit:
+            async with asyncio.timeout(self._limits.timeout_s) as limit:
                 if kind == "end":
                     method = getattr(self._episodes.pop(number, None), "close", _nothing)
                     await _value(method())
@@ -175,16 +99,17 @@ class EpisodeTable:
                 if kind == "reset":
                     self._episodes[number] = environment = self._make()
                     method = environment.reset
-                    observation = await _value(method(read_problem(arguments[0]), seed=arguments[1]))
+                    observation = await _value(method(Problem.from_json(*arguments[0]), seed=arguments[1]))
                     return self._checked(StepResult(observation), "reset", method)
                 method = self._episodes[number].step
-                return self._checked(await _value(method(read_action(arguments))), kind, method)
+                return self._checked(await _value(method(ResponseText.from_json(*arguments))), kind, method)
         except EpisodeError as failed:
             return {"error": str(failed)}
         # SystemExit too: an environment that calls sys.exit() must not end the worker.
         except BaseException as error:
             late = isinstance(error, TimeoutError) and limit.expired()
-            why = took_too_long(timeout_s, kind) if late else why_it_raised(error, method, self._setup)
+            where = "close" if kind == "end" else kind
+            why = self._limits.took_too_long(where) if late else self._limits.raised(error, method)
             if kind == "end":
                 echo(f"at the end of an episode: {why}", err=True)
             return {"error": why}
@@ -192,7 +117,7 @@ class EpisodeTable:
     def _maker(self) -> Callable[[], Any]:
         name, kwargs, adapter = self._setup["name"], self._setup["kwargs"], self._setup["adapter"]
         if adapter == "agent":
-            self._agents = _agents(name, kwargs, self._setup)
+            self._agents = _agents(name, kwargs, self._setup, self._limits)
             return self._agents.episode
         loaded = load_user_code(resolve_environment(name), f"the environment {name!r}")
         if getattr(loaded, "runs_code", False) and not self._setup["run_code"]:
@@ -229,15 +154,10 @@ class EpisodeTable:
         return {"observation": observation, "reward": reward, "done": bool(result.done), "tool_error": bool(result.tool_error)}
 
 
-def took_too_long(timeout_s: float, kind: str) -> str:
-    method = "close" if kind == "end" else kind
-    return f"the environment took longer in {method} than environment.timeout_s = {timeout_s:g} s"
-
-
 def _nothing() -> None: ...
 
 
-def _agents(name: str, kwargs: Mapping[str, Any], setup: Mapping[str, Any]) -> Any:
+def _agents(name: str, kwargs: Mapping[str, Any], setup: Mapping[str, Any], limits: WorkerLimits) -> Any:
     try:
         from tepo_megatron.tasks.environments.agents import Agents
     except ModuleNotFoundError as error:
@@ -247,7 +167,7 @@ def _agents(name: str, kwargs: Mapping[str, Any], setup: Mapping[str, Any]) -> A
             "environment.adapter = agent needs aiohttp for the address that agents call; pip install 'tepo-megatron[agents]'"
         ) from error
     solve = None if name == OUTSIDE else load_user_code(resolve_environment(name), f"the agent {name!r}")
-    return Agents(solve, kwargs, setup)
+    return Agents(solve, kwargs, setup, limits)
 
 
 async def _value(found: Any) -> Any:
@@ -276,4 +196,4 @@ def _observation(value: Any) -> tuple[list[Any] | None, str | None]:
 
 
 if __name__ == "__main__":
-    main()
+    serve(EpisodeTable, "environment", _open_files)

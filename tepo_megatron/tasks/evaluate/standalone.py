@@ -16,7 +16,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, WeightsVersion
-from tepo_megatron.runtime.terminal import terminal
+from tepo_megatron.runtime.terminal import Terminal
 from tepo_megatron.sampler.protocol import make_sampler, sampler_spec
 from tepo_megatron.sampler.sampling import truncation_of
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -93,7 +93,7 @@ def evaluate_model(
     for evaluation_set, set_result in zip(chosen, result.sets, strict=True):
         write_results(output / RESULTS, set_result, settings_of(evaluation_set, model, config.seed))
     if table:
-        console = terminal()
+        console = Terminal.of_output()
         if heldout:
             console.print(_table(model, ", ".join(source.path for source in config.data.heldout_sources), result, left_out))
         if chosen:

@@ -74,7 +74,11 @@ class Judge:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"base_url = {base_url!r} is no address; write one such as http://127.0.0.1:8000/v1")
         self._url = base_url.rstrip("/") + "/chat/completions"
-        self._key = _key(api_key_env)
+        self._key = "" if api_key_env is None else os.environ.get(api_key_env, "")
+        if api_key_env is not None and not self._key:
+            raise ValueError(
+                f"api_key_env names the environment variable {api_key_env}, which is not set; set it where rank 0 runs"
+            )
         self._prompt, self._pattern = prompt, re.compile(pattern)
         self._body = {"model": model, "max_tokens": max_tokens, "temperature": temperature, **(body or {})}
         self._retries, self._most = retries, cache
@@ -104,12 +108,18 @@ class Judge:
         last = ""
         try:
             for number in range(self._retries + 1):
-                reply, last, pause_s = await self._try(question)
-                if reply is not None:
-                    self._remember(question, reply)
-                    return reply
-                if pause_s is None:
-                    break
+                try:
+                    answer = await self._client.post(
+                        self._url, json={**self._body, "messages": [{"role": "user", "content": question}]}
+                    )
+                except httpx.TransportError as error:
+                    last, pause_s = self._shown(f"{type(error).__name__} {error}".strip()), 0.0
+                else:
+                    if answer.status_code == 200:
+                        return self._read(question, answer)
+                    last, pause_s = f"status {answer.status_code}: {self._shown(answer.text)}", _pause_s(answer)
+                    if answer.status_code not in _BUSY and answer.status_code < 500:
+                        break
                 if number < self._retries:
                     await asyncio.sleep(pause_s or 0.5 * 2**number)
         except asyncio.CancelledError:
@@ -118,42 +128,21 @@ class Judge:
             raise JudgeError(f"the judge at {self._url} gave no reply in reward.timeout_s; its last: {last}") from None
         raise JudgeError(f"the judge at {self._url} gave no reply: {last}")
 
-    async def _try(self, question: str) -> tuple[str | None, str, float | None]:
-        """The reply; or an error and the seconds until the next try (0: the usual pause, None: no try)."""
-        try:
-            answer = await self._client.post(
-                self._url, json={**self._body, "messages": [{"role": "user", "content": question}]}
-            )
-        except httpx.TransportError as error:
-            return None, self._shown(f"{type(error).__name__} {error}".strip()), 0.0
-        if answer.status_code != 200:
-            passes = answer.status_code in _BUSY or answer.status_code >= 500
-            return None, f"status {answer.status_code}: {self._shown(answer.text)}", _pause_s(answer) if passes else None
+    def _read(self, question: str, answer: httpx.Response) -> str:
         try:
             reply = answer.json()["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError):
             reply = None
         if not isinstance(reply, str):
-            return None, f"no chat completion: {self._shown(answer.text)}", None
-        return reply, "", 0.0
-
-    def _remember(self, question: str, reply: str) -> None:
+            raise JudgeError(f"the judge at {self._url} gave no reply: no chat completion: {self._shown(answer.text)}")
         self._replies[question] = reply
         while len(self._replies) > self._most:
             self._replies.popitem(last=False)
+        return reply
 
     def _shown(self, text: str) -> str:
         text = text.replace(self._key, "***") if self._key else text
         return text if len(text) <= 200 else f"{text[:200]}…"
-
-
-def _key(variable: str | None) -> str:
-    if variable is None:
-        return ""
-    key = os.environ.get(variable, "")
-    if not key:
-        raise ValueError(f"api_key_env names the environment variable {variable}, which is not set; set it where rank 0 runs")
-    return key
 
 
 def _pause_s(answer: httpx.Response) -> float:

@@ -14,15 +14,15 @@ The result is the only remaining value.
 from __future__ import annotations
 
 import json
-import operator
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tepo_megatron.core.problem import Problem, ResponseText
-from tepo_megatron.runtime.sandbox import Sandbox, require_no_network
+from tepo_megatron.runtime.sandbox import Sandbox
 from tepo_megatron.tasks.reward import run_tests
 
 _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M)
@@ -41,7 +41,6 @@ class PythonTests:
     runs_code = True
 
     def __init__(self, seconds: float = 5.0, memory_mb: int = 256, partial: bool = False) -> None:
-        require_no_network()
         self._sandbox, self._partial = Sandbox(seconds, memory_mb), partial
 
     async def score(self, problem: Problem, response: ResponseText) -> float:
@@ -53,7 +52,7 @@ class PythonTests:
         task = {
             "key": key,
             "setup": problem.metadata.get("setup") or "",
-            "program": program_in(response, problem),
+            "program": self.program_in(response, problem),
             "tests": tests,
             "may_hide": _DEFINED.findall(problem.answer),
             "all": not self._partial,
@@ -68,18 +67,18 @@ class PythonTests:
         passed = sum(f"{number}" in said for number in range(len(tests)))
         return passed / len(tests) if self._partial else float(passed == len(tests))
 
-
-def program_in(response: str, problem: Problem) -> str:
-    text = response.rpartition("</think>")[2]
-    entry_point, stub = problem.metadata.get("entry_point"), problem.metadata.get("stub")
-    first = _FENCE.search(text)
-    if first is not None and not first[1].strip() and _defines(text[: first.start()], entry_point):
-        return text[: first.start()]  # the prompt opened the block, which ends here
-    blocks = [match[1] for match in _FENCED.finditer(text)] or [text]
-    defining = [block for block in blocks if _defines(block, entry_point)]
-    if defining:
-        return defining[-1]
-    return f"{stub}{_indented(blocks[-1])}" if stub else blocks[-1]
+    @staticmethod
+    def program_in(response: str, problem: Problem) -> str:
+        text = response.rpartition("</think>")[2]
+        entry_point, stub = problem.metadata.get("entry_point"), problem.metadata.get("stub")
+        first = _FENCE.search(text)
+        if first is not None and not first[1].strip() and _defines(text[: first.start()], entry_point):
+            return text[: first.start()]  # the prompt opened the block, which ends here
+        blocks = [match[1] for match in _FENCED.finditer(text)] or [text]
+        defining = [block for block in blocks if _defines(block, entry_point)]
+        if defining:
+            return defining[-1]
+        return f"{stub}{_indented(blocks[-1])}" if stub else blocks[-1]
 
 
 def _defines(program: str, name: Any) -> bool:
@@ -103,17 +102,22 @@ def _said(written: bytes, key: str) -> Sequence[str]:
     return [line.removeprefix(f"{key} ") for line in lines if line.startswith(f"{key} ")]
 
 
-INPUTS = "xyz"
+_INPUTS = "xyz"
 _LARGEST = 10**12
-_TWO_TAKEN: Mapping[str, Callable[[int, int], int]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "<": lambda a, b: int(a < b),
+_INSTRUCTIONS: Mapping[str, tuple[int, Callable[..., tuple[int, ...]]]] = {
+    "+": (2, lambda a, b: (a + b,)),
+    "-": (2, lambda a, b: (a - b,)),
+    "*": (2, lambda a, b: (a * b,)),
+    "<": (2, lambda a, b: (int(a < b),)),
+    "?": (3, lambda c, a, b: (a if c else b,)),
+    "d": (1, lambda a: (a, a)),
+    "s": (2, lambda a, b: (b, a)),
+    "p": (1, lambda a: ()),
+    "[": (1, lambda a: (a,)),
+    "]": (1, lambda a: (a,)),
+    **{digit: (0, partial(lambda value: (value,), int(digit))) for digit in "0123456789"},
 }
-
-
-class MachineError(ValueError): ...
+"""How many values an instruction takes, and what it pushes."""
 
 
 class StackMachine:
@@ -132,72 +136,49 @@ class StackMachine:
         passed = sum(self._passes(response, inputs, expected) for inputs, expected in tests)
         return passed / len(tests) if self._partial else float(passed == len(tests))
 
+    def run(self, program: str, inputs: Sequence[int]) -> int:
+        """Raises ValueError, also at a limit or for a value beyond 10¹²."""
+        code = "".join(program.split())
+        partners = _partners(code)
+        stack: list[int] = []
+        index = 0
+        for _ in range(self._steps):
+            if index == len(code):
+                if len(stack) != 1:
+                    raise ValueError(f"it left {len(stack)} values")
+                return stack[0]
+            stack += _execute(code[index], stack, inputs)
+            if len(stack) > self._depth:
+                raise ValueError(f"it holds more than {self._depth} values")
+            if code[index] in "[]" and (stack[-1] == 0) == (code[index] == "["):
+                index = partners[index]
+            index += 1
+        raise ValueError(f"it runs longer than {self._steps} steps")
+
     def _passes(self, program: str, inputs: Sequence[int], expected: int) -> bool:
         try:
-            return run(program, inputs, steps=self._steps, depth=self._depth) == expected
-        except MachineError:
+            return self.run(program, inputs) == expected
+        except ValueError:
             return False
 
 
-def run(program: str, inputs: Sequence[int], *, steps: int = 1000, depth: int = 100) -> int:
-    """Raises MachineError, also at a limit or for a value beyond 10¹²."""
-    code = "".join(program.split())
-    partner = _partners(code)
-    stack: list[int] = []
-    index = 0
-    for _ in range(steps):
-        if index == len(code):
-            if len(stack) != 1:
-                raise MachineError(f"it left {len(stack)} values")
-            return stack[0]
-        instruction = code[index]
-        if instruction in "[]":
-            _need(stack, 1, instruction)
-            if (stack[-1] == 0) == (instruction == "["):
-                index = partner[index]
-        else:
-            _execute(instruction, stack, inputs)
-        if len(stack) > depth:
-            raise MachineError(f"it holds more than {depth} values")
-        index += 1
-    raise MachineError(f"it runs longer than {steps} steps")
-
-
-def _execute(instruction: str, stack: list[int], inputs: Sequence[int]) -> None:
-    if instruction in _TWO_TAKEN:
-        _need(stack, 2, instruction)
-        b, a = stack.pop(), stack.pop()
-        value = _TWO_TAKEN[instruction](a, b)
-        if abs(value) > _LARGEST:
-            raise MachineError(f"{instruction} gives a value beyond {_LARGEST}")
-        stack.append(value)
-    elif instruction in INPUTS:
-        number = INPUTS.index(instruction)
-        if number >= len(inputs):
-            raise MachineError(f"there is no input {instruction}")
-        stack.append(inputs[number])
-    elif instruction in "0123456789":
-        stack.append(int(instruction))
-    elif instruction == "?":
-        _need(stack, 3, instruction)
-        b, a, c = stack.pop(), stack.pop(), stack.pop()
-        stack.append(a if c else b)
-    elif instruction == "d":
-        _need(stack, 1, instruction)
-        stack.append(stack[-1])
-    elif instruction == "s":
-        _need(stack, 2, instruction)
-        stack[-1], stack[-2] = stack[-2], stack[-1]
-    elif instruction == "p":
-        _need(stack, 1, instruction)
-        stack.pop()
-    else:
-        raise MachineError(f"{instruction!r} is no instruction")
-
-
-def _need(stack: Sequence[int], count: int, instruction: str) -> None:
+def _execute(instruction: str, stack: list[int], inputs: Sequence[int]) -> Sequence[int]:
+    """Takes values from the stack and returns those to push."""
+    if instruction in _INPUTS:
+        if _INPUTS.index(instruction) >= len(inputs):
+            raise ValueError(f"there is no input {instruction}")
+        return (inputs[_INPUTS.index(instruction)],)
+    if instruction not in _INSTRUCTIONS:
+        raise ValueError(f"{instruction!r} is no instruction")
+    count, compute = _INSTRUCTIONS[instruction]
     if len(stack) < count:
-        raise MachineError(f"{instruction} takes {count}, and there are {len(stack)}")
+        raise ValueError(f"{instruction} takes {count}, and there are {len(stack)}")
+    taken = stack[len(stack) - count :]
+    del stack[len(stack) - count :]
+    pushed = compute(*taken)
+    if any(abs(value) > _LARGEST for value in pushed) and instruction in "+-*":
+        raise ValueError(f"{instruction} gives a value beyond {_LARGEST}")
+    return pushed
 
 
 def _partners(code: str) -> dict[int, int]:
@@ -208,9 +189,9 @@ def _partners(code: str) -> dict[int, int]:
             opened.append(index)
         elif instruction == "]":
             if not opened:
-                raise MachineError("a ] has no [")
+                raise ValueError("a ] has no [")
             partners[index] = opened.pop()
             partners[partners[index]] = index
     if opened:
-        raise MachineError("a [ has no ]")
+        raise ValueError("a [ has no ]")
     return partners

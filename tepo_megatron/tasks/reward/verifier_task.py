@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -14,9 +13,9 @@ from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.sampler.protocol import Sampler, SampleStream
 from tepo_megatron.tasks.protocol import Generate, RewardResult, turn_figures
-from tepo_megatron.tasks.reward.pool import RewardPool
+from tepo_megatron.tasks.reward.pool import RewardPool, score_all
 
-_FAST_POLL_S = 0.02
+_FAST_POLL_S = 0.005
 
 
 def reward_configs(reward: RewardConfig, data: DataConfig) -> dict[str, RewardConfig]:
@@ -80,32 +79,21 @@ class VerifierTask:
     def poll(self, timeout_s: float | None = 0.0) -> list[tuple[Hashable, RewardResult]]:
         if len(self._pools) == 1:
             return self._pools[0].poll(timeout_s)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while True:
             busy = [pool for pool in self._pools if pool.under_way]
             results = [result for pool in busy for result in pool.poll(0.0)]
-            left = None if deadline is None else deadline - time.monotonic()
-            if results or not busy or (left is not None and left <= 0):
+            left = deadline - time.monotonic()
+            if results or not busy or left <= 0:
                 return results
-            for pool in busy:
-                results += pool.poll((_FAST_POLL_S if left is None else min(_FAST_POLL_S, left)) if not results else 0.0)
-            if results:
-                return results
+            time.sleep(min(_FAST_POLL_S, left))
 
     def reset(self) -> None:
         for pool in self._pools:
             pool.reset()
 
     def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable] | None = None) -> list[RewardResult]:
-        self.reset()
-        group_names = list(range(len(items))) if groups is None else groups
-        sizes = Counter(group_names)
-        for index, ((problem, response), group) in enumerate(zip(items, group_names, strict=True)):
-            self.submit(index, problem, response, group=group, group_size=sizes[group])
-        results: dict[Hashable, RewardResult] = {}
-        while len(results) < len(items):
-            results.update(self.poll(None))
-        return [results[index] for index in range(len(items))]
+        return score_all(self, self.submit, items, groups)
 
     def rehearse(self, problems: Sequence[Problem]) -> None:
         for pool in self._pools:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from difflib import get_close_matches
 from typing import Any
@@ -11,17 +11,17 @@ from typing import Any
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.runtime.user_code import load_user_code, locate_user_code
 
+_HERE = "tepo_megatron.tasks.reward"
+
 VERIFIERS: Mapping[str, str] = {
-    "exact": "tepo_megatron.tasks.reward.verifiers:exact",
-    "last_number": "tepo_megatron.tasks.reward.verifiers:last_number",
-    "last_word": "tepo_megatron.tasks.reward.verifiers:last_word",
-    "math": "tepo_megatron.tasks.reward.math_verifier:math",
+    **{name: f"{_HERE}.verifiers:{name}" for name in ("exact", "last_number", "last_word")},
+    "math": f"{_HERE}.math_verifier:math",
 }
 
 VERIFIER_CLASSES: Mapping[str, str] = {
-    "judge": "tepo_megatron.tasks.reward.judge:Judge",
-    "python_tests": "tepo_megatron.tasks.reward.programs:PythonTests",
-    "stack_machine": "tepo_megatron.tasks.reward.programs:StackMachine",
+    "judge": f"{_HERE}.judge:Judge",
+    "python_tests": f"{_HERE}.programs:PythonTests",
+    "stack_machine": f"{_HERE}.programs:StackMachine",
 }  # made with reward.kwargs
 
 GIVEN = "(python):"  # prefix of an object that cannot be imported
@@ -53,21 +53,21 @@ def check_reachable(name: str, problems: Iterable[Problem]) -> int:
     verifier = {"exact": exact, "last_number": last_number, "last_word": last_word}.get(name)
     if verifier is None:
         return 0
+
+    def solves_itself(problem: Problem) -> bool:
+        try:
+            return verifier(problem, problem.answer) == 1
+        except ValueError:
+            return False
+
     listed = list(problems)
-    unsolvable = [problem for problem in listed if not _solves_itself(verifier, problem)]
+    unsolvable = [problem for problem in listed if not solves_itself(problem)]
     if listed and len(unsolvable) == len(listed):
         raise ValueError(
             f"the verifier {name} can give no response a reward: the expected answers themselves do not pass, such as "
             f"{unsolvable[0].answer[:60]!r} of problem {unsolvable[0].id!r}; choose another one, such as exact"
         )
     return len(unsolvable)
-
-
-def _solves_itself(verifier: Callable[[Problem, str], float], problem: Problem) -> bool:
-    try:
-        return verifier(problem, problem.answer) == 1
-    except ValueError:
-        return False
 
 
 def resolve_verifier(name: str) -> str:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from tepo_megatron.core.rollout import Response, Rollout, WeightsVersion
-from tepo_megatron.runtime import proc
+from tepo_megatron.runtime.proc import Process
 from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.sampler.vllm.wire import head_frame, read_frames, read_response, response_frame
 from tepo_megatron.tools.bench.recipes import make_model
@@ -185,10 +185,10 @@ def _offline_engine(model: Path, longest: int, cores: str, log: Path) -> Iterato
 
 
 def _processor_seconds() -> dict[str, float]:
-    this_process = proc.process_state(os.getpid())
+    this_process = Process.read(os.getpid())
     seconds = {"client": 0.0 if this_process is None else this_process.cpu_s}
-    for state in proc.descendants(os.getpid()):
-        command = proc.command_line(state.pid)
+    for state in Process.below(os.getpid()):
+        command = Process.command_line(state.pid)
         if "plugin.offline" in command:
             continue
         kind = next((name for word, name in _KINDS.items() if word in command), "other")

@@ -25,10 +25,9 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.errors import is_ours
-from tepo_megatron.runtime.proc import command_line
+from tepo_megatron.runtime.proc import Process
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.pool import RewardPool
-from tepo_megatron.tasks.reward.worker import took_too_long
 from tepo_megatron.tools.faults.processes import descendants
 from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
 
@@ -188,6 +187,7 @@ def _pairs() -> dict[str, tuple[str, str]]:
 
 
 TIMEOUT_S = 2.0  # a third of the answers takes this long
+TOOK_TOO_LONG = f"the verifier took longer than reward.timeout_s = {TIMEOUT_S:g} s"
 ATTEMPTS = 3  # a loaded machine may delay an honest answer; a blocking one delays it every time
 _LARGEST_GIB = 2.0
 
@@ -224,10 +224,9 @@ class HostileAnswers(FaultClass):
 
 def score(pool: RewardPool, neighbours: Sequence[tuple[Problem, str]]) -> list[RewardResult]:
     """Repeats while an honest answer times out."""
-    late = took_too_long(TIMEOUT_S)
     for _ in range(ATTEMPTS):
         results = pool.score(neighbours)
-        if not any(late in (result.error or "") for result in (results[0], *results[2:])):
+        if not any(TOOK_TOO_LONG in (result.error or "") for result in (results[0], *results[2:])):
             break
     return results
 
@@ -235,7 +234,7 @@ def score(pool: RewardPool, neighbours: Sequence[tuple[Problem, str]]) -> list[R
 def _largest_worker_gib() -> float:
     largest = 0.0
     for pid in descendants(os.getpid()):
-        if "tepo_megatron.tasks.reward.worker" in command_line(pid):
+        if "tepo_megatron.tasks.reward.worker" in Process.command_line(pid):
             with suppress(OSError):  # a new worker has just replaced it
                 for line in Path(f"/proc/{pid}/status").read_text().splitlines():
                     if line.startswith("VmHWM"):

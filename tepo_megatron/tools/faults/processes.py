@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from tepo_megatron.runtime import proc
+from tepo_megatron.runtime.proc import Process
 
 T = TypeVar("T")
 
@@ -26,25 +26,25 @@ ROLES = {
 
 
 def descendants(root: int) -> list[int]:
-    return [root, *(state.pid for state in proc.descendants(root) if state.alive)]
+    return [root, *(state.pid for state in Process.below(root) if state.alive)]
 
 
 def alive(pid: int) -> bool:
-    return proc.start_time(pid) > 0
+    return Process.start_time(pid) > 0
 
 
 def by_role(root: int, module: str) -> dict[str, list[int]]:
     """Adds ``parent``, ``rank 0`` … ``module`` is what ranks run."""
     result: dict[str, list[int]] = {"parent": [root]}
     for pid in descendants(root)[1:]:
-        line = proc.command_line(pid)
+        line = Process.command_line(pid)
         for role, words in ROLES.items():
             # The supervisor's line names the server's command, and the engine core of one worker may be a fork of the server.
             if words in line and not (role == "API server" and ROLES["supervisor"] in line):
                 result.setdefault(role, []).append(pid)
                 break
         else:
-            rank = proc.environment(pid).get("RANK")
+            rank = Process.environment(pid).get("RANK")
             if rank is not None and f"-m {module} " in line:
                 result.setdefault(f"rank {rank}", []).append(pid)
     return result

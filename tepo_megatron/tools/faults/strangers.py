@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
 
-from tepo_megatron.runtime.proc import command_line, environment
+from tepo_megatron.runtime.proc import Process
 from tepo_megatron.tools.faults import tiny
 from tepo_megatron.tools.faults.processes import listening
 from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
@@ -182,7 +182,7 @@ class Strangers(FaultClass):
         return self.workshop.live_run().pids()
 
     def _route(self, route: str) -> str:
-        servers = {port for pid, _, port in listening(self._pids()) if "api_server" in command_line(pid)}
+        servers = {port for pid, _, port in listening(self._pids()) if "api_server" in Process.command_line(pid)}
         for port, key in itertools.product(servers, ("", "wrong", "Bearer")):
             codes = _as_stranger(_request, port, route, key)
             if not codes or any(200 <= code < 300 for code in codes):
@@ -200,7 +200,9 @@ class Strangers(FaultClass):
 
     def _keys(self) -> set[str]:
         names = ("VLLM_API_KEY", "TEPO_RUN_KEY", "TEPO_KEY")
-        return {result[name] for pid in self._pids() for result in [environment(pid)] for name in names if result.get(name)}
+        return {
+            result[name] for pid in self._pids() for result in [Process.environment(pid)] for name in names if result.get(name)
+        }
 
     def _environments(self) -> str:
         if os.geteuid() != 0:
@@ -210,7 +212,9 @@ class Strangers(FaultClass):
 
     def _command_lines(self) -> str:
         keys = self._keys()
-        return _first(f"process {pid} shows it" for pid in self._pids() if any(key in command_line(pid) for key in keys))
+        return _first(
+            f"process {pid} shows it" for pid in self._pids() if any(key in Process.command_line(pid) for key in keys)
+        )
 
     def _run_files(self) -> Iterator[Path]:
         return plain_files(self.workshop.live_run().out)

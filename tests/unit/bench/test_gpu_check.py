@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.bench import app
-from tepo_megatron.runtime.proc import process_state
+from tepo_megatron.runtime.proc import Process
 from tepo_megatron.tools.bench.gpu import (
     PARTS,
     Gpu,
@@ -100,7 +100,7 @@ def test_a_part_that_hangs_is_failed_and_its_children_end(tmp_path: Path) -> Non
     outcome = run(part("timeit", "-n1", "-r1", code, limit_s=10))
     assert (outcome.state, outcome.reason) == ("failed", "not done after 10 s")
     started, deadline = int(child.read_text()), time.monotonic() + TIMEOUT_S
-    while (state := process_state(started)) is not None and state.alive:  # the kernel takes a moment
+    while (state := Process.read(started)) is not None and state.alive:  # the kernel takes a moment
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

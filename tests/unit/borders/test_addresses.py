@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.environments.agent_session import AgentSession, EpisodeError
-from tepo_megatron.tasks.environments.protocol import EpisodeAnswer, make_key, reset_call
+from tepo_megatron.tasks.environments.protocol import EpisodeAnswer, make_key
 from tepo_megatron.tasks.environments.service import EnvironmentService, RemoteEnvironments
 from tests.support.hostile import as_json, broken_json, values
 from tests.support.programs import TIMEOUT_S
@@ -54,7 +54,7 @@ def service(key_file: Path) -> Iterator[EnvironmentService]:
 def play_an_episode(service: EnvironmentService, key_file: Path) -> None:
     host = RemoteEnvironments(EnvironmentConfig.model_validate({**ENVIRONMENT, "servers": [service.url], "key_file": key_file}))
     try:
-        host.call(0, reset_call(Problem("p", "", "7"), 0))
+        host.call(0, ["reset", Problem("p", "", "7").to_json(), 0, False])
         answers: list[EpisodeAnswer] = []
         while not answers:
             answers += host.poll(1.0)

@@ -23,11 +23,10 @@ from tepo_megatron.runtime.files import parse_samples
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import encode_prompt, load_problems
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
-from tepo_megatron.tasks.environments.agent_session import ChatRequest, RefusedError, completion, read_answer, read_request
+from tepo_megatron.tasks.environments.agent_session import AgentRequest, ChatAnswer, ChatRequest, RefusedError
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 from tepo_megatron.tasks.environments.episodes import EpisodeLimits, EpisodeStream, Observations
-from tepo_megatron.tasks.environments.protocol import reset_call, step_call
-from tepo_megatron.tasks.environments.worker import SETUP, EpisodeTable
+from tepo_megatron.tasks.environments.worker import EpisodeTable
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tepo_megatron.tasks.reward.recorded import read_recorded
 from tests.support import hostile_environment
@@ -127,8 +126,7 @@ def test_what_an_environment_says_fails_its_own_episode_at_most(observation: Any
 
 def table_of(**kwargs: Any) -> EpisodeTable:
     config = EnvironmentConfig(name=f"{hostile_environment.__file__}:Says", timeout_s=60.0)
-    setup = {name: getattr(config, name) for name in SETUP} | {"what": "environment", "section": "environment"}
-    return EpisodeTable({**setup, "kwargs": kwargs, "agent": None, "network": True})
+    return EpisodeTable({**config.model_dump(), "kwargs": kwargs, "agent": None})
 
 
 @settings(max_examples=20)
@@ -137,7 +135,7 @@ def table_of(**kwargs: Any) -> EpisodeTable:
 def test_a_worker_answers_with_text_or_an_error(first: Any, then: Any, reward: Any, chat: Tokenizer) -> None:
     """Values go from an environment's methods through the pipe to the tokenizer; no lone surrogate leaves the worker."""
     table = table_of(first=first, then=then, reward=reward)
-    for call in (reset_call(Problem("p", "", ""), 1), step_call(ResponseText("1"))):
+    for call in (["reset", Problem("p", "", "").to_json(), 1, False], ["step", *ResponseText("1").to_json()]):
         answer = json.loads(json.dumps(asyncio.run(table.answer(0, call))))
         if "error" not in answer:
             json.dumps(answer, ensure_ascii=False).encode()
@@ -153,12 +151,11 @@ calls = arguments.map(lambda text: f'a <tool_call>{{"name": "f", "arguments": {t
 @given(wrote=calls | valid_texts)
 def test_a_models_tool_call_comes_back_as_tokens_or_is_refused(wrote: str, chat: Tokenizer) -> None:
     """The agent's client sends the model's call back, as part of a new conversation."""
-    asked = read_request({"messages": [{"role": "user", "content": "?"}]}, {}, frozenset())
     action = ResponseText(wrote)
-    answer = json.loads(json.dumps(completion(asked, read_answer(action, "hermes"), action)))
+    answer = json.loads(json.dumps(ChatAnswer.read(action, "hermes").completion("m", action)))
     message = answer["choices"][0]["message"]
     body = {"messages": [{"role": "user", "content": "?"}, message, {"role": "user", "content": "1"}]}
-    again = read_request(json.loads(json.dumps(body)), {}, frozenset())  # what the model wrote is never refused
+    again = AgentRequest.read(json.loads(json.dumps(body)), {}, frozenset())  # what the model wrote is never refused
     request = ChatRequest(tuple(again.messages), begins=True).as_json()
     ids = observations_of(chat).ids(["chat", request], ended=None)
     assert ids.size
@@ -175,7 +172,7 @@ bodies = st.fixed_dictionaries({"messages": user_messages | values}, optional=op
 @given(body=bodies)
 def test_an_agents_request_is_read_or_refused(body: Any, chat: Tokenizer) -> None:
     try:
-        asked = read_request(body, {"temperature": 1.0, "stop": []}, frozenset())
+        asked = AgentRequest.read(body, {"temperature": 1.0, "stop": []}, frozenset())
     except RefusedError as refused:
         json.dumps(refused.body()).encode()
         return

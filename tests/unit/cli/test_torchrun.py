@@ -16,7 +16,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.run.display.plots import _series
 from tepo_megatron.run.start import check_world_size
-from tepo_megatron.runtime.proc import STOPPED, children, process_state
+from tepo_megatron.runtime.proc import STOPPED, Process
 from tepo_megatron.tools.faults.processes import wait_gone, wait_until
 from tepo_megatron.tools.faults.terminal import CTRL_Z, Terminal
 from tests.support.programs import TIMEOUT_S
@@ -28,7 +28,7 @@ from pathlib import Path
 from tepo_megatron.config.load import load_run
 from tepo_megatron.run.start import run_rank
 from tepo_megatron.runtime.rank import report_before_leaving
-from tepo_megatron.runtime.heartbeat import Heartbeat, read_records
+from tepo_megatron.runtime.heartbeat import Heartbeat, RankRecord
 from tepo_megatron.runtime.proc import STOPPED, process_state
 
 what, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
@@ -37,7 +37,7 @@ def runs(rank):
     # or has not started yet
     file = folder / f"started{rank}"
     text = file.read_text() if file.exists() else ""
-    return not text or ((state := process_state(int(text))) is not None and state.alive)
+    return not text or ((state := Process.read(int(text))) is not None and state.alive)
 
 def leave():
     (folder / "left0").touch()
@@ -51,7 +51,7 @@ def hold_the_agent():
     go_on += "os.kill(int(sys.argv[2]), signal.SIGCONT)"
     subprocess.Popen([sys.executable, "-c", go_on, str(os.getpid()), str(agent)])
     os.kill(agent, signal.SIGSTOP)
-    while process_state(agent).state != STOPPED:
+    while Process.read(agent).state != STOPPED:
         time.sleep(0.01)
     (folder / "held").touch()
 
@@ -82,7 +82,7 @@ def act():
             time.sleep(0.05)
         beats.start()
         beats.phase("score")
-        while (int(rank), "score") not in [(each.rank, each.phase) for each in read_records(folder / "status")]:
+        while (int(rank), "score") not in [(each.rank, each.phase) for each in RankRecord.read_all(folder / "status")]:
             time.sleep(0.05)
         (folder / f"beats{rank}").touch()
         while not (folder / "never").exists():
@@ -299,7 +299,7 @@ def test_a_signal_ends_every_rank_after_it_cleaned_up(
 
 @pytest.mark.slow
 def has_stopped(pid: int, expected: bool) -> bool:
-    return (process_state(pid).state == STOPPED) == expected
+    return (Process.read(pid).state == STOPPED) == expected
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
@@ -309,7 +309,7 @@ def test_ctrl_z_stops_the_ranks_too_and_a_connection_that_closes_lets_them_save(
     with Terminal(tmp_path, environment) as terminal:
         terminal.command([sys.executable, "-c", PARENT, "wait", str(tmp_path), "engine.parallel.dp=2"])
         wait_for(tmp_path / "started0", tmp_path / "started1")
-        (parent,) = children(terminal.pid)
+        (parent,) = Process.children(terminal.pid)
         ranks = [int((tmp_path / f"started{rank}").read_text()) for rank in (0, 1)]
         for keys, stopped in ((CTRL_Z, True), ("fg\n", False), (CTRL_Z, True)):
             terminal.press(keys)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,14 @@ from tepo_megatron.config.rollout import SamplingConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.tasks.environments.agent_session import (
+    AgentRequest,
+    AgentSession,
+    ChatAnswer,
     ChatRequest,
-    Conversation,
     Message,
     RefusedError,
     chunks,
-    completion,
-    read_answer,
     read_messages,
-    read_request,
 )
 from tepo_megatron.tasks.environments.episodes import EpisodeLimits, EpisodeStream, Observations
 from tepo_megatron.tasks.environments.protocol import StepResult
@@ -43,28 +44,44 @@ def said(pairs: Any) -> list[Message]:
     return [{"role": role, "content": content} for role, content in pairs]
 
 
+def request(messages: list[Message], tools: Any = None) -> AgentRequest:
+    return AgentRequest(messages, tools, None, False, False, "m")
+
+
 @given(st.lists(st.tuples(new, texts), min_size=1, max_size=4), new, st.data())
 def test_what_goes_on_is_known_and_everything_else_is_another_history(turns: Any, more: Any, data: st.DataObject) -> None:
-    talk = Conversation()
-    messages: list[Message] = []
-    for told, answer in turns:
-        messages = [*messages, *said(told)]
-        assert talk.new(messages, None) == said(told)
-        talk.heard(messages, None)
-        talk.answered({"role": "assistant", "content": answer})
-        spaces = data.draw(st.sampled_from(["", " ", "\n"]))
-        messages = [*messages, {"role": "assistant", "content": f"{spaces}{answer.strip()}{spaces}"}]
-    whole = [*messages, *said(more)]
-    assert talk.new(whole, None) == said(more)
-    assert talk.new(messages, None) is None  # nothing new
-    assert talk.new(whole, [{"type": "function", "function": {"name": "f"}}]) is None
-    at = data.draw(st.integers(0, len(messages) - 1))
-    edited = [*whole[:at], {**whole[at], "content": f"{whole[at]['content'].strip()}d"}, *whole[at + 1 :]]
-    assert talk.new(edited, None) is None
-    assert f"message {at} (" in talk.why_not(edited, None)
-    dropped = [*whole[:at], *whole[at + 1 :]]
-    same = dropped[: len(messages)] == messages and len(dropped) > len(messages)  # where two messages are equal
-    assert (talk.new(dropped, None) is not None) == same
+    async def play() -> None:
+        talk, messages = AgentSession("fail", "text"), list[Message]()
+
+        async def ask(told: list[Message]) -> None:
+            asked = asyncio.create_task(talk.ask(request([*messages, *told]), again=False))
+            found = await talk.wait()
+            assert isinstance(found, ChatRequest)
+            assert (list(found.messages), found.begins) == (told, not messages)
+            talk.give(ResponseText(answer))
+            await asked
+
+        async def refused(others: list[Message], why: str, tools: Any = None) -> None:
+            with pytest.raises(RefusedError, match=re.escape(why)) as caught:
+                await talk.ask(request(others, tools), again=False)
+            assert caught.value.code == "other_history"
+
+        for told, answer in turns:
+            await ask(said(told))
+            spaces = data.draw(st.sampled_from(["", " ", "\n"]))
+            messages += [*said(told), {"role": "assistant", "content": f"{spaces}{answer.strip()}{spaces}"}]
+        whole = [*messages, *said(more)]
+        await refused(messages, "none of them behind")
+        await refused(whole, "the tools are others", [{"type": "function", "function": {"name": "f"}}])
+        at = data.draw(st.integers(0, len(messages) - 1))
+        edited = {**whole[at], "content": f"{whole[at]['content'].strip()}d"}
+        await refused([*whole[:at], edited, *whole[at + 1 :]], f"message {at} (")
+        dropped = [*whole[:at], *whole[at + 1 :]]
+        if not (dropped[: len(messages)] == messages and len(dropped) > len(messages)):  # where two messages are equal
+            await refused(dropped, "")
+        await ask(said(more))
+
+    asyncio.run(play())
 
 
 class Scripted:
@@ -188,17 +205,17 @@ def test_an_episode_is_what_was_said_and_each_token_of_the_model_once(template: 
 def test_what_would_not_be_the_runs_distribution_is_refused(field: str, value: Any, message: str) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], field: value}
     with pytest.raises(RefusedError, match=message) as refused:
-        read_request(body, SAMPLING, frozenset())
+        AgentRequest.read(body, SAMPLING, frozenset())
     assert set(refused.value.body()["error"]) == {"message", "type", "param", "code"}
     if field in ("temperature", "stop", "seed", "reasoning_effort"):
-        assert read_request(body, SAMPLING, frozenset([field])).messages == body["messages"]
+        assert AgentRequest.read(body, SAMPLING, frozenset([field])).messages == body["messages"]
 
 
 def test_what_says_the_same_or_nothing_is_taken() -> None:
     usual = {"temperature": 0.7, "top_p": 1, "top_k": 0, "stop": "a", "n": 1, "seed": None, "frequency_penalty": 0.0}
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     body = {"messages": [{"role": "developer", "content": parts}], "max_tokens": 9, "max_completion_tokens": 5, **usual}
-    asked = read_request(body, SAMPLING, frozenset())
+    asked = AgentRequest.read(body, SAMPLING, frozenset())
     assert asked.messages == [{"role": "system", "content": "hi"}]
     assert (asked.max_tokens, asked.stream, asked.tools) == (5, False, None)
 
@@ -214,10 +231,10 @@ def test_calls_of_tools_come_back_as_they_were_written(calls: Any, before: str, 
         f"\n<tool_call>\n{json.dumps({'name': name, 'arguments': given})}\n</tool_call>" for name, given in calls
     )
     action = ResponseText(written, [1, 2, 3])
-    asked = read_request({"messages": [{"role": "user", "content": "hi"}]}, SAMPLING, frozenset())
-    answer = read_answer(action, "hermes")
+    asked = AgentRequest.read({"messages": [{"role": "user", "content": "hi"}]}, SAMPLING, frozenset())
+    answer = ChatAnswer.read(action, "hermes")
     assert not answer.malformed
-    body = json.loads(json.dumps(completion(asked, answer, action)))
+    body = json.loads(json.dumps(answer.completion("m", action)))
     message = body["choices"][0]["message"]
     if stream:
         message = chunks(body, usage=False)[0]["choices"][0]["delta"]
@@ -225,13 +242,22 @@ def test_calls_of_tools_come_back_as_they_were_written(calls: Any, before: str, 
     found = [(each["function"]["name"], json.loads(each["function"]["arguments"])) for each in message.get("tool_calls", [])]
     assert found == calls
     assert (message["content"] or "") == before
-    talk = Conversation()
-    talk.heard(asked.messages, None)
-    talk.answered(answer.message)
     results = [{"role": "tool", "content": "1", "tool_call_id": "x"}] * max(1, len(calls))
-    assert talk.new(read_messages([*asked.messages, message, *results]), None) == results
-    assert read_answer(ResponseText("<tool_call>{</tool_call>"), "hermes").malformed
-    assert "tool_calls" not in read_answer(action, "text").message
+
+    async def play() -> Any:
+        talk = AgentSession("fail", "hermes")
+        first = asyncio.create_task(talk.ask(asked, again=False))
+        await talk.wait()
+        talk.give(action)
+        await first
+        second = asyncio.create_task(talk.ask(request(read_messages([*asked.messages, message, *results])), again=False))
+        found = await talk.wait()
+        second.cancel()
+        return found
+
+    assert asyncio.run(play()) == ChatRequest(tuple(results), False)
+    assert ChatAnswer.read(ResponseText("<tool_call>{</tool_call>"), "hermes").malformed
+    assert "tool_calls" not in ChatAnswer.read(action, "text").message
 
 
 TOOLS_TEMPLATE = (

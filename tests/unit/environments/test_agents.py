@@ -18,8 +18,8 @@ import pytest
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Response
+from tepo_megatron.runtime import worker_process
 from tepo_megatron.sampler.vllm.resources import reserve_port
-from tepo_megatron.tasks.environments import workers
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 from tepo_megatron.tasks.environments.worker import EpisodeTable
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers, agent_setup
@@ -140,7 +140,7 @@ def processes(pool: EnvironmentTask) -> list[Any]:
 
 def test_an_agent_that_hangs_is_one_failed_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Apart from the many above, which make their clients at once and may take long over it."""
-    monkeypatch.setattr(workers, "_EXTRA_TIME_S", 600.0)  # the worker ends the call itself, however slow it is
+    monkeypatch.setattr(worker_process, "_EXTRA_TIME_S", 600.0)  # the worker ends the call itself, however slow it is
     with opened(config(timeout_s=8.0)) as pool:
         (_, hung, _), (_, fine, _) = play(pool, ["hangs", "fine"])
         assert pool.take_figures([])["environment/restarts"] == 0

@@ -17,11 +17,11 @@ from tepo_megatron.config.rollout import SamplingConfig
 from tepo_megatron.core.problem import ResponseText
 from tepo_megatron.tasks.environments.agent_session import (
     AgentEnd,
+    AgentRequest,
     AgentSession,
     ChatRequest,
     EpisodeError,
     RefusedError,
-    read_request,
 )
 from tepo_megatron.tasks.environments.workers import shared_setup
 from tests.support.programs import TIMEOUT_S
@@ -86,8 +86,9 @@ def test_a_request_without_the_key_of_an_episode_is_answered_nothing(outside_key
                 assert found.status_code == 401, headers
                 assert found.json()["error"]["code"] == "invalid_api_key"
         assert under_way.posted is over.posted is None
-        assert under_way._ask is None
-        address.offer({"id": "p"}, key, 3)
+        assert under_way._request is None
+        episode = {"problem": {"id": "p"}, "base_url": f"{client.base_url}/v1", "api_key": key, "seed": 3}
+        address.offer(episode)
         refused = 404 if outside_key is None else 401
         for headers in ({}, {"Authorization": ""}, bearer("None"), bearer("outsid"), bearer(key)):
             assert (await client.post("/episodes", headers=headers)).status_code == refused
@@ -95,7 +96,7 @@ def test_a_request_without_the_key_of_an_episode_is_answered_nothing(outside_key
         if outside_key is None:
             assert found.status_code == refused
         else:
-            assert found.json() == {"problem": {"id": "p"}, "base_url": f"{client.base_url}/v1", "api_key": key, "seed": 3}
+            assert found.json() == episode
 
     play(scene, outside_key)
 
@@ -133,7 +134,7 @@ def test_a_request_that_is_sent_again_gets_the_answer_of_the_first() -> None:
         answers = [(await each).json() for each in (first, second, ask(2))]
         assert answers == [answers[0]] * 3
         assert answers[0]["choices"][0]["message"]["content"] == "b"
-        assert one._ask is None
+        assert one._request is None
         refused = await ask(0)  # not again, but once more: nothing is behind what was said
         assert "it has 1 messages, none of them behind the 2 that were said" in refused.json()["error"]["message"]
 
@@ -141,7 +142,7 @@ def test_a_request_that_is_sent_again_gets_the_answer_of_the_first() -> None:
 
 
 def asked(text: str) -> Any:
-    return read_request({"messages": [{"role": "user", "content": text}]}, SAMPLING, frozenset())
+    return AgentRequest.read({"messages": [{"role": "user", "content": text}]}, SAMPLING, frozenset())
 
 
 def test_one_request_at_a_time_is_answered_and_none_after_the_end() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.tasks.data.problems import load_problems
-from tepo_megatron.tasks.environments.builtin_environments import Calculator, GuessNumber, Gymnasium, OpenEnv, SkyrlGym, compute
-from tepo_megatron.tasks.environments.protocol import StepResult, reset_call, step_call
+from tepo_megatron.tasks.environments.builtin_environments import ADAPTERS, Calculator, GuessNumber
+from tepo_megatron.tasks.environments.protocol import StepResult
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 
 
@@ -40,7 +40,8 @@ def test_a_guess_that_is_none_is_a_mistake_and_costs_a_turn() -> None:
 
 @given(st.integers(-999, 999), st.sampled_from("+-*"), st.integers(0, 999))
 def test_a_calculator_computes_what_python_does(a: int, operator: str, b: int) -> None:
-    assert compute(f"({a}) {operator} {b}") == str(eval(f"({a}) {operator} {b}"))
+    result = Calculator().step(ResponseText(f"<calc>({a}) {operator} {b}</calc>"))
+    assert result.observation == f"<result>{eval(f'({a}) {operator} {b}')}</result>"
 
 
 def test_a_calculator_is_asked_and_then_answered() -> None:
@@ -52,14 +53,17 @@ def test_a_calculator_is_asked_and_then_answered() -> None:
         assert (result.tool_error, result.reward) == (True, -0.1)
         assert str(result.observation).startswith("<result>error: ")
     assert tool.step(ResponseText("it is 95")) == StepResult(reward=1.0, done=True)
-    assert compute("3/4") == "0.75"
+    assert tool.step(ResponseText("<calc>3/4</calc>")) == StepResult("<result>0.75</result>")
 
 
 def answers(config: EnvironmentConfig, *turns: str) -> list[Any]:
     workers = EnvironmentWorkers(config)
     try:
         found = []
-        for call in [reset_call(Problem("p", "", "95"), 0), *(step_call(ResponseText(turn)) for turn in turns)]:
+        for call in [
+            ["reset", Problem("p", "", "95").to_json(), 0, False],
+            *(["step", *ResponseText(turn).to_json()] for turn in turns),
+        ]:
             workers.call(1, call)
             while not (answer := workers.poll(600.0)):
                 continue
@@ -142,7 +146,7 @@ def test_a_gymnasium_environment_is_played() -> None:
         made.append(GymGame(size))
         return made[-1]
 
-    game = Gymnasium(make, {"size": 3})
+    game = ADAPTERS["gymnasium"](make, {"size": 3})
     assert game.reset(Problem("p", "do", "42", {"level": 2}), seed=2**40 + 5) == "of 3"
     assert made[0].seed == 5
     assert made[0].options == {"id": "p", "prompt": "do", "answer": "42", "level": 2}
@@ -170,13 +174,13 @@ def test_a_skyrl_gym_environment_is_played() -> None:
         def close(self) -> None:
             return None
 
-    game = SkyrlGym(Env, {})
+    game = ADAPTERS["skyrl_gym"](Env, {})
     assert game.reset(Problem("p", "do", "42"), seed=0) is None
     assert game.step(ResponseText("41")) == StepResult([{"role": "user", "content": "again"}])
     assert game.step(ResponseText("42")) == StepResult([], 1.0, True)
     game.close()
     with pytest.raises(ValueError, match="init changed the prompt"):
-        SkyrlGym(Env, {"changes": True}).reset(Problem("p", "do", "42"), seed=0)
+        ADAPTERS["skyrl_gym"](Env, {"changes": True}).reset(Problem("p", "do", "42"), seed=0)
 
 
 class Action:
@@ -206,7 +210,7 @@ def test_an_openenv_client_is_played() -> None:
     kwargs = {"base_url": "http://a", "action": f"{__file__}:Action", "action_field": "message", "observation_field": "text"}
 
     async def play() -> list[Any]:
-        game = OpenEnv(Client, kwargs)
+        game = ADAPTERS["openenv"](Client, kwargs)
         begun = await game.reset(Problem("p", "", ""), seed=0)
         played = [begun, await game.step(ResponseText("a")), await game.step(ResponseText("end"))]
         await game.close()
@@ -214,4 +218,4 @@ def test_an_openenv_client_is_played() -> None:
 
     assert asyncio.run(play()) == ["hello", StepResult("aa"), StepResult("endend", 0.0, True)]
     with pytest.raises(ValueError, match=r"environment\.kwargs needs action_field for adapter = openenv"):
-        OpenEnv(Client, {"action": "a:B"})
+        ADAPTERS["openenv"](Client, {"action": "a:B"})

@@ -18,7 +18,7 @@ from tepo_megatron.config.reward import EnvironmentConfig, RewardConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Response, Rollout
 from tepo_megatron.run.sampling.step_rewards import StepRewards
-from tepo_megatron.tasks.environments import workers
+from tepo_megatron.runtime import worker_process
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 from tepo_megatron.tasks.environments.episodes import EpisodeEnd
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
@@ -137,7 +137,7 @@ def test_failing_episodes_stop_the_step_only_beyond_the_bound(bound: float, stop
 
 
 def test_an_async_environment_that_waits_too_long_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_EXTRA_TIME_S", 600.0)  # the worker ends the call itself, however slow it is
+    monkeypatch.setattr(worker_process, "_EXTRA_TIME_S", 600.0)  # the worker ends the call itself, however slow it is
     problems = [Problem(str(at), "", "waits" if at else "fine") for at in range(3)]
     with EnvironmentTask(config("Patient", timeout_s=2.0), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
         played = play(pool, problems)

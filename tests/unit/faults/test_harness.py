@@ -18,7 +18,6 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
 
 from tepo_megatron.tasks.protocol import RewardResult
-from tepo_megatron.tasks.reward.worker import took_too_long
 from tepo_megatron.tools.faults import input_faults, run, strangers, tiny, workshop
 from tepo_megatron.tools.faults.processes import alive, by_role, descendants, end_tree, listening, wait_until
 from tepo_megatron.tools.faults.run import CLASSES, lanes
@@ -213,9 +212,9 @@ def test_a_call_that_goes_on_takes_live_runs_of_its_own(monkeypatch: pytest.Monk
     assert made == [tmp_path / "first-run-02", tmp_path / "second-run-03"]
 
 
-LATE = RewardResult(None, error=f"problem 'wrong': {took_too_long(input_faults.TIMEOUT_S)}")
+LATE = RewardResult(None, error=f"problem 'wrong': {input_faults.TOOK_TOO_LONG}")
 RIGHT, WRONG = RewardResult(1.0), RewardResult(0.0)
-HOSTILE = RewardResult(None, error=took_too_long(input_faults.TIMEOUT_S))
+HOSTILE = RewardResult(None, error=input_faults.TOOK_TOO_LONG)
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_async_calls_are_under_way_together_within_a_bound(file: str) -> None:
 
 def test_among_many_async_calls_only_the_bad_ones_fail(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one holds up or ends the process that the others are under way in."""
-    monkeypatch.setattr("tepo_megatron.tasks.reward.pool._EXTRA_TIME_S", 1.0)
+    monkeypatch.setattr("tepo_megatron.runtime.worker_process._EXTRA_TIME_S", 1.0)
     bad = {
         "late": "took longer than reward.timeout_s = 2 s",
         "block": "took longer than reward.timeout_s = 2 s",
@@ -254,5 +254,5 @@ def test_a_component_whose_metric_would_be_another_is_refused(name: str) -> None
 
 def test_ids_travel_whole() -> None:
     text = ResponseText("a", (1, 2**31 - 1), "length")
-    again = ResponseText.unpack("a", text.packed_ids, "length")
+    again = ResponseText.from_json(*text.to_json())
     assert (again, again.token_ids, again.finish_reason) == ("a", (1, 2**31 - 1), "length")

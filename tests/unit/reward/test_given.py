@@ -17,7 +17,6 @@ import pytest
 
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem, ResponseText
-from tepo_megatron.runtime.worker_child import data_bytes
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tests.support.programs import TIMEOUT_S
@@ -33,7 +32,6 @@ def scored(verifier: Any, *responses: str, **options: Any) -> list[RewardResult]
 
 def test_a_closure_scores_with_what_it_closes_over() -> None:
     table = {"a": 1.0, "b": 0.5}
-    data_bytes()  # it keeps a file open, which a fork has not
 
     def mine(problem: Problem, response: str) -> float:
         return table[response] + float(problem.answer)

@@ -16,7 +16,6 @@ import pytest
 
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.runtime.worker_child import RememberedFailures
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tests.support.programs import TIMEOUT_S
 
@@ -243,14 +242,6 @@ def test_with_a_network_a_later_call_tries_again(tries: Path, pool: RewardPool) 
     assert len(tried(tries, "good")) == 2  # a verifier need not give the same response the same reward
     assert pool.score(items("raise"))[0].error is not None
     assert len(tried(tries, "raise")) == 2
-
-
-def test_failures_are_remembered_within_bounds() -> None:
-    failures = RememberedFailures(most=3)
-    for number in range(5):
-        failures.add(bytes([number]), str(number))
-        assert failures.get(bytes([2])) == ("2" if number >= 2 else None)
-    assert [failures.get(bytes([number])) for number in range(5)] == [None, None, "2", "3", "4"]
 
 
 def test_a_worker_that_is_killed_costs_no_response(tries: Path, pool: RewardPool) -> None:

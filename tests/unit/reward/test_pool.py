@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.runtime.worker_process import WorkerProcess
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tests.support.programs import TIMEOUT_S
 
@@ -197,7 +198,8 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts tests in the background has it ignored
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.tasks.reward.pool import RewardPool
-from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.runtime.worker_process import WorkerProcess
 sys.path.insert(0, sys.argv[1])
 pool = RewardPool(RewardConfig(verifier="my_rewards:judge", workers=1, timeout_s=300))
 print(int(pool.score([(Problem("p", "q", "a"), "pid")])[0].reward), flush=True)
@@ -224,11 +226,13 @@ def test_workers_die_with_the_parent(module: str, tmp_path: Path, work: str, how
     assert "tasks/reward/worker.py" not in shown
 
 
-def test_an_orphan_that_holds_the_lock_runs_out_of_processor_time() -> None:
-    code = """
-import re
-from tepo_megatron.runtime.worker_child import limit_processor_time
-limit_processor_time(-5.97)
-re.match("(a|a)*b", "a" * 60)
-"""
-    assert subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT_S).returncode == -signal.SIGPROF
+def test_an_orphan_that_holds_the_lock_runs_out_of_processor_time(module: str, tmp_path: Path) -> None:
+    worker = WorkerProcess("tepo_megatron.tasks.reward.worker")
+    limits = {"timeout_s": -5.97, "memory_mb": 1000, "file_mb": 1, "network": True, "run_code": False}
+    worker.send({"verifier": module, "kwargs": {}, "path": [*sys.path, str(tmp_path)], **limits}, TIMEOUT_S)
+    assert worker.receive()[0]["ready"]
+    worker.send([[0, Problem("p", "q", "a").to_json(), [ResponseText("hold").to_json()]]], TIMEOUT_S)
+    with pytest.raises(EOFError):
+        worker.receive()
+    assert worker.exit_status() == f"signal {signal.SIGPROF:d}"
+    worker.close()

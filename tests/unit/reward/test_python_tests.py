@@ -12,7 +12,7 @@ from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data.benchmarks import BENCHMARKS, convert
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.pool import RewardPool
-from tepo_megatron.tasks.reward.programs import program_in
+from tepo_megatron.tasks.reward.programs import PythonTests
 from tests.support.code_rows import FILES
 
 
@@ -114,7 +114,7 @@ def test_a_problem_without_tests_is_an_error_of_the_data() -> None:
     ],
 )
 def test_which_part_of_a_response_is_the_program(problem: Problem, response: str, program: str) -> None:
-    found = program_in(response, problem).strip()
+    found = PythonTests.program_in(response, problem).strip()
     assert found == (f"def f(x): return {program}" if problem is BARE else program)
 
 

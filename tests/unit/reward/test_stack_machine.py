@@ -14,7 +14,7 @@ from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data.stack_machine import draw, draw_choice, program_of, value_of
 from tepo_megatron.tasks.reward.pool import RewardPool
-from tepo_megatron.tasks.reward.programs import MachineError, StackMachine, run
+from tepo_megatron.tasks.reward.programs import StackMachine
 
 DOUBLE = Problem("p", "x+x=", "xx+", {"tests": [[[2, 0, 0], 4], [[0, 1, 1], 0], [[-3, 0, 0], -6]]})
 
@@ -30,8 +30,8 @@ def test_each_way_to_write_a_program_gives_the_formulas_value(leaves: int, choic
     pick: Callable[[int], int] = rng.randrange
     tree = draw_choice(leaves, pick) if choice else draw(leaves, pick)
     expected = value_of(tree, inputs)
-    assert run(program_of(tree), inputs) == expected
-    assert run(" \n".join(varied_program(tree, rng)), inputs) == expected
+    assert StackMachine().run(program_of(tree), inputs) == expected
+    assert StackMachine().run(" \n".join(varied_program(tree, rng)), inputs) == expected
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_each_way_to_write_a_program_gives_the_formulas_value(leaves: int, choic
     ],
 )
 def test_what_formulas_do_not_use(program: str, result: int) -> None:
-    assert run(program, [7, 3, 5]) == result
+    assert StackMachine().run(program, [7, 3, 5]) == result
 
 
 @pytest.mark.parametrize(
@@ -69,16 +69,16 @@ def test_what_formulas_do_not_use(program: str, result: int) -> None:
     ],
 )
 def test_a_program_without_a_result_says_why(program: str, why: str) -> None:
-    with pytest.raises(MachineError, match=why):
-        run(program, [7, 3])
+    with pytest.raises(ValueError, match=why):
+        StackMachine().run(program, [7, 3])
 
 
 def test_its_limits_can_be_set() -> None:
-    assert run("x[1-]", [500, 0, 0], steps=5000) == 0
-    with pytest.raises(MachineError, match="longer than 5 steps"):
-        run("x[1-]", [500, 0, 0], steps=5)
-    with pytest.raises(MachineError, match="more than 2 values"):
-        run("xyz++", [1, 2, 3], depth=2)
+    assert StackMachine(steps=5000).run("x[1-]", [500, 0, 0]) == 0
+    with pytest.raises(ValueError, match="longer than 5 steps"):
+        StackMachine(steps=5).run("x[1-]", [500, 0, 0])
+    with pytest.raises(ValueError, match="more than 2 values"):
+        StackMachine(depth=2).run("xyz++", [1, 2, 3])
     with pytest.raises(ValueError, match="steps = 0 lets no program run"):
         StackMachine(steps=0)
 

@@ -21,7 +21,7 @@ from tepo_megatron.run.callbacks import Extensions
 from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.loop import Loop
 from tepo_megatron.run.metrics import read_metrics
-from tepo_megatron.runtime.preemption import borrowed_stop_signals
+from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.protocol import UpdateResult
@@ -120,7 +120,7 @@ class ReferenceRun:
     def run(self, before: Callable[[Loop], None] = lambda loop: None) -> ReferenceRun:
         """A whole run, resumed where ``train.resume`` says so; ``before`` it, the loop is passed."""
         try:
-            with borrowed_stop_signals() as signals, contextlib.ExitStack() as stack:
+            with StopSignals(ends=False).borrowed() as signals, contextlib.ExitStack() as stack:
                 model_dir = resolve_model_path(self.config.model.path)
                 extensions = Extensions(callbacks=(self, *self.callbacks), reward=_reward)
                 loop = self.loop = training.open_loop(self.config, model_dir, extensions, stack)

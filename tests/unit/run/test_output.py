@@ -16,7 +16,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.metrics import read_metrics, read_tokens, token_files
 from tepo_megatron.run.output.output import Output
-from tepo_megatron.runtime.run_lock import FILE, RunLock, read_holder
+from tepo_megatron.runtime.run_lock import FILE, RunLock
 from tests.support.disks import files_of_at_most
 from tests.support.token_values import made_up_tokens
 
@@ -263,7 +263,7 @@ def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is in use by"):
         RunLock(folder).take()
     output.close()
-    assert read_holder(folder / FILE) is None
+    assert RunLock(folder).holder() is None
 
 
 def test_a_folder_that_became_a_file_is_told_and_survived(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.runtime.run_lock import FILE, SILENT_S, RunLock, check_free, read_holder
+from tepo_megatron.runtime.run_lock import FILE, SILENT_S, RunLock
 from tests.support.programs import TIMEOUT_S
 
 HOLD = """
@@ -54,7 +54,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_second_run_is_refused_and_told_by_whom(holder: subprocess.Popen[str], tmp_path: Path) -> None:
     before = (tmp_path / FILE).read_bytes()
-    for attempt in (lambda: RunLock(tmp_path).take(), lambda: check_free(tmp_path)):
+    for attempt in (lambda: RunLock(tmp_path).take(), lambda: RunLock.check_free(tmp_path)):
         with pytest.raises(ValueError, match=rf"is in use by process {holder.pid} on .*, a run since 20.* UTC .*; wait until"):
             attempt()
     assert (tmp_path / FILE).read_bytes() == before
@@ -87,7 +87,7 @@ def test_a_file_that_was_removed_while_it_was_opened_is_no_lock(
     try:
         with pytest.raises(ValueError, match="is in use by process"):
             RunLock(tmp_path).take()
-        assert read_holder(tmp_path / FILE).pid == others[0].pid
+        assert RunLock(tmp_path).holder().pid == others[0].pid
     finally:
         others[0].kill()
         others[0].communicate()
@@ -102,10 +102,10 @@ def test_a_run_that_is_stopped_holds_on(holder: subprocess.Popen[str], tmp_path:
 def test_what_a_killed_run_left_is_taken_and_named(holder: subprocess.Popen[str], tmp_path: Path) -> None:
     holder.kill()
     holder.wait()
-    check_free(tmp_path)
+    RunLock.check_free(tmp_path)
     lock = RunLock(tmp_path)
     assert lock.take().pid == holder.pid
-    assert read_holder(tmp_path / FILE).pid == os.getpid()
+    assert RunLock(tmp_path).holder().pid == os.getpid()
     lock.release()
     assert not list(tmp_path.iterdir())
 
@@ -155,7 +155,7 @@ def leave(folder: Path, *, silent_s: float, **changes: Any) -> None:
 
 def test_a_run_on_another_machine_is_refused_while_it_gives_signs_of_life(tmp_path: Path) -> None:
     leave(tmp_path, silent_s=100)
-    for attempt in (lambda: RunLock(tmp_path).take(), lambda: check_free(tmp_path)):
+    for attempt in (lambda: RunLock(tmp_path).take(), lambda: RunLock.check_free(tmp_path)):
         with pytest.raises(ValueError, match=r"on node7, .*sign of life 1\d\d s ago.*start again in 180 s, or remove the file"):
             attempt()
     leave(tmp_path, silent_s=SILENT_S + 5)

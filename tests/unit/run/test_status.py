@@ -15,7 +15,7 @@ from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.run.output.status import run_status
-from tepo_megatron.runtime.heartbeat import Heartbeat, read_records, record_path
+from tepo_megatron.runtime.heartbeat import Heartbeat, RankRecord
 
 ROWS = [
     {"step": 0, "accuracy/greedy": 0.25, "time/step": 30.0},
@@ -34,8 +34,8 @@ def run_folder(folder: Path) -> Path:
 
 def change(output: Path, rank: int, **said: object) -> None:
     """Has a rank have said something else last."""
-    (record,) = [record for record in read_records(output / "status") if record.rank == rank]
-    record_path(output / "status", rank).write_text(json.dumps({**asdict(record), **said}))
+    (record,) = [record for record in RankRecord.read_all(output / "status") if record.rank == rank]
+    (output / "status" / f"rank-{rank:05d}.json").write_text(json.dumps({**asdict(record), **said}))
 
 
 def beating(output: Path) -> None:

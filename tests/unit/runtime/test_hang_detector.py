@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.runtime.heartbeat import STOPPED_S, HangDetector, RankRecord, WatchedRank
-from tepo_megatron.runtime.proc import ProcessState
+from tepo_megatron.runtime.proc import Process
 
 LIMIT = 100.0
 
 
 def rank(number: int, *, state: str = "S", **said: Any) -> WatchedRank:
     record = replace(RankRecord(number, 2, pid=1000 + number, host="here", phase="update", hang_timeout_s=LIMIT), **said)
-    return WatchedRank(ProcessState(1000 + number, 1, 1, state, 5), record)
+    return Process(1000 + number, 1, 1, state, 5), record
 
 
 RARELY = st.sampled_from([False, False, False, False, True])
@@ -70,5 +70,5 @@ def test_rank_0_is_left_to_end_what_it_started_where_another_hangs_too() -> None
 
 
 def test_ranks_that_said_nothing_yet_or_have_ended_do_not_hang() -> None:
-    detector, silent = HangDetector(), WatchedRank(rank(1).process, None)
+    detector, silent = HangDetector(), (rank(1)[0], None)
     assert all(detector.check([silent, rank(0, ended="finished")], 50.0) is None for _ in range(10))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.runtime.proc import STOPPED, children, process_state
+from tepo_megatron.runtime.proc import STOPPED, Process
 from tepo_megatron.tools.faults.processes import alive, descendants, wait_until
 from tepo_megatron.tools.faults.terminal import CTRL_C, CTRL_Z, Terminal
 from tests.support.programs import TIMEOUT_S
@@ -46,7 +46,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 @pytest.fixture
 def job(terminal: Terminal) -> Iterator[list[int]]:
     """The PIDs of the job, its child and its grandchild."""
-    (first,) = children(terminal.pid)
+    (first,) = Process.children(terminal.pid)
     wait_until(lambda: len(descendants(first.pid)) == 3, TIMEOUT_S, "three processes")
     pids = descendants(first.pid)
     yield pids
@@ -57,7 +57,7 @@ def job(terminal: Terminal) -> Iterator[list[int]]:
 
 def wait_stopped(pids: list[int], *, stopped: bool = True) -> None:
     def reached() -> bool:
-        states = [process_state(pid) for pid in pids]
+        states = [Process.read(pid) for pid in pids]
         return all((state is not None and state.state == STOPPED) == stopped for state in states)
 
     wait_until(reached, TIMEOUT_S, f"the state of {pids}")

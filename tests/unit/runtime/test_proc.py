@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tepo_megatron.runtime.proc import STOPPED, children, command_line, descendants, group_members, process_state, start_time
+from tepo_megatron.runtime.proc import STOPPED, Process
 from tests.support.programs import TIMEOUT_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
@@ -21,15 +21,15 @@ def test_processes_are_seen_with_their_state() -> None:
         try:
             child.send_signal(signal.SIGSTOP)
             end = time.monotonic() + TIMEOUT_S
-            while process_state(child.pid).state != STOPPED:
+            while Process.read(child.pid).state != STOPPED:
                 assert time.monotonic() < end
                 time.sleep(0.02)
-            assert child.pid in [state.pid for state in children(os.getpid())]
-            assert child.pid in [state.pid for state in descendants(os.getpid())]
-            assert child.pid in group_members(os.getpgrp())
-            assert "time.sleep(600)" in command_line(child.pid)
+            assert child.pid in [state.pid for state in Process.children(os.getpid())]
+            assert child.pid in [state.pid for state in Process.below(os.getpid())]
+            assert child.pid in Process.in_group(os.getpgrp())
+            assert "time.sleep(600)" in Process.command_line(child.pid)
         finally:
             child.kill()
-    assert process_state(child.pid) is None
-    assert start_time(child.pid) == 0
-    assert process_state(os.getpid()).cpu_s > 0
+    assert Process.read(child.pid) is None
+    assert Process.start_time(child.pid) == 0
+    assert Process.read(os.getpid()).cpu_s > 0

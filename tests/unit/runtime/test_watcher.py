@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.runtime.heartbeat import Heartbeat, read_records, record_path
-from tepo_megatron.runtime.proc import process_state
+from tepo_megatron.runtime.heartbeat import Heartbeat, RankRecord
+from tepo_megatron.runtime.proc import Process
 from tests.support.programs import TIMEOUT_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
@@ -63,7 +63,7 @@ def run_parent(what: str, folder: Path) -> subprocess.Popen[str]:
 
 def wait_for_records(folder: Path, count: int) -> None:
     end = time.monotonic() + TIMEOUT_S
-    while len([record for record in read_records(folder / "status") if record.phase == "update"]) < count:
+    while len([record for record in RankRecord.read_all(folder / "status") if record.phase == "update"]) < count:
         assert time.monotonic() < end, "no heartbeats"
         time.sleep(0.05)
 
@@ -118,10 +118,10 @@ def test_a_rank_says_what_it_does_and_how_it_ended(tmp_path: Path) -> None:
     finally:
         beats.close("failed: a sentence")
     beats.close("and not this one")
-    (record,) = read_records(tmp_path)
+    (record,) = RankRecord.read_all(tmp_path)
     assert (record.phase, record.done, record.total, record.allowance_s, record.hang_timeout_s) == ("rollout", 3, 8, 3.0, 7.0)
     assert (record.passive, record.facts, record.ended) == (False, {"servers": ["http://a"]}, "failed: a sentence")
-    assert (record.pid, record.started) == (os.getpid(), process_state(os.getpid()).started)
+    assert (record.pid, record.started) == (os.getpid(), Process.read(os.getpid()).started)
 
 
 def test_a_shorter_word_after_a_longer_one_is_whole_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_a_shorter_word_after_a_longer_one_is_whole_at_every_moment(tmp_path: Pa
 
     def write(handle: int, data: bytes, at: int) -> int:
         written = pwrite(handle, data, at)
-        seen.append(record_path(tmp_path, 0).read_text())
+        seen.append((tmp_path / "rank-00000.json").read_text())
         return written
 
     monkeypatch.setattr(os, "pwrite", write)
@@ -138,13 +138,13 @@ def test_a_shorter_word_after_a_longer_one_is_whole_at_every_moment(tmp_path: Pa
     beats.start()
     beats.phase("rollout", waits_for="the servers " * 100)
     end = time.monotonic() + TIMEOUT_S
-    while "the servers" not in record_path(tmp_path, 0).read_text():
+    while "the servers" not in (tmp_path / "rank-00000.json").read_text():
         assert time.monotonic() < end
         time.sleep(0.02)
     beats.phase("update")
     beats.close("finished")
     assert [json.loads(text)["rank"] for text in seen] == [0] * len(seen)
-    assert json.loads(record_path(tmp_path, 0).read_text())["ended"] == "finished"
+    assert json.loads((tmp_path / "rank-00000.json").read_text())["ended"] == "finished"
 
 
 def test_ranks_of_an_earlier_run_are_removed_by_rank_0_and_damage_is_left_out(tmp_path: Path) -> None:
@@ -152,11 +152,11 @@ def test_ranks_of_an_earlier_run_are_removed_by_rank_0_and_damage_is_left_out(tm
         beats = Heartbeat(tmp_path, number, 8)
         beats.start()
         beats.close("")
-    assert [record.rank for record in read_records(tmp_path)] == [0, 7]
-    record_path(tmp_path, 7).write_text('{"rank": 7, "wor')
-    assert [record.rank for record in read_records(tmp_path)] == [0]
-    record_path(tmp_path, 7).write_text('{"rank": 7, "world": 8, "of": "another version"}')
-    assert [record.rank for record in read_records(tmp_path)] == [0]
+    assert [record.rank for record in RankRecord.read_all(tmp_path)] == [0, 7]
+    (tmp_path / "rank-00007.json").write_text('{"rank": 7, "wor')
+    assert [record.rank for record in RankRecord.read_all(tmp_path)] == [0]
+    (tmp_path / "rank-00007.json").write_text('{"rank": 7, "world": 8, "of": "another version"}')
+    assert [record.rank for record in RankRecord.read_all(tmp_path)] == [0]
     again = Heartbeat(tmp_path, 0, 1)
     again.start()
     again.close("")

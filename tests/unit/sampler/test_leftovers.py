@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tepo_megatron.runtime import supervise as scratch
-from tepo_megatron.runtime.proc import group_members
+from tepo_megatron.runtime.proc import Process
 from tepo_megatron.runtime.supervise import SHM, sweep, temporary_folder
 from tests.support.programs import TIMEOUT_S
 
@@ -105,7 +105,7 @@ def left(base: Path, tmp_path: Path) -> Iterator[Left]:
     with suppress(ProcessLookupError):
         os.killpg(made.process.pid, signal.SIGKILL)
     made.process.wait()
-    assert eventually(lambda: not group_members(made.process.pid))
+    assert eventually(lambda: not Process.in_group(made.process.pid))
     sweep()
     assert made.nothing_stays()
 
@@ -120,24 +120,24 @@ def test_a_server_has_a_private_temporary_folder_with_room_for_the_path_of_a_soc
 @pytest.mark.parametrize("stopped", [False, True])
 def test_nothing_stays_of_a_killed_command(left: Left, stopped: bool) -> None:
     if stopped:
-        for pid in group_members(left.process.pid):
+        for pid in Process.in_group(left.process.pid):
             if pid not in (left.process.pid, left.command):
                 os.kill(pid, signal.SIGSTOP)
     os.kill(left.command, signal.SIGKILL)
     left.process.wait(TIMEOUT_S)
     assert eventually(left.nothing_stays)
-    assert group_members(left.process.pid) == []
+    assert Process.in_group(left.process.pid) == []
 
 
 def test_nothing_stays_of_stopped_processes_when_the_starter_is_gone(left: Left) -> None:
-    for pid in group_members(left.process.pid):
+    for pid in Process.in_group(left.process.pid):
         if pid != left.process.pid:
             os.kill(pid, signal.SIGSTOP)
     assert left.process.stdin is not None
     left.process.stdin.close()
     left.process.wait(TIMEOUT_S)
     assert eventually(left.nothing_stays)
-    assert group_members(left.process.pid) == []
+    assert Process.in_group(left.process.pid) == []
 
 
 def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_and_not_before_all_are_dead(left: Left) -> None:
@@ -145,10 +145,10 @@ def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_and_not_before_a
     left.process.wait()
     assert left.folder not in sweep()  # the server still runs
     assert left.all_there()
-    for pid in group_members(left.process.pid):
+    for pid in Process.in_group(left.process.pid):
         with suppress(ProcessLookupError):  # the kernel has asked the server to end
             os.kill(pid, signal.SIGKILL)
-    assert eventually(lambda: not group_members(left.process.pid))
+    assert eventually(lambda: not Process.in_group(left.process.pid))
     assert left.all_there()
     command = [sys.executable, "-m", "tepo_megatron.runtime.supervise", "--", "sleep", "600"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as following:
@@ -167,7 +167,7 @@ def test_what_others_use_or_made_is_left_alone(left: Left) -> None:
     try:
         os.killpg(left.process.pid, signal.SIGKILL)
         left.process.wait()
-        assert eventually(lambda: not group_members(left.process.pid))
+        assert eventually(lambda: not Process.in_group(left.process.pid))
         assert left.folder in sweep()
         assert (SHM / left.names[0]).exists()
         assert (SHM / other.name).exists()
