@@ -1,4 +1,4 @@
-"""Ctrl-Z for a job whose processes have sessions of their own, so that the terminal stops only the first."""
+"""Ctrl-Z for a job of processes in several sessions, of which the terminal stops only the first."""
 
 from __future__ import annotations
 

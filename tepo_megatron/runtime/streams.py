@@ -1,4 +1,4 @@
-"""Standard streams that are closed, or whose reader goes away."""
+"""Standard streams that are closed, or lose their reader."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _is_open(number: int) -> bool:
 
 
 def outlive_readers() -> None:
-    """Printing never fails from now on: work whose results are files must not end because ``head`` has ended, a terminal is
+    """Printing never fails from now on: work that writes files must not end because ``head`` has ended, a terminal is
     gone, or the disk of its log is full.
     """
     for name in ("stdout", "stderr"):

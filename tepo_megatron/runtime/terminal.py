@@ -17,7 +17,7 @@ class Terminal(Console):
     """A console that shows escapes in a text as text; only its own styles act on the terminal."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Escapes the text before its width is measured; :meth:`render` has what is no ``str``."""
+        """Escapes the text before its width is measured; :meth:`render` escapes the rest."""
         return super().render_str(printable(text, self.encoding), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

@@ -12,7 +12,7 @@ _MOST_NESTED = 100
 
 
 def text_fault(value: Any) -> str | None:
-    """``value``: text, or JSON values, of which keys count too. Returns None if it is Unicode text that is not nested too
+    """``value``: text, or JSON values with their keys. Returns None if it is Unicode text that is not nested too
     deeply.
     """
     level = [value]

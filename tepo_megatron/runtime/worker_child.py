@@ -41,7 +41,7 @@ _MB = 10**6
 
 
 class _Served(Protocol):
-    """The user's code. ``busy``: the process may not end now; ``worn``: it should; ``facts`` are for the parent."""
+    """``busy``: the process may not end now; ``worn``: it should; ``facts`` are for the parent."""
 
     @property
     def concurrent(self) -> bool: ...

@@ -151,7 +151,7 @@ class _ForkedProcess:
 
 
 def _run_child(main: Callable[[], None], requests: int, replies: int) -> NoReturn:
-    """Never returns, so that nothing of the parent is unwound."""
+    """Never returns, so that the parent's frames stay."""
     code = 1
     try:
         gc.freeze()  # the parent's objects are not collected here: that could close files that reuse their numbers

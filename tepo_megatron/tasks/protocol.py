@@ -17,7 +17,7 @@ from tepo_megatron.sampler.protocol import Sampler, SampleStream
 
 @dataclass(frozen=True)
 class RewardResult:
-    """``error``: why it could not be scored. ``parts``: components, whose weighted sum is the reward. ``seconds``: of scoring;
+    """``error``: why it could not be scored. ``parts``: the reward is their weighted sum. ``seconds``: of scoring;
     with a verifier of groups, of the group.
     """
 
@@ -65,7 +65,7 @@ class Task(Protocol):
 
     @property
     def verifier(self) -> str | None:
-        """None: the task scores only responses that it sampled."""
+        """None: only responses from its stream can be scored."""
 
     @property
     def scores_groups(self) -> bool:
@@ -73,7 +73,7 @@ class Task(Protocol):
 
     @property
     def unfinished(self) -> int:
-        """Responses whose results :meth:`poll` has not returned."""
+        """Excludes results that :meth:`poll` has returned."""
 
     def stream(self, samples: SampleStream, problem_of: Callable[[Any], Problem]) -> ResponseStream:
         """``problem_of`` maps a request's key to its problem."""

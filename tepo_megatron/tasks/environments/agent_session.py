@@ -145,7 +145,7 @@ def _short(value: Any) -> str:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """What the model wrote. ``malformed``: a call of a tool cannot be read."""
+    """``malformed``: a call of a tool cannot be read."""
 
     message: Message
     finish_reason: str

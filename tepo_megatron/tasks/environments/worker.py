@@ -55,8 +55,6 @@ def resolve_environment(name: str) -> str:
 
 
 class EpisodeTable:
-    """``setup``: the parent's."""
-
     facts: Mapping[str, Any] = {}
 
     def __init__(self, setup: Mapping[str, Any]) -> None:

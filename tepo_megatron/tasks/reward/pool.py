@@ -291,7 +291,6 @@ class _JobQueue:
         self._waiting.extendleft(job for job in reversed(jobs) if not job.dropped)
 
     def take(self, pending: Sequence[_Job], most: int) -> list[_Job]:
-        """Together with ``pending`` at most ``most``."""
         taken: list[_Job] = []
         characters = 0
         while self._waiting and len(pending) + len(taken) < most:

@@ -61,7 +61,7 @@ class PythonTests:
             (str(Path(run_tests.__file__)),), given=json.dumps(task).encode(), kept=_LINE_BYTES * (len(tests) + 1)
         )
         said = _said(ran.head, key)
-        if run_tests.BEGUN not in said:
+        if run_tests.STARTED not in said:
             why = ran.limit or ran.tail.decode("utf-8", "replace").strip()[-200:] or f"it ended with {ran.status}"
             raise RuntimeError(f"the sandbox did not start: {why}")
         passed = sum(f"{number}" in said for number in range(len(tests)))

@@ -1,6 +1,6 @@
 """Runs a program and its tests within a sandbox; needs only the standard library.
 
-Input: a JSON object with ``key``, ``setup``, ``program``, ``tests``, ``may_hide``, ``all``. Output: ``KEY begun``, then ``KEY
+Input: a JSON object with ``key``, ``setup``, ``program``, ``tests``, ``may_hide``, ``all``. Output: ``KEY started``, then ``KEY
 n`` for each passed test n; with ``all`` it stops at the first failure.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-BEGUN = "begun"
+STARTED = "started"
 
 
 def _main() -> None:
@@ -28,7 +28,7 @@ def _main() -> None:
     def say(what: str) -> None:
         os.write(replies, f"{key} {what}\n".encode())
 
-    say(BEGUN)
+    say(STARTED)
     try:
         _run(task, say)
     finally:

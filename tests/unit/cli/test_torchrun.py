@@ -29,7 +29,7 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.run.start import run_rank
 from tepo_megatron.runtime.rank import report_before_leaving
 from tepo_megatron.runtime.heartbeat import Heartbeat, RankRecord
-from tepo_megatron.runtime.proc import STOPPED, process_state
+from tepo_megatron.runtime.proc import STOPPED, Process
 
 what, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
 
@@ -297,11 +297,11 @@ def test_a_signal_ends_every_rank_after_it_cleaned_up(
     assert (tmp_path / "cleaned1").exists()
 
 
-@pytest.mark.slow
 def has_stopped(pid: int, expected: bool) -> bool:
     return (Process.read(pid).state == STOPPED) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_ctrl_z_stops_the_ranks_too_and_a_connection_that_closes_lets_them_save(start, tmp_path: Path) -> None:
     """In a shell on a terminal, which closes while the job is stopped."""

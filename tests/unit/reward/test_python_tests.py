@@ -54,7 +54,7 @@ def test_programs_are_scored_and_nothing_that_they_do_is_a_failure_of_the_verifi
         (TWICE, "import sys\ndef twice(x):\n    sys.exit(0)", 0),
         (TWICE, "def twice(x): return 2 * x\nimport os; os._exit(0)", 0),
         (TWICE, "raise SystemExit", 0),
-        (TWICE, "print('0\\n1\\n2\\nbegun 0\\n1\\n2')", 0),
+        (TWICE, "print('0\\n1\\n2\\nstarted 0\\n1\\n2')", 0),
         (TWICE, "import os\nfor fd in range(9):\n  try: os.write(fd, b'0\\n1\\n2\\n')\n  except OSError: pass", 0),
         (TWICE, "def twice(x): return 2 * x\nif __name__ == '__main__':\n    raise SystemExit", 1),
         (TWICE, "from dataclasses import dataclass\n@dataclass\nclass A:\n  x: 'int'\ndef twice(x): return 2 * A(x).x", 1),
