@@ -233,8 +233,8 @@ def _try_command(
 
         groups = read_recorded(file)[:limit]
         with VerifierTask(reward_configs(config.reward, config.data)) as task:
-            items = [(group.problem, text) for group in groups for text in group.responses]
-            results = task.score(items, [number for number, group in enumerate(groups) for _ in group.responses])
+            items = [(problem, text) for problem, responses in groups for text in responses]
+            results = task.score(items, [number for number, (_, responses) in enumerate(groups) for _ in responses])
     rows = _reward_rows(groups, results)
     summary = _reward_summary(config.reward.verifier, rows)
     if as_json:
@@ -246,7 +246,7 @@ def _try_command(
 
 
 def _reward_rows(groups: Sequence[RecordedGroup], results: Sequence[RewardResult]) -> list[dict[str, Any]]:
-    texts = [(group.problem.id, text) for group in groups for text in group.responses]
+    texts = [(problem.id, text) for problem, responses in groups for text in responses]
     return [
         {
             "problem": problem,
@@ -324,11 +324,11 @@ def serve(
         config = loaded.environment
         if config is None:
             raise ValueError(f"{run} has no section environment; there is nothing to serve")
-        from tepo_megatron.tasks.environments.protocol import make_key
+        from tepo_megatron.tasks.environments.protocol import read_key
         from tepo_megatron.tasks.environments.service import EnvironmentService
 
         try:
-            key = make_key(key_file)
+            key = read_key(key_file, write=True)
             service = EnvironmentService(config, host=host, port=port, key=key, sampling=loaded.rollout.sampling)
         except OSError as error:
             raise ValueError(

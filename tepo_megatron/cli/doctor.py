@@ -211,10 +211,10 @@ def _model_and_data(config: RunConfig) -> Diagnosis:
 
 
 def _environment(config: EnvironmentConfig, sampling: SamplingConfig) -> Diagnosis:
-    from tepo_megatron.tasks.environments.environment_task import open_host
+    from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 
     try:
-        with closing(open_host(config, sampling)) as host:
+        with closing(EnvironmentTask.open_host(config, sampling)) as host:
             return Diagnosis("environment", "ok", f"{config.name} can be made", host.notice or "", needed=True)
     except (ValueError, RuntimeError) as error:
         return Diagnosis("environment", "fail", config.name, str(error), needed=True)

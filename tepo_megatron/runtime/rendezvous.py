@@ -1,7 +1,7 @@
 """Where ranks meet, so that they unpickle nothing from strangers (docs/decisions/015-rendezvous.md).
 
 torchrun's dynamic rendezvous unpickles state from a store that any process may write. Here one machine's ranks meet in a file
-of a private folder, and several nodes' agents in a JSON store on the first node.
+of a private folder; agents of several nodes meet as ``torchrun.py`` says.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -54,28 +53,16 @@ def run_ranks(
                 stopped_together(_show_cursor),
                 _forwarded_signals(Path(folder), world_size) as asked,
             ):
-                code, end = _run_ranks(["-m", module, *arguments], world_size, Path(folder), asked)
+                code, end, killed = _run_ranks(["-m", module, *arguments], world_size, Path(folder), asked)
         except StopRequested as stop:
             code = stop.exit_code
         _show_cursor()
         if code in (0, INTERRUPTED, PREEMPTED):
             return code, ""
-        return code, _first_cause(hangs, end, failure.read_text(encoding="utf-8") if failure.exists() else "")
-
-
-@dataclass(frozen=True)
-class _End:
-    sentence: str = ""
-    killed: bool = False
-
-
-def _first_cause(hangs: Sequence[str], end: _End, said: str) -> str:
-    """A killed rank comes first, since the others' connections to it broke."""
-    if hangs:
-        return hangs[0]
-    if end.killed and said:
-        return f"{end.sentence}. Then the others failed: {said}"
-    return said or end.sentence
+        message = failure.read_text(encoding="utf-8") if failure.exists() else ""
+        if killed and message:  # a killed rank comes first, since the others' connections to it broke
+            message = f"{end}. Then the others failed: {message}"
+        return code, hangs[0] if hangs else message or end
 
 
 def run_node(arguments: Sequence[str]) -> int:
@@ -114,7 +101,10 @@ def _stop_code(error: ChildFailedError, asked: int | None) -> int | None:
     return StopRequested(asked).exit_code if asked is not None and code == -asked else None
 
 
-def _run_ranks(arguments: Sequence[str], world_size: int, folder: Path, asked: Callable[[], int | None]) -> tuple[int, _End]:
+def _run_ranks(
+    arguments: Sequence[str], world_size: int, folder: Path, asked: Callable[[], int | None]
+) -> tuple[int, str, bool]:
+    """Returns the exit code, a sentence, and whether a rank was killed."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -123,15 +113,15 @@ def _run_ranks(arguments: Sequence[str], world_size: int, folder: Path, asked: C
         _run_agent([*options, "--local-addr=127.0.0.1", *arguments], folder)
     except ChildFailedError as error:
         code = _stop_code(error, asked())
-        return _describe_end(error) if code is None else (code, _End())
+        return _describe_end(error) if code is None else (code, "", False)
     except SignalException as error:
         name = error.sigval.name
         sentence = f"{name}: the job is ended at once, without saving; go on from its newest checkpoint with --resume"
-        return 128 + error.sigval, _End(sentence)
-    return 0, _End()
+        return 128 + error.sigval, sentence, False
+    return 0, "", False
 
 
-def _describe_end(error: ChildFailedError) -> tuple[int, _End]:
+def _describe_end(error: ChildFailedError) -> tuple[int, str, bool]:
     rank, failure = error.get_first_failure()
     # A killed rank breaks the connections of others, and their ends may be seen first.
     killed = [
@@ -139,10 +129,10 @@ def _describe_end(error: ChildFailedError) -> tuple[int, _End]:
     ]
     rank, failure = killed[0] if killed else (rank, failure)
     if failure.exitcode >= 0:
-        return failure.exitcode, _End(f"rank {rank} ended with exit code {failure.exitcode}; what it wrote last is above")
+        return failure.exitcode, f"rank {rank} ended with exit code {failure.exitcode}; what it wrote last is above", False
     name = signal.Signals(-failure.exitcode).name
     hint = "; the kernel does this when memory runs out" if name == "SIGKILL" else ""
-    return 128 - failure.exitcode, _End(f"rank {rank} was ended by {name}{hint}", killed=bool(killed))
+    return 128 - failure.exitcode, f"rank {rank} was ended by {name}{hint}", bool(killed)
 
 
 @contextmanager

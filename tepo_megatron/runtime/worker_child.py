@@ -70,7 +70,7 @@ def serve(
 
 
 def _serve(make: Callable[[Mapping[str, Any]], _Served], what: str, open_files: Callable[[Mapping[str, Any]], int]) -> None:
-    requests, replies = redirect_standard_streams()
+    requests, reply = redirect_standard_streams()
     line = requests.readline()
     if not line:
         return
@@ -85,11 +85,11 @@ def _serve(make: Callable[[Mapping[str, Any]], _Served], what: str, open_files: 
     try:
         served = make(setup)
     except ValueError as error:
-        reply(replies, {"error": str(error)})
+        reply({"error": str(error)})
         return
-    desk = _Desk(served, setup, replies)
+    desk = _Desk(served, setup, reply)
     notice = refusal and f"{what}s keep their network: {refusal}"
-    reply(replies, {"ready": True, "notice": notice, "concurrent": served.concurrent, **served.facts})
+    reply({"ready": True, "notice": notice, "concurrent": served.concurrent, **served.facts})
     if served.concurrent:
         asyncio.run(desk.answer_concurrently(inbox))
     while not desk.ended:
@@ -98,8 +98,8 @@ def _serve(make: Callable[[Mapping[str, Any]], _Served], what: str, open_files: 
 
 
 class _Desk:
-    def __init__(self, served: _Served, setup: Mapping[str, Any], replies: FileIO) -> None:
-        self._served, self._setup, self._replies = served, setup, replies
+    def __init__(self, served: _Served, setup: Mapping[str, Any], reply: Callable[[Any], None]) -> None:
+        self._served, self._setup, self._reply = served, setup, reply
         self._memory = _memory_file()
         self._most = self._size() + int(_GROWTH * setup["memory_mb"] * _MB)
         if sys.platform == "linux":  # elsewhere the kernel does not count them
@@ -115,7 +115,7 @@ class _Desk:
         answer = await self._served.answer(*call)
         if not self.ended:
             self.ended = (self._has_grown() or not _has_a_free_file() or self._served.worn) and not self._served.busy
-            reply(self._replies, [number, answer, time.monotonic() - started, self.ended])
+            self._reply([number, answer, time.monotonic() - started, self.ended])
 
     async def answer_concurrently(self, inbox: SimpleQueue[Any]) -> None:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
@@ -152,8 +152,8 @@ class _Desk:
         return 0 if file is None else int(os.pread(file, 200, 0).split()[5]) * resource.getpagesize()
 
 
-def redirect_standard_streams() -> tuple[BinaryIO, FileIO]:
-    """Returns pipes to the parent. User code prints to stderr, and reads an empty input."""
+def redirect_standard_streams() -> tuple[BinaryIO, Callable[[Any], None]]:
+    """Returns the parent's pipe, and a function that sends it JSON. User code prints to stderr, and reads an empty input."""
     requests = os.fdopen(os.dup(0), "rb")
     replies = FileIO(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -161,13 +161,13 @@ def redirect_standard_streams() -> tuple[BinaryIO, FileIO]:
     os.close(nothing)
     os.dup2(2, 1)
     outlive_readers()
-    return requests, replies
 
+    def reply(value: Any) -> None:
+        remaining = memoryview(json.dumps(value).encode() + b"\n")
+        while remaining:
+            remaining = remaining[replies.write(remaining) :]
 
-def reply(replies: FileIO, value: Any) -> None:
-    remaining = memoryview(json.dumps(value).encode() + b"\n")
-    while remaining:
-        remaining = remaining[replies.write(remaining) :]
+    return requests, reply
 
 
 def _read_lines(requests: BinaryIO, inbox: SimpleQueue[Any]) -> None:

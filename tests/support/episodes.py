@@ -13,7 +13,7 @@ from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Response, WeightsVersion, token_ids
 from tepo_megatron.sampler.protocol import KeyedResponse
 from tepo_megatron.tasks.environments.agent_session import ChatRequest
-from tepo_megatron.tasks.environments.episodes import EpisodeEnd
+from tepo_megatron.tasks.environments.episodes import EpisodeEnd, EpisodeStream
 from tepo_megatron.tasks.environments.protocol import EpisodeAnswer, StepResult
 
 END, VOCABULARY, TURN = 2, 50, 6
@@ -123,3 +123,14 @@ class Ends:
 
     def note(self, problem: Problem, response: Response, end: EpisodeEnd) -> None:
         self.found.append((problem, response, end))
+
+
+def play(stream: EpisodeStream) -> dict[tuple[Any, int], Response]:
+    """Plays what was submitted to its end."""
+    found: dict[tuple[Any, int], Response] = {}
+    while stream.unfinished:
+        if (result := stream.next(1.0)) is not None:
+            key, index, response = result
+            assert (key, index) not in found
+            found[key, index] = response
+    return found

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, Protocol, cast
 from tepo_megatron.run.loggers.loggers import Ending, without_secrets
 from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.runtime.preemption import PREEMPTED, STOP_SIGNALS
-from tepo_megatron.runtime.worker_child import redirect_standard_streams, reply
+from tepo_megatron.runtime.worker_child import redirect_standard_streams
 
 _RETRY_S = (30.0, 3600.0)  # rows are dropped for so long after a failure: doubled up to the second value
 
@@ -309,11 +309,11 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    requests, replies = redirect_standard_streams()
+    requests, reply = redirect_standard_streams()
 
     def report(message: Mapping[str, Any]) -> None:
         try:
-            reply(replies, message)
+            reply(message)
         except BrokenPipeError:
             print(f"rank 0 is gone; not reported: {message}", file=sys.stderr)  # noqa: T201
 

@@ -22,8 +22,9 @@ from tepo_megatron.run.sampling.step_rewards import StepRewards, apply_overlong,
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.sampler.protocol import Sampler
+from tepo_megatron.tasks.data.problems import encode_prompt
 from tepo_megatron.tasks.data.sources import make_sampler
-from tepo_megatron.tasks.environments.episodes import prompt_of
+from tepo_megatron.tasks.environments.episodes import opening_of
 from tepo_megatron.tasks.protocol import Task, turn_figures
 
 Phase = Callable[[str], AbstractContextManager[None]]
@@ -60,7 +61,7 @@ class RolloutCollector:
             config,
             inputs.train,
             make_sampler(inputs.train, config.data, config.seed),
-            lambda problem: prompt_of(config.environment, inputs.tokenizer, problem),
+            lambda problem: opening_of(config.environment, inputs.tokenizer) or encode_prompt(inputs.tokenizer, problem),
             load_filters(rollout.filter_groups),
             window=window,
         )

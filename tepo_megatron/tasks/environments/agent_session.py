@@ -187,19 +187,19 @@ class ChatAnswer:
             "usage": {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote},
         }
 
-
-def chunks(completion: Mapping[str, Any], *, usage: bool) -> list[dict[str, Any]]:
-    """The parts of a stream."""
-    (choice,) = completion["choices"]
-    delta = dict(choice["message"])
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
-    common = {name: completion[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    parts = [
-        {**common, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-        {**common, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
-    ]
-    return [*parts, {**common, "choices": [], "usage": completion["usage"]}] if usage else parts
+    @staticmethod
+    def chunks(completion: Mapping[str, Any], *, usage: bool) -> list[dict[str, Any]]:
+        """The parts of a stream."""
+        (choice,) = completion["choices"]
+        delta = dict(choice["message"])
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
+        common = {name: completion[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+        parts = [
+            {**common, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+            {**common, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
+        ]
+        return [*parts, {**common, "choices": [], "usage": completion["usage"]}] if usage else parts
 
 
 def read_messages(value: Any) -> list[Message]:
@@ -287,12 +287,6 @@ class ChatRequest:
         return {"messages": list(self.messages), "begins": self.begins, "tools": tools, "max_tokens": self.max_tokens}
 
 
-@dataclass(frozen=True)
-class AgentEnd:
-    result: Any = None
-    error: BaseException | None = None
-
-
 @dataclass
 class _Turn:
     asked: AgentRequest
@@ -311,11 +305,13 @@ class AgentSession:
     reward_ends: bool = False
     posted: Any = None
     malformed: bool = False
+    result: Any = None
+    error: BaseException | None = None
     _said: list[Message] = field(default_factory=list)
     _tools: Any = None  # from the first request: templates show tools at the beginning
     _turn: _Turn | None = None
     _request: ChatRequest | None = None
-    _ended: AgentEnd | None = None
+    _ended: bool = False
     _failure: str | None = None
     _closed: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -336,7 +332,7 @@ class AgentSession:
     def _open_turn(self, asked: AgentRequest, *, again: bool) -> _Turn | None:
         if self._failure is not None:
             raise RefusedError(f"the episode has failed: {self._failure}", code="episode_over")
-        if self._closed or self._ended is not None:
+        if self._closed or self._ended:
             raise _over()
         turn = self._turn
         if turn is None:
@@ -391,23 +387,22 @@ class AgentSession:
     def post(self, reward: Any) -> None:
         self.posted = reward
         if self.reward_ends:
-            self.end(AgentEnd())
+            self.end()
 
-    def end(self, ended: AgentEnd) -> None:
-        if self._ended is None:
-            self._ended = ended
+    def end(self, result: Any = None, error: BaseException | None = None) -> None:
+        if not self._ended:
+            self._ended, self.result, self.error = True, result, error
             self._news.set()
 
-    async def wait(self) -> ChatRequest | AgentEnd:
-        """Raises EpisodeError for a refused request."""
-        while self._request is None and self._ended is None and self._failure is None:
+    async def wait(self) -> ChatRequest | None:
+        """Returns None at the agent's end. Raises EpisodeError for a refused request."""
+        while self._request is None and not self._ended and self._failure is None:
             self._news.clear()
             await self._news.wait()
         if self._failure is not None:
             raise EpisodeError(self._failure)
-        if self._ended is not None:
-            return self._ended
-        assert self._request is not None
+        if self._ended:
+            return None
         request, self._request = self._request, None
         return request
 

@@ -18,13 +18,12 @@ from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.runtime.text import read_json
 from tepo_megatron.runtime.worker_child import WorkerLimits
 from tepo_megatron.tasks.environments.agent_session import (
-    AgentEnd,
     AgentRequest,
     AgentSession,
+    ChatAnswer,
     ChatRequest,
     EpisodeError,
     RefusedError,
-    chunks,
 )
 from tepo_megatron.tasks.environments.protocol import StepResult, Strangers
 from tepo_megatron.tasks.reward.verifiers import load_verifier
@@ -83,13 +82,14 @@ class Agents:
         arguments = {**self.kwargs, "base_url": url, "api_key": key, **({"seed": seed} if self._takes_seed else {})}
 
         def run() -> None:
+            result, error = None, None
             try:
                 result = solve(problem, **arguments)
-                end = AgentEnd(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
-            except BaseException as error:  # SystemExit too: it must end the episode, not silently the thread
-                end = AgentEnd(error=error)
+                result = asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+            except BaseException as raised:  # SystemExit too: it must end the episode, not silently the thread
+                error = raised
             try:
-                loop.call_soon_threadsafe(session.end, end)
+                loop.call_soon_threadsafe(session.end, result, error)
             except RuntimeError:
                 if not loop.is_closed():  # closed: the worker has ended, and nobody waits for this episode
                     raise
@@ -119,31 +119,31 @@ class _AgentEpisode:
         self._key = self._agents.address.open(self._session)
         await self._agents.begin(problem, seed, self._session, self._key)
         request = await self._next()
-        if isinstance(request, ChatRequest):
-            return request
-        raise EpisodeError("the agent ended without asking the model anything")
+        if request is None:
+            raise EpisodeError("the agent ended without asking the model anything")
+        return request
 
     async def step(self, action: ResponseText) -> StepResult:
         self._session.give(action)
         malformed = self._session.malformed
-        request = await self._next()
-        if isinstance(request, ChatRequest):
-            observation: Any = request  # only this package makes it
-            return StepResult(observation, tool_error=malformed)
-        return StepResult(reward=self._reward(request.result, action), done=True, tool_error=malformed)
+        request: Any = await self._next()  # only this package makes such an observation
+        if request is not None:
+            return StepResult(request, tool_error=malformed)
+        return StepResult(reward=self._reward(action), done=True, tool_error=malformed)
 
     def close(self) -> None:
         self._agents.address.close(self._key)
         self._session.close()
 
-    async def _next(self) -> ChatRequest | AgentEnd:
+    async def _next(self) -> ChatRequest | None:
         request = await self._session.wait()
-        if isinstance(request, AgentEnd) and request.error is not None:
+        if request is None and self._session.error is not None:
             assert self._agents.solve is not None
-            raise EpisodeError(replace(self._agents.limits, what="agent").raised(request.error, self._agents.solve))
+            raise EpisodeError(replace(self._agents.limits, what="agent").raised(self._session.error, self._agents.solve))
         return request
 
-    def _reward(self, result: Any, action: ResponseText) -> Any:
+    def _reward(self, action: ResponseText) -> Any:
+        result = self._session.result
         if result is not None and not isinstance(result, str):
             return result
         if result is None and self._session.posted is not None:
@@ -269,7 +269,7 @@ class ChatAddress:
             return web.json_response(answer)
         response = web.StreamResponse(headers=_FOLLOWS)
         await response.prepare(request)
-        for chunk in chunks(answer, usage=asked.usage_in_stream):
+        for chunk in ChatAnswer.chunks(answer, usage=asked.usage_in_stream):
             await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()

@@ -65,7 +65,11 @@ class EnvironmentTask:
             else None,
         )
         self._limits = EpisodeLimits(environment.max_turns, environment.max_tokens, max_length, environment.max_restarts)
-        self.host = open_host(environment, config.rollout.sampling)
+        self.host = self.open_host(environment, config.rollout.sampling)
+
+    @staticmethod
+    def open_host(config: EnvironmentConfig, sampling: SamplingConfig) -> EnvironmentHost:
+        return RemoteEnvironments(config, sampling) if config.servers else EnvironmentWorkers(config, sampling)
 
     @property
     def notice(self) -> str | None:
@@ -163,9 +167,14 @@ class EnvironmentTask:
         turns = turn_figures(rollouts) or {"environment/turns": 1.0, "environment/tokens": 0.0}
         if not (episodes := counts["episodes"]):
             return turns
-        means = ["tool_errors", "seconds", *(["new_histories"] if self._environment.adapter == "agent" else [])]
-        figures = {f"environment/{name}": counts[name] / episodes for name in means}
-        return turns | figures | {"environment/restarts": counts["restarts"]}
+        figures = {
+            "environment/tool_errors": counts["tool_errors"] / episodes,
+            "environment/restarts": counts["restarts"],
+            "environment/seconds": counts["seconds"] / episodes,
+        }
+        if self._environment.adapter == "agent":
+            figures["environment/new_histories"] = counts["new_histories"] / episodes
+        return turns | figures
 
     def another(self) -> EnvironmentTask:
         return EnvironmentTask(self.config, self._tokenizer, *self._sizes)
@@ -206,10 +215,6 @@ class EnvironmentTask:
                 return RewardResult(reward, parts=parts, seconds=end.seconds)
         failed = self.config.reward.failed_reward if response.model_tokens else None  # without tokens nothing can be learnt
         return RewardResult(failed, valid_text(f"problem {problem.id!r}: {error}"), seconds=end.seconds)
-
-
-def open_host(config: EnvironmentConfig, sampling: SamplingConfig) -> EnvironmentHost:
-    return RemoteEnvironments(config, sampling) if config.servers else EnvironmentWorkers(config, sampling)
 
 
 def open_task(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, custom: Any = None) -> VerifierTask | EnvironmentTask:

@@ -19,7 +19,6 @@ from tepo_megatron.core.rollout import Response, TokenIds, token_ids
 from tepo_megatron.runtime.text import check_text
 from tepo_megatron.sampler.protocol import KeyedResponse, SampleStream
 from tepo_megatron.sampler.sampling import append_observation, join_parts, prompt_seed
-from tepo_megatron.tasks.data.problems import encode_prompt
 from tepo_megatron.tasks.data.tokenizer import AnyMessage, Tokenizer
 from tepo_megatron.tasks.environments.protocol import EnvironmentHost, EpisodeAnswer
 
@@ -176,64 +175,57 @@ class EpisodeStream:
         action.prompt_tokens = episode.prompt.size + episode.drawn.response_ids.size - turn.response_ids.size
         self.host.call(number, ["step", *action.to_json()])
 
-    def _take_answer(self, found: EpisodeAnswer) -> None:
-        episode = self._open.get(found.episode)
+    def _take_answer(self, result: EpisodeAnswer) -> None:
+        episode = self._open.get(result.episode)
         if episode is None:
             return
-        episode.seconds += found.seconds
-        if found.lost is not None:
-            self._restart(found, episode)
+        episode.seconds += result.seconds
+        if result.lost is not None:
+            self._restart(result, episode)
             return
         try:
-            if found.error is not None:
-                raise ValueError(found.error)
-            done = self._note(episode, found.answer)
-            turn = episode.drawn
-            if done and turn is not None:
-                self._finish(found.episode, turn.finish_reason)
+            if result.error is not None:
+                raise ValueError(result.error)
+            answer = result.answer
+            episode.tool_errors += answer["tool_error"]
+            episode.reward = add_rewards(episode.reward, answer["reward"])
+            if answer["done"] and episode.drawn is not None:
+                self._finish(result.episode, episode.drawn.finish_reason)
             elif episode.turns >= self.limits.max_turns:
-                self._finish(found.episode, "length")
+                self._finish(result.episode, "length")
             else:
-                self._go_on(found.episode, episode, found.answer["observation"])
+                self._go_on(result.episode, episode, answer["observation"])
         except ValueError as error:
-            self._finish(found.episode, "stop", str(error))
-
-    def _note(self, episode: _Episode, answer: Mapping[str, Any]) -> bool:
-        episode.tool_errors += answer["tool_error"]
-        episode.reward = add_rewards(episode.reward, answer["reward"])
-        return bool(answer["done"])
+            self._finish(result.episode, "stop", str(error))
 
     def _go_on(self, number: int, episode: _Episode, observation: Sequence[Any] | None) -> None:
         if observation is not None and observation[0] == "chat":
-            self._read_request(episode, observation[1])
+            episode.most = observation[1]["max_tokens"]
+            if observation[1]["begins"] and episode.drawn is not None:
+                episode.drawn = episode.context = None
+                episode.new_histories += 1
         drawn = episode.drawn
         ended = None if drawn is None else int(drawn.response_ids[-1]) in self.end_ids
         ids = self.observations.ids(observation, ended=ended, opening=episode.prompt)
         behind = (0 if drawn is None else drawn.response_ids.size) + ids.size
-        if self.limits.room(episode.prompt.size, behind) < 1:
-            if drawn is None:
-                raise ValueError(
-                    f"the prompt's {episode.prompt.size} tokens and the {ids.size} that the environment begins with leave no "
-                    "room for a turn; raise environment.max_tokens, or shorten them"
-                )
+        if self.limits.room(episode.prompt.size, behind) >= 1:
+            episode.context = append_observation(drawn, ids) if ids.size else drawn
+            self._ask(number, episode)
+        elif drawn is not None:
             self._finish(number, "length")
-            return
-        episode.context = append_observation(drawn, ids) if ids.size else drawn
-        self._ask(number, episode)
+        else:
+            raise ValueError(
+                f"the prompt's {episode.prompt.size} tokens and the {ids.size} that the environment begins with leave no "
+                "room for a turn; raise environment.max_tokens, or shorten them"
+            )
 
-    def _read_request(self, episode: _Episode, request: Mapping[str, Any]) -> None:
-        episode.most = request["max_tokens"]
-        if request["begins"] and episode.drawn is not None:
-            episode.drawn = episode.context = None
-            episode.new_histories += 1
-
-    def _restart(self, found: EpisodeAnswer, episode: _Episode) -> None:
-        suspected = episode.suspected + found.suspect
+    def _restart(self, result: EpisodeAnswer, episode: _Episode) -> None:
+        suspected = episode.suspected + result.suspect
         if suspected > self.limits.max_restarts or episode.restarts >= _MAX_RESTARTS:
             times = f" {suspected} times" if suspected > 1 else ""
-            self._finish(found.episode, "stop", f"its worker ended{times} under it, the last time since {found.lost}")
+            self._finish(result.episode, "stop", f"its worker ended{times} under it, the last time since {result.lost}")
             return
-        self._drop(found.episode)
+        self._drop(result.episode)
         again = _Episode(episode.key, episode.index, episode.problem, episode.prompt, episode.seed)
         again.restarts, again.suspected = episode.restarts + 1, suspected
         self._begin(again)
@@ -241,21 +233,12 @@ class EpisodeStream:
     def _finish(self, number: int, reason: str, error: str | None = None) -> None:
         episode = self._open[number]
         self._drop(number)
-        response = self._nothing() if episode.drawn is None else replace(episode.drawn, finish_reason=reason)
-        end = EpisodeEnd(
-            episode.turns,
-            episode.reward,
-            episode.tool_errors,
-            episode.restarts,
-            episode.seconds,
-            error,
-            episode.new_histories,
-        )
-        self.sink.note(episode.problem, response, end)
+        response = Response((), (), "stop", self.inner.weights_version)
+        if episode.drawn is not None:
+            response = replace(episode.drawn, finish_reason=reason)
+        counts = (episode.turns, episode.reward, episode.tool_errors, episode.restarts, episode.seconds)
+        self.sink.note(episode.problem, response, EpisodeEnd(*counts, error, episode.new_histories))
         self._ready.append((episode.key, episode.index, response))
-
-    def _nothing(self) -> Response:
-        return Response((), (), "stop", self.inner.weights_version)
 
     def _drop(self, number: int) -> None:
         del self._open[number]
@@ -349,14 +332,10 @@ class Observations:
         return token_ids(ids)
 
 
-def prompt_of(environment: EnvironmentConfig | None, tokenizer: Tokenizer, problem: Problem) -> tuple[int, ...]:
-    """Agents write their own messages, which count as the environment's: the prompt is the token that begins every chat."""
-    opening = opening_of(environment, tokenizer)
-    return encode_prompt(tokenizer, problem) if opening is None else opening
-
-
 def opening_of(environment: EnvironmentConfig | None, tokenizer: Tokenizer) -> tuple[int, ...] | None:
-    """One token; None without agents. Raises ValueError if no token begins a chat."""
+    """Returns the token that begins every chat: agents write their own messages, which count as the environment's. None without
+    agents. Raises ValueError if no token begins a chat.
+    """
     if environment is None or environment.adapter != "agent":
         return None
     if not environment.agent_settings.chat_template:

@@ -6,12 +6,10 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
-
-from tepo_megatron.core.problem import Problem, ResponseText
 
 Message = Mapping[str, Any]  # role (user, tool or system), content, and more keys for the chat template
 
@@ -32,18 +30,6 @@ class StepResult:
     tool_error: bool = False
     info: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """For the environment and adapters; not read here."""
-
-
-class Environment(Protocol):
-    """One episode, made with ``environment.kwargs``. Methods may be ``async``: a worker then runs many episodes
-    concurrently.
-    """
-
-    def reset(self, problem: Problem, seed: int) -> Observation | Awaitable[Observation]:
-        """Returns what the model reads after the prompt: text, token ids or None. All episodes of a group have one ``seed``."""
-
-    def step(self, action: ResponseText) -> StepResult | Awaitable[StepResult]:
-        """``action`` is a ``str`` with ``token_ids`` and ``finish_reason``."""
 
 
 @dataclass(frozen=True)
@@ -109,20 +95,12 @@ class Strangers:
             self._closes.pop(connection, None)
 
 
-SETTING = "environment.key_file"
-
-
-def make_key(path: Path, setting: str = SETTING) -> str:
-    """Writes a missing file, for its owner only. ``setting``: its name in messages."""
-    if not path.exists():
+def read_key(path: Path, setting: str = "environment.key_file", *, write: bool = False) -> str:
+    """``write``: a missing file is written, for its owner only. Raises ValueError if it is missing or not its owner's alone."""
+    if write and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_urlsafe(32))
-    return read_key(path, setting)
-
-
-def read_key(path: Path, setting: str = SETTING) -> str:
-    """Raises ValueError if the file is missing or not its owner's alone."""
     try:
         status, key = path.stat(), path.read_text(encoding="utf-8").strip()
     except OSError as error:

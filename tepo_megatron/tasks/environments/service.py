@@ -27,7 +27,7 @@ from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.config.rollout import SamplingConfig
 from tepo_megatron.runtime.text import read_json
 from tepo_megatron.tasks.environments.protocol import END, EpisodeAnswer, Strangers, read_key
-from tepo_megatron.tasks.environments.workers import EnvironmentWorkers, shared_setup
+from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 
 _SESSIONS = "/sessions"
 
@@ -46,7 +46,7 @@ _IDLE_S = 0.5
 
 
 def _shared_settings(config: EnvironmentConfig, sampling: SamplingConfig | None) -> dict[str, Any]:
-    agent = {"agent": shared_setup(config.agent_settings, sampling)} if config.adapter == "agent" else {}
+    agent = {"agent": EnvironmentWorkers.shared_setup(config.agent_settings, sampling)} if config.adapter == "agent" else {}
     return {"name": config.name, "adapter": config.adapter, "kwargs": config.kwargs, **agent}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tepo_megatron.config.reward import OUTSIDE, AgentConfig, EnvironmentConfig
 from tepo_megatron.config.rollout import SamplingConfig
 from tepo_megatron.runtime.worker_process import End, Worker, WorkerCall, WorkerPool, WorkerProcess
-from tepo_megatron.tasks.environments.protocol import END, EpisodeAnswer, make_key
+from tepo_megatron.tasks.environments.protocol import END, EpisodeAnswer, read_key
 from tepo_megatron.tasks.environments.worker import resolve_environment
 from tepo_megatron.tasks.reward.verifiers import resolve_verifier
 
@@ -42,7 +42,7 @@ class EnvironmentWorkers(WorkerPool[_Worker, _Call]):
     """
 
     def __init__(self, config: EnvironmentConfig, sampling: SamplingConfig | None = None) -> None:
-        self._config, self._agent = config, agent_setup(config, sampling)
+        self._config, self._agent = config, self.agent_setup(config, sampling)
         self._numbers = count()
         self._home: dict[int, _Worker] = {}
         self._waiting: dict[int, list[Any]] = {}
@@ -140,36 +140,36 @@ class EnvironmentWorkers(WorkerPool[_Worker, _Call]):
             self._answers.append(EpisodeAnswer(episode, lost=why, suspect=episode in suspects))
         self._give_room()
 
+    @staticmethod
+    def shared_setup(settings: AgentConfig, sampling: SamplingConfig | None) -> dict[str, Any]:
+        """Settings that determine an agent's episode, as JSON values."""
+        drawn = sampling or SamplingConfig()
+        return {
+            "history": settings.history,
+            "ignore": list(settings.ignore),
+            "verifier": settings.verifier,
+            "tool_calls": settings.tool_calls,
+            "max_request_mb": settings.max_request_mb,
+            "sampling": {
+                "temperature": drawn.temperature,
+                "top_p": drawn.top_p,
+                "top_k": drawn.top_k,
+                "min_p": drawn.min_p,
+                "stop": list(drawn.stop),
+            },
+        }
 
-def shared_setup(settings: AgentConfig, sampling: SamplingConfig | None) -> dict[str, Any]:
-    """Settings that determine an agent's episode, as JSON values."""
-    drawn = sampling or SamplingConfig()
-    return {
-        "history": settings.history,
-        "ignore": list(settings.ignore),
-        "verifier": settings.verifier,
-        "tool_calls": settings.tool_calls,
-        "max_request_mb": settings.max_request_mb,
-        "sampling": {
-            "temperature": drawn.temperature,
-            "top_p": drawn.top_p,
-            "top_k": drawn.top_k,
-            "min_p": drawn.min_p,
-            "stop": list(drawn.stop),
-        },
-    }
-
-
-def agent_setup(config: EnvironmentConfig, sampling: SamplingConfig | None) -> dict[str, Any] | None:
-    """As :func:`shared_setup`, with this machine's settings; None without an agent. Writes a missing key file."""
-    if config.adapter != "agent":
-        return None
-    settings = config.agent_settings
-    outside = settings.key_file if config.name == OUTSIDE else None
-    return {
-        **shared_setup(settings, sampling),
-        # An absolute path: the process may run in another folder.
-        "verifier": None if settings.verifier is None else resolve_verifier(settings.verifier),
-        "port": settings.port,
-        "key": None if outside is None else make_key(outside, "environment.agent.key_file"),
-    }
+    @classmethod
+    def agent_setup(cls, config: EnvironmentConfig, sampling: SamplingConfig | None) -> dict[str, Any] | None:
+        """As :meth:`shared_setup`, with this machine's settings; None without an agent. Writes a missing key file."""
+        if config.adapter != "agent":
+            return None
+        settings = config.agent_settings
+        outside = settings.key_file if config.name == OUTSIDE else None
+        return {
+            **cls.shared_setup(settings, sampling),
+            # An absolute path: the process may run in another folder.
+            "verifier": None if settings.verifier is None else resolve_verifier(settings.verifier),
+            "port": settings.port,
+            "key": None if outside is None else read_key(outside, "environment.agent.key_file", write=True),
+        }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,7 @@ from tepo_megatron.runtime.text import check_text
 _OF_A_LINE = ("id", "prompt", "answer", "response", "responses", "finish_reason")
 
 
-@dataclass(frozen=True)
-class RecordedGroup:
-    problem: Problem
-    responses: list[ResponseText]
+RecordedGroup = tuple[Problem, list[ResponseText]]
 
 
 def read_recorded(path: Path) -> list[RecordedGroup]:
@@ -64,7 +60,7 @@ def _groups(entry: Mapping[str, Any], default_id: str) -> Iterator[RecordedGroup
         rows = [[entry["greedy"]] if entry.get("greedy") else [], sampled]
         for group in rows:
             if group:
-                yield RecordedGroup(problem, [_response(row) for row in group])
+                yield problem, [_response(row) for row in group]
         return
     metadata = {key: value for key, value in entry.items() if key not in _OF_A_LINE}
     identity = str(entry["id"]) if entry.get("id") is not None else default_id
@@ -72,7 +68,7 @@ def _groups(entry: Mapping[str, Any], default_id: str) -> Iterator[RecordedGroup
     texts = entry["responses"] if "responses" in entry else [entry.get("response")]
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError("give the text of a response as 'response', or a list of texts as 'responses'")
-    yield RecordedGroup(problem, [ResponseText(text, (), entry.get("finish_reason", "stop")) for text in texts])
+    yield problem, [ResponseText(text, (), entry.get("finish_reason", "stop")) for text in texts]
 
 
 def _response(row: Any) -> ResponseText:

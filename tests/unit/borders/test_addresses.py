@@ -10,7 +10,7 @@ import json
 import math
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.environments.agent_session import AgentSession, EpisodeError
-from tepo_megatron.tasks.environments.protocol import EpisodeAnswer, make_key
+from tepo_megatron.tasks.environments.protocol import EpisodeAnswer, read_key
 from tepo_megatron.tasks.environments.service import EnvironmentService, RemoteEnvironments
 from tests.support.hostile import as_json, broken_json, values
 from tests.support.programs import TIMEOUT_S
-from tests.unit.environments.test_chat_address import SAMPLING, bearer
+from tests.unit.environments.test_chat_address import bearer, play
 
 LARGEST = 60 * 2**20
 DEEP = b"[" * 3000
@@ -36,7 +36,7 @@ ENVIRONMENT = {"name": "guess_number", "timeout_s": 600.0}
 @pytest.fixture(scope="module")
 def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("keys") / "key"
-    make_key(path)
+    read_key(path, write=True)
     return path
 
 
@@ -138,19 +138,6 @@ def test_a_wait_that_is_none_is_refused(wait_s: Any, trainer: httpx.Client) -> N
 # -- agents --------------------------------------------------------------------------------------------------------------
 
 
-def at_address(scene: Callable[[Any, httpx.AsyncClient], Awaitable[None]]) -> None:
-    pytest.importorskip("aiohttp")
-    from tepo_megatron.tasks.environments.agents import ChatAddress
-
-    async def play() -> None:
-        address = ChatAddress(SAMPLING, frozenset(), port=0, max_request_bytes=10**6)
-        root = (await address.url()).removesuffix("/v1")
-        async with httpx.AsyncClient(base_url=root, timeout=TIMEOUT_S, verify=False) as client:
-            await asyncio.wait_for(scene(address, client), TIMEOUT_S)
-
-    asyncio.run(play())
-
-
 @given(body=bodies, path=st.sampled_from(["/v1/chat/completions", "/v1/reward"]))
 @example(body=DEEP, path="/v1/reward")
 @example(body=DEEP, path="/v1/chat/completions")
@@ -170,7 +157,7 @@ def test_an_agents_request_that_is_none_fails_its_episode(body: bytes, path: str
         waits.cancel()
         await asyncio.gather(request, waits, return_exceptions=True)
 
-    at_address(scene)
+    play(scene, most=10**6)
 
 
 def test_an_agent_is_served_beside_connections_without_a_key() -> None:
@@ -185,4 +172,4 @@ def test_an_agent_is_served_beside_connections_without_a_key() -> None:
         for _, writer in strangers:
             writer.close()
 
-    at_address(scene)
+    play(scene, most=10**6)

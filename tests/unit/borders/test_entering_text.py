@@ -31,7 +31,7 @@ from tepo_megatron.tasks.reward.pool import RewardPool
 from tepo_megatron.tasks.reward.recorded import read_recorded
 from tests.support import hostile_environment
 from tests.support.chat_tokenizer import SPECIAL, write_chat_tokenizer
-from tests.support.episodes import END, Ends, FakeHost, FakeSamples
+from tests.support.episodes import END, Ends, FakeHost, FakeSamples, play
 from tests.support.hostile import as_json, broken_json, texts, valid_texts, values, without_surrogates
 
 TOOLS_TEMPLATE = (
@@ -115,11 +115,7 @@ def test_what_an_environment_says_fails_its_own_episode_at_most(observation: Any
     with stream:
         stream.submit(0, (1,), 3)
         stream.submit(1, (1,), 7)
-        finished = {}
-        while stream.unfinished:
-            if (result := stream.next(1.0)) is not None:
-                finished[result[0]] = result
-    assert sorted(finished) == [0, 1]
+        assert sorted(play(stream)) == [(0, 0), (1, 0)]
     (other,) = [end for problem, _, end in ends.found if problem.id == "p1"]
     assert other.error is None
 
@@ -250,8 +246,8 @@ def test_recorded_responses_are_read_or_refused_with_their_line(line: str, tmp_p
         said = str(error)
     assert str(path) in said
     assert "\u2028" not in line or not line.startswith('{"prompt": "q"') or groups
-    for group in groups:
-        json.dumps([group.problem.id, dict(group.problem.metadata), group.responses], ensure_ascii=False).encode()
+    for problem, responses in groups:
+        json.dumps([problem.id, dict(problem.metadata), responses], ensure_ascii=False).encode()
 
 
 @given(line=samples.map(as_json) | broken_json.map(lambda text: text.replace("\n", " ")))

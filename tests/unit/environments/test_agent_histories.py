@@ -24,16 +24,15 @@ from tepo_megatron.tasks.environments.agent_session import (
     ChatRequest,
     Message,
     RefusedError,
-    chunks,
     read_messages,
 )
 from tepo_megatron.tasks.environments.episodes import EpisodeLimits, EpisodeStream, Observations
 from tepo_megatron.tasks.environments.protocol import StepResult
-from tepo_megatron.tasks.environments.workers import shared_setup
+from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 from tests.support.chat_tokenizer import write_chat_tokenizer
-from tests.support.episodes import END, VOCABULARY, Ends, FakeHost, FakeSamples
+from tests.support.episodes import END, VOCABULARY, Ends, FakeHost, FakeSamples, play
 
-SAMPLING = shared_setup(AgentConfig(), SamplingConfig(temperature=0.7, stop=("a",)))["sampling"]
+SAMPLING = EnvironmentWorkers.shared_setup(AgentConfig(), SamplingConfig(temperature=0.7, stop=("a",)))["sampling"]
 
 texts = st.text("abc", max_size=4)
 new = st.lists(st.tuples(st.sampled_from(["user", "tool", "system"]), texts), min_size=1, max_size=3)
@@ -50,7 +49,7 @@ def request(messages: list[Message], tools: Any = None) -> AgentRequest:
 
 @given(st.lists(st.tuples(new, texts), min_size=1, max_size=4), new, st.data())
 def test_what_goes_on_is_known_and_everything_else_is_another_history(turns: Any, more: Any, data: st.DataObject) -> None:
-    async def play() -> None:
+    async def talking() -> None:
         talk, messages = AgentSession("fail", "text"), list[Message]()
 
         async def ask(told: list[Message]) -> None:
@@ -78,10 +77,10 @@ def test_what_goes_on_is_known_and_everything_else_is_another_history(turns: Any
         await refused([*whole[:at], edited, *whole[at + 1 :]], f"message {at} (")
         dropped = [*whole[:at], *whole[at + 1 :]]
         if not (dropped[: len(messages)] == messages and len(dropped) > len(messages)):  # where two messages are equal
-            await refused(dropped, "")
+            await refused(dropped, "the agent sent another history")
         await ask(said(more))
 
-    asyncio.run(play())
+    asyncio.run(talking())
 
 
 class Scripted:
@@ -148,9 +147,7 @@ def test_an_episode_is_what_was_said_and_each_token_of_the_model_once(template: 
     )
     with stream:
         stream.submit(0, [OPENING], 5)
-        while (found := stream.next(1.0)) is None:
-            pass
-    response = found[2]
+        response = play(stream)[0, 0]
     turns = wrote["p"]
     first = max(at for at, turn in enumerate(turns) if turn[1])
     ids: list[int] = []
@@ -237,14 +234,14 @@ def test_calls_of_tools_come_back_as_they_were_written(calls: Any, before: str, 
     body = json.loads(json.dumps(answer.completion("m", action)))
     message = body["choices"][0]["message"]
     if stream:
-        message = chunks(body, usage=False)[0]["choices"][0]["delta"]
+        message = ChatAnswer.chunks(body, usage=False)[0]["choices"][0]["delta"]
     assert body["choices"][0]["finish_reason"] == ("tool_calls" if calls else "stop")
     found = [(each["function"]["name"], json.loads(each["function"]["arguments"])) for each in message.get("tool_calls", [])]
     assert found == calls
     assert (message["content"] or "") == before
     results = [{"role": "tool", "content": "1", "tool_call_id": "x"}] * max(1, len(calls))
 
-    async def play() -> Any:
+    async def talking() -> Any:
         talk = AgentSession("fail", "hermes")
         first = asyncio.create_task(talk.ask(asked, again=False))
         await talk.wait()
@@ -255,7 +252,7 @@ def test_calls_of_tools_come_back_as_they_were_written(calls: Any, before: str, 
         second.cancel()
         return found
 
-    assert asyncio.run(play()) == ChatRequest(tuple(results), False)
+    assert asyncio.run(talking()) == ChatRequest(tuple(results), False)
     assert ChatAnswer.read(ResponseText("<tool_call>{</tool_call>"), "hermes").malformed
     assert "tool_calls" not in ChatAnswer.read(action, "text").message
 

@@ -22,9 +22,10 @@ from tepo_megatron.runtime import worker_process
 from tepo_megatron.sampler.vllm.resources import reserve_port
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 from tepo_megatron.tasks.environments.worker import EpisodeTable
-from tepo_megatron.tasks.environments.workers import EnvironmentWorkers, agent_setup
+from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 from tepo_megatron.tasks.protocol import RewardResult
-from tests.support.episodes import END, VOCABULARY, FakeSamples
+from tests.support import episodes
+from tests.support.episodes import VOCABULARY, FakeSamples
 from tests.support.programs import TIMEOUT_S
 from tests.unit.environments.test_workers import Letters
 
@@ -94,15 +95,15 @@ def opened(found: RunConfig) -> Iterator[EnvironmentTask]:
 def play(pool: EnvironmentTask, does: list[str]) -> list[tuple[Response, RewardResult, FakeSamples]]:
     problems = [Problem(what, "", what) for what in does]
     samples: Any = FakeSamples(random.Random(0))
-    found = {}
     with pool.stream(samples, lambda at: problems[at]) as stream:
         for at in range(len(problems)):
             stream.submit(at, (1,), 7 * at + 1)
-        while stream.unfinished:
-            if (result := stream.next(1.0)) is not None:
-                found[result[0]] = result[2]
-    answers = [(problems[at], ResponseText("", found[at].response_ids)) for at in sorted(found)]
-    return [(found[at], result, samples) for at, result in zip(sorted(found), pool.score(answers), strict=True)]
+        found = episodes.play(stream)
+    responses = [found[at, 0] for at in range(len(problems))]
+    results = pool.score(
+        [(problem, ResponseText("", it.response_ids)) for problem, it in zip(problems, responses, strict=True)]
+    )
+    return [(response, result, samples) for response, result in zip(responses, results, strict=True)]
 
 
 def test_a_failing_agent_is_one_failed_sample_and_the_others_go_on() -> None:
@@ -216,17 +217,14 @@ def test_an_agent_outside_takes_its_episode_and_sends_its_reward(tmp_path: Path)
         thread.start()
         problems = [Problem(f"p{at}", "012", str(at)) for at in (2, 3)]
         samples: Any = FakeSamples(random.Random(0))
-        found = {}
         with pool.stream(samples, lambda at: problems[at]) as stream:
             for at in range(2):
                 stream.submit(at, (1,), 7 * at)
-            while stream.unfinished:
-                if (result := stream.next(1.0)) is not None:
-                    found[result[0]] = result[2]
+            found = episodes.play(stream)
         thread.join(TIMEOUT_S)
-        results = pool.score([(problems[at], ResponseText("", found[at].response_ids)) for at in range(2)])
+        results = pool.score([(problems[at], ResponseText("", found[at, 0].response_ids)) for at in range(2)])
     assert [(result.error, result.reward) for result in results] == [(None, 2.0), (None, 3.0)]
-    assert [found[at].response_ids[:3].tolist() for at in range(2)] == [[3, 4, 5]] * 2
+    assert [found[at, 0].response_ids[:3].tolist() for at in range(2)] == [[3, 4, 5]] * 2
     assert told[0] == 401
     assert "GET /nothing is not served here" in told[1]
     assert told[2] == "policy"
@@ -267,16 +265,15 @@ def test_an_agent_that_cannot_be_called_is_refused_at_the_start(change: dict[str
     environment = config(**change).environment
     assert environment is not None
     with pytest.raises(ValueError, match=message):
-        EpisodeTable({**environment.model_dump(), "agent": agent_setup(environment, None)})
+        EpisodeTable({**environment.model_dump(), "agent": EnvironmentWorkers.agent_setup(environment, None)})
 
 
 def test_a_tokenizer_without_a_beginning_is_refused() -> None:
     """END is in no prompt: all prompts of agents are the token that chats begin with."""
-    from tepo_megatron.tasks.environments.episodes import opening_of, prompt_of
+    from tepo_megatron.tasks.environments.episodes import opening_of
 
     environment = config().environment
-    assert prompt_of(environment, Begun(), Problem("p", "0", "")) == (1,)  # type: ignore[arg-type]
-    assert END not in prompt_of(environment, Begun(), Problem("p", "0", ""))  # type: ignore[arg-type]
+    assert opening_of(environment, Begun()) == (1,)  # type: ignore[arg-type]
 
     class Twice(Letters):
         def prompt_ids(self, text: str) -> list[int]:
@@ -299,7 +296,9 @@ def test_agents_that_run_on_wear_their_process_out(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(agents, "_MAX_RUNNING_AGENTS", 1)
     environment = config("runs_on").environment
     assert environment is not None
-    desk = EpisodeTable({**environment.model_dump(), "timeout_s": 600.0, "agent": agent_setup(environment, None)})
+    desk = EpisodeTable(
+        {**environment.model_dump(), "timeout_s": 600.0, "agent": EnvironmentWorkers.agent_setup(environment, None)}
+    )
     given = ["", "", "", {}, [], ""]
 
     async def play() -> list[bool]:

@@ -16,21 +16,20 @@ from tepo_megatron.config.reward import AgentConfig
 from tepo_megatron.config.rollout import SamplingConfig
 from tepo_megatron.core.problem import ResponseText
 from tepo_megatron.tasks.environments.agent_session import (
-    AgentEnd,
     AgentRequest,
     AgentSession,
     ChatRequest,
     EpisodeError,
     RefusedError,
 )
-from tepo_megatron.tasks.environments.workers import shared_setup
+from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 from tests.support.programs import TIMEOUT_S
 
 pytest.importorskip("aiohttp")
 
 from tepo_megatron.tasks.environments.agents import ChatAddress
 
-SAMPLING = shared_setup(AgentConfig(), SamplingConfig())["sampling"]
+SAMPLING = EnvironmentWorkers.shared_setup(AgentConfig(), SamplingConfig())["sampling"]
 ASKED: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "0"}]}
 
 Scene = Callable[[ChatAddress, httpx.AsyncClient], Awaitable[None]]
@@ -40,13 +39,13 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def play(scene: Scene, outside_key: str | None = None) -> None:
+def play(scene: Scene, outside_key: str | None = None, most: int = 1000) -> None:
     """``client`` asks ``address``, whose root is its base."""
 
     async def found() -> None:
-        address = ChatAddress(SAMPLING, frozenset(), port=0, max_request_bytes=1000, outside_key=outside_key)
+        address = ChatAddress(SAMPLING, frozenset(), port=0, max_request_bytes=most, outside_key=outside_key)
         root = (await address.url()).removesuffix("/v1")
-        async with httpx.AsyncClient(base_url=root, timeout=TIMEOUT_S) as client:
+        async with httpx.AsyncClient(base_url=root, timeout=TIMEOUT_S, verify=False) as client:
             await asyncio.wait_for(scene(address, client), TIMEOUT_S)
 
     asyncio.run(found())
@@ -168,7 +167,7 @@ def test_one_request_at_a_time_is_answered_and_none_after_the_end() -> None:
         failed = talk()
         failed.refuse("this")
         failed.refuse("that")
-        failed.end(AgentEnd(1.0))
+        failed.end(1.0)
         with pytest.raises(RefusedError, match=r"^the episode has failed: this$"):
             await failed.ask(asked("0"), again=False)
         with pytest.raises(EpisodeError, match=r"^this$"):

@@ -14,7 +14,7 @@ from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.sampling import prompt_seed
 from tepo_megatron.tasks.environments.episodes import EpisodeLimits, EpisodeStream, Observations, add_rewards
 from tepo_megatron.tasks.environments.protocol import StepResult
-from tests.support.episodes import END, VOCABULARY, Ends, FakeHost, FakeSamples, turn_of
+from tests.support.episodes import END, VOCABULARY, Ends, FakeHost, FakeSamples, play, turn_of
 
 PROMPT = (1, 7, 8)
 
@@ -74,11 +74,7 @@ def test_an_episode_is_what_both_sides_wrote(data: st.DataObject) -> None:
     with stream:
         for at in range(len(problems)):
             stream.submit(at, PROMPT, 100 * at, n)
-        found = {}
-        while stream.unfinished:
-            if (result := stream.next(1.0)) is not None:
-                assert (result[0], result[1]) not in found
-                found[result[0], result[1]] = result[2]
+        found = play(stream)
     assert sorted(found) == [(at, index) for at in range(len(problems)) for index in range(n)]
     asked = {prompt: (seed, room) for _, prompt, seed, room in samples.asked}
     for (at, index), response in found.items():
@@ -148,10 +144,9 @@ def test_a_lost_episode_is_begun_again_as_often_as_is_allowed(lost: set[int], re
     stream = EpisodeStream(samples, host, lambda at: Problem("p", "", ""), OBSERVATIONS, show, limits, frozenset([END]), noted)  # type: ignore[arg-type]
     with stream:
         stream.submit(0, PROMPT, 5, 1)
-        while (found := stream.next(1.0)) is None:
-            continue
+        found = play(stream)
     ((_, response, end),) = noted.found
-    assert found[2] is response
+    assert found[0, 0] is response
     assert (end.error is None) == ends
     if ends:
         assert (end.reward, end.turns, end.restarts) == (1.0, 2, 1)

@@ -21,8 +21,9 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
-from tepo_megatron.tasks.environments.protocol import make_key, read_key
+from tepo_megatron.tasks.environments.protocol import read_key
 from tepo_megatron.tasks.environments.service import EnvironmentService, RemoteEnvironments
+from tests.support import episodes
 from tests.support.episodes import VOCABULARY, FakeSamples
 from tests.support.programs import TIMEOUT_S
 from tests.unit.environments.test_workers import HOSTILE, PROMPT, Letters, play
@@ -45,7 +46,7 @@ def serving(key: str, **changes: Any) -> Iterator[EnvironmentService]:
 def test_episodes_on_servers_are_those_beside_the_trainer(tmp_path: Path) -> None:
     """Then one of the two goes: its episodes are begun again on the other; and then the other: the run cannot go on."""
     key_file = tmp_path / "keys" / "environment"
-    key = make_key(key_file)
+    key = read_key(key_file, write=True)
     problems = [Problem(f"{what} {at}", "", what) for at in range(3) for what in ("fine", "raises", "dies", "ends at once")]
     with serving(key) as first, serving(key) as second:
         remote = {**OWN, "servers": [first.url, second.url], "key_file": str(key_file)}
@@ -69,10 +70,7 @@ def test_episodes_on_servers_are_those_beside_the_trainer(tmp_path: Path) -> Non
                 for at in range(len(problems)):
                     stream.submit(at, PROMPT, 10 * at, 1)
                 first._sessions.clear()  # it does not know the trainer any longer
-                ended = 0
-                while stream.unfinished:
-                    ended += stream.next(1.0) is not None
-            assert ended == len(problems)
+                assert len(episodes.play(stream)) == len(problems)
             assert pool.take_figures([])["environment/restarts"] >= 1
             second._sessions.clear()
             with pool.stream(samples, lambda at: problems[at]) as stream:
@@ -82,7 +80,7 @@ def test_episodes_on_servers_are_those_beside_the_trainer(tmp_path: Path) -> Non
 
 
 def test_strangers_and_other_environments_are_refused(tmp_path: Path) -> None:
-    key = make_key(tmp_path / "key")
+    key = read_key(tmp_path / "key", write=True)
     with serving(key) as service:
         port = httpx.URL(service.url).port
         assert port is not None
@@ -111,7 +109,7 @@ def test_strangers_and_other_environments_are_refused(tmp_path: Path) -> None:
 
         assert "this server runs" in refused(tmp_path / "key", kwargs={"broken": True})
         other = tmp_path / "other"
-        assert make_key(other) != key
+        assert read_key(other, write=True) != key
         assert "has another key than environment.key_file" in refused(other)
     with pytest.raises(RuntimeError, match="does not answer"):
         RemoteEnvironments(EnvironmentConfig(**{**OWN, "servers": (service.url,), "key_file": tmp_path / "key"}))
@@ -122,8 +120,8 @@ def test_the_command_serves_this_machine_alone_unless_it_is_told_another_address
 
 
 def test_a_key_is_its_owners_alone(tmp_path: Path) -> None:
-    key = make_key(tmp_path / "key")
-    assert read_key(tmp_path / "key") == key == make_key(tmp_path / "key")
+    key = read_key(tmp_path / "key", write=True)
+    assert read_key(tmp_path / "key") == key == read_key(tmp_path / "key", write=True)
     (tmp_path / "key").chmod(0o644)
     with pytest.raises(ValueError, match="can be read by others than you; chmod 600"):
         read_key(tmp_path / "key")

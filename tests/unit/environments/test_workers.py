@@ -23,6 +23,7 @@ from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 from tepo_megatron.tasks.environments.episodes import EpisodeEnd
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 from tepo_megatron.tasks.protocol import RewardResult
+from tests.support import episodes
 from tests.support.episodes import END, VOCABULARY, FakeSamples
 
 HOSTILE = f"{Path(__file__).parents[2] / 'support' / 'hostile_environment.py'}"
@@ -72,13 +73,10 @@ def config(name: str, **more: Any) -> RunConfig:
 
 def play(pool: EnvironmentTask, problems: list[Problem], n: int = 1) -> dict[tuple[int, int], tuple[Response, RewardResult]]:
     samples: Any = FakeSamples(random.Random(0))
-    found = {}
     with pool.stream(samples, lambda at: problems[at]) as stream:
         for at in range(len(problems)):
             stream.submit(at, PROMPT, 10 * at, n)
-        while stream.unfinished:
-            if (result := stream.next(1.0)) is not None:
-                found[result[0], result[1]] = result[2]
+        found = episodes.play(stream)
     keys = sorted(found)
     for at, index in keys:
         text = ResponseText("", found[at, index].response_ids, found[at, index].finish_reason)

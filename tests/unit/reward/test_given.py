@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
-import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.pool import RewardPool
+from tests.support import odd_verifiers
 from tests.support.programs import TIMEOUT_S
 
 OPTIONS = {"verifier": "(python):mine", "timeout_s": 60.0, "memory_mb": 100, "file_mb": 1}
@@ -65,52 +63,23 @@ def test_an_object_scores_groups_and_a_coroutine_function_side_by_side() -> None
     assert [result.reward for result in scored(mine, "x", "y", "z")] == [3.0] * 3
 
 
-def misbehaves(folder: Path) -> Callable[[Problem, str], float]:
-    def mine(problem: Problem, response: str) -> float:
-        match response:
-            case "raise":
-                raise KeyError("boom")
-            case "spin":
-                while True:
-                    pass
-            case "exit":
-                sys.exit(3)
-            case "die":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "grow":
-                return float(len(bytearray(10**9)))
-            case "write":
-                (folder / "large").write_bytes(bytes(10**7))
-            case "connect":
-                socket.create_connection(("127.0.0.1", 9), timeout=1)
-            case "print":
-                print("noise", flush=True)
-        return 1.0
+def test_the_limits_are_those_of_every_worker(tries: Path) -> None:
+    def mine(problem: Problem, response: ResponseText) -> Any:
+        return odd_verifiers.judge(problem, response)
 
-    return mine
-
-
-def test_the_limits_are_those_of_every_worker(tmp_path: Path) -> None:
-    results = scored(misbehaves(tmp_path), "raise", "spin", "exit", "die", "grow", "write", "print", "fine", timeout_s=2.0)
-    errors = [result.error or "" for result in results]
-    for error, says in zip(
-        errors,
-        (
-            "raised KeyError: 'boom'",
-            "took longer than",
-            "SystemExit",
-            "ended (signal 9)",
-            "more memory than",
-            "file_mb = 1",
-            "",
-            "",
-        ),
-        strict=True,
-    ):
-        assert says in error
-        assert bool(says) == bool(error)
-    assert [result.reward for result in results[-2:]] == [1.0, 1.0]
-    assert __file__ in errors[0]
+    messages = {
+        "raise": "raised ValueError: invalid literal",
+        "spin": "took longer than",
+        "exit": "SystemExit",
+        "die": "ended (signal 9)",
+        "memory 1000000000": "more memory than",
+        "file 10000000": "file_mb = 1",
+    }
+    *failed, printed, good = scored(mine, *messages, "print", "good", timeout_s=2.0)
+    for result, message in zip(failed, messages.values(), strict=True):
+        assert message in str(result.error)
+    assert (printed.reward, good.reward) == (1.0, 1.0)
+    assert __file__ in str(failed[0].error)
 
 
 def test_a_fork_has_no_handler_and_no_pipe_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:

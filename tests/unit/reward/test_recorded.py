@@ -12,10 +12,9 @@ from tepo_megatron.tasks.reward.recorded import RecordedGroup, read_recorded
 
 
 def told(groups: list[RecordedGroup]) -> list[tuple[str, object, list[tuple[str, str]]]]:
-    def said(group: RecordedGroup) -> list[tuple[str, str]]:
-        return [(str(text), text.finish_reason) for text in group.responses]
-
-    return [(each.problem.id, each.problem.metadata, said(each)) for each in groups]
+    return [
+        (problem.id, problem.metadata, [(str(text), text.finish_reason) for text in responses]) for problem, responses in groups
+    ]
 
 
 def test_a_runs_samples_and_lines_of_ones_own(tmp_path: Path) -> None:
@@ -39,8 +38,8 @@ def test_a_runs_samples_and_lines_of_ones_own(tmp_path: Path) -> None:
         ("mixed:3", {"level": 3}, [("x", "length"), ("y", "length")]),
         ("7", {}, [("z", "stop")]),
     ]
-    assert groups[2].problem == Problem("mixed:3", "q", "4.5")
-    assert isinstance(groups[0].responses[0], ResponseText)
+    assert groups[2][0] == Problem("mixed:3", "q", "4.5")
+    assert isinstance(groups[0][1][0], ResponseText)
 
 
 @pytest.mark.parametrize(
