@@ -220,7 +220,7 @@ def _run_text(answers: _Answers) -> str:
     """
     from tepo_megatron.config import RunConfig
     from tepo_megatron.plan.shapes import model_parameters
-    from tepo_megatron.run.checks import verify_model
+    from tepo_megatron.run.checks import check_model
     from tepo_megatron.tasks.data.builtin import resolve_model_path
     from tepo_megatron.tasks.data.problems import encode_prompt
     from tepo_megatron.tasks.data.tokenizer import check_tokenizer, load_tokenizer
@@ -256,7 +256,7 @@ def _run_text(answers: _Answers) -> str:
         "evaluate": {"every": 10 if answers.data["heldout"] else 0},
     }
     run = _first_that_fits(run, answers) if on_gpus else run
-    verify_model(RunConfig.model_validate(run))
+    check_model(RunConfig.model_validate(run), machine=False)
     return _as_yaml(run)
 
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from tepo_megatron.config import LoraConfig, RunConfig
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.run.loggers.loggers import check_installed
 from tepo_megatron.run.output.resume import find_checkpoint, resumes
-from tepo_megatron.run.step.placement import check_fits, check_placement, trains_on_gpus
+from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import Machine, this_machine
 from tepo_megatron.runtime.named_check import NamedCheck
 from tepo_megatron.sampler.protocol import sampler_spec
@@ -41,30 +42,31 @@ class RunSubject:
         return read_model_spec(self.model_dir)
 
     @property
-    def on_gpu(self) -> bool:
-        return trains_on_gpus(self.config, self.machine)
+    def placement(self) -> Placement:
+        return Placement(self.config, self.machine)
+
+    @property
+    def server(self) -> ServerConfig:
+        return self.config.rollout.server
 
     @property
     def samples(self) -> bool:
         return self.config.rollout.replay is None
 
 
-def check_model(config: RunConfig) -> Path:
-    """Every rank calls."""
+def check_model(config: RunConfig, *, machine: bool = True) -> Path:
+    """Every rank calls. ``machine``: false checks only what does not depend on this machine."""
     run = RunSubject(config, this_machine())
     model_dir = run.model_dir
-    NamedCheck.verify_all(RUN_CHECKS, run)
+    NamedCheck.verify_all((check for check in RUN_CHECKS if machine or check.needs <= _MODEL), run)
     return model_dir
 
 
-def verify_model(config: RunConfig) -> None:
-    NamedCheck.verify_all((check for check in RUN_CHECKS if check.needs <= {MODEL}), RunSubject(config, this_machine()))
-
-
-def check_adapters(lora: LoraConfig, spec: ModelSpec) -> None:
-    shapes = tensor_shapes(spec)
+def _check_lora(run: RunSubject) -> None:
+    lora, shapes = run.config.model.lora, tensor_shapes(run.spec)
+    assert lora is not None
     expected = adapter_shapes(shapes, adapted_tensors(shapes, lora.target_modules), lora.rank)
-    if lora.serve == "adapter" and spec.experts is not None:
+    if lora.serve == "adapter" and run.spec.experts is not None:
         raise ValueError(
             "model.lora.serve = adapter is for dense models, and this one has experts; set model.lora.serve = merged"
         )
@@ -72,28 +74,21 @@ def check_adapters(lora: LoraConfig, spec: ModelSpec) -> None:
         check_peft_folder(lora.path, expected, rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora)
 
 
-def _check_lora(run: RunSubject) -> None:
-    if run.config.model.lora is not None:
-        check_adapters(run.config.model.lora, run.spec)
-
-
 def _check_length(run: RunSubject) -> None:
-    length = run.config.rollout.server.max_model_len
-    if length is not None:
-        run.spec.check_length(length, "rollout.server.max_model_len")
+    assert run.server.max_model_len is not None
+    run.spec.check_length(run.server.max_model_len, "rollout.server.max_model_len")
 
 
 def _check_routing_replay(run: RunSubject) -> None:
-    if run.config.rollout.server.routing_replay and run.spec.experts is None:
+    if run.spec.experts is None:
         raise ValueError(
-            f"rollout.server.routing_replay = true replays the choice of experts, and {run.spec.architecture} has none; leave "
-            "it out"
+            f"rollout.server.routing_replay = true replays the choice of experts, and {run.spec.architecture} has none"
         )
 
 
 def _check_shards(run: RunSubject) -> None:
-    if run.config.model.shards is not None:
-        check_imported(run.config.model.shards, run.model_dir)
+    assert run.config.model.shards is not None
+    check_imported(run.config.model.shards, run.model_dir)
 
 
 def _check_head(run: RunSubject) -> None:
@@ -118,17 +113,12 @@ MODEL, TRAINER_MACHINE, SERVER_MACHINE = "model", "trainer machine", "server mac
 _MODEL, _TRAINER = frozenset({MODEL}), frozenset({TRAINER_MACHINE})
 
 RUN_CHECKS: tuple[NamedCheck[RunSubject], ...] = (
-    NamedCheck("placement", lambda run: check_placement(run.config, run.machine), _TRAINER),
+    NamedCheck("placement", lambda run: run.placement.check(), _TRAINER),
     NamedCheck("checkpoint", lambda run: find_checkpoint(run.config, run.model_dir), _MODEL, _resumes_here),
-    NamedCheck("trainer", lambda run: check_config(run.config, run.spec, on_gpu=run.on_gpu), _MODEL),
-    NamedCheck("model length", _check_length, _MODEL, lambda run: run.config.rollout.server.max_model_len is not None),
-    NamedCheck("routing replay", _check_routing_replay, _MODEL, lambda run: run.config.rollout.server.routing_replay),
-    NamedCheck(
-        "server split",
-        lambda run: sampler_spec().check_model(run.config.rollout.server, run.spec),
-        _MODEL,
-        lambda run: run.samples,
-    ),
+    NamedCheck("trainer", lambda run: check_config(run.config, run.spec, on_gpu=run.placement.on_gpus), _MODEL),
+    NamedCheck("model length", _check_length, _MODEL, lambda run: run.server.max_model_len is not None),
+    NamedCheck("routing replay", _check_routing_replay, _MODEL, lambda run: run.server.routing_replay),
+    NamedCheck("server split", lambda run: sampler_spec().check_model(run.server, run.spec), _MODEL, lambda run: run.samples),
     NamedCheck("shards", _check_shards, _MODEL, lambda run: run.config.model.shards is not None),
     NamedCheck("adapters", _check_lora, _MODEL, lambda run: run.config.model.lora is not None),
     NamedCheck(
@@ -137,12 +127,12 @@ RUN_CHECKS: tuple[NamedCheck[RunSubject], ...] = (
         _MODEL,
         lambda run: run.config.engine.head == "fused" and not run.spec.tied_embeddings,
     ),
-    NamedCheck("memory", lambda run: check_fits(run.config, run.spec, run.machine), _MODEL | _TRAINER),
+    NamedCheck("memory", lambda run: run.placement.check_memory(run.spec), _MODEL | _TRAINER),
     NamedCheck(
         "server machine",
-        lambda run: sampler_spec().check_machine(run.config.rollout.server, run.spec),
+        lambda run: sampler_spec().check_machine(run.server, run.spec),
         _MODEL | {SERVER_MACHINE},
-        lambda run: run.samples and run.config.rollout.server.placement != "external",
+        lambda run: run.samples and run.server.placement != "external",
     ),
     NamedCheck(
         "loggers",

@@ -26,7 +26,7 @@ from tepo_megatron.run.sampling.journal import Journal
 from tepo_megatron.run.sampling.step_rewards import StepRewards
 from tepo_megatron.run.step.instability import ClipWatch, below_the_noise, write_skipped
 from tepo_megatron.run.step.minibatches import derive_seed, source_figures
-from tepo_megatron.run.step.placement import first_server_gpu
+from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.runtime.preemption import stop_signals
@@ -240,7 +240,7 @@ class Servers:
             stop_token_ids=inputs.tokenizer.eos_ids,
             log_dir=config.output / "logs",
             seed=config.seed,
-            first_gpu=first_server_gpu(config, this_machine()),
+            first_gpu=Placement(config, this_machine()).first_server_gpu,
             report=output.message,
             keep_cache=config.train.kv_cache == "keep",
             trained=True,

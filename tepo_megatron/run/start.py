@@ -44,18 +44,13 @@ def train_as_rank(config: RunConfig, extensions: Extensions | None = None) -> in
 def run_rank(config: RunConfig, work: Callable[[RunConfig], None]) -> int:
 
     def checked() -> None:
-        check_world_size(config, int(os.environ["WORLD_SIZE"]))
+        parallel, world_size = config.engine.parallel, int(os.environ["WORLD_SIZE"])
+        if world_size != parallel.world_size:
+            raise ValueError(
+                f"engine.parallel needs tp × pp × cp × dp = {parallel.tp} × {parallel.pp} × {parallel.cp} × {parallel.dp} = "
+                f"{parallel.world_size} ranks, but WORLD_SIZE is {world_size}; start torchrun with --nproc-per-node "
+                f"{parallel.world_size}, or change engine.parallel"
+            )
         work(config)
 
     return rank.run_rank(checked, grace_s=config.train.grace_s, warning_s=config.train.warning_s)
-
-
-def check_world_size(config: RunConfig, world_size: int) -> None:
-    parallel = config.engine.parallel
-    needed = parallel.world_size
-    if world_size != needed:
-        raise ValueError(
-            f"engine.parallel needs tp × pp × cp × dp = {parallel.tp} × {parallel.pp} × {parallel.cp} × {parallel.dp} = "
-            f"{needed} ranks, but WORLD_SIZE is {world_size}; start torchrun with --nproc-per-node {needed}, or change "
-            "engine.parallel"
-        )

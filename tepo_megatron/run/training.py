@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from tepo_megatron.config import RunConfig
 from tepo_megatron.errors import describe
 from tepo_megatron.run.callbacks import NO_EXTENSIONS, Callbacks, Extensions, RunInfo, make_callbacks
@@ -22,9 +24,10 @@ from tepo_megatron.run.rank0 import Rank0
 from tepo_megatron.run.sampling.custom_rollout import load_collect
 from tepo_megatron.run.sampling.inputs import read_inputs
 from tepo_megatron.run.sampling.step_rewards import rehearsed
-from tepo_megatron.run.step.placement import set_threads, takes_turns
+from tepo_megatron.run.step.placement import Placement, takes_turns
 from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.heartbeat import Heartbeat
+from tepo_megatron.runtime.machine import available_cores, this_machine
 from tepo_megatron.runtime.preemption import not_ignored, stop_signals
 from tepo_megatron.runtime.rank import report_before_leaving
 from tepo_megatron.tasks.environments.environment_task import open_task
@@ -41,7 +44,8 @@ def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> No
     """
     signals = stop_signals()
     prepare_process(config)  # before the servers' side or the trainer look for GPUs
-    set_threads(config)
+    if threads := Placement(config, this_machine()).trainer_threads(available_cores()):
+        torch.set_num_threads(threads)
     if not _is_root():
         # Before the loop only rank 0 unwinds on a signal, to end servers; the others would not notice it in a collective.
         for number in not_ignored():

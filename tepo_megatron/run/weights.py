@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import WeightsVersion
-from tepo_megatron.run.step.placement import choose_transport, shared_gpus
+from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.weights.layouts import VllmParallel
 from tepo_megatron.weights.transfer.sender import ShardSender
@@ -32,52 +32,32 @@ class WeightPublisher:
 
     def update_weights(self, version: WeightsVersion) -> None:
         """Every rank calls; rank 0 raises ServerDied, RuntimeError or ValueError."""
+        weights, fleet, sender = self._weights, self._fleet, self._sender
         if not self._has_servers:
             return
-        if self._serves_adapters:
-            self._send_adapters(version)
-        elif self._sender is not None:
-            self._send_shards(self._sender, version)
-        else:
-            self._send_tensors(version)
-
-    def _send_shards(self, sender: ShardSender, version: WeightsVersion) -> None:
-        if self._fleet is None:
-            sender.update_as_non_root()
-        else:
-            self._fleet.update_weights_from_shards(version, sender)
-
-    def _send_tensors(self, version: WeightsVersion) -> None:
-        stream = self._weights.stream()
-        if self._fleet is None:
-            _exhaust(stream)
+        if sender is not None:
+            sender.update_as_non_root() if fleet is None else fleet.update_weights_from_shards(version, sender)
             return
-        manifest = [(meta.name, meta.shape, meta.dtype) for meta in self._weights.manifest]
-        tensors = (tensor for _, tensor in stream if tensor is not None)
-        self._fleet.update_weights_from_tensors(version, manifest, tensors)
-
-    def _send_adapters(self, version: WeightsVersion) -> None:
-        stream = self._weights.stream_adapters()
-        if self._fleet is None:
-            _exhaust(stream)
+        adapters = self._serves_adapters
+        tensors = (tensor for _, tensor in (weights.stream_adapters() if adapters else weights.stream()) if tensor is not None)
+        if fleet is None:
+            deque(tensors, maxlen=0)  # the other ranks take part in the gathers of all tensors
             return
-        manifest = [(meta.name, meta.shape, meta.dtype) for meta in self._weights.adapter_manifest]
-        tensors = (tensor for _, tensor in stream if tensor is not None)
-        self._fleet.update_adapters(version, manifest, tensors, self._weights.adapter_settings.as_peft())
+        metas = weights.adapter_manifest if adapters else weights.manifest
+        manifest = [(meta.name, meta.shape, meta.dtype) for meta in metas]
+        if adapters:
+            fleet.update_adapters(version, manifest, tensors, weights.adapter_settings.as_peft())
+        else:
+            fleet.update_weights_from_tensors(version, manifest, tensors)
 
 
 def make_shard_sender(config: RunConfig, weights: WeightSource) -> ShardSender:
-    server = config.rollout.server
+    server, placement = config.rollout.server, Placement(config, this_machine())
     return weights.make_shard_sender(
         VllmParallel(tp=server.tp, replicas=server.count),
-        local=shared_gpus(config),
+        local=placement.shared_gpus,
         dtype=getattr(torch, server.served_dtype(config.model.dtype)),
-        transport=choose_transport(config, this_machine()),
+        transport=placement.transport,
         or_gloo=server.transport == "auto",
         timeout_s=server.transfer_timeout_s,
     )
-
-
-def _exhaust(stream: Iterable[object]) -> None:
-    for _ in stream:
-        continue

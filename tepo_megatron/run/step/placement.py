@@ -4,147 +4,132 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.plan.run_plan import problems_of
-from tepo_megatron.runtime.machine import Machine, available_cores, this_machine
+from tepo_megatron.runtime.machine import Machine
 from tepo_megatron.sampler.protocol import sampler_spec
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.transfer.transport import TransportName
 from tepo_megatron.weights.transfer.transports import find_transport
 
 
-def trains_on_gpus(config: RunConfig, machine: Machine) -> bool:
-    return config.engine.platform != "cpu" and machine.gpus > 0
-
-
-def trainer_threads(config: RunConfig, machine: Machine, cores: Sequence[int]) -> int | None:
-    """None: torch's default."""
-    threads = config.engine.cpu_threads
-    if threads is None or trains_on_gpus(config, machine):
-        return None
-    if threads != "auto":
-        return threads
-    server = config.rollout.server
-    # Phases that alternate have all cores each; phases that overlap share them.
-    overlaps = config.train.schedule == "overlap" and server.placement == "local" and config.rollout.replay is None
-    taken = sampler_spec().cores(server, cores) if overlaps else set()
-    return max(1, len(set(cores) - taken) // machine.local_ranks)
-
-
-def set_threads(config: RunConfig) -> None:
-    threads = trainer_threads(config, this_machine(), available_cores())
-    if threads is not None:
-        torch.set_num_threads(threads)
-
-
-def choose_transport(config: RunConfig, machine: Machine) -> TransportName:
-    server = config.rollout.server
-    if server.transport != "auto":
-        return server.transport
-    if not trains_on_gpus(config, machine):
-        return "gloo"
-    if server.placement == "colocated":
-        return "ipc"
-    return "nccl" if machine.has_nccl else "gloo"
-
-
-def first_server_gpu(config: RunConfig, machine: Machine) -> int:
-    if config.rollout.server.placement == "colocated" or not trains_on_gpus(config, machine):
-        return 0
-    return machine.local_ranks
-
-
 def takes_turns(config: RunConfig) -> bool:
     return config.rollout.server.placement == "colocated" and config.rollout.replay is None
 
 
-def shared_gpus(config: RunConfig) -> dict[int, int]:
-    """Worker, numbered over all servers → the trainer's rank on its GPU."""
-    server = config.rollout.server
-    return {worker: worker for worker in range(server.tp * server.count)} if server.placement == "colocated" else {}
+@dataclass(frozen=True)
+class Placement:
+    config: RunConfig
+    machine: Machine
 
+    @property
+    def server(self) -> ServerConfig:
+        return self.config.rollout.server
 
-def check_placement(config: RunConfig, machine: Machine) -> None:
-    if config.rollout.replay is not None:
-        return
-    server = config.rollout.server
-    on_gpus = trains_on_gpus(config, machine)
-    if config.engine.cpu_threads is not None and on_gpus:
-        raise ValueError(
-            f"engine.cpu_threads = {config.engine.cpu_threads} acts where the trainer runs on a CPU, and it runs on GPUs here; "
-            "leave it out"
-        )
-    if server.transport != "auto" and find_transport(server.transport).requires_gpu and not on_gpus:
-        raise ValueError(
-            f"rollout.server.transport = {server.transport} moves weights between GPUs, and {_no_gpus(config, machine)}; set "
-            "it to gloo, or auto"
-        )
-    if server.transport == "nccl" and not machine.has_nccl:
-        raise ValueError(
-            f"rollout.server.transport = nccl, but torch {torch.__version__} has no NCCL; install a CUDA build of torch, or "
-            "set it to gloo"
-        )
-    if server.placement == "colocated":
-        _check_colocated(config, machine)
-    elif server.placement == "local" and on_gpus:
-        needed = machine.local_ranks + server.tp * server.count
-        if needed > machine.gpus:
+    @property
+    def workers(self) -> int:
+        return self.server.tp * self.server.count
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the trainer runs on GPUs."""
+        return self.config.engine.platform != "cpu" and self.machine.gpus > 0
+
+    @property
+    def transport(self) -> TransportName:
+        if self.server.transport != "auto":
+            return self.server.transport
+        if not self.on_gpus:
+            return "gloo"
+        if self.server.placement == "colocated":
+            return "ipc"
+        return "nccl" if self.machine.has_nccl else "gloo"
+
+    @property
+    def first_server_gpu(self) -> int:
+        return self.machine.local_ranks if self.on_gpus and self.server.placement != "colocated" else 0
+
+    @property
+    def shared_gpus(self) -> dict[int, int]:
+        """Worker, numbered over all servers → the trainer's rank on its GPU."""
+        return {worker: worker for worker in range(self.workers)} if self.server.placement == "colocated" else {}
+
+    def trainer_threads(self, cores: Sequence[int]) -> int | None:
+        """None: torch's default."""
+        threads = self.config.engine.cpu_threads
+        if threads is None or self.on_gpus:
+            return None
+        if threads != "auto":
+            return threads
+        # Phases that alternate have all cores each; phases that overlap share them.
+        overlaps = self.config.train.schedule == "overlap" and self.server.placement == "local"
+        taken = sampler_spec().cores(self.server, cores) if overlaps and self.config.rollout.replay is None else set()
+        return max(1, len(set(cores) - taken) // self.machine.local_ranks)
+
+    def check(self) -> None:
+        """Raises ValueError for what this machine cannot do."""
+        if self.config.rollout.replay is not None:
+            return
+        server, machine = self.server, self.machine
+        threads, transport = self.config.engine.cpu_threads, f"rollout.server.transport = {server.transport}"
+        if threads is not None and self.on_gpus:
+            raise ValueError(f"engine.cpu_threads = {threads} acts where the trainer runs on a CPU, and it runs on GPUs here")
+        if server.transport != "auto" and find_transport(server.transport).requires_gpu and not self.on_gpus:
+            raise ValueError(f"{transport} moves weights between GPUs, and {self._no_gpus}; set it to gloo, or auto")
+        if server.transport == "nccl" and not machine.has_nccl:
+            raise ValueError(f"{transport}, but torch {torch.__version__} has no NCCL; install a CUDA build, or set it to gloo")
+        if server.placement == "colocated":
+            self._check_colocated()
+        needed = machine.local_ranks + self.workers
+        if server.placement == "local" and self.on_gpus and needed > machine.gpus:
             raise ValueError(
-                f"the trainer uses {machine.local_ranks} GPUs and the servers (rollout.server.tp × count) "
-                f"{server.tp * server.count} others, but this machine has {machine.gpus}; share them with "
-                "rollout.server.placement = colocated, or use fewer ranks or servers"
+                f"the trainer uses {machine.local_ranks} GPUs and the servers (rollout.server.tp × count) {self.workers} "
+                f"others, but this machine has {machine.gpus}; share them with rollout.server.placement = colocated, or use "
+                "fewer ranks or servers"
             )
 
+    def _check_colocated(self) -> None:
+        machine, placement = self.machine, "rollout.server.placement = colocated"
+        if not self.on_gpus:
+            raise ValueError(f"{placement} shares GPUs between trainer and servers, and {self._no_gpus}; set it to local")
+        if machine.local_ranks != machine.ranks:
+            raise ValueError(
+                f"{placement} starts the servers on rank 0's machine, but {machine.ranks} ranks run on several machines "
+                f"({machine.local_ranks} here); use placement = external there"
+            )
+        if self.workers > machine.ranks:
+            raise ValueError(
+                f"rollout.server.tp × count = {self.server.tp} × {self.server.count} workers do not fit on the GPUs of "
+                f"{machine.ranks} trainer ranks, one on each, as placement = colocated puts them; lower tp or count"
+            )
 
-def _check_colocated(config: RunConfig, machine: Machine) -> None:
-    server = config.rollout.server
-    if not trains_on_gpus(config, machine):
-        raise ValueError(
-            f"rollout.server.placement = colocated shares GPUs between trainer and servers, and {_no_gpus(config, machine)}; "
-            "set it to local"
-        )
-    if machine.local_ranks != machine.ranks:
-        raise ValueError(
-            f"rollout.server.placement = colocated starts the servers from rank 0, on its machine, but {machine.ranks} ranks "
-            f"run on several machines ({machine.local_ranks} here); use placement = external there"
-        )
-    if server.tp * server.count > machine.ranks:
-        raise ValueError(
-            f"rollout.server.tp × count = {server.tp} × {server.count} workers do not fit on the GPUs of {machine.ranks} "
-            "trainer ranks, one on each, as placement = colocated puts them; lower tp or count"
-        )
+    @property
+    def _no_gpus(self) -> str:
+        if self.config.engine.platform == "cpu":
+            return "engine.platform = cpu"
+        return f"torch {torch.__version__} sees {self.machine.gpus} GPUs here"
 
+    def check_memory(self, spec: ModelSpec) -> None:
+        """Raises ValueError, or warns with ``engine.check_memory = false``."""
+        problems = problems_of(self._planned(), spec) if self.on_gpus else None
+        if not problems:
+            return
+        sentence = "the run does not fit: " + "; ".join(problems)
+        if self.config.engine.check_memory:
+            raise ValueError(f"{sentence}; engine.check_memory = false tries it all the same ('tepo plan' shows each term)")
+        warnings.warn(sentence, stacklevel=2)
 
-def _no_gpus(config: RunConfig, machine: Machine) -> str:
-    if config.engine.platform == "cpu":
-        return "engine.platform = cpu"
-    return f"torch {torch.__version__} sees {machine.gpus} GPUs here"
-
-
-def gpu_memory_gib() -> float:
-    gpus = range(torch.cuda.device_count())
-    return min(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus) / 2**30
-
-
-def check_fits(config: RunConfig, spec: ModelSpec, machine: Machine) -> None:
-    """Raises ValueError, or warns with ``engine.check_memory = false``."""
-    if not trains_on_gpus(config, machine):
-        return
-    problems = problems_of(_on_this_machine(config, machine, gpu_memory_gib()), spec)
-    if not problems:
-        return
-    sentence = "the run does not fit: " + "; ".join(problems)
-    if config.engine.check_memory:
-        raise ValueError(f"{sentence}; engine.check_memory = false tries it all the same ('tepo plan' shows each term)")
-    warnings.warn(sentence, stacklevel=2)
-
-
-def _on_this_machine(config: RunConfig, machine: Machine, memory_gib: float) -> RunConfig:
-    gpus, server = max(machine.gpus, machine.local_ranks), config.rollout.server
-    nodes = {"train_nodes": max(1, machine.ranks // machine.local_ranks), "gpus_per_node": gpus, "gpu_memory_gib": memory_gib}
-    if server.placement == "external":  # wherever they run
-        nodes["rollout_nodes"] = -(-server.count // max(1, gpus // server.tp))
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update=nodes)})
+    def _planned(self) -> RunConfig:
+        machine, server = self.machine, self.server
+        gpus = max(machine.gpus, machine.local_ranks)
+        memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count()))
+        nodes = {"train_nodes": max(1, machine.ranks // machine.local_ranks), "gpus_per_node": gpus}
+        if server.placement == "external":  # wherever they run
+            nodes["rollout_nodes"] = -(-server.count // max(1, gpus // server.tp))
+        cluster = self.config.cluster.model_copy(update={**nodes, "gpu_memory_gib": memory / 2**30})
+        return self.config.model_copy(update={"cluster": cluster})

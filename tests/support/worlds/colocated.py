@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.config.load import load_run
-from tepo_megatron.run import checks
 from tepo_megatron.run.start import run_rank
+from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.run.training import train_model
 from tepo_megatron.sampler.vllm.server import Server
 
@@ -29,6 +29,6 @@ def allow(*_: Any) -> None:
 
 
 if __name__ == "__main__":
-    vars(checks)["check_placement"] = allow
+    Placement.check = allow  # type: ignore[method-assign,assignment]
     Server.command = without_sleep_mode  # type: ignore[method-assign,assignment]
     sys.exit(run_rank(load_run(RUN, sys.argv[1:]), train_model))

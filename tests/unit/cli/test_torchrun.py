@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from tepo_megatron import errors
-from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.run.display.plots import _series
-from tepo_megatron.run.start import check_world_size
 from tepo_megatron.runtime.proc import STOPPED, Process
 from tepo_megatron.tools.faults.processes import wait_gone, wait_until
 from tepo_megatron.tools.faults.terminal import CTRL_Z, Terminal
@@ -361,10 +359,6 @@ def test_ranks_do_not_outlive_a_parent_that_was_killed(start, tmp_path: Path) ->
     while any(is_running(tmp_path / f"started{rank}") for rank in (0, 1)):
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-def test_the_world_size_may_be_right() -> None:
-    check_world_size(RunConfig.model_validate({"engine": {"parallel": {"tp": 2, "dp": 3}}}), 6)
 
 
 def caught(action) -> BaseException:

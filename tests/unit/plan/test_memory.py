@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from tepo_megatron.plan.memory import TrainingRanks
 from tepo_megatron.plan.run_plan import Plan
 from tepo_megatron.plan.shapes import resolve_spec
 from tepo_megatron.run import checks
-from tepo_megatron.run.step.placement import check_fits
+from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import Machine
 from tepo_megatron.trainer.megatron import policy
 from tepo_megatron.trainer.megatron.model.fp8 import token_multiple as of_the_engine
@@ -128,21 +129,26 @@ ONE_GPU = Machine(gpus=1, has_nccl=True, local_ranks=1, ranks=1)
 
 @pytest.fixture
 def gpu_of(monkeypatch: pytest.MonkeyPatch) -> object:
-    return lambda gib: monkeypatch.setattr("tepo_megatron.run.step.placement.gpu_memory_gib", lambda: gib)
+    def set_memory(gib: float) -> None:
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda gpu: SimpleNamespace(total_memory=gib * 2**30))
+
+    return set_memory
 
 
 def test_a_run_is_refused_by_the_memory_of_the_gpus_that_are_here(gpu_of) -> None:
     given = load_run(Path(H200), optimizer(*FP32))
     spec = plan().spec
     gpu_of(139.0)
-    check_fits(load_run(Path(H200), []), spec, ONE_GPU)
+    Placement(load_run(Path(H200), []), ONE_GPU).check_memory(spec)
     with pytest.raises(ValueError, match=r"does not fit: a training rank needs 152.5 GiB, .* It fits with optimizer.off"):
-        check_fits(given, spec, ONE_GPU)
+        Placement(given, ONE_GPU).check_memory(spec)
     gpu_of(200.0)  # whatever cluster.gpu_memory_gib says
-    check_fits(given, spec, ONE_GPU)
+    Placement(given, ONE_GPU).check_memory(spec)
     gpu_of(79.0)
+    given = given.model_copy(update={"engine": given.engine.model_copy(update={"check_memory": False})})
     with pytest.warns(UserWarning, match="the run does not fit"):
-        check_fits(given.model_copy(update={"engine": given.engine.model_copy(update={"check_memory": False})}), spec, ONE_GPU)
+        Placement(given, ONE_GPU).check_memory(spec)
 
 
 def test_a_run_on_cpus_is_not_asked_about(monkeypatch: pytest.MonkeyPatch, gpu_of) -> None:
@@ -150,9 +156,9 @@ def test_a_run_on_cpus_is_not_asked_about(monkeypatch: pytest.MonkeyPatch, gpu_o
     gpu_of(0.001)
     spec = plan(path=LLAMA).spec
     given = load_run(Path(LLAMA), [])
-    check_fits(given, spec, Machine(gpus=0, has_nccl=False, local_ranks=8, ranks=64))
+    Placement(given, Machine(gpus=0, has_nccl=False, local_ranks=8, ranks=64)).check_memory(spec)
     on_cpu = load_run(Path(LLAMA), ["engine.platform=cpu"])
-    check_fits(on_cpu, spec, Machine(gpus=8, has_nccl=True, local_ranks=8, ranks=64))
+    Placement(on_cpu, Machine(gpus=8, has_nccl=True, local_ranks=8, ranks=64)).check_memory(spec)
     monkeypatch.setattr(checks, "this_machine", lambda: Machine(gpus=8, has_nccl=True, local_ranks=1, ranks=1))
     gpu_of(0.5)
     with pytest.raises(ValueError, match="the run does not fit: a training rank needs"):

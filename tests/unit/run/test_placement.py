@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.run.step.placement import (
-    check_placement,
-    choose_transport,
-    first_server_gpu,
-    shared_gpus,
-    trainer_threads,
-)
+from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import Machine
 
 LAPTOP = Machine(gpus=0, has_nccl=False, local_ranks=2, ranks=2)
@@ -42,15 +36,14 @@ def config(platform: str = "auto", **server: Any) -> RunConfig:
     ],
 )
 def test_what_is_left_to_auto(server: dict[str, Any], machine: Machine, platform: str, transport: str, first_gpu: int) -> None:
-    found = config(platform, **server)
-    check_placement(found, machine)
-    assert choose_transport(found, machine) == transport
-    assert first_server_gpu(found, machine) == first_gpu
+    placement = Placement(config(platform, **server), machine)
+    placement.check()
+    assert (placement.transport, placement.first_server_gpu) == (transport, first_gpu)
 
 
 def test_workers_are_numbered_as_the_trainer_ranks_whose_gpus_they_share() -> None:
-    assert shared_gpus(config(placement="colocated", tp=2, count=2)) == {0: 0, 1: 1, 2: 2, 3: 3}
-    assert shared_gpus(config(tp=2, count=2)) == {}
+    assert Placement(config(placement="colocated", tp=2, count=2), NODE).shared_gpus == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert Placement(config(tp=2, count=2), NODE).shared_gpus == {}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +68,7 @@ def test_workers_are_numbered_as_the_trainer_ranks_whose_gpus_they_share() -> No
 )
 def test_what_a_machine_cannot_do_is_refused(server: dict[str, Any], machine: Machine, platform: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_placement(config(platform, **server), machine)
+        Placement(config(platform, **server), machine).check()
 
 
 OVERLAP = {"train": {"schedule": "overlap"}, "objective": {"mismatch": {"kind": "truncate"}}}
@@ -105,22 +98,22 @@ def test_phases_that_alternate_have_all_cores_and_phases_that_overlap_share_them
     threads: int | str | None, server: dict[str, Any], overlap: bool, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tepo_megatron.sampler.vllm.resources.available_cores", lambda: list(range(8)))
-    assert trainer_threads(threaded(threads, server, overlap=overlap), LAPTOP, range(8)) == expected
+    assert Placement(threaded(threads, server, overlap=overlap), LAPTOP).trainer_threads(range(8)) == expected
 
 
 def test_threads_that_cannot_act_or_leave_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="cpu_threads = 2 acts where the trainer runs on a CPU, and platform = cuda"):
         threaded(2, {}, overlap=False, platform="cuda")
     with pytest.raises(ValueError, match=r"engine.cpu_threads = auto acts where the trainer runs on a CPU, and it runs on"):
-        check_placement(threaded("auto", {}, overlap=False), NODE)
-    assert trainer_threads(threaded("auto", {}, overlap=False), NODE, range(8)) is None
+        Placement(threaded("auto", {}, overlap=False), NODE).check()
+    assert Placement(threaded("auto", {}, overlap=False), NODE).trainer_threads(range(8)) is None
     with pytest.raises(ValueError, match=r"cpu_threads = all with train.schedule = overlap would leave the trainer no core"):
         threaded(None, {"cpu_threads": "all"}, overlap=True)
 
 
 def test_a_replayed_run_needs_no_place_for_servers() -> None:
     replayed = RunConfig.model_validate({"rollout": {"replay": "/recorded"}})
-    check_placement(replayed, ONE_GPU)
+    Placement(replayed, ONE_GPU).check()
 
 
 def test_fp8_weights_cannot_leave_the_gpu() -> None:

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from tepo_megatron.config import LoraConfig
 from tepo_megatron.config.load import ConfigError, load_run
-from tepo_megatron.run.checks import check_adapters
+from tepo_megatron.run.checks import RUN_CHECKS
 from tepo_megatron.sampler.vllm.plugin.middleware import (
     ADAPTER_NAME,
     ADAPTER_PATH,
@@ -169,9 +169,11 @@ def test_scales_are_those_of_peft() -> None:
 
 def test_adapters_of_experts_are_served_merged_alone() -> None:
     spec = small_spec(architecture="MixtralForCausalLM", experts=MOE["MixtralForCausalLM"])
-    check_adapters(LoraConfig(), spec)
-    with pytest.raises(ValueError, match=r"serve = adapter is for dense models, .* set model\.lora\.serve = merged"):
-        check_adapters(LoraConfig(serve="adapter"), spec)
+    (check,) = [check for check in RUN_CHECKS if check.name == "adapters"]
+    for serve, problem in (("merged", ""), ("adapter", "serve = adapter is for dense models")):
+        run: Any = SimpleNamespace(config=load_run(None, [f"model.lora.serve={serve}"]), spec=spec)
+        assert problem in (check.problem(run) or "")
+        assert bool(check.problem(run)) == bool(problem)
 
 
 class Loader:
