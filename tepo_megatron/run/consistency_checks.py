@@ -14,7 +14,8 @@ from torch import Tensor
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
-from tepo_megatron.run.sampling.step_rewards import mismatch_by_age, most_stale, part_ages, trained_places
+from tepo_megatron.run.sampling.step_rewards import most_stale, token_ages, trained_places
+from tepo_megatron.run.step.minibatches import members
 from tepo_megatron.sampler.protocol import Sampler
 from tepo_megatron.weights.architecture import ModelSpec
 
@@ -66,15 +67,39 @@ class Canaries:
         limit = rollouts_tolerance(config) if is_checked else math.inf
         fresh = None
         if most_stale(config, step):
-            trained = trained_places(rollouts, config.rollout)
-            ages = part_ages(rollouts, parts, seed=config.seed, step=step, trained=trained)
+            places = members(trained_places(rollouts, config.rollout), len(parts), seed=config.seed, step=step)
+            ages = [_ages(part, [rollouts[i] for i in chosen], step) for part, chosen in zip(parts, places, strict=True)]
             fresh = [ages_T == 0 for ages_T in ages]
-            self._figures |= mismatch_by_age(parts, ages)
+            self._figures |= _mismatch_by_age(parts, ages)
         self._figures |= check_agreement(step, parts, tolerance=limit, token_tolerance=tolerance(config), fresh=fresh)
 
     def take_figures(self) -> dict[str, float]:
         figures, self._figures = self._figures, {}
         return figures
+
+
+def _ages(part: Batch, rollouts: Sequence[Rollout], step: int) -> Tensor:
+    """int64 [T]: in steps; −1 for tokens that are not the model's response. ``rollouts`` are the part's sequences."""
+    ages_T = torch.full_like(part.labels_T, -1)
+    for first, rollout in zip(part.cu_seqlens.tolist(), rollouts, strict=False):
+        first += len(rollout.prompt_ids) - 1  # the last prompt token's label is the first of the response
+        response_ages = torch.from_numpy(token_ages(rollout, step)).to(ages_T)
+        ages_T[first : first + response_ages.numel()] = response_ages
+    return ages_T.masked_fill(~part.loss_mask_T, -1)  # no weights drew an environment's tokens
+
+
+def _mismatch_by_age(parts: Sequence[Batch], ages: Sequence[Tensor]) -> dict[str, float]:
+    """KL(π_sampler‖π_old) by k3, over the tokens of each age with a finite log-prob of the trainer."""
+    gaps, olds = [], []
+    for part, ages_T in zip(parts, ages, strict=True):
+        assert part.old_logprobs_T is not None
+        gap_T = (part.old_logprobs_T - part.sampler_logprobs_T).double()
+        counted_T = part.loss_mask_T & gap_T.isfinite()
+        gaps.append(gap_T[counted_T])
+        olds.append(ages_T[counted_T])
+    gap, age = torch.cat(gaps), torch.cat(olds)
+    kl = torch.expm1(gap) - gap
+    return {f"staleness/kl_{value}": float(kl[age == value].mean()) for value in age.unique().tolist()}
 
 
 @dataclass(frozen=True)

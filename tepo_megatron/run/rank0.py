@@ -69,7 +69,7 @@ class Rank0:
         self._inputs, self._task = inputs, task
         self._pools = pools or VerifierPools(config, (), task)
         self._retention = Retention(config, output.message)
-        self._rewards = StepRewards(config, task, output.message)
+        self._rewards = StepRewards(config, output.message)
         self.collector = RolloutCollector(
             config,
             inputs,

@@ -86,7 +86,7 @@ class KilledWhen:
 
 def collector(config: RunConfig, pool: VerifierTask, fleet: Any) -> RolloutCollector:
     inputs: Any = type("Inputs", (), {"train": TRAIN, "tokenizer": TOKENIZER, "spec": read_model_spec(MODEL)})
-    journal, rewards = Journal(config, print, print), StepRewards(config, pool, print)
+    journal, rewards = Journal(config, print, print), StepRewards(config, print)
     phase: Any = lambda name: nullcontext()  # noqa: E731
     made = RolloutCollector(config, inputs, rewards, pool, journal, fleet, phase=phase, heartbeat=Heartbeat())
     made.published(fleet.weights_version)

@@ -204,7 +204,7 @@ def collector(
 
     tokenizer = SimpleNamespace(prompt_ids=lambda prompt, **_: [len(prompt), 3], unk_id=None, decode=write)
     inputs: Any = SimpleNamespace(train=list(problems), tokenizer=tokenizer, spec=SimpleNamespace(vocab_size=50))
-    journal, rewards = Journal(config, say, say), StepRewards(config, verifiers, say)
+    journal, rewards = Journal(config, say, say), StepRewards(config, say)
     collected_by = RolloutCollector(
         config,
         inputs,

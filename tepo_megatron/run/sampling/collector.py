@@ -13,12 +13,12 @@ from typing import Any
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.output.resume import restore_data
-from tepo_megatron.run.sampling.custom_rollout import Collect, StepSampler, arranged, call_collect, with_results
+from tepo_megatron.run.sampling.custom_rollout import Collect, StepSampler, draw_groups, with_results
 from tepo_megatron.run.sampling.group_worker import POLL_INTERVAL_S, BackgroundThread, BusyClock, Ended, GroupWorker
 from tepo_megatron.run.sampling.groups import Group, GroupBuffer
 from tepo_megatron.run.sampling.inputs import Inputs, read_replay
 from tepo_megatron.run.sampling.journal import Journal
-from tepo_megatron.run.sampling.step_rewards import StepRewards, apply_overlong, load_filters, most_stale, version_figures
+from tepo_megatron.run.sampling.step_rewards import StepRewards, apply_overlong, most_stale, version_figures
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.sampler.protocol import Sampler
@@ -62,7 +62,6 @@ class RolloutCollector:
             inputs.train,
             make_sampler(inputs.train, config.data, config.seed),
             lambda problem: opening_of(config.environment, inputs.tokenizer) or encode_prompt(inputs.tokenizer, problem),
-            load_filters(rollout.filter_groups),
             window=window,
         )
         self._is_dynamic = window == 0 and (rollout.filter_groups is not None or rollout.partial)
@@ -208,18 +207,10 @@ class RolloutCollector:
             with self._phase_here("rollout"):
                 self._clock.set(True)
                 try:
-                    returned = call_collect(str(rollout.collect), collect, problems, sampler)
+                    vocab_size, ahead = self._inputs.spec.vocab_size, self._thread is not None
+                    rollouts = draw_groups(self._config, collect, problems, sampler, vocab_size=vocab_size, ahead=ahead)
                 finally:
                     self._clock.set(False)
-                rollouts = arranged(
-                    str(rollout.collect),
-                    returned,
-                    problems,
-                    step=step,
-                    drawn_by=step if self._thread is None else None,
-                    samples=rollout.samples_per_prompt,
-                    vocab_size=self._inputs.spec.vocab_size,
-                )
             with self._phase_here("reward"):
                 results = iter(with_results(rollouts, problems, task))
             drawn = iter(rollouts)

@@ -123,8 +123,14 @@ def _place(name: str, what: str) -> str:
     return locate_user_code(name, what)
 
 
-def call_collect(name: str, collect: Collect, problems: Sequence[Problem], sampler: StepSampler) -> Sequence[Rollout]:
-    """Its own errors become RuntimeError with their line; sampling errors pass."""
+def draw_groups(
+    config: RunConfig, collect: Collect, problems: Sequence[Problem], sampler: StepSampler, *, vocab_size: int, ahead: bool
+) -> list[Rollout]:
+    """Returns groups in the problems' order. ``ahead``: any weights may have drawn them.
+
+    Errors of ``collect``, and rollouts that cannot be trained on, become RuntimeError; sampling errors pass.
+    """
+    name, samples, step = config.rollout.collect, config.rollout.samples_per_prompt, sampler.step - 1
     try:
         rollouts = collect(problems, sampler)
     except Exception as error:
@@ -140,25 +146,11 @@ def call_collect(name: str, collect: Collect, problems: Sequence[Problem], sampl
         raise RuntimeError(
             f"rollout.collect = {name} returned no list of rollouts in step {sampler.step}; return what sample() drew"
         )
-    return rollouts
-
-
-def arranged(
-    name: str,
-    rollouts: Sequence[Rollout],
-    problems: Sequence[Problem],
-    *,
-    step: int,
-    drawn_by: int | None,
-    samples: int,
-    vocab_size: int,
-) -> list[Rollout]:
-    """Groups rollouts in the problems' order. ``drawn_by``: the step of the weights; None: any."""
     what = f"step {step + 1}: rollout.collect = {name} returned"
     by_problem: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
-        newest = max((version.step for _, version in rollout.versions), default=0) if drawn_by is None else drawn_by
-        fault = rollout_fault(rollout, newest, vocab_size=vocab_size, stalest=newest if drawn_by is None else 0)
+        newest = max((version.step for _, version in rollout.versions), default=0) if ahead else step
+        fault = rollout_fault(rollout, newest, vocab_size=vocab_size, stalest=newest if ahead else 0)
         if fault is not None:
             raise RuntimeError(f"{what} a rollout for problem {rollout.problem_id!r} that cannot be trained on: {fault}")
         by_problem[rollout.problem_id].append(rollout)

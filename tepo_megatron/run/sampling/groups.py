@@ -12,10 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.sampling.step_rewards import NO_REWARD, GroupFilter, histogram, refused_by
+from tepo_megatron.run.sampling.step_rewards import GroupFilters
 from tepo_megatron.tasks.data.sources import ProblemOrder
 from tepo_megatron.tasks.protocol import RewardResult
 
@@ -87,13 +89,12 @@ class GroupBuffer:
         problems: Sequence[Problem],
         order: ProblemOrder,
         encode: Callable[[Problem], tuple[int, ...]],
-        filters: Mapping[str, GroupFilter],
         *,
         window: int,
     ) -> None:
         self._rollout, self._train = config.rollout, config.train
         self._size = config.rollout.prompts_per_step
-        self._problems, self._encode, self._filters = problems, encode, filters
+        self._problems, self._encode, self._filters = problems, encode, GroupFilters(config.rollout.filter_groups)
         self.order, self.window = order, window
         self.changed = threading.Condition(threading.RLock())
         self.waiting: deque[Group] = deque()
@@ -349,7 +350,7 @@ class GroupBuffer:
         rollouts = group.rollouts()
         self._rewards.update(rollout.reward for rollout in rollouts if rollout.reward is not None)
         # Without filters a group without rewards leaves the step as it does in every run (``StepRewards.leave_out``).
-        cause = refused_by(self._filters, rollouts) if self._filters else None
+        cause = self._filters.refuse(rollouts)
         if cause is None:
             self.done.append(group)
         else:
@@ -369,7 +370,7 @@ class GroupBuffer:
             "groups/filtered": len(self.filtered),
             "groups/carried": len(self.pending()),
         }
-        row |= {f"groups/filtered/{name}": self._causes[name] for name in (*self._filters, NO_REWARD) if self._filters}
+        row |= {f"groups/filtered/{name}": self._causes[name] for name in self._filters.causes}
         return {name: float(count) for name, count in row.items()}
 
     def _forget_counts(self) -> None:
@@ -393,7 +394,7 @@ class GroupBuffer:
                 f"by {causes}. Rewards"
             )
         return (
-            f"{what} of their responses: {histogram(self._rewards)}. If nearly all are equal, the problems are too hard or "
+            f"{what} of their responses: {_show_rewards(self._rewards)}. If nearly all are equal, the problems are too hard or "
             "too easy for the model, or the verifier does not understand its answers (samples.jsonl shows some); else raise "
             "max_batches, or take the filter out"
         )
@@ -408,6 +409,15 @@ class GroupBuffer:
 def _describe(group: Group) -> dict[str, Any]:
     version = None if group.version is None else [group.version.step, group.version.digest]
     return {"number": group.number, "step": group.step, "place": group.place, "version": version}
+
+
+def _show_rewards(counts: Mapping[float, int], bins: int = 10) -> str:
+    """For example ``0 × 4980, 1 × 140``; ranges for more than ``bins`` values."""
+    if len(counts) <= bins:
+        return ", ".join(f"{value:g} × {counts[value]}" for value in sorted(counts)) or "none"
+    totals, edges = np.histogram(list(counts), bins, weights=list(counts.values()))
+    ranges = zip(edges, edges[1:], totals, strict=False)
+    return ", ".join(f"{low:.3g} to {high:.3g} × {total:g}" for low, high, total in ranges if total)
 
 
 def _number(group: Group) -> int:

@@ -10,7 +10,7 @@ from tepo_megatron.config import RewardConfig, RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.callbacks import check_callbacks
-from tepo_megatron.run.sampling.step_rewards import load_filters, most_stale
+from tepo_megatron.run.sampling.step_rewards import GroupFilters, most_stale
 from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path
 from tepo_megatron.tasks.data.sources import TOO_LONG, Prompt, Source, read_sources
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, check_served_tokenizer, check_tokenizer, load_tokenizer
@@ -52,7 +52,7 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
         del rewards[""]
     for reward in rewards.values():
         resolve_verifier(reward.verifier)
-    load_filters(config.rollout.filter_groups)
+    GroupFilters(config.rollout.filter_groups)
     check_callbacks(config)
     replay = config.rollout.replay
     if replay is not None and not replay.is_dir():
@@ -120,32 +120,22 @@ def _check_replay(config: RunConfig, spec: ModelSpec) -> None:
         )
     if first < config.train.steps:
         rollouts = read_replay(config, spec.vocab_size, first)
-        check_replayed_routes(config, spec, rollouts, first)
-        check_replayed_masks(config, rollouts, first)
+        _check_replayed(config, spec, rollouts, record_path(folder, first))
 
 
-def check_replayed_masks(config: RunConfig, rollouts: Sequence[Rollout], step: int) -> None:
-    """Raises ValueError, with file and line, without the token masks that scoring needs."""
-    folder = config.rollout.replay
-    assert folder is not None, "the run samples its rollouts"
-    for line, rollout in enumerate(rollouts if config.rollout.sampling.truncates else (), start=2):
-        if rollout.sampling_mask is None:
+def _check_replayed(config: RunConfig, spec: ModelSpec, rollouts: Sequence[Rollout], path: Path) -> None:
+    """Raises ValueError without the token masks that scoring needs, or without this model's experts to be replayed."""
+    for line, rollout in enumerate(rollouts, start=2):
+        if config.rollout.sampling.truncates and rollout.sampling_mask is None:
             raise ValueError(
-                f"{record_path(folder, step)}, line {line}: the rollout has no sampling mask, but rollout.sampling.top_k says "
-                "that its tokens were drawn from a part of the vocabulary; record the steps again with these settings, or "
-                "leave top_k, top_p, min_p and bad_words out if they were drawn from all of it"
+                f"{path}, line {line}: the rollout has no sampling mask, but rollout.sampling.top_k says that its tokens were "
+                "drawn from a part of the vocabulary; record the steps again with these settings, or leave top_k, top_p, min_p "
+                "and bad_words out if they were drawn from all of it"
             )
-
-
-def check_replayed_routes(config: RunConfig, spec: ModelSpec, rollouts: Sequence[Rollout], step: int) -> None:
-    """Raises ValueError, with file and line, without this model's experts, if they are to be replayed."""
-    folder = config.rollout.replay
-    assert folder is not None, "the run samples its rollouts"
-    for line, rollout in enumerate(rollouts if config.rollout.server.routing_replay else (), start=2):
-        if fault := rollout_fault(rollout, spec):
+        if config.rollout.server.routing_replay and (fault := rollout_fault(rollout, spec)):
             raise ValueError(
-                f"{record_path(folder, step)}, line {line}: the rollout {fault}; record the steps again with "
-                "rollout.server.routing_replay = true, or leave it out"
+                f"{path}, line {line}: the rollout {fault}; record the steps again with rollout.server.routing_replay = true, "
+                "or leave it out"
             )
 
 

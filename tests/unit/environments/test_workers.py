@@ -122,7 +122,7 @@ def test_failing_episodes_stop_the_step_only_beyond_the_bound(bound: float, stop
         for (at, _), (response, _) in played.items()
     ]
     said: list[str] = []
-    step, results = StepRewards(run, pool, said.append), [result for _, result in played.values()]
+    step, results = StepRewards(run, said.append), [result for _, result in played.values()]
     if stops:
         with pytest.raises(
             RuntimeError, match=r"^4 of 8 rewards of step 7 failed, more than reward\.max_failed = .*'dies 0': its"

@@ -245,6 +245,13 @@ def test_a_killed_run_goes_on_with_the_parts_that_a_step_had_put_aside(tmp_path:
     )
 
 
+def test_many_rewards_are_shown_in_ranges(tmp_path: Path) -> None:
+    run = config(tmp_path, n=7, filter_groups={"filters": ["zero_variance"], "max_batches": 3})
+    of = collector(run, PROBLEMS, FakeVerifiers(0, lambda problem, text: float(problem.id[1:])), fleet := FakeFleet(0))
+    with pytest.raises(RuntimeError, match=r"Rewards of their responses: \S+ to \S+ × \d+, .* to \S+ × \d+\. If nearly all"):
+        run_steps(of, fleet, range(1))
+
+
 @pytest.mark.parametrize(
     ("schedule", "says"),
     [
@@ -313,4 +320,7 @@ def test_groups_that_an_earlier_run_has_drawn_come_first_whatever_its_schedule(s
         assert of.restore({"sampler": state}) == []
         ((rollouts, _),) = run_steps(of, fleet, range(1))
         of.close()
-        assert problems_of(rollouts) == [names[2], names[4], order.problem(5).id]
+        if schedule == "sync":
+            assert problems_of(rollouts) == [names[2], names[4], order.problem(5).id]
+        asked = list(dict.fromkeys(key for key, *_ in fleet.asked))  # an overlapped step trains on what is complete first
+        assert asked[:3] == ([0, 1, 2] if "ahead" in state else [2, 4, 5])

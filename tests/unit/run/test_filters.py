@@ -8,7 +8,7 @@ import pytest
 
 from tepo_megatron.config.rollout import FilterGroupsConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.sampling.step_rewards import histogram, load_filters, refused_by
+from tepo_megatron.run.sampling.step_rewards import GroupFilters
 
 
 def group(rewards: list[float | None], cut: int = 0) -> list[Rollout]:
@@ -36,8 +36,7 @@ def group(rewards: list[float | None], cut: int = 0) -> list[Rollout]:
     ],
 )
 def test_which_groups_are_kept(settings: dict[str, object], rewards: list[float | None], cut: int, cause: str | None) -> None:
-    filters = load_filters(FilterGroupsConfig.model_validate(settings))
-    assert refused_by(filters, group(rewards, cut)) == cause
+    assert GroupFilters(FilterGroupsConfig.model_validate(settings)).refuse(group(rewards, cut)) == cause
 
 
 def test_ones_own_filter_is_a_function_in_a_file_or_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,28 +47,20 @@ def test_ones_own_filter_is_a_function_in_a_file_or_a_module(tmp_path: Path, mon
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in (f"{path}:few", "my_filters:few"):
-        filters = load_filters(FilterGroupsConfig(filters=(name, "zero_variance")))
-        assert list(filters) == ["few", "zero_variance"]
-        assert refused_by(filters, group([0.0, 1.0, 1.0])) == "few"
-        assert refused_by(filters, group([1.0, 1.0])) == "zero_variance"
+        filters = GroupFilters(FilterGroupsConfig(filters=(name, "zero_variance")))
+        assert filters.causes == ("few", "zero_variance", "no_reward")
+        assert filters.refuse(group([0.0, 1.0, 1.0])) == "few"
+        assert filters.refuse(group([1.0, 1.0])) == "zero_variance"
     for name, sentence in (
         ("broken", "the filter broken .* raised AttributeError on the group of problem 'p'"),
         ("vague", "the filter vague .* returned 2 for the group of problem 'p'; return True to keep it"),
     ):
         with pytest.raises(RuntimeError, match=sentence):
-            refused_by(load_filters(FilterGroupsConfig(filters=(f"{path}:{name}",))), group([0.0, 1.0]))
+            GroupFilters(FilterGroupsConfig(filters=(f"{path}:{name}",))).refuse(group([0.0, 1.0]))
     for name, sentence in (
         (f"{path}:none", "has no function none"),
         (f"{tmp_path}/no.py:few", f"there is no file {tmp_path}/no.py"),
         ("no_such_module:few", "raised ModuleNotFoundError"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            load_filters(FilterGroupsConfig(filters=(name,)))
-
-
-def test_rewards_are_shown_one_by_one_or_in_ranges() -> None:
-    assert histogram({1.0: 3, 0.0: 5}) == "0 × 5, 1 × 3"
-    assert histogram({}) == "none"
-    shown = histogram({float(value): 1 for value in range(21)})
-    assert shown.startswith("0 to 2 × 2, 2 to 4 × 2")
-    assert shown.endswith("18 to 20 × 3")
+            GroupFilters(FilterGroupsConfig(filters=(name,)))

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, SamplingMask, WeightsVersion, token_ids
 from tepo_megatron.run.checks import RUN_CHECKS, RunSubject, check_model
-from tepo_megatron.run.sampling.inputs import check_replayed_masks, check_replayed_routes, read_inputs, read_replay
+from tepo_megatron.run.sampling.inputs import read_inputs, read_replay
 from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.sampler.rollout_file import read_rollouts, record_path, write_rollouts
 from tepo_megatron.sampler.vllm.resources import CPU_HEAD_SIZES
@@ -63,30 +63,36 @@ def test_replaying_experts_of_a_dense_model_is_refused(config: RunConfig) -> Non
         check_model(wrong)
 
 
-def test_a_record_without_fitting_routes_is_named_with_its_line(config: RunConfig) -> None:
+def test_a_record_without_fitting_routes_is_named_with_its_line(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     mixtral = {"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 8}
-    spec = model_spec({**mixtral, "intermediate_size": 8, "vocab_size": 16, "num_local_experts": 4}, "test")
-    server = config.rollout.server.model_copy(update={"routing_replay": True})
-    wanted = config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
+    spec = model_spec({**mixtral, "intermediate_size": 8, "vocab_size": 61, "num_local_experts": 4}, "test")
+    monkeypatch.setattr("tepo_megatron.run.sampling.inputs.read_model_spec", lambda folder: spec)
     fitting = [replace(each, routed_experts=np.zeros((3, 3, 2), np.uint8)) for each in rollouts(0)]
-    check_replayed_routes(wanted, spec, fitting, 0)
-    check_replayed_routes(config, spec, rollouts(0), 0)  # what is not replayed is not asked for
     other = replace(fitting[1], routed_experts=np.zeros((3, 5, 2), np.uint8))
-    with pytest.raises(ValueError, match=r"step_0000000\.jsonl, line 3: the rollout has a routing record of 3 × 5 × 2"):
-        check_replayed_routes(wanted, spec, [fitting[0], other], 0)
-    with pytest.raises(ValueError, match=r"step_0000000\.jsonl, line 2: the rollout has no routing record"):
-        check_replayed_routes(wanted, spec, rollouts(0), 0)
+    server = config.rollout.server.model_copy(update={"routing_replay": True})
+    replaying = config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
+    for recorded, problem in (
+        (rollouts(0), "line 2: the rollout has no routing record"),
+        ([fitting[0], other, *fitting[2:]], "line 3: the rollout has a routing record of 3 × 5 × 2"),
+    ):
+        write_rollouts(config.rollout.replay, 0, recorded)
+        with pytest.raises(ValueError, match=rf"step_0000000\.jsonl, {problem}"):
+            read(replaying)
+    read(config)  # what is not replayed is not asked for
+    write_rollouts(config.rollout.replay, 0, fitting)
+    read(replaying)
 
 
 def test_a_record_without_the_tokens_that_could_be_drawn_is_named_with_its_line(config: RunConfig) -> None:
     sampling = config.rollout.sampling.model_copy(update={"top_k": 20})
-    wanted = config.model_copy(update={"rollout": config.rollout.model_copy(update={"sampling": sampling})})
-    first, second, *_ = rollouts(0)
-    known = replace(first, sampling_mask=SamplingMask([1, 0], [7]))
-    check_replayed_masks(wanted, [known], 0)
-    check_replayed_masks(config, [first], 0)  # scored among all tokens
+    truncating = config.model_copy(update={"rollout": config.rollout.model_copy(update={"sampling": sampling})})
+    known = [replace(each, sampling_mask=SamplingMask([1, 0], [7])) for each in rollouts(0)]
+    write_rollouts(config.rollout.replay, 0, known)
+    read(truncating)
+    write_rollouts(config.rollout.replay, 0, [known[0], *rollouts(0)[1:]])
+    read(config)  # scored among all tokens
     with pytest.raises(ValueError, match=r"step_0000000\.jsonl, line 3: the rollout has no sampling mask, but .*top_k says"):
-        check_replayed_masks(wanted, [known, second], 0)
+        read(truncating)
 
 
 def test_a_missing_step_is_named_before_the_run(config: RunConfig) -> None:

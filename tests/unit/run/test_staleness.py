@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config import RolloutConfig, RunConfig
+from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.consistency_checks import check_agreement
+from tepo_megatron.run.consistency_checks import Canaries
 from tepo_megatron.run.sampling.collector import idle_shares
-from tepo_megatron.run.sampling.step_rewards import mismatch_by_age, part_ages, token_ages, trained_places, version_figures
+from tepo_megatron.run.sampling.step_rewards import token_ages, version_figures
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.sampler.rollout_file import check_rollouts
 from tepo_megatron.trainer.packing import pack
@@ -38,53 +42,60 @@ def test_ages_are_counted_token_by_token() -> None:
     }
 
 
+def figures_of(rollouts: list[Rollout], step: int, count: int = 1, gaps: list[float] | None = None, **settings: Any) -> Any:
+    """What the check of a step finds, with the log-probs of the trainer 0, or those of the sampler and ``gaps``."""
+    train = {"schedule": "overlap", "max_staleness": 9, "minibatches": count}
+    run = {"seed": 3, "train": train, "rollout": {"uncorrected": True, **settings}}
+    batch = pack(rollouts, mask_truncated=settings.get("truncated") == "mask")
+    old_T = torch.zeros_like(batch.sampler_logprobs_T) if gaps is None else batch.sampler_logprobs_T.clone()
+    old_T[batch.loss_mask_T] += torch.tensor(gaps or [0.0])
+    parts = list(minibatches(batch.with_(old_logprobs_T=old_T), count, seed=3, step=step))
+    checks = Canaries(RunConfig.model_validate(run), SimpleNamespace(vocab_size=9, max_positions=64))
+    checks.check_rollouts(step, parts, rollouts)
+    return checks.take_figures()
+
+
+def of_ages(ages: Iterable[int]) -> dict[str, Any]:
+    """The mismatch of tokens with the sampler's log-prob −age."""
+    return {f"staleness/kl_{age}": pytest.approx(math.expm1(age) - age, rel=1e-6) for age in ages}
+
+
 def test_what_an_environment_wrote_has_no_age() -> None:
-    mixed = rollout(0, [(0, 3), (2, 5)], 4)
-    mask = np.array([True, False, False, True])
-    with_tool = replace(mixed, sampler_logprobs=np.array([-1.0, 0.0, 0.0, -1.0], np.float32), loss_mask=mask)
+    logprobs, mask = np.array([-3.0, 0.0, 0.0, -1.0], np.float32), np.array([True, False, False, True])
+    with_tool = replace(rollout(0, [(0, 3), (2, 5)], 4), sampler_logprobs=logprobs, loss_mask=mask)
     assert version_figures([with_tool], 6)["staleness/mean"] == (3 + 1) / 2
-    (ages_T,) = part_ages([with_tool], [pack([with_tool])], seed=3, step=6)
-    assert ages_T.tolist() == [-1, 3, -1, -1, 1, -1]
+    figures = figures_of([with_tool], 6, canary={"every": 0})
+    assert {name: value for name, value in figures.items() if "/kl_" in name} == of_ages([1, 3])
 
 
-@given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=4, max_size=9), st.integers(1, 4))
-def test_the_ages_of_a_minibatch_are_those_of_its_tokens(lengths: list[list[int]], count: int) -> None:
-    """Each token's log-prob is made to say its own age, and goes with it through packing and cutting."""
+@given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=4, max_size=9), st.integers(1, 4), st.booleans())
+def test_every_token_has_its_own_age_through_packing_and_minibatches(lengths: list[list[int]], count: int, cut: bool) -> None:
+    """Each token's log-prob is its own age, so that a wrong age would show in the mean of another. Mini-batches have no
+    masked responses.
+    """
     step, rollouts = 9, []
     for group, spans in enumerate(lengths):
-        starts = [sum(spans[:at]) for at in range(len(spans))]
-        given = rollout(group, [(start, 5 + at) for at, start in enumerate(starts)], sum(spans))
-        rollouts.append(
-            Rollout(given.problem_id, group, [1, 2], given.response_ids, -token_ages(given, step), "stop", given.versions)
-        )
-    parts = list(minibatches(pack(rollouts), count, seed=3, step=step))
-    for part, ages_T in zip(parts, part_ages(rollouts, parts, seed=3, step=step), strict=True):
-        assert torch.equal(-part.sampler_logprobs_T[part.loss_mask_T], ages_T[part.loss_mask_T].float())
-        assert (ages_T[~part.loss_mask_T] == -1).all()
-    # Of responses that are masked since they were cut, mini-batches have none.
-    cut = [replace(each, finish_reason="length") if at % 2 else each for at, each in enumerate(rollouts)]
-    parts = list(minibatches(pack(cut, mask_truncated=True), count, seed=3, step=step))
-    trained = trained_places(cut, RunConfig(rollout=RolloutConfig(truncated="mask")).rollout)
-    assert trained == list(range(0, len(cut), 2))
-    for part, ages_T in zip(parts, part_ages(cut, parts, seed=3, step=step, trained=trained), strict=True):
-        assert torch.equal(-part.sampler_logprobs_T[part.loss_mask_T], ages_T[part.loss_mask_T].float())
+        starts = [sum(spans[:index]) for index in range(len(spans))]
+        drawn = rollout(group, [(start, 5 + index) for index, start in enumerate(starts)], sum(spans))
+        reason = "length" if cut and group % 2 else "stop"
+        logprobs = -token_ages(drawn, step).astype(np.float32)
+        rollouts.append(replace(drawn, sampler_logprobs=logprobs, finish_reason=reason))
+    trained = [each for each in rollouts if each.finish_reason == "stop"]
+    count = min(count, len(trained))
+    figures = figures_of(rollouts, step, count, canary={"every": 0}, truncated="mask" if cut else "train")
+    ages = {int(age) for each in trained for age in token_ages(each, step)}
+    assert {name: value for name, value in figures.items() if "/kl_" in name} == of_ages(ages)
 
 
 def test_the_canary_looks_at_what_the_present_weights_drew_only() -> None:
-    batch = pack([rollout(0, [(0, 0), (2, 1)], 4)])
-    ages = part_ages([rollout(0, [(0, 0), (2, 1)], 4)], [batch], seed=0, step=1)
-    old_T = batch.sampler_logprobs_T.clone()
-    old_T[batch.loss_mask_T] += torch.tensor([0.5, -0.5, 0.001, -0.001])
-    scored = batch.with_(old_logprobs_T=old_T)
-    fresh = [ages_T == 0 for ages_T in ages]
-    found = check_agreement(1, [scored], tolerance=0.01, token_tolerance=0.1, fresh=fresh)
-    assert found["canary/rollouts_max_gap"] == pytest.approx(0.001, rel=1e-3)
+    mixed, gaps = rollout(0, [(0, 0), (2, 1)], 4), [0.5, -0.5, 0.001, -0.001]
+    canary = {"tolerance": 0.1, "rollouts_tolerance": 0.01}
+    figures = figures_of([mixed], 1, gaps=gaps, canary=canary)
+    assert figures["canary/rollouts_max_gap"] == pytest.approx(0.001, rel=1e-3)
+    assert figures["staleness/kl_1"] == pytest.approx((math.expm1(0.5) - 0.5 + math.expm1(-0.5) + 0.5) / 2, rel=1e-5)
+    assert figures["staleness/kl_0"] == pytest.approx(0.5e-6, rel=1e-2)
     with pytest.raises(RuntimeError, match="not drawn from the trainer's policy"):
-        check_agreement(1, [scored], tolerance=0.01, token_tolerance=0.1)
-    kl = mismatch_by_age([scored], ages)
-    expected = (torch.tensor([0.5, -0.5]).double().exp() - 1 - torch.tensor([0.5, -0.5]).double()).mean()
-    assert kl["staleness/kl_1"] == pytest.approx(float(expected), rel=1e-5)
-    assert kl["staleness/kl_0"] == pytest.approx(0.5e-6, rel=1e-2)
+        figures_of([rollout(0, [(0, 1)], 4)], 1, gaps=gaps, canary=canary)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tepo_megatron.core.objective import build_objective
 from tepo_megatron.core.objective.advantage import gdpo_advantages
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.sampling.step_rewards import StepRewards, rehearsed
+from tepo_megatron.run.sampling.step_rewards import StepRewards, answer_of, rehearsed
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.verifier_task import VerifierTask
@@ -34,6 +34,9 @@ class Rewards:
     def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable]) -> list[RewardResult]:
         given = [(problem, self.rewards[text]) for problem, text in items]
         return [RewardResult(r, None if r is not None else f"problem {p.id!r}: why") for p, r in given]
+
+    def score_all(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[RewardResult]:
+        return self.score([(problems[r.group], answer_of(r)) for r in rollouts], [r.group for r in rollouts])
 
 
 def a_step(rewards: Sequence[Sequence[float | None]]) -> tuple[list[Rollout], list[Problem], Rewards]:
@@ -64,12 +67,12 @@ def test_a_step_is_what_it_would_be_if_the_failed_responses_had_never_been(
     """What is kept, from the rule alone; then the very batch of a step that never had the others, whatever the objective."""
     rollouts, problems, pool = a_step(rewards)
     said: list[str] = []
-    step = StepRewards(config(), pool, said.append)
+    step = StepRewards(config(), said.append)
     valid = [[text for text in members if text is not None] for members in rewards]
     whole = [not (len(kept) < 2 and len(kept) < len(members)) for kept, members in zip(valid, rewards, strict=True)]
     expected = [r for r in rollouts if pool.rewards[r.text] is not None and whole[r.group]]
     failed = sum(reward is None for members in rewards for reward in members)
-    recorded = step.score(rollouts, problems, 3)
+    recorded = step.reward(rollouts, pool.score_all(rollouts, problems), 3)
     assert [(r.text, r.reward) for r in recorded] == list(pool.rewards.items())
     assert len(said) == bool(failed)
     if not expected:
@@ -112,8 +115,13 @@ def test_a_response_can_be_given_a_reward_where_it_has_none() -> None:
             return [RewardResult(-1.0 if r.error else r.reward, r.error) for r in super().score(items, groups)]
 
     said: list[str] = []
-    step = StepRewards(config("reward.failed_reward=-1"), Given(pool.rewards), said.append)
-    assert [r.reward for r in step.leave_out(step.score(rollouts, problems, 0))] == [1.0, -1.0, -1.0, -1.0]
+    step = StepRewards(config("reward.failed_reward=-1"), said.append)
+    assert [r.reward for r in step.leave_out(step.reward(rollouts, pool.score_all(rollouts, problems), 0))] == [
+        1.0,
+        -1.0,
+        -1.0,
+        -1.0,
+    ]
     assert step.take_figures() == {"reward/failed": 3.0, "groups/dropped": 0.0}
     assert said == ["3 of 4 rewards failed and count as reward.failed_reward = -1; the first: problem 'p0': why"]
 
@@ -128,8 +136,8 @@ def test_components_are_recorded_measured_and_trained_on(tmp_path: Path) -> None
             scored = super().score(items, groups)
             return [r if r.error else RewardResult(r.reward, parts={"right": r.reward, "short": 1.0}) for r in scored]
 
-    step = StepRewards(config(), Parts(pool.rewards), lambda text: None)
-    recorded = step.score(rollouts, problems, 0)
+    step = StepRewards(config(), lambda text: None)
+    recorded = step.reward(rollouts, Parts(pool.rewards).score_all(rollouts, problems), 0)
     assert recorded[0].reward_parts == {"right": 1.0, "short": 1.0}
     write_rollouts(tmp_path, 0, recorded)
     assert read_rollouts(tmp_path, 0) == recorded
@@ -170,25 +178,25 @@ def test_gdpo_is_told_how_to_weigh(overrides: tuple[str, ...], message: str) -> 
 @pytest.mark.parametrize(("share", "stops"), [(0.5, True), (0.6, False), (0, True)])
 def test_too_large_a_share_of_failures_stops_the_run_with_the_first_cause(share: float, stops: bool) -> None:
     rollouts, problems, pool = a_step([[1.0, None, 0.0, None], [None, 1.0, None]])
-    step = StepRewards(config(f"reward.max_failed={share}"), pool, lambda text: None)
+    step = StepRewards(config(f"reward.max_failed={share}"), lambda text: None)
     if not stops:
-        assert len(step.leave_out(step.score(rollouts, problems, 7))) == 2
+        assert len(step.leave_out(step.reward(rollouts, pool.score_all(rollouts, problems), 7))) == 2
         return
     with pytest.raises(
         RuntimeError, match=r"^4 of 7 rewards of step 7 failed, more than reward\.max_failed = .*problem 'p0': why$"
     ):
-        step.score(rollouts, problems, 7)
+        step.reward(rollouts, pool.score_all(rollouts, problems), 7)
 
 
 def test_a_step_without_enough_for_its_minibatches_stops_the_run() -> None:
     rollouts, problems, pool = a_step([[1.0, 0.0], [None, 1.0], [1.0, 1.0]])
-    step = StepRewards(config("train.minibatches=4"), pool, lambda text: None)
-    assert len(step.leave_out(step.score(rollouts, problems, 0))) == 4
-    step = StepRewards(config("train.minibatches=5"), pool, lambda text: None)
+    step = StepRewards(config("train.minibatches=4"), lambda text: None)
+    assert len(step.leave_out(step.reward(rollouts, pool.score_all(rollouts, problems), 0))) == 4
+    step = StepRewards(config("train.minibatches=5"), lambda text: None)
     with pytest.raises(RuntimeError, match=r"1 of 6 rewards failed, and the 4 responses .* too few for train.minibatches = 5"):
-        step.leave_out(step.score(rollouts, problems, 0))
+        step.leave_out(step.reward(rollouts, pool.score_all(rollouts, problems), 0))
     with pytest.raises(ValueError, match="rollout of problem p1 has no reward; leave it out of the step"):
-        pack(step.score(rollouts, problems, 0))
+        pack(step.reward(rollouts, pool.score_all(rollouts, problems), 0))
 
 
 def test_verifiers_are_tried_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

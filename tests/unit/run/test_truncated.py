@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import ObjectiveConfig, RunConfig
-from tepo_megatron.config.rollout import OverlongConfig
 from tepo_megatron.core.objective import build_objective
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.sampling.step_rewards import apply_overlong, overlong_penalty
+from tepo_megatron.run.sampling.step_rewards import apply_overlong
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.trainer.packing import pack
 from tests.support.fake_sampling import MAX_NEW_TOKENS
@@ -36,8 +33,10 @@ def config(**sections: object) -> RunConfig:
     [(1, 0.0), (16384, 0.0), (16385, -1 / 4096), (17408, -0.25), (18432, -0.5), (20480, -1.0), (20481, -1.0)],
 )
 def test_the_punishment_is_that_of_dapo(length: int, expected: float) -> None:
-    assert overlong_penalty(length, 20480, OverlongConfig(buffer=4096)) == expected
-    assert overlong_penalty(length, 20480, OverlongConfig(buffer=4096, penalty=0.5)) == expected / 2
+    for penalty in (1.0, 0.5):
+        overlong = {"truncated": "penalise", "overlong": {"buffer": 4096, "penalty": penalty}}
+        (trained,), _ = apply_overlong([rollout(0, length, 0.0)], config(sampling={"max_new_tokens": 20480}, **overlong), 0)
+        assert trained.reward == expected * penalty
 
 
 @given(lengths=st.lists(st.integers(1, MAX_NEW_TOKENS), min_size=1, max_size=6), buffer=st.integers(1, MAX_NEW_TOKENS))
@@ -129,8 +128,3 @@ def test_a_punishment_is_refused_where_it_could_not_be_taken(preset: str, senten
     sections = {"rollout": {"truncated": "penalise", "overlong": {"buffer": 2}}, "objective": {"preset": preset}}
     with pytest.raises(ValueError, match=sentence):
         RunConfig.model_validate(sections)
-
-
-def test_a_run_that_says_how_its_rollouts_are_chosen_is_read(tmp_path: Path) -> None:
-    run = config(partial=True, oversample=1.5, uncorrected=True, filter_groups={"filters": ["zero_variance", "mine.py:keep"]})
-    assert RunConfig.model_validate(run.model_dump(mode="json")) == run
