@@ -65,7 +65,7 @@ def train(
         ConfigError, ValueError, RuntimeError: with the message of ``tepo train``.
         StopRequested: a KeyboardInterrupt, after Ctrl-C, SIGTERM, SIGHUP or SIGUSR1, once the training so far is saved.
     """
-    run, extensions = read_arguments(
+    run, extensions = _read_arguments(
         config, settings, reward=reward, objective=objective, callbacks=callbacks, collect=collect, env=env, resume=resume
     )
     prepare_run(run, overwrite=overwrite)
@@ -78,7 +78,7 @@ def train(
         with _own_process(), StopSignals(ends=False).borrowed():
             train_model(run, extensions)
     else:
-        _train_in_ranks(name_everywhere(run, extensions))
+        _train_in_ranks(_name_everywhere(run, extensions))
     return TrainResult(run.output, run.output / "model", run, read_metrics(run.output / "metrics.jsonl"))
 
 
@@ -141,23 +141,27 @@ class TrainResult:
         return row
 
 
-def read_arguments(
+def _read_arguments(
     config: RunConfig | str | Path | Mapping[str, Any] | None,
     settings: Mapping[str, Any],
     *,
-    reward: Any = None,
-    objective: Any = None,
-    callbacks: Sequence[object] = (),
-    collect: Any = None,
-    env: Any = None,
-    resume: bool | str = False,
+    reward: Any,
+    objective: Any,
+    callbacks: Sequence[object],
+    collect: Any,
+    env: Any,
+    resume: bool | str,
 ) -> tuple[RunConfig, Extensions]:
     values = {**(config if isinstance(config, Mapping) else {}), **settings}
     if isinstance(reward, Mapping):
         values["reward"], reward = reward, None
     elif reward is not None:
         values["reward.verifier"], reward = _named(reward)
-        _check_forks(reward)
+        if reward is not None and not hasattr(os, "fork"):
+            raise ValueError(
+                f"reward={_called(reward)} is in this process alone, and {sys.platform} cannot fork it; put the function into "
+                "a file and give path/file.py:name"
+            )
     if collect is not None:
         values["rollout.collect"], collect = _named(collect)
     if env is not None:
@@ -170,18 +174,18 @@ def read_arguments(
         values |= {"train.resume": True, "train.resume_from": resume}
     names = [callback for callback in callbacks if isinstance(callback, str | Mapping)]
     objects = tuple(callback for callback in callbacks if not isinstance(callback, str | Mapping))
-    configured = configure(None if isinstance(config, Mapping) else config, values)
+    configured = _configure(None if isinstance(config, Mapping) else config, values)
     return _with_callbacks(configured, names), Extensions(objects, reward, collect)
 
 
-def name_everywhere(config: RunConfig, extensions: Extensions) -> RunConfig:
+def _name_everywhere(config: RunConfig, extensions: Extensions) -> RunConfig:
     ranks = config.engine.parallel.world_size
     for argument in ("reward", "collect"):
         if (function := getattr(extensions, argument)) is not None:
             raise ValueError(_unreachable(f"{argument}={_called(function)}", "the function by its name", ranks))
     names = []
     for callback in extensions.callbacks:
-        name = address(callback)
+        name = _address(callback)
         if name is None:
             advice = "the class by its name, with its arguments as kwargs"
             raise ValueError(_unreachable(f"callbacks=[{_called(callback)}]", advice, ranks))
@@ -189,7 +193,15 @@ def name_everywhere(config: RunConfig, extensions: Extensions) -> RunConfig:
     return _with_callbacks(config, names)
 
 
-def configure(base: RunConfig | str | Path | None, settings: Mapping[str, Any]) -> RunConfig:
+def _unreachable(argument: str, advice: str, ranks: int) -> str:
+    return (
+        f"{argument} is in this process alone, and the {ranks} ranks of engine.parallel are processes of their own; put it "
+        f"into a file and give {advice} (path/file.py:name), start the program by python -m tepo_megatron.runtime.torchrun, "
+        "or use one rank"
+    )
+
+
+def _configure(base: RunConfig | str | Path | None, settings: Mapping[str, Any]) -> RunConfig:
     overrides = [f"{name}={_as_yaml(value)}" for name, value in settings.items()]
     if not isinstance(base, RunConfig):
         return load_run(base, overrides)
@@ -204,7 +216,7 @@ def configure(base: RunConfig | str | Path | None, settings: Mapping[str, Any]) 
             raise ConfigError("settings", error.problems) from error
 
 
-def address(thing: object) -> str | None:
+def _address(thing: object) -> str | None:
     """None if other processes cannot import it. A module outside a package is named by its file: others may lack its path."""
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
     loaded = sys.modules.get(module or "")
@@ -219,12 +231,12 @@ def address(thing: object) -> str | None:
 def _named(thing: Any) -> tuple[str, Any]:
     if isinstance(thing, str):
         return thing, None
-    name = address(thing)
+    name = _address(thing)
     return (name, None) if name else (f"{GIVEN}{_called(thing)}", thing)
 
 
 def _name_of_environment(env: object) -> str:
-    name = env if isinstance(env, str) else address(env)
+    name = env if isinstance(env, str) else _address(env)
     if name is None:
         raise ValueError(
             f"env={_called(env)} has no name that the environments' processes can import; put the class into a file and give "
@@ -234,29 +246,12 @@ def _name_of_environment(env: object) -> str:
 
 
 def _with_callbacks(config: RunConfig, names: Sequence[str | Mapping[str, Any]]) -> RunConfig:
-    return configure(config, {"train.callbacks": [*config.train.callbacks, *names]}) if names else config
+    return _configure(config, {"train.callbacks": [*config.train.callbacks, *names]}) if names else config
 
 
 def _called(thing: object) -> str:
     name = str(getattr(thing, "__qualname__", type(thing).__qualname__)).rpartition(".")[2]
     return re.sub(r"\W", "", name) or "function"
-
-
-def _unreachable(argument: str, advice: str, ranks: int) -> str:
-    return (
-        f"{argument} is in this process alone, and the {ranks} ranks of engine.parallel are processes of their own; put it "
-        f"into a file and give {advice} (path/file.py:name), start the program by "
-        "python -m tepo_megatron.runtime.torchrun, or use one "
-        "rank"
-    )
-
-
-def _check_forks(reward: object) -> None:
-    if reward is not None and not hasattr(os, "fork"):
-        raise ValueError(
-            f"reward={_called(reward)} is in this process alone, and {sys.platform} cannot fork it; put the function into a "
-            "file and give path/file.py:name"
-        )
 
 
 def _as_yaml(value: object) -> str:

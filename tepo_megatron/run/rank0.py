@@ -64,7 +64,7 @@ class Rank0:
         self.config, self.output, self.heartbeat = config, output, heartbeat
         self.callbacks = callbacks or Callbacks(())
         self.watch, self.lost = Stopwatch(), LostTime()
-        self.servers = Servers(config, inputs, output, heartbeat, self.lost)
+        self.servers = _Servers(config, inputs, output, heartbeat, self.lost)
         self.checks = Canaries(config, inputs.spec)
         self._inputs, self._task = inputs, task
         self._pools = pools or VerifierPools(config, (), task)
@@ -223,7 +223,7 @@ class Rank0:
 T = TypeVar("T")
 
 
-class Servers:
+class _Servers:
     """Servers on the trainer's GPUs start in :meth:`wait_until_ready`, others in the background; none in a replayed run."""
 
     def __init__(self, config: RunConfig, inputs: Inputs, output: Output, heartbeat: Heartbeat, lost: LostTime) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from tepo_megatron.run.metrics import TokenPrompt, TokenSamples, encode_tokens, token_file
+from tepo_megatron.run.metrics import TokenPrompt, TokenSamples, token_file
 
 HOSTILE = '</script><img src=x onerror="window.attacked = 1"><script>window.attacked = 2</script>'
 """What a model may write to take over the page that shows it."""
@@ -51,7 +51,7 @@ def write_run(
     for step in recorded:
         path = token_file(folder, step)
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(encode_tokens(token_samples(step, draw, groups, samples, hostile=hostile)))
+        path.write_bytes(token_samples(step, draw, groups, samples, hostile=hostile).encode())
     return folder
 
 

@@ -19,7 +19,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Figure:
+class _Figure:
     key: str
     label: str
     format: Callable[[float], str]
@@ -42,16 +42,16 @@ def _count(value: float) -> str:
 
 
 FIGURES = (
-    Figure("reward/mean", "reward", _number, more_is_better=True),
-    Figure("accuracy/greedy", "greedy", _number, more_is_better=True),
-    Figure("accuracy/avg@k", "avg@k", _number, more_is_better=True),
-    Figure("accuracy/pass@k", "pass@k", _number, more_is_better=True),
-    Figure("heldout/reward_greedy", "reward, greedy", _number, more_is_better=True),
-    Figure("heldout/reward_sampled", "reward, sampled", _number, more_is_better=True),
-    Figure("entropy/mean", "entropy", _number),
-    Figure("mask/fraction", "masked", _percent),
-    Figure("grad_norm", "grad norm", _number),
-    Figure("tokens/s", "tokens/s", _count, more_is_better=True),
+    _Figure("reward/mean", "reward", _number, more_is_better=True),
+    _Figure("accuracy/greedy", "greedy", _number, more_is_better=True),
+    _Figure("accuracy/avg@k", "avg@k", _number, more_is_better=True),
+    _Figure("accuracy/pass@k", "pass@k", _number, more_is_better=True),
+    _Figure("heldout/reward_greedy", "reward, greedy", _number, more_is_better=True),
+    _Figure("heldout/reward_sampled", "reward, sampled", _number, more_is_better=True),
+    _Figure("entropy/mean", "entropy", _number),
+    _Figure("mask/fraction", "masked", _percent),
+    _Figure("grad_norm", "grad norm", _number),
+    _Figure("tokens/s", "tokens/s", _count, more_is_better=True),
 )
 
 _HELD_OUT = ("accuracy/", "heldout/")
@@ -78,13 +78,13 @@ _FILES = {
 }
 
 
-def figures_of(row: Row) -> list[tuple[Figure, float]]:
+def figures_of(row: Row) -> list[tuple[_Figure, float]]:
     """Leaves out mean rewards that repeat an accuracy."""
     shown = [(figure, row[figure.key]) for figure in FIGURES if row.get(figure.key) is not None]
     return [(figure, value) for figure, value in shown if not _repeats(figure, row)]
 
 
-def _repeats(figure: Figure, row: Row) -> bool:
+def _repeats(figure: _Figure, row: Row) -> bool:
     accuracy = row.get(_SAME_AS.get(figure.key, ""))
     return accuracy is not None and abs(accuracy - row[figure.key]) < 1e-9
 
@@ -97,21 +97,14 @@ def figures_line(row: Row) -> str:
     return "  ".join(parts)
 
 
-def set_figures(row: Row) -> dict[str, dict[str, Any]]:
-    figures: dict[str, dict[str, Any]] = {}
+def set_lines(row: Row) -> dict[str, str]:
+    """Evaluation set → its accuracies."""
+    lines: dict[str, str] = {}
     for key, value in row.items():
         if key.startswith("eval/") and value is not None:
             _, name, figure = key.split("/")
-            figures.setdefault(name, {})[figure] = value
-    return figures
-
-
-def set_lines(row: Row) -> list[str]:
-    lines = []
-    for name, figures in set_figures(row).items():
-        parts = [f"{figure} {value:.3f}" for figure, value in figures.items() if _is_accuracy(figure)]
-        lines.append(f"{name}: {'  '.join(parts)}")
-    return lines
+            lines[name] = lines.get(name, f"{name}:") + (f"  {figure} {value:.3f}" if _is_accuracy(figure) else "")
+    return {name: line.replace(":  ", ": ", 1) for name, line in lines.items()}
 
 
 def _is_accuracy(figure: str) -> bool:
@@ -128,25 +121,21 @@ def final_table(rows: Sequence[Row], output: Path) -> RenderableType:
     table.add_column("")
     for heading in ("first", "best", "last"):
         table.add_column(heading, justify="right")
-    for figure in FIGURES:
-        series = [(row["step"], row[figure.key]) for row in rows if row.get(figure.key) is not None]
-        if any(figure is shown for row in rows for shown, _ in figures_of(row)):
+    shown = {figure for row in rows for figure, _ in figures_of(row)}
+    sets = dict.fromkeys(key for row in rows for key in row if key.startswith("eval/"))
+    of_sets = [_Figure(key, " ".join(key.split("/")[1:]), _number, more_is_better=True) for key in sets]
+    accuracies = [figure for figure in of_sets if _is_accuracy(figure.label.partition(" ")[2])]
+    for figure in [*(figure for figure in FIGURES if figure in shown), *accuracies]:
+        if series := [(row["step"], row[figure.key]) for row in rows if row.get(figure.key) is not None]:
             best = max(series, key=lambda point: point[1]) if figure.more_is_better else None
             table.add_row(figure.label, *(_cell(figure, point) for point in (series[0], best, series[-1])))
-    for key in dict.fromkeys(key for row in rows for key in row if key.startswith("eval/")):
-        name, kind = key.split("/")[1:]
-        series = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-        if _is_accuracy(kind) and series:
-            shown = Figure(key, f"{name} {kind}", _number, more_is_better=True)
-            best = max(series, key=lambda point: point[1])
-            table.add_row(shown.label, *(_cell(shown, point) for point in (series[0], best, series[-1])))
     parts: list[RenderableType] = [table]
-    if split := mean_time_split(rows):
+    if split := _mean_time_split(rows):
         parts.append(_time_table(split, idle_line(rows)))
     return Group(*parts, *_files(output))
 
 
-def mean_time_split(rows: Sequence[Row]) -> dict[str, float]:
+def _mean_time_split(rows: Sequence[Row]) -> dict[str, float]:
     timed = [row for row in rows if row["step"] > 0 and row.get("time/step") is not None]
     names = (*PHASE_COLOURS, "step")
     return {name: sum(row.get(f"time/{name}") or 0.0 for row in timed) / len(timed) for name in names} if timed else {}
@@ -172,7 +161,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _cell(figure: Figure, point: tuple[int, float] | None) -> str:
+def _cell(figure: _Figure, point: tuple[int, float] | None) -> str:
     return f"{figure.format(point[1])} [dim]({point[0]})[/]" if point else "–"
 
 

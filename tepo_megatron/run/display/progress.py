@@ -58,17 +58,20 @@ class Progress:
         """Restores the terminal, also after a failure. May be called twice."""
 
 
-def make_progress(config: LogConfig, stream: TextIO | None = None) -> Progress:
+def make_progress(
+    config: LogConfig, stream: TextIO | None = None, width: int | None = None, clock: Callable[[], float] = time.monotonic
+) -> Progress:
+    """``stream``, ``width`` and ``clock`` are for tests."""
     stream = stream or sys.stdout
     kind = config.progress
     if kind == "auto":
         kind = "live" if stream.isatty() and os.environ.get("TERM") != "dumb" else "plain"
     if kind == "live":
-        return LiveProgress(Terminal(file=stream, force_terminal=True))
-    return PlainProgress(stream) if kind == "plain" else Progress()
+        return _LiveProgress(Terminal(file=stream, force_terminal=True, width=width), clock)
+    return _PlainProgress(stream, clock) if kind == "plain" else Progress()
 
 
-class PlainProgress(Progress):
+class _PlainProgress(Progress):
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock
         self._phase, self._since = "", clock()
@@ -85,7 +88,7 @@ class PlainProgress(Progress):
     def step(self, step: int, row: Mapping[str, Any]) -> None:
         self._end_phase()
         counter = f"step {step:>{len(str(self._steps))}}/{self._steps}"
-        for line in (figures_line(row), evaluation_line(row, self._samples), *set_lines(row)):
+        for line in (figures_line(row), evaluation_line(row, self._samples), *set_lines(row).values()):
             if line:
                 self._write(f"{counter}  {line}")
 
@@ -112,7 +115,7 @@ class PlainProgress(Progress):
             self._stream.flush()
 
 
-class LiveProgress(Progress):
+class _LiveProgress(Progress):
     def __init__(self, console: Terminal, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
         self._live: Live | None = None
@@ -158,7 +161,7 @@ class LiveProgress(Progress):
         parts: list[RenderableType] = [lines]
         if row:
             parts += [Text(), _figures(row, config.evaluate.samples)]
-            parts += [Text(line, "dim") for line in set_lines(row)]
+            parts += [Text(line, "dim") for line in set_lines(row).values()]
         if self._rewards:
             parts.append(Text.assemble(("reward  ", "dim"), (_sparkline(self._rewards, 60), PHASE_COLOURS["rollout"])))
         if row.get("time/step"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from tepo_megatron.run.display.figures import duration, evaluation_line, fault_lines, figures_line, set_figures, set_lines
+from tepo_megatron.run.display.figures import duration, evaluation_line, fault_lines, figures_line, set_lines
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.runtime.heartbeat import RankRecord
 from tepo_megatron.runtime.proc import STOPPED, Process
@@ -102,7 +102,7 @@ def _figures(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> li
     lines = [f"  step {trained[-1]['step']:<4}{figures_line(trained[-1])}"] if trained else []
     if evaluated:
         lines.append(f"  step {evaluated[-1]['step']:<4}{evaluation_line(evaluated[-1], config['evaluate']['samples'])}")
-    newest = {name: (row["step"], line) for row in rows for name, line in zip(set_figures(row), set_lines(row), strict=True)}
+    newest = {name: (row["step"], line) for row in rows for name, line in set_lines(row).items()}
     lines += [f"  step {step:<4}{line}" for step, line in newest.values()]
     return lines
 

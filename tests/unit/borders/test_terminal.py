@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ def test_the_command_prints_in_latin_1() -> None:
 @given(name=texts.filter(bool), value=st.floats(allow_nan=False, width=32))
 def test_metrics_take_any_name(name: str, value: float, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("metrics")
-    with MetricsWriter(folder, tensorboard=True) as metrics:
+    with closing(MetricsWriter(folder, tensorboard=True)) as metrics:
         metrics.write(1, {name: value})
     (row,) = read_metrics(folder / "metrics.jsonl")
     assert [key.encode("utf-16", "surrogatepass") for key in row if key != "step"] in (

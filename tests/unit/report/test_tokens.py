@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from tepo_megatron.run.metrics import encode_tokens, token_file
+from tepo_megatron.run.metrics import token_file
 from tepo_megatron.tools.report.samples import COLUMNS, SampleGroup, bfloat16, encode, evenly, pack, token_groups
 from tests.support.report_runs import write_run
 from tests.support.token_values import made_up_tokens
@@ -59,7 +59,7 @@ def test_the_tokens_of_chosen_groups_lie_where_the_page_looks(
     samples = made_up_tokens(30, lengths, seed=seed)
     folder = tmp_path_factory.mktemp("run")
     token_file(folder, 30).parent.mkdir()
-    token_file(folder, 30).write_bytes(encode_tokens(samples))
+    token_file(folder, 30).write_bytes(samples.encode())
     groups = [group for at, group in enumerate(token_groups(3, folder)) if chosen >> at & 1]
     packed = pack(groups)
     assert packed["tokens"] == sum(group.cost for group in groups)
@@ -87,7 +87,7 @@ def test_small_differences_survive_the_rounding(tmp_path: Path) -> None:
     for name, values in {"logprob_sampler": -1.0, "logprob_trainer": -1.0 + 1e-6, "ratio": 1.0003}.items():
         getattr(samples, name)[:] = values
     token_file(tmp_path, 10).parent.mkdir()
-    token_file(tmp_path, 10).write_bytes(encode_tokens(samples))
+    token_file(tmp_path, 10).write_bytes(samples.encode())
     columns = pack(token_groups(0, tmp_path))["columns"]
     np.testing.assert_allclose(as_floats(columns["gap"]), 1e-6, rtol=0.1)
     np.testing.assert_allclose(as_floats(columns["ratio"]), 3e-4, rtol=0.01)

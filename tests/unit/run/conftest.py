@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,11 +13,11 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.load import load_run
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
 from tepo_megatron.run import rank0 as rank0_module
 from tepo_megatron.run import training
-from tepo_megatron.run.api import configure
 from tepo_megatron.run.callbacks import Extensions
 from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.loop import Loop
@@ -262,7 +263,8 @@ def reference_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
 
     def make(config: Mapping[str, Any] | None = None, **changes: Any) -> ReferenceRun:
         settings = {"output": str(tmp_path / "out"), **dict(_flat(SMALL)), **dict(_flat(config or {}))}
-        current.append(ReferenceRun(configure(None, settings), **changes))
+        overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
+        current.append(ReferenceRun(load_run(None, overrides), **changes))
         return current[-1]
 
     return make

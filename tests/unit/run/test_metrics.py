@@ -2,7 +2,7 @@
 
 import json
 import math
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ def test_rows_are_read_as_written_and_what_is_not_finite_is_null(
     rows: list[dict[str, float]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     output = tmp_path_factory.mktemp("run")
-    with MetricsWriter(output, tensorboard=False) as writer:
+    with closing(MetricsWriter(output, tensorboard=False)) as writer:
         for step, row in enumerate(rows):
             writer.write(step, row)
     expected = [
@@ -34,7 +34,7 @@ def test_rows_are_read_as_written_and_what_is_not_finite_is_null(
 
 
 def test_a_row_is_on_disk_when_write_returns(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with closing(MetricsWriter(tmp_path, tensorboard=False)) as writer:
         writer.write(1, {"reward/mean": 0.5})
         assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "reward/mean": 0.5}\n'
 
@@ -43,7 +43,7 @@ def test_a_row_that_a_crash_cut_off_is_not_read_and_does_not_spoil_the_next(tmp_
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "lr": 1.0}\n{"step": 2, "l')
     assert read_metrics(path) == [{"step": 1, "lr": 1.0}]
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with closing(MetricsWriter(tmp_path, tensorboard=False)) as writer:
         writer.write(2, {"lr": 2.0})
     assert read_metrics(path) == [{"step": 1, "lr": 1.0}, {"step": 2, "lr": 2.0}]
 
@@ -57,10 +57,10 @@ def test_a_line_that_is_no_row_is_told_with_its_number(tmp_path: Path, line: str
 
 @pytest.mark.parametrize("tensorboard", [False, True])
 def test_resuming_drops_the_rows_beyond_its_step(tmp_path: Path, tensorboard: bool) -> None:
-    with MetricsWriter(tmp_path, tensorboard=tensorboard) as writer:
+    with closing(MetricsWriter(tmp_path, tensorboard=tensorboard)) as writer:
         for step in range(5):
             writer.write(step, {"lr": float(step)})
-    with MetricsWriter(tmp_path, tensorboard=tensorboard) as writer:
+    with closing(MetricsWriter(tmp_path, tensorboard=tensorboard)) as writer:
         writer.truncate_after(2)
         writer.write(3, {"lr": 30.0})
     assert [(row["step"], row["lr"]) for row in read_metrics(tmp_path / "metrics.jsonl")] == [(0, 0), (1, 1), (2, 2), (3, 30)]
@@ -69,7 +69,7 @@ def test_resuming_drops_the_rows_beyond_its_step(tmp_path: Path, tensorboard: bo
 
 
 def test_tensorboard_gets_the_same_tags_without_nulls(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+    with closing(MetricsWriter(tmp_path, tensorboard=True)) as writer:
         writer.write(1, {"reward/mean": 0.25, "accuracy/avg@k": math.nan})
         writer.write(2, {"reward/mean": 0.5, "accuracy/avg@k": 0.75})
     assert scalars(tmp_path / "tensorboard", "reward/mean") == [(1, 0.25), (2, 0.5)]

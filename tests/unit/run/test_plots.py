@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from tepo_megatron.run.display.plots import _moving_average, plot_comparison, plot_curves
+from tepo_megatron.run.display.plots import plot_comparison, plot_curves
 
 
 def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -78,12 +78,6 @@ def test_a_run_without_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no row yet"):
         plot_curves(write(tmp_path / "a", []), tmp_path / "a.png", "")
     assert not (tmp_path / "a.png").exists()
-
-
-def test_the_moving_average_is_the_mean_of_the_window() -> None:
-    values = np.array([1.0, 5.0, 3.0, 7.0, 0.0])
-    np.testing.assert_allclose(_moving_average(values, 3), [3.0, 3.0, 5.0, 10 / 3, 3.5])
-    np.testing.assert_allclose(_moving_average(values, 1), values)
 
 
 def test_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.run.metrics import encode_tokens, read_tokens, token_file, token_files
+from tepo_megatron.run.metrics import read_tokens, token_file, token_files
 from tepo_megatron.runtime.files import write_atomically
 from tests.support.token_values import made_up_tokens
 
@@ -34,11 +34,11 @@ def test_a_file_is_read_as_it_was_written(
     given_ = made_up_tokens(step, lengths, seed=seed)
     given_ = replace(given_, prompts=(*given_.prompts, replace(made_up_tokens().prompts[0], text=text, answer=None)))
     path = token_file(folder, step)
-    write_atomically(path, encode_tokens(given_))
+    write_atomically(path, given_.encode())
     assert token_files(folder) == {step: path}
     found = read_tokens(path)
     assert found == given_
-    assert encode_tokens(found) == path.read_bytes()
+    assert found.encode() == path.read_bytes()
     assert [path.name for path in path.parent.iterdir()] == [path.name]
     for at, length in enumerate(lengths):
         assert found.ids[found.tokens_of(at)].size == length
@@ -61,7 +61,7 @@ def test_a_damaged_file_is_a_sentence_or_has_lost_nothing(
     at: float, flip: int, cut: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     made = made_up_tokens()
-    data = bytearray(encode_tokens(made))
+    data = bytearray(made.encode())
     place = int(at * len(data))
     if cut:
         del data[place:]
@@ -83,7 +83,7 @@ def test_a_damaged_file_is_a_sentence_or_has_lost_nothing(
 
 def archive(**changes: Any) -> bytes:
     """The file of made-up values with other arrays; None leaves one out."""
-    with np.load(io.BytesIO(encode_tokens(made_up_tokens()))) as found:
+    with np.load(io.BytesIO(made_up_tokens().encode())) as found:
         arrays: dict[str, Any] = {**found, **changes}
     file = io.BytesIO()
     np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
