@@ -69,12 +69,12 @@ class Callbacks:
                 method(*arguments)
             except Stop as stop:
                 reason = str(stop) or "it gave no reason"
-                self.stopped = self.stopped or f"{name_of(callback)} ended the run at step {step}: {reason}"
+                self.stopped = self.stopped or f"{_name_of(callback)} ended the run at step {step}: {reason}"
                 self.say(self.stopped)
             except (Exception, SystemExit) as error:
                 what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 self.failure = RuntimeError(
-                    f"the callback {name_of(callback)} raised {what} in {hook} at step {step}{_place(error)}"
+                    f"the callback {_name_of(callback)} raised {what} in {hook} at step {step}{_place(error)}"
                 )
                 self.failure.__cause__ = error
 
@@ -107,7 +107,7 @@ def make_callbacks(config: RunConfig, objects: Sequence[object] = ()) -> list[ob
     return made
 
 
-def name_of(callback: object) -> str:
+def _name_of(callback: object) -> str:
     return type(callback).__qualname__
 
 
@@ -150,11 +150,11 @@ def _check_hooks(callback: object) -> None:
         if name not in HOOKS:
             near = get_close_matches(name, HOOKS, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(HOOKS)}"
-            raise ValueError(f"the callback {name_of(callback)} has a method {name}, which nothing calls{hint}")
+            raise ValueError(f"the callback {_name_of(callback)} has a method {name}, which nothing calls{hint}")
         if inspect.iscoroutinefunction(getattr(callback, name)):
-            raise ValueError(f"the callback {name_of(callback)} has an async method {name}, and nothing awaits it; use def")
+            raise ValueError(f"the callback {_name_of(callback)} has an async method {name}, and nothing awaits it; use def")
     if not methods:
-        raise ValueError(f"{name_of(callback)} is no callback: it has none of the methods {', '.join(HOOKS)}")
+        raise ValueError(f"{_name_of(callback)} is no callback: it has none of the methods {', '.join(HOOKS)}")
 
 
 def _place(error: BaseException) -> str:

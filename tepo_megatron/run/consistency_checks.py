@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +24,8 @@ from tepo_megatron.weights.architecture import ModelSpec
 class Canaries:
     def __init__(self, config: RunConfig, spec: ModelSpec) -> None:
         self._config = config
-        self._canary = Canary(tolerance(config))
-        self._cached_prompt = cached_prompt(spec.vocab_size, config.rollout.server.max_model_len or spec.max_positions)
+        self._canary = Canary(Tolerances.of(config).token)
+        self._cached_prompt = Canary.cached_prompt(spec.vocab_size, config.rollout.server.max_model_len or spec.max_positions)
         self._figures: dict[str, float] = {}
         self._has_left_the_record = False
 
@@ -64,14 +65,15 @@ class Canaries:
         config = self._config
         # Replayed rollouts may be another run's, and kept caches have keys and values of older weights: figures only.
         is_checked = config.rollout.replay is None and config.rollout.canary.every and config.train.kv_cache == "recompute"
-        limit = rollouts_tolerance(config) if is_checked else math.inf
+        tolerances = Tolerances.of(config)
+        limit = tolerances.mean if is_checked else math.inf
         fresh = None
         if most_stale(config, step):
             places = members(trained_places(rollouts, config.rollout), len(parts), seed=config.seed, step=step)
             ages = [_ages(part, [rollouts[i] for i in chosen], step) for part, chosen in zip(parts, places, strict=True)]
             fresh = [ages_T == 0 for ages_T in ages]
             self._figures |= _mismatch_by_age(parts, ages)
-        self._figures |= check_agreement(step, parts, tolerance=limit, token_tolerance=tolerance(config), fresh=fresh)
+        self._figures |= check_agreement(step, parts, tolerance=limit, token_tolerance=tolerances.token, fresh=fresh)
 
     def take_figures(self) -> dict[str, float]:
         figures, self._figures = self._figures, {}
@@ -110,7 +112,7 @@ class _Agreement:
     largest: float
 
 
-def agreements(parts: Sequence[Batch], fresh: Sequence[Tensor] | None = None) -> list[_Agreement]:
+def _agreements(parts: Sequence[Batch], fresh: Sequence[Tensor] | None = None) -> list[_Agreement]:
     """``fresh``: for each part the tokens drawn by the current weights, bool [T]; None: all.
 
     Tokens without a finite log-prob of the trainer are left out; the sampler's non-finite ones count as inf.
@@ -143,7 +145,7 @@ def check_agreement(
 
     Raises RuntimeError with the worst group.
     """
-    groups = agreements(parts, fresh)
+    groups = _agreements(parts, fresh)
     if not groups:
         return {}
     worst = max(groups, key=lambda group: group.mean - token_tolerance / group.tokens)
@@ -174,20 +176,7 @@ CACHE_SHARE = 0.02  # largest allowed gap, as a share of the tolerance; measured
 
 CACHED_LENGTH = 257  # two blocks of vLLM on a CPU (128; 16 on a GPU), and the last token, which is never cached
 
-_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.5}
-_QUANTISED_TOLERANCE = 2.0  # nats, 5 (FP8) to 300 times (float32) the measured values: docs/reference/numerics.md
-
-_MEAN_TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1}
-_QUANTISED_MEAN_TOLERANCE = 1.0  # nats, mean over a group's tokens: docs/reference/numerics.md
-
-
-def canary_prompt(vocab_size: int, limit: int) -> tuple[int, ...]:
-    return _tokens("canary", max(2, min(LENGTH, limit - 1)), vocab_size)  # the server samples a token after it
-
-
-def cached_prompt(vocab_size: int, limit: int) -> tuple[int, ...]:
-    """Longer than a cache block, and the same after every sync, to find blocks of older weights."""
-    return _tokens("cached canary", max(2, min(CACHED_LENGTH, limit - CACHED_TOKENS - 1)), vocab_size)
+_TOLERANCES = {"float32": (1e-3, 1e-4), "bfloat16": (0.5, 0.1)}
 
 
 def _tokens(name: str, length: int, vocab_size: int) -> tuple[int, ...]:
@@ -202,28 +191,24 @@ def due_prompt(config: RunConfig, spec: ModelSpec, *, sync: int) -> tuple[int, .
     lora = config.model.lora
     if sync and config.train.schedule == "overlap" and lora is not None and lora.serve == "adapter":
         return None  # vLLM 0.32 cannot score a prompt next to other requests of an adapter; the rollouts are compared
-    return canary_prompt(spec.vocab_size, rollout.server.max_model_len or spec.max_positions)
+    return Canary.prompt(spec.vocab_size, rollout.server.max_model_len or spec.max_positions)
 
 
-def tolerance(config: RunConfig) -> float:
-    """In nats."""
-    if config.rollout.canary.tolerance is not None:
-        return config.rollout.canary.tolerance
-    return _coarser(config, _TOLERANCES, _QUANTISED_TOLERANCE)
+class Tolerances(NamedTuple):
+    """In nats, of a token and of the mean over a group's tokens."""
 
+    token: float
+    mean: float
 
-def rollouts_tolerance(config: RunConfig) -> float:
-    """In nats."""
-    if config.rollout.canary.rollouts_tolerance is not None:
-        return config.rollout.canary.rollouts_tolerance
-    return _coarser(config, _MEAN_TOLERANCES, _QUANTISED_MEAN_TOLERANCE)
-
-
-def _coarser(config: RunConfig, by_dtype: Mapping[str, float], quantised: float) -> float:
-    server = config.rollout.server
-    if server.quantization != "none" or config.engine.fp8.enabled:
-        return quantised
-    return max(by_dtype[config.model.dtype], by_dtype[server.served_dtype(config.model.dtype)])
+    @classmethod
+    def of(cls, config: RunConfig) -> Tolerances:
+        """What the config says, else the coarser side's: docs/reference/numerics.md."""
+        canary, server = config.rollout.canary, config.rollout.server
+        defaults = max(_TOLERANCES[config.model.dtype], _TOLERANCES[server.served_dtype(config.model.dtype)])
+        if server.quantization != "none" or config.engine.fp8.enabled:
+            defaults = (2.0, 1.0)  # the first is 5 (FP8) to 300 times (float32) the measured values
+        token = defaults[0] if canary.tolerance is None else canary.tolerance
+        return cls(token, defaults[1] if canary.rollouts_tolerance is None else canary.rollouts_tolerance)
 
 
 class Canary:
@@ -232,6 +217,15 @@ class Canary:
     def __init__(self, tolerance: float) -> None:
         self._tolerance = tolerance
         self._since: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+
+    @staticmethod
+    def prompt(vocab_size: int, limit: int) -> tuple[int, ...]:
+        return _tokens("canary", max(2, min(LENGTH, limit - 1)), vocab_size)  # the server samples a token after it
+
+    @staticmethod
+    def cached_prompt(vocab_size: int, limit: int) -> tuple[int, ...]:
+        """Longer than a cache block, and the same after every sync, to find blocks of older weights."""
+        return _tokens("cached canary", max(2, min(CACHED_LENGTH, limit - CACHED_TOKENS - 1)), vocab_size)
 
     def check(self, step: int, prompt: Sequence[int], ours: Sequence[float], theirs: Mapping[str, Sequence[float]]) -> float:
         """Returns the largest gap. Raises RuntimeError."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,12 +13,12 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.run.consistency_checks import due_prompt
 from tepo_megatron.run.output.resume import newest_whole
 from tepo_megatron.run.rank0 import Rank0
-from tepo_megatron.run.step.instability import Rollback, SkippedUpdates, describe
-from tepo_megatron.run.step.minibatches import mark_recorded, minibatches, summarize, trained_sequences
+from tepo_megatron.run.step.instability import Rollback, SkippedUpdates
+from tepo_megatron.run.step.minibatches import mark_recorded, minibatches, summarize
 from tepo_megatron.run.step.placement import takes_turns
+from tepo_megatron.run.step.stopping import Stopping
 from tepo_megatron.runtime.heartbeat import Heartbeat
-from tepo_megatron.runtime.preemption import StopRequested, StopSignals, stop_signals
-from tepo_megatron.trainer.checkpoint_folder import checkpoint_name
+from tepo_megatron.runtime.preemption import StopRequested
 
 if TYPE_CHECKING:
     from tepo_megatron.run.weights import WeightPublisher
@@ -45,8 +43,7 @@ class Loop:
     def __post_init__(self) -> None:
         self.stopping = Stopping(saved_step=self.step)
         self.stopping.signals.at_risk = lambda: self.stopping.at_risk(self.step)
-        allowed = self.config.train.max_skipped
-        self.skipped = SkippedUpdates(allowed, self.keep_skipped, self.engine.broadcast_from_root)
+        self.skipped = SkippedUpdates(self.config, self.keep_skipped, self.engine.broadcast_from_root)
         self.rollback = Rollback(self.config.train.rollback)
 
     def run(self) -> None:
@@ -89,8 +86,7 @@ class Loop:
         self.safe_point(unless=self.stopping.update_fits)  # a step is dropped if its updates take too long
         with self.phase("update"), self.stopping.timed_update():
             updates = [engine.update(part, last=number == len(scored)) for number, part in enumerate(scored, start=1)]
-            trained = trained_sequences(batch)
-            self.skipped.check(self.step, updates, lambda: describe(updates, trained, seed=self.config.seed, step=self.step))
+            self.skipped.check(self.step, batch, updates)
         self.finish_save(wait=False)
         row = {**summarize(batch, updates), **noise, **self.stopping.take_save_times()}
         reason = self.rollback.reason(row)
@@ -115,9 +111,8 @@ class Loop:
             return False
         self.rollback.count(reason)
         undone = self.step + 1
-        self.step = self.stopping.saved_step = self.engine.checkpoints.load(checkpoint.folder, checked=dict(checkpoint.state))[
-            "step"
-        ]
+        self.engine.checkpoints.load(checkpoint.folder, checked=dict(checkpoint.state))
+        self.step = self.stopping.saved_step = checkpoint.step
         sentence = f"step {undone}: {reason}; back to {checkpoint.folder}, with other prompts"
         self.on_root(lambda rank0: rank0.go_back(checkpoint, sentence))
         self.update_weights()
@@ -248,62 +243,3 @@ class Loop:
         if agreed[0] is not None:
             raise StopRequested(agreed[0])
         return agreed[1]
-
-
-_MARGIN = 2.0  # factor on the last durations of updates and saves
-
-
-@dataclass
-class Stopping:
-    """Every rank has one; rank 0's decides."""
-
-    saved_step: int
-
-    signals: StopSignals = field(default_factory=stop_signals)
-    on_saved: Callable[[int], None] = lambda step: None
-
-    def __post_init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._saved_at = time.monotonic()
-        self._save_times: dict[str, float] = {}
-
-    @contextmanager
-    def timed_update(self) -> Iterator[None]:
-        start = time.monotonic()
-        yield
-        self.seconds["update"] = time.monotonic() - start
-
-    def saved(self, step: int, *, stage_s: float, write_s: float, waited_s: float) -> None:
-        self.saved_step, self._saved_at = step, time.monotonic()
-        self.seconds["save"] = stage_s + write_s
-        self._save_times = {"time/save_stage": stage_s, "time/save_write": write_s, "time/save_waited": waited_s}
-        self.on_saved(step)
-
-    def take_save_times(self) -> dict[str, float]:
-        times, self._save_times = self._save_times, {}
-        return times
-
-    def save_is_due(self, minutes: float) -> bool:
-        return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
-
-    def update_fits(self) -> bool:
-        """Returns false for a first update, of unknown length; a first save is assumed to take as long."""
-        left = self.signals.seconds_left()
-        update = self.seconds.get("update", math.inf)
-        return left == math.inf or _MARGIN * (update + self.seconds.get("save", update)) <= left
-
-    def at_risk(self, step: int) -> str:
-        if step <= self.saved_step:
-            return ""
-        first = self.saved_step + 1
-        steps = f"step {step} is" if first == step else f"steps {first} to {step} are"
-        newest = f"the newest checkpoint is {checkpoint_name(self.saved_step)}" if self.saved_step else "there is no checkpoint"
-        return f"{steps} lost; {newest}"
-
-    def describe(self, stop: StopRequested, *, saved: bool) -> str:
-        name = checkpoint_name(self.saved_step)
-        if saved:
-            return f"{stop}: saved {name}; continue with --resume"
-        if self.saved_step:
-            return f"{stop}: nothing was trained since {name}, so nothing more was saved; continue with --resume"
-        return f"{stop}: ended before a step was trained; there is nothing to save"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -17,20 +18,21 @@ from tepo_megatron.run.consistency_checks import Canaries
 from tepo_megatron.run.display.figures import LostTime
 from tepo_megatron.run.metrics import Stopwatch
 from tepo_megatron.run.output.output import Output, Retention
-from tepo_megatron.run.output.resume import Resumed, set_aside_others
+from tepo_megatron.run.output.resume import Resumed
 from tepo_megatron.run.output.token_samples import TokenRecorder, train_samples
 from tepo_megatron.run.sampling.collector import RolloutCollector
 from tepo_megatron.run.sampling.custom_rollout import Collect
 from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.sampling.journal import Journal
 from tepo_megatron.run.sampling.step_rewards import StepRewards
-from tepo_megatron.run.step.instability import ClipWatch, below_the_noise, write_skipped
+from tepo_megatron.run.step.instability import ClipWatch, below_the_noise
 from tepo_megatron.run.step.minibatches import derive_seed, source_figures
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.sampler.protocol import NO_SERVERS, Sampler, ServerDied, make_sampler
+from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.sampler.sampling import truncation_of
 from tepo_megatron.tasks.evaluate.evaluation import VerifierPools, evaluate_all, what_failed, what_is_due
 from tepo_megatron.tasks.protocol import Task
@@ -113,12 +115,13 @@ class Rank0:
         return rollouts
 
     def keep_skipped(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> Path:
-        folder = self.config.output / "skipped"
+        """Writes the rollouts, as for ``rollout.replay``, and the causes as JSON; returns the latter's path."""
+        path = folder = self.config.output / "skipped"
         try:
-            path = write_skipped(folder, step, self.collector.rollouts, skipped)
+            path = write_rollouts(folder, step, self.collector.rollouts).with_suffix(".json")
+            path.write_text(json.dumps({"step": step, "skipped": list(skipped)}, indent=2) + "\n", encoding="utf-8")
         except OSError as error:  # a file that is kept for study does not end a run
             self.output.message(f"the skipped batch could not be kept: {error}")
-            path = folder
         self.output.message(
             f"step {step + 1}: {len(skipped)} of {self.config.train.minibatches} optimizer steps skipped, a number was not "
             f"finite: {skipped[0]['cause']}; see {path}"
@@ -127,7 +130,7 @@ class Rank0:
 
     def go_back(self, checkpoint: Resumed, sentence: str) -> None:
         passed_over = [f"{error}; going back to {checkpoint.folder.name}" for error in checkpoint.damaged]
-        for text in [*passed_over, sentence, *set_aside_others(self.config, checkpoint)]:
+        for text in [*passed_over, sentence, *checkpoint.set_aside_others(self.config)]:
             self.output.message(text)
         self.collector.go_back()
         self.lost.add("lost/rollback", self.output.resume_from(checkpoint.step) + self.watch.elapsed())

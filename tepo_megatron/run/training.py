@@ -19,7 +19,7 @@ from tepo_megatron.run.display.progress import make_progress
 from tepo_megatron.run.loop import Loop
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.run.output.output import Output
-from tepo_megatron.run.output.resume import accept, messages, resume
+from tepo_megatron.run.output.resume import resume
 from tepo_megatron.run.rank0 import Rank0
 from tepo_megatron.run.sampling.custom_rollout import load_collect
 from tepo_megatron.run.sampling.inputs import read_inputs
@@ -124,7 +124,7 @@ def _resume(loop: Loop, model_dir: Path) -> None:
     if rank0 is not None:
         rank0.lost.add("lost/resume", rank0.output.resume_from(loop.step))
         restarted = rank0.restore(checkpoint.state)
-        for sentence in [*messages(loop.config, checkpoint, restarted), *accept(loop.config, checkpoint)]:
+        for sentence in [*checkpoint.messages(loop.config, restarted), *checkpoint.accept(loop.config)]:
             rank0.output.message(sentence)
 
 

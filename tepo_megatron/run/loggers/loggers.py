@@ -31,14 +31,14 @@ _USER_AND_PASSWORD = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
 _MIN_SECRET_LENGTH = 8  # a shorter value of the environment may occur anywhere
 
 
-def sections(config: LogConfig) -> dict[str, Any]:
+def _sections(config: LogConfig) -> dict[str, Any]:
     all_sections = {"wandb": config.wandb, "mlflow": config.mlflow}
     return {kind: section.model_dump(mode="json") for kind, section in all_sections.items() if section is not None}
 
 
 def check_installed(config: LogConfig) -> None:
     """Imports no package. Raises ValueError."""
-    for kind in sections(config):
+    for kind in _sections(config):
         packages: tuple[str, ...] = (kind,)
         if config.mlflow is not None and kind == "mlflow" and (config.mlflow.tracking_uri or "sqlite").startswith("sqlite"):
             packages = ("mlflow", "sqlalchemy")
@@ -65,7 +65,7 @@ class Loggers:
         self._notify, self._count_failures = notify, count_failures
         self._timeout_s = config.log.finish_timeout_s
         resolved = without_secrets(config.model_dump(mode="json"))
-        self._processes = [_LoggerProcess(kind, section, config, resolved) for kind, section in sections(config.log).items()]
+        self._processes = [_LoggerProcess(kind, section, config, resolved) for kind, section in _sections(config.log).items()]
         self._reported: set[str] = set()
 
     def write_row(self, row: Mapping[str, float]) -> None:

@@ -28,7 +28,6 @@ from tepo_megatron.trainer.run_compatibility import (
 from tepo_megatron.weights.storage.manifest import MANIFEST, DamagedCheckpoint
 
 if TYPE_CHECKING:
-    from tepo_megatron.tasks.data.sources import ProblemOrder
     from tepo_megatron.trainer.protocol import Trainer
 
 
@@ -44,6 +43,42 @@ class Resumed:
     @property
     def step(self) -> int:
         return int(self.state["step"])
+
+    def messages(self, config: RunConfig, restarted: Sequence[str] = ()) -> list[str]:
+        """``restarted``: fields that differ, so that the problems are drawn from the beginning."""
+        sentences = [f"{error}; resuming from {self.folder.name}" for error in self.damaged]
+        sentences.append(f"resumed from {self.folder} at step {self.step}")
+        if "identity" not in self.state:
+            earlier = f"{self.folder.name} has no {MANIFEST}, as an earlier version wrote it"
+            sentences.append(f"{earlier}: neither its bytes nor its run could be checked")
+        differences = [difference for difference in self.differences if difference.field not in ("name", "output")]
+        sentences += [f"differs from the checkpoint's run: {difference}" for difference in differences]
+        if restarted:
+            fields = " and ".join(restarted)
+            sentences.append(f"{fields} differ from the checkpoint's run: the problems are drawn from the beginning")
+        changed = [*(difference.field for difference in self.differences), *restarted]
+        if idle := idle_entries(changed, config.train.allow_change):
+            sentences.append(f"train.allow_change: nothing differs in {', '.join(idle)}")
+        return sentences
+
+    def accept(self, config: RunConfig) -> list[str]:
+        """Rank 0 calls. Returns what failed."""
+        failed = self.set_aside_others(config)
+        _write_resolved(config)
+        return failed
+
+    def set_aside_others(self, config: RunConfig) -> list[str]:
+        """Renames checkpoints that are damaged or later than this one. Rank 0 calls. Returns what failed."""
+        failed = []
+        broken = {error.folder.resolve() for error in self.damaged}
+        for folder in checkpoints(config.output / "checkpoints"):
+            is_damaged = folder.resolve() in broken
+            if is_damaged or step_of(folder) > self.step:
+                try:
+                    set_aside(folder, "damaged" if is_damaged else "abandoned")
+                except OSError as error:
+                    failed.append(f"{folder} could not be renamed ({error.strerror}); remove it by hand")
+        return failed
 
 
 def resumes(config: RunConfig) -> bool:
@@ -62,7 +97,7 @@ def find_checkpoint(config: RunConfig, model_dir: Path) -> Resumed:
         except DamagedCheckpoint as error:
             damaged.append(error)
             continue
-        return judge(config, model_dir, folder, state, damaged)
+        return _judge(config, model_dir, folder, state, damaged)
     raise ValueError(_none_whole(config, damaged))
 
 
@@ -72,7 +107,7 @@ def resume(config: RunConfig, engine: Trainer, model_dir: Path) -> Resumed:
     if whole is None:
         raise ValueError(_none_whole(config, damaged))
     folder, state = whole
-    checkpoint = judge(config, model_dir, folder, state, damaged)
+    checkpoint = _judge(config, model_dir, folder, state, damaged)
     _check_reference(config, engine, checkpoint)
     engine.checkpoints.load(folder, checked=state)
     return checkpoint
@@ -102,7 +137,7 @@ def newest_whole(config: RunConfig, engine: Trainer, reason: str) -> Resumed | N
     return None
 
 
-def judge(
+def _judge(
     config: RunConfig, model_dir: Path, folder: Path, state: Mapping[str, Any], damaged: Sequence[DamagedCheckpoint] = ()
 ) -> Resumed:
     steps, step = config.train.steps, int(state["step"])
@@ -121,49 +156,6 @@ def judge(
     return Resumed(folder, state, differences, damaged)
 
 
-def messages(config: RunConfig, checkpoint: Resumed, restarted: Sequence[str] = ()) -> list[str]:
-    """``restarted``: what :func:`restore_data` returned."""
-    sentences = [f"{error}; resuming from {checkpoint.folder.name}" for error in checkpoint.damaged]
-    sentences.append(f"resumed from {checkpoint.folder} at step {checkpoint.step}")
-    if "identity" not in checkpoint.state:
-        earlier = f"{checkpoint.folder.name} has no {MANIFEST}, as an earlier version wrote it"
-        sentences.append(f"{earlier}: neither its bytes nor its run could be checked")
-    sentences += [
-        f"differs from the checkpoint's run: {difference}"
-        for difference in checkpoint.differences
-        if difference.field not in ("name", "output")
-    ]
-    if restarted:
-        fields = " and ".join(restarted)
-        sentences.append(f"{fields} differ from the checkpoint's run: the problems are drawn from the beginning")
-    changed = [*(difference.field for difference in checkpoint.differences), *restarted]
-    idle = idle_entries(changed, config.train.allow_change)
-    if idle:
-        sentences.append(f"train.allow_change: nothing differs in {', '.join(idle)}")
-    return sentences
-
-
-def accept(config: RunConfig, checkpoint: Resumed) -> list[str]:
-    """Rank 0 calls. Returns what failed."""
-    failed = set_aside_others(config, checkpoint)
-    _write_resolved(config)
-    return failed
-
-
-def set_aside_others(config: RunConfig, checkpoint: Resumed) -> list[str]:
-    """Renames checkpoints that are damaged or later than the resumed one. Rank 0 calls. Returns what failed."""
-    failed = []
-    broken = {error.folder.resolve() for error in checkpoint.damaged}
-    for folder in checkpoints(config.output / "checkpoints"):
-        is_damaged = folder.resolve() in broken
-        if is_damaged or step_of(folder) > checkpoint.step:
-            try:
-                set_aside(folder, "damaged" if is_damaged else "abandoned")
-            except OSError as error:
-                failed.append(f"{folder} could not be renamed ({error.strerror}); remove it by hand")
-    return failed
-
-
 def _write_resolved(config: RunConfig) -> None:
     path, text = config.output / "resolved.yaml", dump_resolved(config)
     if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
@@ -174,27 +166,13 @@ def _write_resolved(config: RunConfig) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def restore_data(sampler: ProblemOrder, state: Mapping[str, Any], allowed: Sequence[str]) -> list[str]:
-    """Raises ValueError for other problems or another seed, unless ``train.allow_change`` permits them: then the order starts
-    again, and the fields that differ are returned.
-    """
-    if "sampler" not in state:
-        raise ValueError("the checkpoint does not say which problems were drawn; it was not written by a training run")
-    saved, present = state["sampler"], sampler.state()
-    differing = [name for name, key in (("data.train", "problems"), ("seed", "seed")) if saved[key] != present[key]]
-    if not differing or not all(is_allowed(name, allowed) for name in differing):
-        sampler.restore(saved)
-        return []
-    return differing
-
-
 def _candidates(config: RunConfig) -> list[Path]:
     parent = config.output / "checkpoints"
     present = list(reversed(checkpoints(parent)))
     chosen = config.train.resume_from
     if chosen is None:
         if not present:
-            overwrite = " and with --overwrite, since the folder has rows of a run" if holds_run(config.output) else ""
+            overwrite = " and with --overwrite, since the folder has rows of a run" if _holds_run(config.output) else ""
             raise ValueError(f"train.resume = true, but {parent} has no finished checkpoint; start without --resume{overwrite}")
         return present
     folder = Path(chosen) if "/" in chosen else parent / chosen
@@ -273,12 +251,12 @@ def prepare_folder(config: RunConfig, *, overwrite: bool = False) -> None:
     _check_writable(folder)
     with unwritable_is_a_sentence(folder):
         RunLock.check_free(folder)
-    if overwrite and holds_run(folder):
+    if overwrite and _holds_run(folder):
         _remove_run(config)
     check_no_run(config)
 
 
-def holds_run(folder: Path) -> bool:
+def _holds_run(folder: Path) -> bool:
     """A failed start leaves neither checkpoint nor row of a trained step."""
     return bool(checkpoints(folder / "checkpoints")) or _has_trained(folder / "metrics.jsonl")
 
@@ -297,7 +275,7 @@ def forget_start(folder: Path) -> None:
 
 
 def check_no_run(config: RunConfig) -> None:
-    if not config.train.resume and holds_run(config.output):
+    if not config.train.resume and _holds_run(config.output):
         saved = checkpoints(config.output / "checkpoints")
         resume = "continue it (--resume)" if saved else "which --resume cannot continue, as it left no checkpoint"
         raise ValueError(

@@ -124,7 +124,7 @@ def train_samples(
     return [_row(rollout, problems.get(rollout.problem_id), decode) for rollout in rollouts[:responses]]
 
 
-def turns(ids: TokenIds, loss_mask: LossMask, decode: Decode) -> list[dict[str, str]]:
+def _turns(ids: TokenIds, loss_mask: LossMask, decode: Decode) -> list[dict[str, str]]:
     parts, start = [], 0
     for is_model, run in groupby(loss_mask.tolist()):
         end = start + len(list(run))
@@ -136,7 +136,9 @@ def turns(ids: TokenIds, loss_mask: LossMask, decode: Decode) -> list[dict[str, 
 def _row(rollout: Rollout, problem: Problem | None, decode: Decode) -> dict[str, Any]:
     components = {"components": dict(rollout.reward_parts)} if rollout.reward_parts else {}
     mask = rollout.loss_mask
-    several = {} if mask is None else {"turns": turns(rollout.response_ids, mask, decode), "model_tokens": rollout.model_tokens}
+    several = (
+        {} if mask is None else {"turns": _turns(rollout.response_ids, mask, decode), "model_tokens": rollout.model_tokens}
+    )
     return {
         "problem": rollout.problem_id,
         **({"source": problem.source} if problem is not None and problem.source else {}),

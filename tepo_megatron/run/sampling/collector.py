@@ -12,7 +12,6 @@ from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.output.resume import restore_data
 from tepo_megatron.run.sampling.custom_rollout import Collect, StepSampler, draw_groups, with_results
 from tepo_megatron.run.sampling.group_worker import POLL_INTERVAL_S, BackgroundThread, BusyClock, Ended, GroupWorker
 from tepo_megatron.run.sampling.groups import Group, GroupBuffer
@@ -26,6 +25,7 @@ from tepo_megatron.tasks.data.problems import encode_prompt
 from tepo_megatron.tasks.data.sources import make_sampler
 from tepo_megatron.tasks.environments.episodes import opening_of
 from tepo_megatron.tasks.protocol import Task, turn_figures
+from tepo_megatron.trainer.run_compatibility import is_allowed
 
 Phase = Callable[[str], AbstractContextManager[None]]
 
@@ -254,7 +254,12 @@ class RolloutCollector:
         return self._clock.hold()
 
     def idle_shares(self, split: Mapping[str, float]) -> dict[str, float]:
-        return idle_shares(split, self._clock.take())
+        """Shares of a step, without its evaluation. ``split``: seconds by phase."""
+        seconds, busy_s = split["time/step"] - split["time/eval"], self._clock.take()
+        if seconds <= 0:
+            return {}
+        waited = sum(split[f"time/{name}"] for name in WAITING_PHASES)
+        return {"idle/trainer": min(1.0, waited / seconds), "idle/servers": min(1.0, max(0.0, 1 - busy_s / seconds))}
 
     # -- the order of the problems ---------------------------------------------------------------------------------------
 
@@ -271,11 +276,18 @@ class RolloutCollector:
         return self._buffer.state()
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
-        """Returns the changed fields for which the problems are drawn from the beginning."""
-        restarted = restore_data(self._buffer.order, state, self._config.train.allow_change)
-        if not restarted:
-            self._buffer.restore(state["sampler"])
-        return restarted
+        """Returns the changed fields for which the problems are drawn from the beginning.
+
+        Raises ValueError for other problems or another seed, unless ``train.allow_change`` permits them.
+        """
+        if "sampler" not in state:
+            raise ValueError("the checkpoint does not say which problems were drawn; it was not written by a training run")
+        saved, present, allowed = state["sampler"], self._buffer.order.state(), self._config.train.allow_change
+        differing = [name for name, key in (("data.train", "problems"), ("seed", "seed")) if saved[key] != present[key]]
+        if differing and all(is_allowed(name, allowed) for name in differing):
+            return differing
+        self._buffer.restore(saved)
+        return []
 
     def close(self) -> None:
         if self._thread is not None:
@@ -301,12 +313,3 @@ class RolloutCollector:
 def _problem_ids(rollouts: Sequence[Rollout]) -> list[str]:
     """One for each group."""
     return list({rollout.group: rollout.problem_id for rollout in rollouts}.values())
-
-
-def idle_shares(split: Mapping[str, float], busy_s: float) -> dict[str, float]:
-    """Shares of a step, without its evaluation. ``split``: seconds by phase."""
-    seconds = split["time/step"] - split["time/eval"]
-    if seconds <= 0:
-        return {}
-    waited = sum(split[f"time/{name}"] for name in WAITING_PHASES)
-    return {"idle/trainer": min(1.0, waited / seconds), "idle/servers": min(1.0, max(0.0, 1 - busy_s / seconds))}

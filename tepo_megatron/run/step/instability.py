@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tepo_megatron.config import ObjectiveConfig
+from tepo_megatron.config import ObjectiveConfig, RunConfig
 from tepo_megatron.config.objective.choices import Clip
 from tepo_megatron.config.train import RollbackConfig
 from tepo_megatron.core.histogram import bound_for_share
-from tepo_megatron.core.rollout import Rollout
-from tepo_megatron.run.step.minibatches import members
-from tepo_megatron.sampler.rollout_file import write_rollouts
+from tepo_megatron.core.types import Batch
+from tepo_megatron.run.step.minibatches import members, trained_sequences
 
 if TYPE_CHECKING:
     from tepo_megatron.trainer.protocol import UpdateResult
@@ -29,15 +27,16 @@ class SkippedUpdates:
 
     def __init__(
         self,
-        allowed: int,
+        config: RunConfig,
         keep: Callable[[int, Sequence[Mapping[str, Any]]], Path | None],
         from_root: Callable[[str], str],
     ) -> None:
-        self._allowed, self._keep, self._from_root = allowed, keep, from_root
+        self._seed, self._allowed = config.seed, config.train.max_skipped
+        self._keep, self._from_root = keep, from_root
         self._in_a_row = 0
         self._first = ""  # step and cause of the first consecutive one
 
-    def check(self, step: int, updates: Sequence[UpdateResult], described: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+    def check(self, step: int, batch: Batch, updates: Sequence[UpdateResult]) -> None:
         """Raises RuntimeError on every rank if too many consecutive steps were skipped."""
         too_many = False
         for number, update in enumerate(updates):
@@ -48,7 +47,8 @@ class SkippedUpdates:
         if not any(update.skipped for update in updates):
             return
         # All ranks fail together: one that failed at once would end rank 0 while it writes.
-        path = self._from_root(str(self._keep(step, described())))
+        skipped = _describe(updates, members(trained_sequences(batch), len(updates), seed=self._seed, step=step))
+        path = self._from_root(str(self._keep(step, skipped)))
         if too_many:
             raise RuntimeError(
                 f"{self._in_a_row_text()} since a number was not finite; the first {self._first}. The weights are as they were "
@@ -62,9 +62,8 @@ class SkippedUpdates:
         return f"{self._allowed + 1} optimizer steps in a row were skipped (train.max_skipped = {self._allowed})"
 
 
-def describe(updates: Sequence[UpdateResult], sequences: int | Sequence[int], *, seed: int, step: int) -> list[dict[str, Any]]:
+def _describe(updates: Sequence[UpdateResult], order: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     """``rollouts`` of an entry: indices in the step, in the mini-batch's order."""
-    order = members(sequences, len(updates), seed=seed, step=step)
     return [
         {
             "minibatch": number,
@@ -77,13 +76,6 @@ def describe(updates: Sequence[UpdateResult], sequences: int | Sequence[int], *,
         for number, update in enumerate(updates)
         if update.skipped
     ]
-
-
-def write_skipped(folder: Path, step: int, rollouts: Sequence[Rollout], skipped: Sequence[Mapping[str, Any]]) -> Path:
-    """Writes a record for ``rollout.replay``, and the entries as JSON; returns the latter's path. Raises OSError."""
-    path = write_rollouts(folder, step, rollouts).with_suffix(".json")
-    path.write_text(json.dumps({"step": step, "skipped": list(skipped)}, indent=2) + "\n", encoding="utf-8")
-    return path
 
 
 WINDOW = 20

@@ -25,8 +25,9 @@ def minibatches(batch: Batch, count: int, *, seed: int, step: int) -> Iterator[B
         yield batch.select(part)
 
 
-def members(sequences: int | Sequence[int], count: int, *, seed: int, step: int) -> list[list[int]]:
-    trained = torch.tensor(range(sequences) if isinstance(sequences, int) else sequences, dtype=torch.int64)
+def members(sequences: Sequence[int], count: int, *, seed: int, step: int) -> list[list[int]]:
+    """Returns the sequences of each of ``count`` mini-batches."""
+    trained = torch.tensor(sequences, dtype=torch.int64)
     generator = torch.Generator().manual_seed(derive_seed(seed, step, "minibatches"))
     order = torch.randperm(trained.numel(), generator=generator)
     return [part.tolist() for part in trained[order].tensor_split(count)]

@@ -7,6 +7,7 @@ fields and ``sizes``; the answer lists, for each size, what checks measured and 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -24,16 +25,7 @@ import torch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.core.types import Batch
-from tepo_megatron.run.consistency_checks import (
-    CACHED_TOKENS,
-    Canary,
-    agreements,
-    cached_prompt,
-    canary_prompt,
-    check_agreement,
-    rollouts_tolerance,
-    tolerance,
-)
+from tepo_megatron.run.consistency_checks import CACHED_TOKENS, Canary, Tolerances, check_agreement
 from tepo_megatron.run.weights import make_shard_sender
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -199,8 +191,8 @@ class World:
         self.engine = Engine(self.config, model)
         self.sender = make_shard_sender(self.config, self.engine.weights)
         spec = self.engine.spec
-        self.prompt = canary_prompt(spec.vocab_size, spec.max_positions)
-        self.cached = cached_prompt(spec.vocab_size, spec.max_positions)
+        self.prompt = Canary.prompt(spec.vocab_size, spec.max_positions)
+        self.cached = Canary.cached_prompt(spec.vocab_size, spec.max_positions)
         tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"))
         self.prompts = [tuple(tokenizer.prompt_ids(item.prompt)) for item in load_problems("builtin:addition-heldout")[:8]]
         dtype = self.config.model.dtype
@@ -215,7 +207,7 @@ class World:
         self._train()
         self.weights.append(self._copy())
         self._update(1)
-        self.clean: dict[str, float] = self._ask(Canary(tolerance(self.config)))["figures"]
+        self.clean: dict[str, float] = self._ask(Canary(Tolerances.of(self.config).token))["figures"]
 
     def _copy(self) -> dict[str, torch.Tensor]:
         return {name: param.detach().clone() for name, param in self.engine.policy.params.items()}
@@ -258,7 +250,7 @@ class World:
         return [self.engine.score(self.engine.batch_from_root(rollouts))]
 
     def measure(self, fault: Mapping[str, Any], size: float) -> dict[str, Any]:
-        canary = Canary(tolerance(self.config))
+        canary = Canary(Tolerances.of(self.config).token)
         self.fault("none")
         self._update(0)
         self._ask(canary)
@@ -309,12 +301,12 @@ class World:
             with _noting(caught, "cache"):
                 canary.check_cache(step, through)
             parts = self._sample()
-            result = agreements(parts)
-            figures["rollouts"] = max(item.mean for item in result)
-            figures["rollouts, worst token"] = max(item.largest for item in result)
+            result = check_agreement(step, parts, tolerance=math.inf, token_tolerance=0.0)
+            figures["rollouts"] = result["canary/rollouts_worst_group"]
+            figures["rollouts, worst token"] = result["canary/rollouts_max_gap"]
             with _noting(caught, "rollouts"):
-                limit = rollouts_tolerance(self.config)
-                check_agreement(step, parts, tolerance=limit, token_tolerance=tolerance(self.config))
+                tolerances = Tolerances.of(self.config)
+                check_agreement(step, parts, tolerance=tolerances.mean, token_tolerance=tolerances.token)
         return {"figures": figures, "caught": caught}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.run.consistency_checks import Canary, canary_prompt, tolerance
+from tepo_megatron.run.consistency_checks import Canary, Tolerances
 from tepo_megatron.run.weights import make_shard_sender
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -29,7 +29,7 @@ def main() -> None:
     out, model_dir = Path(sys.argv[1]), resolve_model_path("builtin:tiny")
     document = {"rollout": {"server": SERVER}, "objective": {"mismatch": {"kind": "truncate"}}}
     config = RunConfig.model_validate(document)
-    prompt = canary_prompt(64, 64)
+    prompt = Canary.prompt(64, 64)
     with Fleet(config.rollout.server, model_dir=model_dir, dtype="float32", stop_token_ids=[2], log_dir=out) as fleet:
         from tepo_megatron.trainer.megatron.engine import Engine
 
@@ -59,7 +59,7 @@ def main() -> None:
         become(other)
         fleet.update_weights_from_shards(engine.weights.version(3), sender)
         report["other_by_shards"], trainer = answer(), engine.prompt_logprobs(prompt)
-        gap = Canary(tolerance(config)).check(3, prompt, trainer, {fleet._servers[0].url: report["other_by_shards"]})
+        gap = Canary(Tolerances.of(config).token).check(3, prompt, trainer, {fleet._servers[0].url: report["other_by_shards"]})
     (out / "report.json").write_text(json.dumps({**report, "gap": gap}))
     engine.close()
 

@@ -18,7 +18,7 @@ import torch
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout
-from tepo_megatron.run.consistency_checks import Canary, canary_prompt, tolerance
+from tepo_megatron.run.consistency_checks import Canary, Tolerances
 from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -55,7 +55,7 @@ def sample(fleet: Fleet, prompts: list[tuple[int, ...]], seed: int) -> list[Roll
 
 def ask(canary: Canary, engine: Any, fleet: Fleet | None, step: int) -> float | str:
     """The canary's largest difference, or what it stops the run with; every rank calls, rank 0 gets it."""
-    prompt = canary_prompt(engine.spec.vocab_size, engine.spec.max_positions)
+    prompt = Canary.prompt(engine.spec.vocab_size, engine.spec.max_positions)
     logprobs = engine.prompt_logprobs(prompt)
     if fleet is None:
         return 0.0
@@ -70,7 +70,7 @@ def ask_with_a_permuted_tensor(engine: Any, fleet: Fleet | None) -> float | str:
     weight = engine.policy.params["decoder.layers.0.self_attention.linear_proj.weight"].data
     kept = weight.clone()
     weight.copy_(kept.roll(1, 0))
-    said = ask(Canary(tolerance(engine.config)), engine, fleet, 2)
+    said = ask(Canary(Tolerances.of(engine.config).token), engine, fleet, 2)
     weight.copy_(kept)
     return said
 
@@ -109,9 +109,9 @@ def main() -> None:
         urls = [server.url for server in fleet._servers]
     publisher = WeightPublisher(config, engine.weights, fleet)
     report: list[dict[str, Any]] = []
-    refused = ask(Canary(tolerance(config)), engine, fleet, 0)
+    refused = ask(Canary(Tolerances.of(config).token), engine, fleet, 0)
     try:
-        canary = Canary(tolerance(config))
+        canary = Canary(Tolerances.of(config).token)
         for sync in range(3):
             version = engine.weights.version(sync)
             publisher.update_weights(version)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.run.consistency_checks import Canary, cached_prompt, canary_prompt, due_prompt, rollouts_tolerance, tolerance
+from tepo_megatron.run.consistency_checks import Canary, Tolerances, due_prompt
 
 PROMPT = (5, 9, 2, 7)
 OURS = [-3.0, -2.5, -8.0]
@@ -110,7 +110,7 @@ def test_the_prompt_is_due_as_often_as_wanted_where_servers_are(run: dict[str, A
     config, spec = RunConfig.model_validate(run), sizes(64)
     prompts = {sync: due_prompt(config, spec, sync=sync) for sync in range(7)}
     assert [sync for sync, prompt in prompts.items() if prompt is not None] == due
-    assert {prompt for prompt in prompts.values() if prompt is not None} <= {canary_prompt(50, 64)}
+    assert {prompt for prompt in prompts.values() if prompt is not None} <= {Canary.prompt(50, 64)}
 
 
 @pytest.mark.parametrize(("server", "length"), [({}, 19), ({"max_model_len": 10}, 9)])
@@ -121,42 +121,42 @@ def test_the_prompt_is_no_longer_than_the_server_or_the_model_takes(server: dict
 
 
 @given(st.integers(2, 200_000), st.integers(3, 5000))
-def test_the_prompt_is_the_same_everywhere_and_within_what_a_model_takes(vocab_size: int, limit: int) -> None:
-    prompt = canary_prompt(vocab_size, limit)
-    assert prompt == canary_prompt(vocab_size, limit)
-    assert all(0 <= token < vocab_size for token in prompt)
-    assert len(prompt) == min(32, limit - 1)  # and one that the server samples
+def test_the_prompts_are_the_same_everywhere_and_within_what_a_model_takes(vocab_size: int, limit: int) -> None:
+    for make, length in (
+        (Canary.prompt, min(32, limit - 1)),  # and one that the server samples
+        (Canary.cached_prompt, max(2, min(257, limit - 17))),  # 16 are drawn and scored, and the server draws one more
+    ):
+        prompt = make(vocab_size, limit)
+        assert prompt == make(vocab_size, limit)
+        assert all(0 <= token < vocab_size for token in prompt)
+        assert len(prompt) == length
 
 
 def test_the_prompt_touches_every_part_of_a_vocabulary_split_over_eight_ranks() -> None:
     for vocab_size in (32_000, 128_256, 151_936):
-        assert {token * 8 // vocab_size for token in canary_prompt(vocab_size, 4096)} == set(range(8))
-
-
-def test_a_trainer_in_fp8_has_the_tolerance_of_fp8() -> None:
-    document = {"model": {"dtype": "bfloat16"}, "engine": {"fp8": {"recipe": "tensorwise"}}}
-    assert tolerance(RunConfig.model_validate(document)) == 2.0
+        assert {token * 8 // vocab_size for token in Canary.prompt(vocab_size, 4096)} == set(range(8))
 
 
 @pytest.mark.parametrize(
-    ("trained", "served", "quantization", "expected"),
+    ("trained", "served", "quantization", "recipe", "expected"),
     [
-        ("float32", "auto", "none", 1e-3),
-        ("bfloat16", "auto", "none", 0.5),
-        ("float32", "bfloat16", "none", 0.5),
-        ("bfloat16", "float32", "none", 0.5),
-        ("bfloat16", "auto", "fp8_per_block", 2.0),
+        ("float32", "auto", "none", "none", (1e-3, 1e-4)),
+        ("bfloat16", "auto", "none", "none", (0.5, 0.1)),
+        ("float32", "bfloat16", "none", "none", (0.5, 0.1)),
+        ("bfloat16", "float32", "none", "none", (0.5, 0.1)),
+        ("bfloat16", "auto", "fp8_per_block", "none", (2.0, 1.0)),
+        ("bfloat16", "auto", "none", "tensorwise", (2.0, 1.0)),
     ],
 )
-def test_the_default_tolerance_is_that_of_the_coarser_side(
-    trained: str, served: str, quantization: str, expected: float
+def test_the_default_tolerances_are_those_of_the_coarser_side(
+    trained: str, served: str, quantization: str, recipe: str, expected: tuple[float, float]
 ) -> None:
-    server = {"dtype": served, "quantization": quantization}
-    rollout: dict[str, Any] = {"server": server}
+    rollout: dict[str, Any] = {"server": {"dtype": served, "quantization": quantization}}
     document = {"model": {"dtype": trained}, "rollout": rollout, "objective": {"mismatch": {"kind": "truncate"}}}
-    assert tolerance(RunConfig.model_validate(document)) == expected
-    rollout["canary"] = {"tolerance": 0.07}
-    assert tolerance(RunConfig.model_validate(document)) == 0.07
+    document["engine"] = {"fp8": {"recipe": recipe}}
+    assert Tolerances.of(RunConfig.model_validate(document)) == expected
+    rollout["canary"] = {"tolerance": 0.07, "rollouts_tolerance": 0.03}
+    assert Tolerances.of(RunConfig.model_validate(document)) == (0.07, 0.03)
 
 
 @given(st.floats(0, 10), st.floats(1e-6, 1))
@@ -174,23 +174,3 @@ def test_a_cache_that_gives_another_score_than_no_cache_stops(gap: float, bound:
 def test_a_cached_score_that_is_no_number_stops() -> None:
     with pytest.raises(RuntimeError, match="http://a"):
         Canary(1.0).check_cache(0, {"http://a": ([-1.0, math.nan], [-1.0, -1.0])})
-
-
-@given(st.integers(2, 200_000), st.integers(4, 5000))
-def test_the_prompt_for_the_caches_leaves_room_for_the_token_that_is_drawn_and_scored(vocab_size: int, limit: int) -> None:
-    prompt = cached_prompt(vocab_size, limit)
-    assert prompt == cached_prompt(vocab_size, limit)
-    assert all(0 <= token < vocab_size for token in prompt)
-    assert len(prompt) == max(2, min(257, limit - 17))  # 16 are drawn and scored, and the server draws one more
-
-
-@pytest.mark.parametrize(
-    ("dtype", "quantization", "expected"),
-    [("float32", "none", 1e-4), ("bfloat16", "none", 0.1), ("bfloat16", "fp8_per_block", 1.0)],
-)
-def test_the_default_tolerance_of_rollouts_is_that_of_the_coarser_side(dtype: str, quantization: str, expected: float) -> None:
-    rollout: dict[str, Any] = {"server": {"dtype": dtype, "quantization": quantization}}
-    document = {"rollout": rollout, "objective": {"mismatch": {"kind": "truncate"}}}
-    assert rollouts_tolerance(RunConfig.model_validate(document)) == expected
-    rollout["canary"] = {"rollouts_tolerance": 0.07}
-    assert rollouts_tolerance(RunConfig.model_validate(document)) == 0.07

@@ -17,11 +17,11 @@ from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.run.output.resume import accept, find_checkpoint, messages, restore_data
+from tepo_megatron.run.output.resume import find_checkpoint
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.tasks.data.sources import ProblemSampler
 from tepo_megatron.trainer.run_compatibility import describe_run
 from tests.support.checkpoints import DAMAGES, ONLY_BY_READING, make_whole
+from tests.support.fake_sampling import FakeFleet, FakeVerifiers, collector
 
 MODEL = resolve_model_path("builtin:tiny")
 
@@ -47,12 +47,12 @@ def test_a_damaged_newest_is_named_and_the_next_is_taken(kind: str, tmp_path: Pa
     run = config(tmp_path)
     found = find_checkpoint(run, MODEL)
     assert found.folder == whole
-    said = messages(run, found)
+    said = found.messages(run)
     assert said[0].startswith("step_000006 is damaged (")
     assert words in said[0]
     assert said[0].endswith("; resuming from step_000004")
     assert said[1] == f"resumed from {whole} at step 4"
-    assert not accept(run, found)
+    assert not found.accept(run)
     assert sorted(path.name for path in newest.parent.iterdir()) == ["step_000002", "step_000004", "step_000006.damaged"]
 
 
@@ -77,7 +77,7 @@ def test_an_older_one_is_chosen_and_the_future_is_set_aside(tmp_path: Path) -> N
     run = config(tmp_path, "train.resume_from=step_000004")
     assert find_checkpoint(run, MODEL).folder == chosen
     assert find_checkpoint(config(tmp_path, f"train.resume_from={chosen}"), MODEL).folder == chosen
-    accept(run, find_checkpoint(run, MODEL))
+    find_checkpoint(run, MODEL).accept(run)
     assert sorted(path.name for path in chosen.parent.iterdir()) == [
         "step_000002",
         "step_000004",
@@ -125,7 +125,7 @@ def test_differences_are_refused_together_or_said(tmp_path: Path) -> None:
     assert "engine.parallel" not in str(caught.value)
     allowed = "train.allow_change=[optimizer, rollout.sampling.temperature, seed]"
     run = config(tmp_path, *changed, allowed)
-    said = messages(run, find_checkpoint(run, MODEL))
+    said = find_checkpoint(run, MODEL).messages(run)
     assert "differs from the checkpoint's run: optimizer.lr: 1e-06 -> 2e-05" in said
     assert "differs from the checkpoint's run: engine.parallel.dp: 1 -> 2" in said
     assert said[-1] == "train.allow_change: nothing differs in seed"
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_the_first_format_is_taken_with_a_sentence(tmp_path: Pat
     (folder / "manifest.json").unlink()
     (folder / "state.json").write_text(json.dumps({"step": 6, "updates": 24, "sampler": {}}))
     run = config(tmp_path)
-    assert messages(run, find_checkpoint(run, MODEL))[-1] == (
+    assert find_checkpoint(run, MODEL).messages(run)[-1] == (
         "step_000006 has no manifest.json, as an earlier version wrote it: neither its bytes nor its run could be checked"
     )
     (folder / "state.json").write_text(json.dumps({"step": 6, "updates": -24}))
@@ -150,33 +150,32 @@ def test_older_configurations_are_kept(tmp_path: Path) -> None:
     (tmp_path / "resolved.yaml").write_text(dump_resolved(first))
     runs = [config(tmp_path), config(tmp_path), config(tmp_path, "train.steps=200")]
     for run in runs:
-        accept(run, find_checkpoint(run, MODEL))
+        find_checkpoint(run, MODEL).accept(run)
     assert load_run(tmp_path / "resolved.yaml") == runs[-1]
     assert load_run(tmp_path / "resolved.1.yaml") == first
     assert load_run(tmp_path / "resolved.2.yaml") == runs[0]
     assert not (tmp_path / "resolved.3.yaml").exists()
 
 
-def problems(*answers: str) -> list[Problem]:
-    return [Problem(id=answer, prompt=f"{answer}?", answer=answer) for answer in answers]
+def test_the_order_of_problems_continues_or_starts_again_if_that_is_allowed(tmp_path: Path) -> None:
+    def order(answers: str, *overrides: str) -> Any:
+        problems = [Problem(id=answer, prompt=f"{answer}?", answer=answer) for answer in answers]
+        return collector(config(tmp_path, *overrides), problems, FakeVerifiers(0, lambda problem, text: 0.0), FakeFleet(0))
 
-
-def test_the_order_of_problems_goes_on_or_begins_anew_where_that_is_allowed() -> None:
-    saved, same = ProblemSampler(problems("a", "b", "c"), 1), ProblemSampler(problems("a", "b", "c"), 1)
-    saved.next(2)
-    state = {"sampler": saved.state()}
-    assert restore_data(same, state, ("seed",)) == []
-    assert same.next(3) == saved.next(3)
-    other_data, other_seed = ProblemSampler(problems("a", "x"), 1), ProblemSampler(problems("a", "b", "c"), 2)
-    with pytest.raises(ValueError, match="not those of the checkpoint"):
-        restore_data(other_data, state, ("seed",))
-    with pytest.raises(ValueError, match="has seed 1"):
-        restore_data(other_seed, state, ("data",))
-    assert restore_data(other_data, state, ("data",)) == ["data.train"]
-    assert other_data.state()["position"] == 0
-    assert restore_data(other_seed, state, ("seed",)) == ["seed"]
+    drawn = order("abc", "seed=1")
+    drawn._buffer.order.next(2)
+    state = {"sampler": drawn.state()}
+    allow_seed, allow_data = "train.allow_change=[seed]", "train.allow_change=[data]"
+    same = order("abc", "seed=1", allow_seed)
+    assert (same.restore(state), same.state()) == ([], drawn.state())
+    for answers, seed, allowed, problem in (("ax", 1, allow_seed, "not those of the"), ("abc", 2, allow_data, "has seed 1")):
+        with pytest.raises(ValueError, match=problem):
+            order(answers, f"seed={seed}", allowed).restore(state)
+    other = order("ax", "seed=1", allow_data)
+    assert (other.restore(state), other.state()["position"]) == (["data.train"], 0)
+    assert order("abc", "seed=2", allow_seed).restore(state) == ["seed"]
     with pytest.raises(ValueError, match="was not written by a training run"):
-        restore_data(same, {}, ())
+        same.restore({})
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
-from tepo_megatron.run.output.resume import find_checkpoint, holds_run, prepare_folder
+from tepo_megatron.run.output.resume import find_checkpoint, prepare_folder
 from tepo_megatron.runtime.run_lock import RunLock
 
 ROW = '{"step": 1}\n'
@@ -52,7 +52,6 @@ def test_a_look_leaves_nothing(tmp_path: Path) -> None:
 def test_a_failed_start_is_no_run(left: dict[str, str], tmp_path: Path) -> None:
     for name, text in left.items():
         (tmp_path / name).write_text(text)
-    assert not holds_run(tmp_path)
     prepare_folder(config(tmp_path))
     assert content(tmp_path) == sorted(left)
 

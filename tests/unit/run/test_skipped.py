@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.core.rollout import Rollout, WeightsVersion, token_logprobs
-from tepo_megatron.run.step.instability import SkippedUpdates, describe, write_skipped
+from tepo_megatron.config import RunConfig
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.run.step.instability import SkippedUpdates
 from tepo_megatron.run.step.minibatches import minibatches, summarize
-from tepo_megatron.sampler.rollout_file import read_rollouts
 from tepo_megatron.trainer.packing import pack
 from tepo_megatron.trainer.protocol import UpdateResult
 
@@ -32,6 +30,11 @@ def rollouts(count: int) -> list[Rollout]:
     ]
 
 
+def guard_of(allowed: int, keep: Callable[[int, Any], Path]) -> SkippedUpdates:
+    config = RunConfig.model_validate({"seed": 5, "train": {"max_skipped": allowed}})
+    return SkippedUpdates(config, keep, lambda value: value)
+
+
 def first_stop(steps: Sequence[Sequence[bool]], allowed: int) -> tuple[int | None, list[int]]:
     """The step after which the run stops, and the steps that were kept."""
     kept: list[int] = []
@@ -40,11 +43,11 @@ def first_stop(steps: Sequence[Sequence[bool]], allowed: int) -> tuple[int | Non
         kept.append(step)
         return Path("out/skipped/step.json")
 
-    guard = SkippedUpdates(allowed, keep, lambda value: value)
+    guard, batch = guard_of(allowed, keep), pack(rollouts(8))
     for step, skips in enumerate(steps):
         updates = [SKIPPED if skip else MADE for skip in skips]
         try:
-            guard.check(step, updates, partial(describe, updates, 8, seed=0, step=0))
+            guard.check(step, batch, updates)
         except RuntimeError:
             return step, kept
     return None, kept
@@ -63,10 +66,10 @@ def test_a_run_stops_at_the_first_row_of_skips_that_is_too_long(steps: list[list
 
 
 def test_the_sentence_names_the_first_cause_and_the_folder() -> None:
-    guard = SkippedUpdates(2, lambda step, skipped: Path("out/skipped/step_0000007.json"), lambda value: value)
-    guard.check(6, [MADE, replace(SKIPPED, skipped="rank 3: the first")], list)
+    guard, batch = guard_of(2, lambda step, skipped: Path("out/skipped/step_0000007.json")), pack(rollouts(4))
+    guard.check(6, batch, [MADE, replace(SKIPPED, skipped="rank 3: the first")])
     with pytest.raises(RuntimeError) as info:
-        guard.check(7, [SKIPPED, SKIPPED], list)
+        guard.check(7, batch, [SKIPPED, SKIPPED])
     assert str(info.value) == (
         "3 optimizer steps in a row were skipped (train.max_skipped = 2) since a number was not finite; the first in step 7, "
         "mini-batch 2 of 2: rank 3: the first. The weights are as they were before it, and the rollouts are in out/skipped. "
@@ -74,16 +77,18 @@ def test_the_sentence_names_the_first_cause_and_the_folder() -> None:
     )
 
 
-def test_what_is_kept_is_the_steps_rollouts_and_which_of_them_were_skipped(tmp_path: Path) -> None:
-    given = rollouts(7)
-    given[2] = replace(given[2], sampler_logprobs=token_logprobs((-1.0, float("-inf"))))
-    parts = list(minibatches(pack(given), 3, seed=5, step=4))
-    updates = [MADE, SKIPPED, MADE]
-    path = write_skipped(tmp_path, 4, given, describe(updates, 7, seed=5, step=4))
-    assert read_rollouts(tmp_path, 4) == given
-    (found,) = json.loads(path.read_text())["skipped"]
-    assert (found["minibatch"], found["cause"], found["ranks"]) == (1, "rank 1: a gradient", [{"rank": 1}])
-    assert torch.equal(pack([given[at] for at in found["rollouts"]]).tokens_T, parts[1].tokens_T)
+def test_an_entry_names_the_rollouts_of_its_minibatch() -> None:
+    step, entries = rollouts(7), list[Mapping[str, Any]]()
+
+    def keep(number: int, skipped: Sequence[Mapping[str, Any]]) -> Path:
+        entries.extend(skipped)
+        return Path("out")
+
+    guard_of(1, keep).check(4, pack(step), [MADE, SKIPPED, MADE])
+    (entry,) = entries
+    assert (entry["minibatch"], entry["cause"], entry["ranks"]) == (1, "rank 1: a gradient", [{"rank": 1}])
+    parts = list(minibatches(pack(step), 3, seed=5, step=4))
+    assert torch.equal(pack([step[index] for index in entry["rollouts"]]).tokens_T, parts[1].tokens_T)
 
 
 def test_skipped_steps_are_counted_and_in_no_mean() -> None:

@@ -16,13 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.consistency_checks import Canaries
-from tepo_megatron.run.sampling.collector import idle_shares
 from tepo_megatron.run.sampling.step_rewards import token_ages, version_figures
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.sampler.rollout_file import check_rollouts
 from tepo_megatron.trainer.packing import pack
+from tests.support.fake_sampling import FakeFleet, FakeVerifiers, collector
 
 
 def rollout(group: int, spans: list[tuple[int, int]], tokens: int, logprob: float = -1.0) -> Rollout:
@@ -50,7 +51,8 @@ def figures_of(rollouts: list[Rollout], step: int, count: int = 1, gaps: list[fl
     old_T = torch.zeros_like(batch.sampler_logprobs_T) if gaps is None else batch.sampler_logprobs_T.clone()
     old_T[batch.loss_mask_T] += torch.tensor(gaps or [0.0])
     parts = list(minibatches(batch.with_(old_logprobs_T=old_T), count, seed=3, step=step))
-    checks = Canaries(RunConfig.model_validate(run), SimpleNamespace(vocab_size=9, max_positions=64))
+    spec: Any = SimpleNamespace(vocab_size=9, max_positions=64)
+    checks = Canaries(RunConfig.model_validate(run), spec)
     checks.check_rollouts(step, parts, rollouts)
     return checks.take_figures()
 
@@ -150,7 +152,8 @@ def test_what_a_schedule_cannot_do_is_refused(changes: dict[str, object], messag
             RunConfig.model_validate(changes)
 
 
-def test_idle_shares_leave_the_evaluation_out() -> None:
+def test_idle_shares_leave_the_evaluation_out(tmp_path: Path) -> None:
+    rollouts = collector(RunConfig(output=tmp_path), [Problem("p", "q", "a")], FakeVerifiers(0, lambda *_: 0.0), FakeFleet(0))
     split = {"time/rollout": 3.0, "time/reward": 1.0, "time/journal": 0.0, "time/eval": 2.0, "time/step": 12.0}
-    assert idle_shares(split, 6.0) == {"idle/trainer": 0.4, "idle/servers": 0.4}
-    assert idle_shares({**split, "time/step": 2.0}, 1.0) == {}
+    assert rollouts.idle_shares(split) == {"idle/trainer": 0.4, "idle/servers": 1.0}  # the servers did nothing
+    assert rollouts.idle_shares({**split, "time/step": 2.0}) == {}

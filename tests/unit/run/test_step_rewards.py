@@ -116,12 +116,8 @@ def test_a_response_can_be_given_a_reward_where_it_has_none() -> None:
 
     said: list[str] = []
     step = StepRewards(config("reward.failed_reward=-1"), said.append)
-    assert [r.reward for r in step.leave_out(step.reward(rollouts, pool.score_all(rollouts, problems), 0))] == [
-        1.0,
-        -1.0,
-        -1.0,
-        -1.0,
-    ]
+    recorded = step.reward(rollouts, Given(pool.rewards).score_all(rollouts, problems), 0)
+    assert [r.reward for r in step.leave_out(recorded)] == [1.0, -1.0, -1.0, -1.0]
     assert step.take_figures() == {"reward/failed": 3.0, "groups/dropped": 0.0}
     assert said == ["3 of 4 rewards failed and count as reward.failed_reward = -1; the first: problem 'p0': why"]
 

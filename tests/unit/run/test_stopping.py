@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.run.loop import Stopping
+from tepo_megatron.run.step.stopping import Stopping
 
 
 @given(update=st.floats(0, 100), save=st.none() | st.floats(0, 100), left=st.floats(0, 200))
@@ -35,7 +35,7 @@ def test_what_a_hard_end_would_lose_is_said_with_its_steps(saved: int, more: int
 
 def test_a_checkpoint_is_due_when_the_last_one_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("tepo_megatron.run.loop.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("tepo_megatron.run.step.stopping.time.monotonic", lambda: now[0])
     stopping, seen = Stopping(saved_step=0), []
     for step in range(1, 9):
         now[0] += 60.0
