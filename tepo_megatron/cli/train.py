@@ -68,15 +68,14 @@ def serve(
     with user_errors(), stopped_together():
         config = load_config(run, overrides or ())
         StopSignals(numbers=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)).install()
-        from tepo_megatron.sampler.fleet.external import Node
+        from tepo_megatron.sampler.fleet.external import serve_node
         from tepo_megatron.sampler.vllm.resources import check_server_split
         from tepo_megatron.tasks.data.builtin import resolve_model_path
         from tepo_megatron.weights.architecture import read_model_spec
 
         model_dir = resolve_model_path(config.model.path)
         check_server_split(config.rollout.server, read_model_spec(model_dir))
-        with Node(config, model_dir=model_dir, node=node, nodes=nodes) as servers:
-            servers.watch()
+        serve_node(config, model_dir=model_dir, node=node, nodes=nodes)
 
 
 def evaluate(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NotRequired, Protocol, Self, TypedDict, Unpack
 
 from numpy.typing import ArrayLike
@@ -14,16 +13,14 @@ from torch import Tensor
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Response, WeightsVersion
-from tepo_megatron.sampler.sampling import SamplingSettings
+from tepo_megatron.sampler.sampling import Sampling, SamplingSettings, prompt_seed
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 from tepo_megatron.weights.transfer.sender import ShardSender
 
 INITIAL_WEIGHTS = WeightsVersion(0)  # the model's folder
 
-FAULT_FIGURES = ("servers/timeouts", "requests/retried")
-
-NO_SERVERS = dict.fromkeys(("servers/restarts", *FAULT_FIGURES), 0.0)
+NO_SERVERS = dict.fromkeys(("servers/restarts", "servers/timeouts", "requests/retried"), 0.0)
 
 KeyedResponse = tuple[Any, int, Response]
 """The values are the request's key, the sample's number in its group, and the response."""
@@ -45,9 +42,7 @@ class SampleStream(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None, /
-    ) -> None: ...
+    def __exit__(self, *_exception: object) -> None: ...
 
     def __iter__(self) -> Iterator[KeyedResponse]:
         """Raises as :meth:`next`."""
@@ -116,16 +111,17 @@ class WeightReceiver(Protocol):
 
 
 class Sampler(WeightReceiver, Protocol):
-    """Draws responses with the policy's weights. A context manager, for rank 0 only.
+    """Draws responses with the policy's weights. A context manager, for rank 0 only. An implementation inherits it.
 
     Only :meth:`start` and streams may run in another thread. Methods may raise ServerDied.
     """
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        self.start()
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None, /
-    ) -> None: ...
+    def __exit__(self, *_exception: object) -> None:
+        self.stop()
 
     @property
     def weights_version(self) -> WeightsVersion | None:
@@ -177,6 +173,21 @@ class Sampler(WeightReceiver, Protocol):
         and needs n = 1. ``on_group`` gets (index of the prompt, responses), ``on_progress`` (prompts done, all prompts).
         ``on_move`` runs when a server made tokens. Raises as :meth:`SampleStream.submit` and ``next``.
         """
+        groups: list[dict[int, Response]] = [{} for _ in prompts]
+        done = 0
+        sampling = Sampling(temperature, max_new_tokens, (), top_p, top_k, min_p, stop, bad_words)
+        with self.sample_stream(sampling, on_move=on_move) as stream:
+            for index, prompt in enumerate(prompts):
+                stream.submit(index, prompt, prompt_seed(seed, index if numbers is None else numbers[index]), n)
+            for index, sample, response in stream:
+                groups[index][sample] = response
+                if len(groups[index]) == n:
+                    done += 1
+                    if on_group is not None:
+                        on_group(index, [groups[index][sample] for sample in range(n)])
+                    if on_progress is not None:
+                        on_progress(done, len(prompts))
+        return [[group[sample] for sample in range(n)] for group in groups]
 
     def sample_stream(
         self, sampling: SamplingSettings, *, sampling_mask: bool = False, on_move: Callable[[], None] = lambda: None
@@ -214,17 +225,11 @@ class SamplerOptions(TypedDict):
     tokenizer: NotRequired[bool]
 
 
-class SamplerFactory(Protocol):
-    """Makes a sampler without starting it."""
-
-    def __call__(self, config: ServerConfig, /, **options: Unpack[SamplerOptions]) -> Sampler: ...
-
-
 @dataclass(frozen=True)
 class SamplerSpec:
-    """The checks raise ValueError with the user's remedy."""
+    """``make`` takes a ServerConfig and SamplerOptions, and does not start. The checks raise ValueError with the remedy."""
 
-    make: SamplerFactory
+    make: Callable[..., Sampler]
     check_model: Callable[[ServerConfig, ModelSpec], None]
     check_machine: Callable[[ServerConfig, ModelSpec], None]
     cores: Callable[[ServerConfig, Sequence[int]], set[int]]

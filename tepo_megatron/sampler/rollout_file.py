@@ -8,13 +8,13 @@ the model's. Formats 1 and 2 are read too.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,8 +23,9 @@ from numpy.typing import DTypeLike
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from tepo_megatron.core.problem import is_reward, not_a_reward
-from tepo_megatron.core.rollout import LossMask, Rollout, SamplingMask, TokenIds, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, SamplingMask, TokenIds, WeightsVersion
 from tepo_megatron.runtime.files import partial_path, write_atomically
+from tepo_megatron.sampler.sampling import response_faults
 
 FORMAT = 3
 _FORMATS = (1, 2, FORMAT)
@@ -33,37 +34,27 @@ _IDS, _LOGPROBS = "<i4", "<f4"
 _ROUTES = ("|u1", "<i2")
 
 
-def _array_of(dtype: DTypeLike) -> BeforeValidator:
-    def read(text: object) -> Any:
-        if not isinstance(text, str):
-            raise ValueError("not base64 text")
-        return np.frombuffer(b64decode(text, validate=True), dtype)
-
-    return BeforeValidator(read)
+def _decode(text: object, dtype: DTypeLike) -> np.ndarray:
+    if not isinstance(text, str):
+        raise ValueError("not base64 text")
+    return np.frombuffer(b64decode(text, validate=True), dtype)
 
 
 def _read_routes(value: object) -> Any:
-    if value is None:
-        return None
-    if not isinstance(value, dict) or value.get("dtype") not in _ROUTES or not isinstance(value.get("data"), str):
+    if not isinstance(value, dict) or value.get("dtype") not in _ROUTES:
         raise ValueError("not a routing record: shape, dtype and data")
-    return np.frombuffer(b64decode(value["data"], validate=True), value["dtype"]).reshape([int(n) for n in value["shape"]])
+    return _decode(value.get("data"), value["dtype"]).reshape([int(n) for n in value["shape"]])
 
 
 def _read_sampling_mask(value: object) -> Any:
-    if value is None:
-        return None
-    if not isinstance(value, dict) or not all(isinstance(value.get(name), str) for name in ("counts", "ids")):
+    if not isinstance(value, dict):
         raise ValueError("not a sampling mask: counts and ids")
-    return SamplingMask(*(np.frombuffer(b64decode(value[name], validate=True), _IDS) for name in ("counts", "ids")))
+    return SamplingMask(*(_decode(value.get(name), _IDS) for name in ("counts", "ids")))
 
 
-def _read_bits(text: object) -> Any:
-    if text is None:
-        return None
-    if not isinstance(text, str):
-        raise ValueError("not base64 text")
-    return np.unpackbits(np.frombuffer(b64decode(text, validate=True), np.uint8))
+_Ids = Annotated[np.ndarray, BeforeValidator(lambda text: _decode(text, _IDS))]
+_Logprobs = Annotated[np.ndarray, BeforeValidator(lambda text: _decode(text, _LOGPROBS))]
+_Bits = Annotated[np.ndarray, BeforeValidator(lambda text: np.unpackbits(_decode(text, np.uint8)))]
 
 
 class _Common(BaseModel):
@@ -77,26 +68,21 @@ class _Common(BaseModel):
 
 
 class _Line(_Common):
-    prompt_ids: Annotated[np.ndarray, _array_of(_IDS)]
-    response_ids: Annotated[np.ndarray, _array_of(_IDS)]
-    sampler_logprobs: Annotated[np.ndarray, _array_of(_LOGPROBS)]
+    prompt_ids: _Ids
+    response_ids: _Ids
+    sampler_logprobs: _Logprobs
     versions: list[tuple[int, int, str]]
-    routed_experts: Annotated[np.ndarray | None, BeforeValidator(_read_routes)] = None
-    loss_mask: Annotated[np.ndarray | None, BeforeValidator(_read_bits)] = None
-    sampling_mask: Annotated[SamplingMask | None, BeforeValidator(_read_sampling_mask)] = None
+    routed_experts: Annotated[np.ndarray, BeforeValidator(_read_routes)] | None = None
+    loss_mask: _Bits | None = None
+    sampling_mask: Annotated[SamplingMask, BeforeValidator(_read_sampling_mask)] | None = None
 
     def rollout(self) -> Rollout:
         spans = tuple((start, WeightsVersion(step, digest)) for start, step, digest in self.versions)
-        return Rollout(**{**dict(self), "versions": spans, "loss_mask": self._mask()})
-
-    def _mask(self) -> LossMask | None:
-        if self.loss_mask is None:
-            return None
-        tokens = self.response_ids.size
-        if self.loss_mask.size != -(-tokens // 8) * 8:
-            raise ValueError(f"loss_mask has {self.loss_mask.size} bits for {tokens} response tokens")
-        mask: LossMask = self.loss_mask[:tokens].astype(np.bool_)
-        return mask
+        bits, tokens = self.loss_mask, self.response_ids.size
+        if bits is not None and bits.size != -(-tokens // 8) * 8:
+            raise ValueError(f"loss_mask has {bits.size} bits for {tokens} response tokens")
+        mask = None if bits is None else bits[:tokens].astype(np.bool_)
+        return Rollout(**{**dict(self), "versions": spans, "loss_mask": mask})
 
 
 class _Version(BaseModel):
@@ -188,8 +174,9 @@ def read_record(folder: Path, step: int) -> Record:
         )
     kind = _Line if head["format"] == FORMAT else _OldLine
     rollouts = [_rollout(path, number, line, kind) for number, line in enumerate(lines[1:], start=2)]
-    if head["format"] != 1:
-        _check_digest(path, head, text.partition("\n")[2].encode())
+    rest = {key: value for key, value in head.items() if key != "sha256"}
+    if head["format"] != 1 and head.get("sha256") != _digest(rest, text.partition("\n")[2].encode()):
+        raise ValueError(f"{path}, line 1: the file was changed or damaged after it was written; record the step again")
     return Record(rollouts, drawn_by=str(head.get("drawn_by", "")), failed_rewards=int(head.get("failed_rewards", 0)))
 
 
@@ -201,12 +188,6 @@ def _head(path: Path, lines: Sequence[str], step: int) -> dict[str, Any]:
     if not isinstance(head, dict) or head.get("format") not in _FORMATS or head.get("step") != step:
         raise ValueError(f"{path}, line 1: not the head of a record of step {step} in format {FORMAT}")
     return head
-
-
-def _check_digest(path: Path, head: dict[str, Any], body: bytes) -> None:
-    rest = {key: value for key, value in head.items() if key != "sha256"}
-    if head.get("sha256") != _digest(rest, body):
-        raise ValueError(f"{path}, line 1: the file was changed or damaged after it was written; record the step again")
 
 
 def _digest(head: dict[str, Any], body: bytes) -> str:
@@ -234,8 +215,8 @@ def _line(rollout: Rollout) -> str:
         line["routed_experts"] = {"shape": routes.shape, "dtype": dtype, "data": data}
     if rollout.loss_mask is not None:
         line["loss_mask"] = b64encode(np.packbits(rollout.loss_mask).tobytes()).decode()
-    if (kept := rollout.sampling_mask) is not None:
-        line["sampling_mask"] = {"counts": _text_of(kept.counts), "ids": _text_of(kept.ids)}
+    if (mask := rollout.sampling_mask) is not None:
+        line["sampling_mask"] = {"counts": _text_of(mask.counts), "ids": _text_of(mask.ids)}
     return json.dumps(line) + "\n"
 
 
@@ -254,10 +235,6 @@ def _rollout(path: Path, number: int, line: str, kind: type[_Line] | type[_OldLi
         raise ValueError(f"{path}, line {number}: not a rollout: {error}") from error
 
 
-_ROUNDING = 1e-3
-"""Nats by which a log-prob may be above 0."""
-
-
 def check_rollouts(
     path: Path,
     rollouts: Sequence[Rollout],
@@ -274,10 +251,8 @@ def check_rollouts(
     finite log-probs and rewards (or None).
     """
     for number, rollout in enumerate(rollouts):
-        for fault in _faults(rollout, step, stalest, vocab_size):
-            raise ValueError(f"{path}, line {number + 2}: {fault}; record the step again")
-        first = rollouts[number - number % samples]
-        for fault in _group_faults(rollout, first, number // samples, samples):
+        faults = _faults(rollout, step, stalest, vocab_size)
+        for fault in chain(faults, _group_faults(rollout, rollouts[number - number % samples], number // samples, samples)):
             raise ValueError(f"{path}, line {number + 2}: {fault}; record the step again")
     if len(rollouts) != prompts * samples:
         raise ValueError(
@@ -288,9 +263,6 @@ def check_rollouts(
 
 def rollout_fault(rollout: Rollout, step: int, *, vocab_size: int, stalest: int = 0) -> str | None:
     """Returns why a rollout is not usable, or None."""
-    stale = [version.step for _, version in rollout.versions if not step - stalest <= version.step <= step]
-    if stale:
-        return f"drawn by the weights of step {stale[0]}, not of step {step}"
     return next(_faults(rollout, step, stalest, vocab_size), None)
 
 
@@ -298,35 +270,26 @@ def _faults(rollout: Rollout, step: int, stalest: int, vocab_size: int | None) -
     for drawn in (version.step for _, version in rollout.versions):
         if not step - stalest <= drawn <= step:
             before = f", nor of one of the {stalest} before it" if stalest else ""
-            yield f"drawn by the weights of step {drawn}, not of step {step}, for which the file is{before}"
-    starts = [start for start, _ in rollout.versions]
-    trained = rollout.reward is not None
-    if starts[:1] != [0] or starts != sorted(set(starts)) or starts[-1] >= max(1, len(rollout.response_ids)):
-        yield f"the weights are said to change at response tokens {starts}, which are not places in order from 0"
+            yield f"drawn by the weights of step {drawn}, not of step {step}{before}"
+    logprobs, trained = rollout.sampler_logprobs, rollout.reward is not None
     if not rollout.prompt_ids.size or (trained and not rollout.response_ids.size):
         yield "the prompt or the response has no token"
-    logprobs = rollout.sampler_logprobs
-    if logprobs.size != rollout.response_ids.size:
-        yield f"{logprobs.size} log-probs for {rollout.response_ids.size} response tokens"
-    kept = rollout.sampling_mask
-    if kept is not None and len(kept) != rollout.response_ids.size:
-        yield f"a sampling mask of {len(kept)} tokens for {rollout.response_ids.size} response tokens"
-    for at in np.flatnonzero(~((logprobs > -math.inf) & (logprobs <= _ROUNDING))):  # also nan
-        yield f"the log-prob of response token {at} is {logprobs[at]}, not a finite number of at most 0"
+    yield from response_faults(rollout, logprobs, vocab_size)
     if (mask := rollout.loss_mask) is not None:
         if trained and not mask.any():
             yield "the model wrote none of the response tokens"
-        for at in np.flatnonzero(~mask & (logprobs != 0) if logprobs.size == mask.size else ()):
-            yield f"response token {at} has the log-prob {logprobs[at]}, not 0, and the model did not write it"
-    if rollout.reward is not None and not is_reward(rollout.reward):
-        yield f"the reward is {not_a_reward(rollout.reward)}"
-    for name, part in rollout.reward_parts.items():
-        if not is_reward(part):
-            yield f"the reward's component {name!r} is {not_a_reward(part)}"
+        for index in np.flatnonzero(~mask & (logprobs != 0) if logprobs.size == mask.size else ()):
+            yield f"response token {index} has the log-prob {logprobs[index]}, not 0, and the model did not write it"
+    rewards = {
+        "reward": rollout.reward,
+        **{f"reward's component {name!r}": part for name, part in rollout.reward_parts.items()},
+    }
+    for name, reward in rewards.items():
+        if reward is not None and not is_reward(reward):
+            yield f"the {name} is {not_a_reward(reward)}"
     if vocab_size is not None:
-        for ids in (rollout.prompt_ids, rollout.response_ids, *(() if kept is None else (kept.ids,))):
-            for token in ids[(ids < 0) | (ids >= vocab_size)]:
-                yield f"token {token} is not one of the model's {vocab_size}"
+        for token in rollout.prompt_ids[(rollout.prompt_ids < 0) | (rollout.prompt_ids >= vocab_size)]:
+            yield f"token {token} is not one of the model's {vocab_size}"
 
 
 def _group_faults(rollout: Rollout, first: Rollout, group: int, samples: int) -> Iterator[str]:

@@ -1,39 +1,21 @@
-"""Settings and seeds of samples (decision 006), and joins of responses."""
+"""Settings and seeds of samples (decision 006), and checks and joins of responses."""
 
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tepo_megatron.core.rollout import LossMask, Response, Routes, SamplingMask, TokenIds, token_ids
+from tepo_megatron.config.rollout import SamplingConfig
+from tepo_megatron.core.rollout import Logprobs, LossMask, Response, Rollout, Routes, SamplingMask, TokenIds, token_ids
 
 _NO_TOKENS = token_ids(())
-
-
-class SamplingSettings(Protocol):
-    @property
-    def temperature(self) -> float: ...
-
-    @property
-    def max_new_tokens(self) -> int: ...
-
-    @property
-    def top_p(self) -> float: ...
-
-    @property
-    def top_k(self) -> int | None: ...
-
-    @property
-    def min_p(self) -> float: ...
-
-    @property
-    def stop(self) -> tuple[str, ...]: ...
-
-    @property
-    def bad_words(self) -> tuple[str, ...]: ...
+_ROUNDING = 1e-3
+"""Nats by which a log-prob may be above 0."""
 
 
 class Sampling(NamedTuple):
@@ -51,12 +33,15 @@ class Sampling(NamedTuple):
 
     @classmethod
     def of(cls, settings: SamplingSettings, stop_token_ids: tuple[int, ...], *, sampling_mask: bool = False) -> Sampling:
-        given = truncation_of(settings)
-        return cls(settings.temperature, settings.max_new_tokens, stop_token_ids, sampling_mask=sampling_mask, **given)
+        truncation = truncation_of(settings)
+        return cls(settings.temperature, settings.max_new_tokens, stop_token_ids, sampling_mask=sampling_mask, **truncation)
 
     def parameters(self) -> dict[str, Any]:
         """Uses vLLM's names, without defaults."""
         return {"temperature": self.temperature, "stop_token_ids": list(self.stop_token_ids), **truncation_of(self)}
+
+
+SamplingSettings = SamplingConfig | Sampling
 
 
 def truncation_of(settings: SamplingSettings) -> dict[str, Any]:
@@ -74,17 +59,17 @@ class Sample:
     max_new_tokens: int
     prefix: TokenIds = field(default_factory=lambda: _NO_TOKENS)
 
-
-def make_sample(index: int, seed: int, sampling: Sampling, part: Response | None = None) -> Sample:
-    """A continued sample gets another seed, or it would repeat its first random numbers. Raises ValueError if ``part`` leaves
-    no room.
-    """
-    done = _NO_TOKENS if part is None else part.response_ids
-    room = sampling.max_new_tokens - done.size
-    if room < 1:
-        raise ValueError(f"a response of {done.size} tokens cannot go on: max_new_tokens = {sampling.max_new_tokens}")
-    own = seed + index if not done.size else prompt_seed(seed + index, done.size)
-    return Sample(index, None if sampling.temperature == 0 else own, room, done)
+    @classmethod
+    def of(cls, index: int, seed: int, sampling: Sampling, part: Response | None = None) -> Sample:
+        """A continued sample gets another seed, or it would repeat its first random numbers. Raises ValueError if ``part``
+        leaves no room.
+        """
+        done = _NO_TOKENS if part is None else part.response_ids
+        room = sampling.max_new_tokens - done.size
+        if room < 1:
+            raise ValueError(f"a response of {done.size} tokens cannot go on: max_new_tokens = {sampling.max_new_tokens}")
+        seed = seed + index if not done.size else prompt_seed(seed + index, done.size)
+        return cls(index, None if sampling.temperature == 0 else seed, room, done)
 
 
 def prompt_seed(seed: int, prompt: int) -> int:
@@ -92,11 +77,29 @@ def prompt_seed(seed: int, prompt: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{prompt}".encode(), digest_size=8).digest()) >> 2
 
 
+def response_faults(response: Response | Rollout, logprobs: Logprobs, vocab_size: int | None) -> Iterator[str]:
+    """Yields why the values cannot be right."""
+    ids, mask = response.response_ids, response.sampling_mask
+    starts = [start for start, _ in response.versions]
+    if starts[:1] != [0] or starts != sorted(set(starts)) or starts[-1] >= max(1, ids.size):
+        yield f"the weights are said to change at response tokens {starts}, which are not places in order from 0"
+    if logprobs.size != ids.size:
+        yield f"{logprobs.size} log-probs for {ids.size} response tokens"
+    if mask is not None and len(mask) != ids.size:
+        yield f"a sampling mask of {len(mask)} tokens for {ids.size} response tokens"
+    for index in np.flatnonzero(~((logprobs > -math.inf) & (logprobs <= _ROUNDING))):  # also nan
+        yield f"the log-prob of response token {index} is {logprobs[index]}, not a finite number of at most 0"
+    if vocab_size is not None:
+        for tokens in (ids, *(() if mask is None else (mask.ids,))):
+            for token in tokens[(tokens < 0) | (tokens >= vocab_size)]:
+                yield f"token {token} is not one of the model's {vocab_size}"
+
+
 def join_parts(part: Response | None, rest: Response) -> Response:
     if part is None:
         return rest
     start = part.response_ids.size
-    spans = [(start + at, each) for at, each in rest.versions]
+    spans = [(start + first, version) for first, version in rest.versions]
     if not part.versions:  # an environment alone wrote it
         spans[0] = (0, spans[0][1])
     elif spans[0][1] == part.versions[-1][1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch
 from tepo_megatron.config.rollout import ServerConfig, SpeculativeConfig
 from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.fleet.fleet import Fleet
-from tests.e2e.test_rollout_server import EOS, greedy_after, random_model, sync
+from tests.contracts.sampler_contract import EOS, contract_model
+from tests.e2e.test_rollout_server import greedy_after, sync
 
 PROMPT = (1, 5, 6, 7, 5, 6, 7, 5, 6, 7, 5, 6)
 NGRAM = SpeculativeConfig(num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=3)
@@ -28,11 +30,11 @@ def scores(model: torch.nn.Module, response: Sequence[int], temperature: float) 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_speculative_samples_are_the_models(method: str, tmp_path: Path) -> None:
     """The draft model is the first policy with some noise: it guesses well, and is of no use after the update."""
-    first, second = random_model(0), random_model(1)
+    first, second = contract_model(0), contract_model(1)
     first.save_pretrained(tmp_path / "model")
     config = ServerConfig(max_model_len=128, max_num_seqs=64, max_restarts=0, speculative=NGRAM)
     if method == "draft_model":
-        draft = random_model(0)
+        draft = copy.deepcopy(first)
         with torch.no_grad():
             draft.lm_head.weight.add_(0.02 * torch.randn_like(draft.lm_head.weight))
         draft.save_pretrained(tmp_path / "draft")

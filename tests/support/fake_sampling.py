@@ -21,7 +21,7 @@ from tepo_megatron.run.sampling.journal import Journal
 from tepo_megatron.run.sampling.step_rewards import StepRewards
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.sampler.rollout_file import read_record
-from tepo_megatron.sampler.sampling import Sampling, make_sample
+from tepo_megatron.sampler.sampling import Sample, Sampling
 from tepo_megatron.tasks.protocol import RewardResult
 
 MAX_NEW_TOKENS = 8
@@ -74,7 +74,7 @@ class FakeFleet:
         continued = continued or {}
         for sample in range(n) if only is None else only:
             part = continued.get(sample)
-            own = make_sample(sample, seed, Sampling(1.0, MAX_NEW_TOKENS), part).seed
+            own = Sample.of(sample, seed, Sampling(1.0, MAX_NEW_TOKENS), part).seed
             assert own is not None
             self.asked.append((key, own, tuple(prompt_ids), part is not None))
             self._pending.append((key, sample, response_to(own, self.weights_version, part)))

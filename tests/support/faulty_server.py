@@ -13,8 +13,7 @@ from typing import Any
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.sampler.fleet.fleet import Fleet
-from tepo_megatron.sampler.vllm.plugin.middleware import PROGRESS
-from tepo_megatron.sampler.vllm.wire import SAMPLES
+from tepo_megatron.sampler.vllm.wire import PROGRESS, SAMPLES
 from tests.support.samples import Sample, answer, response
 
 VOCABULARY = 64
@@ -35,7 +34,7 @@ class QuietServer(ThreadingHTTPServer):
 class FaultyServer:
     """Draws the same tokens for the same prompt and seed as any other does. ``faults`` are the behaviours for the next requests
     for samples, after which it answers well; ``always`` is for all of them. ``hangs`` are routes that it never answers, and
-    ``refuses`` those that it answers with status 500.
+    ``refuses`` those that it answers with status 500, ``kills`` those that it dies of.
     """
 
     def __init__(self) -> None:
@@ -45,6 +44,7 @@ class FaultyServer:
         self.always: Behaviour = answer_well
         self.hangs: set[str] = set()
         self.refuses: set[str] = set()
+        self.kills: set[str] = set()
         self.starts = self.stops = self.tokens = 0
         self.after_start: Callable[[FaultyServer], None] = lambda server: None
         self.alive = False
@@ -70,6 +70,10 @@ class FaultyServer:
                 raw = self.rfile.read(int(self.headers.get("content-length", 0)))
                 outer.calls.append(self.path)
                 outer.wait_if_hanging(self.path)
+                if self.path in outer.kills:
+                    outer.alive = False
+                    self.close_connection = True
+                    return
                 body = json.loads(raw) if raw else {}
                 outer.version = body.get("weight_version", outer.version)
                 if self.path != SAMPLES:
@@ -131,6 +135,34 @@ class FaultyServer:
         self.released.set()
         self.http.shutdown()
         self.http.server_close()
+
+
+class Sender:
+    """In place of the trainer's ranks: nothing travels."""
+
+    num_sources, world_size = 1, 2
+    failed = ""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+        self.closed = threading.Event()
+
+    def open_rendezvous(self, host: str) -> str:
+        return "1"
+
+    def broadcast_rendezvous(self) -> None: ...
+    def join_group(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed.set()
+
+    def send_shards(self, cancelled: Any) -> None:
+        assert not cancelled()
+        self.calls.append("shards are sent")
+
+    def finish_update(self, arrived: bool) -> str:
+        self.calls.append(f"arrived: {arrived}")
+        return self.failed
 
 
 def answer_well(server: FaultyServer, samples: list[Sample]) -> tuple[int, bytes]:

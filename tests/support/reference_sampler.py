@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Response, SamplingMask, WeightsVersion, token_ids
-from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, NO_SERVERS, KeyedResponse, SamplerOptions
-from tepo_megatron.sampler.sampling import Sampling, SamplingSettings, join_parts, make_sample, prompt_seed
+from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, NO_SERVERS, KeyedResponse, Sampler, SamplerOptions
+from tepo_megatron.sampler.sampling import Sample, Sampling, SamplingSettings, join_parts
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 
 
@@ -67,7 +67,7 @@ def truncate(logprobs: Tensor, sampling: Sampling) -> Tensor:
     return logprobs.masked_fill(logprobs < logprobs.topk(sampling.top_k).values[-1], -math.inf).log_softmax(-1)
 
 
-class ReferenceSampler:
+class ReferenceSampler(Sampler):
     """A :class:`Sampler` for full tensors of a Llama. ``sleep`` drops the weights, as a sampler on the trainer's GPUs does."""
 
     def __init__(self, config: ServerConfig, **options: Unpack[SamplerOptions]) -> None:
@@ -93,13 +93,6 @@ class ReferenceSampler:
 
     def stop(self) -> None:
         self._is_running = False
-
-    def __enter__(self) -> ReferenceSampler:
-        self.start()
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.stop()
 
     def revive(self) -> bool:
         if self._is_running and self._weights:
@@ -134,36 +127,6 @@ class ReferenceSampler:
         self, version: WeightsVersion, manifest: TensorManifest, tensors: Any, settings: Mapping[str, Any]
     ) -> None:
         raise RuntimeError("the reference sampler takes full tensors only; set model.lora.serve = merged")
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        n: int,
-        temperature: float,
-        max_new_tokens: int,
-        seed: int,
-        top_p: float = 1.0,
-        top_k: int | None = None,
-        min_p: float = 0.0,
-        stop: tuple[str, ...] = (),
-        bad_words: tuple[str, ...] = (),
-        numbers: Sequence[int] | None = None,
-        on_group: Any = lambda index, group: None,
-        on_progress: Any = lambda done, total: None,
-        on_move: Callable[[], None] = lambda: None,
-    ) -> list[list[Response]]:
-        groups: list[dict[int, Response]] = [{} for _ in prompts]
-        sampling = Sampling(temperature, max_new_tokens, (), top_p, top_k, min_p, stop, bad_words)
-        with self.sample_stream(sampling, on_move=on_move) as stream:
-            for index, prompt in enumerate(prompts):
-                stream.submit(index, prompt, prompt_seed(seed, index if numbers is None else numbers[index]), n)
-            for index, sample, response in stream:
-                groups[index][sample] = response
-                if len(groups[index]) == n:
-                    on_group(index, [groups[index][number] for number in range(n)])
-                    on_progress(sum(len(group) == n for group in groups), len(prompts))
-        return [[group[number] for number in range(n)] for group in groups]
 
     def sample_stream(
         self, sampling: SamplingSettings, *, sampling_mask: bool = False, on_move: Callable[[], None] = lambda: None
@@ -271,7 +234,7 @@ class ReferenceStream:
         sampling = self._sampling._replace(max_new_tokens=min(room or limit, limit))
         for index in range(n) if only is None else only:
             part = (continued or {}).get(index)
-            sample = make_sample(index, seed, sampling, part)
+            sample = Sample.of(index, seed, sampling, part)
             generator = None if sample.seed is None else torch.Generator().manual_seed(sample.seed)
             before = sample.prefix.tolist()
             self._open[key, index] = _Draw(prompt, sample.max_new_tokens, generator, part, before, len(before))

@@ -7,8 +7,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from tepo_megatron.sampler.vllm.plugin.middleware import USE_ADAPTER
-from tepo_megatron.sampler.vllm.wire import ABORT, SAMPLES
+from tepo_megatron.sampler.vllm.wire import ABORT, SAMPLES, USE_ADAPTER
 from tests.support import stranger
 
 OPEN = {"/health": "says only whether the engine works; the trainer asks it before it has a reason to send the key"}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
 import socket
 import stat
-import struct
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -16,17 +14,18 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import psutil
+
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.sampler.vllm.server import is_healthy, make_servers
 
 _KEY = "key"
-_SIOCGIFADDR = 0x8915
 _POLL_INTERVAL_S = 0.5
 _WATCH_INTERVAL_S = 1.0
 
 
-class Registration(NamedTuple):
+class _Registration(NamedTuple):
     url: str
     life: str
 
@@ -35,12 +34,12 @@ class RegistryEntry:
     def __init__(self, folder: Path, index: int) -> None:
         self._path = folder / f"server-{index}"
 
-    def register(self, registration: Registration) -> None:
-        _write(self._path.with_suffix(".json"), json.dumps(registration._asdict()))
+    def register(self, url: str, life: str) -> None:
+        _write(self._path.with_suffix(".json"), json.dumps({"url": url, "life": life}))
 
-    def registered(self) -> Registration | None:
+    def registered(self) -> _Registration | None:
         with suppress(FileNotFoundError):
-            return Registration(**json.loads(self._path.with_suffix(".json").read_text()))
+            return _Registration(**json.loads(self._path.with_suffix(".json").read_text()))
         return None
 
     def claim(self, life: str) -> bool:
@@ -97,33 +96,26 @@ def _check_private(path: Path, forbidden: int, what: str) -> None:
 
 def with_local_address(config: ServerConfig) -> ServerConfig:
     """Sets this machine's address on the nodes' inner network."""
-    if config.interface is not None:
-        return config.model_copy(update={"host": _interface_address(config.interface)})
+    name, host = config.interface, socket.gethostname()
+    if name is not None:
+        interfaces = psutil.net_if_addrs()
+        addresses = [one.address for one in interfaces.get(name, ()) if one.family == socket.AF_INET]
+        if not addresses:
+            raise ValueError(
+                f"rollout.server.interface = {name!r} has no IPv4 address on {host}; interfaces here: {', '.join(interfaces)}"
+            )
+        return config.model_copy(update={"host": addresses[0]})
     try:
-        address = socket.gethostbyname(socket.gethostname())
+        address = socket.gethostbyname(host)
+        why = f"its loopback address {address}, which other nodes do not reach"
     except OSError as error:
+        address, why = "", f"no address ({error})"
+    if not address or address.startswith("127."):
         raise ValueError(
-            f"this machine's name {socket.gethostname()!r} stands for no address ({error}); "
-            "set rollout.server.interface to the interface of the nodes' inner network"
-        ) from error
-    if address.startswith("127."):
-        raise ValueError(
-            f"this machine's name {socket.gethostname()!r} stands for its loopback address {address}, which other nodes do not "
-            "reach; set rollout.server.interface to the interface of the nodes' inner network (lo where all is on one machine)"
+            f"this machine's name {host!r} stands for {why}; set rollout.server.interface to the interface of the nodes' inner "
+            "network (lo where all is on one machine)"
         )
     return config.model_copy(update={"host": address})
-
-
-def _interface_address(name: str) -> str:
-    request = struct.pack("256s", name.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-        except OSError as error:
-            known = ", ".join(interface for _, interface in socket.if_nameindex())
-            raise ValueError(
-                f"rollout.server.interface = {name!r} has no IPv4 address on {socket.gethostname()}; interfaces here: {known}"
-            ) from error
 
 
 def _write(path: Path, text: str) -> None:
@@ -142,7 +134,7 @@ class ExternalServer:
         assert config.registry is not None
         self.config, self.log, self.port = config, log, 0
         self._index, self._entry = index, RegistryEntry(config.registry, index)
-        self._current: Registration | None = None
+        self._current: _Registration | None = None
         self._retired = ""
         self._is_waiting = False
 
@@ -161,8 +153,8 @@ class ExternalServer:
             self._entry.retire(self._retired)
         self._is_waiting = True
 
-    def wait_ready(self, timeout_s: float | None = None) -> None:
-        timeout_s = self.config.start_timeout_s if timeout_s is None else timeout_s
+    def wait_ready(self) -> None:
+        timeout_s = self.config.start_timeout_s
         deadline = time.monotonic() + timeout_s
         while self._is_waiting:
             newest = self._entry.registered()
@@ -193,75 +185,56 @@ class ExternalServer:
         return f"Its log is {self.log}"
 
 
-def _is_healthy(registration: Registration) -> bool:
+def _is_healthy(registration: _Registration) -> bool:
     parts = urlsplit(registration.url)
     return is_healthy(parts.hostname or "", parts.port or 0)
 
 
-class Node:
-    """A node's equal share of the servers."""
+def serve_node(config: RunConfig, *, model_dir: Path, node: int, nodes: int) -> None:
+    """Runs a node's equal share of the servers, and replaces dead and retired ones, until interrupted.
 
-    def __init__(self, config: RunConfig, *, model_dir: Path, node: int, nodes: int) -> None:
-        """Raises ValueError if the nodes cannot share the servers equally."""
-        server = config.rollout.server
-        share = _share(server, node, nodes)
-        assert server.registry is not None
-        self._entries = [RegistryEntry(server.registry, index) for index in share]
-        self._servers = make_servers(
-            with_local_address(server),
-            share,
-            key=shared_key(server.registry),
-            model_dir=model_dir,
-            dtype=config.model.dtype,
-            log_dir=config.output / "logs",
-            seed=config.seed,
-            trained=True,
-            adapter_rank=config.adapter_rank,
-            tokenizer=config.rollout.sampling.needs_tokenizer,
-        )
-        self._lives = [""] * len(self._servers)
-        self._restarts = 0
-        self._max_restarts = server.max_restarts * len(self._servers)
-
-    def __enter__(self) -> Node:
-        try:
-            self._start(list(range(len(self._servers))))
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        for server in self._servers:
-            server.stop()
-
-    def watch(self) -> None:
-        """Replaces dead and retired servers until interrupted.
-
-        Raises RuntimeError if a server does not start, or dies too often.
-        """
+    Raises ValueError if the nodes cannot share the servers equally, RuntimeError if a server does not start or dies too often.
+    """
+    share = _share(config.rollout.server, node, nodes)
+    server, registry = with_local_address(config.rollout.server), config.rollout.server.registry
+    assert registry is not None
+    servers = make_servers(
+        server,
+        share,
+        key=shared_key(registry),
+        model_dir=model_dir,
+        dtype=config.model.dtype,
+        stop_token_ids=(),
+        log_dir=config.output / "logs",
+        seed=config.seed,
+        trained=True,
+        adapter_rank=config.adapter_rank,
+        tokenizer=config.rollout.sampling.needs_tokenizer,
+    )
+    entries, lives = [RegistryEntry(registry, index) for index in share], [""] * len(servers)
+    restarts, gone = 0, list(range(len(servers)))
+    try:
         while True:
-            states = enumerate(zip(self._servers, self._entries, self._lives, strict=True))
-            gone = [slot for slot, (server, entry, life) in states if not server.alive or entry.is_retired(life)]
-            if gone:
-                self._restarts += len(gone)
-                if self._restarts > self._max_restarts:
-                    logs = "\n".join(self._servers[slot].log_end() for slot in gone)
-                    raise RuntimeError(f"the servers of this node died {self._restarts} times; none is started again.\n{logs}")
-                self._start(gone)
+            for slot in gone:
+                servers[slot].stop()
+            taken = {one.port for one in servers if one.alive}
+            for slot in gone:
+                servers[slot].start(taken)
+                taken.add(servers[slot].port)
+            for slot in gone:
+                lives[slot] = secrets.token_hex(8)
+                servers[slot].wait_ready()
+                entries[slot].register(servers[slot].url, lives[slot])
             time.sleep(_WATCH_INTERVAL_S)
-
-    def _start(self, slots: list[int]) -> None:
-        for slot in slots:
-            self._servers[slot].stop()
-        taken = {server.port for server in self._servers if server.alive}
-        for slot in slots:
-            self._servers[slot].start(taken)
-            taken.add(self._servers[slot].port)
-        for slot in slots:
-            server, self._lives[slot] = self._servers[slot], secrets.token_hex(8)
-            server.wait_ready()
-            self._entries[slot].register(Registration(server.url, self._lives[slot]))
+            states = enumerate(zip(servers, entries, lives, strict=True))
+            gone = [slot for slot, (one, entry, life) in states if not one.alive or entry.is_retired(life)]
+            restarts += len(gone)
+            if restarts > server.max_restarts * len(servers):
+                logs = "\n".join(servers[slot].log_end() for slot in gone)
+                raise RuntimeError(f"the servers of this node died {restarts} times; none is started again.\n{logs}")
+    finally:
+        for one in servers:
+            one.stop()
 
 
 def _share(config: ServerConfig, node: int, nodes: int) -> range:

@@ -1,101 +1,72 @@
 from __future__ import annotations
 
+import resource
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Unpack
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.fleet.external import ExternalServer, shared_key, with_local_address
-from tepo_megatron.sampler.fleet.stream import Lane
 from tepo_megatron.sampler.fleet.sync import WeightSync
-from tepo_megatron.sampler.protocol import FAULT_FIGURES, INITIAL_WEIGHTS, ServerDied
+from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, NO_SERVERS, SamplerOptions, ServerDied
 from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone, ServerSilent
-from tepo_megatron.sampler.vllm.resources import connections, read_vocab_size
+from tepo_megatron.sampler.vllm.resources import read_vocab_size
 from tepo_megatron.sampler.vllm.server import Server, for_all_at_once, make_servers
 from tepo_megatron.weights.architecture import read_model_spec
 
+_OTHER_FILES = 200  # of rank 0, besides its connections
+
 
 @dataclass
-class Restarts:
-    most: int
-    done: int = 0
-    first_cause: str = ""
+class Lane:
+    """A server that samples."""
 
-    def blame(self, cause: object) -> None:
-        """Keeps the first cause, since later ones may be consequences."""
-        self.first_cause = self.first_cause or str(cause).partition("\n")[0]
-
-    def add(self, count: int, logs: str) -> None:
-        """Call it before the restarts. Raises RuntimeError if they are too many."""
-        if self.done + count > self.most:
-            first = f" The first failure was: {self.first_cause}." if self.first_cause else ""
-            raise RuntimeError(
-                f"rollout servers died {self.done + count} times; rollout.server.max_restarts = {self.most}.{first}\n{logs}"
-            )
-        self.done += count
+    index: int
+    client: Client
+    healthy: Callable[[], bool]
+    samples: int = 0
+    tokens: int = 0
+    """Upper bound for the outstanding samples, prompts included."""
+    faults: int = 0  # consecutive ones
 
 
-class Roster:
+class ServerPool:
     """All servers but those in ``_lost`` have the weights ``_version``."""
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        *,
-        model_dir: Path,
-        dtype: str,
-        stop_token_ids: Sequence[int],
-        log_dir: Path,
-        seed: int = 0,
-        first_gpu: int = 0,
-        report: Callable[[str], None] = lambda sentence: None,
-        keep_cache: bool = False,
-        trained: bool = False,
-        adapter_rank: int | None = None,
-        tokenizer: bool = False,
-    ) -> None:
-        self._starts_empty = adapter_rank is not None or config.starts_with_dummies(trained=trained)
+    def __init__(self, config: ServerConfig, **options: Unpack[SamplerOptions]) -> None:
+        model_dir = options["model_dir"]
+        self._starts_empty = options.get("adapter_rank") is not None or config.starts_with_dummies(
+            trained=options.get("trained", False)
+        )
         self._servers: Sequence[Server | ExternalServer]
         if config.placement == "external":
             config = with_local_address(config)
             assert config.registry is not None
             self._key = shared_key(config.registry)
-            logs = [log_dir / f"server-{index}.log" for index in range(config.count)]
-            self._servers = [ExternalServer(config, index=index, log=log) for index, log in enumerate(logs)]
+            self._servers = [
+                ExternalServer(config, index=index, log=options["log_dir"] / f"server-{index}.log")
+                for index in range(config.count)
+            ]
         else:
             self._key = secrets.token_urlsafe(32)
-            self._servers = make_servers(
-                config,
-                range(config.count),
-                key=self._key,
-                model_dir=model_dir,
-                dtype=dtype,
-                log_dir=log_dir,
-                seed=seed,
-                first_gpu=first_gpu,
-                trained=trained,
-                adapter_rank=adapter_rank,
-                tokenizer=tokenizer,
-            )
-        self._config = config
-        self._sleeps = config.placement == "colocated"
-        self._keep_cache = keep_cache
-        self._stop_token_ids = tuple(stop_token_ids)
-        self._report = report
+            self._servers = make_servers(config, range(config.count), key=self._key, **options)
+        self.config = config
+        self._keep_cache = options.get("keep_cache", False)
+        self._stop_token_ids = tuple(options["stop_token_ids"])
+        self._report = options.get("report", lambda sentence: None)
         self._vocab_size = read_vocab_size(model_dir)
         self._routed = read_model_spec(model_dir) if config.routing_replay else None
         self._clients: list[Client] = []
-        self._pools: list[ThreadPoolExecutor] = []
         self._sync: WeightSync | None = None
         self._version: WeightsVersion | None = None
-        self._restarts = Restarts(config.max_restarts)
-        self._restarts_told = 0
-        self._counts = dict.fromkeys(FAULT_FIGURES, 0)
+        self._restarts = 0
+        self._first_cause = ""  # later ones may be consequences
+        self._counts = dict(NO_SERVERS)
         self._lost: dict[int, Future[None] | None] = {}
         """Servers that wait for the next update, with the start of their replacement."""
         self._replaced: set[int] = set()
@@ -104,27 +75,33 @@ class Roster:
         # start() may run in another thread than stop(): without the lock a server could be started after all were stopped.
         self._spawning = threading.Lock()
         self._stopped = False
-        self._published: list[WeightsVersion] = [INITIAL_WEIGHTS]
-        self._common = 1
-        """Number of ``_published`` versions from finished updates."""
+        self._versions: list[WeightsVersion] = [INITIAL_WEIGHTS]
+        self.published = 1
+        """Number of versions that all servers have had."""
         self.updating = False
+        """Whether servers hold requests for an update."""
         # A stream of samples may lose a server in one thread while another updates weights.
         self._changing = threading.RLock()
 
-    # -- what a stream of samples asks of its fleet (``stream.Host``)
+    @property
+    def _sleeps(self) -> bool:
+        return self.config.placement == "colocated"
+
+    @property
+    def _away(self) -> set[int]:
+        """Servers that do not sample."""
+        return self._lost.keys() | self._replaced
 
     def lanes(self) -> list[Lane]:
+        """Returns servers that sample, as new objects."""
         if self._revived and self._version is None:
             return []
-        parts = enumerate(zip(self._servers, self._clients, self._pools, strict=False))
-        away = self._lost.keys() | self._replaced
-        return [Lane(index, client, pool, server.healthy) for index, (server, client, pool) in parts if index not in away]
-
-    def published(self) -> int:
-        return self._common
+        parts = enumerate(zip(self._servers, self._clients, strict=False))
+        return [Lane(index, client, server.healthy) for index, (server, client) in parts if index not in self._away]
 
     def versions(self, since: int) -> list[WeightsVersion]:
-        return self._published[since - 1 :]
+        """Returns the last of the first ``since`` versions and all after it: they may draw tokens."""
+        return self._versions[since - 1 :]
 
     def count_retried(self, requests: int) -> None:
         self._counts["requests/retried"] += requests
@@ -132,14 +109,14 @@ class Roster:
     @contextmanager
     def _announced(self, version: WeightsVersion) -> Iterator[None]:
         """During an update some servers may already draw with the new weights."""
-        self._published.append(version)
+        self._versions.append(version)
         self.updating = True
         try:
             yield
-            self._common = len(self._published)
+            self.published = len(self._versions)
             self._replaced, self._revived = set(), False
         except BaseException:
-            self._published.pop()
+            self._versions.pop()
             raise
         finally:
             self.updating = False
@@ -170,16 +147,17 @@ class Roster:
         self._close_sync()
         self._lost[lane.index] = self._replacing.submit(self._restart, [self._servers[lane.index]], stop=True)
 
+    def _remember(self, cause: Exception) -> None:
+        self._first_cause = self._first_cause or str(cause).partition("\n")[0]
+
     def _blame(self, cause: Exception) -> None:
-        self._restarts.blame(cause)
+        self._remember(cause)
         if isinstance(cause, ServerSilent):
             self._counts["servers/timeouts"] += 1
 
     def figures(self) -> dict[str, float]:
-        done = self._restarts.done
-        counts = {"servers/restarts": done - self._restarts_told, **self._counts}
-        self._restarts_told, self._counts = done, dict.fromkeys(FAULT_FIGURES, 0)
-        return {name: float(count) for name, count in counts.items()}
+        counts, self._counts = self._counts, dict(NO_SERVERS)
+        return counts
 
     def _take_back(self) -> None:
         """Replaced servers have the weights of the model's folder."""
@@ -195,7 +173,7 @@ class Roster:
             for index, started in replacements.items():
                 if started is not None:
                     self._version = None
-                    self._connect_one(index)
+                    self._clients[index] = self._client(self._servers[index])
         except BaseException:
             self._end()
             raise
@@ -205,14 +183,22 @@ class Roster:
         if stop:
             for_all_at_once(servers, lambda server: server.stop())
         while servers:
-            self._restarts.add(len(servers), "\n".join(server.log_end() for server in servers))
+            self._restarts += len(servers)
+            if self._restarts > self.config.max_restarts:
+                first = f" The first failure was: {self._first_cause}." if self._first_cause else ""
+                logs = "\n".join(server.log_end() for server in servers)
+                raise RuntimeError(
+                    f"rollout servers died {self._restarts} times; rollout.server.max_restarts = {self.config.max_restarts}."
+                    f"{first}\n{logs}"
+                )
+            self._counts["servers/restarts"] += len(servers)
             try:
                 self._launch(servers)
                 return
             except RuntimeError as error:
                 if self._stopped:
                     raise
-                self._restarts.blame(error)
+                self._remember(error)
                 servers = [server for server in servers if not server.healthy()]
                 for server in servers:
                     server.stop()
@@ -239,36 +225,29 @@ class Roster:
         self._disconnect()
         self._replaced = set()
         self._clients = [self._client(server) for server in self._servers]
-        self._pools = [self._pool() for _ in self._servers]
         if self._sleeps:
             for_all_at_once(self._clients, Client.sleep)
 
-    def _connect_one(self, index: int) -> None:
-        self._pools[index].shutdown(wait=False, cancel_futures=True)
-        self._pools[index] = self._pool()
-        self._clients[index] = self._client(self._servers[index])
-
     def _client(self, server: Server | ExternalServer) -> Client:
-        timeout_s, apart = self._config.request_timeout_s, self._keep_cache
-        return Client(server.url, self._key, timeout_s, self._vocab_size, self._routed, versions_apart=apart)
-
-    def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(connections(self._config), thread_name_prefix="rollout")
+        # Open files limit the number of connections.
+        spare = max(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES)
+        threads = max(1, min(self.config.max_num_seqs, spare // self.config.count))
+        model = (self._vocab_size, self._routed)
+        timeout_s, apart = self.config.request_timeout_s, self._keep_cache
+        return Client(server.url, self._key, timeout_s, *model, versions_apart=apart, threads=threads)
 
     def _disconnect(self) -> None:
-        for pool in self._pools:
-            pool.shutdown(wait=False, cancel_futures=True)
         for client in self._clients:
             client.close()
-        self._clients, self._pools = [], []
+        self._clients = []
 
     def raise_if_dead(self, cause: Exception) -> None:
+        """Raises ServerDied if a dead server is the reason for ``cause``."""
         if isinstance(cause, ServerDied):
             return
-        away = self._lost.keys() | self._replaced
-        dead = [server for index, server in enumerate(self._servers) if index not in away and not server.healthy()]
+        dead = [server for index, server in enumerate(self._servers) if index not in self._away and not server.healthy()]
         if dead:
-            self._restarts.blame(cause)
+            self._remember(cause)
             raise self._died(dead, cause) from cause
 
     def _died(self, dead: Sequence[Server | ExternalServer], cause: Exception) -> ServerDied:

@@ -4,58 +4,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from queue import Empty, SimpleQueue
-from types import TracebackType
-from typing import Protocol
 
 from numpy.typing import ArrayLike
 
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Response, TokenIds, WeightsVersion, token_ids
+from tepo_megatron.sampler.fleet.progress import ProgressWatch, probe_interval_s
+from tepo_megatron.sampler.fleet.server_pool import Lane, ServerPool
 from tepo_megatron.sampler.protocol import KeyedResponse, ServerDied
-from tepo_megatron.sampler.sampling import Sample, Sampling, join_parts, make_sample
+from tepo_megatron.sampler.sampling import Sample, Sampling, join_parts
 from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone, ServerSilent
-
-
-@dataclass
-class Lane:
-    """A ``pool`` per server keeps a hanging one from blocking others."""
-
-    index: int
-    client: Client
-    pool: ThreadPoolExecutor
-    healthy: Callable[[], bool]
-    samples: int = 0
-    tokens: int = 0
-    """Upper bound for the outstanding samples, prompts included."""
-    faults: int = 0  # consecutive ones
-
-
-class Host(Protocol):
-    @property
-    def updating(self) -> bool:
-        """Whether servers hold requests for an update."""
-
-    def lanes(self) -> Sequence[Lane]:
-        """Returns servers that sample, as new objects."""
-
-    def published(self) -> int:
-        """Versions that all servers have had."""
-
-    def versions(self, since: int) -> Sequence[WeightsVersion]:
-        """Returns the last of the first ``since`` versions and all after it: they may draw tokens."""
-
-    def lose(self, lane: Lane, cause: ServerFault) -> None:
-        """Raises ServerDied if no server can replace it."""
-
-    def raise_if_dead(self, cause: Exception) -> None:
-        """Raises ServerDied if a dead server is the reason for ``cause``."""
-
-    def count_retried(self, requests: int) -> None: ...
-
 
 FIRST_PAUSE_S = 0.1
 """It doubles with each repetition, up to ``_LAST_PAUSE_S``."""
@@ -101,17 +63,14 @@ class _Event:
 
 @dataclass
 class FleetStream:
-    """A ``SampleStream`` over the servers of ``host``.
+    """A ``SampleStream`` over the servers of ``pool``.
 
     Requests go to the server with the fewest outstanding tokens, and are repeated up to ``max_retries`` times. The stream gives
-    up a server after more faults in a row, if it is dead, or silent for ``timeout_s``.
+    up a server after more faults in a row, if it is dead, or silent for ``request_timeout_s``.
     """
 
-    host: Host
+    pool: ServerPool
     sampling: Sampling
-    timeout_s: float
-    max_retries: int
-    at_once: int
     on_move: Callable[[], None] = lambda: None
     _waiting: deque[_Request] = field(default_factory=deque)
     _sent: dict[str, _Request] = field(default_factory=dict)
@@ -127,7 +86,7 @@ class FleetStream:
         self._refresh()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_exception: object) -> None:
         self._waiting.clear()
         self._abort_sent()
         self._sent.clear()
@@ -135,12 +94,16 @@ class FleetStream:
             watch.close()
 
     @property
+    def _config(self) -> ServerConfig:
+        return self.pool.config
+
+    @property
     def unfinished(self) -> int:
         return len(self._ready) + sum(len(request.samples) for request in (*self._waiting, *self._sent.values()))
 
     @property
     def weights_version(self) -> WeightsVersion:
-        return self.host.versions(self.host.published())[-1]
+        return self.pool.versions(self.pool.published)[-1]
 
     def submit(
         self,
@@ -163,10 +126,10 @@ class FleetStream:
         sampling = self.sampling
         if room is not None:
             sampling = sampling._replace(max_new_tokens=min(room, sampling.max_new_tokens))
-        samples = [make_sample(index, seed, sampling, parts.get(index)) for index in (range(n) if only is None else only)]
-        since = self.host.published()
-        for first in range(0, len(samples), self.at_once):
-            some = {sample.index: sample for sample in samples[first : first + self.at_once]}
+        samples = [Sample.of(index, seed, sampling, parts.get(index)) for index in (range(n) if only is None else only)]
+        since = self.pool.published
+        for first in range(0, len(samples), self._config.max_num_seqs):
+            some = {sample.index: sample for sample in samples[first : first + self._config.max_num_seqs]}
             self._waiting.append(_Request(key, prompt, some, parts, since, home=home))
         self._dispatch()
 
@@ -182,7 +145,7 @@ class FleetStream:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while not self._ready and self.unfinished:
-                left = _interval_s(self.timeout_s)
+                left = probe_interval_s(self._config.request_timeout_s)
                 if deadline is not None:
                     left = min(left, deadline - time.monotonic())
                 with suppress(Empty):
@@ -191,7 +154,7 @@ class FleetStream:
                 if not self._ready and deadline is not None and time.monotonic() >= deadline:
                     return None
         except RuntimeError as error:
-            self.host.raise_if_dead(error)
+            self.pool.raise_if_dead(error)
             raise
         return self._ready.popleft() if self._ready else None
 
@@ -205,10 +168,10 @@ class FleetStream:
             except Empty:
                 self._abort_sent()  # it does not end a request that was being sent
                 continue
-            if isinstance(event.error, ServerFault):
-                self._drop(event)
-            else:
+            if not isinstance(event.error, ServerFault):
                 self._settle(event)
+            elif event.name in self._sent:
+                self._forget(event.request)
         for request in list(self._sent.values()):
             self._forget(request)
         self._is_aborted = False
@@ -219,23 +182,24 @@ class FleetStream:
     # -- within
 
     def _refresh(self) -> None:
-        for lane in self.host.lanes():
+        for lane in self.pool.lanes():
             known = self._lanes.get(lane.index)
             if known is None or known.client is not lane.client:
                 self._lanes[lane.index] = lane
                 if (watch := self._watches.pop(lane.index, None)) is not None:
                     watch.close()
-
-                self._watches[lane.index] = ProgressWatch(lane.client.progress, self.timeout_s, on_move=self.on_move)
+                self._watches[lane.index] = ProgressWatch(
+                    lane.client.progress, self._config.request_timeout_s, on_move=self.on_move
+                )
 
     def _dispatch(self) -> None:
         while self._waiting and self._lanes:
             first = self._waiting[0]
             home = self._lanes.get(self._homes.get(first.home, -1))
             lane = min(self._lanes.values(), key=lambda lane: (lane is first.failed_lane, lane.tokens, lane.index))
-            if home is not None and home is not first.failed_lane and home.samples < self.at_once:
+            if home is not None and home is not first.failed_lane and home.samples < self._config.max_num_seqs:
                 lane = home
-            if lane.samples and lane.samples + len(self._waiting[0].samples) > _QUEUE_FACTOR * self.at_once:
+            if lane.samples and lane.samples + len(self._waiting[0].samples) > _QUEUE_FACTOR * self._config.max_num_seqs:
                 return
             self._send(self._waiting.popleft(), lane)
 
@@ -249,7 +213,7 @@ class FleetStream:
         lane.tokens += request.tokens
         self._sent[request.name] = request
         try:
-            lane.pool.submit(self._draw, request, lane, dict(request.samples), request.name)
+            lane.client.pool.submit(self._draw, request, lane, dict(request.samples), request.name)
         except RuntimeError as error:  # the fleet has ended its servers meanwhile, in another thread
             self._events.put(_Event(request, request.name, error=ServerGone(str(error), url=lane.client.url)))
 
@@ -265,18 +229,15 @@ class FleetStream:
                 request.prompt,
                 list(samples.values()),
                 self.sampling,
-                lambda: self.host.versions(request.since),
+                lambda: self.pool.versions(request.since),
                 is_aborted=lambda: self._is_aborted,
             )
             for index, response in drawn:
                 self._events.put(_Event(request, name, index, response))
             self._events.put(_Event(request, name))
-        except (ServerGone, ServerSilent) as error:
-            self._events.put(_Event(request, name, error=error))
-        except ServerFault as error:
-            gone = not lane.healthy()
-            self._events.put(_Event(request, name, error=ServerGone(str(error), url=error.url) if gone else error))
         except BaseException as error:
+            if type(error) is ServerFault and not lane.healthy():
+                error = ServerGone(str(error), url=error.url)
             self._events.put(_Event(request, name, error=error))
 
     def _settle(self, event: _Event) -> None:
@@ -300,10 +261,6 @@ class FleetStream:
                 raise event.error
         self._dispatch()
 
-    def _drop(self, event: _Event) -> None:
-        if event.name in self._sent:
-            self._forget(event.request)
-
     def _forget(self, request: _Request) -> None:
         if request.lane is not None and self._sent.pop(request.name, None) is not None:
             request.lane.samples -= len(request.samples)
@@ -314,9 +271,9 @@ class FleetStream:
         request.faults += 1
         request.failed_lane = lane
         if request.samples:
-            self.host.count_retried(1)
+            self.pool.count_retried(1)
             self._waiting.appendleft(request)
-        if isinstance(error, ServerGone | ServerSilent) or max(lane.faults, request.faults) > self.max_retries:
+        if isinstance(error, ServerGone | ServerSilent) or max(lane.faults, request.faults) > self._config.max_retries:
             self._lose(lane, error)
 
     def _lose(self, lane: Lane, cause: ServerFault) -> None:
@@ -326,18 +283,18 @@ class FleetStream:
         for request in left:
             del self._sent[request.name]
             request.lane = None
-        self.host.lose(lane, cause)
+        self.pool.lose(lane, cause)
         self._refresh()
         if not self._lanes:  # also if all were restarted and wait for their weights
             raise ServerDied(f"no rollout server samples: {cause}") from cause
-        self.host.count_retried(len(left))
+        self.pool.count_retried(len(left))
         self._waiting.extendleft(reversed(left))
 
     def _check_servers(self) -> None:
         self._refresh()
         for lane in list(self._lanes.values()):
             watch = self._watches[lane.index]
-            if not lane.samples or self.host.updating:
+            if not lane.samples or self.pool.updating:
                 watch.note_progress()  # nothing is outstanding
             elif why := watch.look():
                 self._lose(lane, ServerSilent(f"{lane.client.url}: {why}", url=lane.client.url))
@@ -354,72 +311,3 @@ class FleetStream:
 def _abort(client: Client, names: Sequence[str]) -> None:
     with suppress(RuntimeError):  # the watch finds a server that fails
         client.abort(names)
-
-
-_PROBES = 20
-
-_MAX_INTERVAL_S = 5.0
-
-
-def _interval_s(timeout_s: float) -> float:
-    return min(_MAX_INTERVAL_S, timeout_s / _PROBES)
-
-
-class ProgressWatch:
-    """Counts only time in which this process ran. Only one thread uses it.
-
-    ``probe`` runs in another thread and raises ServerSilent or ServerGone.
-    """
-
-    def __init__(
-        self,
-        probe: Callable[[], object],
-        timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        on_move: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._probe, self._timeout_s, self._clock, self._on_move = probe, timeout_s, clock, on_move
-        self._interval = _interval_s(timeout_s)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="progress")
-        self._answer: Future[object] | None = None
-        self._probed_at = self._checked_at = clock()
-        self._last: object = None
-        self._silent_s = 0.0
-        self._gone = 0
-
-    def note_progress(self) -> None:
-        """Call it when the server answers a request, or gets its first one."""
-        self._silent_s, self._checked_at, self._gone = 0.0, self._clock(), 0
-
-    def look(self) -> str:
-        """Returns why the server counts as dead, or ""."""
-        now = self._clock()
-        self._silent_s += min(now - self._checked_at, 2 * self._interval)
-        self._checked_at = now
-        if self._answer is not None and self._answer.done():
-            gone = self._take(self._answer)
-            self._answer = None
-            if gone:
-                return gone
-        if self._answer is None and now - self._probed_at >= self._interval:
-            self._answer, self._probed_at = self._thread.submit(self._probe), now
-        if self._silent_s < self._timeout_s:
-            return ""
-        return f"no new token of any request within {self._timeout_s:g} s (rollout.server.request_timeout_s)"
-
-    def _take(self, answer: Future[object]) -> str:
-        try:
-            state = answer.result()
-        except ServerSilent:
-            return ""
-        except ServerGone as error:
-            self._gone += 1  # one connection may fail for other reasons
-            return str(error) if self._gone > 1 else ""
-        if state is not None and state != self._last:
-            self._last = state
-            self.note_progress()
-            self._on_move()
-        return ""
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)

@@ -6,13 +6,13 @@ new sync.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone, ServerSilent
 from tepo_megatron.weights.transfer import full_tensors
@@ -26,36 +26,83 @@ T = TypeVar("T")
 LOOK_S = 2.0
 
 
-class WeightSync(ABC):
+class WeightSync:
     """All errors are RuntimeErrors; ServerSilent if a server hangs.
 
-    ``tp``: workers of each server. ``timeout_s`` bounds every message, ``answer_timeout_s`` an answer after all weights are
-    sent. ``asleep``: servers sleep before every update. ``keep_cache``: held responses keep keys and values.
+    ``keep_cache``: held responses keep keys and values.
     """
 
-    def __init__(
-        self,
-        clients: Sequence[Client],
-        *,
-        host: str,
-        tp: int,
-        timeout_s: float,
-        answer_timeout_s: float | None = None,
-        asleep: bool = False,
-        keep_cache: bool = False,
-    ) -> None:
-        self._clients, self._host, self._tp, self._timeout_s = list(clients), host, tp, timeout_s
-        self._answer_timeout_s = answer_timeout_s or timeout_s
-        self._asleep, self._keep_cache = asleep, keep_cache
+    _group: GlooGroup | ShardSender | None = None
+
+    def __init__(self, clients: Sequence[Client], config: ServerConfig, *, keep_cache: bool = False) -> None:
+        self._clients, self._config, self._keep_cache = list(clients), config, keep_cache
+        self._asleep = config.placement == "colocated"
+        self._timeout_s = config.transfer_timeout_s
         self._pool = ThreadPoolExecutor(len(self._clients) + 1, thread_name_prefix="weight-sync")
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._close_group()
 
-    @abstractmethod
     def _close_group(self) -> None:
         """Pending waits of the workers fail."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def update_from_tensors(
+        self,
+        version: WeightsVersion,
+        manifest: TensorManifest,
+        tensors: Iterable[Tensor],
+        adapter_settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Sends full tensors, or LoRA adapters, from this process to all workers.
+
+        ``adapter_settings`` are a PEFT folder's. Raises RuntimeError naming server and tensor.
+        """
+        has_adapters = adapter_settings is not None
+        if not isinstance(self._group, GlooGroup):
+            self._close_group()
+            self._group = self._broadcast_group(has_adapters)
+        group = self._group
+        self._start_update()
+        info = {"manifest": [[name, list(shape), dtype] for name, shape, dtype in manifest]}
+        self._transfer(
+            lambda client: client.receive_weights(info | ({"settings": dict(adapter_settings)} if adapter_settings else {})),
+            lambda cancelled: full_tensors.send(group, manifest, tensors, cancelled=cancelled),
+        )
+        self._finish_update(version)
+        if has_adapters:
+            self._everywhere(Client.use_adapter)
+
+    def update_from_shards(self, version: WeightsVersion, sender: ShardSender) -> None:
+        """Rank 0 calls; the others ``update_as_non_root``. Raises RuntimeError naming server, tensor and ranks.
+
+        Always call ``sender.finish_update`` afterwards: other ranks wait for it.
+        """
+        if self._group is not sender:
+            self._close_group()
+            self._group = sender
+            place = sender.open_rendezvous(self._config.host)
+            sender.broadcast_rendezvous()
+            info = {"place": place, "world_size": sender.world_size, "sharded": True}
+            self._join_group(sender.join_group, self._close_group, first_worker=sender.num_sources, info=info)
+        else:
+            sender.broadcast_rendezvous()
+        self._start_update()
+        self._transfer(lambda client: client.receive_weights({}), sender.send_shards)
+        self._finish_update(version)
+
+    def _broadcast_group(self, has_adapters: bool) -> GlooGroup:
+        host, world_size = self._config.host, 1 + self._config.tp * len(self._clients)
+        store, place = listen(host)
+        return self._join_group(
+            lambda: GlooGroup(store, host, 0, world_size, self._timeout_s),
+            lambda: announce_departure(store),
+            first_worker=1,
+            info={"place": place, "world_size": world_size, "sharded": False, "adapters": has_adapters},
+        )
 
     def _start_update(self) -> None:
         if self._asleep:
@@ -73,9 +120,9 @@ class WeightSync(ABC):
         info: Mapping[str, Any],
     ) -> T:
         """Returns the result of ``enter``, by which this process joins; ``leave`` ends the others' waits."""
-        info = {"host": self._host, "timeout_s": self._timeout_s, **info}
+        info = {"host": self._config.host, "timeout_s": self._timeout_s, **info}
         joining = [
-            self._pool.submit(client.init_weight_transfer, {**info, "rank_offset": first_worker + self._tp * index})
+            self._pool.submit(client.init_weight_transfer, {**info, "rank_offset": first_worker + self._config.tp * index})
             for index, client in enumerate(self._clients)
         ]
         entering = self._pool.submit(enter)
@@ -94,7 +141,7 @@ class WeightSync(ABC):
         failed: RuntimeError | None = None
         try:
             send(lambda: any(_failed(request) for request in receiving))
-            wait(receiving, self._answer_timeout_s, return_when=FIRST_EXCEPTION)
+            wait(receiving, self._config.request_timeout_s, return_when=FIRST_EXCEPTION)
         except RuntimeError as error:
             failed = error
         if failed is None and all(request.done() and not _failed(request) for request in receiving):
@@ -130,79 +177,6 @@ class WeightSync(ABC):
         if isinstance(first, ServerFault) and all(isinstance(cause, ServerFault) for cause in causes):
             error = type(first)(str(error), url=first.url)
         raise error
-
-
-class BroadcastSync(WeightSync):
-    """Sends full tensors, or LoRA adapters, from this process to all workers."""
-
-    _group: GlooGroup | None = None
-
-    def update_weights(
-        self,
-        version: WeightsVersion,
-        manifest: TensorManifest,
-        tensors: Iterable[Tensor],
-        adapter_settings: Mapping[str, Any] | None = None,
-    ) -> None:
-        """``adapter_settings`` are a PEFT folder's. Raises RuntimeError naming server and tensor."""
-        has_adapters = adapter_settings is not None
-        group = self._group = self._group or self._form(has_adapters)
-        self._start_update()
-        info = {"manifest": [[name, list(shape), dtype] for name, shape, dtype in manifest]}
-        self._transfer(
-            lambda client: client.receive_weights(info | ({"settings": dict(adapter_settings)} if adapter_settings else {})),
-            lambda cancelled: full_tensors.send(group, manifest, tensors, cancelled=cancelled),
-        )
-        self._finish_update(version)
-        if has_adapters:
-            self._everywhere(Client.use_adapter)
-
-    def _form(self, has_adapters: bool) -> GlooGroup:
-        world_size = 1 + self._tp * len(self._clients)
-        store, place = listen(self._host)
-        return self._join_group(
-            lambda: GlooGroup(store, self._host, 0, world_size, self._timeout_s),
-            lambda: announce_departure(store),
-            first_worker=1,
-            info={"place": place, "world_size": world_size, "sharded": False, "adapters": has_adapters},
-        )
-
-    def _close_group(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-
-
-class ShardSync(WeightSync):
-    """Rank 0 calls; the others ``update_as_non_root``."""
-
-    _sender: ShardSender | None = None
-
-    def update_weights(self, version: WeightsVersion, sender: ShardSender) -> None:
-        """Raises RuntimeError naming server, tensor and ranks.
-
-        Always call ``sender.finish_update`` afterwards: other ranks wait for it.
-        """
-        if self._sender is None:
-            self._sender = sender
-            place = sender.open_rendezvous(self._host)
-            sender.broadcast_rendezvous()
-            self._join_group(
-                sender.join_group,
-                self._close_group,
-                first_worker=sender.num_sources,
-                info={"place": place, "world_size": sender.world_size, "sharded": True},
-            )
-        else:
-            sender.broadcast_rendezvous()
-        self._start_update()
-        self._transfer(lambda client: client.receive_weights({}), sender.send_shards)
-        self._finish_update(version)
-
-    def _close_group(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
 
 
 def _end_if_gone(client: Client) -> None:

@@ -4,6 +4,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from typing import Any
@@ -12,18 +13,17 @@ import httpx
 import numpy as np
 
 from tepo_megatron.core.rollout import Response, TokenIds, WeightsVersion
-from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS
 from tepo_megatron.sampler.sampling import Sample, Sampling
-from tepo_megatron.sampler.vllm.plugin.middleware import ADAPTER_NAME, PROGRESS, USE_ADAPTER
 from tepo_megatron.sampler.vllm.server import HEALTH_TIMEOUT_S, IDLE_CONNECTION_S, MODEL_NAME
 from tepo_megatron.sampler.vllm.wire import (
     ABORT,
+    ADAPTER_NAME,
+    PROGRESS,
     SAMPLES,
+    USE_ADAPTER,
     BadAnswer,
-    FailedAnswer,
-    OtherWeights,
-    read_frames,
-    read_response,
+    label,
+    read_responses,
 )
 from tepo_megatron.weights.architecture import ModelSpec
 
@@ -34,8 +34,6 @@ GENERATE = "/inference/v1/generate"
 
 _FIRST = -1
 """vLLM's priority of requests before all samples (0)."""
-
-_INITIAL_LABEL = "default"  # vLLM's name, before any update
 
 
 class ServerFault(RuntimeError):  # noqa: N818
@@ -60,7 +58,7 @@ class Client:
     Raises ServerSilent after ``timeout_s``, ServerFault if the server cannot be reached, fails (status 5xx) or answers wrongly,
     RuntimeError for a refusal. Samples and the receiving of weights have no time limit, but :meth:`close` ends them.
     ``asleep``: memory that the server has freed. ``routed``: responses must have their experts. ``versions_apart``: versions
-    share no cached prompts.
+    share no cached prompts. ``pool``: threads for requests; one per server keeps a hanging one from blocking others.
     """
 
     def __init__(
@@ -72,8 +70,10 @@ class Client:
         routed: ModelSpec | None = None,
         *,
         versions_apart: bool = False,
+        threads: int = 1,
     ) -> None:
         self.url = url
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="rollout")
         self.asleep: frozenset[str] = frozenset()
         self.versions_apart = versions_apart
         self._model = MODEL_NAME
@@ -98,6 +98,7 @@ class Client:
                     connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads, which closing does not
             self._sockets.clear()
         self._http.close()
+        self.pool.shutdown(wait=False)
 
     def progress(self) -> object:
         """Returns a value that changes with every token and request, or None. Raises ServerGone or ServerSilent."""
@@ -137,7 +138,7 @@ class Client:
             "id": name or secrets.token_hex(8),
             "model": self._model,
             "prompt": _listed(prompt),
-            **({"cache_salt": _label(versions()[-1])} if self.versions_apart else {}),
+            **({"cache_salt": label(versions()[-1])} if self.versions_apart else {}),
             **({"priority": _FIRST} if first else {}),
             "sampling": {**sampling.parameters(), **({} if from_cache else {"skip_reading_prefix_cache": True})},
             **({"sampling_mask": True} if sampling.sampling_mask else {}),
@@ -151,34 +152,20 @@ class Client:
                 for sample in samples
             ],
         }
-        by_index = {sample.index: sample for sample in samples}
-        expected: Sequence[WeightsVersion] = ()
         try:
-            for frame in read_frames(self._stream(SAMPLES, body), list(by_index)):
-                expected = versions()
-                sample = by_index[frame.head["sample"]]
-                response = read_response(
-                    frame,
-                    max_new_tokens=sample.max_new_tokens,
-                    vocab_size=self._vocab_size,
-                    labels={label: version for version in expected for label in _labels(version)},
-                    part=is_aborted(),
-                    routed=None if self._routed is None else (self._routed, len(prompt) + len(sample.prefix)),
-                    sampling_mask=sampling.sampling_mask,
-                )
-                if response is not None:
-                    yield sample.index, response
+            yield from read_responses(
+                self._stream(SAMPLES, body),
+                {sample.index: sample for sample in samples},
+                versions,
+                prompt_tokens=len(prompt),
+                vocab_size=self._vocab_size,
+                routed=self._routed,
+                sampling_mask=sampling.sampling_mask,
+                is_aborted=is_aborted,
+            )
         except BadAnswer as error:
-            raise ServerFault(f"{self.url} {error} (POST {SAMPLES})", url=self.url) from error
-        except FailedAnswer as error:
-            message = f"POST {self.url}{SAMPLES}: status {error.status}: {error}"
-            raise ServerFault(message, url=self.url) if error.status >= 500 else RuntimeError(message) from error
-        except OtherWeights as error:
-            raise RuntimeError(
-                f"{self.url} drew a response with weights {error}, but this run gave it "
-                f"{' and '.join(map(_label, expected))} (step:digest): another run updates this server, or an update was lost. "
-                "Give every run servers of its own, and start this one again with --resume"
-            ) from error
+            message = f"{self.url} {error} (POST {SAMPLES})"
+            raise ServerFault(message, url=self.url) if error.repeat else RuntimeError(message) from error
 
     def abort(self, names: Sequence[str]) -> None:
         self._post(ABORT, {"ids": list(names)})
@@ -238,14 +225,14 @@ class Client:
             )
 
     def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
-        """Blocks until all members join. ``info``: ``plugin.engine.InitInfo``."""
+        """Blocks until all members join. ``info``: ``plugin.engine._InitInfo``."""
         self._post("/init_weight_transfer_engine", {"init_info": info})
 
     def start_weight_update(self) -> None:
         self._post("/start_weight_update")
 
     def receive_weights(self, info: Mapping[str, Any]) -> None:
-        """Blocks until the weights are loaded. ``info``: ``plugin.engine.UpdateInfo``."""
+        """Blocks until the weights are loaded. ``info``: ``plugin.engine._UpdateInfo``."""
         self._post("/update_weights", {"update_info": info}, self._unbounded)
 
     def use_adapter(self) -> None:
@@ -253,7 +240,7 @@ class Client:
         self._model = ADAPTER_NAME
 
     def finish_weight_update(self, version: WeightsVersion) -> None:
-        self._post("/finish_weight_update", {"weight_version": _label(version)})
+        self._post("/finish_weight_update", {"weight_version": label(version)})
 
     def _check_awake(self) -> None:
         if self.asleep:
@@ -322,11 +309,3 @@ def _message(reply: httpx.Response) -> str:
 
 def _listed(ids: Sequence[int] | TokenIds) -> list[int]:
     return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
-
-
-def _labels(version: WeightsVersion) -> list[str]:
-    return [_label(version), _INITIAL_LABEL] if version == INITIAL_WEIGHTS else [_label(version)]
-
-
-def _label(version: WeightsVersion) -> str:
-    return f"{version.step}:{version.digest}"

@@ -14,26 +14,30 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar, Unpack
 
 from tepo_megatron.config.rollout import MOST_KEPT, ServerConfig
 from tepo_megatron.runtime.machine import load_hint, read_cores
 from tepo_megatron.runtime.proc import Process
 from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
 from tepo_megatron.runtime.supervise import sweep
-from tepo_megatron.sampler.vllm.plugin import ROUTES_VARIABLE
-from tepo_megatron.sampler.vllm.plugin.middleware import ADAPTER_VARIABLE, AWAITS_VARIABLE, DUMMY_FORMAT, named_tokens
-from tepo_megatron.sampler.vllm.plugin.patches import FORK_VARIABLE, SPECULATES_VARIABLE
+from tepo_megatron.sampler.protocol import SamplerOptions
 from tepo_megatron.sampler.vllm.resources import (
-    check_draft,
     check_machine,
     check_quantization,
+    read_vocab_size,
     reserve_port,
-    server_seed,
-    visible_gpus,
-    vllm_options,
-    weights_bytes,
     worker_cores,
+)
+from tepo_megatron.sampler.vllm.wire import (
+    ADAPTER_VARIABLE,
+    AWAITS_VARIABLE,
+    DUMMY_FORMAT,
+    FORK_VARIABLE,
+    KEY_VARIABLE,
+    ROUTES_VARIABLE,
+    SPECULATES_VARIABLE,
+    named_tokens,
 )
 from tepo_megatron.weights.transfer.transport import BACKEND
 
@@ -88,7 +92,17 @@ class Server:
 
     def __post_init__(self) -> None:
         check_quantization(self.config.quantization)
-        check_draft(self.config.speculative, self.model_dir)
+        if self.config.speculative is None or (draft := self.config.speculative.draft_model) is None:
+            return
+        field = f"rollout.server.speculative.draft_model = {draft}"
+        if not (draft / "config.json").is_file():
+            raise ValueError(f"{field} is no folder with a model: it has no config.json; name one in Hugging Face's format")
+        size, draft_size = read_vocab_size(self.model_dir), read_vocab_size(draft)
+        if size != draft_size:
+            raise ValueError(
+                f"{field} has a vocabulary of {draft_size} tokens, and the model in {self.model_dir} one of {size}: its "
+                "guesses would be other tokens; name a model with the same tokenizer"
+            )
 
     @property
     def url(self) -> str:
@@ -101,7 +115,7 @@ class Server:
         self.stop()
         self._reserved = reserve_port(self.config.host, self.config.port, taken)
         self.port = self._reserved.getsockname()[1]
-        on_gpu = has_gpu()
+        on_gpu = _has_gpu()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._log_start = log.tell()
@@ -114,9 +128,9 @@ class Server:
                 start_new_session=True,  # a Ctrl-C at the terminal is the trainer's; it stops its servers itself
             )
 
-    def wait_ready(self, timeout_s: float | None = None) -> None:
+    def wait_ready(self) -> None:
         """Raises RuntimeError with the log's end."""
-        timeout_s = self.config.start_timeout_s if timeout_s is None else timeout_s
+        timeout_s = self.config.start_timeout_s
         deadline = time.monotonic() + timeout_s
         while not self.healthy():
             if not self.alive:
@@ -131,9 +145,9 @@ class Server:
         self._release_port()
 
     def _release_port(self) -> None:
-        reserved, self._reserved = self._reserved, None
-        if reserved is not None:
-            reserved.close()
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
 
     @property
     def alive(self) -> bool:
@@ -174,7 +188,7 @@ class Server:
         except OSError as error:
             return f"Its log {self.log} cannot be read: {error.strerror}"
         parts = [f"The last lines of {self.log}:", *(f"  {line}" for line in text[-lines:])]
-        if cause := first_error(text):
+        if cause := _first_error(text):
             parts = [f"The first error in {self.log}:", *(f"  {line}" for line in cause), *parts]
         return "\n".join(parts)
 
@@ -202,7 +216,7 @@ class Server:
         if config.head_dtype != "model":
             options["--hf-overrides"] = json.dumps({"head_dtype": config.head_dtype})
         if config.speculative is not None:
-            options["--speculative-config"] = vllm_options(config.speculative, config.tp)
+            options["--speculative-config"] = self._speculative_options()
         if config.max_model_len is not None:
             options["--max-model-len"] = config.max_model_len
         if self.dummy:
@@ -210,10 +224,8 @@ class Server:
         if self.adapter_rank is not None:
             rank = next(rank for rank in _LORA_RANKS if rank >= self.adapter_rank)
             options |= {"--max-lora-rank": rank, "--max-loras": 1, "--max-cpu-loras": 1}
-        # the last one is asked first
-        layers = ("UseAdapter", "Progress", "QuietEnd", "Samples", "RequireWeights", "RequireKey")
         flags = [
-            *(part for layer in layers for part in ("--middleware", f"{_PLUGIN}.middleware.{layer}")),
+            *("--middleware", f"{_PLUGIN}.middleware.Middleware"),
             "--enable-scale-out",
             *([] if self.tokenizer else ["--skip-tokenizer-init"]),
             "--disable-log-stats",
@@ -233,12 +245,23 @@ class Server:
         start = []
         if self._forks(on_gpu):
             start = [f"{_PLUGIN}.start"]
-            flags += ["--worker-cls", f"{_PLUGIN}.workers.BoundWorker"]
             if config.tp == 1:  # the engine core's process is the worker's; by its short name vLLM would take "mp" for it
                 flags += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
-        elif config.routing_replay and not on_gpu:
-            flags += ["--worker-cls", f"{_PLUGIN}.workers.RoutedWorker"]
+        if start or (config.routing_replay and not on_gpu):
+            flags += ["--worker-cls", f"{_PLUGIN}.workers.Worker"]
         return [sys.executable, "-m", *start, "vllm.entrypoints.openai.api_server", *pairs, *flags, *config.extra_args]
+
+    def _speculative_options(self) -> str:
+        """Uses vLLM's names."""
+        config = self.config.speculative
+        assert config is not None
+        options: dict[str, object] = {"method": "ngram", "num_speculative_tokens": config.num_speculative_tokens}
+        if config.draft_model is None:
+            options |= {"prompt_lookup_min": config.prompt_lookup_min, "prompt_lookup_max": config.prompt_lookup_max}
+        else:
+            draft = {"model": str(config.draft_model), "draft_tensor_parallel_size": self.config.tp}
+            options |= {"method": "draft_model", **draft}
+        return json.dumps(options)
 
     def _forks(self, on_gpu: bool) -> bool:
         """On CPUs, workers with cores of their own are forks of the first process."""
@@ -252,7 +275,7 @@ class Server:
         """Includes the key."""
         environment = {k: v for k, v in os.environ.items() if k not in _OF_RANKS and not k.startswith(_TORCHRUN_PREFIXES)}
         environment |= {
-            "VLLM_API_KEY": self.key,
+            KEY_VARIABLE: self.key,
             "VLLM_SERVER_DEV_MODE": "1",  # the weight-update routes; the plugin's middleware guards them
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
@@ -268,7 +291,7 @@ class Server:
         if self.config.interface is not None:  # NCCL goes between the machines, and must choose as the trainer's does
             environment["NCCL_SOCKET_IFNAME"] = self.config.interface
         if on_gpu and self.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = visible_gpus(self.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            environment["CUDA_VISIBLE_DEVICES"] = self._visible_gpus()
         if not on_gpu:
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(self.config.cpu_kv_cache_gib)
             environment["VLLM_CPU_OMP_THREADS_BIND"] = self.cores
@@ -284,37 +307,38 @@ class Server:
         }
         return environment | {name: "1" for name, is_set in switches.items() if is_set}
 
+    def _visible_gpus(self) -> str:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if not visible:
+            return ",".join(map(str, self.gpus))
+        names = visible.split(",")
+        if max(self.gpus) >= len(names):
+            raise ValueError(
+                f"a rollout server should run on GPU {max(self.gpus)}, but CUDA_VISIBLE_DEVICES = {visible} shows "
+                f"{len(names)}; show more, or lower rollout.server.tp or count"
+            )
+        return ",".join(names[gpu] for gpu in self.gpus)
 
-def make_servers(
-    config: ServerConfig,
-    numbers: Sequence[int],
-    *,
-    key: str,
-    model_dir: Path,
-    dtype: str,
-    log_dir: Path,
-    seed: int,
-    first_gpu: int = 0,
-    trained: bool = False,
-    adapter_rank: int | None = None,
-    tokenizer: bool = False,
-) -> list[Server]:
+
+def make_servers(config: ServerConfig, numbers: Sequence[int], *, key: str, **options: Unpack[SamplerOptions]) -> list[Server]:
     """Servers get ``config.tp`` GPUs each from ``first_gpu`` on. Raises ValueError if the machine has too few resources."""
-    check_machine(config, len(numbers), weights_bytes=weights_bytes(model_dir), on_gpu=has_gpu())
+    model_dir, adapter_rank, first_gpu = options["model_dir"], options.get("adapter_rank"), options.get("first_gpu", 0)
+    weights_bytes = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
+    check_machine(config, len(numbers), weights_bytes=weights_bytes, on_gpu=_has_gpu())
     gpus = range(first_gpu, first_gpu + len(numbers) * config.tp)
     return [
         Server(
             config,
             model_dir=model_dir,
-            dtype=config.served_dtype(dtype),
+            dtype=config.served_dtype(options["dtype"]),
             cores=cores,
             key=key,
-            log=log_dir / f"server-{number}.log",
-            seed=server_seed(seed, number),
+            log=options["log_dir"] / f"server-{number}.log",
+            seed=(options.get("seed", 0) + number) % 2**32,  # vLLM takes 32 bits
             gpus=gpus[slot * config.tp : (slot + 1) * config.tp],
-            dummy=adapter_rank is None and config.starts_with_dummies(trained=trained),
+            dummy=adapter_rank is None and config.starts_with_dummies(trained=options.get("trained", False)),
             adapter_rank=adapter_rank,
-            tokenizer=tokenizer,
+            tokenizer=options.get("tokenizer", False),
         )
         for slot, (number, cores) in enumerate(zip(numbers, worker_cores(config, len(numbers)), strict=True))
     ]
@@ -342,7 +366,7 @@ def for_all_at_once(servers: Sequence[T], action: Callable[[T], None]) -> None:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def has_gpu() -> bool:
+def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
@@ -354,11 +378,14 @@ _LINE = re.compile(
     r"(?P<text>.*)"
 )
 _TRACEBACK = "Traceback (most recent call last):"
-_RAISED = re.compile(r"[A-Za-z_][\w.]*(:|$)")  # ends a traceback, after indented frames
-_ANOTHER_FOLLOWS = ("During handling of the above exception", "The above exception was the direct cause")
+# Indented frames, and the exception with its indented further lines. Python's resource tracker is never the cause.
+_RAISED = re.compile(
+    rf"^{re.escape(_TRACEBACK)}\n(?!.*multiprocessing/resource_tracker\.py)(?:(?: .*)?\n)+"
+    r"(?P<raised>[A-Za-z_][\w.]*(?::.*)?(?:\n .*)*)$",
+    re.M,
+)
+_CHAIN = re.compile("During handling of the above exception|The above exception was the direct cause")
 _ERROR = re.compile(r"\b(\w*(Error|Exception)|error): \S")  # without a traceback, such as argparse's
-
-
 _CONSEQUENCES = re.compile(
     r"WorkerProc initialization failed due to an exception in a background process"
     r"|Engine core initialization failed"
@@ -366,57 +393,30 @@ _CONSEQUENCES = re.compile(
     r"|EngineDeadError|EngineCore encountered an issue"
 )
 """Shown only without the other process' own error."""
-_TRACKER = "multiprocessing/resource_tracker.py"
-"""Python's tracker is never the cause."""
 
 
-class _Line(NamedTuple):
-    process: str  # empty if not named
-    level: str  # empty if none
-    text: str
-
-
-def first_error(log: Sequence[str]) -> list[str]:
+def _first_error(log: Sequence[str]) -> list[str]:
     """Later errors are consequences.
 
     Takes the last exception of the first traceback's chain, otherwise the first line like an error. Skips levels below ERROR
     (healthy servers log tracebacks as warnings), and vLLM's messages about other processes' errors.
     """
-    lines = [line for line in map(_parse, log) if line.level in ("", "ERROR", "CRITICAL")]
-    starts = [number for number, line in enumerate(lines) if line.text == _TRACEBACK and not _of_tracker(lines, number)]
-    raised = [found for start in starts if (found := _raised(lines, start))]
-    said = [[line.text] for line in lines if line.text and (line.level or _ERROR.search(line.text)) and line.text != _TRACEBACK]
-    candidates = [*raised, *said]
-    return next((found for found in candidates if not _CONSEQUENCES.search(found[0])), candidates[0] if candidates else [])
-
-
-def _of_tracker(lines: Sequence[_Line], start: int) -> bool:
-    return any(_TRACKER in line.text for line in lines[start + 1 : start + 2])
-
-
-def _parse(line: str) -> _Line:
-    found = _LINE.fullmatch(line)
-    assert found is not None  # every part may be empty
-    return _Line(found["process"] or "", found["level"] or "", found["text"])
-
-
-def _raised(lines: Sequence[_Line], start: int) -> list[str]:
-    # Two workers that fail together mix their tracebacks.
-    own = [line.text for line in lines[start:] if (line.process, line.level) == (lines[start].process, lines[start].level)]
-    raised: list[str] = []
-    in_frames = in_chain = True
-    for text in own[1:]:
-        if in_frames:
-            if _RAISED.match(text):
-                raised, in_frames, in_chain = [text], False, False
-        elif text == _TRACEBACK:
-            if not in_chain:
-                break
-            in_frames = True
-        elif text.startswith(_ANOTHER_FOLLOWS):
-            in_chain = True
-        elif text.startswith(" ") and not in_chain:
-            raised.append(text)  # pydantic's messages have several lines
-        elif text and not in_chain:
-            break
-    return raised
+    streams: dict[tuple[str | None, str | None], list[tuple[int, str]]] = {}  # two workers mix their tracebacks
+    lines = []
+    for number, line in enumerate(log):
+        match = _LINE.fullmatch(line)
+        assert match is not None  # every part may be empty
+        text = match["text"]
+        if match["level"] in (None, "ERROR", "CRITICAL"):
+            streams.setdefault((match["process"], match["level"]), []).append((number, text))
+            if text not in ("", _TRACEBACK) and (match["level"] or _ERROR.search(text)):
+                lines.append([text])
+    raised: dict[int, list[str]] = {}
+    for stream in streams.values():
+        text, start, end = "\n".join(text for _, text in stream), 0, 0
+        for match in _RAISED.finditer(text):
+            if not end or not _CHAIN.search(text, end, match.start()):
+                start, _ = stream[text.count("\n", 0, match.start())]
+            raised[start], end = match["raised"].split("\n"), match.end()
+    candidates = [*(raised[start] for start in sorted(raised)), *lines]
+    return next((lines for lines in candidates if not _CONSEQUENCES.search(lines[0])), candidates[0] if candidates else [])

@@ -1,65 +1,84 @@
-"""Drawn responses between server and client: a stream of frames, one for each response as it finishes.
+"""Names that server and client share, and drawn responses between them: a stream of frames, one for each finished response.
 
-A frame is the length of its head (4 bytes), the head as JSON, token ids as int32, log-probs as float32, all little-endian.
-Optional: the experts, with ``"routes": [rows, layers, k, bytes of each]`` in the head; and the sampling mask, with ``"kept":
-n``: int32 counts of the other possible tokens at each position, then their n int32 ids. A response's head is ``{"sample": 3,
-"tokens": 17, "logprobs": 17, "finish_reason": "stop", "versions": [[0, "4:ab"]]}``, with (first token, the server's name for
-the weights). The last head is ``{"end": 8}``, the number of responses, or ``{"error": "…", "status": 500}``.
+A frame is the length of its head (4 bytes), the head as JSON, and arrays of the dtypes and shapes in the head; numbers are
+little-endian. A response's head is ``{"sample": 3, "finish_reason": "stop", "versions": [[0, "4:ab"]], "arrays": {"ids":
+["<i4", [17]], "logprobs": ["<f4", [17]]}}``, with (first token, the server's name for the weights). Optional arrays: ``routes``
+[rows, layers, k], and ``counts`` and ``others`` of the sampling mask. The last head is ``{"end": 8}``, the number of responses,
+or ``{"error": "…", "status": 500}``.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Ge
 from numpy.typing import ArrayLike, NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tepo_megatron.core.rollout import Response, Routes, SamplingMask, Spans, TokenIds, WeightsVersion
+from tepo_megatron.core.rollout import Response, SamplingMask, Spans, WeightsVersion
+from tepo_megatron.sampler.sampling import Sample, response_faults
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.routes import routes_dtype, routes_fault
 
 SAMPLES = "/tepo/samples"
-
 ABORT = "/tepo/samples/abort"  # answered with the parts
+PROGRESS = "/progress"
+USE_ADAPTER = "/use_adapter"
 
-_IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
-_ROUTES: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2")}
+KEY_VARIABLE = "VLLM_API_KEY"
+# Set for a server if …
+AWAITS_VARIABLE = "TEPO_AWAITS_WEIGHTS"  # its first weights must not sample
+ADAPTER_VARIABLE = "TEPO_ADAPTERS"  # the trainer sends adapters alone
+FORK_VARIABLE = "TEPO_SERVER_FORKS"  # its processes are forks
+ROUTES_VARIABLE = "TEPO_SERVER_ROUTES"  # it must return the chosen experts
+SPECULATES_VARIABLE = "TEPO_SERVER_SPECULATES"  # it decodes speculatively
+
+DUMMY_FORMAT = "tepo_dummy"  # vLLM's --load-format of servers without weights
+ADAPTER_NAME = "adapter"
+ADAPTER_PATH = "memory:adapter"  # plugin.patches recognises it
+
+_INITIAL_LABEL = "default"  # vLLM's name for the weights before any update
 _LENGTH = 4
 _MAX_HEAD_BYTES = 2**20
-_MAX_TOKENS = 2**26
-_MAX_ROUTE_BYTES = 2**34
-_MAX_MASK_TOKENS = 2**32
-_ROUNDING = 1e-3  # nats above 0 that log-softmax may round to
+_MAX_ARRAY_BYTES = 2**34
 
 
 class BadAnswer(ValueError):  # noqa: N818
-    """The message continues the server's address."""
+    """The message continues the server's address. ``repeat``: another try may succeed."""
 
-
-class OtherWeights(ValueError):  # noqa: N818
-    """The client does not expect these weights."""
-
-
-class FailedAnswer(ValueError):  # noqa: N818
-    """``status`` would have been the HTTP status."""
-
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, *, repeat: bool = True) -> None:
         super().__init__(message)
-        self.status = status
+        self.repeat = repeat
 
 
-class _Frame(NamedTuple):
-    """``routes`` are uint8 or uint16 [rows, layers, k]; ``mask`` are counts and ids."""
+class _Head(BaseModel):
+    model_config = ConfigDict(strict=True)
+    sample: int | None = None
+    finish_reason: str | None = None
+    versions: list[tuple[int, str]] = []
+    arrays: dict[
+        Literal["ids", "logprobs", "routes", "counts", "others"],
+        tuple[Literal["<i4", "<f4", "|u1", "<u2"], list[Annotated[int, Ge(0)]]],
+    ] = {}
+    end: int | None = None
+    error: str | None = None
+    status: int = 500
 
-    head: dict[str, Any]
-    ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    routes: NDArray[Any] | None
-    mask: tuple[NDArray[np.int32], NDArray[np.int32]] | None
+
+Frame = tuple[_Head, dict[str, NDArray[Any]]]
+
+
+def named_tokens(top_k: int) -> int:
+    """vLLM keeps ties, which are frequent in bfloat16."""
+    return top_k + 8 + top_k // 8
+
+
+def label(version: WeightsVersion) -> str:
+    return f"{version.step}:{version.digest}"
 
 
 def response_frame(
@@ -72,23 +91,14 @@ def response_frame(
     mask: tuple[ArrayLike, ArrayLike] | None = None,
 ) -> bytes:
     """``mask`` has counts and ids."""
-    ids, logprobs = np.asarray(ids, _IDS), np.asarray(logprobs, _LOGPROBS)
-    head: dict[str, Any] = {
-        "sample": sample,
-        "tokens": ids.size,
-        "logprobs": logprobs.size,
-        "finish_reason": finish_reason,
-        "versions": list(versions),
-    }
-    parts = [ids.tobytes(), logprobs.tobytes()]
+    arrays = {"ids": np.asarray(ids, "<i4"), "logprobs": np.asarray(logprobs, "<f4")}
     if routes is not None:
-        head |= {"routes": [*routes.shape, routes.itemsize]}
-        parts.append(routes.astype(_ROUTES[routes.itemsize], copy=False).tobytes())
+        arrays["routes"] = np.asarray(routes, f"<u{routes.itemsize}")
     if mask is not None:
-        counts, others = (np.asarray(part, _IDS) for part in mask)
-        head |= {"kept": others.size}
-        parts += [counts.tobytes(), others.tobytes()]
-    return b"".join([head_frame(head), *parts])
+        arrays |= {"counts": np.asarray(mask[0], "<i4"), "others": np.asarray(mask[1], "<i4")}
+    head = {"sample": sample, "finish_reason": finish_reason, "versions": list(versions)}
+    sizes = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
+    return b"".join([head_frame(head | {"arrays": sizes}), *(array.tobytes() for array in arrays.values())])
 
 
 def head_frame(head: dict[str, Any]) -> bytes:
@@ -96,171 +106,136 @@ def head_frame(head: dict[str, Any]) -> bytes:
     return len(text).to_bytes(_LENGTH, "little") + text
 
 
-def split_frames(pieces: Iterable[bytes]) -> Iterator[_Frame]:
-    """Raises BadAnswer for an invalid frame."""
-    waiting: list[bytes] = []
-    size, needed = 0, _LENGTH
-    for piece in pieces:
-        waiting.append(piece)
-        size += len(piece)
-        while size >= needed:  # join only when there is something to read: a response may have hundreds of pieces
-            data = b"".join(waiting)
-            frame, end = _read_frame(data)
-            needed, used = (end, 0) if frame is None else (_LENGTH, end)
-            waiting, size = [data[used:]], len(data) - used
-            if frame is not None:
-                yield frame
+def read_frames(pieces: Iterable[bytes]) -> Iterator[Frame]:
+    """Raises BadAnswer for an invalid frame, EOFError at the end of ``pieces``."""
+    source, data = iter(pieces), bytearray()
 
+    def take(size: int) -> bytes:
+        while len(data) < size:
+            if (piece := next(source, None)) is None:
+                raise EOFError
+            data.extend(piece)
+        taken = bytes(data[:size])
+        del data[:size]
+        return taken
 
-def _read_frame(data: bytes) -> tuple[_Frame | None, int]:
-    """Returns no frame if ``data`` needs more bytes."""
-    start = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
-    if not _LENGTH + 2 <= start <= _LENGTH + _MAX_HEAD_BYTES:
-        raise _no_response(repr(data[:60]))
-    if len(data) < start:
-        return None, start
-    try:
-        head = json.loads(data[_LENGTH:start])
-        tokens, logprobs = (head.get(name, 0) for name in ("tokens", "logprobs"))
-        routes, others = _route_sizes(head.get("routes")), head.get("kept")
-    except (ValueError, AttributeError) as error:
-        raise _no_response(repr(data[_LENGTH : _LENGTH + 60])) from error
-    if any(type(count) is not int or not 0 <= count <= _MAX_TOKENS for count in (tokens, logprobs)):
-        raise _no_response(f"a response of {tokens!r} tokens with {logprobs!r} log-probs")
-    if others is not None and (type(others) is not int or not 0 <= others <= _MAX_MASK_TOKENS):
-        raise _no_response(f"a sampling mask of {others!r} tokens")
-    middle = start + tokens * _IDS.itemsize
-    last = middle + logprobs * _LOGPROBS.itemsize
-    masked = last + math.prod(routes)
-    end = masked + (0 if others is None else (tokens + others) * _IDS.itemsize)
-    if len(data) < end:
-        return None, end
-    ids = np.frombuffer(data[start:middle], _IDS).astype(np.int32, copy=False)
-    values = np.frombuffer(data[middle:last], _LOGPROBS).astype(np.float32, copy=False)
-    experts = mask = None
-    if head.get("routes") is not None:
-        *shape, itemsize = routes
-        experts = np.frombuffer(data[last:masked], _ROUTES[itemsize]).reshape(shape)
-    if others is not None:
-        numbers = np.frombuffer(data[masked:end], _IDS).astype(np.int32, copy=False)
-        mask = (numbers[:tokens], numbers[tokens:])
-    return _Frame(head, ids, values, experts, mask), end
+    while True:
+        length = take(_LENGTH)
+        size = int.from_bytes(length, "little")
+        if not 2 <= size <= _MAX_HEAD_BYTES:
+            raise _no_response(length + data[:56])
+        text = take(size)
+        try:
+            head = _Head.model_validate_json(text)
+        except ValidationError as error:
+            raise _no_response(text[:60]) from error
+        arrays: dict[str, NDArray[Any]] = {}
+        for name, (dtype, shape) in head.arrays.items():
+            count = math.prod(shape) * np.dtype(dtype).itemsize
+            if count > _MAX_ARRAY_BYTES:
+                raise _no_response(f"{name} of the sizes {shape}")
+            arrays[name] = np.frombuffer(take(count), dtype).reshape(shape)
+        yield head, arrays
 
 
 def _no_response(detail: object) -> BadAnswer:
     return BadAnswer(f"answered with something else than responses: {detail}")
 
 
-def _route_sizes(sizes: object) -> list[int]:
-    """Returns rows, layers, experts per token and bytes of each."""
-    if sizes is None:
-        return [0, 0, 0, 1]
-    if not isinstance(sizes, list) or len(sizes) != 4 or any(type(size) is not int or size < 0 for size in sizes):
-        raise ValueError("no sizes of routes")
-    if sizes[3] not in _ROUTES or math.prod(sizes) > _MAX_ROUTE_BYTES:
-        raise ValueError("no routes of one response")
-    return sizes
+def read_responses(
+    pieces: Iterable[bytes],
+    samples: Mapping[int, Sample],
+    versions: Callable[[], Sequence[WeightsVersion]],
+    *,
+    prompt_tokens: int = 0,
+    vocab_size: int | None = None,
+    routed: ModelSpec | None = None,
+    sampling_mask: bool = False,
+    is_aborted: Callable[[], bool] = lambda: False,
+) -> Iterator[tuple[int, Response]]:
+    """Yields (sample, response), without those that were aborted before their first token.
 
-
-def read_frames(pieces: Iterable[bytes], samples: Sequence[int]) -> Iterator[_Frame]:
-    """Raises BadAnswer for a wrong frame or response, FailedAnswer for a server's error."""
+    ``versions``: the weights that may draw tokens, oldest first. Raises BadAnswer for what cannot be right.
+    """
     missing = set(samples)
-    for frame in split_frames(pieces):
-        if "error" in frame.head:
-            raise FailedAnswer(str(frame.head["error"])[:2000], int(frame.head.get("status", 500)))
-        if "end" in frame.head:
-            if missing or frame.head["end"] != len(samples):
+    frames = read_frames(pieces)
+    while True:
+        try:
+            head, arrays = next(frames)
+        except EOFError:
+            raise BadAnswer(f"stopped after {len(samples) - len(missing)} responses of {len(samples)}") from None
+        if head.error is not None:
+            raise BadAnswer(f"failed with status {head.status}: {head.error[:2000]}", repeat=head.status >= 500)
+        if head.end is not None:
+            if missing or head.end != len(samples):
                 raise BadAnswer(f"returned {len(samples) - len(missing)} responses of {len(samples)} that were asked for")
             return
-        sample = frame.head.get("sample")
-        if not isinstance(sample, int) or sample not in samples:
-            raise BadAnswer(f"returned a response to sample {sample!r}, which was not asked for")
-        if sample not in missing:
-            raise BadAnswer(f"returned the response to sample {sample} again")
-        missing.remove(sample)
-        yield frame
-    raise BadAnswer(f"stopped after {len(samples) - len(missing)} responses of {len(samples)}")
+        if head.sample not in samples:
+            raise BadAnswer(f"returned a response to sample {head.sample!r}, which was not asked for")
+        if head.sample not in missing:
+            raise BadAnswer(f"returned the response to sample {head.sample} again")
+        missing.remove(head.sample)
+        sample, aborted = samples[head.sample], is_aborted() and head.finish_reason == "abort"
+        if aborted and not arrays.get("ids", np.empty(0)).size:
+            continue
+        if head.finish_reason not in ("stop", "length") and not aborted:
+            raise BadAnswer(f"returned a response that it did not finish: finish_reason = {head.finish_reason!r}")
+        response = _response(head, arrays, sample, versions(), prompt_tokens, routed, sampling_mask)
+        for fault in response_faults(response, response.logprobs, vocab_size or 2**31):
+            raise BadAnswer(f"returned a response that cannot be right: {fault}")
+        yield head.sample, response
 
 
-def read_response(
-    frame: _Frame,
-    *,
-    max_new_tokens: int,
-    vocab_size: int | None,
-    labels: Mapping[str, WeightsVersion],
-    part: bool,
-    routed: tuple[ModelSpec, int] | None = None,
-    sampling_mask: bool = False,
-) -> Response | None:
-    """Returns None if the response was aborted before its first token, which ``part`` allows.
-
-    ``labels``: the weights that may draw tokens, by the server's names, oldest first. ``routed``: the model, and the number of
-    tokens before the response. Raises BadAnswer or OtherWeights.
-    """
-    head, ids, logprobs = frame.head, frame.ids, frame.logprobs
-    if ids.size != logprobs.size:
-        raise BadAnswer(f"returned {logprobs.size} log-probs for {ids.size} tokens; every token needs one")
-    aborted = part and head.get("finish_reason") == "abort"
-    if aborted and not ids.size:
-        return None
-    if not 1 <= ids.size <= max_new_tokens:
-        raise BadAnswer(f"returned a response of {ids.size} tokens; there may be 1 to {max_new_tokens}")
-    _check_ids(ids, vocab_size)
-    wrong = ~((logprobs > -math.inf) & (logprobs <= _ROUNDING))  # also nan
-    if wrong.any():
-        index = int(wrong.argmax())
-        raise BadAnswer(
-            f"returned {logprobs[index]} as the log-prob of the token at position {index}; it must be finite and at most 0"
-        )
+def _response(
+    head: _Head,
+    arrays: Mapping[str, NDArray[Any]],
+    sample: Sample,
+    versions: Sequence[WeightsVersion],
+    prompt_tokens: int,
+    routed: ModelSpec | None,
+    sampling_mask: bool,
+) -> Response:
     try:
-        spans = _read_spans([(start, label) for start, label in head["versions"]], ids.size, labels)
-    except (BadAnswer, OtherWeights):
+        ids, logprobs = arrays["ids"], arrays["logprobs"]
+        if not 1 <= ids.size <= sample.max_new_tokens:
+            raise BadAnswer(f"returned a response of {ids.size} tokens; there may be 1 to {sample.max_new_tokens}")
+        routes = mask = None
+        if routed is not None:
+            routes = arrays.get("routes")
+            if routes is None:
+                raise BadAnswer(
+                    "returned a response without the experts that its tokens passed; start it with routing_replay = true"
+                )
+            if fault := routes_fault(routes, routed, prompt_tokens + sample.prefix.size + ids.size):
+                raise BadAnswer(f"returned a response that {fault}")
+            routes = routes.astype(routes_dtype(routed), copy=False)
+        if sampling_mask:
+            if "counts" not in arrays:
+                raise BadAnswer("returned a response without the tokens that could have been drawn")
+            mask = SamplingMask(arrays["counts"], arrays["others"])
+            if len(mask) == ids.size and (mask.ids == np.repeat(ids, mask.counts)).any():
+                raise BadAnswer("returned a sampling mask that names a drawn token beside itself")
+        spans = _spans(head.versions, versions)
+        return Response(ids, logprobs, head.finish_reason or "", spans, routes, sampling_mask=mask)
+    except BadAnswer:
         raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise _no_response(repr(error)) from error
-    if head.get("finish_reason") not in ("stop", "length") and not aborted:
-        raise BadAnswer(f"returned a response that it did not finish: finish_reason = {head.get('finish_reason')!r}")
-    routes = None if routed is None else _read_routes(frame, *routed)
-    mask = _read_mask(frame, vocab_size) if sampling_mask else None
-    return Response(ids, logprobs, head["finish_reason"], spans, routes, sampling_mask=mask)
+    except (KeyError, ValueError) as error:
+        raise _no_response(error) from error
 
 
-def _read_spans(spans: Sequence[tuple[Any, Any]], tokens: int, labels: Mapping[str, WeightsVersion]) -> Spans:
-    if not spans or any(label not in labels for _, label in spans):
-        raise OtherWeights(" and ".join(sorted({str(label) for _, label in spans})) or "of no version")
-    starts = [start for start, _ in spans]
-    if any(type(start) is not int for start in starts) or starts[0] != 0 or any(b <= a for a, b in pairwise([*starts, tokens])):
-        raise BadAnswer(f"says that weights change at the tokens {starts} of {tokens}, which is no order")
-    order, versions = list(labels), [labels[label] for _, label in spans]
-    if any(order.index(a) > order.index(b) for (_, a), (_, b) in pairwise(spans)):
-        raise BadAnswer(f"says that older weights drew tokens after newer ones: {', '.join(label for _, label in spans)}")
-    return tuple(zip(starts, versions, strict=True))
-
-
-def _read_routes(frame: _Frame, spec: ModelSpec, tokens_before: int) -> Routes:
-    if frame.routes is None:
-        raise BadAnswer("returned a response without the experts that its tokens passed; start it with routing_replay = true")
-    if fault := routes_fault(frame.routes, spec, tokens_before + frame.ids.size):
-        raise BadAnswer(f"returned a response that {fault}")
-    routes: Routes = frame.routes.astype(routes_dtype(spec), copy=False)
-    return routes
-
-
-def _read_mask(frame: _Frame, vocab_size: int | None) -> SamplingMask:
-    if frame.mask is None:
-        raise BadAnswer("returned a response without the tokens that could have been drawn")
-    try:
-        mask = SamplingMask(*frame.mask)
-    except ValueError as error:
-        raise BadAnswer(f"returned {error}") from error
-    _check_ids(mask.ids, vocab_size)
-    if (mask.ids == np.repeat(frame.ids, mask.counts)).any():
-        raise BadAnswer("returned a sampling mask that names a drawn token beside itself")
-    return mask
-
-
-def _check_ids(ids: TokenIds, vocab_size: int | None) -> None:
-    wrong = (ids < 0) if vocab_size is None else (ids < 0) | (ids >= vocab_size)
-    if wrong.any():
-        index = int(wrong.argmax())
-        raise BadAnswer(f"returned {ids[index]} at position {index}, which is no token of the vocabulary of {vocab_size}")
+def _spans(spans: Sequence[tuple[int, str]], versions: Sequence[WeightsVersion]) -> Spans:
+    labels = {label(version): version for version in versions}
+    if versions[0] == WeightsVersion(0):
+        labels = {_INITIAL_LABEL: versions[0]} | labels
+    if not spans or any(name not in labels for _, name in spans):
+        others = " and ".join(sorted({name for _, name in spans})) or "of no version"
+        raise BadAnswer(
+            f"drew a response with weights {others}, but this run gave it {' and '.join(map(label, versions))} (step:digest): "
+            "another run updates this server, or an update was lost. Give every run servers of its own, and start this one "
+            "again with --resume",
+            repeat=False,
+        )
+    order = [versions.index(labels[name]) for _, name in spans]
+    if order != sorted(order):
+        raise BadAnswer(f"says that older weights drew tokens after newer ones: {', '.join(name for _, name in spans)}")
+    return tuple((start, labels[name]) for start, name in spans)

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from tepo_megatron.core.rollout import Response, Rollout, WeightsVersion
 from tepo_megatron.runtime.proc import Process
 from tepo_megatron.sampler.rollout_file import write_rollouts
-from tepo_megatron.sampler.vllm.wire import head_frame, read_frames, read_response, response_frame
+from tepo_megatron.sampler.sampling import Sample
+from tepo_megatron.sampler.vllm.wire import head_frame, read_responses, response_frame
 from tepo_megatron.tools.bench.recipes import make_model
 from tepo_megatron.tools.bench.step import SIZES
 from tepo_megatron.tools.results import in_processes, markdown, write_report
@@ -296,7 +297,6 @@ def _random(length: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 def _receive(responses: int, length: int) -> Iterator[tuple[int, Response]]:
     ids, logprobs = _random(length)
-    labels = {_LABEL: _VERSION}
 
     def pieces(numbers: Sequence[int]) -> Iterator[bytes]:
         for number in numbers:
@@ -305,11 +305,8 @@ def _receive(responses: int, length: int) -> Iterator[tuple[int, Response]]:
         yield head_frame({"end": len(numbers)})
 
     for first in range(0, responses, _GROUP):
-        numbers = range(first, min(first + _GROUP, responses))
-        for frame in read_frames(pieces(numbers), numbers):
-            result = read_response(frame, max_new_tokens=length, vocab_size=_VOCABULARY, labels=labels, part=False)
-            assert result is not None
-            yield frame.head["sample"], result
+        samples = {number: Sample(number, 0, length) for number in range(first, min(first + _GROUP, responses))}
+        yield from read_responses(pieces(list(samples)), samples, lambda: (_VERSION,), vocab_size=_VOCABULARY)
 
 
 def _rollout(index: int, response: Response) -> Rollout:

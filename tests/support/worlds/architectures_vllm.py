@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.weights import make_shard_sender
-from tepo_megatron.sampler.fleet.sync import BroadcastSync, ShardSync
+from tepo_megatron.sampler.fleet.sync import WeightSync
 from tepo_megatron.sampler.vllm.client import Client
 from tepo_megatron.sampler.vllm.resources import reserve_port
 from tepo_megatron.sampler.vllm.server import is_healthy
@@ -100,14 +101,15 @@ class Host:
 
 def update_weights(engine: Any, client: Client | None, case: dict[str, Any]) -> None:
     """One update, as the trainer makes it; rank 0 has the client."""
-    where: dict[str, Any] = {"host": ADDRESS, "tp": case["tp"], "timeout_s": TRANSFER_TIMEOUT_S}
+    timeouts = {"transfer_timeout_s": TRANSFER_TIMEOUT_S, "request_timeout_s": TRANSFER_TIMEOUT_S}
+    config = ServerConfig(host=ADDRESS, tp=case["tp"], **timeouts)
     if case["transfer"] == "gather":
         tensors = (tensor for _, tensor in engine.weights.stream() if tensor is not None)
         if client is None:
             assert not list(tensors)
             return
-        broadcast = BroadcastSync([client], **where)
-        broadcast.update_weights(
+        broadcast = WeightSync([client], config)
+        broadcast.update_from_tensors(
             WeightsVersion(1), [(meta.name, meta.shape, meta.dtype) for meta in engine.weights.manifest], tensors
         )
         broadcast.close()
@@ -117,8 +119,8 @@ def update_weights(engine: Any, client: Client | None, case: dict[str, Any]) -> 
         sender.update_as_non_root()
         sender.close()
     else:
-        shards = ShardSync([client], **where)
-        shards.update_weights(WeightsVersion(1), sender)
+        shards = WeightSync([client], config)
+        shards.update_from_shards(WeightsVersion(1), sender)
         sender.finish_update(arrived=True)
         shards.close()
 

@@ -19,9 +19,9 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from tepo_megatron.sampler.vllm.plugin.patches import FORK_VARIABLE
-from tepo_megatron.sampler.vllm.resources import bind_cores
-from tepo_megatron.sampler.vllm.wire import SAMPLES, head_frame, response_frame
+from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.sampler.vllm.resources import worker_cores
+from tepo_megatron.sampler.vllm.wire import FORK_VARIABLE, SAMPLES, head_frame, response_frame
 from tepo_megatron.weights.transfer.transport import BACKEND
 
 HOST = "127.0.0.1"
@@ -32,7 +32,7 @@ Route = Callable[[dict[str, Any]], dict[str, Any] | bytes | None]
 def build(model: str, tp: int) -> LLM:
     """The engine as ``rollout.server`` would have it, its workers forks of this process as there."""
     os.environ[FORK_VARIABLE] = "1"
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = bind_cores(1, tp)[0]
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = worker_cores(ServerConfig(tp=tp), 1)[0]
     return LLM(
         model,
         dtype="float32",

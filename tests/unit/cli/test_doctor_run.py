@@ -21,7 +21,7 @@ from tepo_megatron.cli.machine_checks import CHECKS, LAUNCH_CHECKS, Diagnosis, d
 from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
-from tepo_megatron.sampler.fleet.external import Registration, RegistryEntry
+from tepo_megatron.sampler.fleet.external import RegistryEntry
 from tepo_megatron.sampler.vllm.resources import reserve_port
 
 
@@ -121,7 +121,7 @@ def test_external_servers_are_looked_for(tmp_path: Path) -> None:
     config = load_run(
         None, ["rollout.server.placement=external", f"rollout.server.registry={tmp_path}", "rollout.server.count=2"]
     )
-    RegistryEntry(tmp_path, 1).register(Registration("http://127.0.0.1:9", "life"))
+    RegistryEntry(tmp_path, 1).register("http://127.0.0.1:9", "life")
     checks = {name: of_run(config, name) for name in ("server 0", "server 1")}
     assert (checks["server 0"].status, checks["server 1"].status) == ("missing", "fail")
     assert "http://127.0.0.1:9" in checks["server 1"].detail
@@ -150,7 +150,7 @@ def test_a_server_that_answers_is_told_with_its_latency(tmp_path: Path, status: 
     with ThreadingHTTPServer(("127.0.0.1", 0), Health) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        RegistryEntry(tmp_path, 0).register(Registration(url, "life"))
+        RegistryEntry(tmp_path, 0).register(url, "life")
         check = of_run(config, "server 0")
         server.shutdown()
     assert check.status == found

@@ -17,9 +17,8 @@ from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.sampler.fleet import external
 from tepo_megatron.sampler.fleet.external import (
     ExternalServer,
-    Node,
-    Registration,
     RegistryEntry,
+    serve_node,
     shared_key,
     with_local_address,
 )
@@ -48,8 +47,13 @@ def url() -> Iterator[str]:
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExternalServer:
     monkeypatch.setattr(external, "_POLL_INTERVAL_S", 0.01)
-    config = ServerConfig(placement="external", registry=tmp_path, start_timeout_s=0.2)  # for who waits in vain
+    config = ServerConfig(placement="external", registry=tmp_path)
     return ExternalServer(config, index=0, log=tmp_path / "server-0.log")
+
+
+def wait(server: ExternalServer, timeout_s: float = TIMEOUT_S) -> None:
+    server.config = server.config.model_copy(update={"start_timeout_s": timeout_s})
+    server.wait_ready()
 
 
 @pytest.fixture
@@ -98,12 +102,12 @@ def test_a_key_that_another_user_has_put_there_is_refused(tmp_path: Path) -> Non
 def test_a_server_is_found_used_retired_and_found_again(stand_in: ExternalServer, entry: RegistryEntry, url: str) -> None:
     stand_in.start()
     with pytest.raises(RuntimeError, match="external rollout server 0 was not there within"):
-        stand_in.wait_ready()
-    entry.register(Registration("http://127.0.0.1:9", "dead"))
+        wait(stand_in, 0.2)
+    entry.register("http://127.0.0.1:9", "dead")
     with pytest.raises(RuntimeError, match="was not there"):
-        stand_in.wait_ready()  # registered, but nobody answers
-    entry.register(Registration(url, "first"))
-    stand_in.wait_ready(TIMEOUT_S)
+        wait(stand_in, 0.2)  # registered, but nobody answers
+    entry.register(url, "first")
+    wait(stand_in)
     assert stand_in.url == url
     assert stand_in.healthy()
     assert not entry.is_retired("first")
@@ -112,27 +116,27 @@ def test_a_server_is_found_used_retired_and_found_again(stand_in: ExternalServer
     assert entry.is_retired("first")
     assert not stand_in.healthy()
     with pytest.raises(RuntimeError, match="was not there"):
-        stand_in.wait_ready()
-    entry.register(Registration(url, "second"))
-    stand_in.wait_ready(TIMEOUT_S)
+        wait(stand_in, 0.2)
+    entry.register(url, "second")
+    wait(stand_in)
     assert stand_in.healthy()
 
 
 def test_a_server_that_another_trainer_used_is_replaced(stand_in: ExternalServer, entry: RegistryEntry, url: str) -> None:
-    entry.register(Registration(url, "used"))
+    entry.register(url, "used")
     stand_in.start()
-    stand_in.wait_ready(TIMEOUT_S)
+    wait(stand_in)
     later = ExternalServer(stand_in.config, index=0, log=Path("log"))
     later.start()
     with pytest.raises(RuntimeError, match="was not there"):
-        later.wait_ready()
+        wait(later, 0.2)
     assert entry.is_retired("used")
 
 
 def test_stopping_ends_a_wait(stand_in: ExternalServer) -> None:
     stand_in.start()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(stand_in.wait_ready, TIMEOUT_S)
+        waiting = pool.submit(wait, stand_in)
         stand_in.stop()
         with pytest.raises(RuntimeError, match="was ended"):
             waiting.result(TIMEOUT_S)
@@ -160,11 +164,6 @@ def test_a_name_that_stands_for_loopback_is_no_address_for_others(
             with_local_address(config)
 
 
-def test_external_servers_need_a_registry() -> None:
-    with pytest.raises(ValueError, match="needs registry"):
-        ServerConfig(placement="external")
-
-
 @pytest.mark.parametrize(
     ("server", "place", "message"),
     [
@@ -176,7 +175,7 @@ def test_external_servers_need_a_registry() -> None:
 def test_a_node_that_cannot_serve_says_why(server: dict[str, Any], place: tuple[int, int], message: str) -> None:
     config = RunConfig.model_validate({"rollout": {"server": server}})
     with pytest.raises(ValueError, match=message):
-        Node(config, model_dir=Path("model"), node=place[0], nodes=place[1])
+        serve_node(config, model_dir=Path("model"), node=place[0], nodes=place[1])
 
 
 class FakeServer:
@@ -210,22 +209,21 @@ def test_a_node_replaces_what_died_and_what_was_retired(tmp_path: Path, monkeypa
     server = {"placement": "external", "registry": str(tmp_path), "interface": "lo", "count": 4, "tp": 2, "max_restarts": 1}
     config = RunConfig.model_validate({"rollout": {"server": server}, "output": str(tmp_path)})
     entries = [RegistryEntry(tmp_path, index) for index in range(4)]
+    first: list[Any] = []
     turns = iter(
         [
-            lambda: None,
+            lambda: first.extend(entry.registered() for entry in entries),
             lambda: setattr(made[0], "alive", False),
             lambda: entries[3].retire(entries[3].registered().life),
             lambda: setattr(made[1], "alive", False),
         ]
     )
     monkeypatch.setattr("tepo_megatron.sampler.fleet.external.time.sleep", lambda _: next(turns)())
-    with Node(config, model_dir=Path("model"), node=1, nodes=2) as node:
-        first = [entry.registered() for entry in entries]
-        assert first[:2] == [None, None]  # the other node's
-        assert [each.gpus for each in made] == [(0, 1), (2, 3)]
-        assert [each.log.name for each in made] == ["server-2.log", "server-3.log"]
-        with pytest.raises(RuntimeError, match=r"died 3 times.*\n.*the end of its log"):
-            node.watch()
+    with pytest.raises(RuntimeError, match=r"died 3 times.*\n.*the end of its log"):
+        serve_node(config, model_dir=Path("model"), node=1, nodes=2)
+    assert first[:2] == [None, None]  # the other node's
+    assert [each.gpus for each in made] == [(0, 1), (2, 3)]
+    assert [each.log.name for each in made] == ["server-2.log", "server-3.log"]
     assert [each.lives for each in made] == [2, 2]
     now = [entry.registered() for entry in entries[2:]]
     assert now[0] != first[2]

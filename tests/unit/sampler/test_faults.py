@@ -17,18 +17,16 @@ from hypothesis import strategies as st
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.protocol import ServerDied
+from tepo_megatron.sampler.sampling import Sample as Request
 from tepo_megatron.sampler.vllm.client import GENERATE
 from tepo_megatron.sampler.vllm.wire import (
     SAMPLES,
     BadAnswer,
-    FailedAnswer,
-    OtherWeights,
     head_frame,
-    read_frames,
-    read_response,
+    read_responses,
     response_frame,
 )
-from tests.support.faulty_server import VOCABULARY, Behaviour, FaultyServer, answer_well, choice, fleet_of
+from tests.support.faulty_server import VOCABULARY, Behaviour, FaultyServer, Sender, answer_well, choice, fleet_of
 from tests.support.samples import Sample
 
 PROMPTS = [(1, 5), (1, 6, 7), (1,), (1, 9)]
@@ -93,22 +91,22 @@ FAULTS: dict[str, tuple[Behaviour, str]] = {
     "another object": (lambda server, samples: (200, head_frame({"object": "error"})), "sample None, which was not asked for"),
     "a list": (lambda server, samples: (200, head_frame([1, 2])), "something else than responses"),  # type: ignore[arg-type]
     "tokens in words": (
-        lambda server, samples: (200, head_frame({"sample": 0, "tokens": "two"})),
-        "something else than responses: a response of 'two' tokens",
+        lambda server, samples: (200, head_frame({"sample": 0, "arrays": "two"})),
+        "something else than responses",
     ),
-    "no log-probs": (spoilt(lambda samples: samples[0].update(logprobs=[])), "0 log-probs for 2 tokens"),
-    "a log-prob too few": (spoilt(lambda samples: samples[0].update(logprobs=[-1.0])), "1 log-probs for 2 tokens"),
-    "a token too few": (spoilt(lambda samples: samples[0].update(ids=[3])), "2 log-probs for 1 tokens"),
+    "no log-probs": (spoilt(lambda samples: samples[0].update(logprobs=[])), "0 log-probs for 2 response tokens"),
+    "a log-prob too few": (spoilt(lambda samples: samples[0].update(logprobs=[-1.0])), "1 log-probs for 2 response tokens"),
+    "a token too few": (spoilt(lambda samples: samples[0].update(ids=[3])), "2 log-probs for 1 response tokens"),
     "no tokens": (spoilt(lambda samples: samples[0].update(ids=[], logprobs=[])), "a response of 0 tokens"),
     "too many tokens": (
         spoilt(lambda samples: samples[0].update(ids=[3] * 9, logprobs=[-1.0] * 9)),
         "a response of 9 tokens",
     ),
-    "a log-prob of NaN": (with_logprob(float("nan")), "nan as the log-prob"),
-    "a log-prob of -inf": (with_logprob(float("-inf")), "-inf as the log-prob"),
-    "a log-prob above 0": (with_logprob(0.5), "0.5 as the log-prob"),
-    "a token beyond the vocabulary": (with_token(VOCABULARY), f"returned {VOCABULARY} at position 0"),
-    "a negative token": (with_token(-1), "returned -1 at position 0"),
+    "a log-prob of NaN": (with_logprob(float("nan")), "log-prob of response token 1 is nan"),
+    "a log-prob of -inf": (with_logprob(float("-inf")), "log-prob of response token 1 is -inf"),
+    "a log-prob above 0": (with_logprob(0.5), "log-prob of response token 1 is 0.5"),
+    "a token beyond the vocabulary": (with_token(VOCABULARY), f"token {VOCABULARY} is not one of"),
+    "a negative token": (with_token(-1), "token -1 is not one of"),
     "a response too few": (spoilt(lambda samples: samples[:-1]), r"returned (1 responses of 2|0 responses of 1) that"),
     "a response again": (spoilt(lambda samples: [samples[0], samples[0]]), r"returned the response to sample [01] again"),
     "a response of nobody": (spoilt(lambda samples: samples[0].update(sample=5)), "sample 5, which was not asked for"),
@@ -230,7 +228,7 @@ def test_other_weights_and_refused_requests_are_neither_repeated_nor_a_servers_d
         assert server.alive
 
 
-KEYS = st.sampled_from(["sample", "tokens", "logprobs", "finish_reason", "versions", "end", "error", "x"])
+KEYS = st.sampled_from(["sample", "arrays", "ids", "logprobs", "finish_reason", "versions", "end", "error", "x"])
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text(max_size=5) | st.just("4:d"),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
@@ -254,13 +252,13 @@ def test_whatever_an_answer_is_changed_to_it_is_refused_or_right(data: st.DataOb
         whole = b"".join([*frames, head_frame({"end": 2})])
         at = data.draw(st.integers(0, len(whole)))
         stream = whole[:at] + data.draw(st.binary(max_size=8)) + whole[at + data.draw(st.integers(0, 8)) :]
-    asked: dict[str, Any] = {"max_new_tokens": 4, "vocab_size": VOCABULARY, "labels": {"4:d": WeightsVersion(4, "d")}}
+    asked = {index: Request(index, 0, 4) for index in (0, 1)}
     try:
-        found = [read_response(frame, **asked, part=False) for frame in read_frames([stream], [0, 1])]
-    except (BadAnswer, FailedAnswer, OtherWeights):
+        found = dict(read_responses([stream], asked, lambda: [WeightsVersion(4, "d")], vocab_size=VOCABULARY))
+    except BadAnswer:
         return
     assert len(found) == 2
-    for response in found:
+    for response in found.values():
         assert 1 <= len(response.response_ids) == len(response.logprobs) <= 4
         assert all(0 <= token < VOCABULARY for token in response.response_ids.tolist())
         assert all(-1e30 < value <= 1e-3 for value in response.logprobs.tolist())
@@ -321,10 +319,8 @@ def test_a_slow_server_that_makes_tokens_is_left_alone(
         assert set(fleet.figures().values()) == {0}
 
 
-@pytest.mark.parametrize("route", ["/pause?mode=keep", "/start_weight_update", "/update_weights", "/finish_weight_update"])
+@pytest.mark.parametrize("route", ["/pause?mode=keep", "/update_weights"])
 def test_a_server_that_hangs_in_an_update_counts_as_dead(servers: list[FaultyServer], tmp_path: Path, route: str) -> None:
-    from tests.unit.sampler.test_colocated import Sender
-
     servers[1].hangs = {route}
     with fleet_of(servers, tmp_path, request_timeout_s=SHORT_S, transfer_timeout_s=SHORT_S) as (fleet, _):
         sender: Any = Sender([])
@@ -333,52 +329,36 @@ def test_a_server_that_hangs_in_an_update_counts_as_dead(servers: list[FaultySer
         assert sender.calls[-1] == "arrived: False"
         assert not any(server.alive for server in servers)  # the others have half of the new weights
         servers[1].hangs.clear()
-        fleet._config = fleet._config.model_copy(update={"request_timeout_s": 60.0, "transfer_timeout_s": 60.0})
+        fleet.config = fleet.config.model_copy(update={"request_timeout_s": 60.0, "transfer_timeout_s": 60.0})
         assert fleet.revive()
         fleet.update_weights_from_shards(WeightsVersion(1), sender)
         assert fleet.weights_version == WeightsVersion(1)
 
 
-@pytest.mark.parametrize("route", ["/pause?mode=keep", "/finish_weight_update"])
+@pytest.mark.parametrize(
+    ("route", "is_hanging"),
+    [("/pause?mode=keep", False), ("/finish_weight_update", False), ("/pause?mode=keep", True), ("/reset_prefix_cache", True)],
+)
 def test_a_server_that_fails_in_an_update_outside_the_transfer_counts_as_dead(
-    servers: list[FaultyServer], tmp_path: Path, route: str
+    servers: list[FaultyServer], tmp_path: Path, route: str, is_hanging: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine whose worker is gone does so for a moment, in which the server still says that it is well."""
-    from tests.unit.sampler.test_colocated import Sender
-
-    servers[1].refuses = {route}
-    with fleet_of(servers, tmp_path) as (fleet, _):
-        sender: Any = Sender([])
-        with pytest.raises(ServerDied, match=rf"weights 1 did not reach the rollout servers: (?s:.*){servers[1].url}"):
-            fleet.update_weights_from_shards(WeightsVersion(1), sender)
-        servers[1].refuses.clear()
-        assert fleet.revive()
-        fleet.update_weights_from_shards(WeightsVersion(1), sender)
-        assert fleet.weights_version == WeightsVersion(1)
-
-
-@pytest.mark.parametrize("route", ["/pause?mode=keep", "/reset_prefix_cache"])
-def test_a_request_that_a_dead_engine_has_left_is_not_waited_for(
-    servers: list[FaultyServer], tmp_path: Path, route: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The API server still holds it, and says to others that its engine is dead."""
-    from tests.unit.sampler.test_colocated import Sender
-
+    """An engine whose worker is gone refuses for a moment, in which its server is healthy. Later the server holds the request,
+    and says to others that its engine is dead.
+    """
     monkeypatch.setattr("tepo_megatron.sampler.fleet.sync.LOOK_S", 0.05)
-    servers[1].hangs, servers[1].refuses = {route}, {"/health"}
+    servers[1].refuses, servers[1].hangs = ({"/health"}, {route}) if is_hanging else ({route}, set())
     with fleet_of(servers, tmp_path, request_timeout_s=3600.0) as (fleet, _):
         sender: Any = Sender([])
-        with pytest.raises(ServerDied, match=rf"weights 1 did not reach .*{servers[1].url}/health: status 500"):
+        what = "/health: status 500" if is_hanging else route
+        with pytest.raises(ServerDied, match=rf"weights 1 did not reach .*{servers[1].url}{re.escape(what)}"):
             fleet.update_weights_from_shards(WeightsVersion(1), sender)
-        servers[1].hangs, servers[1].refuses = set(), set()
+        servers[1].refuses, servers[1].hangs = set(), set()
         assert fleet.revive()
         fleet.update_weights_from_shards(WeightsVersion(1), sender)
         assert fleet.weights_version == WeightsVersion(1)
 
 
 def test_a_server_that_hangs_before_it_has_joined_counts_as_dead(servers: list[FaultyServer], tmp_path: Path) -> None:
-    from tests.unit.sampler.test_colocated import Sender
-
     class Waiting(Sender):
         def join_group(self) -> None:
             raise RuntimeError("2 of 3 members of the weight-transfer group joined within 1 s")

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.runtime.machine import Machine, this_machine
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.vllm import resources as limits
-from tepo_megatron.sampler.vllm.resources import (
-    GIB,
-    MIB,
-    check_machine,
-    connections,
-    needed,
-    server_seed,
-    weights_bytes,
-)
+from tepo_megatron.sampler.vllm import server
+from tepo_megatron.sampler.vllm.resources import check_machine
+
+GIB, MIB = 2**30, 2**20
 
 CPU: dict[str, Any] = {"weights_bytes": 0, "on_gpu": False}
 
@@ -48,15 +43,17 @@ def test_what_is_short_is_said_with_what_is_needed_found_and_to_do(found: Machin
         check_machine(ServerConfig(), 1, **CPU, machine=found)
 
 
-def test_what_is_needed_is_enough_and_grows_with_servers_workers_and_weights() -> None:
-    one = needed(ServerConfig(), 1, **CPU)
-    check_machine(ServerConfig(), 1, **CPU, machine=one)
-    two = needed(ServerConfig(tp=2), 2, weights_bytes=7 * GIB, on_gpu=False)
-    assert two.memory >= one.memory + 14 * GIB
-    assert two.processes > one.processes
-    on_gpu = needed(ServerConfig(), 1, weights_bytes=140 * GIB, on_gpu=True)
-    assert on_gpu.memory == one.memory  # the weights are on the GPU
-    assert on_gpu.shared_memory == 0  # one worker, in the engine's own process
+def test_more_servers_workers_and_weights_need_more() -> None:
+    def memory(config: ServerConfig, servers: int, **options: Any) -> int:
+        with pytest.raises(ValueError, match=r"memory: (\d+) MiB needed") as caught:
+            check_machine(config, servers, **options, machine=Machine(memory=0))
+        assert "shared memory" not in str(caught.value)
+        return int(re.findall(r"memory: (\d+) MiB needed", str(caught.value))[0])
+
+    one = memory(ServerConfig(), 1, **CPU)
+    assert memory(ServerConfig(tp=2), 2, weights_bytes=7 * GIB, on_gpu=False) >= one + 14 * 1024
+    assert memory(ServerConfig(), 1, weights_bytes=140 * GIB, on_gpu=True) == one  # the weights are on the GPU
+    check_machine(ServerConfig(), 1, weights_bytes=0, on_gpu=True, machine=Machine(shared_memory=0))  # one worker
 
 
 def test_this_machine_has_what_the_tests_need() -> None:
@@ -76,29 +73,34 @@ def test_a_fleet_is_refused_before_anything_is_started(tmp_path: Path, monkeypat
 # -- the real limits of real processes
 
 ASK = """
-import json, resource, sys
+import json, os, resource, sys
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.sampler.vllm.resources import check_machine
-name, soft, hard = json.loads(sys.argv[1])
-if name:
-    resource.setrlimit(getattr(resource, name), (soft, hard))
-try:
-    check_machine(ServerConfig(), 1, weights_bytes=0, on_gpu=False)
-except ValueError as error:
-    print(error)
-print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+for name, soft, hard in json.loads(sys.argv[1]):
+    if os.fork():
+        os.wait()
+        continue
+    if name:
+        resource.setrlimit(getattr(resource, name), (soft, hard))
+    try:
+        check_machine(ServerConfig(), 1, weights_bytes=0, on_gpu=False)
+        print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)
+    except ValueError as error:
+        print(error, flush=True)
+    os._exit(0)
 """
 
 
-def ask(limit: tuple[str, int, int], *prefix: str) -> str:
-    command = [*prefix, sys.executable, "-c", ASK, json.dumps(limit)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def ask(limits: list[tuple[str, int, int]], *prefix: str) -> list[str]:
+    command = [*prefix, sys.executable, "-c", ASK, json.dumps(limits)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def test_the_soft_limit_of_open_files_is_raised_and_a_low_hard_one_said() -> None:
-    assert "open files: 90 needed, 64 found" in ask(("RLIMIT_NOFILE", 40, 64))
-    assert ask(("RLIMIT_NOFILE", 40, 1024)).splitlines() == ["1024"]
-    assert "address space of a process: 3072 MiB needed, 2000 MiB found" in ask(("RLIMIT_AS", 2000 * MIB, 2000 * MIB))
+    low, raised, space = ask([("RLIMIT_NOFILE", 40, 64), ("RLIMIT_NOFILE", 40, 1024), ("RLIMIT_AS", 2000 * MIB, 2000 * MIB)])
+    assert "open files: 90 needed, 64 found" in low
+    assert raised == "1024"
+    assert "address space of a process: 3072 MiB needed, 2000 MiB found" in space
 
 
 def test_a_small_shared_memory_is_said() -> None:
@@ -106,7 +108,7 @@ def test_a_small_shared_memory_is_said() -> None:
     small = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh")
     if shutil.which("unshare") is None or subprocess.run([*small, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this user may not mount")
-    assert "shared memory in /dev/shm: 240 MiB needed, 64 MiB found" in ask(("", 0, 0), *small)
+    assert "shared memory in /dev/shm: 240 MiB needed, 64 MiB found" in ask([("", 0, 0)], *small)[0]
 
 
 # -- groups of control
@@ -137,21 +139,28 @@ def test_the_tightest_group_of_control_counts(tmp_path: Path, version: int) -> N
     assert this_machine(proc, tmp_path / "none").memory == 64 * GIB
 
 
-@given(st.integers(-(2**70), 2**70), st.integers(0, 1000))
-def test_every_seed_of_a_run_is_one_that_a_server_takes(seed: int, index: int) -> None:
-    assert 0 <= server_seed(seed, index) < 2**32
-    assert server_seed(seed, index) != server_seed(seed, index + 1)
-    if 0 <= seed < 2**31:
-        assert server_seed(seed, index) == seed + index
-
-
-def test_connections_stay_within_the_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ServerConfig(count=2, max_num_seqs=512)
-    for soft, expected in ((20000, 512), (1024, 412), (100, 1)):
-        monkeypatch.setattr(resource, "getrlimit", lambda which, soft=soft: (soft, soft))
-        assert connections(config) == expected
-
-
-def test_the_weights_are_all_files_of_the_model(tmp_path: Path) -> None:
+def test_a_fleet_seeds_its_servers_and_counts_all_files_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, **{"a.safetensors": "12345", "b.safetensors": "123", "config.json": "{}"})
-    assert weights_bytes(tmp_path) == 8
+    counted: list[int] = []
+    monkeypatch.setattr(server, "check_machine", lambda *_, weights_bytes, **__: counted.append(weights_bytes))
+
+    def seeds(seed: int) -> list[int]:
+        options: dict[str, Any] = {"model_dir": tmp_path, "dtype": "float32", "stop_token_ids": [2], "log_dir": tmp_path}
+        return [made.seed for made in Fleet(ServerConfig(count=3), seed=seed, **options)._servers]  # type: ignore[union-attr]
+
+    assert seeds(7) == [7, 8, 9]
+    assert seeds(2**32 - 2) == [2**32 - 2, 2**32 - 1, 0]
+    assert counted == [8, 8]
+
+
+@pytest.mark.parametrize(("soft", "expected"), [(20000, 512), (1024, 412), (100, 1)])
+def test_connections_stay_within_the_open_files(
+    soft: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ServerConfig(count=2, max_num_seqs=512)
+    fleet = Fleet(config, model_dir=tmp_path, dtype="float32", stop_token_ids=[2], log_dir=tmp_path)
+    fleet._servers = [SimpleNamespace(url="http://127.0.0.1:1", healthy=lambda: True)] * 2  # type: ignore[list-item]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, soft))
+    fleet._connect()
+    assert [lane.client.pool._max_workers for lane in fleet.lanes()] == [expected] * 2
+    fleet._disconnect()

@@ -23,8 +23,8 @@ VERSION = WeightsVersion(0)
 class Client:
     """Notes the seed of every sample that is asked of it: a group's seed + j (decision 006)."""
 
-    def __init__(self, asked: dict[tuple[int, ...], list[int]]) -> None:
-        self._asked = asked
+    def __init__(self, asked: dict[tuple[int, ...], list[int]], pool: ThreadPoolExecutor) -> None:
+        self._asked, self.pool = asked, pool
 
     def draw(self, _name: str, prompt: TokenIds, samples: list[Sample], *_: Any, **__: Any) -> Iterator[tuple[int, Response]]:
         self._asked.setdefault(tuple(prompt.tolist()), []).extend(each.seed for each in samples)
@@ -44,8 +44,8 @@ def sample(run_seed: int, step: int, prompts: int, n: int, *, servers: int, at_o
     fleet = Fleet(config, model_dir=Path("model"), dtype="float32", stop_token_ids=(), log_dir=Path("logs"))
     with ThreadPoolExecutor(1) as pool:
         stand_in: Any = fleet
-        stand_in._clients = [Client(asked) for _ in range(servers)]
-        stand_in._pools, stand_in._version = [pool] * servers, VERSION
+        stand_in._clients = [Client(asked, pool) for _ in range(servers)]
+        stand_in._version = VERSION
         stand_in._servers = [SimpleNamespace(healthy=lambda: True)] * servers
         seed = derive_seed(run_seed, step, "rollout")
         groups = fleet.generate([(at,) for at in range(prompts)], n=n, temperature=1.0, max_new_tokens=1, seed=seed)

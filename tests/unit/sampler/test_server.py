@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.runtime.machine import read_cores
-from tepo_megatron.sampler.vllm.resources import bind_cores, cores_of, reserve_port
+from tepo_megatron.sampler.vllm.resources import cores_of_servers, reserve_port, worker_cores
 from tepo_megatron.sampler.vllm.server import Server
 from tests.support.programs import TIMEOUT_S
 
@@ -48,65 +48,55 @@ def test_a_taken_port_gives_the_next_free_one() -> None:
         assert free_port(HOST, first) == first
 
 
-def test_port_zero_is_left_to_the_system_but_not_one_that_is_spoken_for() -> None:
-    found = {free_port(HOST) for _ in range(5)}
-    assert all(1024 <= port < 65536 for port in found)
-    assert free_port(HOST, taken=found) not in found
-
-
 def test_a_reserved_port_is_given_to_nobody_but_who_asks_for_it() -> None:
     with reserve_port(HOST) as held:
         port = held.getsockname()[1]
-        assert port not in {free_port(HOST) for _ in range(2000)}
+        assert port not in {free_port(HOST) for _ in range(200)}
         with socket.create_server((HOST, port)), socket.create_connection((HOST, port)):
             pass
 
 
-def test_no_free_port_is_an_error_that_names_the_field() -> None:
-    with pytest.raises(RuntimeError, match=r"no free port from 65535 on at 127.0.0.1; set rollout.server.port"):
-        free_port(HOST, 65535, taken={65535})
+@pytest.mark.parametrize(
+    ("host", "first", "message"),
+    [
+        (HOST, 65535, r"no free port from 65535 on at 127.0.0.1; set rollout.server.port"),
+        ("no.such.host.invalid", 0, r"rollout.server.host = 'no.such.host.invalid'"),
+    ],
+)
+def test_no_port_is_an_error_that_names_the_field(host: str, first: int, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        free_port(host, first, taken={65535})
 
 
-def test_an_unknown_host_is_an_error_that_names_the_field() -> None:
-    with pytest.raises(RuntimeError, match=r"rollout.server.host = 'no.such.host.invalid'"):
-        free_port("no.such.host.invalid")
-
-
-@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
-def test_a_wildcard_host_is_refused(host: str) -> None:
-    with pytest.raises(ValueError, match="no address that trainer and servers can reach"):
-        ServerConfig(host=host)
-
-
-@given(servers=st.integers(1, 5), tp=st.integers(1, 4), available=st.sets(st.integers(0, 200), min_size=1, max_size=32))
-def test_each_worker_gets_one_available_core_and_shares_it_only_if_it_must(servers: int, tp: int, available: set[int]) -> None:
-    bound = [[int(core) for core in one.split("|")] for one in bind_cores(servers, tp, sorted(available))]
+@given(
+    servers=st.integers(1, 5),
+    tp=st.integers(1, 4),
+    available=st.sets(st.integers(0, 200), min_size=1, max_size=32),
+    threads=st.sampled_from(["auto", "all"]),
+)
+def test_workers_get_a_core_or_equal_parts_and_share_only_if_they_must(
+    servers: int, tp: int, available: set[int], threads: str
+) -> None:
+    cores, config = sorted(available), ServerConfig(count=servers, tp=tp, cpu_threads=threads)
+    bound = [read_cores(one) for one in worker_cores(config, servers, cores)]
     assert [len(one) for one in bound] == [tp] * servers
-    used = [core for one in bound for core in one]
-    assert set(used) <= available
-    assert len(set(used)) == min(len(used), len(available))
-
-
-@given(servers=st.integers(1, 5), tp=st.integers(1, 4), available=st.sets(st.integers(0, 200), min_size=1, max_size=32))
-def test_all_cores_are_shared_in_equal_parts(servers: int, tp: int, available: set[int]) -> None:
-    cores, workers = sorted(available), servers * tp
-    bound = bind_cores(servers, tp, cores, whole=True)
-    parts = [worker for one in bound for worker in read_cores(one)]
-    assert [len(read_cores(one)) for one in bound] == [tp] * servers
-    assert [len(part) for part in parts] == [max(1, len(cores) // workers)] * workers
+    parts = [worker for one in bound for worker in one]
+    assert {len(part) for part in parts} == {max(1, len(cores) // len(parts)) if threads == "all" else 1}
     used = [core for part in parts for core in part]
     assert set(used) <= available
-    assert len(set(used)) == min(len(used), len(cores))
-    assert cores_of(bound, cores) == set(used)
-    assert cores_of(["nobind"], cores) == available
+    assert len(set(used)) == min(len(used), len(available))
+    assert cores_of_servers(config, cores) == set(used)
+    assert cores_of_servers(ServerConfig(cpu_threads="nobind"), cores) == available
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot restrict a process to cores")
 def test_cores_are_those_that_this_process_may_use() -> None:
-    code = "import os; os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})\n"
-    code += "from tepo_megatron.sampler.vllm.resources import bind_cores; print(bind_cores(2, 1))"
-    last = str(max(os.sched_getaffinity(0)))
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == str([last, last])
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {max(before)})
+        assert worker_cores(ServerConfig(), 2) == [str(max(before))] * 2
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def test_rollout_does_not_import_vllm() -> None:
@@ -151,16 +141,6 @@ def gone(pid: int) -> bool:
 def supervised(command: list[str], **options: object) -> subprocess.Popen[bytes]:
     arguments = [sys.executable, "-m", "tepo_megatron.runtime.supervise", "--", *command]
     return subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True, **options)  # type: ignore[call-overload]
-
-
-@pytest.mark.parametrize("deaf", [False, True])
-def test_the_supervisor_ends_the_whole_group_when_its_pipe_closes(tmp_path: Path, deaf: bool) -> None:
-    supervisor = supervised(stand_in(tmp_path / "pids", deaf=deaf))
-    pids = read_pids(tmp_path / "pids")
-    assert supervisor.stdin is not None
-    supervisor.stdin.close()
-    assert eventually(lambda: all(gone(pid) for pid in pids))
-    supervisor.wait(TIMEOUT_S)
 
 
 def test_the_supervisor_kills_what_a_dead_server_leaves(tmp_path: Path) -> None:
@@ -228,41 +208,36 @@ class StandIn(Server):
         return list(self.line)
 
 
-def server(tmp_path: Path, command: Sequence[str]) -> StandIn:
+def server(tmp_path: Path, command: Sequence[str], timeout_s: float = TIMEOUT_S) -> StandIn:
     log = tmp_path / "logs" / "server.log"
-    result = StandIn(ServerConfig(), model_dir=tmp_path, dtype="float32", cores="0", key="the-key", log=log)
+    result = StandIn(
+        ServerConfig(start_timeout_s=timeout_s), model_dir=tmp_path, dtype="float32", cores="0", key="the-key", log=log
+    )
     result.line = command
     return result
 
 
-def test_stop_ends_every_process_and_may_be_repeated(tmp_path: Path) -> None:
-    one = server(tmp_path, stand_in(tmp_path / "pids"))
+@pytest.mark.parametrize(("deaf", "killed"), [(False, False), (True, False), (False, True)])
+def test_stop_ends_every_process_and_may_be_repeated(tmp_path: Path, deaf: bool, killed: bool) -> None:
+    one = server(tmp_path, stand_in(tmp_path / "pids", deaf=deaf))
     one.start()
     pids = read_pids(tmp_path / "pids")
     assert one.alive
+    if killed:
+        assert one._process is not None
+        one._process.kill()
+        assert eventually(lambda: not one.alive)
     one.stop()
     assert not one.alive
-    # the kernel needs a moment for what was killed
-    assert eventually(lambda: all(gone(pid) for pid in pids))
+    assert eventually(lambda: all(gone(pid) for pid in pids))  # the kernel needs a moment for what was killed
     one.stop()
-
-
-def test_stop_cleans_up_after_a_killed_supervisor(tmp_path: Path) -> None:
-    one = server(tmp_path, stand_in(tmp_path / "pids"))
-    one.start()
-    pids = read_pids(tmp_path / "pids")
-    assert one._process is not None
-    one._process.kill()
-    assert eventually(lambda: not one.alive)
-    one.stop()
-    assert eventually(lambda: all(gone(pid) for pid in pids))
 
 
 def test_a_server_that_dies_at_start_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     one = server(tmp_path, [sys.executable, "-c", "print(*range(100), sep='\\n'); raise SystemExit('no such model')"])
     one.start()
     with pytest.raises(RuntimeError) as caught:
-        one.wait_ready(TIMEOUT_S)
+        one.wait_ready()
     message = str(caught.value)
     assert "ended before it was ready" in message
     assert str(one.log) in message
@@ -292,14 +267,14 @@ def test_a_server_that_takes_too_long_is_stopped_and_reported(
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1})
-    one = server(tmp_path, stand_in(tmp_path / "pids", last="print('still loading', flush=True); time.sleep(600)"))
+    one = server(tmp_path, stand_in(tmp_path / "pids", last="print('still loading', flush=True); time.sleep(600)"), 0.5)
     one.start()
     pids = read_pids(tmp_path / "pids")
     assert eventually(lambda: "still loading" in one.log.read_text())
     with pytest.raises(
         RuntimeError, match=r"not ready within 0.5 s \(rollout.server.start_timeout_s\)(?s:.*)still loading"
     ) as why:
-        one.wait_ready(0.5)
+        one.wait_ready()
     first = str(why.value).splitlines()[0]
     assert said in first
     assert ("load" in first) == bool(said)
@@ -317,9 +292,3 @@ def test_the_environment_carries_the_key_and_nothing_of_torchrun(tmp_path: Path,
     assert eventually(lambda: not one.alive)
     assert "[] kept the-key" in one.log.read_text()
     one.stop()
-
-
-def test_the_command_line_does_not_carry_the_key(tmp_path: Path) -> None:
-    one = Server(ServerConfig(), model_dir=tmp_path, dtype="float32", cores="0", key="the-key", log=tmp_path / "log")
-    for on_gpu in (False, True):
-        assert not any("the-key" in part for part in one.command(on_gpu=on_gpu))

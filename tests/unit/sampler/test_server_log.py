@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.sampler.vllm.server import first_error
+from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.sampler.vllm.server import Server
 
 LOGS = Path(__file__).parent / "vllm_logs"
+
+
+def first_error(lines: list[str]) -> list[str]:
+    """The error that a server shows of a log."""
+    with TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        log.write_text("\n".join(lines))
+        shown = Server(ServerConfig(), model_dir=Path("m"), dtype="float32", cores="0", key="k", log=log).log_end(1).split("\n")
+    return [line.removeprefix("  ") for line in shown[1 : shown.index(f"The last lines of {log}:")]]
 
 
 def read(name: str) -> list[str]:

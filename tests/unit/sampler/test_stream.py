@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.fleet.fleet import Fleet
-from tepo_megatron.sampler.fleet.stream import FleetStream, Lane
+from tepo_megatron.sampler.fleet.server_pool import Lane
+from tepo_megatron.sampler.fleet.stream import FleetStream
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.sampler.sampling import Sampling, join_parts
 from tepo_megatron.sampler.vllm.wire import SAMPLES
-from tests.support.faulty_server import FaultyServer, answer_well, fleet_of
+from tests.support.faulty_server import FaultyServer, Sender, answer_well, fleet_of
 from tests.support.programs import TIMEOUT_S
 from tests.support.samples import draw_group
 
@@ -151,7 +152,6 @@ def fleet_alone(fleet: Fleet, server: FaultyServer, prompt: tuple[int, ...], n: 
 def test_responses_that_span_an_update_carry_both_versions(servers: list[FaultyServer], tmp_path: Path) -> None:
     """The update runs in another thread's time; the server holds the request meanwhile and goes on with the new weights."""
     from tests.support.samples import answer
-    from tests.unit.sampler.test_colocated import Sender
 
     (server, _) = servers
     begun, updated = threading.Event(), threading.Event()

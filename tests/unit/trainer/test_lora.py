@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,17 +16,19 @@ from torch.nn.functional import linear
 from tepo_megatron.config import LoraConfig
 from tepo_megatron.config.load import ConfigError, load_run
 from tepo_megatron.run.checks import RUN_CHECKS
-from tepo_megatron.sampler.vllm.plugin.middleware import (
+from tepo_megatron.sampler.vllm.plugin.middleware import Middleware
+from tepo_megatron.sampler.vllm.server import Server
+from tepo_megatron.sampler.vllm.wire import (
     ADAPTER_NAME,
     ADAPTER_PATH,
     ADAPTER_VARIABLE,
     AWAITS_VARIABLE,
+    KEY_VARIABLE,
     USE_ADAPTER,
-    UseAdapter,
 )
-from tepo_megatron.sampler.vllm.server import Server
 from tepo_megatron.trainer.megatron.model.lora import Adapter, Lora, with_merged_weights
 from tepo_megatron.weights.adapters import AdapterBlock
+from tests.support.asgi import ask
 from tests.support.reshard_models import MOE, small_spec
 
 BLOCKS = [
@@ -192,18 +194,16 @@ class Loader:
         return "loaded"
 
 
-def use(models: Loader) -> tuple[int, str]:
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "path": USE_ADAPTER, "app": SimpleNamespace(state=SimpleNamespace(openai_serving_models=models))}
-    asyncio.run(UseAdapter(cast(Any, None))(scope, cast(Any, None), send))
-    return sent[0]["status"], sent[1]["body"].decode()
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Loader], tuple[int, str]]:
+    """Asks a server with these models for the adapters."""
+    monkeypatch.setenv(KEY_VARIABLE, "key")
+    monkeypatch.delenv(AWAITS_VARIABLE, raising=False)
+    middleware = Middleware(cast(Any, None))
+    return lambda models: ask(middleware, USE_ADAPTER, state=SimpleNamespace(openai_serving_models=models))
 
 
-def test_a_server_is_told_once_where_its_adapters_lie_and_says_why_it_cannot_load_them() -> None:
+def test_a_server_is_told_once_where_its_adapters_lie_and_says_why_it_cannot_load_them(use: Any) -> None:
     """Once: a request that names them again after an update loads the new ones."""
     pytest.importorskip("vllm")
     models = Loader()

@@ -1,21 +1,19 @@
 """vLLM loads this through its entry point ``vllm.general_plugins``."""
 
+import gc
 import os
 from functools import cache
 
-from tepo_megatron.sampler.vllm.plugin.middleware import ADAPTER_VARIABLE, AWAITS_VARIABLE, KEY_VARIABLE
-from tepo_megatron.sampler.vllm.plugin.patches import (
+from tepo_megatron.sampler.vllm.plugin import patches
+from tepo_megatron.sampler.vllm.wire import (
+    ADAPTER_VARIABLE,
+    AWAITS_VARIABLE,
     FORK_VARIABLE,
+    KEY_VARIABLE,
+    ROUTES_VARIABLE,
     SPECULATES_VARIABLE,
-    fork_processes,
-    load_adapters_from_memory,
-    mend_expansion,
-    resume_collector,
-    sign_objects,
 )
 from tepo_megatron.weights.transfer.transport import BACKEND
-
-ROUTES_VARIABLE = "TEPO_SERVER_ROUTES"  # set if a server must return the chosen experts
 
 
 @cache
@@ -25,17 +23,17 @@ def register() -> None:
 
     WeightTransferEngineFactory.register_engine(BACKEND, "tepo_megatron.sampler.vllm.plugin.engine", "TransferEngine")
     if os.environ.get(ROUTES_VARIABLE):
-        from tepo_megatron.sampler.vllm.plugin.workers import allow_on_cpu
-
-        allow_on_cpu()
+        patches.allow_routes()
     if os.environ.get(AWAITS_VARIABLE):
         from tepo_megatron.sampler.vllm.plugin import engine as engine  # registers the loader
     if os.environ.get(ADAPTER_VARIABLE):
-        load_adapters_from_memory()
+        patches.load_adapters_from_memory()
     if os.environ.get(FORK_VARIABLE):
-        fork_processes()
-        resume_collector()
+        patches.fork_processes()
+        if not gc.isenabled():  # see start.py
+            gc.freeze()
+            gc.enable()
     if os.environ.get(SPECULATES_VARIABLE):
-        mend_expansion()
+        patches.mend_expansion()
     if key := os.environ.get(KEY_VARIABLE):
-        sign_objects(key)
+        patches.sign_objects(key)

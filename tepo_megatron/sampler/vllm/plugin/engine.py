@@ -32,8 +32,8 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materiali
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.platforms import current_platform
 
-from tepo_megatron.sampler.vllm.plugin.middleware import DUMMY_FORMAT
 from tepo_megatron.sampler.vllm.plugin.patches import hold_adapters
+from tepo_megatron.sampler.vllm.wire import DUMMY_FORMAT
 from tepo_megatron.weights.transfer import full_tensors, move
 from tepo_megatron.weights.transfer.move import Queues
 from tepo_megatron.weights.transfer.sender import ReceiveOrder, decode_order, order_key
@@ -43,7 +43,7 @@ from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm's types are not followed, here and below
+class _InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm's types are not followed, here and below
     """``rank_offset`` is the rank of the server's first worker. ``sharded``: trainer ranks send shards by the plan in the
     rendezvous store; otherwise rank 0 broadcasts.
     """
@@ -58,25 +58,25 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm's types ar
 
 
 @dataclass
-class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+class _UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Full tensors have [Hugging Face name, shape, dtype name]."""
 
     manifest: list[tuple[str, list[int], str]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+class TransferEngine(WeightTransferEngine[_InitInfo, _UpdateInfo]):  # type: ignore[misc]
     """Works inside vLLM's layerwise reload, since some back ends repack weights."""
 
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
+    init_info_cls = _InitInfo
+    update_info_cls = _UpdateInfo
     supports_draft_weight_update = False
     _group: TransferGroup | None = None
     _loader: ShardLoader | None = None
     _order: ReceiveOrder | None = None
     _adapters = False
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
+    def init_transfer_engine(self, init_info: _InitInfo) -> None:
         """Raises RuntimeError if the orders do not fit the model."""
         self.shutdown()
         store = connect(init_info.host, init_info.place, init_info.timeout_s)
@@ -103,7 +103,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         else:
             self._loader.start()
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
+    def receive_weights(self, update_info: _UpdateInfo) -> None:
         group = self._joined()
         try:
             with torch.no_grad():
@@ -124,7 +124,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             raise RuntimeError("this worker is in no weight-transfer group; call /init_weight_transfer_engine first")
         return self._group
 
-    def _receive_tensors(self, group: GlooGroup, update_info: UpdateInfo) -> None:
+    def _receive_tensors(self, group: GlooGroup, update_info: _UpdateInfo) -> None:
         current = ["the first tensor"]
 
         def stream() -> Iterator[tuple[str, Tensor]]:
@@ -184,7 +184,7 @@ def _pack_experts_again(model: torch.nn.Module) -> None:
 
 
 @register_model_loader(DUMMY_FORMAT)  # type: ignore[untyped-decorator, unused-ignore]  # vllm's types are not followed, here and below
-class DummyWeights(DummyModelLoader):  # type: ignore[misc]
+class _DummyWeights(DummyModelLoader):  # type: ignore[misc]
     """Buffers keep their values, since no update sends them."""
 
     def load_weights(self, model: torch.nn.Module, model_config: object) -> None:

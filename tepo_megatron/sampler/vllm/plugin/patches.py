@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import hmac
 import os
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.runtime.machine import read_cores
-from tepo_megatron.sampler.vllm.plugin.middleware import ADAPTER_PATH
+from tepo_megatron.sampler.vllm.wire import ADAPTER_PATH
 from tepo_megatron.versions import VLLM_RANGE, in_range
 
 _SIGNATURE_BYTES = hashlib.sha256().digest_size
@@ -58,9 +57,6 @@ def _signature(secret: bytes, data: bytes) -> bytes:
     return hmac.digest(secret, data, "sha256")
 
 
-SPECULATES_VARIABLE = "TEPO_SERVER_SPECULATES"
-
-
 def mend_expansion() -> None:
     """vLLM 0.32 divides logits by uninitialised memory on CPUs; ``test_speculative.py`` fails when it no longer does."""
     import vllm
@@ -69,10 +65,10 @@ def mend_expansion() -> None:
     if current_platform.is_cpu() and in_range(vllm.__version__, VLLM_RANGE):
         from vllm.v1.sample import rejection_sampler
 
-        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+        rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
 
 
-def expand_batch_to_tokens(
+def _expand_batch_to_tokens(
     x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
 ) -> Tensor:
     """``x`` [batch] → [num_tokens]. ``cu_num_tokens`` [batch] are ends."""
@@ -80,8 +76,6 @@ def expand_batch_to_tokens(
     values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
     return torch.repeat_interleave(values, counts, output_size=num_tokens)
 
-
-FORK_VARIABLE = "TEPO_SERVER_FORKS"
 
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
@@ -99,10 +93,12 @@ def fork_processes() -> None:
     os.register_at_fork(after_in_child=leave_parent)
 
 
-def resume_collector() -> None:
-    if not gc.isenabled():
-        gc.freeze()
-        gc.enable()
+def allow_routes() -> None:
+    from vllm.config import VllmConfig
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        VllmConfig._verify_aux_output_compatibility = lambda _: None
 
 
 def take_cores(cores: str, worker: int) -> int:

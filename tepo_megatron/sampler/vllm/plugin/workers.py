@@ -1,25 +1,33 @@
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from vllm import envs
-from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector, PendingAuxOutput, get_aux_output_connector
-from vllm.platforms import current_platform
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tepo_megatron.sampler.vllm.plugin.patches import take_cores
+from tepo_megatron.sampler.vllm.wire import FORK_VARIABLE
 
 
-class RoutedWorker(CPUWorker):  # type: ignore[misc] # vllm's types are not followed
-    """vLLM 0.32 returns experts in Model Runner V2 only, which needs Triton; CPUs run V1."""
+class Worker(CPUWorker):  # type: ignore[misc] # vllm's types are not followed
+    """Returns experts: vLLM 0.32 does so in Model Runner V2 only, which needs Triton; CPUs run V1.
+
+    A fork binds to its cores: OpenMP reads ``VLLM_CPU_OMP_THREADS_BIND`` only once, before the fork.
+    """
 
     _connector: AuxOutputWorkerConnector | None = None
     _pending: PendingAuxOutput | None = None
+
+    def __init__(self, vllm_config: Any, local_rank: int, *args: Any, **kwargs: Any) -> None:
+        if os.environ.get(FORK_VARIABLE):
+            torch.set_num_threads(take_cores(envs.VLLM_CPU_OMP_THREADS_BIND, local_rank))
+        super().__init__(vllm_config, local_rank, *args, **kwargs)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -52,11 +60,6 @@ class RoutedWorker(CPUWorker):  # type: ignore[misc] # vllm's types are not foll
         super().shutdown()
 
 
-def allow_on_cpu() -> None:
-    if current_platform.is_cpu():
-        VllmConfig._verify_aux_output_compatibility = lambda _: None
-
-
 def _step_of(runner: Any) -> SimpleNamespace:
     batch = runner.input_batch
     requests = list(batch.req_ids)
@@ -65,11 +68,3 @@ def _step_of(runner: Any) -> SimpleNamespace:
         query_start_loc_np=runner.query_start_loc.np[: len(requests) + 1].copy(),
         num_computed_tokens_np=batch.num_computed_tokens_cpu[: len(requests)].copy(),
     )
-
-
-class BoundWorker(RoutedWorker):
-    """Binds to its cores: OpenMP reads ``VLLM_CPU_OMP_THREADS_BIND`` only once, before the fork."""
-
-    def __init__(self, vllm_config: Any, local_rank: int, *args: Any, **kwargs: Any) -> None:
-        torch.set_num_threads(take_cores(envs.VLLM_CPU_OMP_THREADS_BIND, local_rank))
-        super().__init__(vllm_config, local_rank, *args, **kwargs)
