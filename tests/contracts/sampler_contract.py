@@ -7,20 +7,20 @@ It serves ``contract_model(0)`` in float32 from a folder that ``write_model`` ma
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.protocol import NO_SERVERS, Sampler, SampleStream, WeightReceiver
 from tepo_megatron.sampler.sampling import Sampling, prompt_seed
+from tests.contracts.naming import naming_members, refused
 
 EOS, VOCABULARY, MAX_LENGTH = 2, 64, 256
 PROMPTS = [(1, 5, 6, 7), (1, 9), (1, 30, 31, 32, 33, 34, 35), (1, 5, 6, 7)]
@@ -40,35 +40,20 @@ _steps = count(1)
 
 def check(name: str) -> Callable[[Callable[[Sampler], None]], Callable[[Sampler], None]]:
     def register(function: Callable[[Sampler], None]) -> Callable[[Sampler], None]:
-        def run(sampler: Sampler) -> None:
-            try:
-                function(sampler)
-            except RuntimeError as error:
-                raise AssertionError(f"{_failed_member(error)} raised {type(error).__name__}: {error}") from error
-
-        CHECKS[name] = run
+        CHECKS[name] = naming_members(function, name.partition(":")[0])
         return function
 
     return register
 
 
-def _failed_member(error: BaseException) -> str:
-    """The function that a check called last, such as ``Fleet.generate``."""
-    member, trace = "", error.__traceback__
-    while trace is not None:
-        code, trace = trace.tb_frame.f_code, trace.tb_next
-        member = "" if code.co_filename == __file__ else member or code.co_qualname
-    return member or "the check"
-
-
-def contract_failures(sampler: Sampler) -> dict[str, str]:
+def contract_failures(sampler: Sampler, names: Iterable[str] = CHECKS) -> dict[str, str]:
     """Name → error of every check that a started sampler fails."""
     failures = {}
-    for name, function in CHECKS.items():
+    for name in names:
         try:
-            function(sampler)
-        except Exception as error:
-            failures[name] = f"{type(error).__name__}: {error}"
+            CHECKS[name](sampler)
+        except AssertionError as error:
+            failures[name] = str(error)
     return failures
 
 
@@ -126,18 +111,73 @@ def assert_close(member: str, ours: Any, theirs: Any) -> None:
     assert gap < TOLERANCE, f"{member}: log-probs are {gap:.3g} nats off"
 
 
-@check("Sampler: its members")
+MEMBERS, CALLS, STOP = "Sampler: its members", "Sampler: every member answers", "stop: for good"
+"""The checks that name a member that is missing, or raises."""
+
+
+@check(MEMBERS)
 def members(sampler: Sampler) -> None:
-    with sampler.sample_stream(Sampling(1.0, 1)) as stream:
-        for protocol, subject in ((Sampler, sampler), (WeightReceiver, sampler), (SampleStream, stream)):
-            for name, member in vars(protocol).items():
-                if name.startswith("_") or not (callable(member) or isinstance(member, property)):
-                    continue
-                assert hasattr(subject, name), f"{protocol.__name__}.{name} is missing"
-                if callable(member):
-                    wanted = [parameter for parameter in inspect.signature(member).parameters if parameter != "self"]
-                    parameters = list(inspect.signature(getattr(subject, name)).parameters)
-                    assert parameters == wanted, f"{protocol.__name__}.{name} has other parameters"
+    have_members(sampler, Sampler, WeightReceiver)
+    have_members(sampler.sample_stream(Sampling(1.0, 1)), SampleStream)
+
+
+def have_members(subject: Any, *protocols: type) -> None:
+    for protocol in protocols:
+        for name, member in members_of(protocol).items():
+            is_inherited = getattr(type(subject), name, None) is member and name not in ("generate", "__enter__", "__exit__")
+            exists = name in dir(subject) and not is_inherited
+            assert exists, f"{protocol.__name__}.{name} is missing"
+            if callable(member) and not name.startswith("_"):
+                expected, actual = (
+                    [parameter for parameter in inspect.signature(function).parameters if parameter != "self"]
+                    for function in (member, getattr(subject, name))
+                )
+                assert actual == expected, f"{protocol.__name__}.{name} has other parameters"
+
+
+def members_of(protocol: type) -> dict[str, Any]:
+    entered = ("__enter__", "__exit__", "__iter__")
+    return {
+        name: member
+        for name, member in vars(protocol).items()
+        if (not name.startswith("_") or name in entered) and (callable(member) or isinstance(member, property))
+    }
+
+
+def returned(member: str, value: Any, kind: type) -> None:
+    assert isinstance(value, kind), f"{member}: {value!r}, not a {kind.__name__}"
+
+
+@check(CALLS)
+def calls(sampler: Sampler) -> None:
+    send(sampler, 0)
+    made: Any = sampler.sample_stream(Sampling(1.0, 2))
+    assert made is not None, "sample_stream: None"
+    with made as stream:
+        assert stream is made, "SampleStream.__enter__: not the stream"
+        returned("SampleStream.weights_version", stream.weights_version, WeightsVersion)
+        stream.submit("a", PROMPTS[0], 1, home="home")
+        returned("SampleStream.unfinished", stream.unfinished, int)
+        assert stream.unfinished == 1, "submit: one sample was submitted, and another number is unfinished"
+        assert stream.next(None) is not None, "next: None although a sample is unfinished"
+        stream.leave("home")
+        stream.submit("b", PROMPTS[0], 1)
+        responses: Any = stream.__iter__()
+        assert responses is not None, "SampleStream.__iter__: None"
+        assert len(list(responses)) == 1, "SampleStream.__iter__: not the responses"
+        returned("abort", stream.abort(), list)
+    returned("generate", sampler.generate(PROMPTS[:1], n=1, temperature=1.0, max_new_tokens=2, seed=0), list)
+    returned("weights_version", sampler.weights_version, WeightsVersion)
+    returned("addresses", sampler.addresses, list)
+    returned("figures", sampler.figures(), dict)
+    returned("prompt_logprobs", sampler.prompt_logprobs(PROMPTS[0]), dict)
+    returned("cached_logprobs", sampler.cached_logprobs(PROMPTS[0], 2), dict)
+    sampler.sleep()
+    send(sampler, 0)
+    sampler.wake_up()
+    returned("revive", sampler.revive(), bool)
+    send(sampler, 0)
+    sampler.wake_up()
 
 
 @check("generate: the same seed draws the same tokens")
@@ -210,8 +250,8 @@ def greedy(sampler: Sampler) -> None:
         logits = oracle_logits(0, [*prompt, *ids])[len(prompt) - 1 : -1]
         assert ids == logits.argmax(-1).tolist(), "generate: another token than the likeliest at temperature 0"
         assert_close("generate", response.logprobs, oracle_logprobs(0, prompt, response))
-    with pytest.raises(ValueError, match="greedy"):
-        sampler.generate(PROMPTS[:1], n=2, temperature=0.0, max_new_tokens=8, seed=0)
+    two = {"n": 2, "temperature": 0.0, "max_new_tokens": 8, "seed": 0}
+    refused("generate", ValueError, lambda: sampler.generate(PROMPTS[:1], **two))  # type: ignore[arg-type]
 
 
 @check("generate: responses end at a stop token or the limit")
@@ -227,8 +267,7 @@ def ends(sampler: Sampler) -> None:
             assert response.finish_reason == expected, f"generate: {response.finish_reason}, not {expected}"
             assert expected == "stop" or len(ids) == 20, "generate: neither a stop token nor max_new_tokens"
     assert reasons == {"stop", "length"}, f"generate: of 48 responses all end with {reasons}"
-    with pytest.raises(ValueError, match=r"prompt .* is empty"):
-        sampler.generate([(1,), ()], n=1, temperature=1.0, max_new_tokens=4, seed=0)
+    refused("generate", ValueError, lambda: sampler.generate([(1,), ()], n=1, temperature=1.0, max_new_tokens=4, seed=0))
 
 
 @check("generate: groups are in the order of the prompts and are reported when complete")
@@ -373,7 +412,7 @@ def sleep(sampler: Sampler) -> None:
     version = send(sampler, 3)
     sampler.wake_up()
     assert sampler.weights_version == version, "wake_up: other weights than those of the update"
-    ((response,),) = sampler.generate(PROMPTS[:1], n=1, temperature=1.0, max_new_tokens=8, seed=2)
+    response = draw_one(sampler)
     assert_close("wake_up", response.logprobs, oracle_logprobs(3, PROMPTS[0], response))
 
 
@@ -390,19 +429,26 @@ def figures(sampler: Sampler) -> None:
 def failed_update(sampler: Sampler) -> None:
     weights = {**contract_model(0).state_dict(), "model.norm.weight": torch.ones(3)}
     stream = iter(weights.values())
-    with pytest.raises((RuntimeError, ValueError)):
-        sampler.update_weights_from_tensors(WeightsVersion(next(_steps)), manifest(weights), stream)
+    version = WeightsVersion(next(_steps))
+    refused(
+        "update_weights_from_tensors",
+        (RuntimeError, ValueError),
+        lambda: sampler.update_weights_from_tensors(version, manifest(weights), stream),
+    )
     assert next(stream, None) is None, "update_weights_from_tensors: the rest of the tensors is not consumed after an error"
     assert sampler.weights_version is None, "weights_version: not None after a failed update"
-    with pytest.raises(RuntimeError):
-        sampler.generate(PROMPTS[:1], n=1, temperature=1.0, max_new_tokens=8, seed=2)
+    refused("generate", RuntimeError, lambda: draw_one(sampler))
     assert sampler.revive() is True, "revive: False after a failed update"
     update(sampler)
 
 
-@check("stop: for good")
+@check(STOP)
 def stop(sampler: Sampler) -> None:
     sampler.stop()
     sampler.stop()
-    with pytest.raises(RuntimeError):
-        sampler.generate(PROMPTS[:1], n=1, temperature=1.0, max_new_tokens=8, seed=2)
+    refused("stop", RuntimeError, lambda: draw_one(sampler))
+
+
+def draw_one(sampler: Sampler) -> Response:
+    ((response,),) = sampler.generate(PROMPTS[:1], n=1, temperature=1.0, max_new_tokens=8, seed=2)
+    return response

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,23 @@ from torch import Tensor
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Response, WeightsVersion
-from tepo_megatron.sampler.protocol import KeyedResponse, Sampler, SamplerFactory, make_sampler, sampler_spec
+from tepo_megatron.sampler.protocol import KeyedResponse, Sampler, SampleStream, WeightReceiver, make_sampler, sampler_spec
+from tepo_megatron.sampler.sampling import Sampling
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
-from tests.contracts.sampler_contract import CHECKS, EOS, MAX_LENGTH, contract_failures, write_model
+from tests.contracts.sampler_contract import (
+    CALLS,
+    CHECKS,
+    EOS,
+    MAX_LENGTH,
+    MEMBERS,
+    STOP,
+    contract_failures,
+    members_of,
+    write_model,
+)
 from tests.support.reference_sampler import ReferenceSampler, ReferenceStream, _Draw
 
-SAMPLERS: dict[str, SamplerFactory] = {"reference": ReferenceSampler, "vllm": make_sampler}
+SAMPLERS: dict[str, Callable[..., Sampler]] = {"reference": ReferenceSampler, "vllm": make_sampler}
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +59,6 @@ def test_a_sampler_keeps_the_contract(sampler: Sampler, name: str) -> None:
 def test_an_unknown_sampler_is_a_sentence() -> None:
     with pytest.raises(ValueError, match=r"there is no sampler 'sglang'; there is vllm"):
         sampler_spec("sglang")
-
-
-class NoCachedLogprobs(ReferenceSampler):
-    cached_logprobs: Any = property(lambda self: getattr(self, "absent"))  # noqa: B009
 
 
 class OneSeed(ReferenceSampler):
@@ -146,24 +155,54 @@ def test_a_misbehaving_member_is_named(kind: type[ReferenceSampler], check: str,
     assert member in str(error.value) or "versions" in str(error.value)
 
 
-class BrokenMembers(ReferenceSampler):
-    def generate(self, *_: Any, **__: Any) -> list[list[Response]]:
-        raise RuntimeError("generate is broken")
+def broken(protocol: type, member: str, fault: Any) -> type[ReferenceSampler]:
+    """The reference without a member, or with one that raises, or returns None."""
+    base: type = ReferenceStream if protocol is SampleStream else ReferenceSampler
 
-    def prompt_logprobs(self, prompt: Any) -> dict[str, list[float]]:
-        raise RuntimeError("prompt_logprobs is broken")
+    def act(*_args: object, **_options: object) -> None:
+        if fault is not None:
+            raise fault("broken")
+
+    act.__code__ = act.__code__.replace(co_qualname=f"Broken.{member}")
+    is_property = isinstance(vars(protocol)[member], property)
+    if not is_property:
+        act.__signature__ = inspect.signature(getattr(base, member))  # type: ignore[attr-defined]
+    kind: Any = type("Broken", (base,), {member: property(act) if is_property else act})
+    if fault == "missing":
+        inherited = {name: vars(Sampler)[name] for name in ("generate", "__enter__", "__exit__")}
+        others = {name: value for name, value in vars(base).items() if name not in ("__dict__", "__weakref__")}
+        kind = type("Broken", (), {name: value for name, value in (inherited | others).items() if name != member})
+    if protocol is not SampleStream:
+        return kind
+
+    def sample_stream(self: Any, sampling: Any, *, sampling_mask: bool = False, on_move: Any = lambda: None) -> Any:
+        stop_ids = tuple(self._options["stop_token_ids"])
+        return kind(self, Sampling.of(sampling, stop_ids, sampling_mask=sampling_mask), on_move)
+
+    return type("OnStream", (ReferenceSampler,), {"sample_stream": sample_stream})
 
 
-def test_a_member_that_raises_is_named(model_dir: Path) -> None:
-    with make(BrokenMembers, model_dir) as sampler:
-        failures = contract_failures(sampler)
-    for member, name in (("generate", "generate: the same seed"), ("prompt_logprobs", "prompt_logprobs: every server")):
-        (said,) = (error for check, error in failures.items() if check.startswith(name))
-        assert f"BrokenMembers.{member} raised RuntimeError: {member} is broken" in said
+UNUSED = {"update_weights_from_shards", "update_adapters"}
+"""They need ranks of a trainer: tests/e2e/test_sync.py."""
+ENDS = {"start", "__enter__", "__exit__"}
+"""A sampler is started before it is checked, and ended after it."""
+SILENT = {"sleep", "wake_up", "leave", "update_weights_from_tensors", "__exit__"}
+"""They return None; what they do is checked by the table above."""
+CASES = [
+    (protocol, member, fault)
+    for protocol in (Sampler, WeightReceiver, SampleStream)
+    for member, error in zip(members_of(protocol), cycle((RuntimeError, KeyError, AssertionError)), strict=False)
+    for fault in ("missing", error, None)
+    if fault == "missing" or (member not in UNUSED and (fault is not None or member not in SILENT))
+    if fault == "missing" or protocol is SampleStream or member not in ENDS
+]
 
 
-def test_a_missing_member_is_named(model_dir: Path) -> None:
-    with make(NoCachedLogprobs, model_dir) as sampler:
-        failures = contract_failures(sampler)
-    assert "Sampler.cached_logprobs is missing" in failures.pop("Sampler: its members")
-    assert list(failures) == ["prompt_logprobs: every server scores a prompt"]
+@pytest.mark.parametrize(("protocol", "member", "fault"), CASES)
+def test_a_member_that_is_missing_or_raises_or_returns_nothing_is_named(
+    protocol: type, member: str, fault: Any, model_dir: Path
+) -> None:
+    sampler: Any = make(broken(protocol, member, fault), model_dir)
+    ReferenceSampler.start(sampler)
+    failures = contract_failures(sampler, [MEMBERS] if fault == "missing" else [CALLS, STOP])
+    assert any(member in sentence.split(" raised ")[0] for sentence in failures.values()), failures

@@ -223,3 +223,44 @@ def test_the_suite_names_the_member_of_a_fault(fault: str, tmp_path: Path) -> No
     with pytest.raises(BrokenContract) as raised:
         CHECKS[check](make, tmp_path)
     assert str(raised.value).startswith(member)
+
+
+CALLED = {
+    "packs_rollouts_in_order": ["batch_from_root", "close"],
+    "scores_as_a_dense_computation": ["score"],
+    "scores_prompts_at_temperature_one": ["prompt_logprobs"],
+    "updates_by_the_gradient": ["update", "weights.stream"],
+    "broadcasts_json": ["broadcast_from_root"],
+    "reports_metrics": ["measure_noise", "memory", "take_routing_metrics", "weights.version"],
+    "keeps_bits_when_offloaded": ["offload", "onload", "onload_weights_only"],
+    "resumes_bit_for_bit": ["checkpoints.begin", "checkpoints.finish", "checkpoints.load"],
+    "refuses_a_damaged_checkpoint": ["checkpoints.check"],
+    "hands_out_weights": ["weights.manifest", "weights.export"],
+}
+"""Check → members that it calls. Shards and adapters need a receiver: tests/e2e/test_sync.py."""
+
+
+@pytest.mark.parametrize(("check", "path"), [(check, path) for check, paths in CALLED.items() for path in paths])
+@pytest.mark.parametrize("fault", [RuntimeError, KeyError, AssertionError, None])
+def test_a_member_that_is_missing_or_raises_is_named(
+    check: str, path: str, fault: type[Exception] | None, tmp_path: Path
+) -> None:
+    owner, _, member = path.rpartition(".")
+
+    def act(*_args: object, **_options: object) -> None:
+        raise fault("broken")
+
+    act.__code__ = act.__code__.replace(co_qualname=f"Broken.{member}")
+
+    def make(config: RunConfig, model_dir: Path, *, shares_gpus: bool = False) -> Any:
+        trainer = reference_trainer.make_trainer(config, model_dir)
+        part = getattr(trainer, owner) if owner else trainer
+        is_property = isinstance(getattr(type(part), member), property)
+        broken: Any = property(act) if is_property else act
+        without = {"__dir__": lambda self: [name for name in object.__dir__(self) if name != member], member: None}
+        part.__class__ = type("Broken", (type(part),), {member: broken} if fault else without)
+        return trainer
+
+    with pytest.raises(BrokenContract) as raised:
+        CHECKS[check if fault else "has_every_member"](make, tmp_path)
+    assert member in str(raised.value).split(" raised ")[0]

@@ -23,6 +23,7 @@ from tepo_megatron.trainer import protocol
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints, leftovers, read_state
 from tepo_megatron.trainer.protocol import Trainer, UpdateResult
 from tepo_megatron.weights.storage.manifest import DamagedCheckpoint
+from tests.contracts.naming import naming_members
 from tests.support.model_worlds import VOCABULARY, save_random_model
 
 Make = Callable[..., Trainer]
@@ -462,7 +463,7 @@ def keeps_bits_when_offloaded(make: Make, folder: Path) -> None:
 
 
 CHECKS: dict[str, Callable[[Make, Path], None]] = {
-    check.__name__: check
+    check.__name__: naming_members(check, "Trainer", BrokenContract)
     for check in (
         has_every_member,
         packs_rollouts_in_order,
