@@ -10,10 +10,6 @@ _PROBES = 20
 _MAX_INTERVAL_S = 5.0
 
 
-def probe_interval_s(timeout_s: float) -> float:
-    return min(_MAX_INTERVAL_S, timeout_s / _PROBES)
-
-
 class ProgressWatch:
     """Counts only time in which this process ran. Only one thread uses it.
 
@@ -28,7 +24,7 @@ class ProgressWatch:
         on_move: Callable[[], None] = lambda: None,
     ) -> None:
         self._probe, self._timeout_s, self._clock, self._on_move = probe, timeout_s, clock, on_move
-        self._interval = probe_interval_s(timeout_s)
+        self.interval_s = min(_MAX_INTERVAL_S, timeout_s / _PROBES)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="progress")
         self._answer: Future[object] | None = None
         self._probed_at = self._checked_at = clock()
@@ -43,14 +39,14 @@ class ProgressWatch:
     def look(self) -> str:
         """Returns why the server counts as dead, or ""."""
         now = self._clock()
-        self._silent_s += min(now - self._checked_at, 2 * self._interval)
+        self._silent_s += min(now - self._checked_at, 2 * self.interval_s)
         self._checked_at = now
         if self._answer is not None and self._answer.done():
             gone = self._take(self._answer)
             self._answer = None
             if gone:
                 return gone
-        if self._answer is None and now - self._probed_at >= self._interval:
+        if self._answer is None and now - self._probed_at >= self.interval_s:
             self._answer, self._probed_at = self._thread.submit(self._probe), now
         if self._silent_s < self._timeout_s:
             return ""

@@ -164,16 +164,14 @@ class ServerPool:
         if not self._lost:
             return
         # Before they leave ``_lost``: a stream in another thread looks at both, and must not ask a server without weights.
-        self._replaced = {index for index, started in self._lost.items() if started is not None}
-        replacements, self._lost = self._lost, {}
+        replacements = {index: started for index, started in self._lost.items() if started is not None}
+        self._replaced, self._lost = set(replacements), {}
         try:
             for started in replacements.values():
-                if started is not None:
-                    started.result()
-            for index, started in replacements.items():
-                if started is not None:
-                    self._version = None
-                    self._clients[index] = self._client(self._servers[index])
+                started.result()
+            for index in replacements:
+                self._version = None
+                self._clients[index] = self._client(self._servers[index])
         except BaseException:
             self._end()
             raise

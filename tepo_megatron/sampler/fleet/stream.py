@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Response, TokenIds, WeightsVersion, token_ids
-from tepo_megatron.sampler.fleet.progress import ProgressWatch, probe_interval_s
+from tepo_megatron.sampler.fleet.progress import ProgressWatch
 from tepo_megatron.sampler.fleet.server_pool import Lane, ServerPool
 from tepo_megatron.sampler.protocol import KeyedResponse, ServerDied
 from tepo_megatron.sampler.sampling import Sample, Sampling, join_parts
@@ -145,7 +145,7 @@ class FleetStream:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while not self._ready and self.unfinished:
-                left = probe_interval_s(self._config.request_timeout_s)
+                left = min((watch.interval_s for watch in self._watches.values()), default=1.0)
                 if deadline is not None:
                     left = min(left, deadline - time.monotonic())
                 with suppress(Empty):

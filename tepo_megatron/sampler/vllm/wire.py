@@ -69,7 +69,7 @@ class _Head(BaseModel):
     status: int = 500
 
 
-Frame = tuple[_Head, dict[str, NDArray[Any]]]
+_Frame = tuple[_Head, dict[str, NDArray[Any]]]
 
 
 def named_tokens(top_k: int) -> int:
@@ -106,7 +106,7 @@ def head_frame(head: dict[str, Any]) -> bytes:
     return len(text).to_bytes(_LENGTH, "little") + text
 
 
-def read_frames(pieces: Iterable[bytes]) -> Iterator[Frame]:
+def _read_frames(pieces: Iterable[bytes]) -> Iterator[_Frame]:
     """Raises BadAnswer for an invalid frame, EOFError at the end of ``pieces``."""
     source, data = iter(pieces), bytearray()
 
@@ -158,7 +158,7 @@ def read_responses(
     ``versions``: the weights that may draw tokens, oldest first. Raises BadAnswer for what cannot be right.
     """
     missing = set(samples)
-    frames = read_frames(pieces)
+    frames = _read_frames(pieces)
     while True:
         try:
             head, arrays = next(frames)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +20,16 @@ from tepo_megatron.sampler.fleet.external import (
     shared_key,
     with_local_address,
 )
+from tests.support.faulty_server import FaultyServer
 from tests.support.programs import TIMEOUT_S
-
-
-class Health(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/health" else 404)
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing is printed."""
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    """A server that says it is well."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Health)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    """A server that is healthy."""
+    server = FaultyServer()
+    yield server.url
+    server.close()
 
 
 @pytest.fixture
@@ -71,32 +59,25 @@ def test_all_who_ask_at_once_get_one_key_that_only_its_owner_reads(tmp_path: Pat
     assert (folder / "key").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_registry_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(RuntimeError, match=r"rollout\.server\.registry"):
-        shared_key(tmp_path / "file" / "registry")
-
-
 def test_a_key_or_a_folder_that_others_can_use_is_refused(tmp_path: Path) -> None:
     shared_key(folder := tmp_path / "registry")
+    key = folder / "key"
     assert folder.stat().st_mode & 0o777 == 0o700
-    (folder / "key").chmod(0o640)
+    key.chmod(0o640)
     with pytest.raises(RuntimeError, match=r"key belongs to user \d+ and has mode 0640, so that others can open it"):
         shared_key(folder)
-    (folder / "key").chmod(0o600)
+    key.chmod(0o600)
     folder.chmod(0o770)
     with pytest.raises(RuntimeError, match=r"mode 0770, so that others can write to it(?s:.*)rollout\.server\.registry"):
         shared_key(folder)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_key_that_another_user_has_put_there_is_refused(tmp_path: Path) -> None:
-    (folder := tmp_path / "registry").mkdir(mode=0o700)
-    (folder / "key").write_text("known to the other")
-    (folder / "key").chmod(0o600)
-    os.chown(folder / "key", 65534, 65534)
-    with pytest.raises(RuntimeError, match="key belongs to user 65534"):
-        shared_key(folder)
+    folder.chmod(0o700)
+    if os.geteuid() == 0:  # only root can give a file away
+        os.chown(key, 65534, 65534)
+        with pytest.raises(RuntimeError, match="key belongs to user 65534"):
+            shared_key(folder)
+    (tmp_path / "file").touch()
+    with pytest.raises(RuntimeError, match=r"rollout\.server\.registry"):
+        shared_key(tmp_path / "file" / "registry")
 
 
 def test_a_server_is_found_used_retired_and_found_again(stand_in: ExternalServer, entry: RegistryEntry, url: str) -> None:
@@ -142,26 +123,25 @@ def test_stopping_ends_a_wait(stand_in: ExternalServer) -> None:
             waiting.result(TIMEOUT_S)
 
 
-def test_the_interface_gives_the_address() -> None:
-    config = ServerConfig(placement="external", registry=Path("r"), interface="lo")
-    assert with_local_address(config).host == "127.0.0.1"
+def test_the_address_is_that_of_the_interface_or_of_the_machines_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def address(found: str | OSError, **config: Any) -> str:
+        def look(_name: str) -> str:
+            if isinstance(found, OSError):
+                raise found
+            return found
+
+        monkeypatch.setattr("tepo_megatron.sampler.fleet.external.socket.gethostbyname", look)
+        return with_local_address(ServerConfig(placement="external", registry=Path("r"), **config)).host
+
+    assert address("10.1.2.3") == "10.1.2.3"
+    assert address("10.1.2.3", interface="lo") == "127.0.0.1"
     with pytest.raises(
         ValueError, match=r"rollout\.server\.interface = 'none0' has no IPv4 address on .*; interfaces here: .*lo"
     ):
-        with_local_address(config.model_copy(update={"interface": "none0"}))
-
-
-@pytest.mark.parametrize(("address", "fits"), [("127.0.1.1", False), ("10.1.2.3", True)])
-def test_a_name_that_stands_for_loopback_is_no_address_for_others(
-    address: str, fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tepo_megatron.sampler.fleet.external.socket.gethostbyname", lambda name: address)
-    config = ServerConfig(placement="external", registry=Path("r"))
-    if fits:
-        assert with_local_address(config).host == address
-    else:
-        with pytest.raises(ValueError, match=r"loopback address 127\.0\.1\.1.*set rollout\.server\.interface"):
-            with_local_address(config)
+        address("10.1.2.3", interface="none0")
+    for found, what in (("127.0.1.1", r"loopback address 127\.0\.1\.1"), (OSError("unknown"), r"no address \(unknown\)")):
+        with pytest.raises(ValueError, match=rf"stands for .*{what}.*set rollout\.server\.interface"):
+            address(found)
 
 
 @pytest.mark.parametrize(

@@ -117,24 +117,18 @@ def test_a_server_has_a_private_temporary_folder_with_room_for_the_path_of_a_soc
     assert len(os.fsencode(left.folder)) + 37 <= 107
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_nothing_stays_of_a_killed_command(left: Left, stopped: bool) -> None:
-    if stopped:
-        for pid in Process.in_group(left.process.pid):
-            if pid not in (left.process.pid, left.command):
-                os.kill(pid, signal.SIGSTOP)
-    os.kill(left.command, signal.SIGKILL)
-    left.process.wait(TIMEOUT_S)
-    assert eventually(left.nothing_stays)
-    assert Process.in_group(left.process.pid) == []
-
-
-def test_nothing_stays_of_stopped_processes_when_the_starter_is_gone(left: Left) -> None:
-    for pid in Process.in_group(left.process.pid):
-        if pid != left.process.pid:
+@pytest.mark.parametrize(("command_dies", "others_stopped"), [(True, False), (True, True), (False, True)])
+def test_nothing_stays_when_the_command_is_killed_or_the_starter_is_gone(
+    left: Left, command_dies: bool, others_stopped: bool
+) -> None:
+    if others_stopped:
+        for pid in set(Process.in_group(left.process.pid)) - {left.process.pid, *([left.command] if command_dies else [])}:
             os.kill(pid, signal.SIGSTOP)
-    assert left.process.stdin is not None
-    left.process.stdin.close()
+    if command_dies:
+        os.kill(left.command, signal.SIGKILL)
+    else:
+        assert left.process.stdin is not None
+        left.process.stdin.close()
     left.process.wait(TIMEOUT_S)
     assert eventually(left.nothing_stays)
     assert Process.in_group(left.process.pid) == []

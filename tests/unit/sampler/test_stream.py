@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.fleet.fleet import Fleet
-from tepo_megatron.sampler.fleet.server_pool import Lane
 from tepo_megatron.sampler.fleet.stream import FleetStream
 from tepo_megatron.sampler.protocol import ServerDied
-from tepo_megatron.sampler.sampling import Sampling, join_parts
+from tepo_megatron.sampler.sampling import Sampling, prompt_seed
 from tepo_megatron.sampler.vllm.wire import SAMPLES
 from tests.support.faulty_server import FaultyServer, Sender, answer_well, fleet_of
 from tests.support.programs import TIMEOUT_S
-from tests.support.samples import draw_group
+from tests.support.samples import answer, draw_group
 
 SAMPLING = Sampling(1.0, 4)
 
@@ -51,8 +48,6 @@ def test_samples_asked_for_while_others_come_are_those_of_one_call(servers: list
         servers[0].seeds.clear()
         found: dict[Any, Response] = {}
         with fleet.sample_stream(SAMPLING) as stream:
-            from tepo_megatron.sampler.sampling import prompt_seed
-
             stream.submit(0, prompts[0], prompt_seed(3, 0), 2)
             for later in (1, 2, 3, None):
                 key, index, response = stream.next(None)
@@ -104,8 +99,6 @@ def test_a_request_goes_to_the_server_that_owes_the_fewest_tokens(servers: list[
 def test_what_a_lost_server_owes_is_drawn_by_the_other_and_what_it_gave_is_kept(
     servers: list[FaultyServer], tmp_path: Path
 ) -> None:
-    from tests.support.samples import answer
-
     def half(server: FaultyServer, samples: list[Any]) -> tuple[int, bytes]:
         server.always = answer_well
         server.alive = False
@@ -151,8 +144,6 @@ def fleet_alone(fleet: Fleet, server: FaultyServer, prompt: tuple[int, ...], n: 
 
 def test_responses_that_span_an_update_carry_both_versions(servers: list[FaultyServer], tmp_path: Path) -> None:
     """The update runs in another thread's time; the server holds the request meanwhile and goes on with the new weights."""
-    from tests.support.samples import answer
-
     (server, _) = servers
     begun, updated = threading.Event(), threading.Event()
 
@@ -178,30 +169,14 @@ def test_responses_that_span_an_update_carry_both_versions(servers: list[FaultyS
             drawn(stream)
 
 
-ids = st.lists(st.integers(0, 9), min_size=1, max_size=5)
-
-
-def response(tokens: list[int], version: int, reason: str = "stop") -> Response:
-    return Response(tokens, [-0.5] * len(tokens), reason, WeightsVersion(version))
-
-
-@given(parts=st.lists(st.tuples(ids, st.integers(0, 2)), min_size=2, max_size=4))
-def test_a_response_that_was_gone_on_with_says_of_each_token_who_drew_it(parts: list[tuple[list[int], int]]) -> None:
-    parts.sort(key=lambda part: part[1])
-    whole = None
-    for tokens, version in parts:
-        whole = join_parts(whole, response(tokens, version))
-    assert whole.response_ids.tolist() == [token for tokens, _ in parts for token in tokens]
-    ends = [*(start for start, _ in whole.versions[1:]), len(whole.logprobs)]
-    drawn_by = [version.step for (start, version), end in zip(whole.versions, ends, strict=True) for _ in range(start, end)]
-    assert drawn_by == [version for tokens, version in parts for _ in tokens]
-    assert len({version for _, version in whole.versions}) == len(whole.versions)
+def part_of(tokens: list[int]) -> Response:
+    return Response(tokens, [-0.5] * len(tokens), "abort", WeightsVersion(0))
 
 
 def test_a_part_is_gone_on_with_behind_its_tokens_and_with_another_seed(servers: list[FaultyServer], tmp_path: Path) -> None:
     (server, _) = servers
     with fleet_of([server], tmp_path) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
-        part = response([4, 6], 0, "abort")
+        part = part_of([4, 6])
         stream.submit("a", (1, 5), 11, 2, continued={1: part})
         found = drawn(stream)
         assert found["a", 1].response_ids.tolist()[:2] == [4, 6]
@@ -210,7 +185,7 @@ def test_a_part_is_gone_on_with_behind_its_tokens_and_with_another_seed(servers:
         assert server.seeds[0] == 11
         assert server.seeds[1] not in (11, 12)
         with pytest.raises(ValueError, match="a response of 4 tokens cannot go on: max_new_tokens = 4"):
-            stream.submit("a", (1, 5), 11, continued={0: response([1] * 4, 0)})
+            stream.submit("a", (1, 5), 11, continued={0: part_of([1] * 4)})
 
 
 def test_an_abort_gives_what_there_is(servers: list[FaultyServer], tmp_path: Path) -> None:
@@ -239,11 +214,3 @@ def test_an_abort_gives_what_there_is(servers: list[FaultyServer], tmp_path: Pat
         server.always = answer_well
         stream.submit("later", (1, 5), 4)
         assert len(drawn(stream)) == 1
-
-
-def test_lanes_are_the_servers_that_sample(servers: list[FaultyServer], tmp_path: Path) -> None:
-    with fleet_of(servers, tmp_path) as (fleet, _):
-        assert [type(lane) for lane in fleet.lanes()] == [Lane, Lane]
-        fleet._lost[0] = None
-        assert [lane.index for lane in fleet.lanes()] == [1]
-        fleet._lost.clear()

@@ -16,6 +16,14 @@ from tepo_megatron.sampler.vllm.wire import (
 from tepo_megatron.weights.transfer.transport import BACKEND
 
 
+def _allow_routes() -> None:
+    from vllm.config import VllmConfig
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        VllmConfig._verify_aux_output_compatibility = lambda _: None
+
+
 @cache
 def register() -> None:
     """vLLM calls it in each of its processes, maybe repeatedly."""
@@ -23,7 +31,7 @@ def register() -> None:
 
     WeightTransferEngineFactory.register_engine(BACKEND, "tepo_megatron.sampler.vllm.plugin.engine", "TransferEngine")
     if os.environ.get(ROUTES_VARIABLE):
-        patches.allow_routes()
+        _allow_routes()
     if os.environ.get(AWAITS_VARIABLE):
         from tepo_megatron.sampler.vllm.plugin import engine as engine  # registers the loader
     if os.environ.get(ADAPTER_VARIABLE):

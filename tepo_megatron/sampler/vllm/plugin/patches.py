@@ -93,14 +93,6 @@ def fork_processes() -> None:
     os.register_at_fork(after_in_child=leave_parent)
 
 
-def allow_routes() -> None:
-    from vllm.config import VllmConfig
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        VllmConfig._verify_aux_output_compatibility = lambda _: None
-
-
 def take_cores(cores: str, worker: int) -> int:
     """Binds the calling thread and its later ones to part ``worker`` of ``cores`` (``0|1``); returns their number."""
     requested = set(read_cores(cores)[worker])
