@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -141,11 +141,3 @@ def test_a_response_that_goes_on_behind_a_part_has_the_record_of_both(drawn: Dra
     for response in (*drawn.parts, *drawn.whole):
         assert response.routed_experts is not None
         assert response.routed_experts.shape == (len(LONG) + response.response_ids.size - 1, *SHAPE)
-
-
-def test_a_record_of_another_length_is_refused_before_it_is_trained_on(drawn: Drawn) -> None:
-    first, *_ = rollouts_of(drawn.groups)
-    assert first.routed_experts is not None
-    short = replace(first, routed_experts=first.routed_experts[:-1].copy())
-    with pytest.raises(RuntimeError, match=r"rollout of problem p0 has a routing record of .* another model or another length"):
-        replayed(drawn.folder, [short])
