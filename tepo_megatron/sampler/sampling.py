@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from tepo_megatron.config.rollout import SamplingConfig
-from tepo_megatron.core.rollout import Logprobs, LossMask, Response, Rollout, Routes, SamplingMask, TokenIds, token_ids
+from tepo_megatron.core.rollout import Logprobs, Response, Rollout, SamplingMask, TokenIds, token_ids
+
+T = TypeVar("T")
 
 _NO_TOKENS = token_ids(())
 _ROUNDING = 1e-3
@@ -96,61 +98,43 @@ def response_faults(response: Response | Rollout, logprobs: Logprobs, vocab_size
 
 
 def join_parts(part: Response | None, rest: Response) -> Response:
+    """A ``rest`` without versions is an environment's."""
     if part is None:
         return rest
-    start = part.response_ids.size
-    spans = [(start + first, version) for first, version in rest.versions]
-    if not part.versions:  # an environment alone wrote it
-        spans[0] = (0, spans[0][1])
-    elif spans[0][1] == part.versions[-1][1]:
-        del spans[0]
+    size = part.response_ids.size
+    spans = [(size + first, version) for first, version in rest.versions]
+    routes, sampling_mask = part.routed_experts, part.sampling_mask
+    if not spans:
+        if sampling_mask is not None:
+            sampling_mask = SamplingMask.joined([sampling_mask, SamplingMask.empty(rest.response_ids.size)])
+    else:
+        # The rest's record repeats the part, maybe by newer weights.
+        routes = _continued(part, routes, rest.routed_experts, lambda a, b: np.concatenate([a, b[len(a) :]]))
+        before = sampling_mask if part.versions else SamplingMask.empty(size)
+        sampling_mask = _continued(part, before, rest.sampling_mask, lambda a, b: SamplingMask.joined([a, b]))
+        if not part.versions:  # an environment alone wrote it
+            spans[0] = (0, spans[0][1])
+        elif spans[0][1] == part.versions[-1][1]:
+            del spans[0]
+    masks = [np.ones(one.response_ids.size, np.bool_) if one.loss_mask is None else one.loss_mask for one in (part, rest)]
     return Response(
         np.concatenate([part.response_ids, rest.response_ids]),
         np.concatenate([part.logprobs, rest.logprobs]),
         rest.finish_reason,
         (*part.versions, *spans),
-        _joined_routes(part, rest),
-        _joined_masks(part, rest),
-        _joined_sampling_masks(part, rest),
+        routes,
+        np.concatenate(masks),  # Response drops one that is true throughout
+        sampling_mask,
     )
+
+
+def _continued(part: Response, before: T | None, after: T | None, join: Callable[[T, T], T]) -> T | None:
+    """Returns no record if the model's tokens in ``part`` or the rest have none."""
+    if after is None or (before is None and part.versions):
+        return None
+    return after if before is None else join(before, after)
 
 
 def append_observation(part: Response | None, ids: TokenIds) -> Response:
     """Observations have log-probs 0, outside the loss mask; the finish reason is ``abort``."""
-    silent = np.zeros(ids.size, np.float32)
-    if part is None:
-        return Response(ids, silent, "abort", (), None, np.zeros(ids.size, np.bool_))
-    return Response(
-        np.concatenate([part.response_ids, ids]),
-        np.concatenate([part.logprobs, silent]),
-        "abort",
-        part.versions,
-        part.routed_experts,
-        np.concatenate([_mask_of(part), np.zeros(ids.size, np.bool_)]),
-        None if part.sampling_mask is None else SamplingMask.joined([part.sampling_mask, SamplingMask.empty(ids.size)]),
-    )
-
-
-def _joined_masks(part: Response, rest: Response) -> LossMask | None:
-    if part.loss_mask is None and rest.loss_mask is None:
-        return None
-    return np.concatenate([_mask_of(part), _mask_of(rest)])
-
-
-def _mask_of(response: Response) -> LossMask:
-    return np.ones(response.response_ids.size, np.bool_) if response.loss_mask is None else response.loss_mask
-
-
-def _joined_routes(part: Response, rest: Response) -> Routes | None:
-    """The rest's record repeats the part, maybe by newer weights."""
-    before, after = part.routed_experts, rest.routed_experts
-    if after is None or (before is None and part.versions):
-        return None
-    return after if before is None else np.concatenate([before, after[len(before) :]])
-
-
-def _joined_sampling_masks(part: Response, rest: Response) -> SamplingMask | None:
-    before, after = part.sampling_mask, rest.sampling_mask
-    if after is None or (before is None and part.versions):
-        return None
-    return SamplingMask.joined([SamplingMask.empty(part.response_ids.size) if before is None else before, after])
+    return join_parts(part, Response(ids, np.zeros(ids.size), "abort", (), None, np.zeros(ids.size, np.bool_)))

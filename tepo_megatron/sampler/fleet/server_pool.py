@@ -3,10 +3,9 @@ from __future__ import annotations
 import resource
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Unpack
 
 from tepo_megatron.config.rollout import ServerConfig
@@ -20,19 +19,6 @@ from tepo_megatron.sampler.vllm.server import Server, for_all_at_once, make_serv
 from tepo_megatron.weights.architecture import read_model_spec
 
 _OTHER_FILES = 200  # of rank 0, besides its connections
-
-
-@dataclass
-class Lane:
-    """A server that samples."""
-
-    index: int
-    client: Client
-    healthy: Callable[[], bool]
-    samples: int = 0
-    tokens: int = 0
-    """Upper bound for the outstanding samples, prompts included."""
-    faults: int = 0  # consecutive ones
 
 
 class ServerPool:
@@ -92,12 +78,14 @@ class ServerPool:
         """Servers that do not sample."""
         return self._lost.keys() | self._replaced
 
-    def lanes(self) -> list[Lane]:
-        """Returns servers that sample, as new objects."""
+    def sampling(self) -> dict[int, Client]:
+        """Returns the clients of servers that sample, by their numbers."""
         if self._revived and self._version is None:
-            return []
-        parts = enumerate(zip(self._servers, self._clients, strict=False))
-        return [Lane(index, client, server.healthy) for index, (server, client) in parts if index not in self._away]
+            return {}
+        return {index: client for index, client in enumerate(self._clients) if index not in self._away}
+
+    def is_healthy(self, index: int) -> bool:
+        return self._servers[index].healthy()
 
     def versions(self, since: int) -> list[WeightsVersion]:
         """Returns the last of the first ``since`` versions and all after it: they may draw tokens."""
@@ -127,25 +115,25 @@ class ServerPool:
         for_all_at_once(self._servers, lambda server: server.stop())
         self._disconnect()
 
-    def lose(self, lane: Lane, cause: ServerFault) -> None:
+    def lose(self, index: int, client: Client, cause: ServerFault) -> None:
         """Raises ServerDied if no other server samples, or if servers must start together."""
         with self._changing:
             # Skip a server that was replaced, or that another stream (an evaluation's) has lost.
-            if lane.index not in self._lost and lane.client in self._clients:
-                self._lose(lane, cause)
+            if index not in self._lost and client in self._clients:
+                self._lose(index, cause)
 
-    def _lose(self, lane: Lane, cause: ServerFault) -> None:
+    def _lose(self, index: int, cause: ServerFault) -> None:
         self._blame(cause)
-        self._lost[lane.index] = None
+        self._lost[index] = None
         if self._sleeps or len(self._lost) == len(self._servers):
             if not isinstance(cause, ServerGone):  # one that only seemed dead is spared by revive()
-                self._servers[lane.index].stop()
-                self._clients[lane.index].close()
+                self._servers[index].stop()
+                self._clients[index].close()
             raise self._died([self._servers[index] for index in self._lost], cause)
         self._report(f"{cause}; its requests go to the other servers, and it is started again")
-        self._clients[lane.index].close()
+        self._clients[index].close()
         self._close_sync()
-        self._lost[lane.index] = self._replacing.submit(self._restart, [self._servers[lane.index]], stop=True)
+        self._lost[index] = self._replacing.submit(self._restart, [self._servers[index]], stop=True)
 
     def _remember(self, cause: Exception) -> None:
         self._first_cause = self._first_cause or str(cause).partition("\n")[0]

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Response, TokenIds, WeightsVersion, token_ids
 from tepo_megatron.sampler.fleet.progress import ProgressWatch
-from tepo_megatron.sampler.fleet.server_pool import Lane, ServerPool
+from tepo_megatron.sampler.fleet.server_pool import ServerPool
 from tepo_megatron.sampler.protocol import KeyedResponse, ServerDied
 from tepo_megatron.sampler.sampling import Sample, Sampling, join_parts
 from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone, ServerSilent
@@ -32,6 +32,19 @@ _ABORT_TIMEOUT_S = 30.0
 """For servers to send the parts of aborted responses."""
 
 
+@dataclass(eq=False)
+class _Lane:
+    """A server that samples."""
+
+    index: int
+    client: Client
+    watch: ProgressWatch
+    samples: int = 0
+    tokens: int = 0
+    """Upper bound for the outstanding samples, prompts included."""
+    faults: int = 0  # consecutive ones
+
+
 @dataclass
 class _Request:
     key: Hashable
@@ -43,8 +56,8 @@ class _Request:
     """Does not count the loss of its server."""
     name: str = ""
     home: Hashable = None
-    lane: Lane | None = None
-    failed_lane: Lane | None = None
+    lane: _Lane | None = None
+    failed_lane: _Lane | None = None
 
     @property
     def tokens(self) -> int:
@@ -76,9 +89,8 @@ class FleetStream:
     _sent: dict[str, _Request] = field(default_factory=dict)
     _events: SimpleQueue[_Event] = field(default_factory=SimpleQueue)
     _ready: deque[KeyedResponse] = field(default_factory=deque)
-    _lanes: dict[int, Lane] = field(default_factory=dict)
+    _lanes: dict[int, _Lane] = field(default_factory=dict)
     _homes: dict[Hashable, int] = field(default_factory=dict)
-    _watches: dict[int, ProgressWatch] = field(default_factory=dict)
     _names: Iterator[int] = field(default_factory=count)
     _is_aborted: bool = False
 
@@ -90,8 +102,8 @@ class FleetStream:
         self._waiting.clear()
         self._abort_sent()
         self._sent.clear()
-        for watch in self._watches.values():
-            watch.close()
+        for lane in self._lanes.values():
+            lane.watch.close()
 
     @property
     def _config(self) -> ServerConfig:
@@ -145,7 +157,7 @@ class FleetStream:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while not self._ready and self.unfinished:
-                left = min((watch.interval_s for watch in self._watches.values()), default=1.0)
+                left = min((lane.watch.interval_s for lane in self._lanes.values()), default=1.0)
                 if deadline is not None:
                     left = min(left, deadline - time.monotonic())
                 with suppress(Empty):
@@ -182,15 +194,13 @@ class FleetStream:
     # -- within
 
     def _refresh(self) -> None:
-        for lane in self.pool.lanes():
-            known = self._lanes.get(lane.index)
-            if known is None or known.client is not lane.client:
-                self._lanes[lane.index] = lane
-                if (watch := self._watches.pop(lane.index, None)) is not None:
-                    watch.close()
-                self._watches[lane.index] = ProgressWatch(
-                    lane.client.progress, self._config.request_timeout_s, on_move=self.on_move
-                )
+        for index, client in self.pool.sampling().items():
+            known = self._lanes.get(index)
+            if known is None or known.client is not client:
+                if known is not None:
+                    known.watch.close()
+                watch = ProgressWatch(client.progress, self._config.request_timeout_s, on_move=self.on_move)
+                self._lanes[index] = _Lane(index, client, watch)
 
     def _dispatch(self) -> None:
         while self._waiting and self._lanes:
@@ -203,9 +213,9 @@ class FleetStream:
                 return
             self._send(self._waiting.popleft(), lane)
 
-    def _send(self, request: _Request, lane: Lane) -> None:
+    def _send(self, request: _Request, lane: _Lane) -> None:
         if not lane.samples:
-            self._watches[lane.index].note_progress()
+            lane.watch.note_progress()
         request.lane, request.name = lane, f"{id(self):x}-{next(self._names)}"
         if request.home is not None:
             self._homes[request.home] = lane.index
@@ -217,7 +227,7 @@ class FleetStream:
         except RuntimeError as error:  # the fleet has ended its servers meanwhile, in another thread
             self._events.put(_Event(request, request.name, error=ServerGone(str(error), url=lane.client.url)))
 
-    def _draw(self, request: _Request, lane: Lane, samples: Mapping[int, Sample], name: str) -> None:
+    def _draw(self, request: _Request, lane: _Lane, samples: Mapping[int, Sample], name: str) -> None:
         try:
             if self._is_aborted:
                 self._events.put(_Event(request, name))
@@ -236,7 +246,7 @@ class FleetStream:
                 self._events.put(_Event(request, name, index, response))
             self._events.put(_Event(request, name))
         except BaseException as error:
-            if type(error) is ServerFault and not lane.healthy():
+            if type(error) is ServerFault and not self.pool.is_healthy(lane.index):
                 error = ServerGone(str(error), url=error.url)
             self._events.put(_Event(request, name, error=error))
 
@@ -245,7 +255,7 @@ class FleetStream:
         lane = request.lane
         if event.name not in self._sent or lane is None:
             return  # the request was repeated at another server, or given up
-        self._watches[lane.index].note_progress()
+        lane.watch.note_progress()
         if event.response is not None:
             if (sample := request.samples.pop(event.index, None)) is not None:
                 lane.samples -= 1
@@ -266,7 +276,7 @@ class FleetStream:
             request.lane.samples -= len(request.samples)
             request.lane.tokens -= request.tokens
 
-    def _failed(self, request: _Request, lane: Lane, error: ServerFault) -> None:
+    def _failed(self, request: _Request, lane: _Lane, error: ServerFault) -> None:
         lane.faults += 1
         request.faults += 1
         request.failed_lane = lane
@@ -276,14 +286,14 @@ class FleetStream:
         if isinstance(error, ServerGone | ServerSilent) or max(lane.faults, request.faults) > self._config.max_retries:
             self._lose(lane, error)
 
-    def _lose(self, lane: Lane, cause: ServerFault) -> None:
+    def _lose(self, lane: _Lane, cause: ServerFault) -> None:
         del self._lanes[lane.index]
-        self._watches.pop(lane.index).close()
+        lane.watch.close()
         left = [request for request in self._sent.values() if request.lane is lane]
         for request in left:
             del self._sent[request.name]
             request.lane = None
-        self.pool.lose(lane, cause)
+        self.pool.lose(lane.index, lane.client, cause)
         self._refresh()
         if not self._lanes:  # also if all were restarted and wait for their weights
             raise ServerDied(f"no rollout server samples: {cause}") from cause
@@ -293,10 +303,9 @@ class FleetStream:
     def _check_servers(self) -> None:
         self._refresh()
         for lane in list(self._lanes.values()):
-            watch = self._watches[lane.index]
             if not lane.samples or self.pool.updating:
-                watch.note_progress()  # nothing is outstanding
-            elif why := watch.look():
+                lane.watch.note_progress()  # nothing is outstanding
+            elif why := lane.watch.look():
                 self._lose(lane, ServerSilent(f"{lane.client.url}: {why}", url=lane.client.url))
         self._dispatch()
 

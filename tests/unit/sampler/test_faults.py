@@ -182,8 +182,8 @@ def test_two_servers_of_which_one_answers_wrongly_give_whole_groups_and_it_is_re
         with fleet._announced(WeightsVersion(0)):  # as the next update does
             fleet._take_back()
             assert (good.starts, bad.starts) == (1, 2)
-            assert [lane.client.url for lane in fleet.lanes()] == [good.url], "a server without weights is not asked"
-        assert [lane.client.url for lane in fleet.lanes()] == [good.url, bad.url]
+            assert [client.url for client in fleet.sampling().values()] == [good.url], "a server without weights is not asked"
+        assert [client.url for client in fleet.sampling().values()] == [good.url, bad.url]
         assert fleet.weights_version is None
         fleet._version = WeightsVersion(0)
         asked = len(bad.seeds)

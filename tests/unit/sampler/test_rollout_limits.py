@@ -162,5 +162,5 @@ def test_connections_stay_within_the_open_files(
     fleet._servers = [SimpleNamespace(url="http://127.0.0.1:1", healthy=lambda: True)] * 2  # type: ignore[list-item]
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, soft))
     fleet._connect()
-    assert [lane.client.pool._max_workers for lane in fleet.lanes()] == [expected] * 2
+    assert [client.pool._max_workers for client in fleet.sampling().values()] == [expected] * 2
     fleet._disconnect()

@@ -132,7 +132,7 @@ def test_a_stream_does_not_ask_servers_that_were_started_again_and_have_no_weigh
             with pytest.raises(ServerDied, match="no rollout server samples"):
                 stream.next(None)
             assert server.calls == [SAMPLES]
-        assert len(fleet.lanes()) == 1
+        assert len(fleet.sampling()) == 1
 
 
 def fleet_alone(fleet: Fleet, server: FaultyServer, prompt: tuple[int, ...], n: int) -> list[Response]:
