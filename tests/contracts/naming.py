@@ -30,13 +30,17 @@ def naming_members(check: Check, name: str, raises: type[AssertionError] = Asser
     return run
 
 
-def refused(member: str, kinds: type[Exception] | tuple[type[Exception], ...], call: Callable[[], object]) -> None:
-    """Raises AssertionError if ``call`` does not raise one of ``kinds``."""
+def refused(
+    member: str, kinds: type[Exception] | tuple[type[Exception], ...], call: Callable[[], object], *, naming: str = ""
+) -> None:
+    """Raises AssertionError if ``call`` does not raise one of ``kinds``, with ``naming`` in its sentence."""
     try:
         call()
-    except kinds:
-        return
-    raise AssertionError(f"{member}: no error where the protocol has one")
+    except kinds as error:
+        if naming not in str(error):
+            raise AssertionError(f"{member}: an error that does not name {naming}: {error}") from error
+    else:
+        raise AssertionError(f"{member}: no error where the protocol has one")
 
 
 def _failed_member(error: BaseException) -> str | None:

@@ -434,6 +434,7 @@ def failed_update(sampler: Sampler) -> None:
         "update_weights_from_tensors",
         (RuntimeError, ValueError),
         lambda: sampler.update_weights_from_tensors(version, manifest(weights), stream),
+        naming="model.norm.weight",
     )
     assert next(stream, None) is None, "update_weights_from_tensors: the rest of the tensors is not consumed after an error"
     assert sampler.weights_version is None, "weights_version: not None after a failed update"

@@ -1,17 +1,13 @@
 """A real vLLM server on the CPU, with ``transformers`` as the oracle for tokens and log-probs."""
 
-import copy
 import http.client
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -300,65 +296,6 @@ def test_the_canary_waits_for_no_sample_that_waits(fleet: Fleet, first_weights: 
     assert finished < at_once
 
 
-@contextmanager
-def slowed_tenfold(fleet: Fleet) -> Iterator[None]:
-    """The processes of its server run a tenth of the time."""
-    slow, over = processes(fleet), threading.Event()
-
-    def alternate() -> None:
-        while not over.is_set():
-            for each in slow:
-                each.suspend()
-            over.wait(0.18)
-            for each in slow:
-                each.resume()
-            over.wait(0.02)
-
-    thread = threading.Thread(target=alternate)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def as_one(*fleets: Fleet) -> Fleet:
-    """The servers of all, which have the same weights, as those of one fleet, each with eight samples at once."""
-    one = copy.copy(fleets[0])
-    for name in ("_servers", "_clients"):
-        setattr(one, name, [each for fleet in fleets for each in getattr(fleet, name)])
-    one.config = one.config.model_copy(update={"max_num_seqs": 8, "request_timeout_s": 300.0})
-    return one
-
-
-def test_a_server_slowed_tenfold_costs_its_own_requests_alone(
-    fleet: Fleet, split_fleet: Fleet, first_weights: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is not taken for dead, the other draws what it can, and every sample is drawn once."""
-    prompts, length = [PROMPTS[at % 3] for at in range(24)], 40
-    expected = fleet.generate(prompts, n=8, temperature=1.0, max_new_tokens=length, seed=12)
-    asked: dict[str, int] = {}
-
-    def draw(client: Client, name: str, prompt: Any, samples: Sequence[Any], *rest: Any, **options: Any) -> Any:
-        asked[client.url] = asked.get(client.url, 0) + len(samples)
-        return own(client, name, prompt, samples, *rest, **options)
-
-    own = Client.draw
-    monkeypatch.setattr(Client, "draw", draw)
-    both = as_one(fleet, split_fleet)
-    with slowed_tenfold(fleet):
-        drawn = both.generate(prompts, n=8, temperature=1.0, max_new_tokens=length, seed=12)
-    assert [[r.response_ids.tolist() for r in group] for group in drawn] == [
-        [r.response_ids.tolist() for r in group] for group in expected
-    ]
-    slow, quick = (asked[each.url] for each in both._clients)
-    assert slow + quick == 24 * 8, "a sample was asked for twice"
-    assert min(slow, quick) >= 8  # how the rest is divided depends on the machine's other work
-    assert set(both.figures().values()) == {0}
-    assert greedy(fleet) == greedy_oracle(first_weights)
-
-
 def test_a_connection_that_idled_for_a_step_is_still_there(idle: tuple[http.client.HTTPConnection, float]) -> None:
     """vLLM's default closes it after 5 s, and a client that takes it up at that moment gets an error instead of an answer."""
     connection, since = idle
@@ -430,16 +367,3 @@ def test_a_killed_server_is_reported_revived_and_synced(split_fleet: Fleet) -> N
     sync(fleet, other, WeightsVersion(3))
     assert greedy(fleet) == greedy_oracle(other)
     assert not fleet.revive()
-
-
-def test_a_tensor_that_does_not_fit_is_named_and_the_rest_is_consumed(fleet: Fleet, first_weights: torch.nn.Module) -> None:
-    weights = first_weights.state_dict()
-    bad = "model.layers.1.mlp.down_proj.weight"
-    weights[bad] = torch.zeros(3, 5)
-    stream = iter(weights.values())
-    with pytest.raises(RuntimeError, match=rf"(?s){fleet._servers[0].url}.*{bad}") as caught:
-        fleet.update_weights_from_tensors(WeightsVersion(4), manifest(weights), stream)
-    assert not isinstance(caught.value, ServerDied)
-    assert next(stream, None) is None
-    assert fleet.weights_version is None
-    assert_none_names(only_server(fleet).model_dir)

@@ -113,10 +113,11 @@ class ReferenceSampler(Sampler):
     def update_weights_from_tensors(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
         with self._updating:
             received = list(tensors)
-            shapes = {name: tensor.shape for name, tensor in self._weights.items()}
-            if [tensor.shape for tensor in received] != [shapes.get(name) for name, _, _ in manifest]:
+            shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
+            wrong = [name for name, shape, _ in manifest if shapes.get(name) != tuple(shape)]
+            if wrong or [tensor.shape for tensor in received] != [shape for _, shape, _ in manifest]:
                 self._weights, self._version = {}, None
-                raise ValueError(f"weights {version.step}: the tensors do not fit the model")
+                raise ValueError(f"weights {version.step}: the tensors do not fit the model: {', '.join(wrong)}")
             self._weights |= {name: tensor.double() for (name, _, _), tensor in zip(manifest, received, strict=True)}
             self._version = version
 
