@@ -18,6 +18,7 @@ import psutil
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.sampler.vllm.server import is_healthy, make_servers
 
 _KEY = "key"
@@ -35,7 +36,7 @@ class RegistryEntry:
         self._path = folder / f"server-{index}"
 
     def register(self, url: str, life: str) -> None:
-        _write(self._path.with_suffix(".json"), json.dumps({"url": url, "life": life}))
+        write_atomically(self._path.with_suffix(".json"), json.dumps({"url": url, "life": life}))
 
     def registered(self) -> _Registration | None:
         with suppress(FileNotFoundError):
@@ -52,7 +53,7 @@ class RegistryEntry:
 
     def retire(self, life: str) -> None:
         """The server's node then starts another life."""
-        _write(self._path.with_suffix(".retired"), life)
+        write_atomically(self._path.with_suffix(".retired"), life)
 
     def is_retired(self, life: str) -> bool:
         with suppress(FileNotFoundError):
@@ -116,12 +117,6 @@ def with_local_address(config: ServerConfig) -> ServerConfig:
             "network (lo where all is on one machine)"
         )
     return config.model_copy(update={"host": address})
-
-
-def _write(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    draft.write_text(text)
-    draft.replace(path)
 
 
 class ExternalServer:

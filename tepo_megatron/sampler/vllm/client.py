@@ -3,9 +3,9 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from itertools import takewhile
 from typing import Any
 
@@ -152,20 +152,22 @@ class Client:
                 for sample in samples
             ],
         }
-        try:
-            yield from read_responses(
-                self._stream(SAMPLES, body),
-                {sample.index: sample for sample in samples},
-                versions,
-                prompt_tokens=len(prompt),
-                vocab_size=self._vocab_size,
-                routed=self._routed,
-                sampling_mask=sampling.sampling_mask,
-                is_aborted=is_aborted,
-            )
-        except BadAnswer as error:
-            message = f"{self.url} {error} (POST {SAMPLES})"
-            raise ServerFault(message, url=self.url) if error.repeat else RuntimeError(message) from error
+        # Closed here: the garbage collector could do it while a thread holds the lock that this needs.
+        with closing(self._stream(SAMPLES, body)) as pieces:
+            try:
+                yield from read_responses(
+                    pieces,
+                    {sample.index: sample for sample in samples},
+                    versions,
+                    prompt_tokens=len(prompt),
+                    vocab_size=self._vocab_size,
+                    routed=self._routed,
+                    sampling_mask=sampling.sampling_mask,
+                    is_aborted=is_aborted,
+                )
+            except BadAnswer as error:
+                message = f"{self.url} {error} (POST {SAMPLES})"
+                raise ServerFault(message, url=self.url) if error.repeat else RuntimeError(message) from error
 
     def abort(self, names: Sequence[str]) -> None:
         self._post(ABORT, {"ids": list(names)})
@@ -265,7 +267,7 @@ class Client:
             what = f"POST {self.url}{path}: status {reply.status_code}, but the answer is not JSON: {reply.text[:200]!r}"
             raise ServerFault(what, url=self.url) from error
 
-    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[bytes]:
+    def _stream(self, path: str, body: dict[str, Any]) -> Generator[bytes, None, None]:
         with (
             self._faults(path),
             self._http.stream("POST", path, json=body, timeout=self._unbounded, extensions=self._traced) as reply,
