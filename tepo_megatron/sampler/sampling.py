@@ -6,14 +6,12 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tepo_megatron.config.rollout import SamplingConfig
 from tepo_megatron.core.rollout import Logprobs, Response, Rollout, SamplingMask, TokenIds, token_ids
-
-T = TypeVar("T")
 
 _NO_TOKENS = token_ids(())
 _ROUNDING = 1e-3
@@ -128,7 +126,7 @@ def join_parts(part: Response | None, rest: Response) -> Response:
     )
 
 
-def _continued(part: Response, before: T | None, after: T | None, join: Callable[[T, T], T]) -> T | None:
+def _continued(part: Response, before: Any, after: Any, join: Callable[[Any, Any], Any]) -> Any:
     """Returns no record if the model's tokens in ``part`` or the rest have none."""
     if after is None or (before is None and part.versions):
         return None

@@ -48,7 +48,8 @@ def _failed_member(error: BaseException) -> str | None:
 
     None if the check itself raised.
     """
-    contracts, trace, names = Path(__file__).parent, error.__traceback__, []
+    names: list[str] = []
+    contracts, trace = Path(__file__).parent, error.__traceback__
     while trace is not None:
         code, trace = trace.tb_frame.f_code, trace.tb_next
         if names or Path(code.co_filename).parent != contracts or code.co_qualname.startswith("Broken"):
