@@ -21,20 +21,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 54_600,
-    "tests, lines": 50_200,
-    "docs and docstrings, words": 113_500,
-    "public classes and functions": 1_350,
-    "modules": 282,
-    "modules below 60 lines": 54,
-    "largest folder, files": 20,
+    "package, lines": 52_500,
+    "tests, lines": 49_500,
+    "docs and docstrings, words": 112_250,
+    "public classes and functions": 1_142,
+    "modules": 277,
+    "modules below 60 lines": 51,
+    "largest folder, files": 19,
     "entries at the top of the package": 14,
     "files above 500 lines": 0,
     "functions above 80 lines": 0,
     "marker words per 1 000 docstring words": 1.0,
     "fragments without a verb per 1 000 docstrings": 32,
-    "docstring words per line of code": 0.85,
-    "replaced names": 123,
+    "docstring words per line of code": 0.88,
+    "replaced names": 73,
     "lines of documents above 100 characters": 9,
 }
 """Figure → the most that it may be."""

@@ -203,7 +203,7 @@ class DataConfig(PromptsConfig):
 
     @property
     def paths(self) -> dict[str, str]:
-        """Path of each source by field, such as ``data.train[1].path``."""
+        """Returns the path of each source by field, such as ``data.train[1].path``."""
         result = {}
         for field in ("train", "heldout"):
             raw = getattr(self, field)

@@ -297,7 +297,7 @@ class TrainingRanks:
 
     @property
     def rank_checkpoint_bytes(self) -> float:
-        """Of the rank with most."""
+        """Returns the bytes of the rank that has most."""
         return 12 * max(self.owned_weights(stage) for stage in range(self._parallel.pp))
 
     def host_memory(self, stage: int, memory: RankMemory, *, step_tokens: float) -> HostMemory:

@@ -153,7 +153,7 @@ class ModelSplit:
 
     @property
     def vocabulary(self) -> int:
-        """A rank's part, with padding."""
+        """Returns a rank's part, with padding."""
         return self.spec.padded_vocab_size(self.parallel.tp) // self.parallel.tp * self.spec.hidden_size
 
     def in_layers(self, stage: int, lora: LoraConfig | None = None) -> ParameterCount:

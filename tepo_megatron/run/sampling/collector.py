@@ -311,5 +311,5 @@ class RolloutCollector:
 
 
 def _problem_ids(rollouts: Sequence[Rollout]) -> list[str]:
-    """One for each group."""
+    """Has one id for each group."""
     return list({rollout.group: rollout.problem_id for rollout in rollouts}.values())

@@ -136,7 +136,7 @@ def find_runs(paths: Sequence[Path]) -> dict[str, Path]:
 
 
 def runs_in(path: Path) -> list[Path]:
-    """Itself, its children or grandchildren."""
+    """Finds runs in the folder, its children and grandchildren."""
     folder = path.parent if path.name == "metrics.jsonl" else path
     if _is_run(folder):
         return [folder]

@@ -1,4 +1,4 @@
-"""The trainer on Megatron-Core."""
+"""Implements the trainer on Megatron-Core."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def set_connections(parallel: ParallelConfig) -> None:
 
 
 def set_interface(interface: str | None) -> None:
-    """Call before any NCCL."""
+    """Must be called before any NCCL."""
     if interface is not None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
