@@ -20,7 +20,7 @@ fi
 workers=$(awk -v cores="$(nproc)" '/^MemTotal/ { fit = int($2 / 4e6); print fit < 1 ? 1 : fit < cores + 2 ? fit : cores + 2 }' /proc/meminfo)
 workers=$((workers < 8 ? workers : 8)) # with 4 GB each: three of them have servers, which wait a lot; two more than there are cores fill that time
 if [[ ${1:-} == --fast ]]; then
-  exec .venv/bin/python -m pytest tests/unit -m "not slow" --hypothesis-profile fast -n "$workers" "${@:2}"
+  exec .venv/bin/python -m pytest tests/unit -m "not slow and not learns and not long" --hypothesis-profile fast -n "$workers" "${@:2}"
 fi
 if [[ ${1:-} == --long ]]; then
   exec .venv/bin/python -m pytest -n "$workers" -m "(long or faults) and not quick and not learns" --durations=25 "${@:2}"
