@@ -270,7 +270,7 @@ def _faults(rollout: Rollout, step: int, stalest: int, vocab_size: int | None) -
     for drawn in (version.step for _, version in rollout.versions):
         if not step - stalest <= drawn <= step:
             before = f", nor of one of the {stalest} before it" if stalest else ""
-            yield f"drawn by the weights of step {drawn}, not of step {step}{before}"
+            yield f"drawn by the weights of step {drawn}, not of step {step}, for which the file is{before}"
     logprobs, trained = rollout.sampler_logprobs, rollout.reward is not None
     if not rollout.prompt_ids.size or (trained and not rollout.response_ids.size):
         yield "the prompt or the response has no token"
