@@ -16,7 +16,7 @@ from tepo_megatron.cli.console import AsJson, show, show_table, user_errors
 from tepo_megatron.runtime.text import echo
 
 if TYPE_CHECKING:
-    from tepo_megatron.weights.reshard import PlanSummary
+    from tepo_megatron.plan.traffic import PlanSummary
 
 app = typer.Typer()
 
@@ -295,19 +295,20 @@ def _plan_command(
     [dim]tepo reshard plan Llama-3.3-70B-Instruct --tp 8 --pp 4 --vpp 5 --servers 4 --server-tp 8[/]
     """
     from tepo_megatron.plan.shapes import resolve_spec
+    from tepo_megatron.plan.traffic import Links
     from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, pipeline_stages
-    from tepo_megatron.weights.reshard import Cluster, plan_to_json, reshard_plan, summarize_plan
+    from tepo_megatron.weights.reshard import plan_to_json, reshard_plan
 
     with user_errors():
         spec, assumption = resolve_spec(model)
         stages = pipeline_stages(spec.num_layers, pp, chunks=vpp, first=first_layers, last=last_layers)
-        cluster = Cluster(gpus_per_node, nvlink * efficiency, network * efficiency, shared)
+        links = Links(gpus_per_node, nvlink * efficiency, network * efficiency, shared)
         source = MegatronParallel(tp, pp, dp, stages, ep=ep, etp=etp)
         destination = VllmParallel(server_tp, server_pp, servers)
         started = time.perf_counter()
-        plan = reshard_plan(spec, source, destination, cluster.local(source.world_size, destination.world_size))
+        plan = reshard_plan(spec, source, destination, links.local(source.world_size, destination.world_size))
         built = time.perf_counter() - started
-    summary = summarize_plan(plan, itemsize, cluster, built_in_seconds=built)
+    summary = links.summarize(plan, itemsize, built_in_seconds=built)
     if save is not None:
         save.write_text(plan_to_json(plan) + "\n")
     if as_json:

@@ -26,7 +26,7 @@ from tepo_megatron.plan.time import (
     weight_sync,
 )
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.layouts import check_balance, check_recompute, check_trainer_split
+from tepo_megatron.weights.layouts import check_trainer_split
 
 _DEFAULT_PROMPT_TOKENS = 512  # if ``data.max_prompt_tokens`` is unset
 
@@ -92,8 +92,8 @@ def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response
 def _checked_ranks(spec: ModelSpec, config: RunConfig) -> TrainingRanks:
     ranks = TrainingRanks(spec, config)
     check_trainer_split(spec, config.engine.parallel)
-    check_recompute(spec, config.engine.recomputed, transformer_engine=ranks.has_te)
-    check_balance(spec, config.engine.moe_balance.kind)
+    spec.check_recompute(config.engine.recomputed, transformer_engine=ranks.has_te)
+    spec.check_balance(config.engine.moe_balance.kind)
     return ranks
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tepo_megatron.config import ClusterConfig, RunConfig
 from tepo_megatron.plan.memory import ELEMENT_BYTES, GIB, RankMemory, TrainingRanks, is_colocated, on_gpu
 from tepo_megatron.plan.shapes import active_parameters, linear_parameters, model_parameters, resolve_spec
+from tepo_megatron.plan.traffic import Links
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, pipeline_stages_of
 from tepo_megatron.weights.reshard import reshard_plan
@@ -105,13 +105,11 @@ def weight_sync(ranks: TrainingRanks) -> SyncTraffic:
         parallel.etp,
     )
     plan = reshard_plan(spec, trainer, VllmParallel(tp=server.tp, replicas=server.count))
-    sent, received = Counter[int](), Counter[int]()
-    for (source, destination), size in plan.bytes_between(_server_bytes(config)).items():
-        sent[source] += size
-        received[destination] += size
-    most_sent, most_received = max(sent.values()), max(received.values())
-    seconds = max(most_sent, most_received) / _link_rate(config.cluster, across=config.cluster.rollout_nodes > 0)
-    return SyncTraffic(len(plan.moves), sent.total(), most_sent, most_received, seconds)
+    (link,) = Links().summarize(plan, _server_bytes(config)).links  # no worker is on a trainer's node there
+    seconds = max(link.busiest_sender, link.busiest_receiver) / _link_rate(
+        config.cluster, across=config.cluster.rollout_nodes > 0
+    )
+    return SyncTraffic(len(plan.moves), link.total, link.busiest_sender, link.busiest_receiver, seconds)
 
 
 def _link_rate(cluster: ClusterConfig, *, across: bool) -> float:

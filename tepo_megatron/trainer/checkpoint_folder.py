@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.weights.storage.manifest import STATE, CheckpointManifest, DamagedCheckpoint, has_manifest, read_manifest
+from tepo_megatron.weights.storage.manifest import MANIFEST, STATE, CheckpointManifest, DamagedCheckpoint, read_manifest
 
 _LEFTOVERS = ("partial", "damaged", "abandoned")
 
@@ -47,7 +47,7 @@ def leftovers(parent: Path) -> list[Path]:
 
 def read_state(folder: Path) -> dict[str, Any]:
     """Does not read the shards' contents. Raises DamagedCheckpoint."""
-    if not has_manifest(folder):
+    if not (folder / MANIFEST).exists():
         return _read_first_format(folder)
     manifest = read_manifest(folder)
     problems = [*manifest.wrong_files().values()] or manifest.wrong_contents([STATE])

@@ -15,27 +15,20 @@ ALL_LINEAR = "all-linear"
 _ROUTER = "gate"
 
 
-class _AdapterNames(NamedTuple):
-    a: str
-    b: str
-
-
-def adapter_names(tensor: str) -> _AdapterNames:
+def adapter_names(tensor: str) -> tuple[str, str]:
+    """Returns those of A and B."""
     module = tensor.removesuffix(".weight")
-    return _AdapterNames(f"{module}.lora_A.weight", f"{module}.lora_B.weight")
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
 def _module_name(tensor: str) -> str:
     return tensor.removesuffix(".weight").rpartition(".")[2]
 
 
-def linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    return list(dict.fromkeys(_module_name(tensor) for tensor, shape in shapes.items() if _is_linear(tensor, shape)))
-
-
 def adapted_tensors(shapes: Mapping[str, tuple[int, ...]], targets: Collection[str]) -> list[str]:
     """``targets``: names of layers, or ``all-linear``."""
-    known = linear_modules(shapes)
+    linear = [tensor for tensor, shape in shapes.items() if _is_linear(tensor, shape)]
+    known = list(dict.fromkeys(map(_module_name, linear)))
     unknown = [name for name in targets if name not in (*known, ALL_LINEAR)]
     if unknown:
         raise ValueError(
@@ -43,7 +36,7 @@ def adapted_tensors(shapes: Mapping[str, tuple[int, ...]], targets: Collection[s
             f"{', '.join(known)}, and {ALL_LINEAR} means them all"
         )
     chosen = known if ALL_LINEAR in targets else targets
-    return [tensor for tensor, shape in shapes.items() if _is_linear(tensor, shape) and _module_name(tensor) in chosen]
+    return [tensor for tensor in linear if _module_name(tensor) in chosen]
 
 
 def _is_linear(tensor: str, shape: tuple[int, ...]) -> bool:
@@ -55,8 +48,8 @@ def adapter_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[str]
     result: dict[str, tuple[int, ...]] = {}
     for tensor in tensors:
         rows, columns = shapes[tensor]
-        names = adapter_names(tensor)
-        result |= {names.a: (rank, columns), names.b: (rows, rank)}
+        a, b = adapter_names(tensor)
+        result |= {a: (rank, columns), b: (rows, rank)}
     return result
 
 
@@ -75,18 +68,17 @@ def adapter_blocks(shards: Iterable[Shard]) -> list[AdapterBlock]:
 
 
 def adapter_layout(layout: ShardLayout, tensors: Collection[str], rank: int) -> ShardLayout:
-    adapted = frozenset(tensors)
     shards: list[Shard] = []
     params: dict[str, tuple[int, ...]] = {}
-    for tensor, tensor_shards in shards_by_tensor(layout, adapted).items():
-        names = adapter_names(tensor)
+    for tensor, tensor_shards in shards_by_tensor(layout, frozenset(tensors)).items():
+        a, b = adapter_names(tensor)
         left, right = tensor_shards[0].box.start[1], tensor_shards[0].box.stop[1]
-        params[names.a] = (rank, right - left)
-        shards.append(Shard(names.a, Box((0, left), (rank, right)), names.a, Box((0, 0), (rank, right - left))))
+        params[a] = (rank, right - left)
+        shards.append(Shard(a, Box((0, left), (rank, right)), a, Box.whole(params[a])))
         for shard, block in zip(tensor_shards, adapter_blocks(tensor_shards), strict=True):
             box = Box((shard.box.start[0], 0), (shard.box.stop[0], rank))
-            shards.append(Shard(names.b, box, names.b, Box((block.local_rows.start, 0), (block.local_rows.stop, rank))))
-            params[names.b] = (block.local_rows.stop, rank)
+            shards.append(Shard(b, box, b, Box((block.local_rows.start, 0), (block.local_rows.stop, rank))))
+            params[b] = (block.local_rows.stop, rank)
     return ShardLayout(adapter_shapes(layout.shapes, tensors, rank), tuple(shards), params)
 
 

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 
 @dataclass(frozen=True)
-class Family:
+class _Family:
     """Differences of an architecture from the plain decoder (RMSNorm, RoPE, grouped queries, SwiGLU, no biases).
 
     ``qkv_bias``, ``qk_norm``, ``ffn_size`` may name a field. ``only``: fields with one supported value.
@@ -24,22 +24,22 @@ class Family:
     only: Mapping[str, Any] = field(default_factory=dict)
 
 
-FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family(only={"attention_bias": False, "mlp_bias": False}),
-    "MistralForCausalLM": Family(
+FAMILIES: Mapping[str, _Family] = {
+    "LlamaForCausalLM": _Family(only={"attention_bias": False, "mlp_bias": False}),
+    "MistralForCausalLM": _Family(
         defaults={"num_key_value_heads": 8, "sliding_window": 4096}, only={"sliding_window": None, "llama_4_scaling": None}
     ),
-    "Qwen2ForCausalLM": Family(
+    "Qwen2ForCausalLM": _Family(
         qkv_bias=True,
         defaults={"num_key_value_heads": 32},
         only={"use_sliding_window": False, "dual_chunk_attention_config": None},
     ),
-    "Qwen3ForCausalLM": Family(
+    "Qwen3ForCausalLM": _Family(
         qk_norm=True,
         defaults={"num_key_value_heads": 32, "head_dim": 128},
         only={"attention_bias": False, "use_sliding_window": False, "dual_chunk_attention_config": None},
     ),
-    "MixtralForCausalLM": Family(
+    "MixtralForCausalLM": _Family(
         experts=True,
         defaults={
             "num_key_value_heads": 8,
@@ -51,7 +51,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         only={"sliding_window": None, "norm_topk_prob": True, "router_jitter_noise": 0.0, "output_router_logits": False},
     ),
-    "Qwen3MoeForCausalLM": Family(
+    "Qwen3MoeForCausalLM": _Family(
         qk_norm=True,
         experts=True,
         ffn_size="moe_intermediate_size",
@@ -71,7 +71,7 @@ FAMILIES: Mapping[str, Family] = {
             "output_router_logits": False,
         },
     ),
-    "Glm4MoeForCausalLM": Family(
+    "Glm4MoeForCausalLM": _Family(
         qkv_bias="attention_bias",
         qk_norm="use_qk_norm",
         experts=True,
@@ -242,6 +242,48 @@ class ModelSpec:
                 "(max_position_embeddings in its config.json); lower them"
             )
 
+    def check_recompute(self, modules: Iterable[str], *, transformer_engine: bool) -> None:
+        """Refuses modules that have no effect, or fail, in this model."""
+        has_experts, te_only = self.experts is not None, "which Megatron-Core has"
+        without = f"which is for models with experts, and {self.architecture} has none; name mlp instead"
+        refusals = (
+            ("mlp", has_experts, f"and every MLP of {self.architecture} is one of experts; name moe instead"),
+            ("moe", not has_experts, without),
+            ("moe_act", not has_experts, without),
+            (
+                "moe_act",
+                not transformer_engine,
+                f"{te_only} in Transformer Engine's layers alone (engine.layers = te); name moe instead",
+            ),
+            (
+                "layernorm",
+                not transformer_engine,
+                f"{te_only} with Transformer Engine alone; leave it out, or set engine.layers = te",
+            ),
+            (
+                "layernorm",
+                not has_experts,
+                "but Transformer Engine computes the norms of a dense layer within its linears and keeps none; leave it out",
+            ),
+        )
+        for module in modules:
+            for name, refused, reason in refusals:
+                if module == name and refused:
+                    raise ValueError(f"engine.recompute_modules has {module}, {reason}")
+
+    def check_balance(self, kind: str) -> None:
+        """Refuses a ``kind`` with nothing to act on."""
+        if kind != "none" and self.experts is None:
+            raise ValueError(
+                f"engine.moe_balance.kind = {kind} balances experts, and {self.architecture} has none; leave "
+                "engine.moe_balance out"
+            )
+        if kind == "expert_bias" and not (self.experts and self.experts.biased):
+            raise ValueError(
+                f"engine.moe_balance.kind = expert_bias moves a bias on each expert's score, and {self.architecture} has none, "
+                "in the rollout servers neither; set kind = aux_loss, or none"
+            )
+
 
 def read_model_spec(folder: Path) -> ModelSpec:
     """Raises ValueError for a bad ``config.json``, an unknown architecture, or an unsupported feature."""
@@ -321,14 +363,14 @@ def _feature(raw: Mapping[str, Any], feature: bool | str) -> bool:
     return bool(raw[feature]) if isinstance(feature, str) else feature
 
 
-def _rotary_fraction(raw: Mapping[str, Any], family: Family) -> float:
+def _rotary_fraction(raw: Mapping[str, Any], family: _Family) -> float:
     if family.rotary_fraction is None:
         return 1.0
     rope = raw.get("rope_parameters") or {}
     return float(rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", family.rotary_fraction)))
 
 
-def _experts(raw: Mapping[str, Any], family: Family, where: str) -> Experts:
+def _experts(raw: Mapping[str, Any], family: _Family, where: str) -> Experts:
     fields = ("n_routed_experts",) if family.shared else ("num_experts", "num_local_experts")
     count = _size(raw, next((name for name in fields if raw.get(name) is not None), fields[-1]), where)
     per_token = _size(raw, "num_experts_per_tok", where)
@@ -370,7 +412,7 @@ def _check_sizes(spec: ModelSpec, where: str) -> None:
         )
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], family: Family, where: str) -> None:
+def _refuse_unsupported(raw: Mapping[str, Any], family: _Family, where: str) -> None:
     for key, value in {**_SUPPORTED, **family.only}.items():
         if (raw.get(key, value) or None) != (value or None):  # null, false, 0 and an empty list all switch a feature off
             raise ValueError(f"{where}: {key} = {raw[key]!r} is not supported yet (only {value!r})")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -15,14 +15,13 @@ from tepo_megatron.weights.table import (
     HEAD,
     ParamMapping,
     RowBlock,
-    Split,
-    applies,
+    SplitKind,
     lay_out,
     layer_mappings,
     tensor_shapes,
 )
 
-Stages = Sequence[Sequence[range]]
+_Stages = tuple[tuple[range, ...], ...]
 """Layers of each chunk of each stage."""
 
 
@@ -46,7 +45,7 @@ class MegatronParallel:
     tp: int = 1
     pp: int = 1
     dp: int = 1
-    stages: tuple[tuple[range, ...], ...] | None = None
+    stages: _Stages | None = None
     fused_norms: bool = False
     ep: int = 1
     etp: int | None = None
@@ -80,9 +79,7 @@ class MegatronParallel:
             )
 
 
-def pipeline_stages(
-    num_layers: int, pp: int, *, chunks: int = 1, first: int | None = None, last: int | None = None
-) -> tuple[tuple[range, ...], ...]:
+def pipeline_stages(num_layers: int, pp: int, *, chunks: int = 1, first: int | None = None, last: int | None = None) -> _Stages:
     """``chunks`` is Megatron's virtual pipeline size; ``first`` and ``last`` are the end stages' layers if they differ."""
     if chunks > 1 and pp == 1:
         raise ValueError(f"a virtual pipeline size of {chunks} needs a pipeline; set pp, or leave one chunk")
@@ -120,17 +117,13 @@ def megatron_layout(
 ) -> ShardLayout:
     """``rank`` is global. With several chunks, parameters of chunk v are named ``model<v>.``…."""
     coordinates, tp = parallel.coordinates(rank), parallel.tp
-    dense, expert = Split(tp, coordinates.tp_rank), Split(parallel.expert_tp, coordinates.etp_rank)
-
-    def split(mapping: ParamMapping) -> Split:
-        return dense if mapping.expert is None else expert
-
+    dense, expert = (tp, coordinates.tp_rank), (parallel.expert_tp, coordinates.etp_rank)
     return lay_out(
         spec,
         shapes=tensor_shapes(spec) if shapes is None else shapes,
         mappings=[(mapping, mapping.megatron) for mapping in _rank_mappings(spec, parallel, coordinates)],
-        split=split,
-        row_blocks=lambda mapping, rows: _megatron_row_blocks(mapping, rows, spec, *split(mapping)),
+        split=lambda mapping: dense if mapping.expert is None else expert,
+        head_blocks=lambda kind: _megatron_head_blocks(kind, spec, *dense),
         vocab_rows=spec.padded_vocab_size(tp) // tp,
     )
 
@@ -150,7 +143,7 @@ def megatron_ranks(spec: ModelSpec, parallel: MegatronParallel) -> list[ShardLay
     return ranks
 
 
-def _check_stages(stages: Stages, spec: ModelSpec, pp: int) -> None:
+def _check_stages(stages: _Stages, spec: ModelSpec, pp: int) -> None:
     layers = sorted(layer for stage in stages for chunk in stage for layer in chunk)
     if len(stages) != pp or layers != list(range(spec.num_layers)):
         raise ValueError(
@@ -177,29 +170,21 @@ def _rank_mappings(spec: ModelSpec, parallel: MegatronParallel, coordinates: _Ra
                 yield named(mapping, prefix)
     if pp_rank == len(stages) - 1:
         yield named(FINAL_NORM, prefixes[-1])
-        if applies(HEAD, spec):
+        if HEAD.applies(spec):
             yield named(HEAD, prefixes[-1])
         elif len(stages) > 1:  # a tied head: on one stage it is the embedding itself
             yield named(replace(EMBEDDING, megatron=HEAD.megatron), prefixes[-1])
 
 
-def _megatron_row_blocks(mapping: ParamMapping, rows: int, spec: ModelSpec, tp: int, rank: int) -> Iterator[RowBlock]:
-    if mapping.split_kind == "vocab":
-        per_rank = spec.padded_vocab_size(tp) // tp
-        yield RowBlock(rank * per_rank, min((rank + 1) * per_rank, rows), 0)
-    elif mapping.split_kind in ("gate", "up"):
-        per_rank = rows // tp
-        yield RowBlock(rank * per_rank, (rank + 1) * per_rank, per_rank if mapping.split_kind == "up" else 0)
-    else:
-        # A group is the query heads that share a key/value head, then that key, then that value.
-        queries = spec.num_heads // spec.num_kv_heads * spec.head_dim
-        group_rows = queries + 2 * spec.head_dim
-        size = queries if mapping.split_kind == "query" else spec.head_dim
-        offset = {"query": 0, "key": queries, "value": queries + spec.head_dim}[mapping.split_kind]
-        groups = spec.num_kv_heads // tp
-        for local in range(groups):
-            group = rank * groups + local
-            yield RowBlock(group * size, (group + 1) * size, local * group_rows + offset)
+def _megatron_head_blocks(kind: SplitKind, spec: ModelSpec, tp: int, rank: int) -> Iterator[RowBlock]:
+    # A group is the query heads that share a key/value head, then that key, then that value.
+    queries = spec.num_heads // spec.num_kv_heads * spec.head_dim
+    size = queries if kind == "query" else spec.head_dim
+    offset = {"query": 0, "key": queries, "value": queries + spec.head_dim}[kind]
+    groups = spec.num_kv_heads // tp
+    for local in range(groups):
+        group = rank * groups + local
+        yield group * size, (group + 1) * size, local * (queries + 2 * spec.head_dim) + offset
 
 
 class _TrainerSizes(Protocol):
@@ -225,7 +210,7 @@ class _TrainerSizes(Protocol):
     def sequence_parallel(self) -> bool: ...
 
 
-def check_trainer_split(spec: ModelSpec, parallel: _TrainerSizes) -> tuple[tuple[range, ...], ...]:
+def check_trainer_split(spec: ModelSpec, parallel: _TrainerSizes) -> _Stages:
     """Returns the layers of each chunk of each stage."""
     spec.check_parallel(tp=parallel.tp, pp=1, ep=parallel.ep, etp=parallel.etp)  # stages may be uneven
     stages = pipeline_stages_of(spec, parallel)
@@ -235,7 +220,7 @@ def check_trainer_split(spec: ModelSpec, parallel: _TrainerSizes) -> tuple[tuple
     return stages
 
 
-def pipeline_stages_of(spec: ModelSpec, parallel: _TrainerSizes) -> tuple[tuple[range, ...], ...]:
+def pipeline_stages_of(spec: ModelSpec, parallel: _TrainerSizes) -> _Stages:
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     if first is None and last is None:
         spec.check_parallel(tp=1, pp=parallel.pp)
@@ -252,43 +237,7 @@ def pipeline_stages_of(spec: ModelSpec, parallel: _TrainerSizes) -> tuple[tuple[
         raise ValueError(f"engine.parallel does not fit the model with {shown}: {error}") from None
 
 
-def check_recompute(spec: ModelSpec, modules: Iterable[str], *, transformer_engine: bool) -> None:
-    """Refuses modules that have no effect, or fail, in this model."""
-    for module in modules:
-        reason = _cannot_recompute(spec, module, transformer_engine)
-        if reason:
-            raise ValueError(f"engine.recompute_modules has {module}, {reason}")
-
-
-def check_balance(spec: ModelSpec, kind: str) -> None:
-    """Refuses a ``kind`` with nothing to act on."""
-    if kind != "none" and spec.experts is None:
-        raise ValueError(
-            f"engine.moe_balance.kind = {kind} balances experts, and {spec.architecture} has none; leave engine.moe_balance out"
-        )
-    if kind == "expert_bias" and not (spec.experts and spec.experts.biased):
-        raise ValueError(
-            f"engine.moe_balance.kind = expert_bias moves a bias on each expert's score, and {spec.architecture} has none, in "
-            "the rollout servers neither; set kind = aux_loss, or none"
-        )
-
-
-def _cannot_recompute(spec: ModelSpec, module: str, transformer_engine: bool) -> str | None:
-    experts = spec.experts is not None
-    if module == "mlp" and experts:
-        return f"and every MLP of {spec.architecture} is one of experts; name moe instead"
-    if module in ("moe", "moe_act") and not experts:
-        return f"which is for models with experts, and {spec.architecture} has none; name mlp instead"
-    if module == "moe_act" and not transformer_engine:
-        return "which Megatron-Core has in Transformer Engine's layers alone (engine.layers = te); name moe instead"
-    if module == "layernorm" and not transformer_engine:
-        return "which Megatron-Core has with Transformer Engine alone; leave it out, or set engine.layers = te"
-    if module == "layernorm" and not experts:
-        return "but Transformer Engine computes the norms of a dense layer within its linears and keeps none; leave it out"
-    return None
-
-
-VOCAB_PADDING = 64
+_VOCAB_PADDING = 64
 
 
 @dataclass(frozen=True)
@@ -307,81 +256,71 @@ class VllmParallel:
     def world_size(self) -> int:
         return self.server_size * self.replicas
 
+    def stages(self, num_layers: int) -> tuple[range, ...]:
+        """Remaining layers go one each to the stages before the last, from the back."""
+        counts = [num_layers // self.pp] * self.pp
+        for extra in range(num_layers % self.pp):
+            counts[self.pp - 2 - extra] += 1
+        ends = [sum(counts[: stage + 1]) for stage in range(self.pp)]
+        return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
 
-def vllm_layers(num_layers: int, pp: int) -> tuple[range, ...]:
-    """Remaining layers go one each to the stages before the last, from the back."""
-    counts = [num_layers // pp] * pp
-    for extra in range(num_layers % pp):
-        counts[pp - 2 - extra] += 1
-    ends = [sum(counts[: stage + 1]) for stage in range(pp)]
-    return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+    def check(self, spec: ModelSpec) -> None:
+        tp, heads = self.tp, spec.num_kv_heads
+        sizes = {
+            "attention heads": spec.num_heads,
+            **({} if spec.experts is None else {"MLP size of an expert": spec.ffn_size}),
+            **spec.mlp_sizes,
+            f"rows of the vocabulary (padded to a multiple of {_VOCAB_PADDING})": _padded_vocab_size(spec),
+        }
+        problems = [
+            f"tp = {tp} does not divide the model's {size} {name}; use a divisor of {size}"
+            for name, size in sizes.items()
+            if size % tp
+        ]
+        if heads % tp and tp % heads:
+            problems.append(f"tp = {tp} neither divides the model's {heads} key/value heads nor is a multiple of them")
+        if self.pp > spec.num_layers:
+            problems.append(f"pp = {self.pp} is more than the model's {spec.num_layers} layers")
+        if problems:
+            raise ValueError("the rollout servers cannot split the model so:\n  " + "\n  ".join(problems))
 
 
-def vllm_layout(
-    spec: ModelSpec,
-    *,
-    tp: int,
-    tp_rank: int,
-    pp: int = 1,
-    pp_rank: int = 0,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
+def _vllm_layout(
+    spec: ModelSpec, parallel: VllmParallel, tp_rank: int, pp_rank: int, shapes: Mapping[str, tuple[int, ...]]
 ) -> ShardLayout:
+    split = parallel.tp, tp_rank
     return lay_out(
         spec,
-        shapes=tensor_shapes(spec) if shapes is None else shapes,
-        mappings=[(mapping, mapping.vllm) for mapping in _stage_mappings(spec, pp, pp_rank)],
-        split=lambda _: Split(tp, tp_rank),
-        row_blocks=lambda mapping, rows: _vllm_row_blocks(mapping, rows, spec, tp, tp_rank),
-        vocab_rows=_padded_vocab_size(spec) // tp,
-        first_row=lambda mapping: _first_row(mapping, spec, tp),
+        shapes=shapes,
+        mappings=[(mapping, mapping.vllm) for mapping in _stage_mappings(spec, parallel, pp_rank)],
+        split=lambda _: split,
+        head_blocks=lambda kind: _vllm_head_blocks(kind, spec, *split),
+        vocab_rows=_padded_vocab_size(spec) // parallel.tp,
+        first_row=lambda mapping: _first_row(mapping, spec, parallel.tp),
     )
 
 
 def vllm_ranks(spec: ModelSpec, parallel: VllmParallel) -> list[ShardLayout]:
-    check_vllm_parallel(spec, tp=parallel.tp, pp=parallel.pp)
+    parallel.check(spec)
     shapes = tensor_shapes(spec)
-    server = [
-        vllm_layout(spec, tp=parallel.tp, tp_rank=tp_rank, pp=parallel.pp, pp_rank=pp_rank, shapes=shapes)
-        for pp_rank in range(parallel.pp)
-        for tp_rank in range(parallel.tp)
-    ]
-    return server * parallel.replicas
-
-
-def check_vllm_parallel(spec: ModelSpec, *, tp: int, pp: int) -> None:
-    heads = spec.num_kv_heads
-    problems = [
-        f"tp = {tp} does not divide the model's {size} {name}; use a divisor of {size}"
-        for name, size in (
-            ("attention heads", spec.num_heads),
-            *(() if spec.experts is None else (("MLP size of an expert", spec.ffn_size),)),
-            *spec.mlp_sizes.items(),
-            (f"rows of the vocabulary (padded to a multiple of {VOCAB_PADDING})", _padded_vocab_size(spec)),
-        )
-        if size % tp
-    ]
-    if heads % tp and tp % heads:
-        problems.append(f"tp = {tp} neither divides the model's {heads} key/value heads nor is a multiple of them")
-    if pp > spec.num_layers:
-        problems.append(f"pp = {pp} is more than the model's {spec.num_layers} layers")
-    if problems:
-        raise ValueError("the rollout servers cannot split the model so:\n  " + "\n  ".join(problems))
+    ranks = [(tp_rank, pp_rank) for pp_rank in range(parallel.pp) for tp_rank in range(parallel.tp)]
+    return [_vllm_layout(spec, parallel, *rank, shapes) for rank in ranks] * parallel.replicas
 
 
 def _padded_vocab_size(spec: ModelSpec) -> int:
-    return -(-spec.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+    return -(-spec.vocab_size // _VOCAB_PADDING) * _VOCAB_PADDING
 
 
-def _stage_mappings(spec: ModelSpec, pp: int, pp_rank: int) -> Iterator[ParamMapping]:
+def _stage_mappings(spec: ModelSpec, parallel: VllmParallel, pp_rank: int) -> Iterator[ParamMapping]:
     everywhere = spec.experts is not None and EXPERT_NAMES[spec.architecture].ends_everywhere
-    is_first, is_last = (pp_rank == end or everywhere for end in (0, pp - 1))
+    is_first, is_last = (pp_rank == end or everywhere for end in (0, parallel.pp - 1))
     if is_first or (is_last and spec.tied_embeddings):
         yield EMBEDDING
-    for layer in vllm_layers(spec.num_layers, pp)[pp_rank]:
+    for layer in parallel.stages(spec.num_layers)[pp_rank]:
         yield from layer_mappings(spec, layer, layer)
     if is_last:
         yield FINAL_NORM
-        if applies(HEAD, spec):
+        if HEAD.applies(spec):
             yield HEAD
 
 
@@ -391,19 +330,12 @@ def _first_row(mapping: ParamMapping, spec: ModelSpec, tp: int) -> int:
     return mapping.expert * (spec.hidden_size if mapping.split_kind == "columns" else 2 * spec.ffn_size // tp)
 
 
-def _vllm_row_blocks(mapping: ParamMapping, rows: int, spec: ModelSpec, tp: int, rank: int) -> Iterator[RowBlock]:
-    if mapping.split_kind == "vocab":
-        per_rank = _padded_vocab_size(spec) // tp
-        yield RowBlock(rank * per_rank, min((rank + 1) * per_rank, rows), 0)
-    elif mapping.split_kind in ("gate", "up"):
-        per_rank = rows // tp
-        yield RowBlock(rank * per_rank, (rank + 1) * per_rank, per_rank if mapping.split_kind == "up" else 0)
-    elif mapping.split_kind == "query":
-        per_rank = rows // tp
-        yield RowBlock(rank * per_rank, (rank + 1) * per_rank, 0)
+def _vllm_head_blocks(kind: SplitKind, spec: ModelSpec, tp: int, rank: int) -> Iterator[RowBlock]:
+    queries = spec.num_heads // tp * spec.head_dim
+    if kind == "query":
+        yield rank * queries, (rank + 1) * queries, 0
     else:
         per_rank = max(spec.num_kv_heads // tp, 1) * spec.head_dim
         # With more ranks than key/value heads, tp / num_kv_heads neighbouring ranks hold the same head.
         first = rank * spec.num_kv_heads // tp if tp > spec.num_kv_heads else rank
-        queries = spec.num_heads // tp * spec.head_dim
-        yield RowBlock(first * per_rank, (first + 1) * per_rank, queries + (per_rank if mapping.split_kind == "value" else 0))
+        yield first * per_rank, (first + 1) * per_rank, queries + (per_rank if kind == "value" else 0)

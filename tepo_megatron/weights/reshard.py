@@ -7,24 +7,14 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.geometry import (
-    Box,
-    Move,
-    Region,
-    ReshardPlan,
-    Shard,
-    ShardLayout,
-    coalesce,
-    overlapping_pairs,
-    overlaps,
-)
+from tepo_megatron.weights.geometry import Box, Move, Region, ReshardPlan, Shard, ShardLayout
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, megatron_ranks, vllm_ranks
 
 _TOLERANCE = 0.01
@@ -41,6 +31,17 @@ class _BoxRequest(NamedTuple):
     shard: Shard
     box: Box
     owners: Mapping[int, Shard]
+
+    @property
+    def rows(self) -> int:
+        return self.box.stop[0] - self.box.start[0]
+
+    @property
+    def row_size(self) -> int:
+        return math.prod(self.box.shape[1:])
+
+
+_Part = tuple[_BoxRequest, int, int, int]  # request, source rank, first row, end of rows
 
 
 def reshard_plan(
@@ -110,7 +111,7 @@ def _requests(sources: Sequence[ShardLayout], destinations: Sequence[ShardLayout
     for tensor, targets in needed.items():
         owners, receivers = list(holders[tensor].values()), list(targets.values())
         try:
-            common = overlaps(tuple(holders[tensor]), tuple(targets))
+            common = _overlaps(tuple(holders[tensor]), tuple(targets))
         except ValueError as error:
             raise ValueError(f"{tensor} cannot be resharded: {error}") from None
         for i, j, box in common:
@@ -120,62 +121,42 @@ def _requests(sources: Sequence[ShardLayout], destinations: Sequence[ShardLayout
 
 def _moves(requests: Iterable[_BoxRequest], local: Mapping[int, int]) -> Iterator[Move]:
     boxes: dict[tuple[str, int, int, str, str], list[tuple[Box, Box]]] = defaultdict(list)
-    for request, source, box in _choose_sources(requests, local):
-        source_shard, destination_shard = request.owners[source], request.shard
-        route = (request.tensor, source, request.destination, source_shard.param, destination_shard.param)
-        pair = (
-            _map_to_param(source_shard.box.start, source_shard.param_box.start, box),
-            _map_to_param(destination_shard.box.start, destination_shard.param_box.start, box),
-        )
-        boxes[route].append(pair)
+    for request, source, start, stop in _choose_sources(requests, local):
+        (first, *inner), shards = request.box.start, (request.owners[source], request.shard)
+        box = Box((first + start, *inner), (first + stop, *request.box.stop[1:]))
+        in_source, in_destination = (_translate(box, shard.box.start, shard.param_box.start) for shard in shards)
+        route = (request.tensor, source, request.destination, shards[0].param, shards[1].param)
+        boxes[route].append((in_source, in_destination))
     for (tensor, source, destination, source_param, destination_param), pairs in boxes.items():
-        for source_region, destination_region in coalesce(tuple(pairs)):
+        for source_region, destination_region in _coalesce(tuple(pairs)):
             yield Move(tensor, source, destination, source_param, source_region, destination_param, destination_region)
 
 
-def _choose_sources(requests: Iterable[_BoxRequest], local: Mapping[int, int]) -> Iterator[tuple[_BoxRequest, int, Box]]:
+@lru_cache(maxsize=4096)
+def _translate(box: Box, origin: tuple[int, ...], target: tuple[int, ...]) -> Box:
+    """Cached: layers have the same boxes."""
+    return box.relative_to(tuple(a - b for a, b in zip(origin, target, strict=True)))
+
+
+def _choose_sources(requests: Iterable[_BoxRequest], local: Mapping[int, int]) -> Iterator[_Part]:
     shared: dict[tuple[int, ...], list[_BoxRequest]] = defaultdict(list)
     for request in requests:
         local_source = local.get(request.destination)
         if local_source is not None and local_source in request.owners:
-            yield request, local_source, request.box
+            yield request, local_source, 0, request.rows
         else:
             shared[tuple(request.owners)].append(request)
     # Ordered by receiver, because _assign_senders gives consecutive items to one owner: each receiver has few senders.
     for group in shared.values():
         group.sort(key=lambda request: request.destination)
-    items = {
-        owners: [_SendItem((owners, n), request.destination, *_rows_and_size(request.box)) for n, request in enumerate(group)]
-        for owners, group in shared.items()
-    }
-    for (owners, n), source, start, stop in _assign_senders(items, defaultdict(int)):
-        request = shared[owners][n]
-        yield request, source, _cut_rows(request.box, start, stop)
-
-
-@lru_cache(maxsize=4096)
-def _rows_and_size(box: Box) -> tuple[int, int]:
-    """Cached, like the next two: layers have the same boxes."""
-    rows, *inner = box.shape
-    return rows, math.prod(inner)
-
-
-@lru_cache(maxsize=4096)
-def _cut_rows(box: Box, start: int, stop: int) -> Box:
-    first, *inner = box.start
-    return Box((first + start, *inner), (first + stop, *box.stop[1:]))
-
-
-@lru_cache(maxsize=4096)
-def _map_to_param(tensor_start: tuple[int, ...], param_start: tuple[int, ...], box: Box) -> Box:
-    return box.relative_to(tuple(a - b for a, b in zip(tensor_start, param_start, strict=True)))
+    yield from _assign_senders(shared)
 
 
 def _order(tensors: Iterable[str], num_destinations: int, server_size: int) -> Callable[[Move], tuple[int, ...]]:
     """Each server starts at another layer, so that not all wait for one stage."""
-    layers = [list(names) for _, names in groupby(tensors, key=layer_of)]
+    layers = [list(names) for _, names in groupby(tensors, key=_layer_of)]
     position = {name: (number, index) for number, names in enumerate(layers) for index, name in enumerate(names)}
-    numbered = [number for number, names in enumerate(layers) if layer_of(names[0]) is not None]
+    numbered = [number for number, names in enumerate(layers) if _layer_of(names[0]) is not None]
     servers = -(-num_destinations // server_size)
     first_layers = [0, *(numbered[len(numbered) * server // servers] if numbered else 0 for server in range(1, servers))]
 
@@ -192,30 +173,14 @@ def _order(tensors: Iterable[str], num_destinations: int, server_size: int) -> C
     return key
 
 
-def layer_of(tensor: str) -> int | None:
+def _layer_of(tensor: str) -> int | None:
     match = re.search(r"\.layers\.(\d+)\.", tensor)
     return int(match[1]) if match else None
 
 
-class _SendItem(NamedTuple):
-    key: tuple[tuple[int, ...], int]
-    receiver: int
-    rows: int
-    row_size: int
-
-
-class _Assignment(NamedTuple):
-    key: tuple[tuple[int, ...], int]
-    owner: int
-    start: int
-    stop: int
-
-
-def _assign_senders(
-    items: Mapping[tuple[int, ...], Sequence[_SendItem]], loads: MutableMapping[int, int]
-) -> Iterator[_Assignment]:
-    """Balances ``loads``. Negligible sets, such as norms, go to a rank that sends to the receiver anyway."""
-    routes: set[tuple[int, int]] = set()
+def _assign_senders(items: Mapping[tuple[int, ...], Sequence[_BoxRequest]]) -> Iterator[_Part]:
+    """Balances the ranks' loads. Negligible sets, such as norms, go to a rank that sends to the receiver anyway."""
+    loads, routes = Counter[int](), set[tuple[int, int]]()
     amounts = {owners: sum(item.rows * item.row_size for item in group) for owners, group in items.items()}
     for owners, group in sorted(items.items(), key=lambda pair: (len(pair[0]), -amounts[pair[0]], pair[0])):
         order = sorted(owners, key=lambda owner: (loads[owner], owner))
@@ -226,10 +191,10 @@ def _assign_senders(
         else:
             assigned = _assign_in_order(order, [level - loads[owner] for owner in order], group, slack=_TOLERANCE * level)
         # A generator assigns the items, so that it sees the routes that this loop adds before it chooses the next owner.
-        for assignment, item in assigned:
-            loads[assignment.owner] += (assignment.stop - assignment.start) * item.row_size
-            routes.add((assignment.owner, item.receiver))
-            yield assignment
+        for item, owner, start, stop in assigned:
+            loads[owner] += (stop - start) * item.row_size
+            routes.add((owner, item.destination))
+            yield item, owner, start, stop
 
 
 def _water_level(loads: Sequence[int], amount: int) -> float:
@@ -242,34 +207,32 @@ def _water_level(loads: Sequence[int], amount: int) -> float:
     raise AssertionError("an item has an owner")
 
 
-def _assign_whole(
-    order: Sequence[int], items: Sequence[_SendItem], routes: Set[tuple[int, int]]
-) -> Iterator[tuple[_Assignment, _SendItem]]:
+def _assign_whole(order: Sequence[int], items: Sequence[_BoxRequest], routes: Set[tuple[int, int]]) -> Iterator[_Part]:
     for item in items:
-        owner = next((owner for owner in order if (owner, item.receiver) in routes), order[0])
-        yield _Assignment(item.key, owner, 0, item.rows), item
+        owner = next((owner for owner in order if (owner, item.destination) in routes), order[0])
+        yield item, owner, 0, item.rows
 
 
 def _assign_in_order(
-    order: Sequence[int], capacities: Sequence[float], items: Sequence[_SendItem], *, slack: float
-) -> Iterator[tuple[_Assignment, _SendItem]]:
+    order: Sequence[int], capacities: Sequence[float], items: Sequence[_BoxRequest], *, slack: float
+) -> Iterator[_Part]:
     """Units are elements. An item is divided if more than ``slack`` would be too much."""
     index, capacity = 0, capacities[0]
     for item in items:
-        start = 0
+        start, row_size = 0, item.row_size
         while start < item.rows:
             left = item.rows - start
             is_last = index == len(order) - 1
-            fits = left * item.row_size <= capacity + slack
-            rows = left if is_last or fits else min(left, round(capacity / item.row_size))
+            fits = left * row_size <= capacity + slack
+            rows = left if is_last or fits else min(left, round(capacity / row_size))
             if not is_last and (rows <= 0 or capacity <= slack):
                 # The excess (a negative capacity) or rest of this owner carries over to the next one.
                 index += 1
                 capacity += capacities[index]
                 continue
-            yield _Assignment(item.key, order[index], start, start + rows), item
+            yield item, order[index], start, start + rows
             start += rows
-            capacity -= rows * item.row_size
+            capacity -= rows * row_size
 
 
 def _digest_of(*inputs: object) -> str:
@@ -290,38 +253,23 @@ def _plain(value: Any) -> Any:
 def plan_to_json(plan: ReshardPlan) -> str:
     names: dict[str, int] = {}
 
-    def number(name: str) -> int:
-        return names.setdefault(name, len(names))
+    def end(param: str, region: Region) -> tuple[int, list[Any]]:
+        box = region.box
+        return names.setdefault(param, len(names)), [list(box.start), list(box.stop), region.count, region.step]
 
     moves = [
         [
-            number(move.tensor),
+            names.setdefault(move.tensor, len(names)),
             move.source,
             move.destination,
-            number(move.source_param),
-            _region_to_list(move.source_region),
-            number(move.destination_param),
-            _region_to_list(move.destination_region),
+            *end(move.source_param, move.source_region),
+            *end(move.destination_param, move.destination_region),
         ]
         for move in plan.moves
     ]
-    return json.dumps(
-        {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "digest": plan.digest,
-            "num_sources": plan.num_sources,
-            "num_destinations": plan.num_destinations,
-            "local": sorted(plan.local.items()),
-            "names": list(names),
-            "moves": moves,
-        },
-        separators=(",", ":"),
-    )
-
-
-def _region_to_list(region: Region) -> list[Any]:
-    return [list(region.box.start), list(region.box.stop), region.count, region.step]
+    head = {"format": _FORMAT, "version": _VERSION, "digest": plan.digest}
+    ranks = {"num_sources": plan.num_sources, "num_destinations": plan.num_destinations, "local": sorted(plan.local.items())}
+    return json.dumps({**head, **ranks, "names": list(names), "moves": moves}, separators=(",", ":"))
 
 
 def prove(plan: ReshardPlan, sources: Sequence[ShardLayout], destinations: Sequence[ShardLayout]) -> None:
@@ -347,10 +295,10 @@ def prove(plan: ReshardPlan, sources: Sequence[ShardLayout], destinations: Seque
 
 @lru_cache(maxsize=4096)
 def _find_problem(written: tuple[Box, ...], needed: tuple[Box, ...]) -> str:
-    for i, j in overlapping_pairs(written):
+    for i, j in _overlapping_pairs(written):
         return f"{written[i]} and {written[j]}, which overlap,"
     # Disjoint boxes within the needed ones cover them if and only if they have as many elements.
-    written_numel, needed_numel = _numel(written), _numel(needed)
+    written_numel, needed_numel = (sum(math.prod(box.shape) for box in boxes) for boxes in (written, needed))
     return "" if written_numel == needed_numel else f"{written_numel} of {needed_numel} elements"
 
 
@@ -364,25 +312,15 @@ def _shards_by_param(layouts: Sequence[ShardLayout]) -> dict[tuple[int, str], di
 
 def _boxes(region: Region) -> Iterator[Box]:
     (first, *start), (last, *stop) = region.box.start, region.box.stop
-    for number in range(region.count):
-        shift = number * region.step
+    for shift in range(0, region.count * region.step or 1, region.step or 1):
         yield Box((first + shift, *start), (last + shift, *stop))
 
 
 def _in_tensor(box: Box, tensor: str, shards: Mapping[str, Sequence[Shard]]) -> Box | None:
-    parts = (_map_to_tensor(box, shard.param_box, shard.box) for shard in shards.get(tensor, ()))
-    return next((part for part in parts if part is not None), None)
-
-
-@lru_cache(maxsize=4096)
-def _map_to_tensor(box: Box, param_box: Box, tensor_box: Box) -> Box | None:
-    if param_box.intersection(box) != box:
-        return None
-    return box.relative_to(tuple(a - b for a, b in zip(param_box.start, tensor_box.start, strict=True)))
-
-
-def _numel(boxes: Sequence[Box]) -> int:
-    return sum(math.prod(box.shape) for box in boxes)
+    for shard in shards.get(tensor, ()):
+        if shard.param_box.intersection(box) == box:
+            return _translate(box, shard.param_box.start, shard.box.start)
+    return None
 
 
 def _name(move: Move) -> str:
@@ -392,91 +330,74 @@ def _name(move: Move) -> str:
     )
 
 
-Link = Literal["device", "nvlink", "network"]
+@lru_cache(maxsize=4096)
+def _overlaps(sources: tuple[Box, ...], destinations: tuple[Box, ...]) -> tuple[tuple[int, int, Box], ...]:
+    """Returns (source index, destination index, common box). Cached: layers have the same boxes.
+
+    Raises ValueError if sources overlap or leave gaps.
+    """
+    for i, j in _overlapping_pairs(sources):
+        raise ValueError(f"the parts {sources[i]} and {sources[j]} of one tensor overlap without being equal")
+    result: list[tuple[int, int, Box]] = []
+    for j, destination in enumerate(destinations):
+        common = [(i, box) for i, source in enumerate(sources) if (box := source.intersection(destination)) is not None]
+        # The sources are disjoint, so that the sizes of the intersections add up to what is covered.
+        covered = sum(math.prod(box.shape) for _, box in common)
+        if covered != math.prod(destination.shape):
+            raise ValueError(
+                f"the source ranks together hold {covered} of {math.prod(destination.shape)} elements of {destination}"
+            )
+        result += [(i, j, box) for i, box in common]
+    return tuple(result)
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Rates are in 10⁹ bytes/s per GPU and direction. Unless ``shared``, workers have nodes of their own."""
-
-    gpus_per_node: int = 8
-    nvlink_gb_per_s: float = 450.0
-    network_gb_per_s: float = 50.0
-    shared: bool = False
-
-    def local(self, num_sources: int, num_destinations: int) -> dict[int, int]:
-        return {rank: rank for rank in range(min(num_sources, num_destinations))} if self.shared else {}
+def _overlapping_pairs(boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:
+    # Sweep by first row: once a box starts below the current one, so do all that follow in the order.
+    order = sorted(range(len(boxes)), key=lambda i: boxes[i].start)
+    for n, i in enumerate(order):
+        for j in order[n + 1 :]:
+            if boxes[j].start[0] >= boxes[i].stop[0]:
+                break
+            if boxes[i].intersection(boxes[j]) is not None:
+                yield i, j
 
 
-@dataclass(frozen=True)
-class _LinkTraffic:
-    link: Link
-    pairs: int
-    total: int
-    busiest_sender: int
-    busiest_receiver: int
-    seconds: float
+@lru_cache(maxsize=4096)
+def _coalesce(pairs: tuple[tuple[Box, Box], ...]) -> tuple[tuple[Region, Region], ...]:
+    """Joins adjoining rows to one box, equal boxes at equal distances to one region."""
+    merged: list[tuple[Box, Box]] = []
+    for source, destination in sorted(pairs, key=lambda pair: pair[1].start):
+        if merged and _adjoin(merged[-1][0], source) and _adjoin(merged[-1][1], destination):
+            first = merged.pop()
+            source, destination = Box(first[0].start, source.stop), Box(first[1].start, destination.stop)
+        merged.append((source, destination))
+    return tuple(regions for _, same in groupby(merged, key=_outline) for regions in _regions(list(same)))
 
 
-def _traffic(plan: ReshardPlan, itemsize: int, cluster: Cluster) -> list[_LinkTraffic]:
-    link_of = _links(plan, cluster)
-    bytes_by_link: dict[Link, Counter[tuple[int, int]]] = {"device": Counter(), "nvlink": Counter(), "network": Counter()}
-    for (source, destination), size in plan.bytes_between(itemsize).items():
-        bytes_by_link[link_of(source, destination)][source, destination] += size
-    bytes_by_link["device"].update(plan.bytes_between(itemsize, local=True))
-    rates = {"nvlink": cluster.nvlink_gb_per_s, "network": cluster.network_gb_per_s}
-    result = []
-    for link, pairs in bytes_by_link.items():
-        sent, received = Counter[int](), Counter[int]()
-        for (source, destination), size in pairs.items():
-            sent[source] += size
-            received[destination] += size
-        if pairs:
-            busiest = max(sent.values()), max(received.values())
-            seconds = max(busiest) / 1e9 / rates[link] if link in rates else 0.0
-            result.append(_LinkTraffic(link, len(pairs), pairs.total(), *busiest, seconds))
-    return result
+def _adjoin(above: Box, below: Box) -> bool:
+    return above.stop[0] == below.start[0] and above.start[1:] == below.start[1:] and above.stop[1:] == below.stop[1:]
 
 
-def _links(plan: ReshardPlan, cluster: Cluster) -> Callable[[int, int], Link]:
-    nodes_before = 0 if cluster.shared else -(-plan.num_sources // cluster.gpus_per_node)
-
-    def link_of(source: int, destination: int) -> Link:
-        source_node, destination_node = source // cluster.gpus_per_node, nodes_before + destination // cluster.gpus_per_node
-        return "nvlink" if source_node == destination_node else "network"
-
-    return link_of
+def _outline(pair: tuple[Box, Box]) -> tuple[object, ...]:
+    source, destination = pair
+    return source.shape[0], source.start[1:], source.stop[1:], destination.start[1:], destination.stop[1:]
 
 
-@dataclass(frozen=True)
-class PlanSummary:
-    """Traffic is in bytes; ``imbalance`` is the sources' largest load over the mean."""
-
-    sources: int
-    destinations: int
-    moves: int
-    digest: str
-    built_in_seconds: float
-    received_by_each: int
-    imbalance: float
-    links: list[_LinkTraffic]
-    seconds: float
-
-
-def summarize_plan(plan: ReshardPlan, itemsize: int, cluster: Cluster, *, built_in_seconds: float) -> PlanSummary:
-    received, sent = Counter[int](), Counter[int]()
-    for move in plan.moves:
-        received[move.destination] += move.numel * itemsize
-        sent[move.source] += 0 if plan.is_local(move) else move.numel * itemsize
-    links = _traffic(plan, itemsize, cluster)
-    return PlanSummary(
-        sources=plan.num_sources,
-        destinations=plan.num_destinations,
-        moves=len(plan.moves),
-        digest=plan.digest,
-        built_in_seconds=built_in_seconds,
-        received_by_each=max(received.values()),
-        imbalance=max(sent.values()) * plan.num_sources / max(sent.total(), 1),
-        links=links,
-        seconds=max(link.seconds for link in links),
-    )
+def _regions(pairs: Sequence[tuple[Box, Box]]) -> Iterator[tuple[Region, Region]]:
+    starts = [(source.start[0], destination.start[0]) for source, destination in pairs]
+    first = 0
+    while first < len(pairs):
+        end, step = first + 1, (0, 0)
+        if end < len(pairs):
+            step = (starts[end][0] - starts[first][0], starts[end][1] - starts[first][1])
+            # Pairs are ordered by destination, so that the source may step back or overlap; then the pair stays alone.
+            if min(step) >= pairs[first][0].shape[0]:
+                while end < len(pairs) and (starts[end][0] - starts[end - 1][0], starts[end][1] - starts[end - 1][1]) == step:
+                    end += 1
+        count = end - first
+        source, destination = pairs[first]
+        yield (
+            Region(source, count, step[0] if count > 1 else 0),
+            Region(destination, count, step[1] if count > 1 else 0),
+        )
+        first = end

@@ -12,10 +12,10 @@ from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
 
 SplitKind = Literal["replicated", "columns", "vocab", "gate", "up", "query", "key", "value"]
 
-Dimension = Literal["hidden", "heads", "kv_heads", "head", "ffn", "dense_ffn", "shared_ffn", "experts", "vocab"]
+_Dimension = Literal["hidden", "heads", "kv_heads", "head", "ffn", "dense_ffn", "shared_ffn", "experts", "vocab"]
 """Rows: ``heads`` and ``kv_heads`` of all heads, ``head`` of one; ``ffn`` is an expert's."""
 
-Feature = Literal["qkv_bias", "qk_norm", "dense_mlp", "untied_head"]
+_Feature = Literal["qkv_bias", "qk_norm", "dense_mlp", "untied_head"]
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,18 @@ class ParamMapping:
     megatron: str
     vllm: str
     split_kind: SplitKind
-    shape: tuple[Dimension, ...]
-    feature: Feature | None = None
+    shape: tuple[_Dimension, ...]
+    feature: _Feature | None = None
     expert: int | None = None
+
+    def applies(self, spec: ModelSpec, layer: int = 0) -> bool:
+        has = {
+            "qkv_bias": spec.qkv_bias,
+            "qk_norm": spec.qk_norm,
+            "dense_mlp": not spec.has_experts(layer),
+            "untied_head": not spec.tied_embeddings,
+        }
+        return self.feature is None or has[self.feature]
 
     def of_layer(self, layer: int, local: int) -> ParamMapping:
         """``local`` is the layer's number in its Megatron chunk."""
@@ -40,17 +49,17 @@ class ParamMapping:
         )
 
 
-QKV, QKV_VLLM = "self_attention.linear_qkv", "self_attn.qkv_proj"
+_QKV, _QKV_VLLM = "self_attention.linear_qkv", "self_attn.qkv_proj"
 
 # fmt: off
-LAYER = (
+_LAYER = (
     ParamMapping("input_layernorm.weight", "input_layernorm.weight", "input_layernorm.weight", "replicated", ("hidden",)),
-    ParamMapping("self_attn.q_proj.weight", f"{QKV}.weight", f"{QKV_VLLM}.weight", "query", ("heads", "hidden")),
-    ParamMapping("self_attn.k_proj.weight", f"{QKV}.weight", f"{QKV_VLLM}.weight", "key", ("kv_heads", "hidden")),
-    ParamMapping("self_attn.v_proj.weight", f"{QKV}.weight", f"{QKV_VLLM}.weight", "value", ("kv_heads", "hidden")),
-    ParamMapping("self_attn.q_proj.bias", f"{QKV}.bias", f"{QKV_VLLM}.bias", "query", ("heads",), "qkv_bias"),
-    ParamMapping("self_attn.k_proj.bias", f"{QKV}.bias", f"{QKV_VLLM}.bias", "key", ("kv_heads",), "qkv_bias"),
-    ParamMapping("self_attn.v_proj.bias", f"{QKV}.bias", f"{QKV_VLLM}.bias", "value", ("kv_heads",), "qkv_bias"),
+    ParamMapping("self_attn.q_proj.weight", f"{_QKV}.weight", f"{_QKV_VLLM}.weight", "query", ("heads", "hidden")),
+    ParamMapping("self_attn.k_proj.weight", f"{_QKV}.weight", f"{_QKV_VLLM}.weight", "key", ("kv_heads", "hidden")),
+    ParamMapping("self_attn.v_proj.weight", f"{_QKV}.weight", f"{_QKV_VLLM}.weight", "value", ("kv_heads", "hidden")),
+    ParamMapping("self_attn.q_proj.bias", f"{_QKV}.bias", f"{_QKV_VLLM}.bias", "query", ("heads",), "qkv_bias"),
+    ParamMapping("self_attn.k_proj.bias", f"{_QKV}.bias", f"{_QKV_VLLM}.bias", "key", ("kv_heads",), "qkv_bias"),
+    ParamMapping("self_attn.v_proj.bias", f"{_QKV}.bias", f"{_QKV_VLLM}.bias", "value", ("kv_heads",), "qkv_bias"),
     ParamMapping("self_attn.q_norm.weight", "self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "replicated",
                  ("head",), "qk_norm"),
     ParamMapping("self_attn.k_norm.weight", "self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "replicated",
@@ -89,35 +98,25 @@ EXPERT_NAMES = {
     "Glm4MoeForCausalLM": _ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", ends_everywhere=False),
 }
 
-SHARED_EXPERTS = (
+_SHARED_EXPERTS = (
     ParamMapping("gate_proj.weight", "linear_fc1.weight", "gate_up_proj.weight", "gate", ("shared_ffn", "hidden")),
     ParamMapping("up_proj.weight", "linear_fc1.weight", "gate_up_proj.weight", "up", ("shared_ffn", "hidden")),
     ParamMapping("down_proj.weight", "linear_fc2.weight", "down_proj.weight", "columns", ("hidden", "shared_ffn")),
 )
 
-FUSED_NORMS = {
+_FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
 """Transformer Engine keeps a norm's weight in the next linear layer."""
 
 
-def applies(mapping: ParamMapping, spec: ModelSpec, layer: int = 0) -> bool:
-    has = {
-        "qkv_bias": spec.qkv_bias,
-        "qk_norm": spec.qk_norm,
-        "dense_mlp": not spec.has_experts(layer),
-        "untied_head": not spec.tied_embeddings,
-    }
-    return mapping.feature is None or has[mapping.feature]
-
-
 def layer_mappings(
     spec: ModelSpec, layer: int, local: int, *, fused_norms: bool = False, experts: range | None = None
 ) -> Iterator[ParamMapping]:
-    for mapping in LAYER:
-        if applies(mapping, spec, layer):
-            fused = FUSED_NORMS.get(mapping.megatron) if fused_norms else None
+    for mapping in _LAYER:
+        if mapping.applies(spec, layer):
+            fused = _FUSED_NORMS.get(mapping.megatron) if fused_norms else None
             if spec.has_experts(layer) and mapping.megatron == "pre_mlp_layernorm.weight":
                 fused = None  # the router follows this norm, not a linear layer of Transformer Engine
             yield (replace(mapping, megatron=fused) if fused else mapping).of_layer(layer, local)
@@ -146,7 +145,7 @@ def _expert_mappings(architecture: str, experts: Experts, local_experts: range, 
                 megatron=f"mlp.shared_experts.{mapping.megatron}",
                 vllm=f"{block}.{mapping.vllm}",
             )
-            for mapping in SHARED_EXPERTS
+            for mapping in _SHARED_EXPERTS
         ]
     for number, expert in enumerate(local_experts):
         ours = f"{names.block}.experts.{expert}"
@@ -166,7 +165,7 @@ def _expert_mappings(architecture: str, experts: Experts, local_experts: range, 
 
 
 def _shape_of(mapping: ParamMapping, spec: ModelSpec) -> tuple[int, ...]:
-    sizes: dict[Dimension, int] = {
+    sizes: dict[_Dimension, int] = {
         "hidden": spec.hidden_size,
         "heads": spec.num_heads * spec.head_dim,
         "kv_heads": spec.num_kv_heads * spec.head_dim,
@@ -184,18 +183,11 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Streaming order: embedding, layers, norm, head."""
     layers = [mapping for layer in range(spec.num_layers) for mapping in layer_mappings(spec, layer, layer)]
     model = [EMBEDDING, *layers, FINAL_NORM, HEAD]
-    return {mapping.tensor: _shape_of(mapping, spec) for mapping in model if applies(mapping, spec)}
+    return {mapping.tensor: _shape_of(mapping, spec) for mapping in model if mapping.applies(spec)}
 
 
-class RowBlock(NamedTuple):
-    start: int
-    stop: int
-    param_row: int
-
-
-class Split(NamedTuple):
-    size: int
-    rank: int
+RowBlock = tuple[int, int, int]
+"""First row, end of rows, and the first row's place in the parameter."""
 
 
 def lay_out(
@@ -203,45 +195,45 @@ def lay_out(
     *,
     shapes: Mapping[str, tuple[int, ...]],
     mappings: Sequence[tuple[ParamMapping, str]],
-    split: Callable[[ParamMapping], Split],
-    row_blocks: Callable[[ParamMapping, int], Iterable[RowBlock]],
+    split: Callable[[ParamMapping], tuple[int, int]],
+    head_blocks: Callable[[SplitKind], Iterable[RowBlock]],
     vocab_rows: int,
     first_row: Callable[[ParamMapping], int] = lambda _: 0,
 ) -> ShardLayout:
-    """``row_blocks``: a rank's rows by mapping and number of rows; ``first_row``: a tensor's first row in its parameter."""
+    """``split``: number of ranks, and this one's; ``head_blocks``: this rank's rows of queries, keys or values; ``first_row``:
+    a tensor's first row in its parameter.
+    """
+
+    def row_blocks(mapping: ParamMapping, rows: int) -> Iterable[RowBlock]:
+        size, rank = split(mapping)
+        if mapping.split_kind == "vocab":
+            return [(rank * vocab_rows, min((rank + 1) * vocab_rows, rows), 0)]
+        if mapping.split_kind in ("gate", "up"):
+            per_rank = rows // size
+            return [(rank * per_rank, (rank + 1) * per_rank, per_rank if mapping.split_kind == "up" else 0)]
+        return head_blocks(mapping.split_kind)
+
+    def boxes(mapping: ParamMapping, shape: tuple[int, ...]) -> Iterator[tuple[Box, Box]]:
+        (size, rank), first, zeros = split(mapping), first_row(mapping), (0,) * (len(shape) - 1)
+        if mapping.split_kind == "replicated":
+            yield Box.whole(shape), Box.whole(shape)
+        elif mapping.split_kind == "columns":
+            rows, width = shape[0], shape[1] // size
+            yield Box((0, rank * width), (rows, (rank + 1) * width)), Box((first, 0), (first + rows, width))
+        else:
+            for start, stop, row in row_blocks(mapping, shape[0]):
+                if start < stop:  # empty on a rank whose rows are all padding
+                    at, end = first + row, first + row + stop - start
+                    yield Box((start, *zeros), (stop, *shape[1:])), Box((at, *zeros), (end, *shape[1:]))
+
     shards: list[Shard] = []
     params: dict[str, tuple[int, ...]] = {}
     for mapping, param in mappings:
         shape = _shape_of(mapping, spec)
         extent = (vocab_rows, *shape[1:]) if mapping.split_kind == "vocab" else (0,) * len(shape)
-        for shard in _shards(mapping, param, shape, split(mapping), row_blocks, first_row(mapping)):
-            shards.append(shard)
-            extent = tuple(max(a, b) for a, b in zip(extent, shard.param_box.stop, strict=True))
+        for box, param_box in boxes(mapping, shape):
+            shards.append(Shard(mapping.tensor, box, param, param_box))
+            extent = tuple(map(max, extent, param_box.stop))
         # Several tensors may share a fused parameter.
-        params[param] = tuple(max(a, b) for a, b in zip(extent, params.get(param, extent), strict=True))
+        params[param] = tuple(map(max, extent, params.get(param, extent)))
     return ShardLayout(shapes=shapes, shards=tuple(shards), params=params)
-
-
-def _shards(
-    mapping: ParamMapping,
-    param: str,
-    shape: tuple[int, ...],
-    split: Split,
-    row_blocks: Callable[[ParamMapping, int], Iterable[RowBlock]],
-    first: int,
-) -> Iterable[Shard]:
-    if mapping.split_kind == "replicated":
-        whole = Box((0,) * len(shape), shape)
-        yield Shard(mapping.tensor, whole, param, whole)
-    elif mapping.split_kind == "columns":
-        rows, width = shape[0], shape[1] // split.size
-        box = Box((0, split.rank * width), (rows, (split.rank + 1) * width))
-        yield Shard(mapping.tensor, box, param, Box((first, 0), (first + rows, width)))
-    else:
-        inner, zeros = shape[1:], (0,) * (len(shape) - 1)
-        for block in row_blocks(mapping, shape[0]):
-            if block.start < block.stop:  # empty on a rank whose rows are all padding
-                box, param_row = Box((block.start, *zeros), (block.stop, *inner)), first + block.param_row
-                yield Shard(
-                    mapping.tensor, box, param, Box((param_row, *zeros), (param_row + block.stop - block.start, *inner))
-                )

@@ -14,7 +14,7 @@ from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, megatr
 from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer import move
-from tepo_megatron.weights.transfer.sender import ShardSender, decode_order, order_key
+from tepo_megatron.weights.transfer.sender import ReceiveOrder, ShardSender
 from tepo_megatron.weights.transfer.transport import connect
 from tepo_megatron.weights.transfer.transports import Member, join
 from tests.support.launch import run_dist
@@ -55,7 +55,7 @@ def worker(rank: int, world: int, group: Any, params: dict[str, Tensor], number:
     try:
         if place[0]:
             store = connect(HOST, place[0], TIMEOUT_S)
-            order = decode_order(store.get(order_key(rank)))
+            order = ReceiveOrder.decode(store.get(ReceiveOrder.key(rank)))
             group = (join("gloo", store, Member(rank, world, torch.device("cpu"), HOST), TIMEOUT_S), order)
         if number == LEAVES and rank == world - 1:
             raise RuntimeError("leaves")

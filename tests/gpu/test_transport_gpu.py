@@ -13,7 +13,7 @@ from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, megatr
 from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer import move
-from tepo_megatron.weights.transfer.sender import ShardSender, decode_order, order_key
+from tepo_megatron.weights.transfer.sender import ReceiveOrder, ShardSender
 from tepo_megatron.weights.transfer.transport import TransportName, connect
 from tepo_megatron.weights.transfer.transports import Member, join
 from tests.support.launch import run_dist
@@ -68,7 +68,7 @@ def receives(kind: TransportName, device: torch.device, updates: int, dies: bool
     place = [""]
     dist.broadcast_object_list(place, src=0)
     store = connect(HOST, place[0], TIMEOUT_S)
-    order = decode_order(store.get(order_key(1)))
+    order = ReceiveOrder.decode(store.get(ReceiveOrder.key(1)))
     group = join(kind, store, Member(1, 2, device, HOST, same_gpu_senders=order.same_gpu_senders), TIMEOUT_S)
     right = []
     for update in range(updates):
@@ -136,7 +136,7 @@ def relays(rank: int, world: int) -> Any:
         return None
     dist.broadcast_object_list(place, src=0)
     store = connect(HOST, place[0], TIMEOUT_S)
-    order = decode_order(store.get(order_key(rank)))
+    order = ReceiveOrder.decode(store.get(ReceiveOrder.key(rank)))
     assert order.relayed
     member = Member(rank, world, device, HOST, same_gpu_senders=order.same_gpu_senders, routes=order.routes)
     group = join("ipc", store, member, TIMEOUT_S)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout
-from tepo_megatron.weights.storage.hf_folder import write_model, write_stream
-from tepo_megatron.weights.storage.stored import box_key
+from tepo_megatron.weights.storage.hf_folder import write_model
+from tepo_megatron.weights.storage.stored import box_key, write_boxes
 from tepo_megatron.weights.table import tensor_shapes
 
 CONFIG: dict[str, Any] = {
@@ -57,7 +57,7 @@ def make_checkpoint(model: Path, out: Path, *, tp: int, pp: int) -> Path:
             for shard in layout.shards
             for kind in ("master", "exp_avg")
         )
-        write_stream(out / "shards", f"rank{rank:05d}", boxes, shard_bytes=3000)
+        assert write_boxes(out, f"rank{rank:05d}", boxes, metadata={}, file_bytes=3000).error is None
     (out / "state.json").write_text(json.dumps({"step": 1, "model": str(model)}))
     return out
 

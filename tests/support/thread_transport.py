@@ -82,6 +82,8 @@ class Mailbox:
         assert letter.dtype == landing.dtype
         landing.copy_(letter)
 
+    def finish(self) -> None: ...
+
     def close(self) -> None: ...
 
     # what gloo offers beside, for a transport that stands on it

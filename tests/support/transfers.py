@@ -14,9 +14,8 @@ from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer import move
 from tepo_megatron.weights.transfer.move import destination_ends, queues, source_ends, wire_dtype
-from tepo_megatron.weights.transfer.sender import decode_order, encode_order
-from tepo_megatron.weights.transfer.transport import Transport
-from tepo_megatron.weights.transfer.transports.ipc import IpcGroup
+from tepo_megatron.weights.transfer.sender import ReceiveOrder, encode_order
+from tepo_megatron.weights.transfer.transport import TransferGroup
 from tests.support.reshard_models import Case, numbered_model, parameters
 from tests.support.thread_transport import Letters, Mailbox
 
@@ -29,7 +28,7 @@ def carry_out(
     destinations: Sequence[Params],
     *,
     limit: int,
-    boxes: Sequence[Transport] | None = None,
+    boxes: Sequence[TransferGroup] | None = None,
 ) -> list[list[str]]:
     """All ranks as threads; returns what each destination reported complete, in order."""
     wire = wire_dtype(next(iter(sources[0].values())).dtype, next(iter(destinations[0].values())).dtype)
@@ -40,11 +39,10 @@ def carry_out(
     def give(rank: int) -> None:
         outgoing = queues(source_ends(plan, rank), itemsize=wire.itemsize, limit=limit)
         move.send(boxes[rank], outgoing, sources[rank], wire)
-        if isinstance(box := boxes[rank], IpcGroup):
-            box.finish()
+        boxes[rank].finish()
 
     def take(rank: int) -> None:
-        order = decode_order(encode_order(destination_ends(plan, rank), wire, limit))
+        order = ReceiveOrder.decode(encode_order(destination_ends(plan, rank), wire, limit))
         move.receive(boxes[plan.num_sources + rank], order.incoming, destinations[rank], order.wire, completed[rank].append)
 
     with ThreadPoolExecutor(world) as pool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.runtime.machine import Machine, available_cores, read_cores, this_machine
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.layouts import check_vllm_parallel
+from tepo_megatron.weights.layouts import VllmParallel
 
 _GIB, _MIB = 2**30, 2**20
 
@@ -113,7 +113,7 @@ def check_machine(
 
 def check_server_split(config: ServerConfig, spec: ModelSpec) -> None:
     try:
-        check_vllm_parallel(spec, tp=config.tp, pp=1)
+        VllmParallel(tp=config.tp).check(spec)
     except ValueError as error:
         raise ValueError(f"rollout.server.tp = {config.tp} does not fit this model: {error}") from None
 

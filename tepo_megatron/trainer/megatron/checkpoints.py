@@ -30,7 +30,7 @@ from tepo_megatron.trainer.megatron.collectives import all_gather_json, broadcas
 from tepo_megatron.trainer.megatron.policy import Policy
 from tepo_megatron.trainer.megatron.weights import PolicyWeights
 from tepo_megatron.trainer.protocol import SavedCheckpoint
-from tepo_megatron.weights.geometry import Box, Shard, ShardLayout, boxes_of_range
+from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
 from tepo_megatron.weights.layouts import MegatronParallel
 from tepo_megatron.weights.storage.manifest import (
     FORMAT,
@@ -156,7 +156,7 @@ def _local_parts(
     optimizer: MegatronOptimizer, param: torch.nn.Parameter, shards: Iterable[Shard]
 ) -> Iterator[tuple[Shard, _LocalPart]]:
     local = optimizer_states.local_range(optimizer, param)
-    pieces = list(boxes_of_range(tuple(param.shape), local.start, local.stop))
+    pieces = list(Box.of_range(tuple(param.shape), local.start, local.stop))
     for shard in shards:
         offset = 0
         for piece in pieces:

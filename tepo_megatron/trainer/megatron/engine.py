@@ -41,7 +41,7 @@ from tepo_megatron.trainer.packing import check_masks, check_routes, pack
 from tepo_megatron.trainer.protocol import UpdateResult
 from tepo_megatron.trainer.run_compatibility import describe_run, plugin_digests
 from tepo_megatron.weights.architecture import read_model_spec
-from tepo_megatron.weights.layouts import MegatronParallel, check_balance, check_recompute, check_trainer_split, megatron_ranks
+from tepo_megatron.weights.layouts import MegatronParallel, check_trainer_split, megatron_ranks
 
 T = TypeVar("T")
 
@@ -67,8 +67,8 @@ class Engine:
         self.platform = select_platform(config.engine)
         get_backend(config.engine.score_backend, self.platform.device)  # raises before anything is built
         self.layers = choose_layers(config.engine, self.platform)
-        check_recompute(self.spec, config.engine.recomputed, transformer_engine=self.layers.kind == "te")
-        check_balance(self.spec, config.engine.moe_balance.kind)
+        self.spec.check_recompute(config.engine.recomputed, transformer_engine=self.layers.kind == "te")
+        self.spec.check_balance(config.engine.moe_balance.kind)
         fp8.check_model(config.engine.fp8, self.spec, layout)
         timeout = platform.collective_timeout(config)
         self.ranks = platform.initialize(layout, self.platform, seed=config.seed, timeout=timeout)

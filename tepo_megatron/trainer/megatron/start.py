@@ -9,7 +9,7 @@ from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.trainer.megatron.gpu import check_states, set_connections, set_interface
 from tepo_megatron.trainer.protocol import Trainer
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.layouts import check_balance, check_recompute, check_trainer_split
+from tepo_megatron.weights.layouts import check_trainer_split
 
 
 def prepare_process(config: RunConfig) -> None:
@@ -19,8 +19,8 @@ def prepare_process(config: RunConfig) -> None:
 
 def check_config(config: RunConfig, spec: ModelSpec, *, on_gpu: bool) -> None:
     check_trainer_split(spec, config.engine.parallel)
-    check_recompute(spec, config.engine.recomputed, transformer_engine=on_gpu and config.engine.layers != "local")
-    check_balance(spec, config.engine.moe_balance.kind)
+    spec.check_recompute(config.engine.recomputed, transformer_engine=on_gpu and config.engine.layers != "local")
+    spec.check_balance(config.engine.moe_balance.kind)
     check_states(config.optimizer, on_gpu=on_gpu)
 
 

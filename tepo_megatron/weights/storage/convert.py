@@ -20,8 +20,9 @@ from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32, read_m
 from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, pipeline_stages
 from tepo_megatron.weights.storage.hf_folder import SHARD_BYTES, copy_description, model_file_name, write_index
-from tepo_megatron.weights.storage.manifest import check_whole, has_manifest
+from tepo_megatron.weights.storage.manifest import MANIFEST, check_whole
 from tepo_megatron.weights.storage.stored import (
+    DTYPE_NAMES,
     DTYPES,
     SHARDS,
     WEIGHT,
@@ -32,11 +33,11 @@ from tepo_megatron.weights.storage.stored import (
 )
 from tepo_megatron.weights.table import tensor_shapes
 
-RECORD = "conversion.sha256"
+_RECORD = "conversion.sha256"
 
-BUCKET_BYTES = 32 * 2**20  # of a tensor in memory at a time
+_BUCKET_BYTES = 32 * 2**20  # of a tensor in memory at a time
 
-ProgressCallback = Callable[[int, int], None]
+_ProgressCallback = Callable[[int, int], None]
 """(bytes done, bytes in all) → None"""
 
 
@@ -81,8 +82,7 @@ class _PlannedFile:
             for entry in self.entries:
                 dtype = DTYPES[entry.dtype]
                 for box in _buckets(entry.box, dtype.itemsize, bucket_bytes):
-                    bucket = torch.empty(box.shape, dtype=dtype)
-                    source.read(entry.tensor, box, bucket)
+                    bucket = source.read(entry.tensor, box, torch.empty(box.shape, dtype=dtype))
                     file.write(bucket.view(torch.uint8).numpy().data)
                     advance(bucket.nbytes)
             file.flush()
@@ -117,8 +117,8 @@ def export_model(
     model: Path | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
-    bucket_bytes: int = BUCKET_BYTES,
-    report: ProgressCallback = lambda done, total: None,
+    bucket_bytes: int = _BUCKET_BYTES,
+    report: _ProgressCallback = lambda done, total: None,
 ) -> None:
     """Writes a Hugging Face folder from a checkpoint (any layout) or an imported folder.
 
@@ -126,14 +126,15 @@ def export_model(
     for another model's weights and a damaged checkpoint, RuntimeError for a full disk.
     """
     model = model or _model_of(source)
-    if has_manifest(source):
+    if (source / MANIFEST).exists():
         check_whole(source)
     spec, weights = read_model_spec(model), open_weights(source)
     shapes = tensor_shapes(spec)
     weights.check(shapes, f"{model / 'config.json'}")
-    stored_dtype = _dtype_name(dtype or _dtype_of(model))
+    stored_dtype = _stored_dtype(dtype, model)
     entries = [
-        _FileEntry(name, name, _whole(shape), "F32" if is_always_fp32(name) else stored_dtype) for name, shape in shapes.items()
+        _FileEntry(name, name, Box.whole(shape), "F32" if is_always_fp32(name) else stored_dtype)
+        for name, shape in shapes.items()
     ]
     groups = _group_entries(entries, shard_bytes)
     files = [_PlannedFile(model_file_name(number, len(groups)), group) for number, group in enumerate(groups, 1)]
@@ -155,8 +156,8 @@ def import_model(
     first_layers: int | None = None,
     last_layers: int | None = None,
     shard_bytes: int = SHARD_BYTES,
-    bucket_bytes: int = BUCKET_BYTES,
-    report: ProgressCallback = lambda done, total: None,
+    bucket_bytes: int = _BUCKET_BYTES,
+    report: _ProgressCallback = lambda done, total: None,
 ) -> None:
     """Writes weights as files per rank of a ``tp`` × ``pp`` layout (``model.shards``), in their dtypes.
 
@@ -179,11 +180,8 @@ def check_imported(shards: Path, model: Path) -> None:
     original.check(shapes)
     differing = []
     for name, shape in shapes.items():
-        sample = Box((0,) * len(shape), tuple(min(extent, limit) for extent, limit in zip(shape, (4, 64), strict=False)))
-        imported_values, original_values = torch.empty(sample.shape), torch.empty(sample.shape)
-        imported.read(name, sample, imported_values)
-        original.read(name, sample, original_values)
-        if not torch.equal(imported_values, original_values):
+        sample = Box.whole([min(extent, limit) for extent, limit in zip(shape, (4, 64), strict=False)])
+        if not torch.equal(imported.read(name, sample), original.read(name, sample)):
             differing.append(name)
     if differing:
         raise ValueError(
@@ -211,7 +209,7 @@ def _write_folder(
     weights: StoredWeights,
     files: Sequence[_PlannedFile],
     finish: Callable[[Path], None],
-    report: ProgressCallback,
+    report: _ProgressCallback,
     bucket_bytes: int,
 ) -> None:
     if out.exists():
@@ -242,11 +240,11 @@ def _write_folder(
         _check_space(partial, out, sum(file.nbytes for file in unfinished))
         raise RuntimeError(f"the disk of {partial} was full for a moment; run the same command again to go on") from error
     partial.rename(out)
-    (out / RECORD).unlink()
+    (out / _RECORD).unlink()
 
 
 def _prepare_partial(partial: Path, conversion: str) -> None:
-    record = partial / RECORD
+    record = partial / _RECORD
     if partial.exists() and any(partial.iterdir()):
         if not record.is_file():
             raise ValueError(f"{partial} is in the way and was not made by an interrupted import or export; move it away")
@@ -303,21 +301,14 @@ def _model_of(source: Path) -> Path:
     return Path(recorded)
 
 
-def _dtype_of(model: Path) -> torch.dtype:
-    config = json.loads((model / "config.json").read_text())
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    dtype: object = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{model / 'config.json'}: dtype {name!r} is not known; give --dtype")
-    return dtype
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    for name, known in DTYPES.items():
-        if known == dtype:
-            return name
-    raise ValueError(f"dtype {dtype} is not supported; known: {', '.join(str(known) for known in DTYPES.values())}")
-
-
-def _whole(shape: Sequence[int]) -> Box:
-    return Box((0,) * len(shape), tuple(shape))
+def _stored_dtype(dtype: torch.dtype | None, model: Path) -> str:
+    """Returns safetensors' name."""
+    if dtype is None:
+        config = json.loads((model / "config.json").read_text())
+        name = config.get("dtype") or config.get("torch_dtype") or "float32"
+        dtype = getattr(torch, str(name), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{model / 'config.json'}: dtype {name!r} is not known; give --dtype")
+    if dtype not in DTYPE_NAMES:
+        raise ValueError(f"dtype {dtype} is not supported; known: {', '.join(map(str, DTYPE_NAMES))}")
+    return DTYPE_NAMES[dtype]

@@ -20,7 +20,7 @@ from tepo_megatron.weights.storage.stored import open_safetensors, open_weights
 
 SHARD_BYTES = 4 * 2**30
 
-TOKENIZER_FILES = (
+_TOKENIZER_FILES = (
     "tokenizer.model",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -33,7 +33,7 @@ TOKENIZER_FILES = (
 )
 
 
-PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 PEFT_PREFIX = "base_model.model."
 
@@ -74,7 +74,10 @@ def write_model(
     with _atomic_folder(out) as partial:
         copy_description(source, partial, dtype)
         cast = ((name, tensor.to(torch.float32 if is_always_fp32(name) else dtype)) for name, tensor in tensors)
-        _name_as_hugging_face(partial, write_stream(partial, "part", cast, shard_bytes=shard_bytes))
+        written = _write_parts(partial, cast, shard_bytes)
+        for number, (path, _) in enumerate(written, 1):
+            path.rename(partial / model_file_name(number, len(written)))
+        write_index(partial, [sizes for _, sizes in written])
 
 
 def copy_description(source: Path, out: Path, dtype: torch.dtype | None) -> None:
@@ -84,44 +87,39 @@ def copy_description(source: Path, out: Path, dtype: torch.dtype | None) -> None
         config["dtype"] = str(dtype).removeprefix("torch.")
         config.pop("torch_dtype", None)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for name in TOKENIZER_FILES:
+    for name in _TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, out / name)
 
 
-def write_stream(
-    folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES
-) -> list[tuple[Path, dict[str, int]]]:
+def _write_parts(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> list[tuple[Path, dict[str, int]]]:
     """Holds at most ``shard_bytes`` or one tensor; returns files with bytes of their tensors."""
     written: list[tuple[Path, dict[str, int]]] = []
     pending: dict[str, Tensor] = {}
 
     def flush() -> None:
-        if pending:
-            path = folder / f"{stem}-{len(written) + 1:05d}.safetensors"
-            try:
-                save_file(pending, path, metadata={"format": "pt"})
-            except (OSError, SafetensorError) as error:  # SafetensorError also wraps the system's errors
-                raise RuntimeError(
-                    f"{path} could not be written: {error}; {shutil.disk_usage(folder).free:,} bytes are free. Nothing was "
-                    "replaced. Make room, and do it again (a run goes on with --resume)"
-                ) from error
-            path.chmod(0o644)
-            written.append((path, {name: tensor.nbytes for name, tensor in pending.items()}))
-            pending.clear()
+        path = folder / f"part-{len(written) + 1:05d}.safetensors"
+        _save(pending, path)
+        written.append((path, {name: tensor.nbytes for name, tensor in pending.items()}))
+        pending.clear()
 
     for name, tensor in tensors:
-        if sum(pending_tensor.nbytes for pending_tensor in pending.values()) + tensor.nbytes > shard_bytes:
+        if pending and sum(waiting.nbytes for waiting in pending.values()) + tensor.nbytes > shard_bytes:
             flush()
         pending[name] = tensor.detach().cpu().contiguous()
     flush()
     return written
 
 
-def _name_as_hugging_face(folder: Path, written: list[tuple[Path, dict[str, int]]]) -> None:
-    for number, (path, _) in enumerate(written, 1):
-        path.rename(folder / model_file_name(number, len(written)))
-    write_index(folder, [sizes for _, sizes in written])
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:  # SafetensorError also wraps the system's errors
+        raise RuntimeError(
+            f"{path} could not be written: {error}; {shutil.disk_usage(path.parent).free:,} bytes are free. Nothing was "
+            "replaced. Make room, and do it again (a run goes on with --resume)"
+        ) from error
+    path.chmod(0o644)
 
 
 def model_file_name(number: int, count: int) -> str:
@@ -182,10 +180,9 @@ def write_peft_folder(out: Path, tensors: Mapping[str, Tensor], settings: Adapte
         "init_lora_weights": True,
     }
     with _atomic_folder(out) as partial:
-        (partial / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        (partial / _PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         stored = {PEFT_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(stored, partial / PEFT_WEIGHTS, metadata={"format": "pt"})
-        (partial / PEFT_WEIGHTS).chmod(0o644)
+        _save(stored, partial / _PEFT_WEIGHTS)
 
 
 def check_peft_folder(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, rank: int, alpha: float, rslora: bool) -> None:
@@ -211,16 +208,16 @@ def check_peft_folder(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, ra
 
 
 def load_adapters(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> None:
-    with torch.no_grad(), open_safetensors(folder / PEFT_WEIGHTS) as handle:
+    with torch.no_grad(), open_safetensors(folder / _PEFT_WEIGHTS) as handle:
         for shard in layout.shards:
             params[shard.param][shard.param_box.slices].copy_(handle.get_slice(PEFT_PREFIX + shard.tensor)[shard.box.slices])
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / PEFT_CONFIG
-    if not path.is_file() or not (folder / PEFT_WEIGHTS).is_file():
+    path = folder / _PEFT_CONFIG
+    if not path.is_file() or not (folder / _PEFT_WEIGHTS).is_file():
         raise ValueError(
-            f"model.lora.path = {folder} has no {PEFT_CONFIG} and {PEFT_WEIGHTS}; give a folder that PEFT has saved"
+            f"model.lora.path = {folder} has no {_PEFT_CONFIG} and {_PEFT_WEIGHTS}; give a folder that PEFT has saved"
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -232,7 +229,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _wrong_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    with open_safetensors(folder / PEFT_WEIGHTS) as handle:
+    with open_safetensors(folder / _PEFT_WEIGHTS) as handle:
         stored = {key: tuple(handle.get_slice(key).get_shape()) for key in handle.keys()}  # noqa: SIM118
     expected = {PEFT_PREFIX + name: shape for name, shape in shapes.items()}
     missing = [f"missing: {name}" for name in expected if name not in stored]

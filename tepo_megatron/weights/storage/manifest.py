@@ -21,7 +21,6 @@ from tepo_megatron.runtime.files import write_atomically
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT = 2  # format 1 has no manifest
 
-_BLOCK_BYTES = 4 * 2**20
 _SAMPLED_TENSORS, _SAMPLED_BYTES = 64, 4096
 
 
@@ -70,11 +69,11 @@ class CheckpointManifest:
     def _wrong_content(self, name: str) -> str | None:
         path = self.folder / name
         try:
-            same = _digest_file(path) == self.files[name].sha256
+            with path.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() == self.files[name].sha256:
+                    return None
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
-        if same:
-            return None
         step = _step_within(path)
         return f"{name} is of step {step}" if step not in (None, self.step) else f"{name} was changed since it was written"
 
@@ -89,22 +88,10 @@ class CheckpointManifest:
         return shares
 
 
-def _digest_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def write_manifest(folder: Path, step: int, files: Mapping[str, FileRecord]) -> None:
     """All other files must exist."""
     content = {"format": FORMAT, "step": step, "files": {name: asdict(files[name]) for name in sorted(files)}}
     write_durably(folder / MANIFEST, json.dumps({**content, "sha256": _content_digest(content)}, indent=2) + "\n")
-
-
-def has_manifest(folder: Path) -> bool:
-    return (folder / MANIFEST).exists()
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:

@@ -2,7 +2,7 @@
 
 Hugging Face folder      model-00001-of-00002.safetensors: whole tensors under their names
 folder of `tepo import`  shards/rank00003-00001.safetensors: "weight|model.norm.weight|0" → the box that starts there
-checkpoint               the same with "master|…", and the optimizer's moments "exp_avg|…" and "exp_avg_sq|…"
+checkpoint               the same with the optimizer's fp32 weights "master|…" and moments "exp_avg|…", "exp_avg_sq|…"
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tepo_megatron.weights.storage.manifest import FileRecord
 
 SHARDS = "shards"
 
-WEIGHT, MASTER = "weight", "master"  # master: the optimizer's fp32 weight
+WEIGHT = "weight"
 
 _MTP_PROJECTION = "eh_proj.weight"
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-FILE_BYTES = 4 * 2**30
+_FILE_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,9 @@ class StoredWeights:
                 f"{self.folder} does not hold the model that {described_by} describes:\n  " + "\n  ".join(problems)
             )
 
-    def read(self, tensor: str, box: Box, into: Tensor) -> None:
-        """Raises ValueError if the box is incomplete or a file damaged."""
+    def read(self, tensor: str, box: Box, into: Tensor | None = None) -> Tensor:
+        """Returns ``into``. Raises ValueError if the box is incomplete or a file damaged."""
+        into = torch.empty(box.shape) if into is None else into
         # The stored boxes of a tensor are parts of one layout and do not overlap, so that counting elements shows a gap.
         filled = 0
         for stored in self.boxes.get(tensor, ()):
@@ -92,6 +93,7 @@ class StoredWeights:
             filled += part.numel()
         if filled < into.numel():
             raise ValueError(f"{self.folder} holds {filled} of {into.numel()} elements that are needed of {tensor}")
+        return into
 
 
 def _problems(name: str, shape: tuple[int, ...], stored: list[_StoredBox]) -> Iterator[str]:
@@ -109,10 +111,9 @@ def open_weights(folder: Path) -> StoredWeights:
     """Reads only headers."""
     if not (folder / SHARDS).is_dir():
         return _open_hugging_face(folder)
-    if (folder / "state.json").is_file():
-        return open_boxes(folder, MASTER)
-    if (folder / "config.json").is_file():
-        return open_boxes(folder, WEIGHT)
+    for description, kind in (("state.json", "master"), ("config.json", WEIGHT)):
+        if (folder / description).is_file():
+            return open_boxes(folder, kind)
     raise ValueError(f"{folder} is a checkpoint that was not finished; give another one")
 
 
@@ -208,7 +209,7 @@ def write_boxes(
     boxes: Iterable[tuple[str, Tensor]],
     *,
     metadata: Mapping[str, str],
-    file_bytes: int = FILE_BYTES,
+    file_bytes: int = _FILE_BYTES,
 ) -> WrittenBoxes:
     """Writes durably, holding at most ``file_bytes`` or one box.
 
@@ -241,7 +242,7 @@ def describe_os_error(error: OSError) -> str:
 
 def _write_file(folder: Path, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
     # Not by safetensors' writer: the digest is of memory, so that it reveals a wrong write, and a full disk is an OSError.
-    header = safetensors_header({key: (_NAMES[tensor.dtype], tensor.shape) for key, tensor in tensors.items()}, metadata)
+    header = safetensors_header({key: (DTYPE_NAMES[tensor.dtype], tensor.shape) for key, tensor in tensors.items()}, metadata)
     digest = hashlib.sha256(header)
     with (folder / name).open("wb", buffering=0) as file:
         _write_all(file.fileno(), memoryview(header))

@@ -17,9 +17,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)
 
 
-BLOCK_WORDS = 512
+_BLOCK_WORDS = 512
 
-BLOCK_BYTES = 8 * BLOCK_WORDS
+BLOCK_BYTES = 8 * _BLOCK_WORDS
 
 _ODD = 0x9E3779B97F4A7C15
 
@@ -74,7 +74,7 @@ def digest(data: Tensor) -> Tensor:
         raw = raw.clone()  # words must be aligned
     # int64 sums and products wrap around, which is arithmetic modulo 2^64. Odd factors have inverses there: they lose no bit.
     whole = raw.numel() - raw.numel() % BLOCK_BYTES
-    blocks = raw[:whole].view(torch.int64).view(-1, BLOCK_WORDS).sum(1)
+    blocks = raw[:whole].view(torch.int64).view(-1, _BLOCK_WORDS).sum(1)
     rest = raw.new_zeros(BLOCK_BYTES)
     rest[: raw.numel() - whole] = raw[whole:]
     words = torch.cat([blocks, rest.view(torch.int64)])

@@ -118,9 +118,9 @@ def gather_sources(layouts: Sequence[ShardLayout]) -> dict[str, list[tuple[int, 
                 taken.add((shard.tensor, shard.box))
                 plan[shard.tensor].append((rank, shard))
     for name, shape in layouts[0].shapes.items():
-        covered = sum(_numel(shard.box.shape) for _, shard in plan[name])
-        if covered != _numel(shape):
-            raise ValueError(f"the ranks together hold {covered} of {_numel(shape)} elements of {name} {tuple(shape)}")
+        covered = sum(math.prod(shard.box.shape) for _, shard in plan[name])
+        if covered != math.prod(shape):
+            raise ValueError(f"the ranks together hold {covered} of {math.prod(shape)} elements of {name} {tuple(shape)}")
     return plan
 
 
@@ -156,15 +156,8 @@ def gather_to_root(
 
 
 def _receive(full: Tensor, shards: Sequence[Shard], owner: int) -> None:
-    sizes = [_numel(shard.box.shape) for shard in shards]
+    sizes = [math.prod(shard.box.shape) for shard in shards]
     flat = torch.empty(sum(sizes), dtype=full.dtype, device=full.device)
     dist.recv(flat, src=owner)
     for shard, part in zip(shards, flat.split(sizes), strict=True):
         full[shard.box.slices] = part.view(shard.box.shape)
-
-
-def _numel(shape: Sequence[int]) -> int:
-    size = 1
-    for extent in shape:
-        size *= extent
-    return size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -19,14 +19,14 @@ from torch import Tensor
 from tepo_megatron.weights.architecture import is_always_fp32
 from tepo_megatron.weights.geometry import Box, Region, ReshardPlan
 from tepo_megatron.weights.transfer.digests import TensorDigests, digest
-from tepo_megatron.weights.transfer.transport import Transport
+from tepo_megatron.weights.transfer.transport import TransferGroup
 
-MAX_NAMED = 8
+_MAX_NAMED = 8
 
-Direction = Literal["sending", "receiving"]
+_Direction = Literal["sending", "receiving"]
 
 
-STAGING_BYTES = 64 * 2**20  # of a rank, for messages under way to all peers
+_STAGING_BYTES = 64 * 2**20  # of a rank, for messages under way to all peers
 
 SINGLE_SEGMENT_BYTES = 256 * 2**10
 """From this size segments travel alone, without a copy if contiguous."""
@@ -92,14 +92,10 @@ def message_sizes(queue: Iterable[WireMessage], itemsize: int) -> tuple[int, ...
 
 
 def source_ends(plan: ReshardPlan, source: int) -> list[MoveEnd]:
-    """Destinations follow the sources in the transfer group's ranks."""
+    first = plan.num_sources  # destinations follow the sources in the transfer group's ranks
     return [
         MoveEnd(
-            plan.num_sources + move.destination,
-            move.destination_param,
-            move.source_param,
-            move.source_region,
-            fp32=is_always_fp32(move.tensor),
+            first + move.destination, move.destination_param, move.source_param, move.source_region, is_always_fp32(move.tensor)
         )
         for move in plan.sends(source)
     ]
@@ -108,11 +104,7 @@ def source_ends(plan: ReshardPlan, source: int) -> list[MoveEnd]:
 def destination_ends(plan: ReshardPlan, destination: int) -> list[MoveEnd]:
     return [
         MoveEnd(
-            move.source,
-            move.destination_param,
-            move.destination_param,
-            move.destination_region,
-            fp32=is_always_fp32(move.tensor),
+            move.source, move.destination_param, move.destination_param, move.destination_region, is_always_fp32(move.tensor)
         )
         for move in plan.receives(destination)
     ]
@@ -121,7 +113,7 @@ def destination_ends(plan: ReshardPlan, destination: int) -> list[MoveEnd]:
 def message_bytes(plan: ReshardPlan) -> int:
     pairs = {(move.source, move.destination) for move in plan.moves}
     peers = Counter(("source", source) for source, _ in pairs) + Counter(("destination", to) for _, to in pairs)
-    return max(SINGLE_SEGMENT_BYTES, STAGING_BYTES // (WINDOW * max(peers.values(), default=1)))
+    return max(SINGLE_SEGMENT_BYTES, _STAGING_BYTES // (WINDOW * max(peers.values(), default=1)))
 
 
 def queues(ends: Iterable[MoveEnd], *, itemsize: int, limit: int) -> Queues:
@@ -158,29 +150,25 @@ def wire_dtype(source: torch.dtype, destination: torch.dtype) -> torch.dtype:
     return source if source.itemsize < destination.itemsize else destination
 
 
-def send(transport: Transport, outgoing: Queues, params: Mapping[str, Tensor], wire: torch.dtype) -> None:
+def send(transport: TransferGroup, outgoing: Queues, params: Mapping[str, Tensor], wire: torch.dtype) -> None:
     """Returns when the peers have all messages. Raises RuntimeError naming tensors and peer."""
-    digests = {peer: _tensor_digests(queue) for peer, queue in outgoing.items()}
+    exchange = _Exchange("sending", transport, outgoing, params, wire)
     computed: dict[tuple[object, ...], Tensor] = {}
-    staging = _Staging(transport, outgoing, wire)
-    for number in range(_num_rounds(outgoing) + WINDOW):
+    for number in range(exchange.rounds + WINDOW):
         # Message number - WINDOW used the same buffer.
-        for peer, queue in _queues_with(outgoing, number - WINDOW):
-            with _naming_tensors("sending", peer, queue, number - WINDOW):
-                transport.wait(peer, number - WINDOW)
-        packed = {peer: _pack(queue[number], params, staging, peer, number) for peer, queue in _queues_with(outgoing, number)}
-        _start_round("sending", transport, outgoing, packed, number)
+        for peer, _ in exchange.messages(number - WINDOW):
+            exchange.wait(peer, number - WINDOW)
+        packed = {peer: exchange.pack(message, peer, number) for peer, message in exchange.messages(number)}
+        exchange.start(packed, number)
         for peer, data in packed.items():  # digests are computed while the messages travel
-            _add_digests(digests[peer], outgoing[peer][number], data, computed)
-    sent = {peer: by_tensor.as_tensor().to(transport.device(peer)) for peer, by_tensor in digests.items()}
-    _start_round("sending", transport, outgoing, sent)
-    for peer, queue in outgoing.items():
-        with _naming_tensors("sending", peer, queue, len(queue)):
-            transport.wait(peer, len(queue))
+            exchange.add_digests(peer, number, data, computed)
+    exchange.start({peer: digests.as_tensor().to(transport.device(peer)) for peer, digests in exchange.digests.items()})
+    for peer in outgoing:
+        exchange.wait(peer)
 
 
 def receive(
-    transport: Transport,
+    transport: TransferGroup,
     incoming: Queues,
     params: Mapping[str, Tensor],
     wire: torch.dtype,
@@ -190,142 +178,129 @@ def receive(
 
     Raises RuntimeError with tensors and peer of a failed message, or tensors with another digest.
     """
-    digests = {peer: _tensor_digests(queue) for peer, queue in incoming.items()}
+    exchange = _Exchange("receiving", transport, incoming, params, wire)
     missing: Counter[str] = Counter()
     for queue in incoming.values():
         for segment in (segment for message in queue for segment in message):
             missing[segment.end.name] += segment.numel
-    staging = _Staging(transport, incoming, wire)
     arriving: dict[int, dict[int, Tensor]] = {}
-    for number in range(-WINDOW, _num_rounds(incoming)):  # below 0 there is nothing to wait for, only messages to start
-        for peer, queue in _queues_with(incoming, number):
-            with _naming_tensors("receiving", peer, queue, number):
-                transport.wait(peer, number)
+    for number in range(-WINDOW, exchange.rounds):  # below 0 there is nothing to wait for, only messages to start
+        for peer, message in exchange.messages(number):
+            exchange.wait(peer, number)
             data = arriving[number].pop(peer)
-            _add_digests(digests[peer], queue[number], data)
-            for name in _unpack(queue[number], data, params, missing):
+            exchange.add_digests(peer, number, data)
+            for name in _unpack(message, data, params, missing):
                 complete(name)
         ahead = number + WINDOW
-        arriving[ahead] = {
-            peer: _receive_buffer(queue[ahead], params, staging, peer, ahead) for peer, queue in _queues_with(incoming, ahead)
+        arriving[ahead] = {peer: exchange.buffer(message, peer, ahead) for peer, message in exchange.messages(ahead)}
+        exchange.start(arriving[ahead], ahead)
+    exchange.compare_digests()
+
+
+class _Exchange:
+    """Messages of this rank in one direction."""
+
+    def __init__(
+        self, direction: _Direction, transport: TransferGroup, queues: Queues, params: Mapping[str, Tensor], wire: torch.dtype
+    ) -> None:
+        self._direction, self._transport, self._queues = direction, transport, queues
+        self._params, self._wire = params, wire
+        self._devices = {peer: transport.device(peer) for peer in queues}
+        self._largest = {peer: max(map(numel_of, queue)) for peer, queue in queues.items()}
+        self._buffers: dict[tuple[int, int], Tensor] = {}
+        self.rounds = max((len(queue) for queue in queues.values()), default=0)
+        self.digests = {
+            peer: TensorDigests(segment.end.name for message in queue for segment in message) for peer, queue in queues.items()
         }
-        _start_round("receiving", transport, incoming, arriving[ahead], ahead)
-    _compare_digests(transport, incoming, digests)
 
+    def messages(self, number: int) -> Iterator[tuple[int, WireMessage]]:
+        return ((peer, queue[number]) for peer, queue in self._queues.items() if 0 <= number < len(queue))
 
-def _compare_digests(transport: Transport, incoming: Queues, digests: Mapping[int, TensorDigests]) -> None:
-    sent = {
-        peer: torch.zeros(len(by_tensor), dtype=torch.int64, device=transport.device(peer))
-        for peer, by_tensor in digests.items()
-    }
-    _start_round("receiving", transport, incoming, sent)
-    wrong = []
-    for peer, queue in incoming.items():
-        with _naming_tensors("receiving", peer, queue, len(queue)):
-            transport.wait(peer, len(queue))
-        wrong += [f"{what} from rank {peer}" for what in digests[peer].differences(sent[peer].cpu())]
-    if wrong:
-        named = "; ".join(wrong[:MAX_NAMED]) + (f"; and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else "")
-        raise RuntimeError(
-            f"{len(wrong)} tensors did not arrive as they were sent: {named}. "
-            "The bytes changed between the two ranks; check memory and network of their machines"
-        )
+    def start(self, data: Mapping[int, Tensor], number: int | None = None) -> None:
+        """``number`` None: the digests', also below."""
+        if not data:
+            return
+        start = self._transport.send if self._direction == "sending" else self._transport.receive
+        with self._transport.round():
+            for peer, tensor in data.items():
+                with self._naming_tensors(peer, number):
+                    start(tensor, peer, len(self._queues[peer]) if number is None else number)
 
+    def wait(self, peer: int, number: int | None = None) -> None:
+        with self._naming_tensors(peer, number):
+            self._transport.wait(peer, len(self._queues[peer]) if number is None else number)
 
-def _num_rounds(exchanged: Queues) -> int:
-    return max((len(queue) for queue in exchanged.values()), default=0)
+    @contextmanager
+    def _naming_tensors(self, peer: int, number: int | None) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            message = () if number is None else self._queues[peer][number]
+            what = ", ".join(dict.fromkeys(repr(segment.end.name) for segment in message)) or "the digests"
+            preposition = "to" if self._direction == "sending" else "from"
+            raise RuntimeError(f"{self._direction} {what} {preposition} rank {peer} failed: {error}") from error
 
+    def pack(self, message: WireMessage, peer: int, number: int) -> Tensor:
+        data = self.buffer(message, peer, number)
+        for segment, values in _split(message, data):
+            view = segment.view(self._params[segment.end.param].detach(), self._wire)
+            if not _is_same(view, values):
+                values.view(view.shape).copy_(view)
+        return data
 
-def _queues_with(exchanged: Queues, number: int) -> Iterator[tuple[int, list[WireMessage]]]:
-    return ((peer, queue) for peer, queue in exchanged.items() if 0 <= number < len(queue))
+    def buffer(self, message: WireMessage, peer: int, number: int) -> Tensor:
+        """Returns the parameter's own memory for a single contiguous segment that needs no conversion."""
+        if len(message) == 1:
+            view = message[0].view(self._params[message[0].end.param].detach(), self._wire)
+            if view.is_contiguous() and view.dtype == self._wire and view.device == self._devices[peer]:
+                return view.view(-1)
+        slot = (peer, number % WINDOW)
+        if slot not in self._buffers:
+            self._buffers[slot] = torch.empty(self._largest[peer], dtype=self._wire, device=self._devices[peer])
+        return self._buffers[slot][: numel_of(message)]
 
+    def add_digests(
+        self, peer: int, number: int, data: Tensor, computed: dict[tuple[object, ...], Tensor] | None = None
+    ) -> None:
+        """``computed`` caches digests of segments that go to several peers."""
+        for segment, values in _split(self._queues[peer][number], data):
+            key = (segment.end.param, segment.end.region, segment.boxes, segment.rows)
+            value = digest(values) if computed is None or key not in computed else computed[key]
+            if computed is not None:
+                computed[key] = value
+            self.digests[peer].add(segment.end.name, value)
 
-def _start_round(
-    direction: Direction, transport: Transport, exchanged: Queues, data: Mapping[int, Tensor], number: int | None = None
-) -> None:
-    if not data:
-        return
-    with transport.round():
-        for peer, tensor in data.items():
-            queue = exchanged[peer]
-            message = len(queue) if number is None else number
-            with _naming_tensors(direction, peer, queue, message):
-                (transport.send if direction == "sending" else transport.receive)(tensor, peer, message)
-
-
-def _tensor_digests(queue: Sequence[WireMessage]) -> TensorDigests:
-    return TensorDigests(segment.end.name for message in queue for segment in message)
-
-
-def _add_digests(
-    digests: TensorDigests, message: WireMessage, data: Tensor, computed: dict[tuple[object, ...], Tensor] | None = None
-) -> None:
-    """``computed`` caches digests of segments that go to several peers."""
-    for segment, values in _split(message, data):
-        key = (segment.end.param, segment.end.region, segment.boxes, segment.rows)
-        value = digest(values) if computed is None or key not in computed else computed[key]
-        if computed is not None:
-            computed[key] = value
-        digests.add(segment.end.name, value)
+    def compare_digests(self) -> None:
+        sent = {
+            peer: torch.zeros(len(digests), dtype=torch.int64, device=self._devices[peer])
+            for peer, digests in self.digests.items()
+        }
+        self.start(sent)
+        wrong = []
+        for peer, digests in self.digests.items():
+            self.wait(peer)
+            wrong += [f"{what} from rank {peer}" for what in digests.differences(sent[peer].cpu())]
+        if wrong:
+            named = "; ".join(wrong[:_MAX_NAMED]) + (f"; and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else "")
+            raise RuntimeError(
+                f"{len(wrong)} tensors did not arrive as they were sent: {named}. "
+                "The bytes changed between the two ranks; check memory and network of their machines"
+            )
 
 
 def _split(message: WireMessage, data: Tensor) -> Iterator[tuple[_MessageSegment, Tensor]]:
     return zip(message, data.split([segment.numel for segment in message]), strict=True)
 
 
-class _Staging:
-    def __init__(self, transport: Transport, exchanged: Queues, wire: torch.dtype) -> None:
-        self.wire = wire
-        self.devices = {peer: transport.device(peer) for peer in exchanged}
-        self._largest = {peer: max(map(numel_of, queue)) for peer, queue in exchanged.items()}
-        self._buffers: dict[tuple[int, int], Tensor] = {}
-
-    def buffer(self, peer: int, number: int, numel: int) -> Tensor:
-        slot = (peer, number % WINDOW)
-        if slot not in self._buffers:
-            self._buffers[slot] = torch.empty(self._largest[peer], dtype=self.wire, device=self.devices[peer])
-        return self._buffers[slot][:numel]
-
-
-def _pack(message: WireMessage, params: Mapping[str, Tensor], staging: _Staging, peer: int, number: int) -> Tensor:
-    if (data := _param_view(message, params, staging.wire, staging.devices[peer])) is not None:
-        return data
-    data = staging.buffer(peer, number, numel_of(message))
-    for segment, values in _split(message, data):
-        view = segment.view(params[segment.end.param].detach(), staging.wire)
-        values.view(view.shape).copy_(view)
-    return data
-
-
-def _receive_buffer(message: WireMessage, params: Mapping[str, Tensor], staging: _Staging, peer: int, number: int) -> Tensor:
-    data = _param_view(message, params, staging.wire, staging.devices[peer])
-    return staging.buffer(peer, number, numel_of(message)) if data is None else data
+def _is_same(view: Tensor, values: Tensor) -> bool:
+    return (view.device, view.data_ptr()) == (values.device, values.data_ptr())
 
 
 def _unpack(message: WireMessage, data: Tensor, params: Mapping[str, Tensor], missing: Counter[str]) -> Iterator[str]:
     for segment, values in _split(message, data):
         view = segment.view(params[segment.end.param].detach(), values.dtype)
-        if (view.device, view.data_ptr()) != (values.device, values.data_ptr()):
+        if not _is_same(view, values):
             view.copy_(values.view(view.shape))
         missing[segment.end.name] -= segment.numel
         if not missing[segment.end.name]:
             yield segment.end.name
-
-
-def _param_view(message: WireMessage, params: Mapping[str, Tensor], wire: torch.dtype, device: torch.device) -> Tensor | None:
-    if len(message) > 1:
-        return None
-    view = message[0].view(params[message[0].end.param].detach(), wire)
-    fits = view.is_contiguous() and view.dtype == wire and view.device == device
-    return view.view(-1) if fits else None
-
-
-@contextmanager
-def _naming_tensors(direction: Direction, peer: int, queue: Sequence[WireMessage], number: int) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        names = [] if number == len(queue) else dict.fromkeys(segment.end.name for segment in queue[number])
-        what = ", ".join(map(repr, names)) or "the digests"
-        preposition = "to" if direction == "sending" else "from"
-        raise RuntimeError(f"{direction} {what} {preposition} rank {peer} failed: {error}") from error

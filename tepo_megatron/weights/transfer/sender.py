@@ -91,7 +91,7 @@ class ShardSender:
                 near=self._plan.local.get(destination),
                 relayed=bool(self._routes.sources),
             )
-            self._store.set(order_key(self.num_sources + destination), order)
+            self._store.set(ReceiveOrder.key(self.num_sources + destination), order)
         self._rendezvous = [host, place]
         return place
 
@@ -174,10 +174,6 @@ class ShardSender:
         self._group = self._rendezvous = self._store = None
 
 
-def order_key(rank: int) -> str:
-    return f"order/{rank}"
-
-
 class ReceiveOrder(NamedTuple):
     """``near`` is the sender on the worker's GPU; if ``relayed``, other GPUs' messages come through it."""
 
@@ -187,6 +183,22 @@ class ReceiveOrder(NamedTuple):
     near: int | None
     relayed: bool = False
     or_gloo: bool = False
+
+    @staticmethod
+    def key(rank: int) -> str:
+        """Of the rendezvous store."""
+        return f"order/{rank}"
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> ReceiveOrder:
+        raw = json.loads(text)
+        wire: torch.dtype = getattr(torch, raw["dtype"])
+        ends = [
+            MoveEnd(peer, param, param, Region(Box(tuple(start), tuple(stop)), count, step), fp32)
+            for peer, param, start, stop, count, step, fp32 in raw["moves"]
+        ]
+        incoming = queues(ends, itemsize=wire.itemsize, limit=raw["limit"])
+        return cls(incoming, wire, raw["transport"], raw["near"], raw["relayed"], raw["or_gloo"])
 
     @property
     def same_gpu_senders(self) -> tuple[int, ...]:
@@ -216,14 +228,3 @@ def encode_order(
     dtype = str(wire).removeprefix("torch.")
     how = {"transport": transport, "near": near, "relayed": relayed, "or_gloo": or_gloo}
     return json.dumps({"dtype": dtype, "limit": limit, **how, "moves": moves})
-
-
-def decode_order(text: str | bytes) -> ReceiveOrder:
-    raw = json.loads(text)
-    wire: torch.dtype = getattr(torch, raw["dtype"])
-    ends = [
-        MoveEnd(peer, param, param, Region(Box(tuple(start), tuple(stop)), count, step), fp32)
-        for peer, param, start, stop, count, step, fp32 in raw["moves"]
-    ]
-    incoming = queues(ends, itemsize=wire.itemsize, limit=raw["limit"])
-    return ReceiveOrder(incoming, wire, raw["transport"], raw["near"], raw["relayed"], raw["or_gloo"])

@@ -33,11 +33,14 @@ _JOINED, _LEFT = "joined", "left"
 _APART = "set rollout.server.placement = colocated, or rollout.server.transport = auto or gloo"
 
 
-class Transport(Protocol):
+class TransferGroup(Protocol):
     """Point-to-point messages, identified by both ranks and a number, with equal sizes at both ends.
 
     Messages of one :meth:`round` travel together. Two ranks start their messages in the same order, round by round.
     """
+
+    cancelled: Callable[[], bool]
+    """Endless waits poll it; if true, the message fails."""
 
     def device(self, peer: int) -> torch.device:
         """Tensors from and to ``peer`` must be here."""
@@ -53,11 +56,6 @@ class Transport(Protocol):
 
     def wait(self, peer: int, number: int) -> None:
         """Raises RuntimeError if the message fails or times out."""
-
-
-class TransferGroup(Transport, Protocol):
-    cancelled: Callable[[], bool]
-    """Endless waits poll it; if true, the message fails."""
 
     def finish(self) -> None:
         """Ends a trainer rank's update, when relayed messages have arrived."""
@@ -207,21 +205,21 @@ class Introduction:
     gpu: str = ""
     nccl: str = ""
 
+    @classmethod
+    def of(cls, member: Member) -> Introduction:
+        name = member.name or f"rank {member.rank}"
+        if member.device.type != "cuda":
+            return cls(name, boot_id(), member.address)
+        gpu = str(torch.cuda.get_device_properties(member.device).uuid)
+        return cls(name, boot_id(), member.address, gpu, ".".join(map(str, torch.cuda.nccl.version())))
+
+    def announce(self, store: Store, rank: int) -> None:
+        """Call it before the member counts as present."""
+        store.set(f"introduction/{rank}", json.dumps(asdict(self)))
+
     @property
     def place(self) -> str:
         return f"{self.name} ({self.address})"
-
-
-def introduction(name: str, address: str, device: torch.device) -> Introduction:
-    if device.type != "cuda":
-        return Introduction(name, boot_id(), address)
-    gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return Introduction(name, boot_id(), address, gpu, ".".join(map(str, torch.cuda.nccl.version())))
-
-
-def introduce(store: Store, rank: int, introduction: Introduction) -> None:
-    """Call it before the member counts as present."""
-    store.set(_key(rank), json.dumps(asdict(introduction)))
 
 
 def check_members(store: Store, world_size: int, *, nccl: bool, may_share: bool = False) -> str:
@@ -229,7 +227,7 @@ def check_members(store: Store, world_size: int, *, nccl: bool, may_share: bool 
 
     ``may_share``: returns two members that share a GPU, or "".
     """
-    present = [Introduction(**json.loads(store.get(_key(rank)))) for rank in range(world_size)]
+    present = [Introduction(**json.loads(store.get(f"introduction/{rank}"))) for rank in range(world_size)]
     shared = _shared_gpu(present) if nccl else ""
     problem = _unreachable(present)
     if nccl and not (shared and may_share):
@@ -270,7 +268,3 @@ def _shared_gpu(members: Sequence[Introduction]) -> str:
         if other is not member:
             return f"{other.place} and {member.place} are on the same GPU, {member.gpu}"
     return ""
-
-
-def _key(rank: int) -> str:
-    return f"introduction/{rank}"

@@ -7,7 +7,6 @@ import pytest
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.weights.architecture import Experts, ModelSpec
-from tepo_megatron.weights.layouts import check_balance, check_recompute
 from tests.support.reshard_models import MOE, small_spec
 
 BIAS = "engine.moe_balance.kind=expert_bias"
@@ -70,14 +69,14 @@ def with_experts(architecture: str) -> ModelSpec:
 
 
 def test_a_model_must_have_what_is_balanced() -> None:
-    check_balance(small_spec(), "none")
-    check_balance(with_experts("MixtralForCausalLM"), "aux_loss")
-    check_balance(with_experts("Glm4MoeForCausalLM"), "expert_bias")
+    small_spec().check_balance("none")
+    with_experts("MixtralForCausalLM").check_balance("aux_loss")
+    with_experts("Glm4MoeForCausalLM").check_balance("expert_bias")
     for kind in ("aux_loss", "expert_bias"):
         with pytest.raises(ValueError, match=f"kind = {kind} balances experts, and LlamaForCausalLM has none"):
-            check_balance(small_spec(), kind)
+            small_spec().check_balance(kind)
     with pytest.raises(ValueError, match=r"bias on each expert's score, and MixtralForCausalLM has none, in"):
-        check_balance(with_experts("MixtralForCausalLM"), "expert_bias")
+        with_experts("MixtralForCausalLM").check_balance("expert_bias")
 
 
 def test_what_is_written_out_in_full_can_be_read_again() -> None:
@@ -109,7 +108,7 @@ ACTS = {
 def test_a_module_that_the_model_does_not_have_is_refused(module: str, model: str, layers: str) -> None:
     spec = DENSE if model == "dense" else MIXTURE
     if (module, model, layers) in ACTS:
-        check_recompute(spec, ["core_attn", module], transformer_engine=layers == "te")
+        spec.check_recompute(["core_attn", module], transformer_engine=layers == "te")
     else:
         with pytest.raises(ValueError, match=rf"engine\.recompute_modules has {module}, "):
-            check_recompute(spec, ["core_attn", module], transformer_engine=layers == "te")
+            spec.check_recompute(["core_attn", module], transformer_engine=layers == "te")

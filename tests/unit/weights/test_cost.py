@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
+from tepo_megatron.plan.traffic import Links
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, vllm_ranks
-from tepo_megatron.weights.reshard import Cluster, reshard_plan, summarize_plan
+from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.table import tensor_shapes
 from tests.support.reshard_models import Case, cases, small_spec
 
@@ -27,10 +28,10 @@ def weights(spec: ModelSpec) -> int:
 def test_every_byte_is_on_one_link(case: Case) -> None:
     wanted = sum(math.prod(shard.box.shape) for layout in vllm_ranks(case.spec, case.destination) for shard in layout.shards)
     for shared in (False, True):
-        cluster = Cluster(gpus_per_node=2, shared=shared)
+        cluster = Links(gpus_per_node=2, shared=shared)
         local = cluster.local(case.source.world_size, case.destination.world_size)
         plan = reshard_plan(case.spec, case.source, case.destination, local)
-        links = summarize_plan(plan, 2, cluster, built_in_seconds=0.0).links
+        links = cluster.summarize(plan, 2).links
         assert sum(link.total for link in links) == 2 * wanted
         if not shared:
             assert {link.link for link in links} == {"network"}
@@ -40,7 +41,7 @@ def test_time_is_that_of_the_busiest_gpu() -> None:
     """One trainer rank, two servers: it sends the model twice, at 2·10⁹ bytes/s."""
     spec = small_spec()
     plan = reshard_plan(spec, MegatronParallel(), VllmParallel(replicas=2))
-    (link,) = summarize_plan(plan, 4, Cluster(network_gb_per_s=2.0), built_in_seconds=0.0).links
+    (link,) = Links(network_gb_per_s=2.0).summarize(plan, 4).links
     model = 4 * weights(spec)
     assert (link.pairs, link.total, link.busiest_sender, link.busiest_receiver) == (2, 2 * model, 2 * model, model)
     assert link.seconds == pytest.approx(2 * model / 2e9)
@@ -49,9 +50,9 @@ def test_time_is_that_of_the_busiest_gpu() -> None:
 def test_a_shared_gpu_a_shared_node_and_the_network() -> None:
     """Two copies of the trainer on GPUs 0 and 1, servers on GPUs 0, 1, 2 of nodes of two."""
     spec = small_spec()
-    cluster = Cluster(gpus_per_node=2, shared=True)
+    cluster = Links(gpus_per_node=2, shared=True)
     plan = reshard_plan(spec, MegatronParallel(dp=2), VllmParallel(replicas=3), cluster.local(2, 3))
-    links = {link.link: link for link in summarize_plan(plan, 2, cluster, built_in_seconds=0.0).links}
+    links = {link.link: link for link in cluster.summarize(plan, 2).links}
     assert links["device"].total == 4 * weights(spec)
     assert links["device"].seconds == 0
     assert links["network"].total == 2 * weights(spec)

@@ -23,7 +23,7 @@ from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
 from tepo_megatron.weights.transfer import move, transport
 from tepo_megatron.weights.transfer.move import destination_ends, message_sizes, queues, source_ends
-from tepo_megatron.weights.transfer.sender import decode_order, encode_order
+from tepo_megatron.weights.transfer.sender import ReceiveOrder, encode_order
 from tepo_megatron.weights.transfer.transport import Member, RelayRoutes
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 from tepo_megatron.weights.transfer.transports.ipc import IpcGroup, join_ipc, source_routes
@@ -103,7 +103,7 @@ def members(plan: ReshardPlan, boxes: list[Mailbox], memory: Memory, *, limit: i
         made.append(enter(boxes[rank], store, member, memory))
     for to in range(plan.num_destinations):
         text = encode_order(destination_ends(plan, to), torch.float64, limit, near=plan.local.get(to), relayed=relayed)
-        order, rank = decode_order(text), plan.num_sources + to
+        order, rank = ReceiveOrder.decode(text), plan.num_sources + to
         member = Member(rank, world, CPU, "", same_gpu_senders=order.same_gpu_senders, routes=order.routes)
         made.append(enter(boxes[rank], store, member, memory))
     assert all(json.loads(value) for value in store.values.values())
@@ -149,7 +149,7 @@ def test_it_is_passed_on_over_real_gloo_and_a_worker_that_leaves_ends_it_on_all_
             member = Member(rank, 4, CPU, host, same_gpu_receivers={2 + rank: max(message_sizes(queue, 8))}, routes=routes)
         else:
             text = encode_order(destination_ends(plan, rank - 2), torch.float64, limit, near=rank - 2, relayed=True)
-            order = decode_order(text)
+            order = ReceiveOrder.decode(text)
             member = Member(rank, 4, CPU, host, same_gpu_senders=order.same_gpu_senders, routes=order.routes)
         gloo = partial(GlooGroup, mine, host, rank, 4, TIMEOUT_S)
         return join_ipc(gloo, mine, member, join_leg=lambda gloo: gloo, handles=memory)
@@ -196,7 +196,7 @@ def test_a_plan_without_other_gpus_has_no_routes() -> None:
     case = Case(small_spec(), MegatronParallel(), VllmParallel(), {0: 0})
     assert source_routes(setting(case)[0], 0, itemsize=4, limit=2**20) == RelayRoutes()
     text = encode_order([], torch.float32, 1, near=None, relayed=True)
-    assert decode_order(text).routes == RelayRoutes()
+    assert ReceiveOrder.decode(text).routes == RelayRoutes()
 
 
 @settings(max_examples=12, deadline=None)

@@ -18,8 +18,6 @@ from tepo_megatron.weights.transfer.transport import (
     TransportSpec,
     check_members,
     connect,
-    introduce,
-    introduction,
     listen,
 )
 from tepo_megatron.weights.transfer.transports import gloo
@@ -46,7 +44,7 @@ PLANTED = {
 def roll(*members: Introduction, nccl: bool = True, may_share: bool = False) -> str:
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     for rank, member in enumerate(members):
-        introduce(store, rank, member)
+        member.announce(store, rank)
     return check_members(store, len(members), nccl=nccl, may_share=may_share)
 
 
@@ -79,10 +77,8 @@ def test_where_it_may_be_gloo_a_shared_gpu_is_said_and_not_refused() -> None:
 def test_all_members_of_a_shared_gpu_take_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a real store, where NCCL was chosen; its own joining would fail here, where there is no GPU."""
 
-    def planted(name: str, address: str, device: torch.device) -> Introduction:
-        return replace(introduction(name, address, device), gpu="GPU-1", nccl="2.29.7")
-
-    monkeypatch.setattr(transports, "introduction", planted)
+    introduce = Introduction.of
+    monkeypatch.setattr(Introduction, "of", lambda member: replace(introduce(member), gpu="GPU-1", nccl="2.29.7"))
     monkeypatch.setattr(transports, "find_transport", lambda name: gloo.TRANSPORT if name == "gloo" else TransportSpec(refuse))
     store, place = listen(HOST)
 
@@ -113,10 +109,9 @@ def test_all_members_hear_it_and_none_joins(late: bool, monkeypatch: pytest.Monk
         assert gone.wait(TIMEOUT_S)
         return member_left(self)
 
-    def planted(name: str, address: str, device: torch.device) -> Introduction:
-        return replace(introduction(name, address, device), host="here" if name == "trainer rank 0" else "elsewhere")
-
-    monkeypatch.setattr(transports, "introduction", planted)
+    introduce = Introduction.of
+    host = {0: "here", 1: "elsewhere"}
+    monkeypatch.setattr(Introduction, "of", lambda member: replace(introduce(member), host=host[member.rank]))
     store, place = listen(HOST)
 
     def enter(rank: int) -> None:

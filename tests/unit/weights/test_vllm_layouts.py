@@ -21,7 +21,6 @@ from tepo_megatron.weights.layouts import (
     VllmParallel,
     megatron_ranks,
     pipeline_stages,
-    vllm_layers,
     vllm_ranks,
 )
 from tepo_megatron.weights.reshard import reshard_plan
@@ -202,5 +201,5 @@ def test_moved_weights_are_what_vllm_loads_from_disk(oracle: Path, name: str, tp
 @pytest.mark.slow
 def test_layers_are_divided_as_vllm_divides_them(oracle: Path) -> None:
     expected = json.loads((oracle / "pp.json").read_text())
-    ours = [[[stage.start, stage.stop] for stage in vllm_layers(layers, pp)] for layers, pp in LAYERS_AND_STAGES]
+    ours = [[[stage.start, stage.stop] for stage in VllmParallel(pp=pp).stages(layers)] for layers, pp in LAYERS_AND_STAGES]
     assert ours == expected

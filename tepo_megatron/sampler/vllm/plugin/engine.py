@@ -36,7 +36,7 @@ from tepo_megatron.sampler.vllm.plugin.patches import hold_adapters
 from tepo_megatron.sampler.vllm.wire import DUMMY_FORMAT
 from tepo_megatron.weights.transfer import full_tensors, move
 from tepo_megatron.weights.transfer.move import Queues
-from tepo_megatron.weights.transfer.sender import ReceiveOrder, decode_order, order_key
+from tepo_megatron.weights.transfer.sender import ReceiveOrder
 from tepo_megatron.weights.transfer.transport import TransferGroup, connect, local_address
 from tepo_megatron.weights.transfer.transports import Member, join
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
@@ -84,7 +84,7 @@ class TransferEngine(WeightTransferEngine[_InitInfo, _UpdateInfo]):  # type: ign
         address = local_address(init_info.host)
         self._adapters = init_info.adapters
         if init_info.sharded:
-            self._order = decode_order(store.get(order_key(rank)))
+            self._order = ReceiveOrder.decode(store.get(ReceiveOrder.key(rank)))
             self._loader = ShardLoader(self.model, self._order.incoming)
             name = f"worker {self.parallel_config.rank} of a rollout server (rank {rank} of the group)"
             senders, routes = self._order.same_gpu_senders, self._order.routes

@@ -12,14 +12,13 @@ from warnings import warn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tepo_megatron.weights.transfer.transport import (
+    Introduction,
     Member,
     Rendezvous,
     TransferGroup,
     TransportName,
     TransportSpec,
     check_members,
-    introduce,
-    introduction,
 )
 
 __all__ = ["Member", "find_transport", "join", "transport_names"]
@@ -47,7 +46,7 @@ def join(name: TransportName, store: Store, member: Member, timeout_s: float, *,
             f"rank {member.rank} of the weight-transfer group runs on {member.device}, but rollout.server.transport = {name} "
             "needs CUDA on both sides; set it to gloo"
         )
-    introduce(store, member.rank, introduction(member.name or f"rank {member.rank}", member.address, member.device))
+    Introduction.of(member).announce(store, member.rank)
     # Every member reports a fault of the group, also one that arrives after another has reported it and left.
     with Rendezvous(store, member.world_size, timeout_s, stage="introduced", parts=True).forming_group():
         shared = check_members(store, member.world_size, nccl=name == "nccl", may_share=or_gloo)

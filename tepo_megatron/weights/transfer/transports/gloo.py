@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defin
 
 from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportSpec
 
-POLL_INTERVAL_S = 1e-4
+_POLL_INTERVAL_S = 1e-4
 
-CLOSE_GRACE_S = 2.0
+_CLOSE_GRACE_S = 2.0
 """An interpreter that exits while a group is closing aborts."""
 
 _CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ class GlooGroup:
         while not work.is_completed():  # a wait() could not be interrupted: gloo cannot abort
             if cancelled():
                 raise RuntimeError("a receiver failed")
-            time.sleep(POLL_INTERVAL_S)
+            time.sleep(_POLL_INTERVAL_S)
         work.wait()
 
     def finish(self) -> None: ...
@@ -72,7 +72,7 @@ class GlooGroup:
         keep, self._group, self._pending = [*self._pending.values(), self._group], None, {}
         closing = threading.Thread(target=keep.clear, name="close-transfer-group", daemon=True)
         closing.start()
-        closing.join(CLOSE_GRACE_S)
+        closing.join(_CLOSE_GRACE_S)
 
 
 def _join(store: Store, member: Member, timeout_s: float) -> GlooGroup:

@@ -21,18 +21,6 @@ from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 from tepo_megatron.weights.transfer.transports.nccl import join_nccl
 
 
-@dataclass(frozen=True)
-class _PendingSend:
-    written: Any
-    read: Any
-
-
-@dataclass(frozen=True)
-class _PendingReceive:
-    data: Tensor
-    written: Any
-
-
 class IpcGroup:
     """Slots are uint8 [WINDOW, bytes]; the rank ``via`` of a peer on another GPU fills its slots."""
 
@@ -48,67 +36,64 @@ class IpcGroup:
         self._gloo, self._rank, self._device, self._handles = gloo, member.rank, member.device, handles
         self._send_slots, self._receive_slots = dict(send_slots), dict(receive_slots)
         self._via, self._relay = member.routes.via, relay
-        self._signals = _SlotSignals(gloo.start_send, gloo.start_receive, member.world_size)
-        self._pending: dict[tuple[int, int], _PendingSend | _PendingReceive] = {}
-        self._cancelled: Callable[[], bool] = lambda: False
-
-    @property
-    def cancelled(self) -> Callable[[], bool]:
-        """Polled between trainer ranks only: gloo's waits end by themselves."""
-        return self._cancelled
-
-    @cancelled.setter
-    def cancelled(self, cancelled: Callable[[], bool]) -> None:
-        self._cancelled = cancelled
-        if self._relay is not None:
-            self._relay.leg.cancelled = cancelled
+        self._signals = _SlotSignals(gloo, member.world_size)
+        self._pending: dict[tuple[int, int], Callable[[], None]] = {}
+        self.cancelled: Callable[[], bool] = lambda: False
+        if relay is not None:  # gloo's waits end by themselves
+            relay.leg.cancelled = lambda: self.cancelled()
 
     def device(self, peer: int) -> torch.device:
-        if peer in self._send_slots or peer in self._receive_slots:
-            return self._device
-        return self._relay.leg.device(self._via[peer]) if self._goes_on(peer) else self._gloo.device(peer)  # type: ignore[union-attr]
+        has_slots = peer in self._send_slots or peer in self._receive_slots
+        return self._device if has_slots else self._carrier(peer).device(peer)
 
     def round(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._relay is None else self._relay.turn()
 
-    def _goes_on(self, peer: int) -> bool:
-        return self._relay is not None and peer in self._via
+    def _carrier(self, peer: int) -> GlooGroup | _Relay:
+        """Carries messages to and from a peer without slots."""
+        return self._gloo if self._relay is None or peer not in self._via else self._relay
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
         """Data for a rank on the same GPU is copied at once."""
-        if self._goes_on(peer):
-            self._relay.send(data, peer, number)  # type: ignore[union-attr]
-            return
         if peer not in self._send_slots:
-            self._gloo.send(data, peer, number)
+            self._carrier(peer).send(data, peer, number)
             return
         # The slot is free: the wait for message number - WINDOW, which used it, includes the signal that it was read.
         _slot(self._send_slots[peer], number, data).copy_(data.view(torch.uint8))
         self._handles.synchronize(self._device)  # gloo's signal does not wait for the GPU
         written = self._signals.start_notify(peer, number, self._rank)
-        self._pending[peer, number] = _PendingSend(written, self._signals.start_wait(peer, number, self._rank))
+        read = self._signals.start_wait(peer, number, self._rank)
+
+        def finish() -> None:
+            written.wait()
+            read.wait()
+
+        self._pending[peer, number] = finish
 
     def receive(self, data: Tensor, peer: int, number: int) -> None:
         """Data from slots is complete after :meth:`wait`."""
         if peer not in self._receive_slots:
             self._gloo.receive(data, peer, number)
             return
-        self._pending[peer, number] = _PendingReceive(data, self._signals.start_wait(self._via.get(peer, peer), number, peer))
+        writer = self._via.get(peer, peer)
+        written = self._signals.start_wait(writer, number, peer)
+
+        def finish() -> None:
+            written.wait()
+            data.view(torch.uint8).copy_(_slot(self._receive_slots[peer], number, data))
+            self._handles.synchronize(self._device)  # the sender may overwrite the slot as soon as it has the signal
+            self._signals.start_notify(writer, number, peer).wait()
+
+        self._pending[peer, number] = finish
 
     def wait(self, peer: int, number: int) -> None:
         if self._relay is not None:
             self._relay.settle()  # the worker may wait for others' messages before it takes this rank's
-        pending = self._pending.pop((peer, number), None)
-        if pending is None:
-            (self._relay if self._goes_on(peer) else self._gloo).wait(peer, number)  # type: ignore[union-attr]
-            return
-        pending.written.wait()
-        if isinstance(pending, _PendingSend):
-            pending.read.wait()
+        finish = self._pending.pop((peer, number), None)
+        if finish is not None:
+            finish()
         else:
-            pending.data.view(torch.uint8).copy_(_slot(self._receive_slots[peer], number, pending.data))
-            self._handles.synchronize(self._device)  # the sender may overwrite the slot as soon as it has the signal
-            self._signals.start_notify(self._via.get(peer, peer), number, peer).wait()
+            self._carrier(peer).wait(peer, number)
 
     def finish(self) -> None:
         if self._relay is not None:
@@ -153,7 +138,7 @@ def join_ipc(
             receive_slots[source] = _open(offer, writer, member, handles)
         relay = None
         if routes.sources:
-            signals = _SlotSignals(gloo.start_send, gloo.start_receive, member.world_size)
+            signals = _SlotSignals(gloo, member.world_size)
             relay = _Relay(rank, routes, join_leg(gloo), signals, relay_slots, lambda: handles.synchronize(member.device))
     except BaseException:
         gloo.close()
@@ -261,19 +246,18 @@ def source_routes(plan: ReshardPlan, rank: int, *, itemsize: int, limit: int) ->
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class _SlotSignals:
     """One byte over gloo: a message is in its slot, or was copied out."""
 
-    start_send: Callable[[Tensor, int, int], Any]
-    start_receive: Callable[[Tensor, int, int], Any]
+    gloo: GlooGroup
     world_size: int
 
     def start_notify(self, peer: int, number: int, source: int) -> Any:
-        return self.start_send(torch.zeros(1, dtype=torch.uint8), peer, number * self.world_size + source)
+        return self.gloo.start_send(torch.zeros(1, dtype=torch.uint8), peer, number * self.world_size + source)
 
     def start_wait(self, peer: int, number: int, source: int) -> Any:
-        return self.start_receive(torch.zeros(1, dtype=torch.uint8), peer, number * self.world_size + source)
+        return self.gloo.start_receive(torch.zeros(1, dtype=torch.uint8), peer, number * self.world_size + source)
 
 
 @dataclass
@@ -298,6 +282,9 @@ class _Relay:
         self._catch_up(turn)
         yield
         self._exchange(turn)
+
+    def device(self, worker: int) -> torch.device:
+        return self.leg.device(self.routes.via[worker])
 
     def send(self, data: Tensor, worker: int, number: int) -> None:
         self._sending.append((data, worker, number))

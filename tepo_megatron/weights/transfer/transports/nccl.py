@@ -18,12 +18,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportSpec
 
-POLL_INTERVAL_S = 5e-5
+_POLL_INTERVAL_S = 5e-5
 
 FAILURE_POLL_INTERVAL_S = 0.2
 """NCCL does not notice within a node that another rank has left."""
 
-ABORT_GRACE_S = 10.0
+_ABORT_GRACE_S = 10.0
 """An abort can hang in the driver; training continues with a new communicator."""
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -105,7 +105,7 @@ class NcclGroup:
                 if reason := self._failure_reason(deadline):
                     raise RuntimeError(reason)
                 next_check = time.monotonic() + FAILURE_POLL_INTERVAL_S
-            time.sleep(POLL_INTERVAL_S)
+            time.sleep(_POLL_INTERVAL_S)
         work.wait()  # raises the round's error, if it has one
 
     def finish(self) -> None: ...
@@ -115,7 +115,7 @@ class NcclGroup:
         self._pending = {}
         aborting = threading.Thread(target=self._abort, name="abort-transfer-group", daemon=True)
         aborting.start()
-        aborting.join(ABORT_GRACE_S)
+        aborting.join(_ABORT_GRACE_S)
 
 
 def join_nccl(store: Store, member: Member, timeout_s: float) -> NcclGroup:
