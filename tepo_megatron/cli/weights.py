@@ -148,12 +148,12 @@ def _row(path: Path) -> list[str]:
 def _verify(path: Path) -> tuple[str, tuple[str, ...]]:
     """(results, damage), in words."""
     from tepo_megatron.trainer.checkpoint_folder import manifest_of
-    from tepo_megatron.weights.storage.manifest import DamagedCheckpoint, check_whole
+    from tepo_megatron.weights.storage.manifest import CheckpointManifest, DamagedCheckpoint
 
     try:
         if manifest_of(path) is None:
             return "first format: it has no digests to compare with", ()
-        manifest = check_whole(path)
+        manifest = CheckpointManifest.read_whole(path)
     except DamagedCheckpoint as error:
         return "", error.problems
     return f"whole: {len(manifest.files)} files, {_size(manifest.bytes)}", ()
@@ -162,11 +162,11 @@ def _verify(path: Path) -> tuple[str, tuple[str, ...]]:
 def _damage(path: Path, *, thoroughly: bool) -> str | None:
     """``thoroughly`` also reads its shards."""
     from tepo_megatron.trainer.checkpoint_folder import manifest_of
-    from tepo_megatron.weights.storage.manifest import DamagedCheckpoint, check_whole
+    from tepo_megatron.weights.storage.manifest import CheckpointManifest, DamagedCheckpoint
 
     try:
         if manifest_of(path) is not None and thoroughly:
-            check_whole(path)
+            CheckpointManifest.read_whole(path)
     except DamagedCheckpoint as error:
         return str(error)
     return None

@@ -17,6 +17,7 @@ from tepo_megatron.plan.memory import GIB, HostMemory, RankMemory, TrainingRanks
 from tepo_megatron.plan.shapes import model_parameters, resolve_spec
 from tepo_megatron.plan.time import (
     Lengths,
+    ScheduleTime,
     ServerMemory,
     StepTime,
     SyncTraffic,
@@ -53,6 +54,10 @@ class Plan:
     @property
     def worst(self) -> RankMemory:
         return max(self.stages, key=lambda memory: memory.total)
+
+    @property
+    def schedules(self) -> list[ScheduleTime]:
+        return self.time.schedules(is_colocated=self.config.rollout.server.placement == "colocated")
 
     @property
     def usable_memory(self) -> float | None:

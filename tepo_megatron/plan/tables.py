@@ -14,7 +14,7 @@ from rich.table import Table
 
 from tepo_megatron.plan.memory import GIB
 from tepo_megatron.plan.run_plan import Plan
-from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, SyncTraffic
+from tepo_megatron.plan.time import Lengths, ServerMemory, SyncTraffic
 
 PUBLISHED = {"generation": 84, "log-probs": 18, "training": 28, "weight sync": 14, "step": 147}
 """Seconds of a GRPO step of Llama-3.1-70B on 64 H100 (NeMo-RL, TP4 PP4, at most 4096 tokens)."""
@@ -28,17 +28,13 @@ def plan_tables(plan: Plan) -> Iterator[Table]:
     if plan.sync is not None:
         yield _servers(plan.server, plan.sync, plan.lengths)
     yield _time(plan)
-    if schedules := _schedules(plan):
+    if schedules := plan.schedules:
         table = _table("The same step under each schedule (train.schedule)", "", "estimate, s", "trainer idle", "servers idle")
         for schedule in schedules:
             chosen = " (this run's)" if schedule.schedule == plan.config.train.schedule else ""
             shares = (f"{share:.0%}" for share in (schedule.idle_trainer, schedule.idle_servers))
             table.add_row(schedule.schedule + chosen, f"{schedule.seconds:,.1f}", *shares)
         yield table
-
-
-def _schedules(plan: Plan) -> list[ScheduleTime]:
-    return plan.time.schedules(is_colocated=plan.config.rollout.server.placement == "colocated")
 
 
 def plan_notes(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> list[str]:
@@ -62,7 +58,7 @@ def plan_json(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> str:
         "server": asdict(plan.server),
         "weight_sync": asdict(plan.sync) if plan.sync else None,
         "step": {**asdict(plan.time), "seconds": plan.time.seconds},
-        "schedules": [asdict(schedule) for schedule in _schedules(plan)],
+        "schedules": [asdict(schedule) for schedule in plan.schedules],
         "assumptions": plan.assumptions,
         "problems": plan.problems,
     }

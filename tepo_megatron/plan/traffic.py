@@ -12,7 +12,7 @@ _Link = Literal["device", "nvlink", "network"]
 
 
 @dataclass(frozen=True)
-class LinkTraffic:
+class _LinkTraffic:
     link: _Link
     pairs: int
     total: int
@@ -32,7 +32,7 @@ class PlanSummary:
     built_in_seconds: float
     received_by_each: int
     imbalance: float
-    links: list[LinkTraffic]
+    links: list[_LinkTraffic]
     seconds: float
 
 
@@ -69,10 +69,10 @@ class Links:
             seconds=max(link.seconds for link in links),
         )
 
-    def _traffic(self, link: _Link, pairs: Counter[tuple[int, int]]) -> LinkTraffic:
+    def _traffic(self, link: _Link, pairs: Counter[tuple[int, int]]) -> _LinkTraffic:
         sent, received = (max(end.values()) for end in _ends(pairs))
         rate = {"device": float("inf"), "nvlink": self.nvlink_gb_per_s, "network": self.network_gb_per_s}[link]
-        return LinkTraffic(link, len(pairs), pairs.total(), sent, received, max(sent, received) / 1e9 / rate)
+        return _LinkTraffic(link, len(pairs), pairs.total(), sent, received, max(sent, received) / 1e9 / rate)
 
 
 def _ends(pairs: Counter[tuple[int, int]]) -> tuple[Counter[int], Counter[int]]:

@@ -24,7 +24,7 @@ from tepo_megatron.weights.adapters import adapted_tensors, adapter_shapes
 from tepo_megatron.weights.architecture import ModelSpec, read_model_spec
 from tepo_megatron.weights.storage.convert import check_imported
 from tepo_megatron.weights.storage.hf_folder import check_peft_folder
-from tepo_megatron.weights.storage.stored import open_weights
+from tepo_megatron.weights.storage.stored import StoredWeights
 from tepo_megatron.weights.table import tensor_shapes
 
 
@@ -93,7 +93,7 @@ def _check_shards(run: RunSubject) -> None:
 
 def _check_head(run: RunSubject) -> None:
     folder = run.config.model.shards or run.model_dir
-    tensors = open_weights(folder).boxes
+    tensors = StoredWeights.open(folder).boxes
     if "lm_head.weight" not in tensors:
         raise ValueError(
             f"engine.head = fused, but {folder} has no lm_head.weight to fuse, and config.json does not tie the head to the "

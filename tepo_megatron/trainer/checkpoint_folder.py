@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.weights.storage.manifest import MANIFEST, STATE, CheckpointManifest, DamagedCheckpoint, read_manifest
+from tepo_megatron.weights.storage.manifest import MANIFEST, STATE, CheckpointManifest, DamagedCheckpoint
 
 _LEFTOVERS = ("partial", "damaged", "abandoned")
 
@@ -49,7 +49,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     """Does not read the shards' contents. Raises DamagedCheckpoint."""
     if not (folder / MANIFEST).exists():
         return _read_first_format(folder)
-    manifest = read_manifest(folder)
+    manifest = CheckpointManifest.read(folder)
     problems = [*manifest.wrong_files().values()] or manifest.wrong_contents([STATE])
     if problems:
         raise DamagedCheckpoint(folder, problems)
@@ -60,7 +60,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def manifest_of(folder: Path) -> CheckpointManifest | None:
-    return read_manifest(folder) if read_state(folder).get("format") else None
+    return CheckpointManifest.read(folder) if read_state(folder).get("format") else None
 
 
 def _read_first_format(folder: Path) -> dict[str, Any]:

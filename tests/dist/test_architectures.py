@@ -23,7 +23,7 @@ from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.storage.convert import export_model, import_model
-from tepo_megatron.weights.storage.stored import open_boxes
+from tepo_megatron.weights.storage.stored import StoredWeights
 from tepo_megatron.weights.table import tensor_shapes
 from tests.support.launch import run_world
 from tests.support.model_worlds import save_random_model
@@ -216,7 +216,7 @@ def test_gradients_are_those_of_one_rank(worlds: Worlds, split: Split, model: st
 
 
 def gradient(out: Path, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
-    stored = open_boxes(out / "checkpoints" / "step_000001", "exp_avg")
+    stored = StoredWeights.open_boxes(out / "checkpoints" / "step_000001", "exp_avg")
     into = torch.empty(shape)
     stored.read(tensor, Box((0,) * len(shape), shape), into)
     return into

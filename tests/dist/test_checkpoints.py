@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.weights.storage.manifest import check_whole
+from tepo_megatron.weights.storage.manifest import CheckpointManifest
 from tests.support.checkpoints import flip_bit, shards
 from tests.support.launch import run_world
 
@@ -67,7 +67,7 @@ def exported(out: Path) -> bytes:
 def test_a_run_keeps_what_it_was_told_to(trained: Path) -> None:
     assert sorted(path.name for path in (trained / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
     folder = trained / "checkpoints" / "step_000004"
-    assert check_whole(folder).step == 4
+    assert CheckpointManifest.read_whole(folder).step == 4
     state = json.loads((folder / "state.json").read_text())
     assert state["updates"] == 8
     assert state["identity"]["architecture"]["num_layers"] == 4
@@ -143,7 +143,7 @@ def save_fails(tmp_path: Path, folder: Path, *overrides: str, limited_rank: int 
     assert reports[0]["before"] == reports[0]["after"]
     assert reports[0]["noise"] == 0.25  # an adaptive coefficient: the objective's tolerance, measured now and then
     assert [path.name for path in folder.iterdir()] == ["step_000001"]
-    check_whole(folder / "step_000001")
+    CheckpointManifest.read_whole(folder / "step_000001")
     return [report["said"] for report in reports]
 
 
@@ -173,7 +173,7 @@ def test_training_goes_on_beside_a_save_and_a_kill_meanwhile_loses_that_checkpoi
         run_world("save_killed", 2, tmp_path / "case.json")
     before, meanwhile = json.loads((tmp_path / "report.json").read_text())
     assert sorted(path.name for path in folder.iterdir()) == ["step_000001", "step_000002.partial"]
-    assert check_whole(folder / "step_000001").step == 1
+    assert CheckpointManifest.read_whole(folder / "step_000001").step == 1
     assert json.loads((folder / "step_000001" / "state.json").read_text())["weights_digest"] == before
     assert meanwhile != before, "an update was made while the states of before were being written"
 

@@ -20,7 +20,7 @@ from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.geometry import Box, Shard
-from tepo_megatron.weights.storage.stored import open_boxes
+from tepo_megatron.weights.storage.stored import StoredWeights
 from tepo_megatron.weights.transfer.digests import fingerprint
 from tests.support.float64 import prompt_logprobs, token_scores
 from tests.support.launch import run_world
@@ -270,7 +270,7 @@ def test_each_rank_writes_and_reads_the_optimizer_states_that_it_holds(worlds: W
     assert max(written) < 0.51 * sum(written)
     for kind in ("master", "exp_avg", "exp_avg_sq"):
         shapes = {name: tuple(tensor.shape) for name, tensor in weights(worlds.run(SINGLE) / "trained").items()}
-        open_boxes(checkpoint, kind).check(shapes)
+        StoredWeights.open_boxes(checkpoint, kind).check(shapes)
     other = worlds.run(Layout(tp=2, pp=2, micro_batch_tokens=60)) / "checkpoints" / "step_000001"
     assert json.loads((worlds.run(saved, resume=other) / "report.json").read_text())["bytes_read"] == written
 

@@ -20,14 +20,8 @@ from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.adapters import adapted_tensors, adapter_names, adapter_shapes
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.geometry import Box
-from tepo_megatron.weights.storage.hf_folder import (
-    PEFT_PREFIX,
-    AdapterSettings,
-    check_peft_folder,
-    write_model,
-    write_peft_folder,
-)
-from tepo_megatron.weights.storage.stored import open_boxes
+from tepo_megatron.weights.storage.hf_folder import PEFT_PREFIX, AdapterSettings, check_peft_folder, write_model
+from tepo_megatron.weights.storage.stored import StoredWeights
 from tepo_megatron.weights.table import tensor_shapes
 from tests.dist.test_moe import make_rollouts
 from tests.support.float64 import Oracle, oracle_of
@@ -164,7 +158,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
         wanted = adapter_shapes(shapes, adapted_tensors(shapes, targets_of(model)), LORA.rank)
         tensors = {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in wanted.items()}
         settings = AdapterSettings(LORA.rank, LORA.alpha, False, 0.0, targets_of(model))
-        write_peft_folder(folder / f"{model}-adapters", tensors, settings, base_model=model)
+        settings.write(folder / f"{model}-adapters", tensors, base_model=model)
     return Worlds(folder)
 
 
@@ -191,7 +185,7 @@ def test_gradients_match_transformers_in_float64(worlds: Worlds, run: Run) -> No
     loss, norm = worlds.report(run)["updates"][0]
     assert loss == pytest.approx(oracle.loss, rel=1e-5)
     assert norm == pytest.approx(float(torch.stack([each.norm() for each in expected.values()]).norm()), rel=1e-5)
-    stored = open_boxes(worlds.run(run) / "checkpoints" / "step_000001", "exp_avg")
+    stored = StoredWeights.open_boxes(worlds.run(run) / "checkpoints" / "step_000001", "exp_avg")
     assert stored.boxes.keys() == expected.keys()
     for name, gradient in expected.items():
         found = torch.empty(gradient.shape)
@@ -219,7 +213,7 @@ def test_only_adapters_are_kept_and_exports_are_merged(worlds: Worlds, run: Run)
     shapes = tensor_shapes(read_model_spec(worlds.folder / run.model))
     wanted = adapter_shapes(shapes, adapted_tensors(shapes, targets_of(run.model)), LORA.rank)
     for kind in ("master", "exp_avg", "exp_avg_sq"):
-        open_boxes(out / "checkpoints" / "step_000002", kind).check(wanted)
+        StoredWeights.open_boxes(out / "checkpoints" / "step_000002", kind).check(wanted)
     if not run.distributed:
         spec = read_model_spec(worlds.folder / run.model)
         lora = LORA.model_copy(update={"target_modules": targets_of(run.model)})

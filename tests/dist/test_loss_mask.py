@@ -18,7 +18,7 @@ import torch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.weights.geometry import Box
-from tepo_megatron.weights.storage.stored import open_boxes
+from tepo_megatron.weights.storage.stored import StoredWeights
 from tests.support.launch import end_model_parallel, run_dist
 from tests.support.small_llama import VOCABULARY, write_llama
 
@@ -109,7 +109,7 @@ def test_loss_and_gradients_come_of_the_models_tokens_alone(tmp_path: Path) -> N
             torch.testing.assert_close(own, torch.cat(logprobs), atol=2e-5, rtol=0)
             assert report["norm"] == pytest.approx(norm, rel=1e-4)
             assert report["entropy"] == pytest.approx(entropy, rel=1e-5)
-            stored = open_boxes(tmp_path / f"out-{world}-{at}" / "step_000001", "exp_avg")
+            stored = StoredWeights.open_boxes(tmp_path / f"out-{world}-{at}" / "step_000001", "exp_avg")
             assert stored.boxes.keys() == gradients.keys()
             for name, expected in gradients.items():
                 moment = torch.empty(expected.shape)

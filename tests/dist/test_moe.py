@@ -22,7 +22,7 @@ from tepo_megatron.weights.architecture import is_always_fp32, read_model_spec
 from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.layouts import check_trainer_split
 from tepo_megatron.weights.storage.convert import export_model, import_model
-from tepo_megatron.weights.storage.stored import open_boxes
+from tepo_megatron.weights.storage.stored import StoredWeights
 from tepo_megatron.weights.table import tensor_shapes
 from tests.support.float64 import Oracle, oracle_of
 from tests.support.launch import run_world
@@ -166,7 +166,7 @@ def test_exports_are_the_model_and_its_checkpoint(worlds: Worlds, split: Split, 
         shapes = tensor_shapes(read_model_spec(worlds.folder / model))
         moments = {name: shape for name, shape in shapes.items() if not is_always_fp32(name)}
         for kind in ("master", "exp_avg", "exp_avg_sq"):
-            stored = open_boxes(out / "checkpoints" / "step_000001", kind)
+            stored = StoredWeights.open_boxes(out / "checkpoints" / "step_000001", kind)
             assert sum(len(boxes) for boxes in stored.boxes.values()) == sum(
                 len({box.box for box in boxes}) for boxes in stored.boxes.values()
             )
@@ -181,7 +181,7 @@ def test_loss_and_gradients_match_transformers_in_float64(worlds: Worlds, split:
     oracle, (loss, norm) = worlds.oracle(model), worlds.report(split, model)["updates"][0]
     assert loss == pytest.approx(oracle.loss, rel=1e-5)
     assert norm == pytest.approx(oracle.norm, rel=1e-5)
-    stored = open_boxes(worlds.run(split) / model / "checkpoints" / "step_000001", "exp_avg")
+    stored = StoredWeights.open_boxes(worlds.run(split) / model / "checkpoints" / "step_000001", "exp_avg")
     assert stored.boxes.keys() == oracle.gradients.keys()
     for name, expected in oracle.gradients.items():
         found = torch.empty(expected.shape)
@@ -195,7 +195,7 @@ def test_loss_and_gradients_match_transformers_in_float64(worlds: Worlds, split:
 def test_biases_move_against_the_load_of_the_whole_batch(worlds: Worlds, split: Split) -> None:
     """By Megatron's own rule: all by the same step, up where an expert has fewer tokens than the mean."""
     before = load_file(worlds.folder / "Glm4Moe" / "model.safetensors")
-    stored = open_boxes(worlds.run(split) / "Glm4Moe" / "checkpoints" / "step_000001", "master")
+    stored = StoredWeights.open_boxes(worlds.run(split) / "Glm4Moe" / "checkpoints" / "step_000001", "master")
     loads = worlds.oracle("Glm4Moe").loads
     assert loads
     for name, load_E in loads.items():

@@ -21,7 +21,7 @@ from tepo_megatron.core.types import Batch
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.geometry import Box
-from tepo_megatron.weights.storage.stored import open_boxes
+from tepo_megatron.weights.storage.stored import StoredWeights
 from tests.support.float64 import Oracle, oracle_of
 from tests.support.launch import run_world
 from tests.support.model_worlds import VOCABULARY, save_model_with_experts
@@ -158,7 +158,7 @@ def test_loss_and_gradients_are_those_of_the_recorded_experts(worlds: Worlds, sp
     oracle, (loss, norm) = worlds.oracle(split.model, True, split.aux_loss), worlds.report(split)["update"]
     assert loss == pytest.approx(oracle.loss, rel=1e-5)
     assert norm == pytest.approx(oracle.norm, rel=1e-5)
-    stored = open_boxes(worlds.out(split) / "checkpoints" / "step_000001", "exp_avg")
+    stored = StoredWeights.open_boxes(worlds.out(split) / "checkpoints" / "step_000001", "exp_avg")
     assert stored.boxes.keys() == oracle.gradients.keys()
     for name, expected in oracle.gradients.items():
         found = torch.empty(expected.shape)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tepo_megatron.weights.storage.manifest import FORMAT, FileRecord, write_durably, write_manifest
+from tepo_megatron.weights.storage.manifest import FORMAT, CheckpointManifest, FileRecord
 from tepo_megatron.weights.storage.stored import write_boxes
 
 
@@ -26,8 +26,8 @@ def make_whole(parent: Path, step: int, *, ranks: int = 2, **state: Any) -> Path
         assert written.error is None
         files |= written.files
     content = {"format": FORMAT, "step": step, "updates": 4 * step, "model": "model", "weights_digest": "0" * 16, **state}
-    record = write_durably(folder / "state.json", json.dumps(content, indent=2) + "\n")
-    write_manifest(folder, step, {**files, "state.json": record})
+    record = FileRecord.write(folder / "state.json", json.dumps(content, indent=2) + "\n")
+    CheckpointManifest.write(folder, step, {**files, "state.json": record})
     return folder
 
 

@@ -31,8 +31,8 @@ from tepo_megatron.trainer.run_compatibility import describe_run
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.geometry import Box, Shard
 from tepo_megatron.weights.storage.hf_folder import write_model
-from tepo_megatron.weights.storage.manifest import FORMAT, STATE, check_whole, write_durably, write_manifest
-from tepo_megatron.weights.storage.stored import box_key, open_boxes, write_boxes
+from tepo_megatron.weights.storage.manifest import FORMAT, STATE, CheckpointManifest, FileRecord
+from tepo_megatron.weights.storage.stored import StoredWeights, box_key, write_boxes
 from tepo_megatron.weights.transfer.digests import fingerprint
 
 T = TypeVar("T")
@@ -286,8 +286,8 @@ class ReferenceCheckpoints:
             "identity": describe_run(trainer.config, trainer.model_dir),
             "reference_digest": trainer.reference_digest,
         }
-        record = write_durably(partial / STATE, json.dumps({**about, **trainer.counters, **state}))
-        write_manifest(partial, step, {**written.files, STATE: record})
+        record = FileRecord.write(partial / STATE, json.dumps({**about, **trainer.counters, **state}))
+        CheckpointManifest.write(partial, step, {**written.files, STATE: record})
         self._begun = out, step
 
     def finish(self, *, wait: bool = True) -> SavedCheckpoint | None:
@@ -300,14 +300,14 @@ class ReferenceCheckpoints:
 
     def check(self, folder: Path) -> dict[str, Any]:
         state = read_state(folder)
-        check_whole(folder)
+        CheckpointManifest.read_whole(folder)
         return state
 
     def load(self, folder: Path, checked: dict[str, Any] | None = None) -> dict[str, Any]:
         trainer, state = self._trainer, checked or self.check(folder)
         trainer.counters = {name: state[name] for name in trainer.counters}
         trainer.moves = []
-        stored = {kind: open_boxes(folder, kind) for kind in ("master", "exp_avg", "exp_avg_sq")}
+        stored = {kind: StoredWeights.open_boxes(folder, kind) for kind in ("master", "exp_avg", "exp_avg_sq")}
         for kind, name, _ in list(self.states()):
             param = trainer.params[name]
             into = param.detach() if kind == "master" else torch.zeros_like(param)

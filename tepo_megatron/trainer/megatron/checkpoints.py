@@ -32,16 +32,8 @@ from tepo_megatron.trainer.megatron.weights import PolicyWeights
 from tepo_megatron.trainer.protocol import SavedCheckpoint
 from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
 from tepo_megatron.weights.layouts import MegatronParallel
-from tepo_megatron.weights.storage.manifest import (
-    FORMAT,
-    STATE,
-    DamagedCheckpoint,
-    FileRecord,
-    read_manifest,
-    write_durably,
-    write_manifest,
-)
-from tepo_megatron.weights.storage.stored import SHARDS, WrittenBoxes, box_key, describe_os_error, open_boxes, write_boxes
+from tepo_megatron.weights.storage.manifest import FORMAT, STATE, CheckpointManifest, DamagedCheckpoint, FileRecord
+from tepo_megatron.weights.storage.stored import SHARDS, StoredWeights, WrittenBoxes, box_key, describe_os_error, write_boxes
 from tepo_megatron.weights.transfer.full_tensors import shards_to_write
 
 _CPU = torch.device("cpu")
@@ -69,7 +61,7 @@ def _read_or_problems(read: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any
 
 
 def _check_share(folder: Path) -> dict[str, Any]:
-    manifest = read_manifest(folder)
+    manifest = CheckpointManifest.read(folder)
     if problems := manifest.wrong_contents(manifest.shares(dist.get_world_size())[dist.get_rank()]):
         raise DamagedCheckpoint(folder, problems)
     return {}
@@ -77,7 +69,7 @@ def _check_share(folder: Path) -> dict[str, Any]:
 
 def _load(folder: Path, *, policy: Policy, layout: ShardLayout, updates: int) -> int:
     """Returns the bytes that this rank read. Every rank calls. Raises ValueError if a tensor is missing."""
-    stored = {kind: open_boxes(folder, kind) for kind in optimizer_states.STATES}
+    stored = {kind: StoredWeights.open_boxes(folder, kind) for kind in optimizer_states.STATES}
     by_param = _shards_by_param(layout.shards)
     read = 0
     for name, param in policy.trained.items():
@@ -244,8 +236,8 @@ class _Saving:
         # comes last: an incomplete checkpoint has no name
         partial, out = self._partial, self._out
         text = json.dumps({"format": FORMAT, "step": self.step, **self._state}, indent=2) + "\n"
-        record = write_durably(partial / STATE, text)
-        write_manifest(partial, self.step, {**files, STATE: record})
+        record = FileRecord.write(partial / STATE, text)
+        CheckpointManifest.write(partial, self.step, {**files, STATE: record})
         for synced in (partial / SHARDS, partial):
             sync_folder(synced)
         replaced = set_aside(out, "abandoned") if out.exists() else None

@@ -20,7 +20,7 @@ from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32
 from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
 from tepo_megatron.weights.reshard import reshard_plan
-from tepo_megatron.weights.storage.hf_folder import AdapterSettings, write_model, write_peft_folder
+from tepo_megatron.weights.storage.hf_folder import AdapterSettings, write_model
 from tepo_megatron.weights.transfer.digests import fingerprint
 from tepo_megatron.weights.transfer.full_tensors import gather_sources, gather_to_root, shards_to_write
 from tepo_megatron.weights.transfer.sender import ShardSender
@@ -123,7 +123,7 @@ class PolicyWeights:
         self._heartbeat.phase("export")
         tensors = {name: tensor for name, tensor in self._watched(self.stream_adapters()) if tensor is not None}
         if self._rank == 0:
-            write_peft_folder(out, tensors, self.adapter_settings, base_model=self._config.model.path)
+            self.adapter_settings.write(out, tensors, base_model=self._config.model.path)
 
     @property
     def adapter_manifest(self) -> list[TensorMeta]:

@@ -20,17 +20,8 @@ from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32, read_m
 from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, pipeline_stages
 from tepo_megatron.weights.storage.hf_folder import SHARD_BYTES, copy_description, model_file_name, write_index
-from tepo_megatron.weights.storage.manifest import MANIFEST, check_whole
-from tepo_megatron.weights.storage.stored import (
-    DTYPE_NAMES,
-    DTYPES,
-    SHARDS,
-    WEIGHT,
-    StoredWeights,
-    box_key,
-    open_weights,
-    safetensors_header,
-)
+from tepo_megatron.weights.storage.manifest import MANIFEST, CheckpointManifest
+from tepo_megatron.weights.storage.stored import DTYPE_NAMES, DTYPES, SHARDS, WEIGHT, StoredWeights, box_key, safetensors_header
 from tepo_megatron.weights.table import tensor_shapes
 
 _RECORD = "conversion.sha256"
@@ -127,8 +118,8 @@ def export_model(
     """
     model = model or _model_of(source)
     if (source / MANIFEST).exists():
-        check_whole(source)
-    spec, weights = read_model_spec(model), open_weights(source)
+        CheckpointManifest.read_whole(source)
+    spec, weights = read_model_spec(model), StoredWeights.open(source)
     shapes = tensor_shapes(spec)
     weights.check(shapes, f"{model / 'config.json'}")
     stored_dtype = _stored_dtype(dtype, model)
@@ -163,7 +154,7 @@ def import_model(
 
     Any layout can read them. ``vpp``: chunks of a stage. Raises as :func:`export_model`.
     """
-    spec, weights = read_model_spec(source), open_weights(source)
+    spec, weights = read_model_spec(source), StoredWeights.open(source)
     spec.check_parallel(tp=tp, pp=pp if first_layers is None and last_layers is None else 1)
     stages = pipeline_stages(spec.num_layers, pp, chunks=vpp, first=first_layers, last=last_layers)
     weights.check(tensor_shapes(spec))
@@ -175,7 +166,7 @@ def import_model(
 def check_imported(shards: Path, model: Path) -> None:
     """Compares a few numbers of every tensor."""
     shapes = tensor_shapes(read_model_spec(model))
-    imported, original = open_weights(shards), open_weights(model)
+    imported, original = StoredWeights.open(shards), StoredWeights.open(model)
     imported.check(shapes, f"{model / 'config.json'}")
     original.check(shapes)
     differing = []

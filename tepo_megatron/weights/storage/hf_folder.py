@@ -16,7 +16,7 @@ from torch import Tensor
 from tepo_megatron.runtime.files import partial_path
 from tepo_megatron.weights.architecture import is_always_fp32
 from tepo_megatron.weights.geometry import ShardLayout
-from tepo_megatron.weights.storage.stored import open_safetensors, open_weights
+from tepo_megatron.weights.storage.stored import StoredWeights, open_safetensors
 
 SHARD_BYTES = 4 * 2**30
 
@@ -58,7 +58,7 @@ def load_into(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -
 
     Raises ValueError, before any write, naming all missing, unexpected and misshapen tensors, or the damaged file.
     """
-    weights = open_weights(folder)
+    weights = StoredWeights.open(folder)
     weights.check(layout.shapes)
     with torch.no_grad():
         for param in {shard.param for shard in layout.shards}:
@@ -166,23 +166,22 @@ class AdapterSettings:
             "target_modules": sorted(self.targets),
         }
 
-
-def write_peft_folder(out: Path, tensors: Mapping[str, Tensor], settings: AdapterSettings, *, base_model: str) -> None:
-    """One process calls."""
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        **settings.as_peft(),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-    }
-    with _atomic_folder(out) as partial:
-        (partial / _PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        stored = {PEFT_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        _save(stored, partial / _PEFT_WEIGHTS)
+    def write(self, out: Path, tensors: Mapping[str, Tensor], *, base_model: str) -> None:
+        """One process calls."""
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base_model,
+            **self.as_peft(),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "init_lora_weights": True,
+        }
+        with _atomic_folder(out) as partial:
+            (partial / _PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+            stored = {PEFT_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            _save(stored, partial / _PEFT_WEIGHTS)
 
 
 def check_peft_folder(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, rank: int, alpha: float, rslora: bool) -> None:

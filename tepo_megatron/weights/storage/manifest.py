@@ -37,12 +37,58 @@ class FileRecord:
     bytes: int
     sha256: str
 
+    @classmethod
+    def write(cls, path: Path, text: str) -> FileRecord:
+        """Writes durably."""
+        data = text.encode()
+        write_atomically(path, data, sync=True)
+        return cls(len(data), hashlib.sha256(data).hexdigest())
+
 
 @dataclass(frozen=True)
 class CheckpointManifest:
     folder: Path
     step: int
     files: Mapping[str, FileRecord]
+
+    @staticmethod
+    def write(folder: Path, step: int, files: Mapping[str, FileRecord]) -> None:
+        """All other files must exist."""
+        content = {"format": FORMAT, "step": step, "files": {name: asdict(files[name]) for name in sorted(files)}}
+        FileRecord.write(folder / MANIFEST, json.dumps({**content, "sha256": _content_digest(content)}, indent=2) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> CheckpointManifest:
+        """Raises DamagedCheckpoint."""
+        try:
+            content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            digest = content.pop("sha256")
+            if digest != _content_digest(content):
+                raise DamagedCheckpoint(folder, [f"{MANIFEST} was changed since it was written"])
+            files = {name: FileRecord(**record) for name, record in content["files"].items()}
+            manifest = cls(folder, content["step"], files)
+        except FileNotFoundError:
+            raise DamagedCheckpoint(folder, [f"{MANIFEST} is missing"]) from None
+        except OSError as error:
+            raise DamagedCheckpoint(folder, [f"{MANIFEST} cannot be read: {error.strerror}"]) from None
+        except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError):
+            raise DamagedCheckpoint(folder, [f"{MANIFEST} is not what was written"]) from None
+        folder_step = re.fullmatch(r"step_(\d+)", folder.name)
+        if folder_step and int(folder_step[1]) != manifest.step:
+            raise DamagedCheckpoint(folder, [f"its files are of step {manifest.step}"])
+        return manifest
+
+    @classmethod
+    def read_whole(cls, folder: Path) -> CheckpointManifest:
+        """Reads every byte of the checkpoint. Raises DamagedCheckpoint."""
+        manifest = cls.read(folder)
+        wrong = manifest.wrong_files()
+        with ThreadPoolExecutor() as readers:  # digests are computed without Python's lock
+            contents = readers.map(lambda name: manifest.wrong_contents([name]), sorted(manifest.files.keys() - wrong.keys()))
+        problems = [*wrong.values(), *(problem for problems in contents for problem in problems)]
+        if problems:
+            raise DamagedCheckpoint(folder, problems)
+        return manifest
 
     @property
     def bytes(self) -> int:
@@ -86,51 +132,6 @@ class CheckpointManifest:
             shares[least].append(name)
             lengths[least] += self.files[name].bytes
         return shares
-
-
-def write_manifest(folder: Path, step: int, files: Mapping[str, FileRecord]) -> None:
-    """All other files must exist."""
-    content = {"format": FORMAT, "step": step, "files": {name: asdict(files[name]) for name in sorted(files)}}
-    write_durably(folder / MANIFEST, json.dumps({**content, "sha256": _content_digest(content)}, indent=2) + "\n")
-
-
-def read_manifest(folder: Path) -> CheckpointManifest:
-    """Raises DamagedCheckpoint."""
-    try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        digest = content.pop("sha256")
-        if digest != _content_digest(content):
-            raise DamagedCheckpoint(folder, [f"{MANIFEST} was changed since it was written"])
-        files = {name: FileRecord(**record) for name, record in content["files"].items()}
-        manifest = CheckpointManifest(folder, content["step"], files)
-    except FileNotFoundError:
-        raise DamagedCheckpoint(folder, [f"{MANIFEST} is missing"]) from None
-    except OSError as error:
-        raise DamagedCheckpoint(folder, [f"{MANIFEST} cannot be read: {error.strerror}"]) from None
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError):
-        raise DamagedCheckpoint(folder, [f"{MANIFEST} is not what was written"]) from None
-    folder_step = re.fullmatch(r"step_(\d+)", folder.name)
-    if folder_step and int(folder_step[1]) != manifest.step:
-        raise DamagedCheckpoint(folder, [f"its files are of step {manifest.step}"])
-    return manifest
-
-
-def check_whole(folder: Path) -> CheckpointManifest:
-    """Reads every byte."""
-    manifest = read_manifest(folder)
-    wrong = manifest.wrong_files()
-    with ThreadPoolExecutor() as readers:  # digests are computed without Python's lock
-        contents = readers.map(lambda name: manifest.wrong_contents([name]), sorted(manifest.files.keys() - wrong.keys()))
-    problems = [*wrong.values(), *(problem for problems in contents for problem in problems)]
-    if problems:
-        raise DamagedCheckpoint(folder, problems)
-    return manifest
-
-
-def write_durably(path: Path, text: str) -> FileRecord:
-    data = text.encode()
-    write_atomically(path, data, sync=True)
-    return FileRecord(len(data), hashlib.sha256(data).hexdigest())
 
 
 def _content_digest(content: Mapping[str, Any]) -> str:

@@ -54,6 +54,46 @@ class StoredWeights:
     folder: Path
     boxes: Mapping[str, list[_StoredBox]]
 
+    @classmethod
+    def open(cls, folder: Path) -> StoredWeights:
+        """Reads only headers."""
+        if not (folder / SHARDS).is_dir():
+            return cls._open_hugging_face(folder)
+        for description, kind in (("state.json", "master"), ("config.json", WEIGHT)):
+            if (folder / description).is_file():
+                return cls.open_boxes(folder, kind)
+        raise ValueError(f"{folder} is a checkpoint that was not finished; give another one")
+
+    @classmethod
+    def open_boxes(cls, folder: Path, kind: str) -> StoredWeights:
+        """``kind`` is "weight", "master", "exp_avg" or "exp_avg_sq"."""
+        boxes: dict[str, dict[Box, _StoredBox]] = {}
+        for path in sorted((folder / SHARDS).glob("*.safetensors")):
+            with open_safetensors(path) as handle:
+                for key in handle.keys():  # noqa: SIM118 (safe_open has keys() but is no mapping)
+                    fields = key.split("|")
+                    if len(fields) != 3:
+                        raise ValueError(
+                            f"{path} holds {key!r}, which is no box of a tensor; it was not written by this package"
+                        )
+                    if fields[0] == kind:
+                        start = tuple(map(int, fields[2].split(",")))
+                        stored = _stored(handle, path, key, start)
+                        boxes.setdefault(fields[1], {}).setdefault(stored.box, stored)
+        return cls(folder, {tensor: list(held.values()) for tensor, held in boxes.items()})
+
+    @classmethod
+    def _open_hugging_face(cls, folder: Path) -> StoredWeights:
+        boxes: dict[str, list[_StoredBox]] = {}
+        for name, members in _files(folder).items():
+            path = folder / name
+            with open_safetensors(path) as handle:
+                present = set(handle.keys())
+                # A tensor that the index names but the file lacks is left out, so that check() reports it.
+                for tensor in sorted(present if members is None else present & members):
+                    boxes[tensor] = [_stored(handle, path, tensor, (0,) * len(handle.get_slice(tensor).get_shape()))]
+        return cls(folder, boxes)
+
     def check(self, shapes: Mapping[str, tuple[int, ...]], described_by: str = "its config.json") -> None:
         # Old exports keep RoPE's constants as buffers, and a tied head as a copy; both are derived, not weights of their own.
         # Layers that predict further tokens (MTP) are no part of the model that is trained.
@@ -105,44 +145,6 @@ def _problems(name: str, shape: tuple[int, ...], stored: list[_StoredBox]) -> It
         yield f"misshapen: {name} is {max(box.stop for box in boxes)}, config.json makes it {shape}"
     elif held != math.prod(shape):
         yield f"incomplete: {name}, of which {held} of {math.prod(shape)} elements are there"
-
-
-def open_weights(folder: Path) -> StoredWeights:
-    """Reads only headers."""
-    if not (folder / SHARDS).is_dir():
-        return _open_hugging_face(folder)
-    for description, kind in (("state.json", "master"), ("config.json", WEIGHT)):
-        if (folder / description).is_file():
-            return open_boxes(folder, kind)
-    raise ValueError(f"{folder} is a checkpoint that was not finished; give another one")
-
-
-def open_boxes(folder: Path, kind: str) -> StoredWeights:
-    """``kind`` is "weight", "master", "exp_avg" or "exp_avg_sq"."""
-    boxes: dict[str, dict[Box, _StoredBox]] = {}
-    for path in sorted((folder / SHARDS).glob("*.safetensors")):
-        with open_safetensors(path) as handle:
-            for key in handle.keys():  # noqa: SIM118 (safe_open has keys() but is no mapping)
-                fields = key.split("|")
-                if len(fields) != 3:
-                    raise ValueError(f"{path} holds {key!r}, which is no box of a tensor; it was not written by this package")
-                if fields[0] == kind:
-                    start = tuple(map(int, fields[2].split(",")))
-                    stored = _stored(handle, path, key, start)
-                    boxes.setdefault(fields[1], {}).setdefault(stored.box, stored)
-    return StoredWeights(folder, {tensor: list(held.values()) for tensor, held in boxes.items()})
-
-
-def _open_hugging_face(folder: Path) -> StoredWeights:
-    boxes: dict[str, list[_StoredBox]] = {}
-    for name, members in _files(folder).items():
-        path = folder / name
-        with open_safetensors(path) as handle:
-            present = set(handle.keys())
-            # A tensor that the index names but the file lacks is left out, so that check() reports it.
-            for tensor in sorted(present if members is None else present & members):
-                boxes[tensor] = [_stored(handle, path, tensor, (0,) * len(handle.get_slice(tensor).get_shape()))]
-    return StoredWeights(folder, boxes)
 
 
 def _files(folder: Path) -> dict[str, set[str] | None]:

@@ -26,7 +26,7 @@ _MAX_NAMED = 8
 _Direction = Literal["sending", "receiving"]
 
 
-_STAGING_BYTES = 64 * 2**20  # of a rank, for messages under way to all peers
+STAGING_BYTES = 64 * 2**20  # of a rank, for messages under way to all peers
 
 SINGLE_SEGMENT_BYTES = 256 * 2**10
 """From this size segments travel alone, without a copy if contiguous."""
@@ -113,7 +113,7 @@ def destination_ends(plan: ReshardPlan, destination: int) -> list[MoveEnd]:
 def message_bytes(plan: ReshardPlan) -> int:
     pairs = {(move.source, move.destination) for move in plan.moves}
     peers = Counter(("source", source) for source, _ in pairs) + Counter(("destination", to) for _, to in pairs)
-    return max(SINGLE_SEGMENT_BYTES, _STAGING_BYTES // (WINDOW * max(peers.values(), default=1)))
+    return max(SINGLE_SEGMENT_BYTES, STAGING_BYTES // (WINDOW * max(peers.values(), default=1)))
 
 
 def queues(ends: Iterable[MoveEnd], *, itemsize: int, limit: int) -> Queues:

@@ -1,30 +1,38 @@
-"""What a plan knows of optimizer states on the host and in fewer bits, of servers on the same GPU, and of FP8 servers."""
+"""Memory of a plan: optimizer states, servers on the same GPU, FP8, a fused head, LoRA and experts."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config import RunConfig
+from tepo_megatron.config import LoraConfig, ParallelConfig, RunConfig
 from tepo_megatron.config.load import load_run
+from tepo_megatron.launch.job import mounts, on_nodes, roles
 from tepo_megatron.plan import make_plan
 from tepo_megatron.plan import memory as of_the_plan
-from tepo_megatron.plan.memory import TrainingRanks
+from tepo_megatron.plan.memory import FUSED_HEAD_CHUNK, RankMemory, TrainingRanks
 from tepo_megatron.plan.run_plan import Plan
-from tepo_megatron.plan.shapes import resolve_spec
+from tepo_megatron.plan.shapes import ModelSplit, model_parameters, resolve_spec
+from tepo_megatron.plan.time import forward_flops
 from tepo_megatron.run import checks
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import Machine
 from tepo_megatron.trainer.megatron import policy
 from tepo_megatron.trainer.megatron.model.fp8 import token_multiple as of_the_engine
+from tepo_megatron.weights.adapters import adapted_tensors, adapter_shapes
+from tepo_megatron.weights.table import tensor_shapes
+from tests.support.reshard_models import MOE, small_spec
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-H200, LLAMA = str(EXAMPLES / "qwen2.5-7b-h200/run.yaml"), str(EXAMPLES / "llama3.3-70b/run.yaml")
+H200, QWEN, LLAMA, LORA = (
+    str(EXAMPLES / name / "run.yaml") for name in ("qwen2.5-7b-h200", "qwen2.5-7b", "llama3.3-70b", "llama3.3-70b-lora")
+)
 PARAMETERS, GIB = 7_615_616_512, 2**30
 SPEC = resolve_spec("Qwen2.5-7B")[0]
 FP32 = ("store_param_remainders=false", "exp_avg_dtype=float32", "exp_avg_sq_dtype=float32")
@@ -163,3 +171,207 @@ def test_a_run_on_cpus_is_not_asked_about(monkeypatch: pytest.MonkeyPatch, gpu_o
     gpu_of(0.5)
     with pytest.raises(ValueError, match="the run does not fit: a training rank needs"):
         checks.check_model(load_run(None, []))  # as tepo train does, before anything is started
+
+
+# -- a fused head
+
+TOKENS, LAST = 8192, 3
+
+
+def head_config(head: str, **parallel: Any) -> RunConfig:
+    engine = {"platform": "cuda", "head": head, "micro_batch_tokens": TOKENS, "parallel": {"pp": 4, **parallel}}
+    return RunConfig.model_validate({"model": {"path": "Llama-3.3-70B-Instruct", "dtype": "bfloat16"}, "engine": engine})
+
+
+def last_stage(head: str, stage: int = LAST, **parallel: Any) -> RankMemory:
+    spec = resolve_spec("Llama-3.3-70B-Instruct")[0]
+    return TrainingRanks(spec, head_config(head, **parallel)).memory(stage, longest=TOKENS, step_tokens=100 * TOKENS)
+
+
+def test_the_planned_chunk_is_the_one_that_the_head_takes() -> None:
+    from tepo_megatron.core.scores import fused_linear
+
+    assert {"cuda": fused_linear._CHUNK_BYTES_ACCELERATOR, **fused_linear._CHUNK_BYTES} == FUSED_HEAD_CHUNK
+
+
+def test_the_last_stage_keeps_a_chunk_instead_of_the_logits() -> None:
+    """8 192 tokens of 128 256 bfloat16 logits are 1.96 GiB; all other stages are as they were."""
+    logits = 2 * TOKENS * 128256
+    plain, fused = last_stage("logits"), last_stage("fused")
+    assert plain.logits - fused.logits == pytest.approx(logits - 256 * 2**20, rel=0.01)
+    assert {name: value for name, value in fused.terms.items() if name not in ("logits", "transient")} == {
+        name: value for name, value in plain.terms.items() if name not in ("logits", "transient")
+    }
+    assert 1.5 * GIB < plain.total - fused.total < logits
+    for stage in range(LAST):
+        assert last_stage("fused", stage) == last_stage("logits", stage)
+
+
+def test_a_shard_whose_logits_are_no_more_than_a_chunk_gains_nothing() -> None:
+    assert last_stage("fused", tp=8, sequence_parallel=True).logits == pytest.approx(
+        last_stage("logits", tp=8, sequence_parallel=True).logits, rel=0.02
+    )
+
+
+def test_its_product_is_computed_once_more() -> None:
+    plain, fused = (plan(f"engine.head={head}", path=LLAMA).time for head in ("logits", "fused"))
+    assert fused.flops_train - plain.flops_train == pytest.approx(2 * 128256 * 8192 * plain.tokens)
+    assert fused.train > plain.train
+    assert fused.flops_score == plain.flops_score
+
+
+def test_a_token_of_a_chunk_has_fp32_logits_and_a_gradient_in_bfloat16() -> None:
+    spec = resolve_spec("Llama-3.3-70B-Instruct")[0]
+    engine = {"platform": "cuda", "head": "fused", "parallel": {"pp": 4}, "recompute": "full"}
+    model = {"path": "Llama-3.3-70B-Instruct", "dtype": "bfloat16"}
+    few, fewer = (
+        TrainingRanks(
+            spec, RunConfig.model_validate({"model": model, "engine": {**engine, "micro_batch_tokens": tokens}})
+        ).memory(LAST, longest=tokens, step_tokens=100 * tokens)
+        for tokens in (100, 50)
+    )
+    assert few.logits - fewer.logits == 50 * 6 * 128256
+
+
+# -- LoRA
+
+
+def test_70b_fits_one_node_of_eight_gpus_with_lora_alone() -> None:
+    found = plan(path=LORA)
+    assert found.problems == ()
+    assert found.config.cluster.train_nodes == 1
+    assert found.config.cluster.rollout_nodes == 0
+    assert found.config.engine.parallel.world_size == 8
+    assert found.worst.total < 50 * GIB
+    everything = plan("model.lora=null", path=LORA)
+    assert "the largest term is optimizer with 98.6 GiB" in everything.problems[0]
+    assert found.worst.activations == everything.worst.activations
+    assert found.worst.gradients < everything.worst.gradients / 90
+
+
+def test_the_reference_of_a_kl_term_costs_no_copy() -> None:
+    kl = ("objective.kl.coefficient=0.1", "objective.kl.against=reference")
+    assert plan(*kl, path=LORA).worst == plan(path=LORA).worst
+    assert plan(*kl, "model.lora=null", path=LORA).worst.reference > 16 * GIB
+
+
+def test_adapters_are_counted_as_they_are_made() -> None:
+    spec, lora = resolve_spec("Llama-3.3-70B-Instruct")[0], LoraConfig(rank=16)
+    by_hand = {"q": 2 * 8192, "k": 8192 + 1024, "v": 8192 + 1024, "o": 2 * 8192, "gate": 8192 + 28672, "up": 8192 + 28672}
+    by_hand["down"] = 28672 + 8192
+    assert model_parameters(spec, lora) == 80 * 16 * sum(by_hand.values())
+    # A of what is split by rows, and B of what is split by columns, are whole on each rank
+    split = 16 * (5 * 8192 + (8192 + 2 * 1024 + 2 * 28672) // 8 + 2 * 8192 + (8192 + 28672) // 8)
+    assert ModelSplit(spec, ParallelConfig(tp=8, pp=4)).stages(lora) == [(20 * split, 0)] * 4
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_experts_are_counted_apart(ep: int) -> None:
+    spec, lora = small_spec(architecture="MixtralForCausalLM", experts=MOE["MixtralForCausalLM"]), LoraConfig(rank=2)
+    shapes = tensor_shapes(spec)
+    wanted = adapter_shapes(shapes, adapted_tensors(shapes, ["all-linear"]), 2)
+    experts = sum(a * b for name, (a, b) in wanted.items() if ".experts." in name)
+    (found,) = ModelSplit(spec, ParallelConfig(ep=ep, dp=ep)).stages(lora)
+    assert found.experts * ep == experts
+    assert found.dense + experts == model_parameters(spec, lora)
+
+
+def test_the_job_of_the_recipe_is_one_node_that_trains_and_samples() -> None:
+    config = on_nodes(load_run(LORA, ["model.lora.path=adapters"]))
+    (role,) = roles(config)
+    assert role.nodes == 1
+    assert "--nproc" in role.script
+    assert config.model.lora is not None
+    assert config.model.lora.path == Path.cwd() / "adapters"
+    assert f"{Path.cwd()}/adapters:{Path.cwd()}/adapters" in mounts(config)
+
+
+# -- models with experts
+
+SPLIT = ("dp=4", "tp=2", "sequence_parallel=true", "ep=4", "etp=1")
+
+
+def moe_plan(*parallel: str, model: str = "Mixtral-8x7B-v0.1") -> Plan:
+    """Without servers, whose part is the bridge's planner's."""
+    overrides = [
+        f"model.path=/nowhere/{model}",
+        "cluster.train_nodes=1",
+        "rollout.replay=/nowhere",
+        "optimizer.distributed=true",
+        *(f"engine.parallel.{setting}" for setting in parallel),
+    ]
+    return make_plan(load_run(QWEN, overrides))
+
+
+def test_states_of_experts_are_shared_among_those_that_hold_the_same() -> None:
+    """8 ranks in 4 expert-parallel groups hold each expert twice; the rest of the model is cut in 2 and held 4 times."""
+    found = moe_plan(*SPLIT)
+    layers, hidden, ffn = 32, 4096, 14336
+    experts = layers * 8 // 4 * 3 * hidden * ffn
+    attention = layers * (2 * hidden * hidden + 2 * hidden * 1024) // 2
+    dense = attention + layers * (8 * hidden + 2 * hidden) + hidden + 2 * 32000 // 2 * hidden
+    assert found.stage_parameters == (experts + dense,)
+    assert found.worst.optimizer == pytest.approx(12 * (dense / 4 + experts / 2))
+
+
+def test_flops_and_activations_are_those_of_the_chosen_experts() -> None:
+    found = moe_plan(*SPLIT)
+    spec, config = found.spec, found.config
+    attention = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 2 * 4096)
+    chosen = 32 * (8 * 4096 + 2 * 3 * 4096 * 14336)
+    head = 32000 * 4096 + 4096
+    assert forward_flops(spec, 0) == 2 * (attention + chosen + head)
+    kept = TrainingRanks(spec, config).layer_activations
+    assert kept["gate and up"] == 2 * 2 * 2 * 14336 / 2, "bfloat16, two matrices, two experts, half of the tokens"
+    assert kept["experts' inputs"] == 2 * 2 * 4096 / 2
+    assert any("every expert gets as many tokens" in text for text in found.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (("tp=2", "dp=2"), "tp = 2 with experts needs sequence parallelism"),
+        (("dp=4", "tp=1", "ep=3"), r"ep × etp = 3 × 1 does not divide the 4 ranks"),
+        (("dp=4", "tp=2", "sequence_parallel=true", "etp=1"), "etp = 1 differs from tp = 2"),
+    ],
+)
+def test_what_could_not_be_trained_is_refused(parallel: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        moe_plan("sequence_parallel=false", *parallel)
+
+
+def test_experts_are_for_models_that_have_some() -> None:
+    with pytest.raises(ValueError, match="ep = 2 is for models with experts; unset it for Qwen2ForCausalLM"):
+        moe_plan("tp=1", "dp=2", "ep=2", "sequence_parallel=false", model="Qwen2.5-7B")
+
+
+def test_records_of_routes_are_counted_on_the_host() -> None:
+    """Mixtral's take 64 bytes a token: 32 layers of two experts."""
+    settings = ("train.steps=1", "rollout.prompts_per_step=32", "rollout.samples_per_prompt=8")
+    overrides = [f"engine.parallel.{setting}" for setting in SPLIT] + [
+        "model.path=/nowhere/Mixtral-8x7B-v0.1",
+        "cluster.train_nodes=1",
+        "cluster.rollout_nodes=1",
+        "optimizer.distributed=true",
+        *settings,
+    ]
+    without, found = (
+        make_plan(load_run(QWEN, [*overrides, f"rollout.server.routing_replay={on}"])) for on in ("false", "true")
+    )
+    record = 32 * 8 * found.lengths.mean * 64
+    assert [host.routes for host in without.hosts] == [0]
+    assert [host.total - other.total for host, other in zip(found.hosts, without.hosts, strict=True)] == [2 * record]
+    assert [TrainingRanks(found.spec, each.config).root_routes(100) for each in (found, without)] == [6400, 0]
+    ahead = load_run(
+        QWEN,
+        [
+            *overrides,
+            "rollout.server.routing_replay=true",
+            "train.schedule=overlap",
+            "train.max_staleness=2",
+            "rollout.uncorrected=true",
+        ],
+    )
+    assert TrainingRanks(found.spec, ahead).root_routes(100) == 4 * 6400
+    tight = [*overrides, "rollout.server.routing_replay=true", f"cluster.host_memory_gib={8 * found.hosts[0].total / GIB}"]
+    assert any("set rollout.server.routing_replay = false" in problem for problem in make_plan(load_run(QWEN, tight)).problems)

@@ -16,12 +16,11 @@ from typer.testing import CliRunner
 from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
-from tepo_megatron.plan import make_plan
+from tepo_megatron.plan import check_placement, make_plan
 from tepo_megatron.plan.memory import TrainingRanks
 from tepo_megatron.plan.run_plan import Plan
 from tepo_megatron.plan.shapes import model_parameters, resolve_spec
 from tepo_megatron.plan.time import forward_flops
-from tepo_megatron.weights.layouts import check_trainer_split
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 LLAMA, QWEN = str(EXAMPLES / "llama3.3-70b/run.yaml"), str(EXAMPLES / "qwen2.5-7b/run.yaml")
@@ -79,7 +78,6 @@ def assert_mended_as_it_says(path: str, broken: list[str]) -> list[list[str]]:
 
 def test_32k_responses_fit_with_context_parallelism_and_without_it_the_plan_says_so() -> None:
     """Among all changes of a field or two, context parallelism on the same GPUs is the fastest that mends it."""
-    assert plan(LONG).problems == ()
     assert assert_mended_as_it_says(LONG, [*WITHOUT_CP, REPLAY])[0] == ["engine.parallel.cp=4", "engine.parallel.dp=1"]
 
 
@@ -233,25 +231,27 @@ def test_uneven_stages_are_counted_layer_by_layer_and_even_out_the_work() -> Non
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    ("path", "override", "sentence"),
     [
-        ("engine.parallel.vpp=3", r"3 chunks do not divide a pipeline stage of 20 layers"),
-        ("engine.parallel.num_layers_in_last_pipeline_stage=18", r"80 layers do not split over 4 pipeline stages"),
-        ("engine.parallel.etp=8", r"engine.parallel.etp = 8 is for models with experts"),
+        (LLAMA, "engine.parallel.vpp=3", r"3 chunks do not divide a pipeline stage of 20 layers"),
+        (LLAMA, "engine.parallel.num_layers_in_last_pipeline_stage=18", r"80 layers do not split over 4 pipeline stages"),
+        (LLAMA, "engine.parallel.etp=8", r"engine.parallel.etp = 8 is for models with experts"),
+        (LLAMA, "rollout.server.max_model_len=4096", r"max_model_len = 4096 is less than .* 1024 \+ 4096; raise it to 5120"),
+        (
+            LONG,
+            "rollout.sampling.max_new_tokens=131072",
+            r"together = 132096 tokens are more than the 131072 positions",
+        ),
     ],
 )
-def test_plan_and_engine_refuse_a_layout_in_the_same_words(override: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence) as refused:
-        plan(LLAMA, override)
-    with pytest.raises(ValueError, match=sentence) as by_the_engine:
-        check_trainer_split(resolve_spec("Llama-3.3-70B-Instruct")[0], load_run(Path(LLAMA), [override]).engine.parallel)
-    assert str(refused.value) == str(by_the_engine.value)
+def test_a_run_that_cannot_be_laid_out_is_refused(path: str, override: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        plan(path, "rollout.server.max_model_len=132096", override)
 
 
-def test_more_tokens_than_the_model_has_positions_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"together = 132096 tokens are more than the 131072 positions of LlamaForCausalLM"):
-        plan(LONG, "rollout.sampling.max_new_tokens=131072", "rollout.server.max_model_len=132096")
-    assert plan(str(EXAMPLES / "tiny/run.yaml"), REPLAY).lengths.longest == 256  # where nothing bounds prompts, the model does
+def test_mean_lengths_must_lie_within_the_longest() -> None:
+    with pytest.raises(ValueError, match=r"--response-tokens = 5000 must lie above 0 and not above the longest, 4096"):
+        make_plan(load_run(Path(LLAMA)), response_tokens=5000)
 
 
 def test_flops_of_a_token_are_those_that_torch_counts() -> None:
@@ -273,13 +273,6 @@ def test_flops_of_a_token_are_those_that_torch_counts() -> None:
     norms = 2 * 9 * 128 * tokens  # forward_flops counts norms' weights as if they did: 0.2 % here, 1e-5 at 70B
     assert counter.get_total_flops() == 2 * matrices * tokens + 2 * uncausal + rotations
     assert forward_flops(spec, tokens) * tokens == counter.get_total_flops() - uncausal - rotations + norms
-
-
-def test_mean_lengths_must_lie_within_the_longest() -> None:
-    with pytest.raises(ValueError, match=r"--response-tokens = 5000 must lie above 0 and not above the longest, 4096"):
-        make_plan(load_run(Path(LLAMA)), response_tokens=5000)
-    with pytest.raises(ValueError, match=r"max_model_len = 4096 is less than .* 1024 \+ 4096; raise it to 5120"):
-        plan(LLAMA, "rollout.server.max_model_len=4096")
 
 
 def test_the_command_prints_tables_or_json_and_fails_with_the_sentence() -> None:
@@ -334,3 +327,73 @@ def test_a_draft_model_of_unknown_shape_is_said_and_no_reason_to_refuse() -> Non
     assert found.problems == ()
     assert found.server.draft == 0
     assert any("speculative.draft_model = models/unheard-of is not on this machine" in line for line in found.assumptions)
+
+
+# -- nodes, ranks and servers
+
+
+def run(nodes: int, parallel: dict[str, int], *, rollout_nodes: int = 1, servers: int = 1, server_tp: int = 1) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "cluster": {"train_nodes": nodes, "rollout_nodes": rollout_nodes, "gpus_per_node": 4},
+            "engine": {"parallel": parallel},
+            "rollout": {"server": {"count": servers, "tp": server_tp}},
+        }
+    )
+
+
+sizes = st.sampled_from([1, 2, 3, 4])
+
+
+@given(st.integers(2, 12), sizes, sizes, sizes, sizes)
+@settings(max_examples=200, deadline=None)
+def test_nodes_pass_if_the_ranks_fill_them_and_otherwise_the_mend_does(nodes: int, tp: int, pp: int, cp: int, dp: int) -> None:
+    parallel = {"tp": tp, "pp": pp, "cp": cp, "dp": dp}
+    if tp * pp * cp * dp == 4 * nodes:
+        check_placement(run(nodes, parallel))
+        return
+    with pytest.raises(ValueError, match=r"cluster\.train_nodes|engine\.parallel") as refused:
+        check_placement(run(nodes, parallel))
+    text = str(refused.value)
+    if found := re.search(r"use (?:(\d+) or )?(\d+) nodes", text):
+        assert 4 * nodes % (tp * pp * cp)
+        for offered in map(int, filter(None, found.groups())):
+            dp_then = 4 * offered // (tp * pp * cp)
+            if offered > 1:
+                check_placement(run(offered, {**parallel, "dp": dp_then}))
+    else:
+        offered = int(re.search(r"set engine\.parallel\.dp = (\d+)", text)[1])
+        check_placement(run(nodes, {**parallel, "dp": offered}))
+
+
+def test_one_node_need_not_be_filled_but_must_suffice() -> None:
+    check_placement(run(1, {"tp": 2}, rollout_nodes=0, servers=2))
+    with pytest.raises(ValueError, match=r"8 ranks, but cluster\.train_nodes = 1 has 4 GPUs; raise cluster\.train_nodes to 2"):
+        check_placement(run(1, {"dp": 8}))
+    with pytest.raises(ValueError, match=r"count = 1 servers of tp = 4 do not fit: .*\(2 GPUs, .* room for 0; lower rollout"):
+        check_placement(run(1, {"tp": 2}, rollout_nodes=0, server_tp=4))
+
+
+def test_what_must_share_a_node_may_not_be_larger_than_one() -> None:
+    with pytest.raises(ValueError, match=r"engine\.parallel\.tp = 8 is more than cluster\.gpus_per_node = 4"):
+        check_placement(run(2, {"tp": 8}))
+    with pytest.raises(ValueError, match=r"count = 3 servers of tp = 3 .*rollout_nodes = 2 of 4 GPUs has room for 2"):
+        check_placement(run(1, {}, rollout_nodes=2, servers=3, server_tp=3))
+    with pytest.raises(ValueError, match=r"rollout\.server\.tp = 8 is more than cluster\.gpus_per_node = 4"):
+        check_placement(run(1, {}, rollout_nodes=2, server_tp=8))
+
+
+def test_colocated_servers_take_the_trainers_gpus_of_one_node() -> None:
+    def colocated(nodes: int, rollout_nodes: int, servers: int) -> RunConfig:
+        config = run(nodes, {"tp": 2, "dp": 2 * nodes}, rollout_nodes=rollout_nodes, servers=servers, server_tp=2)
+        server = config.rollout.server.model_copy(update={"placement": "colocated"})
+        return config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
+
+    check_placement(colocated(1, 0, 2))
+    with pytest.raises(ValueError, match=r"servers of tp = 2 do not fit: what the trainer's ranks use .4 GPUs. has room for 2"):
+        check_placement(colocated(1, 0, 3))
+    for nodes, rollout_nodes in ((1, 1), (2, 0)):
+        with pytest.raises(
+            ValueError, match=rf"train_nodes = {nodes} and rollout_nodes = {rollout_nodes}; set them to 1 and 0"
+        ):
+            check_placement(colocated(nodes, rollout_nodes, 1))

@@ -1,18 +1,18 @@
-"""Parameters per rank, from the formula, against published counts and against the bridge's layouts."""
+"""Parameters of models against published counts, and of a rank against the layouts of all ranks."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tepo_megatron.config import ParallelConfig
 from tepo_megatron.plan.shapes import ModelSplit, active_parameters, model_parameters, resolve_spec
-from tepo_megatron.weights.architecture import Experts, ModelSpec, is_always_fp32
-from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
+from tepo_megatron.weights.layouts import megatron_ranks
+from tests.support.reshard_models import Case, cases
 
 PUBLISHED = {
     "Llama-3.3-70B-Instruct": 70_553_706_496,
@@ -46,55 +46,13 @@ def test_of_the_experts_a_token_meets_the_chosen_ones() -> None:
         assert active_parameters(resolve_spec(name)[0]) / 1e9 == pytest.approx(billions, abs=0.06)
 
 
-@st.composite
-def models(draw: st.DrawFn) -> tuple[ModelSpec, ParallelConfig]:
-    tp, pp = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
-    kv_heads = tp * draw(st.integers(1, 2))
-    etp = draw(st.sampled_from([size for size in (1, 2, 4) if tp % size == 0]))
-    ep = tp // etp * draw(st.sampled_from([1, 2]))  # what the tensor-parallel ranks of a stage leave, or more of them
-    count, num_layers = ep * draw(st.integers(2, 3)), pp * draw(st.integers(1, 3))
-    shared = Experts(count, 2, renormalize=True, biased=True, shared_ffn_size=tp * 2)
-    experts = draw(st.sampled_from([None, Experts(count, 2, renormalize=True), shared]))
-    dense_layers = draw(st.integers(0, num_layers - 1)) if experts is shared else 0
-    spec = ModelSpec(
-        architecture="LlamaForCausalLM" if not experts else "Glm4MoeForCausalLM" if experts.biased else "MixtralForCausalLM",
-        experts=experts,
-        dense_layers=dense_layers,
-        dense_ffn_size=tp * 3 if dense_layers else 0,
-        num_layers=num_layers,
-        hidden_size=draw(st.integers(1, 9)),
-        num_heads=kv_heads * draw(st.integers(1, 3)),
-        num_kv_heads=kv_heads,
-        head_dim=draw(st.integers(1, 4)),
-        ffn_size=tp * draw(st.integers(1, 5)),
-        vocab_size=draw(st.integers(tp, 23)),
-        tied_embeddings=draw(st.booleans()),
-        norm_eps=1e-5,
-        rope_theta=1e4,
-        rope_scaling=None,
-        max_positions=16,
-        qkv_bias=draw(st.booleans()),
-        qk_norm=draw(st.booleans()),
-    )
-    sizes = {"dp": ep * etp // tp, "ep": ep, "etp": etp} if experts else {}
-    return spec, ParallelConfig(tp=tp, pp=pp, **sizes)
-
-
-@given(models())
-@settings(max_examples=60, deadline=None)
-def test_a_rank_holds_what_the_bridge_lays_out_and_the_padding_of_its_vocabulary(
-    case: tuple[ModelSpec, ParallelConfig],
-) -> None:
-    spec, parallel = case
-    tp, dp, pp = parallel.tp, parallel.dp, parallel.pp
-    layouts = megatron_ranks(spec, MegatronParallel(tp=tp, pp=pp, dp=dp, ep=parallel.ep, etp=parallel.etp))
-    padding = (-spec.vocab_size) % tp * spec.hidden_size * dp  # over the ranks of a stage, for each of embedding and head
-    for stage in range(parallel.pp):
-        ranks = layouts[stage * tp * dp : (stage + 1) * tp * dp]
-        held = [
-            sum(math.prod(shard.param_box.shape) for shard in layout.shards if not is_always_fp32(shard.tensor))
-            for layout in ranks
-        ]
-        first, last = stage == 0, stage == parallel.pp - 1
-        matrices = int(first) + int(last and not (first and spec.tied_embeddings))
-        assert ModelSplit(spec, parallel).in_stage(stage).total * tp * dp == sum(held) + matrices * padding
+@given(cases())
+@settings(max_examples=40, deadline=None)
+def test_every_rank_holds_what_the_layouts_say_with_the_padding_of_its_vocabulary(case: Case) -> None:
+    source, stages = case.source, case.source.pp
+    layers = 2 * stages
+    spec = replace(case.spec, num_layers=layers, dense_layers=min(case.spec.dense_layers, layers - 1))
+    counts = ModelSplit(spec, ParallelConfig(tp=source.tp, pp=stages, dp=source.dp, ep=source.ep, etp=source.etp)).stages()
+    for rank, layout in enumerate(megatron_ranks(spec, replace(source, stages=None))):
+        trained = [math.prod(shape) for name, shape in layout.params.items() if not name.endswith("expert_bias")]
+        assert counts[rank * stages // source.world_size].total == sum(trained)

@@ -23,13 +23,7 @@ from tepo_megatron.weights.adapters import (
 )
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
-from tepo_megatron.weights.storage.hf_folder import (
-    PEFT_PREFIX,
-    AdapterSettings,
-    check_peft_folder,
-    load_adapters,
-    write_peft_folder,
-)
+from tepo_megatron.weights.storage.hf_folder import PEFT_PREFIX, AdapterSettings, check_peft_folder, load_adapters
 from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer.full_tensors import gather_sources
 from tests.support.reshard_models import MOE, Case, cases, small_spec
@@ -124,7 +118,7 @@ def test_a_folder_of_other_adapters_is_refused(tmp_path: Path, change: Callable[
     shapes = tensor_shapes(small_spec())
     wanted = adapter_shapes(shapes, adapted_tensors(shapes, ["q_proj", "o_proj"]), RANK)
     tensors = {name: torch.randn(shape) for name, shape in wanted.items()}
-    write_peft_folder(tmp_path / "lora", tensors, AdapterSettings(RANK, 4, False, 0.0, ("o_proj", "q_proj")), base_model="m")
+    AdapterSettings(RANK, 4, False, 0.0, ("o_proj", "q_proj")).write(tmp_path / "lora", tensors, base_model="m")
     check_peft_folder(tmp_path / "lora", wanted, rank=RANK, alpha=4, rslora=False)
     change(tmp_path / "lora")
     with pytest.raises(ValueError, match=message):
@@ -136,7 +130,7 @@ def test_a_model_of_other_sizes_is_refused_and_a_folder_comes_back_as_it_was(tmp
     tensors = adapted_tensors(shapes, ["all-linear"])
     wanted = adapter_shapes(shapes, tensors, RANK)
     held = {name: torch.randn(shape) for name, shape in wanted.items()}
-    write_peft_folder(tmp_path / "lora", held, AdapterSettings(RANK, 4, False, 0.0, ("q_proj",)), base_model="m")
+    AdapterSettings(RANK, 4, False, 0.0, ("q_proj",)).write(tmp_path / "lora", held, base_model="m")
     with pytest.raises(ValueError, match=rf"{PEFT_PREFIX}model\.layers\.0.* is \(2, 6\), and this model needs \(2, 9\)"):
         check_peft_folder(tmp_path / "lora", adapter_shapes(other, tensors, RANK), rank=RANK, alpha=4, rslora=False)
     layout = adapter_layout(megatron_ranks(small_spec(), MegatronParallel())[0], tensors, RANK)

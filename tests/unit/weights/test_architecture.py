@@ -39,7 +39,7 @@ CONFIGS = {
     "Glm4MoeForCausalLM": Glm4MoeConfig(**{**SIZES, "head_dim": 8}, architectures=["Glm4MoeForCausalLM"]),
 }
 DENSE = [name for name in FAMILIES if not FAMILIES[name].experts]
-"""The others' tensors are the subject of ``test_moe_layouts.py``: in memory they are not what they are on disk."""
+"""The others' tensors are the subject of ``test_layouts.py``: in memory they are not what they are on disk."""
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -2,18 +2,24 @@
 split.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.parallel_state import RankGenerator
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from safetensors.torch import load_file
 
-from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.layouts import (
     MegatronParallel,
     VllmParallel,
@@ -23,48 +29,16 @@ from tepo_megatron.weights.layouts import (
     vllm_ranks,
 )
 from tepo_megatron.weights.table import tensor_shapes
-from tepo_megatron.weights.transfer.full_tensors import gather_sources
+from tepo_megatron.weights.transfer.full_tensors import gather_sources, shards_to_write
+from tests.support.reshard_models import MOE, Case, cases, small_spec
 
-BASE = ModelSpec(
-    architecture="LlamaForCausalLM",
-    num_layers=4,
-    hidden_size=6,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=3,
-    ffn_size=8,
-    vocab_size=13,
-    tied_embeddings=False,
-    norm_eps=1e-5,
-    rope_theta=1e4,
-    rope_scaling=None,
-    max_positions=64,
-)
+BASE = small_spec(num_heads=4, num_kv_heads=2, ffn_size=8)
 
 
-@st.composite
-def layouts(draw: st.DrawFn) -> tuple[ModelSpec, int, int]:
-    tp, pp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
-    groups = draw(st.integers(1, 3)) * tp
-    spec = replace(
-        BASE,
-        num_layers=pp * draw(st.integers(1, 3)),
-        num_kv_heads=groups,
-        num_heads=groups * draw(st.integers(1, 3)),
-        head_dim=draw(st.integers(1, 5)),
-        ffn_size=tp * draw(st.integers(1, 5)),
-        vocab_size=draw(st.integers(1, 19)),
-        tied_embeddings=draw(st.booleans()),
-    )
-    return spec, tp, pp
-
-
-@given(layouts())
-def test_chosen_sources_cover_each_element_once(case: tuple[ModelSpec, int, int]) -> None:
-    spec, tp, pp = case
-    ranks = [megatron_layout(spec, MegatronParallel(tp=tp, pp=pp), rank) for rank in range(tp * pp)]
-    plan = gather_sources(ranks)
-    for name, shape in tensor_shapes(spec).items():
+@given(cases())
+def test_chosen_sources_cover_each_element_once(case: Case) -> None:
+    plan = gather_sources(megatron_ranks(case.spec, case.source))
+    for name, shape in tensor_shapes(case.spec).items():
         writes = np.zeros(shape, dtype=int)
         for _, shard in plan[name]:
             assert shard.box.shape == shard.param_box.shape
@@ -72,11 +46,9 @@ def test_chosen_sources_cover_each_element_once(case: tuple[ModelSpec, int, int]
         assert (writes == 1).all(), name
 
 
-@given(layouts())
-def test_no_two_shards_share_a_place_in_a_parameter(case: tuple[ModelSpec, int, int]) -> None:
-    spec, tp, pp = case
-    for rank in range(tp * pp):
-        layout = megatron_layout(spec, MegatronParallel(tp=tp, pp=pp), rank)
+@given(cases())
+def test_no_two_shards_share_a_place_in_a_parameter(case: Case) -> None:
+    for layout in {id(layout): layout for layout in megatron_ranks(case.spec, case.source)}.values():
         for param in {shard.param for shard in layout.shards}:
             members = [shard.param_box for shard in layout.shards if shard.param == param]
             extent = tuple(max(box.stop[d] for box in members) for d in range(len(members[0].stop)))
@@ -105,16 +77,34 @@ def test_a_tensor_that_no_rank_holds_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "message"),
+    ("family", "parallel", "message"),
     [
-        (3, 1, "tp = 3 does not divide the model's 4 attention heads"),
-        (4, 1, "tp = 4 does not divide the model's 2 key/value heads"),
-        (1, 3, "pp = 3 does not divide the model's 4 layers"),
+        ("LlamaForCausalLM", MegatronParallel(tp=3), "tp = 3 does not divide the model's 8 attention heads"),
+        ("LlamaForCausalLM", MegatronParallel(tp=8), "tp = 8 does not divide the model's 4 key/value heads"),
+        ("LlamaForCausalLM", MegatronParallel(pp=3), "4 layers do not split over 3 pipeline stages"),
+        (
+            "LlamaForCausalLM",
+            MegatronParallel(dp=2, ep=2),
+            r"engine\.parallel\.ep = 2 is for models with experts; unset it for Llama",
+        ),
+        ("LlamaForCausalLM", MegatronParallel(tp=2, etp=1), r"engine\.parallel\.etp = 1 is for models with experts"),
+        (
+            "MixtralForCausalLM",
+            MegatronParallel(dp=3, ep=3),
+            r"ep = 3 does not divide the model's 4 experts; use a divisor of 4",
+        ),
+        ("MixtralForCausalLM", MegatronParallel(dp=3, etp=3), r"etp = 3 does not divide the model's 16 MLP size of an expert"),
+        (
+            "Qwen3MoeForCausalLM",
+            MegatronParallel(tp=2, dp=1, ep=2),
+            r"ep × etp = 2 × 2, does not divide the tp × dp = 2 × 1 ranks",
+        ),
     ],
 )
-def test_a_split_that_does_not_fit_is_refused(tp: int, pp: int, message: str) -> None:
+def test_a_split_that_does_not_fit_is_refused(family: str, parallel: MegatronParallel, message: str) -> None:
+    spec = small_spec(architecture=family, experts=MOE.get(family))
     with pytest.raises(ValueError, match=message):
-        BASE.check_parallel(tp=tp, pp=pp)
+        megatron_ranks(spec, parallel)
 
 
 @pytest.mark.parametrize(
@@ -190,3 +180,128 @@ def test_a_server_that_cannot_be_split_so_is_refused_for_every_reason() -> None:
         "pp = 5 is more than the model's 4 layers",
     ):
         assert reason in str(caught.value)
+
+
+# -- experts
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 2,
+    "vocab_size": 17,
+}
+QWEN3_MOE: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 7, "head_dim": 6}
+
+GLM4_MOE: dict[str, Any] = {
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 7,
+    "n_shared_experts": 2,
+    "head_dim": 8,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("Mixtral", {"num_local_experts": 3}), ("Qwen3Moe", QWEN3_MOE), ("Glm4Moe", GLM4_MOE)],
+    ids=["Mixtral", "Qwen3Moe", "Glm4Moe"],
+)
+def test_tensors_are_those_that_transformers_writes(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """In memory transformers stacks the experts; on disk every expert has tensors of its own."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**SIZES, **changes)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path)
+    written = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    assert tensor_shapes(read_model_spec(tmp_path)) == written
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> MegatronParallel:
+    tp, pp, ep, etp = (draw(st.sampled_from([1, 2, 3, 4])) for _ in range(4))
+    copies = draw(st.integers(1, 3))
+    dp, left = divmod(ep * etp * copies, tp)
+    return MegatronParallel(tp, pp, dp, ep=ep, etp=etp) if not left else MegatronParallel(tp, pp, ep * copies, ep=ep)
+
+
+@given(grids())
+def test_ranks_stand_where_megatron_puts_them(parallel: MegatronParallel) -> None:
+    """Against the generator of Megatron's process groups: a rank's place in its group is its coordinate."""
+    experts = parallel.world_size // (parallel.pp * parallel.ep * parallel.expert_tp)
+    dense = RankGenerator(parallel.tp, 1, parallel.dp, parallel.pp, 1, "tp-cp-ep-dp-pp")
+    sparse = RankGenerator(parallel.expert_tp, parallel.ep, experts, parallel.pp, 1, "tp-cp-ep-dp-pp")
+
+    def coordinate(generator: RankGenerator, axis: str) -> dict[int, int]:
+        return {rank: at for group in generator.get_ranks(axis) for at, rank in enumerate(group)}
+
+    expected = [coordinate(dense, axis) for axis in ("tp", "dp", "pp")] + [
+        coordinate(sparse, axis) for axis in ("tp", "ep", "dp")
+    ]
+    for rank in range(parallel.world_size):
+        assert tuple(parallel.coordinates(rank)) == tuple(axis[rank] for axis in expected)
+
+
+@given(cases(moe=True))
+def test_a_rank_holds_its_share_of_the_experts(case: Case) -> None:
+    """Consecutive experts, as many on every rank; and of all that the ranks hold, every box is written by one."""
+    experts, parallel = case.spec.experts, case.source
+    assert experts is not None
+    each = experts.count // parallel.ep
+    layouts = megatron_ranks(case.spec, parallel)
+    for rank, layout in enumerate(layouts):
+        at = parallel.coordinates(rank)
+        numbers = {
+            int(shard.tensor.split(".experts.")[1].split(".")[0]) for shard in layout.shards if ".experts." in shard.tensor
+        }
+        assert parallel.stages is not None
+        held = any(case.spec.has_experts(layer) for chunk in parallel.stages[at.pp_rank] for layer in chunk)
+        assert numbers == (set(range(at.ep_rank * each, (at.ep_rank + 1) * each)) if held else set())
+        local = {param.rsplit("decoder.layers.", 1)[1] for param in layout.params if ".experts." in param}
+        assert len({name.split(".", 1)[1] for name in local}) == 2 * each * held
+    plan = gather_sources(layouts)
+    written = [shard for rank in range(len(layouts)) for shard in shards_to_write(plan, rank)]
+    assert len({(shard.tensor, shard.box) for shard in written}) == len(written)
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_names_of_transformer_engines_grouped_linears(family: str) -> None:
+    """Each rank counts its experts from 0; the norm before the router stays a parameter of its own."""
+    spec = small_spec(architecture=family, experts=MOE[family])
+    layout = megatron_layout(spec, MegatronParallel(dp=2, ep=2, fused_norms=True), 1)
+    layer = {name.removeprefix("decoder.layers.0.") for name in layout.params if name.startswith("decoder.layers.0.")}
+    beside = {"mlp.router.expert_bias", "mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight"}
+    assert layer == (beside if MOE[family].biased else set()) | {
+        "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_proj.weight",
+        "pre_mlp_layernorm.weight",
+        "mlp.router.weight",
+        "mlp.experts.linear_fc1.weight0",
+        "mlp.experts.linear_fc1.weight1",
+        "mlp.experts.linear_fc2.weight0",
+        "mlp.experts.linear_fc2.weight1",
+    }
+    held = {shard.tensor for shard in layout.shards if shard.param == "decoder.layers.0.mlp.experts.linear_fc2.weight0"}
+    assert len(held) == 1
+    assert ".experts.2." in held.pop()
+
+
+def test_experts_lie_one_below_the_other_in_a_servers_parameter() -> None:
+    """The second of 2 ranks: rows 8…16 of gate, then of up, expert after expert; columns 8…16 of down."""
+    spec = small_spec(architecture="MixtralForCausalLM", experts=MOE["MixtralForCausalLM"], num_layers=1, hidden_size=6)
+    layout = vllm_ranks(spec, VllmParallel(tp=2))[1]
+    block = "model.layers.0.block_sparse_moe.experts"
+    assert layout.params[f"{block}.routed_experts.w13_weight"] == (4 * 16, 6)
+    assert layout.params[f"{block}.routed_experts.w2_weight"] == (4 * 6, 8)
+    found = {shard.tensor.removeprefix(f"{block}."): shard for shard in layout.shards if ".experts.2." in shard.tensor}
+    at = {name: (shard.box.start, shard.box.stop, shard.param_box.start) for name, shard in found.items()}
+    assert at == {
+        "2.w1.weight": ((8, 0), (16, 6), (2 * 16, 0)),
+        "2.w3.weight": ((8, 0), (16, 6), (2 * 16 + 8, 0)),
+        "2.w2.weight": ((0, 8), (6, 16), (2 * 6, 0)),
+    }
+    assert torch.Size(layout.params["model.layers.0.block_sparse_moe.gate.weight"]) == (4, 6)

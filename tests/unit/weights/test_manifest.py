@@ -5,25 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
 from tepo_megatron.trainer.checkpoint_folder import read_state
-from tepo_megatron.weights.storage.manifest import (
-    CheckpointManifest,
-    DamagedCheckpoint,
-    FileRecord,
-    check_whole,
-    read_manifest,
-    write_manifest,
-)
-from tepo_megatron.weights.storage.stored import open_boxes, write_boxes
+from tepo_megatron.weights.storage.manifest import CheckpointManifest, DamagedCheckpoint, FileRecord, sampled_digest
+from tepo_megatron.weights.storage.stored import StoredWeights, write_boxes
 from tests.support.checkpoints import DAMAGES, ONLY_BY_READING, flip_bit, make_whole, shards
 from tests.support.disks import files_of_at_most
 
@@ -38,7 +34,7 @@ def find(folder: Path) -> str:
 
     def look() -> None:
         read_state(folder)
-        check_whole(folder)
+        CheckpointManifest.read_whole(folder)
 
     with pytest.raises(DamagedCheckpoint) as caught:
         look()
@@ -49,14 +45,14 @@ def find(folder: Path) -> str:
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_damage_is_found_and_named(kind: str, tmp_path: Path) -> None:
     folder, other = make_whole(tmp_path, 6), make_whole(tmp_path, 4)
-    assert check_whole(folder).step == read_state(folder)["step"] == 6
+    assert CheckpointManifest.read_whole(folder).step == read_state(folder)["step"] == 6
     damage, words = DAMAGES[kind]
     damage(folder, other)
     assert words in find(folder)
     if kind not in ONLY_BY_READING:
         with pytest.raises(DamagedCheckpoint):
             read_state(folder)
-    assert check_whole(other).step == 4
+    assert CheckpointManifest.read_whole(other).step == 4
 
 
 @given(file=st.integers(0), bit=st.integers(0))
@@ -68,7 +64,7 @@ def test_any_bit_of_any_file_counts(kept: Path, file: int, bit: int) -> None:
         assert path.name in find(kept) or path.name == "state.json"
     finally:
         flip_bit(path, bit)
-    check_whole(kept)
+    CheckpointManifest.read_whole(kept)
 
 
 @given(st.integers(1, 9), st.lists(st.integers(0, 10**9), min_size=1, max_size=30))
@@ -93,11 +89,11 @@ def test_what_was_written_is_read_by_safetensors_and_sha256sum(tmp_path: Path) -
     for name, record in written.files.items():
         data = (tmp_path / name).read_bytes()
         assert record == FileRecord(len(data), hashlib.sha256(data).hexdigest())
-    write_manifest(tmp_path, 8, written.files)
+    CheckpointManifest.write(tmp_path, 8, written.files)
     listed = json.loads((tmp_path / "manifest.json").read_text())["files"]
     lines = "".join(f"{record['sha256']}  {name}\n" for name, record in listed.items())
     assert subprocess.run(["sha256sum", "-c", "--quiet"], input=lines, text=True, cwd=tmp_path).returncode == 0
-    assert set(open_boxes(tmp_path, "master").boxes) == {f"t{at}" for at in range(5)}
+    assert set(StoredWeights.open_boxes(tmp_path, "master").boxes) == {f"t{at}" for at in range(5)}
 
 
 def test_a_failed_write_is_told_and_every_box_is_still_drawn(tmp_path: Path) -> None:
@@ -129,4 +125,58 @@ def test_files_that_are_no_shards_do_no_harm(tmp_path: Path) -> None:
     folder = make_whole(tmp_path, 3)
     (folder / "notes.txt").write_text("the good one")
     (folder / "shards" / ".nfs0001").write_text("")
-    assert check_whole(folder) == read_manifest(folder)
+    assert CheckpointManifest.read_whole(folder) == CheckpointManifest.read(folder)
+
+
+# -- sampled digests
+
+Weights = dict[str, np.ndarray]
+
+
+def written(weights: Weights, files: int = 1) -> str | None:
+    """The digest of a folder that has them in so many files."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = sorted(weights)
+        parts = {f"model-{number}.safetensors": names[number::files] for number in range(files)}
+        for file, held in parts.items():
+            save_file({name: weights[name] for name in held}, Path(folder) / file, metadata={"format": "pt"})
+        if files > 1:
+            index = {"weight_map": {name: file for file, held in parts.items() for name in held}}
+            (Path(folder) / "model.safetensors.index.json").write_text(json.dumps(index))
+            save_file({"of": np.ones(3)}, Path(folder) / "another-format.safetensors")  # which the index does not name
+        return sampled_digest(Path(folder))
+
+
+@given(
+    shapes=st.dictionaries(
+        st.text("abc.0", min_size=1, max_size=9), st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=30
+    ),
+    data=st.data(),
+)
+@settings(max_examples=15, deadline=None)
+def test_a_copy_has_the_same_and_another_tensor_shows(shapes: dict[str, tuple[int, int]], data: st.DataObject) -> None:
+    drawn = np.random.default_rng(data.draw(st.integers(0, 9)))
+    weights = {name: drawn.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    digest = written(weights)
+    assert digest == written(weights, files=data.draw(st.integers(1, 4)))
+    name = data.draw(st.sampled_from(sorted(weights)))
+    middle = weights[name].copy()
+    middle.reshape(-1)[middle.size // 2] += 1
+    assert digest != written({**weights, name: middle})
+    assert digest != written({**weights, name: weights[name].astype(np.float16)})
+    assert digest != written({**weights, name: np.concatenate([weights[name]] * 2)})
+    assert digest != written({**weights, name + "d": weights[name]})
+
+
+def test_one_value_of_a_hundred_shows_also_among_many_tensors() -> None:
+    drawn = np.random.default_rng(0)
+    weights = {f"layers.{at}": drawn.normal(size=(30, 30)) for at in range(200)}
+    assert written(weights) != written({name: each + (drawn.random(each.shape) < 0.01) for name, each in weights.items()})
+
+
+def test_no_weights_and_damaged_ones(tmp_path: Path) -> None:
+    assert sampled_digest(tmp_path / "nowhere") is None
+    assert sampled_digest(tmp_path) is None
+    (tmp_path / "model.safetensors").write_bytes(b"\x08" + bytes(7) + b"no json!")
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged or cut short"):
+        sampled_digest(tmp_path)
