@@ -22,9 +22,6 @@ from tepo_megatron.plan.time import (
     StepTime,
     SyncTraffic,
     draft_spec,
-    server_memory,
-    step_time,
-    weight_sync,
 )
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import check_trainer_split
@@ -76,8 +73,8 @@ def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response
     lengths = _lengths(spec, config, prompt_tokens, response_tokens)
     spec.check_length(lengths.longest, "data.max_prompt_tokens and rollout.sampling.max_new_tokens together")
     stages = _stages(ranks, lengths)
-    sync = weight_sync(ranks) if config.rollout.replay is None else None
-    server = server_memory(spec, config, longest=lengths.longest, mean=lengths.mean)
+    sync = SyncTraffic.of(ranks) if config.rollout.replay is None else None
+    server = ServerMemory.of(spec, config, longest=lengths.longest, mean=lengths.mean)
     return Plan(
         config=config,
         spec=spec,
@@ -88,7 +85,7 @@ def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response
         hosts=_hosts(ranks, lengths, stages),
         server=server,
         sync=sync,
-        time=step_time(ranks, lengths, server, sync, stages),
+        time=StepTime.of(ranks, lengths, server, sync, stages),
         assumptions=tuple(_assumptions(ranks, lengths, substitute)),
         problems=tuple(_find_problems(ranks, lengths, stages, server)),
     )
@@ -110,7 +107,7 @@ def check_plan(plan: Plan) -> None:
 
 def problems_of(config: RunConfig, spec: ModelSpec) -> tuple[str, ...]:
     lengths, ranks = _lengths(spec, config, None, None), TrainingRanks(spec, config)
-    server = server_memory(spec, config, longest=lengths.longest, mean=lengths.mean)
+    server = ServerMemory.of(spec, config, longest=lengths.longest, mean=lengths.mean)
     return tuple(_find_problems(ranks, lengths, _stages(ranks, lengths), server))
 
 
@@ -193,8 +190,8 @@ def _suggest(ranks: TrainingRanks, lengths: Lengths, usable: float) -> str:
         stages = _stages(changed, lengths)
         if problem := _host_problem(changed, lengths, stages):
             raise ValueError(problem)
-        server = server_memory(ranks.spec, config, longest=lengths.longest, mean=lengths.mean)
-        time = step_time(changed, lengths, server, None, stages)
+        server = ServerMemory.of(ranks.spec, config, longest=lengths.longest, mean=lengths.mean)
+        time = StepTime.of(changed, lengths, server, None, stages)
         return max(memory.total for memory in stages), time.score + time.train + time.exchange + time.adam + time.turns
 
     changes = _smallest_changes(ranks.config, ranks.spec, lengths.longest, usable, measure)

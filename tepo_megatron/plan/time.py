@@ -29,6 +29,36 @@ class ServerMemory:
     concurrency_longest: float
     concurrency_mean: float  # at most ``max_num_seqs`` and a server's share of a step
 
+    @classmethod
+    def of(cls, spec: ModelSpec, config: RunConfig, *, longest: int, mean: float) -> ServerMemory:
+        """``longest`` and ``mean``: tokens of prompt and response."""
+        server, b = config.rollout.server, _server_bytes(config)
+        quantised = linear_parameters(spec) if server.quantization != "none" else 0  # their scales are negligible
+        weights = (b * model_parameters(spec) - (b - 1) * quantised) / server.tp
+        per_token = _kv_bytes_per_token(spec, server.tp, b)
+        guesser, _ = draft_spec(config)
+        draft = 0.0
+        if guesser is not None:  # it has the server's tensor parallelism, and its own keys and values besides the policy's
+            draft = b * model_parameters(guesser) / server.tp
+            per_token += _kv_bytes_per_token(guesser, server.tp, b)
+        if on_gpu(config):
+            workspace: float = _VLLM_WORKSPACE
+            kv_cache = server.gpu_memory_utilization * config.cluster.gpu_memory_gib * GIB - weights - draft - workspace
+        else:
+            workspace, kv_cache = 0.0, float(server.cpu_kv_cache_gib * GIB)
+        capacity = max(0.0, kv_cache / per_token)
+        share = config.rollout.prompts_per_step * config.rollout.samples_per_prompt / server.count
+        return cls(
+            weights=weights,
+            draft=draft,
+            workspace=workspace,
+            kv_cache=kv_cache,
+            kv_bytes_per_token=per_token,
+            capacity=capacity,
+            concurrency_longest=capacity // longest,
+            concurrency_mean=min(capacity / mean, server.max_num_seqs, share),
+        )
+
 
 @dataclass(frozen=True)
 class SyncTraffic:
@@ -39,6 +69,27 @@ class SyncTraffic:
     bytes_sent_most: int
     bytes_received_most: int
     seconds: float  # lower bound: the most loaded link
+
+    @classmethod
+    def of(cls, ranks: TrainingRanks) -> SyncTraffic:
+        """Takes seconds for 70B. Raises ValueError if vLLM cannot split the model."""
+        spec, config = ranks.spec, ranks.config
+        parallel, server = config.engine.parallel, config.rollout.server
+        trainer = MegatronParallel(
+            parallel.tp,
+            parallel.pp,
+            parallel.dp * parallel.cp,
+            pipeline_stages_of(spec, parallel),
+            ranks.has_te,
+            parallel.ep,
+            parallel.etp,
+        )
+        plan = reshard_plan(spec, trainer, VllmParallel(tp=server.tp, replicas=server.count))
+        (link,) = Links().summarize(plan, _server_bytes(config)).links  # no worker is on a trainer's node there
+        seconds = max(link.busiest_sender, link.busiest_receiver) / _link_rate(
+            config.cluster, across=config.cluster.rollout_nodes > 0
+        )
+        return cls(len(plan.moves), link.total, link.busiest_sender, link.busiest_receiver, seconds)
 
 
 def _server_bytes(config: RunConfig) -> int:
@@ -59,57 +110,6 @@ def draft_spec(config: RunConfig) -> tuple[ModelSpec | None, str | None]:
 def _kv_bytes_per_token(spec: ModelSpec, tp: int, element: int) -> float:
     # several workers may hold the same head
     return 2 * spec.num_layers * max(1.0, spec.num_kv_heads / tp) * spec.head_dim * element
-
-
-def server_memory(spec: ModelSpec, config: RunConfig, *, longest: int, mean: float) -> ServerMemory:
-    """``longest`` and ``mean``: tokens of prompt and response."""
-    server, b = config.rollout.server, _server_bytes(config)
-    quantised = linear_parameters(spec) if server.quantization != "none" else 0  # their scales are negligible
-    weights = (b * model_parameters(spec) - (b - 1) * quantised) / server.tp
-    per_token = _kv_bytes_per_token(spec, server.tp, b)
-    guesser, _ = draft_spec(config)
-    draft = 0.0
-    if guesser is not None:  # it has the server's tensor parallelism, and its own keys and values besides the policy's
-        draft = b * model_parameters(guesser) / server.tp
-        per_token += _kv_bytes_per_token(guesser, server.tp, b)
-    if on_gpu(config):
-        workspace: float = _VLLM_WORKSPACE
-        kv_cache = server.gpu_memory_utilization * config.cluster.gpu_memory_gib * GIB - weights - draft - workspace
-    else:
-        workspace, kv_cache = 0.0, float(server.cpu_kv_cache_gib * GIB)
-    capacity = max(0.0, kv_cache / per_token)
-    share = config.rollout.prompts_per_step * config.rollout.samples_per_prompt / server.count
-    return ServerMemory(
-        weights=weights,
-        draft=draft,
-        workspace=workspace,
-        kv_cache=kv_cache,
-        kv_bytes_per_token=per_token,
-        capacity=capacity,
-        concurrency_longest=capacity // longest,
-        concurrency_mean=min(capacity / mean, server.max_num_seqs, share),
-    )
-
-
-def weight_sync(ranks: TrainingRanks) -> SyncTraffic:
-    """Takes seconds for 70B. Raises ValueError if vLLM cannot split the model."""
-    spec, config = ranks.spec, ranks.config
-    parallel, server = config.engine.parallel, config.rollout.server
-    trainer = MegatronParallel(
-        parallel.tp,
-        parallel.pp,
-        parallel.dp * parallel.cp,
-        pipeline_stages_of(spec, parallel),
-        ranks.has_te,
-        parallel.ep,
-        parallel.etp,
-    )
-    plan = reshard_plan(spec, trainer, VllmParallel(tp=server.tp, replicas=server.count))
-    (link,) = Links().summarize(plan, _server_bytes(config)).links  # no worker is on a trainer's node there
-    seconds = max(link.busiest_sender, link.busiest_receiver) / _link_rate(
-        config.cluster, across=config.cluster.rollout_nodes > 0
-    )
-    return SyncTraffic(len(plan.moves), link.total, link.busiest_sender, link.busiest_receiver, seconds)
 
 
 def _link_rate(cluster: ClusterConfig, *, across: bool) -> float:
@@ -179,6 +179,56 @@ class StepTime:
     save: float
     mfu: float  # without recomputation, while the pipeline is full
 
+    @classmethod
+    def of(
+        cls,
+        ranks: TrainingRanks,
+        lengths: Lengths,
+        server: ServerMemory,
+        sync: SyncTraffic | None,
+        stages: Sequence[RankMemory],
+    ) -> StepTime:
+        """Counts 3 forward passes plus recomputation in training, 1 in scoring (2 with a reference), 1 in generation."""
+        spec, config = ranks.spec, ranks.config
+        cluster, parallel, rollout = config.cluster, config.engine.parallel, config.rollout
+        sequences = rollout.prompts_per_step * rollout.samples_per_prompt
+        tokens, responses = sequences * lengths.mean, sequences * lengths.response
+        token = forward_flops(spec, lengths.mean)
+        training = 3 * token + _recomputed_flops(ranks, lengths.mean)
+        scores = 2 if config.objective.needs_reference else 1
+        peak = cluster.gpu_tflops * 1e12 * parallel.world_size
+        imbalance = _stage_imbalance(ranks)
+        bubble, score_bubble = _bubble(config, tokens / config.train.minibatches), _bubble(config, tokens)
+        waits_train, waits_score = _exposed_seconds(ranks, tokens)
+        waits_score *= scores
+        prefill = rollout.prompts_per_step * lengths.prompt * token
+        padding = ranks.padding_share(lengths.mean)
+        score = (scores * token * tokens / (peak * cluster.score_mfu) * (1 + imbalance) + waits_score) * (1 + padding)
+        train = (training * tokens / (peak * cluster.train_mfu) * (1 + imbalance) + waits_train) * (1 + padding)
+        micro_batches = max(1.0, tokens / config.train.minibatches / parallel.dp / config.engine.micro_batch_tokens)
+        return cls(
+            sequences=sequences,
+            tokens=tokens,
+            response_tokens=responses,
+            flops_generation=prefill + responses * token,
+            flops_score=scores * token * tokens,
+            flops_train=training * tokens,
+            bubble=bubble,
+            imbalance=imbalance,
+            padding=padding,
+            generation=_generation(config, lengths, server, prefill, responses * token),
+            score=score * (1 + score_bubble),
+            train=train * (1 + bubble),
+            exposed=(waits_score * (1 + score_bubble) + waits_train * (1 + bubble)) * (1 + padding),
+            exchange=_exchange(ranks, train / config.train.minibatches / micro_batches),
+            adam=config.train.minibatches * max(_adam(ranks, stage) for stage in range(parallel.pp)),
+            turns=max(_turns(config, memory) for memory in stages),
+            sync=sync.seconds if sync else 0.0,
+            root=responses * PACK_SECONDS_PER_TOKEN,
+            save=_save(ranks),
+            mfu=3 * token * tokens / (peak * train),
+        )
+
     @property
     def seconds(self) -> float:
         first = self.generation + self.score + self.train + self.exchange + self.adam
@@ -197,51 +247,6 @@ class StepTime:
             for name, seconds in schedules
             if seconds < float("inf")
         ]
-
-
-def step_time(
-    ranks: TrainingRanks, lengths: Lengths, server: ServerMemory, sync: SyncTraffic | None, stages: Sequence[RankMemory]
-) -> StepTime:
-    """Counts 3 forward passes plus recomputation in training, 1 in scoring (2 with a reference), 1 in generation."""
-    spec, config = ranks.spec, ranks.config
-    cluster, parallel, rollout = config.cluster, config.engine.parallel, config.rollout
-    sequences = rollout.prompts_per_step * rollout.samples_per_prompt
-    tokens, responses = sequences * lengths.mean, sequences * lengths.response
-    token = forward_flops(spec, lengths.mean)
-    training = 3 * token + _recomputed_flops(ranks, lengths.mean)
-    scores = 2 if config.objective.needs_reference else 1
-    peak = cluster.gpu_tflops * 1e12 * parallel.world_size
-    imbalance = _stage_imbalance(ranks)
-    bubble, score_bubble = _bubble(config, tokens / config.train.minibatches), _bubble(config, tokens)
-    waits_train, waits_score = _exposed_seconds(ranks, tokens)
-    waits_score *= scores
-    prefill = rollout.prompts_per_step * lengths.prompt * token
-    padding = ranks.padding_share(lengths.mean)
-    score = (scores * token * tokens / (peak * cluster.score_mfu) * (1 + imbalance) + waits_score) * (1 + padding)
-    train = (training * tokens / (peak * cluster.train_mfu) * (1 + imbalance) + waits_train) * (1 + padding)
-    micro_batches = max(1.0, tokens / config.train.minibatches / parallel.dp / config.engine.micro_batch_tokens)
-    return StepTime(
-        sequences=sequences,
-        tokens=tokens,
-        response_tokens=responses,
-        flops_generation=prefill + responses * token,
-        flops_score=scores * token * tokens,
-        flops_train=training * tokens,
-        bubble=bubble,
-        imbalance=imbalance,
-        padding=padding,
-        generation=_generation(config, lengths, server, prefill, responses * token),
-        score=score * (1 + score_bubble),
-        train=train * (1 + bubble),
-        exposed=(waits_score * (1 + score_bubble) + waits_train * (1 + bubble)) * (1 + padding),
-        exchange=_exchange(ranks, train / config.train.minibatches / micro_batches),
-        adam=config.train.minibatches * max(_adam(ranks, stage) for stage in range(parallel.pp)),
-        turns=max(_turns(config, memory) for memory in stages),
-        sync=sync.seconds if sync else 0.0,
-        root=responses * PACK_SECONDS_PER_TOKEN,
-        save=_save(ranks),
-        mfu=3 * token * tokens / (peak * train),
-    )
 
 
 def _stage_imbalance(ranks: TrainingRanks) -> float:

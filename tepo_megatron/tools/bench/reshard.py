@@ -24,7 +24,7 @@ from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.transfer import digests as verification
 from tepo_megatron.weights.transfer import full_tensors as broadcast
 from tepo_megatron.weights.transfer import move
-from tepo_megatron.weights.transfer.full_tensors import gather_sources, gather_to_root
+from tepo_megatron.weights.transfer.full_tensors import GatherPlan
 from tepo_megatron.weights.transfer.transport import connect, listen
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 
@@ -136,7 +136,7 @@ class _Rank:
         shapes = self.local.shapes
         manifest = [(name, shape, str(self.dtype).removeprefix("torch.")) for name, shape in shapes.items()]
         if self.is_source:
-            stream = gather_to_root(gather_sources(self.layouts), shapes, self.params)
+            stream = GatherPlan(self.layouts).gather_to_root(self.params)
             if self.star is None:
                 for _ in stream:
                     continue

@@ -34,7 +34,7 @@ from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
 from tepo_megatron.weights.layouts import MegatronParallel
 from tepo_megatron.weights.storage.manifest import FORMAT, STATE, CheckpointManifest, DamagedCheckpoint, FileRecord
 from tepo_megatron.weights.storage.stored import SHARDS, StoredWeights, WrittenBoxes, box_key, describe_os_error, write_boxes
-from tepo_megatron.weights.transfer.full_tensors import shards_to_write
+from tepo_megatron.weights.transfer.full_tensors import GatherPlan
 
 _CPU = torch.device("cpu")
 
@@ -98,14 +98,12 @@ def _check_restored(folder: Path, state: dict[str, Any], digest: str) -> None:
         )
 
 
-def _shards_to_save(
-    sources: Mapping[str, list[tuple[int, Shard]]], split: MegatronParallel, rank: int, policy: Policy
-) -> list[Shard]:
+def _shards_to_save(sources: GatherPlan, split: MegatronParallel, rank: int, policy: Policy) -> list[Shard]:
     if not optimizer_states.is_distributed(policy.optimizer):
-        return shards_to_write(sources, rank)
+        return sources.shards_of(rank)
     place = split.coordinates(rank)
     shards = []
-    for owner, shard in (pair for pairs in sources.values() for pair in pairs):
+    for owner, shard in (pair for pairs in sources.owners.values() for pair in pairs):
         other, param = split.coordinates(owner), policy.trained.get(shard.param)
         if param is None or other.pp_rank != place.pp_rank:
             continue
@@ -116,10 +114,10 @@ def _shards_to_save(
     return shards
 
 
-def _bias_boxes(sources: Mapping[str, list[tuple[int, Shard]]], rank: int, policy: Policy) -> Iterator[tuple[str, Tensor]]:
+def _bias_boxes(sources: GatherPlan, rank: int, policy: Policy) -> Iterator[tuple[str, Tensor]]:
     if policy.lora is not None:
         return
-    for shard in shards_to_write(sources, rank):
+    for shard in sources.shards_of(rank):
         if shard.param in policy.expert_biases:
             yield box_key("master", shard.tensor, shard.box), policy.expert_biases[shard.param].clone()
 

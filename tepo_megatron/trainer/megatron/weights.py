@@ -22,7 +22,7 @@ from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
 from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.storage.hf_folder import AdapterSettings, write_model
 from tepo_megatron.weights.transfer.digests import fingerprint
-from tepo_megatron.weights.transfer.full_tensors import gather_sources, gather_to_root, shards_to_write
+from tepo_megatron.weights.transfer.full_tensors import GatherPlan
 from tepo_megatron.weights.transfer.sender import ShardSender
 from tepo_megatron.weights.transfer.transport import TransportName
 
@@ -49,7 +49,7 @@ class PolicyWeights:
         self.split = split
         self._model_dir, self._rank, self._device = model_dir, rank, device
         self._broadcast_from_root, self._heartbeat = broadcast_from_root, heartbeat
-        self._sources = gather_sources(layouts)
+        self._sources = GatherPlan(layouts)
         lora = policy.lora
         self.trained_sources = self._sources if lora is None else lora.sources
         self.trained_layout = layouts[rank] if lora is None else lora.layout
@@ -70,7 +70,7 @@ class PolicyWeights:
 
     def digest(self, weights: Mapping[str, Tensor]) -> str:
         """Returns 64 bits, in hex. Every rank calls."""
-        local = fingerprint(shards_to_write(self._sources, self._rank), weights)
+        local = fingerprint(self._sources.shards_of(self._rank), weights)
         total = torch.tensor(local - 2**64 * (local >= 2**63), device=self._device)
         dist.all_reduce(total)  # int64 wraps around: modulo 2^64
         return f"{int(total) % 2**64:016x}"
@@ -82,7 +82,7 @@ class PolicyWeights:
         return [TensorMeta(name, tuple(shape), "float32" if is_always_fp32(name) else dtype) for name, shape in shapes.items()]
 
     def stream(self) -> Iterator[tuple[str, Tensor | None]]:
-        return gather_to_root(self._sources, self._layouts[0].shapes, self.merged)
+        return self._sources.gather_to_root(self.merged)
 
     def make_shard_sender(
         self,

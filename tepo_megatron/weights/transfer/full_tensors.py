@@ -108,51 +108,52 @@ def _broadcast(group: GlooGroup, entries: list[_BucketEntry], bucket: Tensor, ca
         raise RuntimeError(f"the transfer of {what} failed: {error}") from error
 
 
-def gather_sources(layouts: Sequence[ShardLayout]) -> dict[str, list[tuple[int, Shard]]]:
-    """Returns the (rank, shard) pairs that cover each tensor once."""
-    plan: dict[str, list[tuple[int, Shard]]] = {name: [] for name in layouts[0].shapes}
-    taken = set()
-    for rank, layout in enumerate(layouts):
-        for shard in layout.shards:
-            if (shard.tensor, shard.box) not in taken:
-                taken.add((shard.tensor, shard.box))
-                plan[shard.tensor].append((rank, shard))
-    for name, shape in layouts[0].shapes.items():
-        covered = sum(math.prod(shard.box.shape) for _, shard in plan[name])
-        if covered != math.prod(shape):
-            raise ValueError(f"the ranks together hold {covered} of {math.prod(shape)} elements of {name} {tuple(shape)}")
-    return plan
+class GatherPlan:
+    """Names (rank, shard) pairs that cover each tensor once, of the ranks with ``layouts``.
 
-
-def shards_to_write(plan: Mapping[str, list[tuple[int, Shard]]], rank: int) -> list[Shard]:
-    return [shard for pairs in plan.values() for owner, shard in pairs if owner == rank]
-
-
-def gather_to_root(
-    plan: Mapping[str, list[tuple[int, Shard]]], shapes: Mapping[str, tuple[int, ...]], params: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor | None]]:
-    """The tensor is None except on global rank 0.
-
-    Every rank of the default group must exhaust it. Rank 0 holds one tensor at a time.
+    Raises ValueError if the ranks together lack an element.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    device = next(iter(params.values())).device
-    dtype = next(iter(params.values())).dtype
-    for name, owners in plan.items():
-        tensor_dtype = torch.float32 if is_always_fp32(name) else dtype
-        full = torch.empty(shapes[name], dtype=tensor_dtype, device=device) if rank == 0 else None
-        for owner in sorted({owner for owner, _ in owners}):
-            shards = [shard for source, shard in owners if source == owner]
-            if owner == rank:
-                values = [params[shard.param].detach()[shard.param_box.slices] for shard in shards]
-                if full is None:
-                    dist.send(torch.cat([part.reshape(-1) for part in values]), dst=0)
-                else:
-                    for shard, part in zip(shards, values, strict=True):
-                        full[shard.box.slices] = part
-            elif full is not None:
-                _receive(full, shards, owner)
-        yield name, full
+
+    def __init__(self, layouts: Sequence[ShardLayout]) -> None:
+        self.shapes = layouts[0].shapes
+        self.owners: dict[str, list[tuple[int, Shard]]] = {name: [] for name in self.shapes}
+        taken = set()
+        for rank, layout in enumerate(layouts):
+            for shard in layout.shards:
+                if (shard.tensor, shard.box) not in taken:
+                    taken.add((shard.tensor, shard.box))
+                    self.owners[shard.tensor].append((rank, shard))
+        for name, shape in self.shapes.items():
+            covered = sum(math.prod(shard.box.shape) for _, shard in self.owners[name])
+            if covered != math.prod(shape):
+                raise ValueError(f"the ranks together hold {covered} of {math.prod(shape)} elements of {name} {tuple(shape)}")
+
+    def shards_of(self, rank: int) -> list[Shard]:
+        return [shard for pairs in self.owners.values() for owner, shard in pairs if owner == rank]
+
+    def gather_to_root(self, params: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
+        """The tensor is None except on global rank 0.
+
+        Every rank of the default group must exhaust it. Rank 0 holds one tensor at a time.
+        """
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        device = next(iter(params.values())).device
+        dtype = next(iter(params.values())).dtype
+        for name, owners in self.owners.items():
+            tensor_dtype = torch.float32 if is_always_fp32(name) else dtype
+            full = torch.empty(self.shapes[name], dtype=tensor_dtype, device=device) if rank == 0 else None
+            for owner in sorted({owner for owner, _ in owners}):
+                shards = [shard for source, shard in owners if source == owner]
+                if owner == rank:
+                    values = [params[shard.param].detach()[shard.param_box.slices] for shard in shards]
+                    if full is None:
+                        dist.send(torch.cat([part.reshape(-1) for part in values]), dst=0)
+                    else:
+                        for shard, part in zip(shards, values, strict=True):
+                            full[shard.box.slices] = part
+                elif full is not None:
+                    _receive(full, shards, owner)
+            yield name, full
 
 
 def _receive(full: Tensor, shards: Sequence[Shard], owner: int) -> None:

@@ -25,7 +25,7 @@ from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
 from tepo_megatron.weights.storage.hf_folder import PEFT_PREFIX, AdapterSettings, check_peft_folder, load_adapters
 from tepo_megatron.weights.table import tensor_shapes
-from tepo_megatron.weights.transfer.full_tensors import gather_sources
+from tepo_megatron.weights.transfer.full_tensors import GatherPlan
 from tests.support.reshard_models import MOE, Case, cases, small_spec
 
 RANK = 2
@@ -41,7 +41,7 @@ def test_parts_of_products_are_products_of_parts(case: Case, seed: int, some: bo
     wanted = adapter_shapes(shapes, tensors, RANK)
     whole = {name: torch.randint(-9, 9, shape, generator=generator) for name, shape in wanted.items()}
     adapted = [adapter_layout(layout, tensors, RANK) for layout in layouts]
-    gather_sources(adapted)  # the ranks together hold everything
+    GatherPlan(adapted)  # the ranks together hold everything
     for layout, adapters in zip(layouts, adapted, strict=True):
         local = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in adapters.params.items()}
         for shard in adapters.shards:

@@ -29,7 +29,7 @@ from tepo_megatron.weights.layouts import (
     vllm_ranks,
 )
 from tepo_megatron.weights.table import tensor_shapes
-from tepo_megatron.weights.transfer.full_tensors import gather_sources, shards_to_write
+from tepo_megatron.weights.transfer.full_tensors import GatherPlan
 from tests.support.reshard_models import MOE, Case, cases, small_spec
 
 BASE = small_spec(num_heads=4, num_kv_heads=2, ffn_size=8)
@@ -37,10 +37,10 @@ BASE = small_spec(num_heads=4, num_kv_heads=2, ffn_size=8)
 
 @given(cases())
 def test_chosen_sources_cover_each_element_once(case: Case) -> None:
-    plan = gather_sources(megatron_ranks(case.spec, case.source))
+    plan = GatherPlan(megatron_ranks(case.spec, case.source))
     for name, shape in tensor_shapes(case.spec).items():
         writes = np.zeros(shape, dtype=int)
-        for _, shard in plan[name]:
+        for _, shard in plan.owners[name]:
             assert shard.box.shape == shard.param_box.shape
             writes[shard.box.slices] += 1
         assert (writes == 1).all(), name
@@ -73,7 +73,7 @@ def test_query_key_value_interleave_per_group() -> None:
 def test_a_tensor_that_no_rank_holds_is_named() -> None:
     half = megatron_layout(BASE, MegatronParallel(tp=2), 0)
     with pytest.raises(ValueError, match=r"hold \d+ of \d+ elements of model.embed_tokens.weight"):
-        gather_sources([half])
+        GatherPlan([half])
 
 
 @pytest.mark.parametrize(
@@ -262,8 +262,8 @@ def test_a_rank_holds_its_share_of_the_experts(case: Case) -> None:
         assert numbers == (set(range(at.ep_rank * each, (at.ep_rank + 1) * each)) if held else set())
         local = {param.rsplit("decoder.layers.", 1)[1] for param in layout.params if ".experts." in param}
         assert len({name.split(".", 1)[1] for name in local}) == 2 * each * held
-    plan = gather_sources(layouts)
-    written = [shard for rank in range(len(layouts)) for shard in shards_to_write(plan, rank)]
+    plan = GatherPlan(layouts)
+    written = [shard for rank in range(len(layouts)) for shard in plan.shards_of(rank)]
     assert len({(shard.tensor, shard.box) for shard in written}) == len(written)
 
 

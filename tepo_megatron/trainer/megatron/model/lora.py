@@ -22,9 +22,9 @@ from tepo_megatron.weights.adapters import (
     adapter_names,
     shards_by_tensor,
 )
-from tepo_megatron.weights.geometry import Shard, ShardLayout
+from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.storage.hf_folder import AdapterSettings, load_adapters
-from tepo_megatron.weights.transfer.full_tensors import gather_sources, gather_to_root
+from tepo_megatron.weights.transfer.full_tensors import GatherPlan
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Lora:
     tensors: Sequence[str]
     layouts: Sequence[ShardLayout]
     layout: ShardLayout
-    sources: Mapping[str, list[tuple[int, Shard]]]
+    sources: GatherPlan
     params: dict[str, torch.nn.Parameter] = field(repr=False)
     adapters: dict[str, Adapter] = field(repr=False)  # by the parameters that they change
     on: bool = True
@@ -51,7 +51,7 @@ class Lora:
             self.on = True
 
     def stream(self) -> Iterator[tuple[str, Tensor | None]]:
-        return gather_to_root(self.sources, self.layout.shapes, self.params)
+        return self.sources.gather_to_root(self.params)
 
     def settings(self) -> AdapterSettings:
         config, targets = self.config, dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in self.tensors)
@@ -96,7 +96,7 @@ def build_lora(
     layout = adapted[rank]
     held = shards_by_tensor(layout_of_model, frozenset(tensors))
     pairs = _new_parameters(layout, {shard.tensor: params[shard.param] for shards in held.values() for shard in shards})
-    lora = Lora(config, tensors, adapted, layout, gather_sources(adapted), pairs, {})
+    lora = Lora(config, tensors, adapted, layout, GatherPlan(adapted), pairs, {})
     if config.path is None:
         _draw(layout, pairs, seed)
     else:
