@@ -127,6 +127,10 @@ class ReshardPlan:
     local: Mapping[int, int] = field(default_factory=dict)
     digest: str = ""
 
+    @property
+    def world_size(self) -> int:
+        return self.num_sources + self.num_destinations
+
     def is_local(self, move: Move) -> bool:
         return self.local.get(move.destination) == move.source
 

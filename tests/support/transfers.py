@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tepo_megatron.weights.geometry import ReshardPlan
@@ -32,8 +34,7 @@ def carry_out(
 ) -> list[list[str]]:
     """All ranks as threads; returns what each destination reported complete, in order."""
     wire = wire_dtype(next(iter(sources[0].values())).dtype, next(iter(destinations[0].values())).dtype)
-    world = plan.num_sources + plan.num_destinations
-    boxes = boxes or mailboxes(world)
+    boxes = boxes or mailboxes(plan.world_size)
     completed: list[list[str]] = [[] for _ in destinations]
 
     def give(rank: int) -> None:
@@ -45,12 +46,39 @@ def carry_out(
         order = ReceiveOrder.decode(encode_order(destination_ends(plan, rank), wire, limit))
         move.receive(boxes[plan.num_sources + rank], order.incoming, destinations[rank], order.wire, completed[rank].append)
 
-    with ThreadPoolExecutor(world) as pool:
+    with ThreadPoolExecutor(plan.world_size) as pool:
         work = [pool.submit(give, rank) for rank in range(plan.num_sources)]
         work += [pool.submit(take, rank) for rank in range(plan.num_destinations)]
         for request in work:
             request.result()
     return completed
+
+
+def assert_all_arrives(
+    case: Case,
+    *,
+    limit: int,
+    alone: int,
+    boxes: Callable[[ReshardPlan], Sequence[TransferGroup]] = lambda plan: mailboxes(plan.world_size),
+    updates: int = 1,
+) -> list[list[str]]:
+    """Makes updates over ``boxes``; returns what each destination reported complete in the last. ``alone``: the size from which
+    segments travel alone.
+    """
+    plan, sources, expected = setting(case)
+    completed: list[list[str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(move, "SINGLE_SEGMENT_BYTES", alone)
+        groups = boxes(plan)
+        for _ in range(updates):
+            found = [blank(params) for params in expected]
+            completed = carry_out(plan, sources, found, limit=limit, boxes=groups)
+            for wanted, got in zip(expected, found, strict=True):
+                assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+    return completed
+
+
+SIZES = {"limit": st.sampled_from([64, 1000, 2**20]), "alone": st.sampled_from([1, 100, 2**18])}
 
 
 def mailboxes(world: int) -> list[Mailbox]:

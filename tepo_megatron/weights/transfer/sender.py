@@ -59,7 +59,7 @@ class ShardSender:
         transport: TransportName = "gloo",
         or_gloo: bool = False,
     ) -> None:
-        self.num_sources, self.world_size = plan.num_sources, plan.num_sources + plan.num_destinations
+        self.num_sources, self.world_size = plan.num_sources, plan.world_size
         self._plan, self._params, self._rank, self._timeout_s = plan, params, rank, timeout_s
         self._broadcast_from_root = broadcast_from_root
         self._wire = wire_dtype(next(iter(params.values())).dtype, dtype)

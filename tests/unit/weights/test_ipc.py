@@ -30,9 +30,9 @@ from tepo_megatron.weights.transfer.transports.ipc import IpcGroup, join_ipc, so
 from tests.support.programs import TIMEOUT_S
 from tests.support.reshard_models import Case, cases, small_spec
 from tests.support.thread_transport import Mailbox
-from tests.support.transfers import blank, carry_out, mailboxes, setting
+from tests.support.transfers import SIZES, assert_all_arrives, blank, carry_out, mailboxes, setting
 
-CPU = torch.device("cpu")
+CPU, HOST = torch.device("cpu"), "127.0.0.1"
 
 
 class Memory:
@@ -89,46 +89,38 @@ def enter(box: Any, store: Any, member: Member, memory: Memory) -> IpcGroup:
     return join_ipc(joining(box), store, member, join_leg=lambda gloo: gloo, handles=memory)
 
 
-def members(plan: ReshardPlan, boxes: list[Mailbox], memory: Memory, *, limit: int, relayed: bool = False) -> list[IpcGroup]:
-    """Every rank's transport, as sender and worker make it: destinations find the source on their GPU by ``plan.local``."""
-    store: Any = Store()
-    made: list[IpcGroup] = []
-    world = plan.num_sources + plan.num_destinations
-    for rank in range(plan.num_sources):
+def member_of(plan: ReshardPlan, rank: int, *, limit: int, relayed: bool) -> Member:
+    """As sender and worker make it: destinations find the source on their GPU by ``plan.local``."""
+    if rank < plan.num_sources:
         outgoing = queues(source_ends(plan, rank), itemsize=8, limit=limit)
         near = [plan.num_sources + to for to, source in plan.local.items() if source == rank]
         receivers = {peer: max(message_sizes(outgoing[peer], 8)) for peer in near if peer in outgoing}
         routes = source_routes(plan, rank, itemsize=8, limit=limit) if relayed else RelayRoutes()
-        member = Member(rank, world, CPU, "", same_gpu_receivers=receivers, routes=routes)
-        made.append(enter(boxes[rank], store, member, memory))
-    for to in range(plan.num_destinations):
-        text = encode_order(destination_ends(plan, to), torch.float64, limit, near=plan.local.get(to), relayed=relayed)
-        order, rank = ReceiveOrder.decode(text), plan.num_sources + to
-        member = Member(rank, world, CPU, "", same_gpu_senders=order.same_gpu_senders, routes=order.routes)
-        made.append(enter(boxes[rank], store, member, memory))
+        return Member(rank, plan.world_size, CPU, HOST, same_gpu_receivers=receivers, routes=routes)
+    to = rank - plan.num_sources
+    text = encode_order(destination_ends(plan, to), torch.float64, limit, near=plan.local.get(to), relayed=relayed)
+    order = ReceiveOrder.decode(text)
+    return Member(rank, plan.world_size, CPU, HOST, same_gpu_senders=order.same_gpu_senders, routes=order.routes)
+
+
+def members(
+    plan: ReshardPlan, boxes: list[Mailbox], memory: Memory | None = None, *, limit: int, relayed: bool = False
+) -> list[IpcGroup]:
+    store: Any = Store()
+    memory = memory or Memory()
+    made = [enter(box, store, member_of(plan, rank, limit=limit, relayed=relayed), memory) for rank, box in enumerate(boxes)]
     assert all(json.loads(value) for value in store.values.values())
     return made
 
 
 @settings(max_examples=12, deadline=None)
-@given(
-    case=cases(),
-    limit=st.sampled_from([64, 1000, 2**20]),
-    alone=st.sampled_from([1, 100, 2**18]),
-    updates=st.sampled_from([1, 2]),
-)
+@given(case=cases(), **SIZES, updates=st.sampled_from([1, 2]))
 def test_what_goes_to_another_gpu_is_passed_on_by_the_rank_there(case: Case, limit: int, alone: int, updates: int) -> None:
     """Between a rank and a worker that has a rank on its GPU nothing but signals cross."""
-    plan, sources, expected = setting(case)
-    boxes = mailboxes(plan.num_sources + plan.num_destinations)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(move, "SINGLE_SEGMENT_BYTES", alone)
-        groups = members(plan, boxes, Memory(), limit=limit, relayed=True)
-        for _ in range(updates):
-            found = [blank(params) for params in expected]
-            carry_out(plan, sources, found, limit=limit, boxes=groups)
-            for wanted, got in zip(expected, found, strict=True):
-                assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+    plan = setting(case)[0]
+    boxes = mailboxes(plan.world_size)
+    groups = partial(members, boxes=boxes, limit=limit, relayed=True)
+    assert_all_arrives(case, limit=limit, alone=alone, boxes=groups, updates=updates)
     near = {plan.num_sources + to for to in plan.local}
     for box in boxes:
         assert all(size <= 1 for peer, size in box.sizes if peer in near or box.rank in near)
@@ -138,19 +130,12 @@ def test_it_is_passed_on_over_real_gloo_and_a_worker_that_leaves_ends_it_on_all_
     """Two trainer ranks and two workers; half of each worker's weights come from the other's GPU. gloo is NCCL's stand-in."""
     case = Case(small_spec(), MegatronParallel(tp=2), VllmParallel(tp=1, replicas=2), {0: 0, 1: 1})
     plan, sources, expected = setting(case)
-    memory, host, limit = Memory(), "127.0.0.1", 2000
+    memory, host, limit = Memory(), HOST, 2000
     store, place = transport.listen(host)
 
     def enter_world(rank: int) -> IpcGroup:
         mine = store if rank == 0 else transport.connect(host, place, TIMEOUT_S)
-        if rank < 2:
-            queue = queues(source_ends(plan, rank), itemsize=8, limit=limit)[2 + rank]
-            routes = source_routes(plan, rank, itemsize=8, limit=limit)
-            member = Member(rank, 4, CPU, host, same_gpu_receivers={2 + rank: max(message_sizes(queue, 8))}, routes=routes)
-        else:
-            text = encode_order(destination_ends(plan, rank - 2), torch.float64, limit, near=rank - 2, relayed=True)
-            order = ReceiveOrder.decode(text)
-            member = Member(rank, 4, CPU, host, same_gpu_senders=order.same_gpu_senders, routes=order.routes)
+        member = member_of(plan, rank, limit=limit, relayed=True)
         gloo = partial(GlooGroup, mine, host, rank, 4, TIMEOUT_S)
         return join_ipc(gloo, mine, member, join_leg=lambda gloo: gloo, handles=memory)
 
@@ -185,7 +170,7 @@ def test_a_bit_that_changes_in_shared_memory_or_between_ranks_is_noticed(relayed
     else:
         case = Case(small_spec(), MegatronParallel(), VllmParallel(), {0: 0})
     plan, sources, expected = setting(case)
-    boxes, memory = mailboxes(plan.num_sources + plan.num_destinations), Memory()
+    boxes, memory = mailboxes(plan.world_size), Memory()
     groups = members(plan, boxes, memory, limit=2**20, relayed=relayed)
     boxes[0].corrupt, memory.corrupt = relayed, not relayed
     with pytest.raises(RuntimeError, match=r"tensors did not arrive as they were sent: '.*' \(sent .* from rank [01]"):
@@ -200,16 +185,11 @@ def test_a_plan_without_other_gpus_has_no_routes() -> None:
 
 
 @settings(max_examples=12, deadline=None)
-@given(case=cases(), limit=st.sampled_from([64, 1000, 2**20]), alone=st.sampled_from([1, 100, 2**18]))
+@given(case=cases(), **SIZES)
 def test_what_is_local_goes_through_slots_and_all_of_it_arrives(case: Case, limit: int, alone: int) -> None:
-    plan, sources, expected = setting(case)
-    found = [blank(params) for params in expected]
-    boxes = mailboxes(plan.num_sources + plan.num_destinations)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(move, "SINGLE_SEGMENT_BYTES", alone)
-        carry_out(plan, sources, found, limit=limit, boxes=members(plan, boxes, Memory(), limit=limit))
-    for wanted, got in zip(expected, found, strict=True):
-        assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+    plan = setting(case)[0]
+    boxes = mailboxes(plan.world_size)
+    assert_all_arrives(case, limit=limit, alone=alone, boxes=partial(members, boxes=boxes, limit=limit))
     local = {(source, plan.num_sources + to) for to, source in plan.local.items()}
     if all((move.source, plan.num_sources + move.destination) in local for move in plan.moves):
         assert max(box.largest for box in boxes) <= 1  # only signals crossed

@@ -18,20 +18,15 @@ from tepo_megatron.weights.transfer.digests import BLOCK_BYTES, TensorDigests, d
 from tepo_megatron.weights.transfer.move import MoveEnd, message_bytes, queues, wire_dtype
 from tests.support.reshard_models import MOE, Case, cases, small_spec
 from tests.support.thread_transport import Mailbox
-from tests.support.transfers import blank, carry_out, mailboxes, setting
+from tests.support.transfers import SIZES, assert_all_arrives, blank, carry_out, mailboxes, setting
 
 
 @settings(max_examples=40, deadline=None)
-@given(case=cases(), limit=st.sampled_from([64, 1000, 2**20]), alone=st.sampled_from([1, 100, 2**18]))
+@given(case=cases(), **SIZES)
 def test_every_destination_becomes_what_the_plan_promises(case: Case, limit: int, alone: int) -> None:
-    plan, sources, expected = setting(case)
-    found = [blank(params) for params in expected]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(move, "SINGLE_SEGMENT_BYTES", alone)
-        completed = carry_out(plan, sources, found, limit=limit)
-    for wanted, got, names in zip(expected, found, completed, strict=True):
+    completed = assert_all_arrives(case, limit=limit, alone=alone)
+    for wanted, names in zip(setting(case)[2], completed, strict=True):
         assert sorted(names) == sorted(name for name in wanted if wanted[name].any())  # a vocabulary shard may be padding
-        assert all(torch.equal(wanted[name], got[name]) for name in wanted)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +43,7 @@ def test_the_smaller_dtype_travels(source: torch.dtype, destination: torch.dtype
     plan, sources, expected = setting(Case(small_spec(), MegatronParallel(2, 2), VllmParallel(2), {}))
     sources = [{name: tensor.sin().to(source) for name, tensor in params.items()} for params in sources]
     found = [blank(params, destination) for params in expected]
-    boxes = mailboxes(plan.num_sources + plan.num_destinations)
-    carry_out(plan, sources, found, limit=4096, boxes=boxes)
+    carry_out(plan, sources, found, limit=4096)
     for rank, got in enumerate(found):
         for moved in plan.receives(rank):
             given = moved.source_region.view(sources[moved.source][moved.source_param])
@@ -97,7 +91,7 @@ def test_one_flipped_bit_is_noticed_and_its_tensor_ranks_and_digests_are_named(
 ) -> None:
     plan, sources, expected = setting(case)
     sources = [{name: tensor.float() for name, tensor in params.items()} for params in sources]
-    boxes = mailboxes(plan.num_sources + plan.num_destinations)
+    boxes = mailboxes(plan.world_size)
     victim = data.draw(st.integers(0, plan.num_destinations - 1), label="destination rank")
     size = sum(moved.numel * 4 for moved in plan.receives(victim))
     old = boxes[plan.num_sources + victim]

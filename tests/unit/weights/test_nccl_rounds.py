@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
-from tepo_megatron.weights.transfer import move
 from tepo_megatron.weights.transfer.transports import nccl
 from tepo_megatron.weights.transfer.transports.nccl import NcclGroup
 from tests.support.programs import TIMEOUT_S
 from tests.support.reshard_models import Case, cases, small_spec
-from tests.support.transfers import blank, carry_out, setting
+from tests.support.transfers import SIZES, assert_all_arrives, blank, carry_out, setting
 
 CPU = torch.device("cpu")
 
@@ -203,18 +202,9 @@ class Leaving(NcclGroup):
 
 
 @settings(max_examples=15, deadline=None)
-@given(
-    case=cases(), limit=st.sampled_from([64, 1000, 2**20]), alone=st.sampled_from([1, 100, 2**18]), seed=st.integers(0, 2**16)
-)
+@given(case=cases(), **SIZES, seed=st.integers(0, 2**16))
 def test_whatever_the_plan_all_rounds_end_and_bring_what_they_should(case: Case, limit: int, alone: int, seed: int) -> None:
-    plan, sources, expected = setting(case)
-    found = [blank(params) for params in expected]
-    boxes = groups(plan.num_sources + plan.num_destinations, Fabric(seed))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(move, "SINGLE_SEGMENT_BYTES", alone)
-        carry_out(plan, sources, found, limit=limit, boxes=boxes)
-    for wanted, got in zip(expected, found, strict=True):
-        assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+    assert_all_arrives(case, limit=limit, alone=alone, boxes=lambda plan: groups(plan.world_size, Fabric(seed)))
 
 
 def test_the_stand_in_hangs_where_nccl_would() -> None:
