@@ -54,13 +54,13 @@ def _run(
     [dim]tepo launch examples/llama3.3-70b/run.yaml cluster.partition=h100 cluster.account=rl[/]
     """
     from tepo_megatron.launch import nemo
-    from tepo_megatron.launch.job import check_time_limit
+    from tepo_megatron.launch.job import Job
     from tepo_megatron.plan import check_plan, make_plan
 
     with user_errors():
         config = _load(run, [*(overrides or ()), *(["train.resume=true"] if resume else [])], trains=True)
         if executor is _Executor.SLURM:
-            check_time_limit(config)
+            Job(config).check_time_limit()
         plan = make_plan(config)
         if dry_run and not as_json:
             _show_plan(plan)

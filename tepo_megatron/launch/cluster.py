@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
-from tepo_megatron.launch.job import BUILTIN, custom_code_files
+from tepo_megatron.launch.job import BUILTIN, Job
 
 if TYPE_CHECKING:
     from nemo_run.core.tunnel.client import Tunnel
@@ -65,7 +65,7 @@ class ClusterRun:
                     f"objective.plugins: {plugin} does not exist on {where}; put the same file at the same path there, or "
                     "install the module on both sides and name it"
                 )
-        for field, file in custom_code_files(config).items():
+        for field, file in Job(config).custom_code_files.items():
             if not self._has(file):
                 raise ValueError(f"{field}: {file} does not exist on {where}; put the file there")
 

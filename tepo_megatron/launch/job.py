@@ -36,17 +36,6 @@ class Role:
     arguments: tuple[str, ...] = ()
 
 
-def roles(config: RunConfig) -> list[Role]:
-    """The trainer's nodes come first. ``config`` is a result of :func:`on_nodes`."""
-    cluster, head_node = config.cluster, ("$head_node_ip",)
-    train = Role("train", 0, cluster.train_nodes, _train_script(config), cluster.container, head_node)
-    if not cluster.rollout_nodes:
-        return [train]
-    python, container = cluster.rollout_python or cluster.python, cluster.rollout_container or cluster.container
-    script = _fill("serve.sh", config, python=python, nodes=cluster.rollout_nodes, grace=math.ceil(config.train.grace_s))
-    return [train, Role("serve", cluster.train_nodes, cluster.rollout_nodes, script, container)]
-
-
 def on_nodes(config: RunConfig) -> RunConfig:
     """Makes paths absolute; external servers get nodes of their own.
 
@@ -62,48 +51,6 @@ def on_nodes(config: RunConfig) -> RunConfig:
         return config
     server = config.rollout.server.model_copy(update={"placement": "external", "registry": output / "servers"})
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
-
-
-def mounts(config: RunConfig) -> list[str]:
-    """Returns source:target."""
-    folders = {str(config.output), config.model.path}
-    adapters = config.model.lora and config.model.lora.path
-    speculative = config.rollout.server.speculative
-    optional = (config.model.shards, adapters, config.rollout.replay, speculative and speculative.draft_model)
-    folders |= {str(folder) for folder in optional if folder is not None}
-    files = [*config.data.paths.values(), *config.evaluate.paths.values()]
-    if config.environment is not None and config.environment.key_file is not None:
-        files.append(str(config.environment.key_file))
-    # custom code can import its neighbours
-    files += [*custom_code_files(config).values(), *(name for name in config.objective.plugins if name.startswith("/"))]
-    folders |= {file if file.startswith(BUILTIN) else str(PurePosixPath(file).parent) for file in files}
-    local = sorted(f"{folder}:{folder}" for folder in folders if not folder.startswith(BUILTIN))
-    return list(dict.fromkeys([*local, *config.cluster.mounts]))
-
-
-def _train_script(config: RunConfig) -> str:
-    cluster = config.cluster
-    ranks = config.engine.parallel.world_size // cluster.train_nodes
-    text = _fill("train.sh", config, python=cluster.python, nodes=cluster.train_nodes, ranks=ranks)
-    return text.replace(" @needed@", "" if config.engine.platform == "cpu" else " transformer-engine")
-
-
-def batch_lines(config: RunConfig) -> str:
-    """Forwards Slurm's warning and requeues the job."""
-    return _fill("batch.sh", config, max_requeues=config.cluster.max_requeues)
-
-
-def warning_lead_s(config: RunConfig) -> int:
-    """Returns the time from SIGUSR1 to Slurm's limit."""
-    return math.ceil(config.train.warning_s) + _JOB_END_S
-
-
-def _fill(template: str, config: RunConfig, **values: str | int) -> str:
-    text = (Path(__file__).parent / "templates" / template).read_text()
-    replacements = {"output": str(config.output), "interface": config.rollout.server.interface or "", **values}
-    for name, value in replacements.items():
-        text = text.replace(f"@{name}@", shlex.quote(str(value)))
-    return text.replace("@setup@\n", "".join(f"{line}\n" for line in config.cluster.setup))
 
 
 def _absolute(field: str, path: str, config: RunConfig) -> str:
@@ -137,19 +84,6 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     return changed.model_copy(update={"train": train, "model": model, **parts})
 
 
-def custom_code_files(config: RunConfig) -> dict[str, str]:
-    """Field → file."""
-    result = {}
-
-    def note(field: str, value: Any) -> Any:
-        if isinstance(value, str) and _CUSTOM_CODE.fullmatch(value):
-            result[field] = value.rpartition(":")[0]
-        return value
-
-    _changed(config, "", note)
-    return result
-
-
 def _changed(value: Any, field: str, change: _ValueChange) -> Any:
     if isinstance(value, Section):
         parts = {name: getattr(value, name) for name in type(value).model_fields if name not in _NOT_OURS}
@@ -162,15 +96,84 @@ def _changed(value: Any, field: str, change: _ValueChange) -> Any:
     return change(field, value)
 
 
-def check_time_limit(config: RunConfig) -> None:
-    """Slurm must not warn a job that just starts."""
-    days, _, clock = config.cluster.time_limit.rpartition("-")
-    hours, minutes, seconds = (int(part) for part in clock.split(":"))
-    limit_s = ((24 * int(days or 0) + hours) * 60 + minutes) * 60 + seconds
-    warned_s = warning_lead_s(config)
-    if limit_s <= warned_s:
-        raise ValueError(
-            f"cluster.time_limit = {config.cluster.time_limit} is over before the job could do anything: Slurm warns it "
-            f"{warned_s} s before the end (train.warning_s = {config.train.warning_s:g}, and {_JOB_END_S} s for the job's own "
-            "end); give it more time, or lower train.warning_s"
-        )
+@dataclass(frozen=True)
+class Job:
+    """``config`` is a result of :func:`on_nodes`."""
+
+    config: RunConfig
+
+    @property
+    def roles(self) -> list[Role]:
+        """The trainer's nodes come first."""
+        cluster, head_node = self.config.cluster, ("$head_node_ip",)
+        train = Role("train", 0, cluster.train_nodes, self._train_script(), cluster.container, head_node)
+        if not cluster.rollout_nodes:
+            return [train]
+        python, container = cluster.rollout_python or cluster.python, cluster.rollout_container or cluster.container
+        script = self._fill("serve.sh", python=python, nodes=cluster.rollout_nodes, grace=math.ceil(self.config.train.grace_s))
+        return [train, Role("serve", cluster.train_nodes, cluster.rollout_nodes, script, container)]
+
+    @property
+    def mounts(self) -> list[str]:
+        """Returns source:target."""
+        folders = {str(self.config.output), self.config.model.path}
+        adapters = self.config.model.lora and self.config.model.lora.path
+        speculative = self.config.rollout.server.speculative
+        optional = (self.config.model.shards, adapters, self.config.rollout.replay, speculative and speculative.draft_model)
+        folders |= {str(folder) for folder in optional if folder is not None}
+        files = [*self.config.data.paths.values(), *self.config.evaluate.paths.values()]
+        if self.config.environment is not None and self.config.environment.key_file is not None:
+            files.append(str(self.config.environment.key_file))
+        # custom code can import its neighbours
+        files += [*self.custom_code_files.values(), *(name for name in self.config.objective.plugins if name.startswith("/"))]
+        folders |= {file if file.startswith(BUILTIN) else str(PurePosixPath(file).parent) for file in files}
+        local = sorted(f"{folder}:{folder}" for folder in folders if not folder.startswith(BUILTIN))
+        return list(dict.fromkeys([*local, *self.config.cluster.mounts]))
+
+    @property
+    def batch_lines(self) -> str:
+        """Forwards Slurm's warning and requeues the job."""
+        return self._fill("batch.sh", max_requeues=self.config.cluster.max_requeues)
+
+    @property
+    def warning_lead_s(self) -> int:
+        """Returns the time from SIGUSR1 to Slurm's limit."""
+        return math.ceil(self.config.train.warning_s) + _JOB_END_S
+
+    @property
+    def custom_code_files(self) -> dict[str, str]:
+        """Field → file."""
+        result = {}
+
+        def note(field: str, value: Any) -> Any:
+            if isinstance(value, str) and _CUSTOM_CODE.fullmatch(value):
+                result[field] = value.rpartition(":")[0]
+            return value
+
+        _changed(self.config, "", note)
+        return result
+
+    def check_time_limit(self) -> None:
+        """Slurm must not warn a job that just starts."""
+        limit, warning_s, warned_s = self.config.cluster.time_limit, self.config.train.warning_s, self.warning_lead_s
+        days, _, clock = limit.rpartition("-")
+        hours, minutes, seconds = (int(part) for part in clock.split(":"))
+        if ((24 * int(days or 0) + hours) * 60 + minutes) * 60 + seconds <= warned_s:
+            raise ValueError(
+                f"cluster.time_limit = {limit} is over before the job could do anything: Slurm warns it {warned_s} s before the "
+                f"end (train.warning_s = {warning_s:g}, and {_JOB_END_S} s for the job's own end); give it more time, or lower "
+                "train.warning_s"
+            )
+
+    def _train_script(self) -> str:
+        cluster = self.config.cluster
+        ranks = self.config.engine.parallel.world_size // cluster.train_nodes
+        text = self._fill("train.sh", python=cluster.python, nodes=cluster.train_nodes, ranks=ranks)
+        return text.replace(" @needed@", "" if self.config.engine.platform == "cpu" else " transformer-engine")
+
+    def _fill(self, template: str, **values: str | int) -> str:
+        text = (Path(__file__).parent / "templates" / template).read_text()
+        replacements = {"output": str(self.config.output), "interface": self.config.rollout.server.interface or "", **values}
+        for name, value in replacements.items():
+            text = text.replace(f"@{name}@", shlex.quote(str(value)))
+        return text.replace("@setup@\n", "".join(f"{line}\n" for line in self.config.cluster.setup))

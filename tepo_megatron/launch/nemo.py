@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import ClusterConfig, RunConfig
 from tepo_megatron.launch.cluster import ClusterRun
-from tepo_megatron.launch.job import Role, batch_lines, mounts, roles, warning_lead_s
+from tepo_megatron.launch.job import Job, Role
 
 if TYPE_CHECKING:
     from nemo_run import SlurmExecutor
@@ -60,7 +60,7 @@ def write_scripts(config: RunConfig) -> Scripts:
     with tempfile.TemporaryDirectory(prefix="tepo-launch-") as folder, _experiment(config, Path(folder)) as experiment:
         experiment.dryrun(log=False, delete_exp_dir=False)
         (sbatch,) = Path(folder).rglob("*_sbatch.sh")
-        return Scripts(sbatch.read_text(), {f"{role.name}.sh": role.script for role in roles(config)})
+        return Scripts(sbatch.read_text(), {f"{role.name}.sh": role.script for role in Job(config).roles})
 
 
 def submit(config: RunConfig) -> str:
@@ -98,7 +98,7 @@ def run_locally(config: RunConfig) -> int:
 def _experiment(config: RunConfig, folder: Path) -> Iterator[Any]:
     import nemo_run
 
-    every, launch = roles(config), config.output / "launch"
+    every, launch = Job(config).roles, config.output / "launch"
     with nemo_run.Experiment(_TITLE, base_dir=str(folder), **_QUIET) as experiment:
         experiment.add(
             [nemo_run.Script(path=str(launch / f"{role.name}.sh"), args=list(role.arguments)) for role in every],
@@ -127,14 +127,14 @@ def _executor(config: RunConfig, role: Role) -> SlurmExecutor:
         exclusive=True,
         mem="0",
         container_image=role.container,
-        container_mounts=mounts(config) if role.container else [],
+        container_mounts=Job(config).mounts if role.container else [],
         srun_args=[*placed, *(["--no-container-mount-home"] if role.container else [])],
         # NeMo-Run itself asks for --requeue, and for logs that a job's next start continues (open-mode=append)
-        additional_parameters={"signal": f"B:USR1@{warning_lead_s(config)}", **_sbatch_options(cluster)},
+        additional_parameters={"signal": f"B:USR1@{Job(config).warning_lead_s}", **_sbatch_options(cluster)},
         job_details=JobLogs(job_name=f"{_TITLE}-{config.output.name}", folder=str(config.output / "logs"), role=role.name),
         tunnel=_tunnel(cluster, job_dir=str(config.output / "launch" / "nemo" / "experiments")),
         packager=nemo_run.Packager(),
-        setup_lines=f"{_head_address(config.rollout.server.interface)}\n{batch_lines(config)}",
+        setup_lines=f"{_head_address(config.rollout.server.interface)}\n{Job(config).batch_lines}",
         wait_time_for_group_job=0,
         monitor_group_job_wait_time=_ROLE_POLL_INTERVAL_S,
         poll_estimated_start_time=False,

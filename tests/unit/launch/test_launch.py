@@ -19,7 +19,7 @@ import pytest
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved, load_run
 from tepo_megatron.launch.cluster import ClusterRun
-from tepo_megatron.launch.job import batch_lines, check_time_limit, mounts, on_nodes, roles
+from tepo_megatron.launch.job import Job, on_nodes
 from tepo_megatron.launch.record import submission
 from tests.support.programs import TIMEOUT_S
 
@@ -32,7 +32,7 @@ def job(*overrides: str) -> RunConfig:
 
 
 def script_of(role: str, config: RunConfig) -> str:
-    (script,) = (each.script for each in roles(config) if each.name == role)
+    (script,) = (each.script for each in Job(config).roles if each.name == role)
     return script
 
 
@@ -118,8 +118,8 @@ def test_the_nodes_read_absolute_paths_and_external_servers() -> None:
     assert config.rollout.server.placement == "external"
     assert config.rollout.server.registry == config.output / "servers"
     assert job("cluster.rollout_nodes=0").rollout.server.placement == "local"
-    assert mounts(config) == [f"{Path.cwd()}/d:{Path.cwd()}/d", f"{config.output}:{config.output}"]
-    assert "/a/shards:/a/shards" in mounts(job("model.path=/a/model", "model.shards=/a/shards", "output=/o"))
+    assert Job(config).mounts == [f"{Path.cwd()}/d:{Path.cwd()}/d", f"{config.output}:{config.output}"]
+    assert "/a/shards:/a/shards" in Job(job("model.path=/a/model", "model.shards=/a/shards", "output=/o")).mounts
 
 
 OWN_CODE = {
@@ -150,7 +150,7 @@ def test_own_code_is_named_absolutely_mounted_and_looked_for(tmp_path: Path, mon
     assert early == f"{tmp_path}/k/call.py:Early"
     assert not isinstance(late, str)
     assert (late.callback, late.kwargs) == (f"{tmp_path}/k/back.py:Late", {"at": "k/stays.py:f"})
-    assert {f"{tmp_path}/{each}:{tmp_path}/{each}" for each in "rcsegk"} <= set(mounts(config))
+    assert {f"{tmp_path}/{each}:{tmp_path}/{each}" for each in "rcsegk"} <= set(Job(config).mounts)
     with pytest.raises(ValueError, match=r"reward.verifier: .*/r/score.py does not exist on this machine; put the file there"):
         ClusterRun(job(f"output={tmp_path}/new", "reward.verifier=r/score.py:f"), Shell()).check()
     with pytest.raises(ValueError, match=r"data.order = 'c/choose.py' is relative, but with cluster.ssh"):
@@ -162,7 +162,7 @@ def test_an_environment_and_its_key_are_named_absolutely(tmp_path: Path, monkeyp
     config = job("output=/o", "environment={name: 'e/game.py:Game', servers: ['http://n7:8400'], key_file: k/key}")
     assert config.environment is not None
     assert (config.environment.name, config.environment.key_file) == (f"{tmp_path}/e/game.py:Game", tmp_path / "k/key")
-    assert {f"{tmp_path}/{each}:{tmp_path}/{each}" for each in "ek"} <= set(mounts(config))
+    assert {f"{tmp_path}/{each}:{tmp_path}/{each}" for each in "ek"} <= set(Job(config).mounts)
 
 
 def test_what_the_nodes_read_is_the_same_run_when_read_back(tmp_path: Path) -> None:
@@ -174,11 +174,11 @@ def test_what_the_nodes_read_is_the_same_run_when_read_back(tmp_path: Path) -> N
 
 def test_roles_follow_each_other_over_the_nodes() -> None:
     config = job("cluster.train_nodes=3", "engine.parallel.dp=3", "cluster.rollout_nodes=2", "cluster.container=a", "output=/o")
-    assert [(role.name, role.first_node, role.nodes, role.container) for role in roles(config)] == [
+    assert [(role.name, role.first_node, role.nodes, role.container) for role in Job(config).roles] == [
         ("train", 0, 3, "a"),
         ("serve", 3, 2, "a"),
     ]
-    assert "--nodes 2 " in roles(config)[1].script
+    assert "--nodes 2 " in Job(config).roles[1].script
 
 
 @pytest.mark.parametrize(
@@ -221,10 +221,10 @@ def test_what_the_cluster_lacks_is_one_sentence(overrides: list[str], message: s
 def test_a_job_that_would_be_warned_at_once_is_refused(limit: str, warning: int, fits: bool) -> None:
     config = job(f"cluster.time_limit={limit}", f"train.warning_s={warning}")
     if fits:
-        check_time_limit(config)
+        Job(config).check_time_limit()
         return
     with pytest.raises(ValueError, match=rf"cluster.time_limit = {limit} is over before .* Slurm warns it {warning + 30} s"):
-        check_time_limit(config)
+        Job(config).check_time_limit()
 
 
 def batch(folder: Path, config: RunConfig, then: str, **environment: str) -> tuple[int, str]:
@@ -232,7 +232,7 @@ def batch(folder: Path, config: RunConfig, then: str, **environment: str) -> tup
     (folder / "scontrol").write_text('#!/bin/sh\necho "scontrol $*"\n')
     (folder / "scontrol").chmod(0o755)
     done = subprocess.run(
-        ["bash", "-c", f"{batch_lines(config)}\n{then}"],
+        ["bash", "-c", f"{Job(config).batch_lines}\n{then}"],
         env={"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7", **environment},
         capture_output=True,
         text=True,

@@ -287,8 +287,8 @@ def test_a_login_node_without_torch_reads_plans_and_launches_a_run_with_plugins(
         "import tepo_megatron\n"
         "config = tepo_megatron.load_run(None, sys.argv[1:])\n"
         "tepo_megatron.make_plan(config)\n"
-        "from tepo_megatron.launch.job import mounts, on_nodes, roles\n"
-        "print(mounts(on_nodes(config)), len(roles(on_nodes(config))))\n"
+        "from tepo_megatron.launch.job import Job, on_nodes\n"
+        "print(Job(on_nodes(config)).mounts, len(Job(on_nodes(config)).roles))\n"
     )
     given = [f"objective.preset={EXAMPLE}/my_sapo.yaml", f"output={tmp_path}", "rollout.sampling.max_new_tokens=32"]
     done = subprocess.run([sys.executable, "-c", script, *given], capture_output=True, text=True, cwd=ROOT)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import LoraConfig, ParallelConfig, RunConfig
 from tepo_megatron.config.load import load_run
-from tepo_megatron.launch.job import mounts, on_nodes, roles
+from tepo_megatron.launch.job import Job, on_nodes
 from tepo_megatron.plan import make_plan
 from tepo_megatron.plan import memory as of_the_plan
 from tepo_megatron.plan.memory import FUSED_HEAD_CHUNK, RankMemory, TrainingRanks
@@ -278,12 +278,12 @@ def test_experts_are_counted_apart(ep: int) -> None:
 
 def test_the_job_of_the_recipe_is_one_node_that_trains_and_samples() -> None:
     config = on_nodes(load_run(LORA, ["model.lora.path=adapters"]))
-    (role,) = roles(config)
+    (role,) = Job(config).roles
     assert role.nodes == 1
     assert "--nproc" in role.script
     assert config.model.lora is not None
     assert config.model.lora.path == Path.cwd() / "adapters"
-    assert f"{Path.cwd()}/adapters:{Path.cwd()}/adapters" in mounts(config)
+    assert f"{Path.cwd()}/adapters:{Path.cwd()}/adapters" in Job(config).mounts
 
 
 # -- models with experts
