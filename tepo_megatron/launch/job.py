@@ -160,9 +160,9 @@ class Job:
         hours, minutes, seconds = (int(part) for part in clock.split(":"))
         if ((24 * int(days or 0) + hours) * 60 + minutes) * 60 + seconds <= warned_s:
             raise ValueError(
-                f"cluster.time_limit = {limit} is over before the job could do anything: Slurm warns it {warned_s} s before the "
-                f"end (train.warning_s = {warning_s:g}, and {_JOB_END_S} s for the job's own end); give it more time, or lower "
-                "train.warning_s"
+                f"cluster.time_limit = {limit} is over before the job could do anything: Slurm warns it {warned_s} s before "
+                f"the end (train.warning_s = {warning_s:g}, and {_JOB_END_S} s for the job's own end); give it more time, or "
+                "lower train.warning_s"
             )
 
     def _train_script(self) -> str:
