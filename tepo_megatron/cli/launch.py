@@ -96,7 +96,7 @@ def _status(run: RunFile, overrides: Overrides = None) -> None:
     with user_errors():
         config = _load(run, overrides or ())
         cluster = nemo.connect(config)
-        job = cluster.job
+        job = cluster.newest_job
         echo(f"job {job}: {cluster.status(job)}")
 
 
@@ -131,7 +131,7 @@ def _cancel(run: RunFile, overrides: Overrides = None) -> None:
     with user_errors():
         config = _load(run, overrides or ())
         cluster = nemo.connect(config)
-        job = cluster.job
+        job = cluster.newest_job
         cluster.cancel(job)
         echo(f"cancelled job {job}")
 

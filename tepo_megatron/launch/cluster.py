@@ -1,4 +1,4 @@
-"""A run's folder and jobs on a cluster: what is missing there, files, states and logs."""
+"""Checks, files, states and logs of a run on a cluster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ClusterRun:
     tunnel: Tunnel
 
     def check(self) -> None:
-        """Raises ValueError for what is missing, before a job is submitted."""
+        """Raises ValueError for a missing file, image or checkpoint, and for an output folder in use."""
         self._check_files()
         self._check_images()
         self._check_output()
@@ -133,8 +133,7 @@ class ClusterRun:
         return saved
 
     @property
-    def job(self) -> str:
-        """The newest."""
+    def newest_job(self) -> str:
         return str(self._saved_job()["job"])
 
     def status(self, job: str) -> str:

@@ -142,7 +142,6 @@ class Job:
 
     @property
     def custom_code_files(self) -> dict[str, str]:
-        """Field → file."""
         result = {}
 
         def note(field: str, value: Any) -> Any:

@@ -62,7 +62,7 @@ class ServerMemory:
 
 @dataclass(frozen=True)
 class SyncTraffic:
-    """``…_most``: of the busiest rank or worker."""
+    """``…_most`` is that of the busiest rank or worker."""
 
     moves: int
     bytes_total: int
@@ -113,7 +113,7 @@ def _kv_bytes_per_token(spec: ModelSpec, tp: int, element: int) -> float:
 
 
 def _link_rate(cluster: ClusterConfig, *, across: bool) -> float:
-    """Bytes per second, within a node or ``across`` nodes."""
+    """Returns bytes per second within a node, or ``across`` nodes."""
     return (cluster.network_gb_per_s if across else cluster.nvlink_gb_per_s) * 1e9 * cluster.link_efficiency
 
 

@@ -223,8 +223,8 @@ def lay_out(
         else:
             for start, stop, row in row_blocks(mapping, shape[0]):
                 if start < stop:  # empty on a rank whose rows are all padding
-                    at, end = first + row, first + row + stop - start
-                    yield Box((start, *zeros), (stop, *shape[1:])), Box((at, *zeros), (end, *shape[1:]))
+                    begin, end = first + row, first + row + stop - start
+                    yield Box((start, *zeros), (stop, *shape[1:])), Box((begin, *zeros), (end, *shape[1:]))
 
     shards: list[Shard] = []
     params: dict[str, tuple[int, ...]] = {}

@@ -217,7 +217,7 @@ class _Exchange:
         return ((peer, queue[number]) for peer, queue in self._queues.items() if 0 <= number < len(queue))
 
     def start(self, data: Mapping[int, Tensor], number: int | None = None) -> None:
-        """``number`` None: the digests', also below."""
+        """``number`` None stands for the digests, also below."""
         if not data:
             return
         start = self._transport.send if self._direction == "sending" else self._transport.receive

@@ -186,7 +186,7 @@ class ReceiveOrder(NamedTuple):
 
     @staticmethod
     def key(rank: int) -> str:
-        """Of the rendezvous store."""
+        """Names the entry in the rendezvous store."""
         return f"order/{rank}"
 
     @classmethod

@@ -323,10 +323,10 @@ def test_delivered_files_and_the_jobs_number_are_found_again(tmp_path: Path) -> 
     config = job(f"output={tmp_path}/out")
     run = ClusterRun(config, Shell())
     with pytest.raises(ValueError, match="no job was submitted"):
-        run.job  # noqa: B018
+        run.newest_job  # noqa: B018
     run.upload({"train.sh": "true\n"}, {"git": {}})
     run.save_job("42")
-    assert run.job == "42"
+    assert run.newest_job == "42"
     assert (tmp_path / "out" / "launch" / "train.sh").read_text() == "true\n"
     assert load_run(tmp_path / "out" / "launch" / "run.yaml") == load_run(tmp_path / "out" / "resolved.yaml") == config
     assert run.log_pattern("train", 5).endswith("ranks/42.*/node-2/*/attempt_*/1/std*.log")
