@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.load import dump_resolved, load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.launch.cluster import ClusterRun
 from tepo_megatron.launch.job import Job, on_nodes
 from tepo_megatron.launch.record import submission
@@ -163,13 +163,6 @@ def test_an_environment_and_its_key_are_named_absolutely(tmp_path: Path, monkeyp
     assert config.environment is not None
     assert (config.environment.name, config.environment.key_file) == (f"{tmp_path}/e/game.py:Game", tmp_path / "k/key")
     assert {f"{tmp_path}/{each}:{tmp_path}/{each}" for each in "ek"} <= set(Job(config).mounts)
-
-
-def test_what_the_nodes_read_is_the_same_run_when_read_back(tmp_path: Path) -> None:
-    config = job("output=/shared/out", "name='a: b, # c'")
-    file = tmp_path / "run.yaml"
-    file.write_text(dump_resolved(config))
-    assert load_run(file) == config
 
 
 def test_roles_follow_each_other_over_the_nodes() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -79,14 +78,9 @@ class Store:
             return self.values[key]
 
 
-def joining(box: Any) -> Callable[[], GlooGroup]:
-    """Stands in for joining gloo's group."""
-    return lambda: box
-
-
 def enter(box: Any, store: Any, member: Member, memory: Memory) -> IpcGroup:
     """gloo's group also connects the trainer's ranks, as NCCL's would."""
-    return join_ipc(joining(box), store, member, join_leg=lambda gloo: gloo, handles=memory)
+    return join_ipc(lambda: box, store, member, join_leg=lambda gloo: gloo, handles=memory)
 
 
 def member_of(plan: ReshardPlan, rank: int, *, limit: int, relayed: bool) -> Member:
@@ -195,16 +189,11 @@ def test_what_is_local_goes_through_slots_and_all_of_it_arrives(case: Case, limi
         assert max(box.largest for box in boxes) <= 1  # only signals crossed
 
 
-def one_pair() -> tuple[IpcGroup, IpcGroup, Memory]:
-    memory = Memory()
-    first, second = mailboxes(2)
-    store: Any = Store()
-    sender = enter(first, store, Member(0, 2, CPU, "", same_gpu_receivers={1: 32}), memory)
-    return sender, enter(second, store, Member(1, 2, CPU, "", same_gpu_senders=(0,)), memory), memory
-
-
 def test_a_slot_is_used_again_only_when_its_message_was_taken() -> None:
-    sender, receiver, _ = one_pair()
+    store: Any = Store()
+    (first, second), memory = mailboxes(2), Memory()
+    sender = enter(first, store, Member(0, 2, CPU, "", same_gpu_receivers={1: 32}), memory)
+    receiver = enter(second, store, Member(1, 2, CPU, "", same_gpu_senders=(0,)), memory)
     with ThreadPoolExecutor(1) as pool:
         for number in (0, 1):
             sender.send(torch.full((4,), number), 1, number)
