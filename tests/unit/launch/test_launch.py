@@ -313,7 +313,7 @@ def test_an_image_without_transformer_engine_is_refused(tmp_path: Path, monkeypa
 
 
 def test_delivered_files_and_the_jobs_number_are_found_again(tmp_path: Path) -> None:
-    config = job(f"output={tmp_path}/out")
+    config = job(f"output={tmp_path}/out", "name='a: b, # c'")
     run = ClusterRun(config, Shell())
     with pytest.raises(ValueError, match="no job was submitted"):
         run.newest_job  # noqa: B018
