@@ -66,7 +66,7 @@ class Layer(torch.nn.Module):
 
 def adapted(dtype: torch.dtype) -> tuple[Layer, Adapter, Lora]:
     layer, made = Layer(torch.randn(6, 7, dtype=dtype)), adapter(dtype)
-    lora = Lora(LORA, [], [], None, None, {}, {"weight": made})  # type: ignore[arg-type]
+    lora = Lora(LORA, [], [], None, None, {}, {"weight": made})
     layer.forward = with_merged_weights(layer, {"weight": made}, lambda: lora.on)  # type: ignore[method-assign]
     return layer, made, lora
 
