@@ -19,13 +19,13 @@ if TYPE_CHECKING:  # in this form a name is exported for type checkers; at run t
     from tepo_megatron.config.load import ConfigError as ConfigError
     from tepo_megatron.config.load import dump_resolved as dump_resolved
     from tepo_megatron.config.load import load_run as load_run
-    from tepo_megatron.core.objective import Objective as Objective
-    from tepo_megatron.core.objective import StepContext as StepContext
-    from tepo_megatron.core.objective import StepValues as StepValues
-    from tepo_megatron.core.objective import Surrogate as Surrogate
-    from tepo_megatron.core.objective import TokenValues as TokenValues
-    from tepo_megatron.core.objective import build_objective as build_objective
-    from tepo_megatron.core.objective import check_objective as check_objective
+    from tepo_megatron.core.objective.checking import check_objective as check_objective
+    from tepo_megatron.core.objective.compose import Objective as Objective
+    from tepo_megatron.core.objective.compose import StepContext as StepContext
+    from tepo_megatron.core.objective.compose import build_objective as build_objective
+    from tepo_megatron.core.objective.trust_region import Surrogate as Surrogate
+    from tepo_megatron.core.objective.values import StepValues as StepValues
+    from tepo_megatron.core.objective.values import TokenValues as TokenValues
     from tepo_megatron.core.problem import Problem as Problem
     from tepo_megatron.core.problem import ResponseText as ResponseText
     from tepo_megatron.core.rollout import Rollout as Rollout
@@ -69,7 +69,7 @@ _HOMES = {
     "Judge": "tasks.reward.judge",
     "MegatronParallel": "weights.layouts",
     "ModelSpec": "weights.architecture",
-    "Objective": "core.objective",
+    "Objective": "core.objective.compose",
     "ObjectiveConfig": "config",
     "ObjectiveOutput": "core.types",
     "OwnAdvantage": "config",
@@ -86,18 +86,18 @@ _HOMES = {
     "Rollout": "core.rollout",
     "RunConfig": "config",
     "RunInfo": "run.callbacks",
-    "StepContext": "core.objective",
+    "StepContext": "core.objective.compose",
     "StepResult": "tasks.environments.protocol",
     "StepSampler": "run.sampling.custom_rollout",
-    "StepValues": "core.objective",
+    "StepValues": "core.objective.values",
     "Stop": "run.callbacks",
-    "Surrogate": "core.objective",
+    "Surrogate": "core.objective.trust_region",
     "TokenScores": "core.types",
-    "TokenValues": "core.objective",
+    "TokenValues": "core.objective.values",
     "TrainResult": "run.api",
     "VllmParallel": "weights.layouts",
-    "build_objective": "core.objective",
-    "check_objective": "core.objective",
+    "build_objective": "core.objective.compose",
+    "check_objective": "core.objective.checking",
     "check_plan": "plan",
     "dump_resolved": "config.load",
     "evaluate_model": "tasks.evaluate.standalone",

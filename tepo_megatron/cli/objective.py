@@ -94,9 +94,9 @@ def _show_preset(
                 show(_plugin_table(plugin))
             return
         config = ObjectiveConfig(preset=name)
-    from tepo_megatron.core.objective.gradient_weight import gradient_weights, telling_log_ratios
+    from tepo_megatron.core.objective.gradient_weight import gradient_weights
 
-    weights = gradient_weights(config, telling_log_ratios(config))
+    weights = gradient_weights(config)
     ratios, lines = weights.ratios_N.tolist(), curves(weights)
     if as_json:
         fields = [{"field": path, "value": value, "meaning": meaning} for path, value, meaning in _fields(config)]

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic.json_schema import GenerateJsonSchema
 
 LARGEST_INTEGER = 2**31 - 1
 
@@ -14,6 +15,13 @@ Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
 """More than 30 days is no limit, and system clocks overflow."""
 
 
+class SchemaGenerator(GenerateJsonSchema):
+    """Names a section without the underscore of a class that only its own module uses."""
+
+    def normalize_name(self, name: str) -> str:
+        return super().normalize_name(name.removeprefix("_"))
+
+
 class Section(BaseModel):
     """Refuses unknown keys, infinite numbers, integers beyond 31 bits, and text that no file can hold.
 
@@ -21,7 +29,12 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        model_title_generator=lambda model: model.__name__.removeprefix("_"),
     )
 
     @model_validator(mode="before")
@@ -43,6 +56,12 @@ class Section(BaseModel):
             if isinstance(item, str | Path):
                 _check_text(str(item))
         return value
+
+    def _changed(self, *names: str) -> dict[str, Any]:
+        """Those that differ from their defaults, which a complete configuration (resolved.yaml) names too."""
+        values = {name: getattr(self, name) for name in names}
+        values = {name: value for name, value in values.items() if value != type(self).model_fields[name].default}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def _faults(self) -> Iterator[str]:
         """Yields sentences that say what to change in fields that contradict each other; validation reports the first."""

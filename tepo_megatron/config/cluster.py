@@ -56,9 +56,7 @@ class ClusterConfig(Section):
     """Assumed rate at which all nodes together write to the shared disk, in 10⁹ bytes/s."""
 
     host_adam_per_s: PositiveFloat = 2e9
-    """Assumed CPU-Adam throughput of a rank's host cores (about eight), in parameters per second, with
-    ``optimizer.offload_fraction``.
-    """
+    """Assumed CPU-Adam throughput of a rank's cores with ``optimizer.offload_fraction``, in parameters per second."""
 
     decode_bandwidth: Share = 0.5
     """Assumed fraction of memory bandwidth in decoding."""

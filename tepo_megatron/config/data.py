@@ -33,7 +33,7 @@ class FieldsConfig(Section):
 _OF_PROMPTS = ("template", "system_prompt", "chat_template", "special_tokens")
 
 
-class PromptsConfig(Section):
+class _PromptsConfig(Section):
     """How lines of a file become prompts; a source may override ``data``."""
 
     template: str | None = None
@@ -70,16 +70,14 @@ def _known(names: Sequence[str], known: Sequence[str], what: str, form: str) -> 
             )
 
 
-class SourceConfig(PromptsConfig):
+class SourceConfig(_PromptsConfig):
     """Unset fields are as in ``data``, or ``reward`` for the verifier."""
 
     path: Annotated[str, Field(min_length=1)]
     """``builtin:NAME``, a file (JSON lines or Parquet), or a folder (of Hugging Face's ``datasets``, or Parquet files)."""
 
     name: str | None = None
-    """Name in metrics, messages and ids (``name/id``): letters, digits, and ``_ . -``. null: the file's name, and ids
-    unchanged.
-    """
+    """Name in metrics, messages and ids: letters, digits, ``_ . -``. null: the file's name, and ids without it."""
 
     weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Share of the prompts, relative to other sources' weights."""
@@ -135,11 +133,9 @@ class SourceConfig(PromptsConfig):
 Sources = str | tuple[SourceConfig, ...]
 
 
-class DataConfig(PromptsConfig):
+class DataConfig(_PromptsConfig):
     train: Sources = "builtin:addition"
-    """Problems to train on: ``builtin:NAME``, or a file or folder with ``prompt``, ``answer`` and optionally ``id``; or a list
-    of sources (docs/guides/data.md).
-    """
+    """Problems to train on: ``builtin:NAME``, a file or folder, or a list of sources (docs/guides/data.md)."""
 
     heldout: Sources | None = "builtin:addition-heldout"
     """Problems for evaluation, never trained on; weights do not count. null: none, the default if ``train`` is custom."""
@@ -236,20 +232,7 @@ def _listed(raw: Sources) -> tuple[SourceConfig, ...]:
     return (SourceConfig(path=raw),) if isinstance(raw, str) else raw
 
 
-def is_custom(value: Any) -> bool:
-    """Whether a problem is the user's own; ``value`` is as for ``data.train``, checked or not."""
-    if isinstance(value, str):
-        return not value.startswith(BUILTIN)
-    if isinstance(value, Sequence):
-        return any(is_custom(source.get("path") if isinstance(source, Mapping) else source) for source in value)
-    return is_custom(value.path) if isinstance(value, SourceConfig) else False
-
-
-def show_paths(value: Sources) -> str:
-    return value if isinstance(value, str) else ", ".join(source.path for source in value)
-
-
-class SetSamplingConfig(Section):
+class _SetSamplingConfig(Section):
     """Sampling for a set; defaults are those of ``rollout.sampling``. Greedy uses only the length."""
 
     temperature: Annotated[float | None, Field(ge=0.01, le=2)] = None
@@ -275,7 +258,7 @@ class SetSamplingConfig(Section):
         return args if self.top_k is None else {**args, "top_k": self.top_k or None}
 
 
-class EvaluationSetConfig(PromptsConfig):
+class _EvaluationSetConfig(_PromptsConfig):
     path: Annotated[str, Field(min_length=1)]
     """Problems, in the form of ``data.heldout``; never trained on."""
 
@@ -283,9 +266,7 @@ class EvaluationSetConfig(PromptsConfig):
     """Expected digest of the file, from ``tepo data prepare``. null: not checked."""
 
     verifier: str | None = None
-    """Scores the responses, as ``reward.verifier``, with the limits of ``reward`` but not its ``kwargs`` or ``weights``. null:
-    the run's own.
-    """
+    """As ``reward.verifier``, with the limits of ``reward``, without its ``kwargs`` and ``weights``. null: the run's."""
 
     chat_template: bool | None = None
     """As ``data.chat_template``. null: the same."""
@@ -314,7 +295,7 @@ class EvaluationSetConfig(PromptsConfig):
     k: tuple[PositiveInt, ...] | None = None
     """The k of pass@k and maj@k, estimated from the samples; each at most ``samples``. null: ``samples`` alone."""
 
-    sampling: SetSamplingConfig = SetSamplingConfig()
+    sampling: _SetSamplingConfig = _SetSamplingConfig()
 
     majority: Literal["auto", "verifier", "text", "none"] = "auto"
     """Equality of answers for maj@k. ``verifier``: it accepts one for the other. ``text``: equal final answers, up to spaces,
@@ -354,7 +335,7 @@ class EvaluateConfig(Section):
     show: NonNegativeInt = 32
     """First problems of each evaluation written to ``samples.jsonl``."""
 
-    sets: dict[str, EvaluationSetConfig] = Field(default_factory=dict)
+    sets: dict[str, _EvaluationSetConfig] = Field(default_factory=dict)
     """Further problems by name: ``evaluate.sets.aime.path=aime.jsonl``. Metrics: ``eval/NAME/…``."""
 
     def every_of(self, name: str | None) -> int:
@@ -379,7 +360,7 @@ class EvaluateConfig(Section):
 
     @field_validator("sets")
     @classmethod
-    def _sets_have_names(cls, sets: Mapping[str, EvaluationSetConfig]) -> Mapping[str, EvaluationSetConfig]:
+    def _sets_have_names(cls, sets: Mapping[str, _EvaluationSetConfig]) -> Mapping[str, _EvaluationSetConfig]:
         for name in sets:
             if not _SET_NAME.fullmatch(name):
                 raise ValueError(

@@ -31,9 +31,7 @@ class ParallelConfig(Section):
     """Layers of the last stage (with the head). Default: as every other stage."""
 
     cp: PositiveInt = 1
-    """Context-parallel size: ranks that share the tokens of every sequence, for long responses (docs/reference/context.md).
-    Sequences are padded to a multiple of 2 cp.
-    """
+    """Context-parallel size: ranks that share the tokens of every sequence (docs/reference/context.md)."""
 
     cp_comm_type: Literal["p2p", "a2a"] = "p2p"
     """Exchange of context-parallel ranks in Transformer Engine's attention. ``p2p``: keys and values pass round a ring.
@@ -120,30 +118,24 @@ class Fp8Config(Section):
 
     def _faults(self) -> Iterator[str]:
         if not self.enabled:
-            idle = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
-            if idle:
+            if idle := self._changed(*type(self).model_fields):
                 yield f"{', '.join(idle)} has no effect while recipe = none; choose a recipe, or leave it out"
-            return
-        history = [name for name in ("amax_history_len", "amax_compute_algo", "margin") if getattr(self, name) is not None]
-        if history and self.recipe != "delayed":
+        elif self.recipe != "delayed":
+            if history := self._changed("amax_history_len", "amax_compute_algo", "margin"):
+                yield (
+                    f"{', '.join(history)} is for recipe = delayed; {self.recipe} computes its scales from the values at hand. "
+                    "Leave it out, or set recipe = delayed"
+                )
+        elif in_bf16 := self.first_layers_bf16 + self.last_layers_bf16:
             yield (
-                f"{', '.join(history)} is for recipe = delayed; {self.recipe} computes its scales from the values at hand. "
-                "Leave it out, or set recipe = delayed"
+                f"{in_bf16} layers in bfloat16 do not go with recipe = delayed, whose history is one for all layers; set "
+                "first_layers_bf16 = last_layers_bf16 = 0, or recipe = tensorwise"
             )
-        in_bf16 = self.first_layers_bf16 + self.last_layers_bf16
-        if self.recipe == "delayed" and in_bf16:
+        elif self.params:
             yield (
-                f"{in_bf16} layers in bfloat16 do not go with recipe = delayed, which reduces its history for all layers "
-                "at once (Megatron-Core refuses it); set first_layers_bf16 = last_layers_bf16 = 0, or recipe = tensorwise"
+                "params = true does not go with recipe = delayed: a checkpoint carries no history, and weights would be read "
+                "under a scale of 1; set recipe = tensorwise, or params = false"
             )
-        if self.recipe == "delayed" and self.params:
-            yield (
-                "params = true does not go with recipe = delayed: a checkpoint carries no history, so that weights which are "
-                "read would be rounded under a scale of 1, far from theirs; set recipe = tensorwise, or params = false"
-            )
-
-
-_KIND_OF = {"coefficient": "aux_loss", "update_rate": "expert_bias"}
 
 
 class MoeBalanceConfig(Section):
@@ -153,17 +145,14 @@ class MoeBalanceConfig(Section):
     """
 
     coefficient: Annotated[float, Field(gt=0, le=1)] = 1e-3
-    """``aux_loss`` only: factor of each layer's loss, 1 at even load. It competes with the objective; pre-training uses 1e-3 to
-    1e-2.
-    """
+    """``aux_loss`` only: factor of a layer's loss, 1 at even load; competes with the objective. Usual: 1e-3 to 1e-2."""
 
     update_rate: Annotated[float, Field(gt=0, le=1)] = 1e-3
     """``expert_bias`` only: change of a bias per update; scores are between 0 and 1. 1e-3 is DeepSeek-V3's."""
 
     def _faults(self) -> Iterator[str]:
-        for name, kind in _KIND_OF.items():
-            value = getattr(self, name)
-            if self.kind != kind and value != type(self).model_fields[name].default:
+        for name, kind in (("coefficient", "aux_loss"), ("update_rate", "expert_bias")):
+            for value in self._changed(name).values() if self.kind != kind else ():
                 yield f"{name} = {value} does nothing with kind = {self.kind}; set kind = {kind}, or leave it out"
 
 
@@ -180,9 +169,7 @@ class EngineConfig(Section):
     """
 
     layers: Literal["auto", "te", "local"] = "auto"
-    """``te``: Transformer Engine's fused layers (GPU only). ``local``: Megatron-Core's layers with torch's attention and norm.
-    ``auto``: ``te`` on a GPU, ``local`` on a CPU.
-    """
+    """``te``: Transformer Engine's layers (GPU only). ``local``: Megatron-Core's. ``auto``: ``te`` on a GPU, else ``local``."""
 
     fp8: Fp8Config = Fp8Config()
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -199,9 +186,7 @@ class EngineConfig(Section):
     """Most tokens per micro-batch, over all context-parallel ranks, or a longer sequence."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass instead of stored: ``selective`` those of ``recompute_modules``, ``full``
-    every layer's.
-    """
+    """Activations computed again in the backward pass: ``selective`` those of ``recompute_modules``, ``full`` all layers'."""
 
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
     """Modules of ``recompute = selective``, by Megatron-Core's names. ``core_attn``: attention without projections; ``mlp``: a
@@ -213,13 +198,10 @@ class EngineConfig(Section):
     """Reduce gradients by buckets during the last micro-batch's backward pass. Not run on a GPU yet."""
 
     overlap_param_gather: bool = False
-    """Gather the distributed optimizer's updated weights during the next mini-batch's forward pass. Needs
-    ``overlap_grad_reduce`` and ``optimizer.distributed``. Not run on a GPU yet.
-    """
+    """Gather updated weights during the next forward pass. Needs ``overlap_grad_reduce``. Not run on a GPU yet."""
 
     bucket_size: PositiveInt | None = None
-    """Parameters per bucket of ``overlap_grad_reduce``. Default: Megatron's max(40 million, a million per data-parallel rank).
-    """
+    """Parameters per bucket of ``overlap_grad_reduce``. Default: max(40 million, a million per data-parallel rank)."""
 
     head: Literal["logits", "fused"] = "logits"
     """``logits``: faster if memory suffices for ``micro_batch_tokens`` × vocabulary / ``tp`` logits. ``fused``: head and scores
@@ -227,14 +209,10 @@ class EngineConfig(Section):
     """
 
     score_backend: Literal["auto", "torch", "cpp", "triton"] = "auto"
-    """Implementation of log-probs and entropies: ``cpp`` (CPU with a C++ compiler), ``triton`` (GPU) or ``torch``. ``auto``:
-    ``triton`` or ``cpp`` if available. They agree to fp32 rounding.
-    """
+    """Computes log-probs and entropies: ``cpp`` (CPU), ``triton`` (GPU) or ``torch``. ``auto``: the fastest there is."""
 
     noise_every: NonNegativeInt = 50
-    """Steps between measurements of rounding noise (``entropy/noise``, ``ratio/noise``, ``sequence_ratio/noise``), from the
-    first step: a few sequences are scored twice. 0: never.
-    """
+    """Steps between measurements of rounding noise (``…/noise``): a few sequences are scored twice. 0: never."""
 
     noise_sequences: PositiveInt = 8
     """Sequences scored twice, from shortest to longest; a multiple of the data-parallel size."""
@@ -247,45 +225,33 @@ class EngineConfig(Section):
     def _faults(self) -> Iterator[str]:
         if self.recompute == "selective" and not self.recompute_modules:
             yield "recompute = selective with no recompute_modules computes nothing again; set recompute = none"
-        if self.recompute != "selective" and self.recompute_modules != ("core_attn",):
-            yield (
-                f"recompute_modules = {list(self.recompute_modules)} acts with recompute = selective alone, and recompute = "
-                f"{self.recompute}; set recompute = selective, or leave recompute_modules out"
-            )
-        copies = self.parallel.dp * self.parallel.cp
-        if self.overlap_grad_reduce and copies == 1:
+        for name, value in self._changed("recompute_modules").items() if self.recompute != "selective" else ():
+            yield f"{name} = {value} acts with recompute = selective alone, and recompute = {self.recompute}; leave one out"
+        if self.overlap_grad_reduce and self.parallel.dp * self.parallel.cp == 1:
             yield (
                 "overlap_grad_reduce = true hides a reduction between data-parallel ranks, and with dp × cp = 1 there is none; "
                 "leave it out, or raise parallel.dp"
             )
-        for name, value in (("overlap_param_gather", self.overlap_param_gather), ("bucket_size", self.bucket_size)):
-            if value and not self.overlap_grad_reduce:
-                yield (
-                    f"{name} acts with overlap_grad_reduce = true alone, which cuts gradients and weights into buckets; set "
-                    f"it, or leave {name} out"
-                )
+        for name in self._changed("overlap_param_gather", "bucket_size") if not self.overlap_grad_reduce else ():
+            yield f"{name} acts with overlap_grad_reduce = true alone; set it, or leave {name} out"
         if self.cpu_threads is not None and self.platform == "cuda":
             yield f"cpu_threads = {self.cpu_threads} acts where the trainer runs on a CPU, and platform = cuda; leave it out"
         if self.layers == "te" and self.platform == "cpu":
             yield "layers = te needs a GPU, and platform = cpu; set layers = local, or another platform"
-        if self.fp8.enabled and (self.layers == "local" or self.platform == "cpu"):
-            instead = "layers = local" if self.layers == "local" else "platform = cpu"
-            yield (
-                f"fp8.recipe = {self.fp8.recipe} needs Transformer Engine's layers on a GPU, but {instead}; set fp8.recipe = "
-                "none, or layers = te on a GPU"
-            )
         cp, exchange = self.parallel.cp, self.parallel.cp_comm_type
-        if exchange != "p2p" and (self.layers == "local" or self.platform == "cpu"):
+        if self.layers == "local" or self.platform == "cpu":
             instead = "layers = local" if self.layers == "local" else "platform = cpu"
-            yield (
-                f"parallel.cp_comm_type = {exchange} is of Transformer Engine's attention, and {instead} gathers keys and "
-                "values; leave it out"
-            )
+            if self.fp8.enabled:
+                yield (
+                    f"fp8.recipe = {self.fp8.recipe} needs Transformer Engine's layers on a GPU, but {instead}; set fp8.recipe "
+                    "= none, or layers = te on a GPU"
+                )
+            if exchange != "p2p":
+                yield f"parallel.cp_comm_type = {exchange} is Transformer Engine's, and {instead} gathers keys; leave it out"
         if cp > 1 and self.fp8.recipe in ("delayed", "tensorwise"):
             yield (
-                f"parallel.cp = {cp} with fp8.recipe = {self.fp8.recipe}: the recipe scales whole tensors by their largest "
-                "value, which may be that of a token that only pads a sequence to a multiple of 2 cp; set fp8.recipe = "
-                "blockwise (on Hopper) or mxfp8 (on Blackwell), or parallel.cp = 1"
+                f"parallel.cp = {cp} with fp8.recipe = {self.fp8.recipe}: a token that only pads a sequence may have the value "
+                "that scales the tensor; set fp8.recipe = blockwise (on Hopper) or mxfp8 (on Blackwell), or parallel.cp = 1"
             )
 
 
@@ -311,9 +277,7 @@ class LoraConfig(Section):
     """
 
     path: Path | None = None
-    """PEFT folder (adapter_config.json, adapter_model.safetensors) of adapters to train further. None: A from the seed and B =
-    0.
-    """
+    """PEFT folder of adapters to train further. None: A from the seed and B = 0."""
 
     serve: Literal["merged", "adapter"] = "merged"
     """What servers receive. ``merged``: weights with adapters added, rounded as the trainer's. ``adapter``: only A and B,

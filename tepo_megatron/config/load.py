@@ -13,23 +13,10 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 from pydantic import ValidationError
 
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.objective.presets import LARGEST_FILE, beside, beside_path, is_preset_file
-from tepo_megatron.config.objective.section import named_plugins
+from tepo_megatron.config.objective.custom import load_plugin
+from tepo_megatron.config.objective.presets import LARGEST_FILE, beside, is_preset_file, read_preset
 from tepo_megatron.config.run import RunConfig
-from tepo_megatron.config.schema import (
-    SchemaRow,
-    describe_all,
-    describe_reference,
-    describe_yaml,
-    json_schema,
-    one_line,
-    schema_rows,
-    show,
-    with_plugins,
-)
-
-__all__ = ["ConfigError", "SchemaRow", "dump_diff", "dump_resolved", "json_schema", "load_run", "schema_rows"]
-
+from tepo_megatron.config.schema import describe, schema_rows, show, with_plugins
 
 _MOST_BASES = 32
 _OPENING = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
@@ -62,19 +49,30 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
         over = _parse_overrides(overrides, problems)
         values = _resolve(_merge(raw, over))
         config = RunConfig.model_validate(values)
-    except OmegaConfBaseException as error:
-        raise ConfigError(source, [*problems, describe_reference(error)]) from error
     except RecursionError as error:
         raise ConfigError(source, [*problems, "sections, lists or ${…} are nested too deeply"]) from error
-    except ValidationError as error:
-        with with_plugins(named_plugins(values)):
-            problems += describe_all(error)
-        raise ConfigError(source, problems) from error
+    except (OmegaConfBaseException, ValidationError) as error:
+        with with_plugins(_named_plugins(values)):
+            raise ConfigError(source, [*problems, *describe(error)]) from error
     with with_plugins(config.objective.plugins):
         problems += _wrong_permissions(config.train.allow_change)
     if problems:
         raise ConfigError(source, problems)
     return config
+
+
+def _named_plugins(values: Any) -> tuple[str, ...]:
+    """Plugins of a run's values and its preset file; empty if one cannot be loaded, since validation reports why."""
+    raw = values.get("objective") if isinstance(values, Mapping) else None
+    if not isinstance(raw, Mapping):
+        return ()
+    preset, plugins = raw.get("preset"), raw.get("plugins")
+    try:
+        inherited = read_preset(preset).plugins if isinstance(preset, str) and is_preset_file(preset) else ()
+        listed = plugins if isinstance(plugins, list | tuple) else ()
+        return tuple(dict.fromkeys(load_plugin(str(item)).name for item in (*inherited, *listed)))
+    except ValueError:
+        return ()
 
 
 def _wrong_permissions(entries: Sequence[str]) -> list[str]:
@@ -110,18 +108,16 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
         raise ConfigError(str(above[0]), [f"base: more than {_MOST_BASES} files, each the base of the one before"])
     try:
         content = _parse(_read_text(path))
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        raise ConfigError(str(path), [f"{where}: {describe_yaml(error)}"]) from error
     except yaml.YAMLError as error:
-        raise ConfigError(str(path), [f"{path}: not valid YAML: {one_line(error)}"]) from error
+        mark = (error.problem_mark or error.context_mark) if isinstance(error, yaml.MarkedYAMLError) else None
+        place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        raise ConfigError(str(path), [f"{path}{place}: {describe(error)[0]}"]) from error
     except UnicodeDecodeError as error:
         raise ConfigError(str(path), [f"{path}: not UTF-8 text (byte {error.start})"]) from error
     except OmegaConfBaseException as error:
-        raise ConfigError(str(path), [one_line(error)]) from error
+        raise ConfigError(str(path), describe(error)) from error
     except OSError as error:
-        raise ConfigError(str(path), [f"{path}: cannot be read: {error.strerror or one_line(error)}"]) from error
+        raise ConfigError(str(path), [f"{path}: cannot be read: {error.strerror or error}"]) from error
     if not isinstance(content, DictConfig):
         raise ConfigError(str(path), [f"{path}: the top level is a list; it must be sections such as 'train:'"])
     _make_plugin_paths_absolute(content, path)
@@ -138,11 +134,8 @@ def _make_plugin_paths_absolute(content: DictConfig, path: Path) -> None:
     objective = _plain(content).get("objective")
     if not isinstance(objective, Mapping):
         return
-    preset, plugins = objective.get("preset"), objective.get("plugins")
-    if isinstance(preset, str) and is_preset_file(preset):
-        content["objective"]["preset"] = beside_path(path, preset)
-    if isinstance(plugins, list):
-        content["objective"]["plugins"] = list(beside(path, plugins))
+    for name in {"preset", "plugins"} & set(objective):
+        content["objective"][name] = beside(path, objective[name])
 
 
 def _read_text(path: Path) -> str:
@@ -198,9 +191,9 @@ def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> DictConfi
         except RecursionError:
             problems.append(f"override {show(override)}: its value is nested too deeply")
         except OmegaConfBaseException as error:
-            problems.append(f"override {show(override)}: {describe_reference(error)}")
+            problems.append(f"override {show(override)}: {describe(error)[0]}")
         except yaml.YAMLError as error:
-            problems.append(f"override {show(override)}: {describe_yaml(error, 'its value is ')}")
+            problems.append(f"override {show(override)}: its value is {describe(error)[0]}")
         except (ValueError, AttributeError) as error:  # PyYAML raises the latter for a !!timestamp that is none
             problems.append(f"override {show(override)}: its value cannot be read: {error}")
     return parsed
@@ -252,22 +245,14 @@ def _select(values: Any, shape: Any) -> Any:
 
 def _diff(section: Section, default: Section) -> dict[str, Any]:
     """A section with a preset is compared with the preset."""
-    if "preset" in type(section).model_fields:
-        preset, usual = dict(section)["preset"], dict(default)["preset"]
-        result = _differing(section, type(section).model_validate({"preset": preset}))
-        return result if preset == usual else {"preset": preset, **result}
-    return _differing(section, default)
-
-
-def _differing(section: Section, reference: Section) -> dict[str, Any]:
-    result: dict[str, Any] = {}
+    preset = getattr(section, "preset", None)
+    reference = default if preset is None else type(section).model_validate({"preset": preset})
+    result = {} if preset == getattr(default, "preset", None) else {"preset": preset}
     for name in type(section).model_fields:
         value, usual = getattr(section, name), getattr(reference, name)
-        if value == usual:
-            continue
-        if isinstance(value, Section) and isinstance(usual, Section) and type(value) is type(usual):
+        if value != usual and isinstance(value, Section) and type(value) is type(usual):
             result[name] = _diff(value, usual)
-        else:
+        elif value != usual:
             result[name] = section.model_dump(mode="json")[name]
     return result
 

@@ -35,29 +35,22 @@ class RewardConfig(Section):
     """Seconds per response, or per group for a verifier of groups; then it fails."""
 
     memory_mb: PositiveInt = 512
-    """A verifier's memory in 10⁶ bytes, beyond that after the import. More if it loads a model at its first call. Linux only.
-    """
+    """A verifier's memory after the import, in 10⁶ bytes. More if it loads a model at its first call. Linux only."""
 
     file_mb: PositiveInt = 256
     """Largest file that a verifier may write, in 10⁶ bytes."""
 
     network: bool | None = None
-    """Network access, this machine included. null: only for ``judge`` and custom verifiers. false removes it if the kernel
-    allows; ``tepo doctor`` tests that.
-    """
+    """Network access. null: only for ``judge`` and custom verifiers. false cuts it if the kernel allows (``tepo doctor``)."""
 
     run_code: bool = False
-    """Lets ``python_tests`` run the model's programs: in a limited process, without network, in a temporary folder. They may
-    read what this user may read.
-    """
+    """Lets ``python_tests`` run the model's programs: limited, without network. They may read what this user may read."""
 
     failed_reward: Annotated[float, Field(ge=-1e15, le=1e15)] | None = None  # as core.problem.LARGEST_REWARD
     """Reward if the verifier raised, returned no finite number, or passed a limit. null: the response leaves its group."""
 
     max_failed: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Largest share of a step's responses that may fail; above it, or with too few left for ``train.minibatches`` on all
-    data-parallel ranks, the run stops.
-    """
+    """Largest share of a step's responses that may fail; above it, or with too few left for a step, the run stops."""
 
     @field_validator("weights")
     @classmethod
@@ -124,9 +117,7 @@ class AgentConfig(Section):
     """false: concatenate messages instead."""
 
     tool_calls: Literal["text", "hermes"] = "text"
-    """Tool calls in answers. ``text``: as written. ``hermes``: JSON between ``<tool_call>`` and ``</tool_call>`` (Qwen, Hermes)
-    becomes ``tool_calls`` of the message.
-    """
+    """``text``: as written. ``hermes``: JSON between ``<tool_call>`` tags (Qwen) becomes the message's ``tool_calls``."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Loopback port for requests; 0: any free one, one per worker."""
@@ -190,27 +181,19 @@ class EnvironmentConfig(Section):
     """Largest file that an environment may write, in 10⁶ bytes."""
 
     network: bool | None = None
-    """Network access, this machine included. null: only for custom environments. false removes it if the kernel allows; ``tepo
-    doctor`` tests that.
-    """
+    """Network access. null: only for custom environments. false cuts it if the kernel allows (``tepo doctor``)."""
 
     max_restarts: NonNegativeInt = 1
     """Restarts, alone in a worker, of an episode that may have ended its worker; then it fails."""
 
     special_tokens: bool = False
-    """Names of special tokens in text that an environment returns become these tokens. false: they are plain text, as in
-    messages.
-    """
+    """Names of special tokens in an environment's text become these tokens. false: they are plain text, as in messages."""
 
     run_code: bool = False
-    """Lets ``python`` run the model's programs: in a limited process, without network, in a temporary folder. They may read
-    what this user may read.
-    """
+    """Lets ``python`` run the model's programs: limited, without network. They may read what this user may read."""
 
     servers: tuple[str, ...] = ()
-    """Addresses of ``tepo environment serve``, such as http://node7:8400; episodes are spread over them. Default: processes
-    next to rank 0.
-    """
+    """Addresses of ``tepo environment serve``, such as http://node7:8400. Default: processes next to rank 0."""
 
     key_file: Path | None = None
     """``tepo environment serve`` writes this key of ``servers``."""

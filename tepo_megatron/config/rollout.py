@@ -34,10 +34,8 @@ class SpeculativeConfig(Section):
                 f"prompt_lookup_min = {self.prompt_lookup_min} is above prompt_lookup_max = {self.prompt_lookup_max}, so that "
                 "nothing would be looked for; set it lower"
             )
-        fields = type(self).model_fields  # a complete configuration (resolved.yaml) names the defaults too
-        raw = [name for name in ("prompt_lookup_max", "prompt_lookup_min") if getattr(self, name) != fields[name].default]
-        if self.draft_model is not None and raw:
-            yield f"{raw[0]} is for n-grams, and draft_model guesses here; leave one of the two out"
+        for name in self._changed("prompt_lookup_max", "prompt_lookup_min") if self.draft_model is not None else ():
+            yield f"{name} is for n-grams, and draft_model guesses here; leave one of the two out"
 
 
 class ServerConfig(Section):
@@ -68,14 +66,10 @@ class ServerConfig(Section):
     """The servers' dtype; ``auto`` is ``model.dtype``."""
 
     quantization: Literal["none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"] = "none"
-    """vLLM's online quantisation of linear weights, with a scale per tensor, output channel or 128 × 128 block. Needs dtype
-    bfloat16.
-    """
+    """vLLM's online quantisation, scaled by tensor, output channel or 128 × 128 block. Needs dtype bfloat16."""
 
     head_dtype: Literal["model", "float32"] = "model"
-    """Dtype of the logits. ``model``: ``dtype``. ``float32``: products of bfloat16 weights are not rounded, as with
-    ``engine.head = fused``. Not run on a GPU yet.
-    """
+    """Dtype of the logits. ``model``: ``dtype``. ``float32``: not rounded, as with a fused head. Not run on a GPU yet."""
 
     max_model_len: PositiveInt | None = None
     """Most tokens of prompt and response together. Default: the model's limit."""
@@ -104,14 +98,10 @@ class ServerConfig(Section):
     """Seconds from a server's start to its first answer: usually 15 to 60. A slow disk or compiling kernels may need more."""
 
     request_timeout_s: Seconds = 300.0
-    """Seconds without an answer (in sampling, without a token) before the server is restarted. The default is vLLM's limit for
-    one step of its workers.
-    """
+    """Seconds without an answer, or a token, before a server is restarted; vLLM's limit for a step of its workers."""
 
     max_retries: NonNegativeInt = 3
-    """Retries of a sample request, on another server if possible, after an invalid answer (malformed, status 5xx, broken
-    connection). More in a row restart the server; 0: at once.
-    """
+    """Retries of a sample request after invalid answers, on another server if possible. More in a row restart the server."""
 
     transfer: Literal["reshard", "gather"] = "reshard"
     """How weights reach the servers. ``reshard``: trainer ranks send shards straight to the workers. ``gather``: rank 0 gathers
@@ -173,13 +163,11 @@ class ServerConfig(Section):
     def _faults(self) -> Iterator[str]:
         if self.load_format == "dummy" and self.transfer == "gather":
             yield (
-                "load_format = dummy needs transfer = reshard, whose plan proves that every parameter is filled; with "
-                "transfer = gather what no tensor brings would stay as it is: set load_format = model"
+                "load_format = dummy needs transfer = reshard, whose plan proves that every parameter is filled; set "
+                "load_format = model"
             )
         if self.quantization != "none" and self.drafts:
-            yield (
-                f"quantization = {self.quantization} with speculative.draft_model has not been tested; leave one of the two out"
-            )
+            yield f"quantization = {self.quantization} with speculative.draft_model has not been tested; leave one out"
         overrides = next((item for item in self.extra_args if item.replace("_", "-").startswith("--hf-overrides")), None)
         if self.head_dtype != "model" and overrides is not None:
             yield (
@@ -187,22 +175,13 @@ class ServerConfig(Section):
                 'leave head_dtype out, and put "head_dtype": "float32" into the overrides'
             )
         if self.load_format == "dummy" and self.drafts:
-            yield (
-                "load_format = dummy with speculative.draft_model: vLLM would fill the draft model with dummies too, and no "
-                "update brings its weights; set load_format = auto"
-            )
+            yield "load_format = dummy would fill the draft model with dummies too, whose weights no update brings; set auto"
         if self.placement == "external" and self.registry is None:
             yield "placement = external needs registry: a folder that all nodes share, such as OUT/servers"
         if self.placement == "colocated" and self.registry is not None:
-            yield (
-                "placement = colocated starts the servers on the trainer's GPUs, but registry is for external ones; leave "
-                "registry out, or set placement = external"
-            )
+            yield "placement = colocated, but registry is for external ones; leave it out, or set external"
         if self.routing_replay and self.speculative is not None:
-            yield (
-                "routing_replay = true with speculative: the experts of guesses that the model rejects would stand between "
-                "those of drawn tokens; leave one of the two out"
-            )
+            yield "routing_replay = true with speculative, whose rejected guesses have experts too; leave one of the two out"
         if self.transport not in ("auto", "gloo") and self.transfer == "gather":
             yield f"transport = {self.transport} is for transfer = reshard; gather broadcasts over gloo"
         if self.transport == "ipc" and self.placement != "colocated":
@@ -211,10 +190,7 @@ class ServerConfig(Section):
                 "apart; set transport = nccl, or placement = colocated"
             )
         if self.transport == "nccl" and self.placement == "colocated":
-            yield (
-                "transport = nccl needs a GPU for each of its ranks, and with placement = colocated trainer and servers share "
-                "theirs; set transport = ipc"
-            )
+            yield "transport = nccl needs a GPU for each of its ranks, and placement = colocated has none; set transport = ipc"
 
 
 MOST_KEPT = 1024
@@ -229,9 +205,7 @@ class SamplingConfig(Section):
     """The trainer divides its logits by it too. vLLM raises values below 0.01, and refuses values above 2."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling: draw from the likeliest tokens that reach this probability; 1: from all
-    (docs/reference/truncated-sampling.md).
-    """
+    """Draw from the likeliest tokens that reach this probability; 1: from all (docs/reference/truncated-sampling.md)."""
 
     top_k: PositiveInt | None = None
     """Draw from this many likeliest tokens; default: all. Training with ``top_p``, ``min_p`` or ``bad_words`` needs it, usually
@@ -239,16 +213,13 @@ class SamplingConfig(Section):
     """
 
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Draw from tokens with at least this fraction of the likeliest one's probability; 0: from all. Training needs ``top_k``.
-    """
+    """Draw from tokens with this fraction of the likeliest one's probability; 0: from all. Training needs ``top_k``."""
 
     stop: tuple[str, ...] = ()
     """A response ends with the token that completes one of these strings (reason ``stop``), and keeps it."""
 
     bad_words: tuple[str, ...] = ()
-    """Strings not to draw, as tokenized with and without a leading space; other divisions of the text are possible. Training
-    needs ``top_k``.
-    """
+    """Strings not to draw, as tokenized with and without a leading space. Training needs ``top_k``."""
 
     @property
     def truncates(self) -> bool:
@@ -272,8 +243,8 @@ def _training_fault(sampling: SamplingConfig, *, speculative: bool, partial: boo
     top_k = sampling.top_k
     if partial and sampling.needs_tokenizer:
         return (
-            "partial = true with sampling.stop or sampling.bad_words: a string that begins in one part of a response and ends "
-            "in the next would not be found; leave one of the two out"
+            "partial = true with sampling.stop or sampling.bad_words: a string across two parts of a response would not be "
+            "found; leave one of the two out"
         )
     if not sampling.truncates:
         return None
@@ -281,9 +252,8 @@ def _training_fault(sampling: SamplingConfig, *, speculative: bool, partial: boo
         raw = "bad_words" if sampling.bad_words else f"min_p = {sampling.min_p:g}"
         raw = f"top_p = {sampling.top_p:g}" if sampling.top_p < 1 else raw
         return (
-            f"sampling.{raw} without sampling.top_k: the trainer scores a token among those that could have been drawn, "
-            "which a server names one by one, and without top_k that may be the whole vocabulary; set sampling.top_k = 100, or "
-            f"up to {MOST_KEPT}"
+            f"sampling.{raw} without sampling.top_k: a server names every token that could have been drawn, and that may be "
+            f"the whole vocabulary; set sampling.top_k = 100, or up to {MOST_KEPT}"
         )
     if top_k > MOST_KEPT:
         return (
@@ -291,10 +261,7 @@ def _training_fault(sampling: SamplingConfig, *, speculative: bool, partial: boo
             "set it lower, or leave it out together with top_p, min_p and bad_words"
         )
     if speculative:
-        return (
-            f"sampling.top_k = {top_k} with server.speculative: which tokens could have been drawn in place of a guess has not "
-            "been tested; leave one of the two out"
-        )
+        return f"sampling.top_k = {top_k} with server.speculative has not been tested; leave one of the two out"
     return None
 
 
@@ -314,17 +281,13 @@ class FilterGroupsConfig(Section):
     """
 
     max_batches: PositiveInt = 10
-    """Most prompts of a step, in units of ``prompts_per_step``; then the run stops. verl: ``max_num_gen_batches``; NeMo-RL:
-    ``dynamic_sampling_max_gen_batches``.
-    """
+    """Most prompts of a step, in units of ``prompts_per_step``; then the run stops. verl: ``max_num_gen_batches``."""
 
     max_truncated: Annotated[float, Field(ge=0, lt=1)] | None = None
     """For ``too_long``: largest share of a group's responses cut at ``max_new_tokens``."""
 
     reward_range: tuple[float, float] | None = None
-    """For ``reward_range``: smallest and largest mean reward, inclusive; (0.1, 0.9) drops groups (almost) always or never
-    solved.
-    """
+    """For ``reward_range``: smallest and largest mean reward; (0.1, 0.9) drops groups (almost) always or never solved."""
 
     @field_validator("filters")
     @classmethod
@@ -362,7 +325,7 @@ class OverlongConfig(Section):
     """Subtracted from a cut response's reward; 1 in DAPO, with rewards −1 and 1."""
 
 
-class CanaryConfig(Section):
+class _CanaryConfig(Section):
     """Checks that servers compute as the trainer: on a fixed prompt after a weight sync, through prefix caches, and on
     rollouts. A difference above tolerance stops the run.
     """
@@ -374,9 +337,7 @@ class CanaryConfig(Section):
     """Largest difference of a token's log-prob, in nats. Default: by the coarser dtype (docs/reference/numerics.md)."""
 
     rollouts_tolerance: PositiveFloat | None = None
-    """Largest mean log-prob difference between sampler and trainer over a group, in nats. Default: smaller than
-    ``tolerance``'s, since a mean varies less.
-    """
+    """Largest mean log-prob difference over a group, in nats. Default: smaller than ``tolerance``'s, as a mean varies less."""
 
 
 class RolloutConfig(Section):
@@ -406,20 +367,16 @@ class RolloutConfig(Section):
     """For ``truncated: penalise``."""
 
     collect: str | None = None
-    """Replaces the draws of a step, for example by best-of-n: ``(problems, sampler) -> rollouts`` as ``path/file.py:function``
-    or ``package.module:function``.
-    """
+    """Replaces the draws of a step, as best-of-n: ``(problems, sampler) -> rollouts`` as ``path/file.py:function``."""
 
     sampling: SamplingConfig = SamplingConfig()
     server: ServerConfig = ServerConfig()
-    canary: CanaryConfig = CanaryConfig()
+    canary: _CanaryConfig = _CanaryConfig()
     uncorrected: bool = False
     """Train on samples of quantised servers or older weights (``train.schedule``) without ``objective.mismatch``."""
 
     journal: bool = True
-    """Write each step's rollouts to ``<output>/journal/`` once rewarded; a resumed run reads them instead of sampling. Removed
-    when no checkpoint needs them.
-    """
+    """Write each step's rewarded rollouts to ``<output>/journal/``, for a resume, until no checkpoint needs them."""
 
     record: bool = False
     """Write every step's rollouts to ``<output>/rollouts/``, and keep them."""
@@ -428,22 +385,20 @@ class RolloutConfig(Section):
     """Read rollouts from this folder, written by ``record``; no server starts."""
 
     replay_weights: Literal["same", "any"] = "same"
-    """Weights that drew the record's first step. ``same``: others than this run's are refused, by digest. ``any``: they are
-    trained on, off-policy.
-    """
+    """``same``: the record's first weights must be this run's, by digest. ``any``: others are trained on, off-policy."""
 
     def _faults(self) -> Iterator[str]:
         if self.replay_weights != "same" and self.replay is None:
             yield f"replay_weights = {self.replay_weights} has no effect without replay; leave it out"
         if self.oversample > 1 and self.filter_groups is None and not self.partial:
             yield (
-                f"oversample = {self.oversample:g} begins more groups than a step trains on, and every one of them would be "
-                "kept; set filter_groups or partial, or leave oversample out"
+                f"oversample = {self.oversample:g} begins more groups than a step trains on; set filter_groups or partial, or "
+                "leave oversample out"
             )
         if self.partial and self.oversample == 1:
             yield (
-                "partial = true, but oversample = 1 begins no more groups than a step needs, so that none is unfinished at its "
-                "end; set oversample = 1.5, or partial = false"
+                "partial = true, but oversample = 1 begins no more groups than a step needs; set oversample = 1.5, or "
+                "partial = false"
             )
         if self.collect is not None and (self.filter_groups is not None or self.oversample > 1 or self.partial):
             yield (
@@ -452,14 +407,11 @@ class RolloutConfig(Section):
             )
         if self.filter_groups and "zero_variance" in self.filter_groups.filters and self.samples_per_prompt == 1:
             yield (
-                "filter_groups.filters has zero_variance, which refuses every group of samples_per_prompt = 1; raise "
-                "samples_per_prompt, or choose another filter"
+                "filter_groups.filters has zero_variance, which refuses every group of samples_per_prompt = 1; raise it, or "
+                "choose another filter"
             )
         if (self.truncated == "penalise") != (self.overlong is not None):
-            yield (
-                f"truncated = {self.truncated} and overlong belong together: truncated = penalise needs overlong.buffer, and "
-                "nothing else reads it"
-            )
+            yield f"truncated = {self.truncated} and overlong belong together: truncated = penalise needs overlong.buffer"
         if self.overlong is not None and self.overlong.buffer > self.sampling.max_new_tokens:
             yield (
                 f"overlong.buffer = {self.overlong.buffer} is more than sampling.max_new_tokens = "
@@ -467,4 +419,4 @@ class RolloutConfig(Section):
             )
         fault = _training_fault(self.sampling, speculative=self.server.speculative is not None, partial=self.partial)
         if fault is not None:
-            yield (fault)
+            yield fault

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.cluster import ClusterConfig
-from tepo_megatron.config.data import BUILTIN, DataConfig, EvaluateConfig, is_custom, show_paths
+from tepo_megatron.config.data import BUILTIN, DataConfig, EvaluateConfig, SourceConfig, Sources
 from tepo_megatron.config.engine import EngineConfig, ModelConfig
 from tepo_megatron.config.objective.choices import Clip, GDPOAdvantage
 from tepo_megatron.config.objective.section import ObjectiveConfig
@@ -69,7 +69,7 @@ class RunConfig(Section):
             raise ValueError(
                 f"data.train is not given, and model.path = {self.model.path} is a model of your own: it would be trained on "
                 f"the demonstration's sums; give data.train = FILE (docs/guides/bring-your-own.md), or data.train = "
-                f"{show_paths(self.data.train)} if you mean them"
+                f"{_show_paths(self.data.train)} if you mean them"
             )
 
     @model_validator(mode="before")
@@ -80,7 +80,7 @@ class RunConfig(Section):
             return raw
         data, evaluate = raw.get("data", {}), raw.get("evaluate", {})
         heldout = _given(data, "heldout")
-        if heldout is _ABSENT and is_custom(_given(data, "train")):
+        if heldout is _ABSENT and _is_custom(_given(data, "train")):
             heldout = None
             raw = {**raw, "data": _with(data, heldout=None)}
         has_sets = _given(evaluate, "sets") is not _ABSENT and _given(evaluate, "sets")
@@ -136,6 +136,19 @@ def _with(section: Any, **changes: Any) -> Any:
     return {**section, **changes} if isinstance(section, Mapping) else section
 
 
+def _is_custom(value: Any) -> bool:
+    """Whether a problem is the user's own; ``value`` is as for ``data.train``, checked or not."""
+    if isinstance(value, str):
+        return not value.startswith(BUILTIN)
+    if isinstance(value, Sequence):
+        return any(_is_custom(source.get("path") if isinstance(source, Mapping) else source) for source in value)
+    return _is_custom(value.path) if isinstance(value, SourceConfig) else False
+
+
+def _show_paths(value: Sources) -> str:
+    return value if isinstance(value, str) else ", ".join(source.path for source in value)
+
+
 def _colocated(run: RunConfig) -> bool:
     return run.rollout.server.placement == "colocated" and run.rollout.replay is None
 
@@ -144,8 +157,8 @@ def _engine_faults(run: RunConfig) -> Iterator[str]:
     engine, parallel, fp8, dtype = run.engine, run.engine.parallel, run.engine.fp8, run.model.dtype
     if engine.moe_balance.kind == "expert_bias" and run.model.lora is not None:
         yield (
-            "engine.moe_balance.kind = expert_bias moves biases of the model, which model.lora leaves as it is, and a "
-            "folder of adapters has no place for them; set kind = aux_loss or none, or leave model.lora out"
+            "engine.moe_balance.kind = expert_bias moves biases of the model, which model.lora leaves as it is; set kind = "
+            "aux_loss or none, or leave model.lora out"
         )
     sequences = run.rollout.prompts_per_step * run.rollout.samples_per_prompt
     if sequences < run.fewest_sequences:
@@ -155,19 +168,13 @@ def _engine_faults(run: RunConfig) -> Iterator[str]:
             f"{parallel.dp} ranks{group}; raise rollout.prompts_per_step or samples_per_prompt, or lower train.minibatches"
         )
     if fp8.enabled and dtype != "bfloat16":
-        yield (
-            f"engine.fp8.recipe = {fp8.recipe} with model.dtype = {dtype}: Transformer Engine's FP8 layers take and give "
-            "bfloat16; set model.dtype = bfloat16"
-        )
+        yield f"engine.fp8.recipe = {fp8.recipe} with model.dtype = {dtype}: FP8 layers take bfloat16; set that"
     if fp8.params and not run.optimizer.distributed:
-        yield (
-            "engine.fp8.params = true needs optimizer.distributed = true: only Megatron's distributed optimizer makes FP8 "
-            "weights from its fp32 masters; set it, or engine.fp8.params = false"
-        )
+        yield "engine.fp8.params = true needs optimizer.distributed = true, whose fp32 masters make FP8 weights; set it"
     if fp8.params and _colocated(run):
         yield (
-            "engine.fp8.params = true with rollout.server.placement = colocated: weights kept in FP8 cannot leave the GPU "
-            "for the servers' turn, nor be read there by them; set engine.fp8.params = false, or another placement"
+            "engine.fp8.params = true with rollout.server.placement = colocated: FP8 weights cannot leave the GPU for the "
+            "servers' turn; set engine.fp8.params = false, or another placement"
         )
 
 
@@ -176,33 +183,33 @@ def _optimizer_faults(run: RunConfig) -> Iterator[str]:
     name = "offload_fraction" if optimizer.offload_fraction else next(iter(optimizer.reduced_fields), "")
     if optimizer.own_masters and engine.fp8.params:
         yield (
-            f"optimizer.{name} with engine.fp8.params = true: FP8 weights are made from fp32 masters in Megatron's "
-            f"optimizer, and with {name} they are in Adam; leave one of them out"
+            f"optimizer.{name} with engine.fp8.params = true: FP8 weights are made from fp32 masters in Megatron's optimizer, "
+            f"and with {name} they are in Adam; leave one of them out"
         )
     if optimizer.precision_aware and engine.platform == "cpu":
         yield (
             f"optimizer.{name} needs Transformer Engine's Adam on a GPU, and engine.platform = cpu; leave it out, or use "
-            "optimizer.offload_fraction, which a CPU has too"
+            "optimizer.offload_fraction"
         )
     if optimizer.own_masters and dtype != "bfloat16":
         yield (
-            f"optimizer.{name} with model.dtype = {dtype}: there an Adam of its own kind has the fp32 masters of bfloat16 "
-            "weights, and float32 weights are their own; set model.dtype = bfloat16"
+            f"optimizer.{name} with model.dtype = {dtype}: its Adam has fp32 masters, and float32 weights are their own; set "
+            "model.dtype = bfloat16"
         )
     if _colocated(run) and "fp8" in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype):
         yield (
-            "optimizer.exp_avg_dtype or exp_avg_sq_dtype = fp8 with rollout.server.placement = colocated: states kept in "
-            "FP8 cannot leave the GPU for the servers' turn; use bfloat16 or float16, or another placement"
+            "optimizer.exp_avg_dtype or exp_avg_sq_dtype = fp8 with rollout.server.placement = colocated: FP8 cannot leave "
+            "the GPU for the servers' turn; use bfloat16 or float16, or another placement"
         )
     if run.model.lora is not None and engine.fp8.enabled:
         yield (
-            f"model.lora with engine.fp8.recipe = {engine.fp8.recipe}: each layer's pass merges the weights again, and "
-            "Transformer Engine would not quantise them again; set engine.fp8.recipe = none, or leave model.lora out"
+            f"model.lora with engine.fp8.recipe = {engine.fp8.recipe}: Transformer Engine would not quantise the weights again "
+            "that each layer merges; set engine.fp8.recipe = none, or leave model.lora out"
         )
     if engine.overlap_param_gather and not optimizer.distributed:
         yield (
-            "engine.overlap_param_gather = true gathers weights of which each data-parallel rank has updated a share, and "
-            "only optimizer.distributed = true shares them; set it, or engine.overlap_param_gather = false"
+            "engine.overlap_param_gather = true gathers weights, and only optimizer.distributed = true shares them; set it, or "
+            "engine.overlap_param_gather = false"
         )
 
 
@@ -215,69 +222,68 @@ def _objective_faults(run: RunConfig) -> Iterator[str]:
     region = run.objective.trust_region
     if isinstance(region, Clip) and region.is_auto and run.train.minibatches == 1:
         yield (
-            "objective.trust_region.low or high = auto with train.minibatches = 1: at a step's only update every ratio is 1, "
-            "so that there is no spread to take a quantile of; set train.minibatches = 4, or give numbers"
+            "objective.trust_region.low or high = auto with train.minibatches = 1: at a step's only update every ratio is 1 "
+            "and has no spread; set train.minibatches = 4, or give numbers"
         )
     mask = run.objective.kl_mask
     if mask is not None and mask.against == "old" and run.train.minibatches == 1:
         warnings.warn(
-            "objective.kl_mask adds nothing with train.minibatches = 1: at a step's only update the policy is still the "
-            "one before it, their KL is 0, and so is its gradient; 4 is usual",
+            "objective.kl_mask adds nothing with train.minibatches = 1: at a step's only update the KL from the policy before "
+            "it is 0; 4 is usual",
             stacklevel=2,
         )
 
 
 def _evaluation_faults(run: RunConfig) -> Iterator[str]:
-    train, heldout, evaluate, best = run.data.train, run.data.heldout, run.evaluate, run.train.keep_best
+    train, heldout, evaluate = run.data.train, run.data.heldout, run.evaluate
     if heldout is None and evaluate.every and not evaluate.sets:
         yield (
             f"evaluate.every = {evaluate.every}, but there are no held-out problems; give data.heldout or evaluate.sets, or "
             "set evaluate.every = 0"
         )
-    if heldout is not None and is_custom(train) != is_custom(heldout):
+    if heldout is not None and _is_custom(train) != _is_custom(heldout):
         yield (
-            f"data.train = {show_paths(train)} with data.heldout = {show_paths(heldout)}: one is your own, the other the "
-            "demonstration's, and a model is examined in what it is trained in; give both, or data.heldout = null to evaluate "
-            "nothing"
+            f"data.train = {_show_paths(train)} with data.heldout = {_show_paths(heldout)}: one is your own, the other the "
+            "demonstration's; give both, or data.heldout = null to evaluate nothing"
         )
     if run.rollout.samples_per_prompt == 1:
         yield (
-            "rollout.samples_per_prompt = 1: an advantage compares the responses to one prompt, and that of a single one "
-            "is 0, so that nothing would be learnt; set 2 or more, 8 is usual"
+            "rollout.samples_per_prompt = 1: an advantage compares the responses to one prompt, and that of a single one is 0; "
+            "set 2 or more, 8 is usual"
         )
-    if best is not None and best.metric.startswith("eval/"):
-        name = best.metric.split("/")[1]
-        if name not in evaluate.sets or not evaluate.every_of(name):
-            yield (
-                f"train.keep_best.metric = {best.metric} is measured on evaluate.sets.{name}, which "
-                f"{'is never evaluated; set its every' if name in evaluate.sets else 'is not given'}"
-            )
-    if best is not None and best.metric.startswith(("accuracy/", "heldout/")):
-        measured = f"train.keep_best.metric = {best.metric} is measured"
-        if heldout is None:
+    if run.train.keep_best is not None:
+        yield from _best_faults(run, run.train.keep_best.metric)
+    if run.log.token_samples and run.log.token_samples_every > run.train.steps:
+        yield (
+            f"log.token_samples_every = {run.log.token_samples_every} is more than train.steps = {run.train.steps}; set it to "
+            f"{run.train.steps} or less"
+        )
+
+
+def _best_faults(run: RunConfig, metric: str) -> Iterator[str]:
+    evaluate, measured = run.evaluate, f"train.keep_best.metric = {metric} is measured"
+    if metric.startswith("eval/"):
+        name = metric.split("/")[1]
+        if name not in evaluate.sets:
+            yield f"{measured} on evaluate.sets.{name}, which is not given"
+        elif not evaluate.every_of(name):
+            yield f"{measured} on evaluate.sets.{name}, which is never evaluated; set its every"
+    if metric.startswith(("accuracy/", "heldout/")):
+        if run.data.heldout is None:
             yield f"{measured} on data.heldout, which is not given; give it, or another metric"
         if not evaluate.every:
             yield f"{measured} by evaluations, but evaluate.every = 0 makes none; set evaluate.every, or another metric"
-    if run.log.token_samples and run.log.token_samples_every > run.train.steps:
-        yield (
-            f"log.token_samples_every = {run.log.token_samples_every} is more than train.steps = {run.train.steps}: token "
-            f"values of no step would be written; set it to {run.train.steps} or less"
-        )
 
 
 def _reward_faults(run: RunConfig) -> Iterator[str]:
-    advantage, weights = run.objective.advantage, run.reward.weights
+    advantage = run.objective.advantage
     if isinstance(advantage, GDPOAdvantage):
-        yield from _gdpo_faults(run, advantage.weights, weights)
-    if run.rollout.truncated == "penalise" and advantage.kind == "gdpo":
+        yield from _gdpo_faults(run, advantage.weights, run.reward.weights)
+    if run.rollout.truncated == "penalise" and advantage.kind in ("gdpo", "divide_by_mean"):
+        reason = "needs a component of its own for length" if advantage.kind == "gdpo" else "divides by their mean"
         yield (
-            "rollout.truncated = penalise lowers the reward, and objective.advantage.kind = gdpo takes the components "
-            "of it instead; give the length a component of its own, or set rollout.truncated = mask"
-        )
-    if run.rollout.truncated == "penalise" and advantage.kind == "divide_by_mean":
-        yield (
-            "rollout.truncated = penalise makes rewards negative, and objective.advantage.kind = divide_by_mean divides by "
-            "their mean; set rollout.truncated = mask, or another advantage"
+            f"rollout.truncated = penalise makes rewards lower, or negative, and objective.advantage.kind = {advantage.kind} "
+            f"{reason}; set rollout.truncated = mask, or another advantage"
         )
     verifiers = {"reward.verifier": run.reward.verifier}
     verifiers |= {f"evaluate.sets.{name}.verifier": item.verifier or "" for name, item in run.evaluate.sets.items()}
@@ -290,12 +296,15 @@ def _reward_faults(run: RunConfig) -> Iterator[str]:
         yield f"{field} = python_tests has no network; leave reward.network out"
 
 
+def _source_with_verifier(run: RunConfig) -> str | None:
+    return next((source.called for source in run.data.train_sources if source.verifier is not None), None)
+
+
 def _gdpo_faults(run: RunConfig, over: tuple[float, ...] | None, weights: Mapping[str, float] | None) -> Iterator[str]:
     """GDPO weighs normalised components by ``over``, a plain reward raw ones by ``weights``: neither replaces the other."""
-    other = next((source.called for source in run.data.train_sources if source.verifier is not None), None)
-    if other is not None:
+    if source := _source_with_verifier(run):
         yield (
-            f"objective.advantage.kind = gdpo weighs the components that one verifier returns, and the source {other} of "
+            f"objective.advantage.kind = gdpo weighs the components that one verifier returns, and the source {source} of "
             "data.train has a verifier of its own; set another advantage, or reward.verifier for all sources"
         )
     if over is None:
@@ -308,8 +317,7 @@ def _gdpo_faults(run: RunConfig, over: tuple[float, ...] | None, weights: Mappin
     elif weights is None:
         yield (
             f"objective.advantage.weights names {len(over)} rewards, but a run has one for each response unless "
-            "reward.weights names the components that reward.verifier returns; set that, or leave "
-            "objective.advantage.weights out"
+            "reward.weights names the components that reward.verifier returns; set that, or leave them out"
         )
     elif len(weights) != len(over):
         yield (
@@ -322,107 +330,86 @@ def _rollout_faults(run: RunConfig) -> Iterator[str]:
     rollout, server = run.rollout, run.rollout.server
     uncorrected = run.objective.mismatch is None and not rollout.uncorrected
     remedy = "set objective.mismatch.kind = truncate, or rollout.uncorrected = true to train without a correction"
+    biases = f"which biases the gradient; {remedy}"
     if rollout.oversample > 1 and uncorrected:
-        yield (
-            f"rollout.oversample = {rollout.oversample:g} trains on groups that a step has left over for the next one, of "
-            f"older weights than are trained, which biases the gradient; {remedy}"
-        )
+        yield f"rollout.oversample = {rollout.oversample:g} trains on older weights' groups, {biases}"
     if run.train.rollback is not None and rollout.replay is not None:
-        yield (
-            "train.rollback with rollout.replay: the same rollouts would be read again, and lead to the same step; leave "
-            "one of them out"
-        )
+        yield "train.rollback with rollout.replay: the same rollouts would be read again; leave one of them out"
     if run.train.schedule == "overlap":
         if server.placement == "colocated":
             yield (
                 "train.schedule = overlap with rollout.server.placement = colocated: trainer and servers take turns on the "
-                "same GPUs, and neither can work while the other does; set placement = local or external, or schedule = sync"
+                "same GPUs; set placement = local or external, or schedule = sync"
             )
         if server.cpu_threads == "all" and server.placement == "local":
             yield (
                 "rollout.server.cpu_threads = all with train.schedule = overlap would leave the trainer no core of its own; "
-                "both work at a time. Name the servers' cores, such as cpu_threads = 0; engine.cpu_threads = auto is the rest"
+                "name the servers' cores, such as cpu_threads = 0"
             )
         if uncorrected:
             yield (
                 f"objective.mismatch = null with train.schedule = overlap: train.max_staleness = {run.train.max_staleness} "
-                f"lets older weights draw the rollouts, and preset {run.objective.preset} takes them for those of the policy "
-                f"before the update; {remedy}"
+                f"lets older weights draw the rollouts, which preset {run.objective.preset} does not correct; {remedy}"
             )
     dtype = server.served_dtype(run.model.dtype)
+    bfloat16 = "set rollout.server.dtype = bfloat16"
     if server.head_dtype == dtype:
-        yield (
-            f"rollout.server.head_dtype = {server.head_dtype} does nothing for servers in {dtype}; leave it out, or set "
-            "rollout.server.dtype = bfloat16"
-        )
-    if server.quantization != "none" and dtype != "bfloat16":
-        yield (
-            f"rollout.server.quantization = {server.quantization} takes servers in bfloat16, not {dtype}; set "
-            "rollout.server.dtype = bfloat16"
-        )
-    if server.quantization != "none" and uncorrected:
-        yield (
-            f"rollout.server.quantization = {server.quantization} samples from another distribution than the one that is "
-            f"trained, which biases the gradient; {remedy}"
-        )
+        head = f"rollout.server.head_dtype = {server.head_dtype}"
+        yield f"{head} does nothing for servers in {dtype}; leave it out, or {bfloat16}"
+    if server.quantization != "none":
+        quantization = f"rollout.server.quantization = {server.quantization}"
+        if dtype != "bfloat16":
+            yield f"{quantization} takes servers in bfloat16, not {dtype}; {bfloat16}"
+        if uncorrected:
+            yield f"{quantization} samples from another distribution than the one that is trained, {biases}"
 
 
 def _environment_faults(run: RunConfig, environment: EnvironmentConfig) -> Iterator[str]:
-    default = RewardConfig()  # which a complete configuration (resolved.yaml) names too
-    if (run.reward.verifier, run.reward.kwargs) != (default.verifier, default.kwargs):
+    default, name = RewardConfig(), f"environment.name = {environment.name}"
+    if (run.reward.verifier, run.reward.kwargs) != (default.verifier, default.kwargs):  # resolved.yaml names the default too
         yield (
-            f"reward.verifier = {run.reward.verifier} with environment.name = {environment.name}: rewards come from the "
-            "environment; leave reward.verifier and reward.kwargs out, or give them to the environment by its kwargs"
+            f"reward.verifier = {run.reward.verifier} with {name}: rewards come from the environment; leave reward.verifier "
+            "and reward.kwargs out, or give them to the environment by its kwargs"
         )
-    other = next((source.called for source in run.data.train_sources if source.verifier is not None), None)
-    if other is not None:
+    if source := _source_with_verifier(run):
         yield (
-            f"the source {other} of data.train has a verifier, with environment.name = {environment.name}: rewards come from "
-            "the environment; leave the verifier out"
+            f"the source {source} of data.train has a verifier, with {name}: rewards come from the environment; leave the "
+            "verifier out"
         )
     if run.rollout.partial:
-        yield (
-            "rollout.partial = true with environment: an episode cannot be put aside, since what its environment knows is "
-            "gone with it; leave partial out"
-        )
+        yield "rollout.partial = true with environment: an episode cannot be put aside; leave partial out"
     if run.rollout.truncated == "penalise":
         yield (
             "rollout.truncated = penalise with environment: rollout.sampling.max_new_tokens bounds a turn, and not the "
-            "episode whose length would be punished; have the environment do it, or set rollout.truncated = mask"
+            "episode; have the environment lower rewards, or set rollout.truncated = mask"
         )
     if environment.max_tokens is not None and environment.max_tokens < 2:
         yield "environment.max_tokens = 1 leaves no room for an answer behind a turn; raise it"
     if run.rollout.collect is not None:
-        yield (
-            f"rollout.collect = {run.rollout.collect} draws single responses, and environment.name = {environment.name} plays "
-            "episodes; leave one of the two out"
-        )
+        yield f"rollout.collect = {run.rollout.collect} draws single responses, and {name} plays episodes; leave one out"
 
 
 def _adapter_faults(run: RunConfig, rank: int) -> Iterator[str]:
-    server = run.rollout.server
+    server, merged = run.rollout.server, "set model.lora.serve = merged"
     if rank > _MAX_SERVED_RANK:
-        yield (
-            f"model.lora.serve = adapter takes ranks up to {_MAX_SERVED_RANK}, as vLLM does, and model.lora.rank = {rank}; set "
-            "model.lora.serve = merged"
-        )
+        yield f"model.lora.serve = adapter takes ranks up to {_MAX_SERVED_RANK}, and model.lora.rank = {rank}; {merged}"
     if server.placement == "colocated":
         yield (
             "model.lora.serve = adapter needs servers that keep their weights, and those of rollout.server.placement = "
-            "colocated free them whenever the trainer has the GPU; set model.lora.serve = merged"
+            f"colocated free them for the trainer; {merged}"
         )
     if server.quantization != "none":
         yield (
-            f"model.lora.serve = adapter is for servers in full precision, and rollout.server.quantization = "
-            f"{server.quantization}; set model.lora.serve = merged, whose weights are quantised with the adapters in them"
+            "model.lora.serve = adapter is for servers in full precision, and rollout.server.quantization = "
+            f"{server.quantization}; {merged}"
         )
     if server.drafts:
         yield (
-            "model.lora.serve = adapter with rollout.server.speculative.draft_model has not been tested; set model.lora."
-            "serve = merged, or leave the draft model out"
+            "model.lora.serve = adapter with rollout.server.speculative.draft_model has not been tested; "
+            f"{merged}, or leave the draft model out"
         )
     if server.load_format == "dummy":
         yield (
-            "model.lora.serve = adapter never sends the weights under the adapters, so that servers would have none with "
+            "model.lora.serve = adapter never sends the weights under the adapters; servers would have none with "
             "rollout.server.load_format = dummy; set it to auto"
         )

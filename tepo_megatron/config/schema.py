@@ -15,9 +15,8 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from tepo_megatron.config.base import Section
+from tepo_megatron.config.base import SchemaGenerator, Section
 from tepo_megatron.config.objective.custom import load_plugin, plugin_schemas
-from tepo_megatron.config.objective.section import usual_sections
 from tepo_megatron.config.run import RunConfig
 
 if TYPE_CHECKING:
@@ -76,8 +75,8 @@ def json_schema() -> Node:
 
 @cache
 def _schema(plugins: tuple[tuple[str, str], ...]) -> Node:
-    schema = RunConfig.model_json_schema()
-    added = plugin_schemas([name for name, _ in plugins], usual_sections())
+    schema = RunConfig.model_json_schema(schema_generator=SchemaGenerator)
+    added = plugin_schemas([name for name, _ in plugins])
     schema["$defs"] |= added.pop("$defs")
     fields = schema["$defs"]["ObjectiveConfig"]["properties"]
     for slot, node in added.items():
@@ -119,7 +118,7 @@ def _allowed(node: Node) -> str:
     return f"{text} {bounds}".strip()
 
 
-def locate(loc: tuple[int | str, ...]) -> _Place:
+def _locate(loc: tuple[int | str, ...]) -> _Place:
     """Place of a pydantic error, without names of union members, which no user writes."""
     node, path, siblings = _follow(json_schema()), "", ()
     for step in loc:
@@ -228,38 +227,31 @@ def _allowed_list(node: Node) -> str:
 _MOST_PROBLEMS = 40
 
 
-def describe_yaml(error: yaml.YAMLError, subject: str = "") -> str:
-    if not isinstance(error, yaml.MarkedYAMLError):
-        return f"{subject}not valid YAML: {one_line(error)}"
-    return f"{subject}not valid YAML: " + ", ".join(text for text in (error.context, error.problem) if text)
-
-
-def describe_reference(error: OmegaConfBaseException) -> str:
-    what = str(error.msg or error).splitlines()[0]
-    return f"{error.full_key}: {what}" if error.full_key else what
-
-
-def describe_all(error: ValidationError) -> list[str]:
-    """One line per place; union members that all refused a value share it."""
-    details = error.errors()
-    details = [item for item in details if not _is_of_another_form(item, details)]
-    lines = list(dict.fromkeys(_describe(detail) for detail in details[:_MOST_PROBLEMS]))
-    return [*lines, f"and {len(details) - _MOST_PROBLEMS} more"] if len(details) > _MOST_PROBLEMS else lines
+def describe(error: Exception) -> list[str]:
+    """Sentences for what pydantic, OmegaConf or PyYAML raised; union members that all refused a value share one."""
+    if isinstance(error, ValidationError):
+        details = error.errors()
+        details = [item for item in details if not _is_of_another_form(item, details)]
+        lines = list(dict.fromkeys(_describe(detail) for detail in details[:_MOST_PROBLEMS]))
+        return [*lines, f"and {len(details) - _MOST_PROBLEMS} more"] if len(details) > _MOST_PROBLEMS else lines
+    if isinstance(error, OmegaConfBaseException):
+        what = str(error.msg or error).splitlines()[0]
+        return [f"{error.full_key}: {what}" if error.full_key else what]
+    text = " ".join(str(error).split())
+    if isinstance(error, yaml.MarkedYAMLError):
+        text = ", ".join(part for part in (error.context, error.problem) if part)
+    return [f"not valid YAML: {text}" if isinstance(error, yaml.YAMLError) else text]
 
 
 def _is_of_another_form(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> bool:
     """True if other errors describe what is wrong in the list."""
     place = detail["loc"][:-1]
-    others = (item["loc"] for item in details if len(item["loc"]) > len(detail["loc"]))
-    return (
-        detail["type"] == "string_type"
-        and isinstance(detail["input"], list)
-        and any(loc[: len(place)] == place for loc in others)
-    )
+    inner = [item["loc"] for item in details if len(item["loc"]) > len(place) + 1 and item["loc"][: len(place)] == place]
+    return detail["type"] == "string_type" and isinstance(detail["input"], list) and bool(inner)
 
 
 def _describe(detail: ErrorDetails) -> str:
-    place, raw = locate(detail["loc"]), detail["input"]
+    place, raw = _locate(detail["loc"]), detail["input"]
     kind = detail["type"]
     if kind == "extra_forbidden":
         return _describe_unknown(place, raw)
@@ -288,10 +280,6 @@ def _describe_unknown(place: _Place, raw: Any) -> str:
     near = _nearest_fields(place)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(place.siblings)}"
     return f"{place.path}: unknown key (got {show(raw)}); {hint}"
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 _BY_OTHER_NAMES = {

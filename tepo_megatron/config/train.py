@@ -31,11 +31,9 @@ class RollbackConfig(Section):
             yield "give one of above (a bound) and factor (times the running median), not both and not none"
 
 
-class KeepBestConfig(Section):
+class _KeepBestConfig(Section):
     metric: str = Field(min_length=1)
-    """Names a key of ``metrics.jsonl``, such as ``accuracy/greedy``. Only checkpoints of steps with it are compared: let
-    ``save_every`` be a multiple of ``evaluate.every``.
-    """
+    """A key of ``metrics.jsonl``, such as ``accuracy/greedy``; let ``save_every`` be a multiple of ``evaluate.every``."""
 
     mode: Literal["max", "min"] = "max"
     """Of equal values the newest counts."""
@@ -57,19 +55,13 @@ class TrainConfig(Section):
     """K, optimizer steps per batch of rollouts, each on an equal part of the responses."""
 
     schedule: Literal["sync", "overlap"] = "sync"
-    """``sync``: trainer and servers wait for each other. ``overlap``: servers sample ahead with older weights, which
-    ``objective.mismatch`` corrects.
-    """
+    """``sync``: trainer and servers take turns. ``overlap``: servers sample ahead; ``objective.mismatch`` corrects it."""
 
     max_staleness: Annotated[int, Field(ge=1, le=64)] = 1
-    """``overlap`` only: largest age of the weights that drew a token, in steps; servers sample so far ahead. More is further
-    off-policy.
-    """
+    """``overlap`` only: largest age of the weights that drew a token, in steps. More is further off-policy."""
 
     stale: Literal["drop", "keep"] = "drop"
-    """``overlap`` only: groups older than ``max_staleness``. ``drop``: not trained on, so slow prompts count less. ``keep``:
-    trained on, with correction.
-    """
+    """``overlap`` only: groups above ``max_staleness``. ``drop``: slow prompts count less. ``keep``: trained on, corrected."""
 
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """``overlap`` only: keys and values of unfinished responses at a weight update. ``recompute``: with the new weights.
@@ -77,9 +69,7 @@ class TrainConfig(Section):
     """
 
     max_skipped: NonNegativeInt = 8
-    """Most consecutive optimizer steps skipped for a non-finite loss or gradient; one more stops the run. Their batches go to
-    ``<output>/skipped``. 0: the first one stops the run.
-    """
+    """Most consecutive skips for a non-finite loss or gradient, kept in ``<output>/skipped``; one more stops the run."""
 
     hang_timeout_s: Annotated[float, Field(ge=60, allow_inf_nan=False)] = 1800.0
     """Seconds without progress of a trainer rank before the job ends, with a report in ``<output>/logs/hang-….txt``. Progress:
@@ -91,9 +81,7 @@ class TrainConfig(Section):
     """Steps between checkpoints; one is always written at the end. 0: no others by count."""
 
     async_save: bool = False
-    """Train on while a thread writes the checkpoint from host memory (12 bytes a parameter). After an earlier kill the run
-    resumes from the previous one.
-    """
+    """A thread writes the checkpoint from host memory (12 bytes a parameter); a kill before its end loses it."""
 
     save_minutes: float = Field(default=30.0, ge=0, allow_inf_nan=False)
     """Minutes after which the next step ends with a checkpoint, whatever ``save_every``. 0: never."""
@@ -104,13 +92,11 @@ class TrainConfig(Section):
     keep_every: NonNegativeInt = 0
     """Never delete checkpoints of steps that are multiples of this. 0: none."""
 
-    keep_best: KeepBestConfig | None = None
+    keep_best: _KeepBestConfig | None = None
     """The best checkpoint by a metric is kept too."""
 
     resume: bool | Literal["auto"] = False
-    """Continue from the newest whole checkpoint in the output folder; without one the run is refused. auto: without one start
-    from the beginning, for automatic restarts.
-    """
+    """Continue from the newest whole checkpoint in the output folder. auto: without one start from the beginning."""
 
     callbacks: tuple[str | CallbackConfig, ...] = ()
     """Custom code on rank 0, which may end the run: ``early_stopping``, or classes as ``path/file.py:Class``; with arguments
@@ -118,9 +104,7 @@ class TrainConfig(Section):
     """
 
     grace_s: _Seconds = 60.0
-    """Seconds from SIGTERM to the end of all processes, a checkpoint included. At most the time before SIGKILL (Slurm:
-    KillWait, or a partition's GraceTime).
-    """
+    """Seconds from SIGTERM to the end, with a checkpoint. At most the time before SIGKILL (Slurm: KillWait, GraceTime)."""
 
     warning_s: _Seconds = 300.0
     """The same for SIGUSR1, Slurm's warning, which ``tepo launch`` requests half a minute earlier."""
@@ -129,26 +113,17 @@ class TrainConfig(Section):
     """Return to the newest checkpoint, without the step's batch, if a metric explodes. Needs ``save_every``."""
 
     resume_from: str | None = None
-    """A name in the output folder (``step_000040``) or a path. Later checkpoints are set aside. Needs ``resume``. Default: the
-    newest.
-    """
+    """A name in the output folder (``step_000040``) or a path. Later checkpoints are set aside. Default: the newest."""
 
     allow_change: tuple[str, ...] = ()
-    """Fields or sections that may differ from the checkpoint's run, such as ``[seed, objective.kl]``. Other differences are
-    refused, unless they only move or lengthen the run.
-    """
+    """Fields or sections that may differ from the checkpoint's run, such as ``[seed, objective.kl]``."""
 
     def _faults(self) -> Iterator[str]:
         if self.rollback is not None and not self.save_every:
             yield "rollback goes back to a checkpoint, but save_every = 0 writes none on the way; set save_every"
         if self.schedule == "sync":
-            for name in ("max_staleness", "stale", "kv_cache"):
-                value = getattr(self, name)
-                if value != type(self).model_fields[name].default:
-                    yield (
-                        f"{name} = {value} does nothing with schedule = sync, whose rollouts are never stale; set "
-                        "train.schedule = overlap, or leave it out"
-                    )
+            for name, value in self._changed("max_staleness", "stale", "kv_cache").items():
+                yield f"{name} = {value} does nothing with schedule = sync; set train.schedule = overlap, or leave it out"
         if self.resume_from is not None and not self.resume:
             yield f"resume_from = {self.resume_from} has no effect without resume; set train.resume = true"
 
@@ -174,9 +149,7 @@ STALLS_AT: Mapping[MomentDtype, float] = MappingProxyType(
 
 class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-6
-    """Adam's learning rate after the warm-up. The default suits billions of parameters; the tiny example (0.6 million) uses
-    5e-5.
-    """
+    """Adam's learning rate after the warm-up. The default suits billions of parameters; the tiny example uses 5e-5."""
 
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear rise from 0 to ``lr``."""
@@ -194,30 +167,22 @@ class OptimizerConfig(Section):
     """Adam's ε, added to the root of the mean square."""
 
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay (AdamW): a step subtracts ``lr`` × this × the weight, but not from norms and biases. 0, since RL
-    is short and starts from a trained model.
-    """
+    """Decoupled weight decay (AdamW), but not of norms and biases. 0, since RL is short and starts from a trained model."""
 
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest norm of the gradient over all weights. 0: no clipping."""
 
     distributed: bool = False
-    """Shard optimizer states (fp32 weights, both means) over data- and context-parallel ranks: Megatron's distributed
-    optimizer. The fields below need it.
-    """
+    """Shard optimizer states over data- and context-parallel ranks (Megatron's). The fields below need it."""
 
     exp_avg_dtype: MomentDtype = "float32"
-    """Dtype of Adam's mean gradient between steps: Megatron's precision-aware optimizer, which computes in fp32. Needs a GPU
-    and Transformer Engine. Not run on a GPU yet.
-    """
+    """Dtype of Adam's mean gradient between steps. Needs a GPU and Transformer Engine. Not run on a GPU yet."""
 
     exp_avg_sq_dtype: MomentDtype = "float32"
     """As ``exp_avg_dtype``, for the mean square."""
 
     store_param_remainders: bool = False
-    """Store only the 16 bits of each fp32 weight that its bfloat16 weight lacks: 2 bytes instead of 4, same values. Needs a GPU
-    and Transformer Engine. Not run on a GPU yet.
-    """
+    """Store only the 16 bits of an fp32 weight that bfloat16 lacks. Needs Transformer Engine. Not run on a GPU yet."""
 
     offload_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of weights with optimizer states in host memory, where Adam then computes: Megatron's hybrid optimizer. Costs 16
@@ -242,13 +207,13 @@ class OptimizerConfig(Section):
         name = "offload_fraction" if self.offload_fraction else self.reduced_fields[0]
         if not self.distributed:
             yield (
-                f"{name} = {getattr(self, name)} needs optimizer.distributed = true, also where dp × cp is 1: only "
-                f"Megatron's distributed optimizer leaves the fp32 weights to Adam; set it, or leave {name} out"
+                f"{name} = {getattr(self, name)} needs optimizer.distributed = true, also where dp × cp is 1; set it, or leave "
+                f"{name} out"
             )
         if self.offload_fraction and self.precision_aware:
             yield (
-                f"{self.reduced_fields[0]} with offload_fraction = {self.offload_fraction:g}: Megatron's optimizer on the host "
-                "keeps all states in fp32, and would take no notice; leave one of them out"
+                f"{self.reduced_fields[0]} with offload_fraction = {self.offload_fraction:g}: Megatron's optimizer "
+                "on the host keeps all states in fp32; leave one of them out"
             )
         for number, name in enumerate(("exp_avg_dtype", "exp_avg_sq_dtype")):
             dtype: MomentDtype = getattr(self, name)
@@ -272,7 +237,7 @@ Tag = Annotated[str, Field(min_length=1, max_length=64)]
 _NOT_IN_PROJECTS = "/\\#?%:"
 
 
-class WandbConfig(Section):
+class _WandbConfig(Section):
     """A Weights & Biases run with the rows of ``metrics.jsonl`` and the configuration without secrets. Needs
     ``tepo-megatron[wandb]``, and the key of ``wandb login`` or WANDB_API_KEY.
     """
@@ -293,9 +258,7 @@ class WandbConfig(Section):
     """Tags of the run."""
 
     mode: Literal["online", "offline"] = "online"
-    """``offline``: kept in ``OUT/wandb`` until ``wandb sync`` sends it. ``online``: sent during the run; written offline if W&B
-    is never reached.
-    """
+    """``offline``: in ``OUT/wandb`` until ``wandb sync``. ``online``: sent during the run, offline if W&B is never reached."""
 
     @field_validator("project")
     @classmethod
@@ -308,7 +271,7 @@ class WandbConfig(Section):
         return project
 
 
-class MlflowConfig(Section):
+class _MlflowConfig(Section):
     """An MLflow run with the rows of ``metrics.jsonl``, and the configuration without secrets as parameters. Needs
     ``tepo-megatron[mlflow]``.
     """
@@ -320,9 +283,7 @@ class MlflowConfig(Section):
     """Run name in MLflow. null: the run's ``name``."""
 
     tracking_uri: str | None = None
-    """Tracking server, or a database such as ``sqlite:////shared/mlflow.db``. null: MLFLOW_TRACKING_URI, else
-    ``OUT/mlflow/mlflow.db``. No password.
-    """
+    """Server, or database such as ``sqlite:////shared/mlflow.db``. null: MLFLOW_TRACKING_URI, else ``OUT/mlflow/mlflow.db``."""
 
     tags: dict[str, str] = Field(default_factory=dict)
     """Tags of the run."""
@@ -357,21 +318,17 @@ class LogConfig(Section):
     tensorboard: bool = True
     """Also write TensorBoard events to ``<output>/tensorboard``."""
 
-    wandb: WandbConfig | None = None
+    wandb: _WandbConfig | None = None
     """Also log to Weights & Biases. null: off."""
 
-    mlflow: MlflowConfig | None = None
+    mlflow: _MlflowConfig | None = None
     """Also log to MLflow. null: off."""
 
     finish_timeout_s: Seconds = 30.0
-    """Seconds that the run's end waits for W&B and MLflow to accept remaining rows, or less if the run has less. Others are
-    reported and stay in ``metrics.jsonl``.
-    """
+    """Seconds that the run's end waits for W&B and MLflow; rows that they have not accepted stay in ``metrics.jsonl``."""
 
     train_samples: NonNegativeInt = 0
-    """First responses of each training step in ``train_samples.jsonl``, with prompt, expected answer and reward. 0: none;
-    ``rollout.record`` keeps all, with tokens.
-    """
+    """First responses of each step in ``train_samples.jsonl``. 0: none; ``rollout.record`` keeps all, with tokens."""
 
     token_samples: NonNegativeInt = 0
     """First groups of a step written token by token to ``<output>/tokens``, for ``tepo report``: log-probs of sampler and

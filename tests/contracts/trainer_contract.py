@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch, TokenScores
 from tepo_megatron.trainer import protocol

@@ -22,7 +22,7 @@ from torch import Tensor
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.scores import logprob_and_entropy
 from tepo_megatron.core.types import Batch
 from tepo_megatron.trainer.packing import pack

@@ -1,14 +1,14 @@
-"""Random steps for tests, with what the package checks objectives by: as a whole, and cut into micro-batches."""
+"""Steps for tests of the objective."""
 
 from functools import partial
 
 import torch
 from hypothesis import strategies as st
 
-from tepo_megatron.core.objective.checking import make_step as make_batch
-from tepo_megatron.core.objective.checking import pick, summary, whole
-
-__all__ = ["VALUES", "assert_same", "make_batch", "masks", "pick", "summary", "whole"]
+from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.core.objective.checking import Step
+from tepo_megatron.core.objective.compose import build_objective
+from tepo_megatron.core.types import Batch, TokenScores
 
 VALUES = (
     "tokens_T",
@@ -20,11 +20,62 @@ VALUES = (
     "reference_logprobs_T",
 )
 
+make_batch = Step.random
+
 
 def masks(min_sequences=1, max_sequences=6):
     """Loss masks of a step with at least one response token: prompts, responses, holes, and sequences without any."""
     sequence = st.lists(st.booleans(), min_size=1, max_size=7)
     return st.lists(sequence, min_size=min_sequences, max_size=max_sequences).filter(lambda rows: any(map(any, rows)))
+
+
+def whole(objective, batch, scores):
+    return Step(batch, scores).whole(objective)
+
+
+def doubles(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def plain_step(lengths, advantages, logprob, old, *, sampler=None, reference=None, labels=None, old_entropy=None):
+    """A batch of these responses without prompts, and its scores, with entropies of 1."""
+    tokens = sum(lengths)
+    batch = Batch(
+        tokens_T=torch.zeros(tokens, dtype=torch.int64),
+        labels_T=torch.zeros(tokens, dtype=torch.int64) if labels is None else labels,
+        loss_mask_T=torch.ones(tokens, dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
+        sampler_logprobs_T=old if sampler is None else sampler,
+        rewards_S=torch.zeros(len(lengths)),
+        groups_S=torch.zeros(len(lengths), dtype=torch.int64),
+        advantages_S=torch.as_tensor(advantages),
+        old_logprobs_T=old,
+        old_entropy_T=torch.ones_like(old) if old_entropy is None else old_entropy,
+        reference_logprobs_T=reference,
+    )
+    return batch, TokenScores(logprob, torch.ones_like(old).requires_grad_())
+
+
+def outputs_of(config, batch, scores):
+    """Of each sequence alone."""
+    objective = build_objective(ObjectiveConfig(**config))
+    context = objective.prepare(batch)
+    parts = [Step(batch, scores).pick([sequence]) for sequence in range(batch.num_sequences)]
+    return [objective(micro_scores, micro, context) for micro, micro_scores in parts]
+
+
+def surrogates(config, deltas, advantages, *, lengths=None, old=None):
+    """Returns the surrogate of each response, and by token its gradient, with counts of bounds per response, below and above.
+
+    ``config`` is laid over r A, divided by the tokens.
+    """
+    old = torch.full((len(deltas),), -2.0, dtype=torch.float64) if old is None else old
+    logprob = (old + doubles(*deltas)).requires_grad_()
+    batch, scores = plain_step(lengths or [1] * len(deltas), advantages, logprob, old)
+    outputs = outputs_of({"preset": "kl_cov", "kl_cov": None, **config}, batch, scores)
+    gains = -torch.stack([output.numerator for output in outputs])
+    bounds = ([int(output.metrics[f"clip/{side}"][0]) for output in outputs] for side in ("low", "high"))
+    return gains.tolist(), torch.autograd.grad(gains.sum(), logprob)[0].tolist(), *bounds
 
 
 def assert_same(left, right, rtol=1e-9):

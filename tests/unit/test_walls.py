@@ -77,7 +77,7 @@ PLANTED = (
     Planted("core/types.py", "from tepo_megatron.config import RunConfig", "config"),
     Planted("runtime/supervise.py", "from tepo_megatron.core.types import Batch", "rooms"),
     Planted("weights/geometry.py", "from tepo_megatron.config import RunConfig", "config"),
-    Planted("run/loop.py", "from tepo_megatron.core.objective import build_objective", "maths"),
+    Planted("run/loop.py", "from tepo_megatron.core.objective.compose import build_objective", "maths"),
     Planted("run/output/resume.py", "from tepo_megatron.trainer.megatron.engine import Engine", "trainer"),
     Planted("tasks/evaluate/evaluation.py", "import tepo_megatron.trainer.megatron.start", "trainer"),
     Planted("tasks/evaluate/standalone.py", "from tepo_megatron.launch.job import Job", "launch"),

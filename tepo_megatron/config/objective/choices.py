@@ -77,9 +77,7 @@ class Clip(_LowHigh):
     """
 
     share: Annotated[float, Field(gt=0, lt=0.5)] | None = None
-    """With ``auto``: c leaves this share of the last step's tokens outside, of those with A < 0 (``low``) or A > 0 (``high``).
-    null: 0.1.
-    """
+    """With ``auto``: c leaves this share of the last step's tokens of A < 0 or A > 0 outside. null: 0.1."""
 
     initial: PositiveFloat | None = None
     """With ``auto``: c before the first quantile. null: 0.03."""
@@ -137,16 +135,14 @@ class ClipCov(_Range):
     cov_high: float = 5.0
     """Upper bound of candidates' covariance."""
 
-    @property
-    def selects_tokens(self) -> bool:
-        return True
+    selects_tokens: ClassVar[bool] = True
 
     def _faults(self) -> Iterator[str]:
         if self.cov_low > self.cov_high:
             yield f"trust_region.cov_low = {self.cov_low:g} is above cov_high = {self.cov_high:g}; exchange them"
 
 
-class ClipWeight(_LowHigh):
+class _ClipWeight(_LowHigh):
     """The ratio as detached weight of the log-probability, bounded above (CISPO)."""
 
     kind: Literal["clip_weight"] = "clip_weight"
@@ -161,13 +157,13 @@ class ClipWeight(_LowHigh):
         return (math.log1p(self.high) / 2,)
 
 
-class NoTrustRegion(ObjectiveSection):
+class _NoTrustRegion(ObjectiveSection):
     """ratio · A, without a bound."""
 
     kind: Literal["none"] = "none"
 
 
-class LogClip(_LowHigh):
+class _LogClip(_LowHigh):
     """δ of a token is bounded before the ratio, on the side that its advantage favours: min(δ, high) if A > 0, max(δ, −low) if
     A < 0. With a sequence ratio this is GMPO's clip.
     """
@@ -196,7 +192,7 @@ class LengthClip(ObjectiveSection):
         return (self.width,)
 
 
-class SoftGate(ObjectiveSection):
+class _SoftGate(ObjectiveSection):
     """4/τ · σ(τ (ratio − 1)) · A: unbounded; the gradient is the ratio's at 1 and fades on either side (SAPO)."""
 
     kind: Literal["soft_gate"] = "soft_gate"
@@ -207,7 +203,7 @@ class SoftGate(ObjectiveSection):
     """τ if A ≤ 0."""
 
 
-class Divergence(ObjectiveSection):
+class _Divergence(ObjectiveSection):
     """sg[min(ratio, cap)] · A · log π_θ, except for tokens whose probability went too far the way their advantage favours
     (DPPO). The distance compares two distributions, this token or any other: p of π_θ and p of π_old.
     """
@@ -224,12 +220,12 @@ class Divergence(ObjectiveSection):
 
 
 TrustRegion = Annotated[
-    Clip | ClipCov | ClipWeight | LogClip | LengthClip | SoftGate | Divergence | NoTrustRegion | OwnTrustRegion,
+    Clip | ClipCov | _ClipWeight | _LogClip | LengthClip | _SoftGate | _Divergence | _NoTrustRegion | OwnTrustRegion,
     CustomSlot("trust_region"),
 ]
 
 
-class OverlongPenaltyConfig(Section):
+class _OverlongPenaltyConfig(Section):
     """DAPO's soft penalty for long responses, added to the reward before the advantage."""
 
     max_tokens: PositiveInt
@@ -247,7 +243,7 @@ class OverlongPenaltyConfig(Section):
 
 
 class _Advantage(ObjectiveSection):
-    overlong: OverlongPenaltyConfig | None = None
+    overlong: _OverlongPenaltyConfig | None = None
     """Lowers rewards of long responses (DAPO); null: off."""
 
 
@@ -262,32 +258,30 @@ class GroupAdvantage(_Advantage):
     """Added to the standard deviation. Our interpretation: the sources give no value."""
 
 
-class NoStdAdvantage(_Advantage):
+class _NoStdAdvantage(_Advantage):
     """Reward minus the group's mean (Dr.GRPO)."""
 
     kind: Literal["no_std"] = "no_std"
 
 
-class LeaveOneOutAdvantage(_Advantage):
+class _LeaveOneOutAdvantage(_Advantage):
     """Reward minus the mean of the group's other rewards."""
 
     kind: Literal["leave_one_out"] = "leave_one_out"
 
 
-class DivideByMeanAdvantage(ObjectiveSection):
+class _DivideByMeanAdvantage(ObjectiveSection):
     """Reward minus the group's mean, divided by that mean (MaxRL). Rewards must not be negative; so no overlong penalty."""
 
     kind: Literal["divide_by_mean"] = "divide_by_mean"
 
 
-class WhitenedAdvantage(_Advantage):
+class _WhitenedAdvantage(_Advantage):
     """Reward minus the group's mean, then whitened over the rollout batch (REINFORCE++ with baseline)."""
 
     kind: Literal["whitened"] = "whitened"
     over: Literal["responses", "tokens"] = "responses"
-    """Mean and standard deviation: ``responses`` weighs each response once, as the paper; ``tokens`` by its response tokens, as
-    verl.
-    """
+    """Mean and deviation: ``responses`` counts each once, as the paper; ``tokens`` by its response tokens, as verl."""
 
     eps: PositiveFloat = 1e-6
     """Added to the batch's standard deviation."""
@@ -316,7 +310,7 @@ class TokenRatio(ObjectiveSection):
     kind: Literal["token"] = "token"
 
 
-class SequenceRatio(ObjectiveSection):
+class _SequenceRatio(ObjectiveSection):
     """One ratio s_i for all tokens of response i, which then share one gradient (GSPO)."""
 
     noise: ClassVar[str] = "sequence_ratio"
@@ -334,7 +328,7 @@ class SequenceTokenRatio(ObjectiveSection):
     """true: s_i is the geometric mean of the token ratios; false: their product. Readers of the TEPO papers report the mean."""
 
 
-class PrefixRatio(ObjectiveSection):
+class _PrefixRatio(ObjectiveSection):
     """At token t the ratio of the response's first t tokens, with the token's own gradient (CTPO)."""
 
     noise: ClassVar[str] = "sequence_ratio"
@@ -358,13 +352,13 @@ class TokenMean(ObjectiveSection):
     kind: Literal["token_mean"] = "token_mean"
 
 
-class SequenceMean(ObjectiveSection):
+class _SequenceMean(ObjectiveSection):
     """Mean over the optimizer step's sequences of their means over response tokens."""
 
     kind: Literal["sequence_mean"] = "sequence_mean"
 
 
-class ConstantSum(ObjectiveSection):
+class _ConstantSum(ObjectiveSection):
     """Sum over response tokens, divided by a constant independent of response lengths."""
 
     kind: Literal["constant"] = "constant"
@@ -377,14 +371,14 @@ class ConstantSum(ObjectiveSection):
 
 Advantage = Annotated[
     GroupAdvantage
-    | NoStdAdvantage
-    | LeaveOneOutAdvantage
-    | DivideByMeanAdvantage
-    | WhitenedAdvantage
+    | _NoStdAdvantage
+    | _LeaveOneOutAdvantage
+    | _DivideByMeanAdvantage
+    | _WhitenedAdvantage
     | GDPOAdvantage
     | OwnAdvantage,
     CustomSlot("advantage"),
 ]
-BuiltinRatio = TokenRatio | SequenceRatio | SequenceTokenRatio | PrefixRatio | PowerMeanRatio
+BuiltinRatio = TokenRatio | _SequenceRatio | SequenceTokenRatio | _PrefixRatio | PowerMeanRatio
 Ratio = Annotated[BuiltinRatio | OwnRatio, CustomSlot("ratio")]
-Aggregation = Annotated[TokenMean | SequenceMean | ConstantSum | OwnAggregation, CustomSlot("aggregation")]
+Aggregation = Annotated[TokenMean | _SequenceMean | _ConstantSum | OwnAggregation, CustomSlot("aggregation")]

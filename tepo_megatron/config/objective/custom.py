@@ -3,7 +3,7 @@
 No torch here, so no tensor type is named. Axes in names: S sequences, T tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args
@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_arg
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema, core_schema
 
-from tepo_megatron.config.base import Section
+from tepo_megatron.config.base import SchemaGenerator, Section
 from tepo_megatron.runtime.user_code import load_user_module, locate_user_module
 
 Need = Literal["reference", "entropy_slope", "entropy_gradient", "entropy_noise"]
@@ -34,13 +34,11 @@ class NoiseBound(NamedTuple):
 class ObjectiveSection(Section):
     """By default a section needs no inputs, chooses no tokens and has no bounds."""
 
+    selects_tokens: ClassVar[bool] = False
+
     @property
     def needs(self) -> frozenset[Need]:
         return frozenset()
-
-    @property
-    def selects_tokens(self) -> bool:
-        return False
 
     @property
     def noise_bounds(self) -> tuple[NoiseBound, ...]:
@@ -177,9 +175,7 @@ class OwnMask(_CustomTerm):
     slot: ClassVar[str] = "mask"
     defines: ClassVar[str] = "choose"
 
-    @property
-    def selects_tokens(self) -> bool:
-        return True
+    selects_tokens: ClassVar[bool] = True
 
     def choose(self, values: Any, prepared: Any) -> Any:
         """Tokens of a micro-batch without gradient, bool [T]; those outside the loss mask are ignored.
@@ -195,9 +191,10 @@ class OwnPenalty(_CustomTerm):
     slot: ClassVar[str] = "penalty"
     defines: ClassVar[str] = "penalty"
 
-    @property
-    def selects_tokens(self) -> bool:
-        return type(self).choose is not OwnPenalty.choose
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        cls.selects_tokens = cls.choose is not OwnPenalty.choose
 
     def choose(self, values: Any, prepared: Any) -> Any:
         """Penalised tokens of a micro-batch, bool [T]; every response token by default."""
@@ -288,6 +285,10 @@ def _kinds_of(plugins: Sequence[str], slot: str) -> tuple[type[CustomKind], ...]
     return tuple(kind for _, kind in kinds.values())
 
 
+_BUILTIN: dict[str, tuple[type, ...]] = {}
+"""The package's own kinds of each slot."""
+
+
 @dataclass(frozen=True)
 class CustomSlot:
     """Annotates a field below ``objective`` that also accepts custom kinds."""
@@ -296,6 +297,7 @@ class CustomSlot:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         members = [member for member in (get_args(source) or (source,)) if not issubclass(member, CustomKind)]
+        _BUILTIN[self.slot] = tuple(members)
         builtin = handler.generate_schema(_union(members)) if members else core_schema.any_schema()
 
         def validate(value: Any, validate_builtin: Any, info: Any) -> Any:
@@ -330,13 +332,15 @@ class CustomSlot:
         return dict(handler(schema["schema"])) or {"type": "object", "additionalProperties": False}
 
 
-def plugin_schemas(plugins: Sequence[str], slots: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
-    """JSON schemas, with ``$defs``, of the fields with kinds of these plugins; ``slots``: each field's built-in sections."""
+def plugin_schemas(plugins: Sequence[str]) -> dict[str, Any]:
+    """JSON schemas, with ``$defs``, of the fields with kinds of these plugins."""
     schemas: dict[str, Any] = {"$defs": {}}
-    for slot, members in slots.items():
+    for slot, members in _BUILTIN.items():
         custom = _kinds_of(plugins, slot)
         if custom:
-            node = _adapter((*members, *custom), slot).json_schema(ref_template=f"#/$defs/{slot}.{{model}}")
+            node = _adapter((*members, *custom), slot).json_schema(
+                ref_template=f"#/$defs/{slot}.{{model}}", schema_generator=SchemaGenerator
+            )
             schemas["$defs"] |= {f"{slot}.{name}": definition for name, definition in node.pop("$defs", {}).items()}
             schemas[slot] = node
     return schemas

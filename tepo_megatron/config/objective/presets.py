@@ -206,19 +206,17 @@ def read_preset(name: str) -> _PresetFile:
     base = sections.pop("preset", "tepo")
     if not isinstance(base, str) or base not in PRESETS:
         raise ValueError(f"{where}: its own preset = {str(base)[:60]!r} must be one of {', '.join(PRESETS)}")
-    return _PresetFile(base, beside(path, sections.pop("plugins", ())), Preset(**texts, changes=sections))
+    plugins = beside(path, sections.pop("plugins", ()))
+    plugins = plugins if isinstance(plugins, tuple) else (plugins,)
+    return _PresetFile(base, plugins, Preset(**texts, changes=sections))
 
 
-def beside(file: Path, plugins: Any) -> tuple[Any, ...]:
-    """Makes paths relative to the file absolute; returns anything but a list unchanged."""
-    if not isinstance(plugins, list | tuple):
-        return (plugins,)
-    return tuple(beside_path(file, item) if isinstance(item, str) and item.endswith(".py") else item for item in plugins)
-
-
-def beside_path(file: Path, path: str) -> str:
-    """Leaves ``~`` and ``${`` at the start alone."""
-    return path if path.startswith(("~", "${")) else str(file.absolute().parent / path)
+def beside(file: Path, path: Any) -> Any:
+    """Makes a preset's or plugin's path, or a list of them, relative to the file; leaves others, ``~`` and ``${`` alone."""
+    if isinstance(path, list | tuple):
+        return tuple(beside(file, item) for item in path)
+    is_path = isinstance(path, str) and path.endswith((*SUFFIXES, ".py")) and not path.startswith(("~", "${"))
+    return str(file.absolute().parent / path) if is_path else path
 
 
 def _text(value: Any, key: str, where: str) -> str:

@@ -3,8 +3,7 @@
 import difflib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import model_validator
 
@@ -46,27 +45,19 @@ class ObjectiveConfig(Section):
     """
 
     preset: str = "tepo"
-    """A name from ``tepo objective list``, or your file ``path/my_preset.yaml`` (relative to the run's file), laid over the
-    preset that it names.
-    """
+    """A name from ``tepo objective list``, or your ``my_preset.yaml`` (relative to the run's file), over its preset."""
 
     plugins: tuple[str, ...] = ()
-    """Modules with custom kinds: ``path/my_objective.py`` (relative to the run's file), or an installed module. Reading the
-    run's file imports them.
-    """
+    """Modules with custom kinds: ``my_objective.py`` (relative to the run's file), or an installed one. They are imported."""
 
     advantage: Advantage = GroupAdvantage()
     """How rewards become advantages A, one per response."""
 
     ratio: Ratio = SequenceTokenRatio()
-    """Level at which π_θ is compared with π_old. Our interpretation of TEPO: the token form of the length-normalised sequence
-    ratio.
-    """
+    """Level at which π_θ is compared with π_old. Our interpretation of TEPO: the sequence ratio's token form."""
 
     trust_region: TrustRegion = Clip(low=3e-4, high=4e-4)
-    """How far a ratio may carry the surrogate from 1. Our interpretation of TEPO: GSPO's range, since the ratio is
-    length-normalised.
-    """
+    """How far a ratio may carry the surrogate from 1. Our interpretation of TEPO: GSPO's range."""
 
     aggregation: Aggregation = TokenMean()
     """How token values become one number: weights and divisor."""
@@ -213,37 +204,6 @@ def _uses(kinds: Sequence[type[CustomKind]], sections: Mapping[str, Any]) -> boo
     used = {(key, section["kind"]) for key, section in sections.items() if isinstance(section, Mapping) and "kind" in section}
     used |= {(key, section.kind) for key, section in sections.items() if isinstance(section, CustomKind)}
     return any((kind.slot, kind_name(kind)) in used for kind in kinds)
-
-
-def named_plugins(values: Any) -> tuple[str, ...]:
-    """Plugins of a run's values and its preset file; empty if one cannot be loaded, since validation reports why."""
-    raw = values.get("objective") if isinstance(values, Mapping) else None
-    result: list[str] = []
-    try:
-        if isinstance(raw, Mapping) and isinstance(raw.get("preset"), str) and is_preset_file(raw["preset"]):
-            result += [load_plugin(item).name for item in read_preset(raw["preset"]).plugins]
-        plugins = raw.get("plugins", ()) if isinstance(raw, Mapping) else ()
-        for item in plugins if isinstance(plugins, list | tuple) else ():
-            result.append(load_plugin(str(item)).name)
-    except ValueError:
-        return ()
-    return tuple(dict.fromkeys(result))
-
-
-@cache
-def usual_sections() -> Mapping[str, tuple[type[Section], ...]]:
-    """Built-in sections of each field that also accepts custom kinds; may be empty."""
-
-    def members(annotation: Any) -> list[Any]:
-        inner = get_args(annotation)
-        return [item for part in inner for item in members(part)] if inner else [annotation]
-
-    result = {name: members(field.annotation) for name, field in ObjectiveConfig.model_fields.items()}
-    return {
-        name: tuple(item for item in sections if issubclass(item, Section) and not issubclass(item, CustomKind))
-        for name, sections in ((key, [item for item in parts if isinstance(item, type)]) for key, parts in result.items())
-        if any(issubclass(item, CustomKind) for item in sections)
-    }
 
 
 def _likeness(name: str, known: str) -> tuple[float, bool]:

@@ -5,7 +5,7 @@ the policy before the update, δ = log π_θ − log π_old at a response token.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat
 
@@ -77,9 +77,7 @@ class KLMask(KLTerm):
     ``entropy/noise`` (``engine.noise_every``), and at least 1e-5, above fp32 rounding. Our interpretation: ``auto``.
     """
 
-    @property
-    def selects_tokens(self) -> bool:
-        return True
+    selects_tokens: ClassVar[bool] = True
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -100,10 +98,10 @@ class KLMask(KLTerm):
         return (0.2,)  # the pull grows with the ratio, and is 0 at a ratio of 1
 
     def _faults(self) -> Iterator[str]:
-        if self.falling != "measured" and self.tolerance != type(self).model_fields["tolerance"].default:
+        if self.falling != "measured" and self.tolerance != "auto":
             yield (
-                f"kl_mask.tolerance = {self.tolerance} does nothing beside kl_mask.falling = {self.falling!r}, which "
-                "measures no entropy; leave it out, or set kl_mask.falling = 'measured'"
+                f"kl_mask.tolerance = {self.tolerance} does nothing beside kl_mask.falling = {self.falling!r}; leave it out, "
+                "or set kl_mask.falling = 'measured'"
             )
 
 
@@ -133,9 +131,7 @@ class KLCov(KLTerm):
     fraction: Annotated[float, Field(gt=0, le=1)] = 2e-4
     """Penalised share of the step's response tokens; at least one if any covariance is positive."""
 
-    @property
-    def selects_tokens(self) -> bool:
-        return True
+    selects_tokens: ClassVar[bool] = True
 
 
 class _EntropyBonus(ObjectiveSection):
@@ -144,7 +140,7 @@ class _EntropyBonus(ObjectiveSection):
         return frozenset({"entropy_gradient"})
 
 
-class FixedEntropyBonus(_EntropyBonus):
+class _FixedEntropyBonus(_EntropyBonus):
     """coefficient · H(π_θ) at every response token, added to the surrogate."""
 
     kind: Literal["fixed"] = "fixed"
@@ -152,7 +148,7 @@ class FixedEntropyBonus(_EntropyBonus):
     """Factor of a token's entropy in nats."""
 
 
-class AdaptiveEntropyBonus(_EntropyBonus):
+class _AdaptiveEntropyBonus(_EntropyBonus):
     """A bonus that fades as the pre-update policy's entropy rises to the target.
 
     The factor is coefficient · clip((target − H_old) / target, 0, 1), H_old the mean over the optimizer step's response tokens.
@@ -170,20 +166,18 @@ class AdaptiveEntropyBonus(_EntropyBonus):
 Level = Literal["token", "sequence", "geometric"]
 
 
-class Truncate(ObjectiveSection):
+class _Truncate(ObjectiveSection):
     """Importance weights π_old / π_sampler, bounded above, detached."""
 
     kind: Literal["truncate"] = "truncate"
     level: Level = "token"
-    """``token``: each token has its weight; ``sequence``: a response's tokens have the product; ``geometric``: their geometric
-    mean.
-    """
+    """``token``: a weight for each; ``sequence``: a response's product; ``geometric``: its geometric mean."""
 
     cap: PositiveFloat = 2.0
     """Largest weight; larger ones are set to it."""
 
 
-class MaskOutside(ObjectiveSection):
+class _MaskOutside(ObjectiveSection):
     """Importance weights π_old / π_sampler, 0 outside [low, high], detached (IcePop)."""
 
     kind: Literal["mask"] = "mask"
@@ -205,9 +199,7 @@ class Rejection(ObjectiveSection):
     """No gradient if π_old / π_sampler is outside [low, high]. Other weights stay, so that a ``mismatch`` may be added."""
 
     level: Level = "geometric"
-    """``token``: each token by its ratio; ``sequence``: a response by the product of its ratios; ``geometric``: by their
-    geometric mean, independent of length.
-    """
+    """``token``: each by its ratio; ``sequence``: a response by the product; ``geometric``: by the geometric mean."""
 
     low: NonNegativeFloat
     """Smallest ratio kept: about 0.999 for ``geometric``, 0.5 for the others."""
@@ -215,9 +207,7 @@ class Rejection(ObjectiveSection):
     high: PositiveFloat
     """Largest ratio kept: about 1.001 for ``geometric``, 2 for the others."""
 
-    @property
-    def selects_tokens(self) -> bool:
-        return True
+    selects_tokens: ClassVar[bool] = True
 
     def _faults(self) -> Iterator[str]:
         if self.low >= self.high:
@@ -230,9 +220,7 @@ class OffPolicySequenceMask(ObjectiveSection):
     delta: PositiveFloat = 1e-4
     """Mean over its tokens of log π_old − log π_θ, in nats, above which a response is left out."""
 
-    @property
-    def selects_tokens(self) -> bool:
-        return True
+    selects_tokens: ClassVar[bool] = True
 
 
 class SecondMomentMask(ObjectiveSection):
@@ -243,12 +231,10 @@ class SecondMomentMask(ObjectiveSection):
     threshold: PositiveFloat = 0.04
     """Largest mean of (log π_old − log π_sampler)² over kept tokens."""
 
-    @property
-    def selects_tokens(self) -> bool:
-        return True
+    selects_tokens: ClassVar[bool] = True
 
 
-EntropyBonus = Annotated[FixedEntropyBonus | AdaptiveEntropyBonus, Field(discriminator="kind")]
-Mismatch = Annotated[Truncate | MaskOutside | OwnMismatch, CustomSlot("mismatch")]
+EntropyBonus = Annotated[_FixedEntropyBonus | _AdaptiveEntropyBonus, Field(discriminator="kind")]
+Mismatch = Annotated[_Truncate | _MaskOutside | OwnMismatch, CustomSlot("mismatch")]
 Mask = Annotated[OwnMask, CustomSlot("mask")]
 Penalty = Annotated[OwnPenalty, CustomSlot("penalty")]

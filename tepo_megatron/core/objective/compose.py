@@ -9,23 +9,15 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config.objective.choices import Clip
-from tepo_megatron.config.objective.custom import OwnAdvantage, OwnAggregation
+from tepo_megatron.config.objective.custom import OwnAggregation
 from tepo_megatron.core.histogram import count_moves
-from tepo_megatron.core.objective.advantage import gdpo_advantages, group_advantages, overlong_penalty, whitened_advantages
-from tepo_megatron.core.objective.mechanisms import Mechanism, apply_mechanisms, kl_estimate, prepare_mechanisms
-from tepo_megatron.core.objective.ratio import effective_sample_share, length_factor, sampler_weights, sequence_sum
+from tepo_megatron.core.objective.advantage import advantages
+from tepo_megatron.core.objective.mechanisms import MECHANISMS, Mechanism, apply_mechanisms, kl_estimate
+from tepo_megatron.core.objective.ratio import length_factor, sampler_weights, sequence_sum
 from tepo_megatron.core.objective.trust_region import Surrogate, bounded_ratio, surrogate
-from tepo_megatron.core.objective.values import (
-    StepValues,
-    TokenValues,
-    check_custom,
-    check_scores,
-    check_step,
-    covariance_statistic,
-    describe_kind,
-    exact_mean,
-)
+from tepo_megatron.core.objective.values import StepValues, TokenValues, check_custom, check_token_values
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
+from tepo_megatron.errors import NotFiniteError
 
 if TYPE_CHECKING:
     from tepo_megatron.config.objective.choices import Aggregation
@@ -72,8 +64,8 @@ def _step_denominator(aggregation: Aggregation, lengths_S: Tensor) -> Tensor:
         divisor = torch.as_tensor(aggregation.denominator(lengths_S), dtype=lengths_S.dtype, device=lengths_S.device).detach()
         if divisor.ndim or not divisor.isfinite() or divisor <= 0:
             raise ValueError(
-                f"{describe_kind(aggregation)}.denominator gave {divisor.tolist()} for a step of {lengths_S.numel()} "
-                "sequences; give one positive number"
+                f"objective.aggregation {aggregation.kind!r}: {type(aggregation).__name__}.denominator gave "
+                f"{divisor.tolist()} for a step of {lengths_S.numel()} sequences; give one positive number"
             )
         return divisor
     if aggregation.kind == "token_mean":
@@ -91,6 +83,43 @@ def _entropy_coefficient(bonus: EntropyBonus | None, old_entropy_mean: Tensor | 
     if old_entropy_mean is None:
         raise ValueError("objective.entropy.kind = 'adaptive' needs old_entropy_T; score the batch before the step")
     return bonus.coefficient * min(max(1 - old_entropy_mean.item() / bonus.target, 0.0), 1.0)
+
+
+def _covariance(logprob_T: Tensor, advantage_T: Tensor, logprob_mean: Tensor, advantage_mean: Tensor) -> Tensor:
+    """c_it = (log π_old(y_it) − mean)(A_i − mean) (docs/reference/tepo.md, equation 10)."""
+    return (logprob_T - logprob_mean) * (advantage_T - advantage_mean)
+
+
+def _effective_sample_share(difference_T: Tensor) -> Tensor:
+    """Returns (Σw)² / (N Σw²) with w = π_old / π_sampler; 1 for N = 0."""
+    if not difference_T.numel():
+        return difference_T.new_ones(())
+    weight_T = (difference_T.double() - difference_T.double().max()).exp()  # the share does not change with the scale
+    return (weight_T.sum() ** 2 / (weight_T.numel() * (weight_T**2).sum())).to(difference_T.dtype)
+
+
+def _exact_mean(values_T: Tensor) -> Tensor:
+    """In fp64, so that equal values have an equal mean; otherwise rounding errors of c would choose tokens."""
+    return values_T.double().mean().to(values_T.dtype)
+
+
+def _check_step(batch: Batch, *, reference: bool) -> None:
+    needed = {
+        "advantages_S": "fill it with objective.advantages(batch)",
+        "old_logprobs_T": "score it with the policy before the update",
+    }
+    if reference:
+        needed["reference_logprobs_T"] = "a KL term is against the reference; score it with that model"
+    for name, remedy in needed.items():
+        if getattr(batch, name) is None:
+            raise ValueError(f"the batch has no {name}; {remedy}")
+    assert batch.advantages_S is not None
+    if batch.advantages_S.shape != (batch.num_sequences,):
+        raise ValueError(f"advantages_S has shape {tuple(batch.advantages_S.shape)} for {batch.num_sequences} sequences")
+    if not batch.advantages_S.isfinite().all():
+        raise NotFiniteError("advantages_S holds values that are not finite; look at the rewards")
+    names = ("old_logprobs_T", "sampler_logprobs_T", "old_entropy_T", "reference_logprobs_T")
+    check_token_values({name: getattr(batch, name) for name in names}, batch)
 
 
 def build_objective(config: ObjectiveConfig) -> Objective:
@@ -122,26 +151,7 @@ class Objective:
 
     def advantages(self, batch: Batch) -> Tensor:
         """Returns fp32 [S] for the whole rollout batch."""
-        choice, groups_S = self.config.advantage, batch.groups_S
-        if isinstance(choice, OwnAdvantage):
-            values_S = check_custom(choice, choice.advantages(batch), "advantages", batch.rewards_S, "response")
-            return values_S.detach().to(torch.promote_types(batch.rewards_S.dtype, torch.float32))
-        if choice.kind == "gdpo":
-            parts_SK = batch.rewards_S.unsqueeze(1) if batch.reward_parts_SK is None else batch.reward_parts_SK
-            return gdpo_advantages(parts_SK, groups_S, weights=choice.weights, std=choice.std, eps=choice.eps)
-        if choice.kind == "divide_by_mean":
-            return group_advantages(batch.rewards_S, groups_S, kind=choice.kind)
-        lengths_S = sequence_sum(batch.loss_mask_T.long(), batch.sequence_index_T, batch.num_sequences)
-        rewards_S, long = batch.rewards_S, choice.overlong
-        if long is not None:
-            rewards_S = rewards_S + overlong_penalty(
-                lengths_S, max_tokens=long.max_tokens, buffer_tokens=long.buffer_tokens, penalty=long.penalty
-            )
-        if choice.kind == "whitened":
-            return whitened_advantages(rewards_S, groups_S, lengths_S, over=choice.over, eps=choice.eps)
-        if choice.kind == "group":
-            return group_advantages(rewards_S, groups_S, std=choice.std, eps=choice.eps)
-        return group_advantages(rewards_S, groups_S, kind=choice.kind)
+        return advantages(self.config.advantage, batch)
 
     def prepare(
         self, batch: Batch, *, entropy_noise: float = 0.0, clip_range: tuple[float, float] | None = None
@@ -155,7 +165,7 @@ class Objective:
 
         Raises ValueError if the batch is incomplete, not finite, or without a response token.
         """
-        check_step(batch, reference=self.config.needs_reference)
+        _check_step(batch, reference=self.config.needs_reference)
         assert batch.advantages_S is not None
         assert batch.old_logprobs_T is not None
         mask_T, index_T = batch.loss_mask_T, batch.sequence_index_T
@@ -163,24 +173,24 @@ class Objective:
         denominator = _step_denominator(self.config.aggregation, lengths_S)
         logprob_R = batch.old_logprobs_T[mask_T]  # R: response tokens
         advantage_R = batch.advantages_S[index_T][mask_T]
-        logprob_mean, advantage_mean = exact_mean(logprob_R), exact_mean(advantage_R)
+        logprob_mean, advantage_mean = _exact_mean(logprob_R), _exact_mean(advantage_R)
         step = StepValues(
             old_logprob_R=logprob_R,
             advantage_R=advantage_R,
             labels_R=batch.labels_T[mask_T],
             mismatch_R=logprob_R - batch.sampler_logprobs_T[mask_T],
-            covariance_R=covariance_statistic(logprob_R, advantage_R, logprob_mean, advantage_mean),
+            covariance_R=_covariance(logprob_R, advantage_R, logprob_mean, advantage_mean),
             old_entropy_R=None if batch.old_entropy_T is None else batch.old_entropy_T[mask_T],
             entropy_noise=entropy_noise,
         )
-        old_entropy = None if step.old_entropy_R is None else exact_mean(step.old_entropy_R)
+        old_entropy = None if step.old_entropy_R is None else _exact_mean(step.old_entropy_R)
         return StepContext(
             denominator=denominator,
             logprob_mean=logprob_mean,
             advantage_mean=advantage_mean,
-            effective_samples=effective_sample_share(step.mismatch_R),
+            effective_samples=_effective_sample_share(step.mismatch_R),
             entropy_coefficient=_entropy_coefficient(self.config.entropy, old_entropy),
-            mechanisms=prepare_mechanisms(self.config, step),
+            mechanisms=tuple(mechanism for prepare in MECHANISMS if (mechanism := prepare(self.config, step))),
             length_quartiles=lengths_S[lengths_S > 0].double().quantile(lengths_S.new_tensor([0.25, 0.5, 0.75]).double()),
             clip_range=clip_range,
         )
@@ -190,7 +200,7 @@ class Objective:
 
         ``batch`` has whole sequences. Raises ValueError if shapes differ, or a score at a response token is not finite.
         """
-        check_scores(scores, batch)
+        check_token_values({f"scores.{name}": values_T for name, values_T in vars(scores).items()}, batch)
         values = self.token_values(scores, batch, context)
         ratio_T, held = bounded_ratio(self.config, values)
         chosen_T, detached_T, penalty_T = apply_mechanisms(context.mechanisms, values)
@@ -239,7 +249,7 @@ class Objective:
             entropy_change_T=None if batch.old_entropy_T is None else entropy_T.detach() - inside(batch.old_entropy_T),
             entropy_slope_T=None if slope_T is None else inside(slope_T.detach()),
             mismatch_T=old_T - inside(batch.sampler_logprobs_T),
-            covariance_T=covariance_statistic(old_T, advantage_T, context.logprob_mean, context.advantage_mean),
+            covariance_T=_covariance(old_T, advantage_T, context.logprob_mean, context.advantage_mean),
             lengths_S=sequence_sum(mask_T.to(logprob_T.dtype), index_T, batch.num_sequences),
         )
 
@@ -324,9 +334,6 @@ def _count_moves(config: ObjectiveConfig, values: TokenValues, log_ratio_T: Tens
     region = config.trust_region
     if not isinstance(region, Clip):
         return None
-    if region.scale == "fixed":
-        move_T = torch.expm1(log_ratio_T)
-    else:
-        move_T = log_ratio_T / length_factor(config.ratio, values.mask_T, values.lengths_S, values.index_T)
+    move_T = torch.expm1(log_ratio_T) if region.scale == "fixed" else log_ratio_T / length_factor(config.ratio, values)
     falling_T, rising_T = (values.mask_T & (values.advantage_T * sign > 0) for sign in (-1, 1))
     return torch.stack([count_moves(-move_T, falling_T), count_moves(move_T, rising_T)])

@@ -30,20 +30,21 @@ class GradientWeights:
     falling_N: Tensor  # with A = 1 and falling entropy
 
 
-def gradient_weights(config: ObjectiveConfig, log_ratios_N: Tensor) -> GradientWeights:
-    """Mechanisms that choose by covariance or mismatch choose no token here."""
-    push = {
-        (sign, fall): _push(config, log_ratios_N.double(), sign, fall) for sign, fall in ((1.0, 0.0), (-1.0, 0.0), (1.0, _FALL))
-    }
-    return GradientWeights(log_ratios_N.double().exp(), push[1.0, 0.0], push[-1.0, 0.0], push[1.0, _FALL])
+def gradient_weights(config: ObjectiveConfig, log_ratios_N: Tensor | None = None) -> GradientWeights:
+    """By default at log-ratios that show where a bound begins. Mechanisms that choose by covariance or mismatch choose no token
+    here.
+    """
+    logs_N = _telling_log_ratios(config) if log_ratios_N is None else log_ratios_N.double()
+    curves = [_push(config, logs_N, sign, fall) for sign, fall in ((1.0, 0.0), (-1.0, 0.0), (1.0, _FALL))]
+    return GradientWeights(logs_N.exp(), *curves)
 
 
-def telling_log_ratios(config: ObjectiveConfig, count: int = 201) -> Tensor:
+def _telling_log_ratios(config: ObjectiveConfig) -> Tensor:
     points = config.trust_region.turning_points or (0.6,)
     others = (section.turning_points for name, section in config.sections.items() if name != "trust_region")
     widest_point = max(*points, *chain.from_iterable(others), 0.0)
     widest = min(2.5 * widest_point, -math.log(_OLD_PROBABILITY))
-    return torch.linspace(-widest, widest, count, dtype=torch.float64)
+    return torch.linspace(-widest, widest, 201, dtype=torch.float64)
 
 
 def _push(config: ObjectiveConfig, log_ratios_N: Tensor, sign: float, fall: float) -> Tensor:

@@ -3,47 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tepo_megatron.config.objective.choices import ClipCov
-from tepo_megatron.core.objective.ratio import log_weights, over_sequence
-from tepo_megatron.core.objective.values import check_custom, token_count
+from tepo_megatron.core.objective.ratio import over_sequence
+from tepo_megatron.core.objective.values import check_custom
 
 if TYPE_CHECKING:
-    from tepo_megatron.config.objective.custom import OwnMask, OwnPenalty
     from tepo_megatron.config.objective.section import ObjectiveConfig
-    from tepo_megatron.config.objective.terms import KLMask, KLTerm, OffPolicySequenceMask, Rejection
+    from tepo_megatron.config.objective.terms import KLMask, KLTerm
     from tepo_megatron.core.objective.values import StepValues, TokenValues
 
-NOISE_MULTIPLE = 2.0  # ``tolerance: auto`` in units of the measured noise
 
-LEAST_TOLERANCE = 1e-5  # nats; above the rounding of fp32
+class Mechanism(NamedTuple):
+    """A term with its statistics of the optimizer step."""
 
-
-class Mechanism:
-    """A choice must not depend on micro-batches or ranks."""
-
-    takes_gradient: ClassVar[bool] = False  # the chosen tokens keep the surrogate's value
-
-    @classmethod
-    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> Self | None:
-        """Returns ``None`` if it is off. No collective."""
-        raise NotImplementedError
-
-    def choose(self, values: TokenValues) -> Tensor | None:
-        """Returns bool [T]; ``None``: every response token."""
-        del values
-        return None
-
-    def penalty(self, values: TokenValues) -> Tensor | None:
-        """Returns [T], differentiable, also finite at other tokens; or ``None``."""
-        del values
-        return None
+    choose: Callable[[TokenValues], Tensor | None]
+    """Returns bool [T], which must not depend on micro-batches or ranks; ``None``: every response token."""
+    penalty: Callable[[TokenValues], Tensor] | None = None
+    """Returns [T], differentiable, also finite at other tokens."""
+    detaches: bool = False
+    """Chosen tokens keep the surrogate's value, without its gradient."""
 
 
 def kl_estimate(difference_T: Tensor, estimator: Literal["k1", "k2", "k3", "abs"]) -> Tensor:
@@ -57,110 +42,86 @@ def kl_estimate(difference_T: Tensor, estimator: Literal["k1", "k2", "k3", "abs"
     return difference_T.abs()
 
 
-def kl_penalty(term: KLTerm, delta_T: Tensor, reference_delta_T: Tensor | None) -> Tensor:
+def _kl_penalty(term: KLTerm, values: TokenValues) -> Tensor:
     """``importance``: tokens are drawn from π_old, so the weight exp(δ) has a gradient (docs/reference/tepo.md, equation 8)."""
-    difference_T = delta_T if term.against == "old" else reference_delta_T
+    difference_T = values.delta_T if term.against == "old" else values.reference_delta_T
     assert difference_T is not None
     value_T = kl_estimate(difference_T, term.estimator)
-    return term.coefficient * (value_T * delta_T.exp() if term.weight == "importance" else value_T)
+    return term.coefficient * (value_T * values.delta_T.exp() if term.weight == "importance" else value_T)
 
 
-@dataclass(frozen=True)
-class KLPenalty(Mechanism):
-    term: KLTerm
-
-    @classmethod
-    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> Self | None:
-        del step
-        return None if config.kl is None else cls(config.kl)
-
-    def penalty(self, values: TokenValues) -> Tensor:
-        return kl_penalty(self.term, values.delta_T, values.reference_delta_T)
+def _kl(config: ObjectiveConfig, step: StepValues) -> Mechanism | None:
+    del step
+    return None if config.kl is None else Mechanism(lambda values: None, partial(_kl_penalty, config.kl))
 
 
-@dataclass(frozen=True)
-class KLCovPenalty(KLPenalty):
-    threshold: Tensor
-
-    @classmethod
-    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> Self | None:
-        term = config.kl_cov
-        if term is None:
-            return None
-        highest_R = step.covariance_R.topk(token_count(term.fraction, step.covariance_R.numel())).values
-        return cls(term, highest_R[-1])
-
-    def choose(self, values: TokenValues) -> Tensor:
-        return values.mask_T & (values.covariance_T >= self.threshold) & (values.covariance_T > 0)
+def _kl_cov(config: ObjectiveConfig, step: StepValues) -> Mechanism | None:
+    term = config.kl_cov
+    if term is None:
+        return None
+    threshold = step.covariance_R.topk(_token_count(term.fraction, step.covariance_R)).values[-1]
+    return Mechanism(lambda values: (values.covariance_T >= threshold) & (values.covariance_T > 0), partial(_kl_penalty, term))
 
 
-@dataclass(frozen=True)
-class KLMaskPenalty(KLPenalty):
+def _kl_mask(config: ObjectiveConfig, step: StepValues) -> Mechanism | None:
     """Penalises A > 0 with falling entropy (docs/reference/tepo.md, equations 6 and 7)."""
+    term = config.kl_mask
+    if term is None:
+        return None
+    tolerance = entropy_tolerance(term, step.entropy_noise)
+    return Mechanism(
+        lambda values: (values.advantage_T > 0) & entropy_falls(term, tolerance, values), partial(_kl_penalty, term)
+    )
 
-    term: KLMask
-    tolerance: float  # nats by which a measured entropy must fall
 
-    @classmethod
-    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> Self | None:
-        term = config.kl_mask
-        if term is None:
-            return None
-        measured = max(LEAST_TOLERANCE, NOISE_MULTIPLE * step.entropy_noise)
-        return cls(term, measured if term.tolerance == "auto" else term.tolerance)
+def entropy_tolerance(term: KLMask, noise: float) -> float:
+    """Returns the nats by which a measured entropy must fall: for ``auto`` twice the noise, and above the rounding of fp32."""
+    return max(1e-5, 2 * noise) if term.tolerance == "auto" else term.tolerance
 
-    def choose(self, values: TokenValues) -> Tensor:
-        return values.mask_T & (values.advantage_T > 0) & self._falling(values)
 
-    def _falling(self, values: TokenValues) -> Tensor:
-        if self.term.falling == "covariance":
-            return values.covariance_T > 0
-        if self.term.falling == "first_order":
-            if values.entropy_slope_T is None:
-                raise ValueError(
-                    "objective.kl_mask.falling = 'first_order' needs scores.entropy_slope; score with logprob_and_entropy(..., "
-                    "entropy_slope=True), as objective.needs_entropy_slope says"
-                )
-            return values.advantage_T * values.entropy_slope_T < 0
-        if values.entropy_change_T is None:
+def entropy_falls(term: KLMask, tolerance: float, values: TokenValues) -> Tensor:
+    """Returns bool [T]. Two forward passes of the same weights differ by rounding: without ``tolerance``, tokens of a first
+    update, where nothing has changed yet, would count as falling.
+    """
+    if term.falling == "covariance":
+        return values.covariance_T > 0
+    if term.falling == "first_order":
+        if values.entropy_slope_T is None:
             raise ValueError(
-                "objective.kl_mask.falling = 'measured' needs old_entropy_T; score the batch before the step, or "
-                "choose 'covariance'"
+                "objective.kl_mask.falling = 'first_order' needs scores.entropy_slope; score with logprob_and_entropy(..., "
+                "entropy_slope=True), as objective.needs_entropy_slope says"
             )
-        # Two forward passes of the same weights can differ by rounding, in either direction. Without the tolerance, tokens of
-        # a first update, where nothing has changed yet, would then count as falling.
-        return values.entropy_change_T < -self.tolerance
+        return values.advantage_T * values.entropy_slope_T < 0
+    if values.entropy_change_T is None:
+        raise ValueError("objective.kl_mask.falling = 'measured' needs old_entropy_T; score the batch before the step")
+    return values.entropy_change_T < -tolerance
 
 
-@dataclass(frozen=True)
-class ClipCovDetach(Mechanism):
-    takes_gradient: ClassVar[bool] = True
-    region: ClipCov
-    highest_ticket: int  # −1 without candidates
+def _clip_cov(config: ObjectiveConfig, step: StepValues) -> Mechanism | None:
+    """Draws the candidates with the lowest tickets."""
+    region = config.trust_region
+    if not isinstance(region, ClipCov):
+        return None
 
-    @classmethod
-    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> Self | None:
-        region = config.trust_region
-        if not isinstance(region, ClipCov):
-            return None
-        tickets_R = tickets(step.old_logprob_R, step.advantage_R, step.labels_R)
-        return cls(region, lottery_threshold(_candidates(region, step.covariance_R), tickets_R, region.fraction))
+    def is_candidate(covariance: Tensor) -> Tensor:
+        return (covariance >= region.cov_low) & (covariance <= region.cov_high)
 
-    def choose(self, values: TokenValues) -> Tensor:
-        drawn_T = tickets(values.old_logprob_T, values.advantage_T, values.labels_T) <= self.highest_ticket
-        return values.mask_T & _candidates(self.region, values.covariance_T) & drawn_T
+    tickets_R = _tickets(step.old_logprob_R, step.advantage_R, step.labels_R)[is_candidate(step.covariance_R)]
+    drawn = tickets_R.sort().values[: _token_count(region.fraction, step.covariance_R)]
+    highest = int(drawn[-1]) if drawn.numel() else -1
 
+    def choose(values: TokenValues) -> Tensor:
+        tickets_T = _tickets(values.old_logprob_T, values.advantage_T, values.labels_T)
+        return is_candidate(values.covariance_T) & (tickets_T <= highest)
 
-def _candidates(region: ClipCov, covariance_T: Tensor) -> Tensor:
-    return (covariance_T >= region.cov_low) & (covariance_T <= region.cov_high)
+    return Mechanism(choose, detaches=True)
 
 
-def lottery_threshold(candidates_R: Tensor, tickets_R: Tensor, fraction: float) -> int:
-    drawn = tickets_R[candidates_R].sort().values[: token_count(fraction, candidates_R.numel())]
-    return int(drawn[-1]) if drawn.numel() else -1
+def _token_count(fraction: float, of: Tensor) -> int:
+    return min(max(int(fraction * of.numel()), 1), of.numel())
 
 
-def tickets(logprob_T: Tensor, advantage_T: Tensor, labels_T: Tensor) -> Tensor:
+def _tickets(logprob_T: Tensor, advantage_T: Tensor, labels_T: Tensor) -> Tensor:
     """Hashes to int64 in [0, 2³²): the draw does not depend on order, micro-batches, ranks or a resume."""
     hashed_T = torch.zeros_like(labels_T)
     for part_T in (labels_T, logprob_T.float().view(torch.int32).long(), advantage_T.float().view(torch.int32).long()):
@@ -172,109 +133,81 @@ def tickets(logprob_T: Tensor, advantage_T: Tensor, labels_T: Tensor) -> Tensor:
     return hashed_T
 
 
-@dataclass(frozen=True)
-class RejectionMask(Mechanism):
-    takes_gradient: ClassVar[bool] = True
-    term: Rejection
+def _rejection(config: ObjectiveConfig, step: StepValues) -> Mechanism | None:
+    del step
+    term = config.rejection
+    if term is None:
+        return None
+    # compared as logarithms, since a product over many tokens overflows
+    lowest, highest = math.log(term.low) if term.low > 0 else -math.inf, math.log(term.high)
 
-    @classmethod
-    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> Self | None:
-        del step
-        return None if config.rejection is None else cls(config.rejection)
+    def choose(values: TokenValues) -> Tensor:
+        log_T = over_sequence(values.mismatch_T.detach(), term.level, values)
+        return (log_T < lowest) | (log_T > highest)
 
-    def choose(self, values: TokenValues) -> Tensor:
-        # compared as logarithms, since a product over many tokens overflows
-        log_T = log_weights(self.term.level, values.mismatch_T, values.index_T, values.lengths_S)
-        lowest = math.log(self.term.low) if self.term.low > 0 else -math.inf
-        return values.mask_T & ((log_T < lowest) | (log_T > math.log(self.term.high)))
+    return Mechanism(choose, detaches=True)
 
 
-@dataclass(frozen=True)
-class OffPolicySequences(Mechanism):
+def _opsm(config: ObjectiveConfig, step: StepValues) -> Mechanism | None:
     """Chooses A < 0 with a mean of log π_old − log π_θ above ``delta``."""
+    del step
+    term = config.opsm
+    if term is None:
+        return None
 
-    takes_gradient: ClassVar[bool] = True
-    term: OffPolicySequenceMask
+    def choose(values: TokenValues) -> Tensor:
+        fall_T = -over_sequence(values.delta_T.detach(), "geometric", values)
+        return (values.advantage_T < 0) & (fall_T > term.delta)
 
-    @classmethod
-    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> Self | None:
-        del step
-        return None if config.opsm is None else cls(config.opsm)
-
-    def choose(self, values: TokenValues) -> Tensor:
-        fall_T = -over_sequence(values.delta_T.detach(), "geometric", values.index_T, values.lengths_S)
-        return values.mask_T & (values.advantage_T < 0) & (fall_T > self.term.delta)
+    return Mechanism(choose, detaches=True)
 
 
-@dataclass(frozen=True)
-class LargestSecondMoments(Mechanism):
-    takes_gradient: ClassVar[bool] = True
-    bound: Tensor
-
-    @classmethod
-    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> Self | None:
-        return None if config.m2po is None else cls(smallest_excluded(step.mismatch_R**2, config.m2po.threshold))
-
-    def choose(self, values: TokenValues) -> Tensor:
-        return values.mask_T & (values.mismatch_T**2 >= self.bound)
-
-
-def smallest_excluded(squares_R: Tensor, threshold: float) -> Tensor:
-    """Returns inf if the mean is at most ``threshold`` without an exclusion."""
-    ordered_R = squares_R.sort().values
+def _m2po(config: ObjectiveConfig, step: StepValues) -> Mechanism | None:
+    """Chooses the largest squares, the fewest whose exclusion brings the others' mean to the threshold."""
+    if config.m2po is None:
+        return None
+    ordered_R = (step.mismatch_R**2).sort().values
     means_R = ordered_R.double().cumsum(0) / torch.arange(1, ordered_R.numel() + 1, device=ordered_R.device)
-    over_R = means_R > threshold  # means of ever larger values only grow, so this is a tail
-    return ordered_R[over_R][0] if over_R.any() else ordered_R.new_tensor(torch.inf)
+    over_R = means_R > config.m2po.threshold  # means of ever larger values only grow, so this is a tail
+    bound = ordered_R[over_R][0] if over_R.any() else ordered_R.new_tensor(torch.inf)
+    return Mechanism(lambda values: values.mismatch_T**2 >= bound, detaches=True)
 
 
-@dataclass(frozen=True)
-class _CustomMask(Mechanism):
-    takes_gradient: ClassVar[bool] = True
-    term: OwnMask
-    statistics: Any
-
-    @classmethod
-    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> Self | None:
-        return None if config.mask is None else cls(config.mask, config.mask.prepare(step))
-
-    def choose(self, values: TokenValues) -> Tensor:
-        return check_custom(self.term, self.term.choose(values, self.statistics), "choose", values.mask_T) & values.mask_T
+def _custom_mask(config: ObjectiveConfig, step: StepValues) -> Mechanism | None:
+    mask = config.mask
+    if mask is None:
+        return None
+    prepared = mask.prepare(step)
+    return Mechanism(lambda values: check_custom(mask, mask.choose(values, prepared), "choose", values.mask_T), detaches=True)
 
 
-@dataclass(frozen=True)
-class _CustomPenalty(Mechanism):
-    term: OwnPenalty
-    statistics: Any
+def _custom_penalty(config: ObjectiveConfig, step: StepValues) -> Mechanism | None:
+    term = config.penalty
+    if term is None:
+        return None
+    prepared = term.prepare(step)
 
-    @classmethod
-    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> Self | None:
-        return None if config.penalty is None else cls(config.penalty, config.penalty.prepare(step))
+    def choose(values: TokenValues) -> Tensor | None:
+        chosen = term.choose(values, prepared)
+        return None if chosen is None else check_custom(term, chosen, "choose", values.mask_T)
 
-    def choose(self, values: TokenValues) -> Tensor | None:
-        chosen = self.term.choose(values, self.statistics)
-        return None if chosen is None else check_custom(self.term, chosen, "choose", values.mask_T) & values.mask_T
-
-    def penalty(self, values: TokenValues) -> Tensor:
-        return check_custom(self.term, self.term.penalty(values, self.statistics), "penalty", values.delta_T)
+    return Mechanism(choose, lambda values: check_custom(term, term.penalty(values, prepared), "penalty", values.delta_T))
 
 
-MECHANISMS: tuple[type[Mechanism], ...] = (
-    KLMaskPenalty,
-    KLPenalty,
-    KLCovPenalty,
-    ClipCovDetach,
-    RejectionMask,
-    OffPolicySequences,
-    LargestSecondMoments,
-    _CustomMask,
-    _CustomPenalty,
+MECHANISMS: tuple[Callable[[ObjectiveConfig, StepValues], Mechanism | None], ...] = (
+    _kl_mask,
+    _kl,
+    _kl_cov,
+    _clip_cov,
+    _rejection,
+    _opsm,
+    _m2po,
+    _custom_mask,
+    _custom_penalty,
 )
-"""Penalties are added in this order; add new ones last: sums then stay the same bits."""
-
-
-def prepare_mechanisms(config: ObjectiveConfig, step: StepValues) -> tuple[Mechanism, ...]:
-    prepared = (kind.prepare(config, step) for kind in MECHANISMS)
-    return tuple(mechanism for mechanism in prepared if mechanism is not None)
+"""Each returns ``None`` if its term is off, without a collective. Penalties are added in this order; add new ones last: sums
+then stay the same bits.
+"""
 
 
 def apply_mechanisms(mechanisms: Sequence[Mechanism], values: TokenValues) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -283,12 +216,11 @@ def apply_mechanisms(mechanisms: Sequence[Mechanism], values: TokenValues) -> tu
     penalty_T = torch.zeros_like(values.delta_T)
     for mechanism in mechanisms:
         choice_T = mechanism.choose(values)
-        where_T = values.mask_T if choice_T is None else choice_T
+        where_T = values.mask_T if choice_T is None else choice_T & values.mask_T
         if choice_T is not None:
-            chosen_T = chosen_T | choice_T
-        if mechanism.takes_gradient:
+            chosen_T = chosen_T | where_T
+        if mechanism.detaches:
             detached_T = where_T if detached_T is None else detached_T | where_T
-        added_T = mechanism.penalty(values)
-        if added_T is not None:
-            penalty_T = penalty_T + torch.where(where_T, added_T, 0.0)
+        if mechanism.penalty is not None:
+            penalty_T = penalty_T + torch.where(where_T, mechanism.penalty(values), 0.0)
     return chosen_T, detached_T, penalty_T

@@ -15,7 +15,7 @@ from tepo_megatron.core.objective.ratio import length_factor, policy_log_ratio
 from tepo_megatron.core.objective.values import check_custom
 
 if TYPE_CHECKING:
-    from tepo_megatron.config.objective.choices import Divergence, TrustRegion
+    from tepo_megatron.config.objective.choices import TrustRegion
     from tepo_megatron.config.objective.section import ObjectiveConfig
     from tepo_megatron.core.objective.values import TokenValues
 
@@ -28,7 +28,7 @@ class Surrogate(NamedTuple):
     clipped_high_T: Tensor
 
 
-def clipped(
+def _clipped(
     ratio_T: Tensor, advantage_T: Tensor, least: float | Tensor, most: float | Tensor, dual: float | None = None
 ) -> Surrogate:
     """min(r A, clip(r, least, most) A); with ``dual`` at least dual · A if A < 0."""
@@ -43,34 +43,7 @@ def clipped(
     return Surrogate(value_T, (ratio_T < least) & (advantage_T < 0), above_T)
 
 
-def weighted_logprob(ratio_T: Tensor, logprob_T: Tensor, advantage_T: Tensor, low: float | None, high: float) -> Surrogate:
-    """sg[clip(r)] · A · log π: every token keeps its gradient (CISPO)."""
-    ratio_T = ratio_T.detach()
-    weight_T = ratio_T.clamp(None if low is None else 1 - low, 1 + high)
-    return Surrogate(weight_T * advantage_T * logprob_T, ratio_T < weight_T, ratio_T > weight_T)
-
-
-def soft_gated(ratio_T: Tensor, advantage_T: Tensor, tau_positive: float, tau_negative: float) -> Surrogate:
-    """4/τ · σ(τ (r − 1)) · A, with τ by the sign of A (SAPO, arXiv 2511.20347)."""
-    tau_T = torch.where(advantage_T > 0, ratio_T.new_tensor(tau_positive), ratio_T.new_tensor(tau_negative))
-    never_T = torch.zeros_like(advantage_T, dtype=torch.bool)
-    return Surrogate(4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * advantage_T, never_T, never_T)
-
-
-def within_divergence(
-    region: Divergence, ratio_T: Tensor, logprob_T: Tensor, old_logprob_T: Tensor, advantage_T: Tensor
-) -> Surrogate:
-    """sg[min(r, cap)] · A · log π, or 0 if the probability moved too far towards A (DPPO, arXiv 2602.04879)."""
-    with torch.no_grad():
-        moved_T = logprob_T.exp() - old_logprob_T.exp()
-        apart_T = moved_T.abs() if region.measure == "tv" else binary_kl(old_logprob_T, logprob_T)
-        far_T = apart_T > region.threshold
-        high_T, low_T = far_T & (moved_T > 0) & (advantage_T > 0), far_T & (moved_T < 0) & (advantage_T < 0)
-    value_T = ratio_T.detach().clamp(max=region.cap) * advantage_T * logprob_T
-    return Surrogate(torch.where(high_T | low_T, 0.0, value_T), low_T, high_T)
-
-
-def binary_kl(from_logprob_T: Tensor, to_logprob_T: Tensor) -> Tensor:
+def _binary_kl(from_logprob_T: Tensor, to_logprob_T: Tensor) -> Tensor:
     """The KL of (q, 1 − q) from (p, 1 − p); finite also if rounding gives p ≥ 1."""
     tiny = torch.finfo(from_logprob_T.dtype).eps
     rest_from_T, rest_to_T = (-torch.expm1(logprob_T).clamp(max=-tiny) for logprob_T in (from_logprob_T, to_logprob_T))
@@ -84,36 +57,25 @@ class _Bounded(NamedTuple):
     high_T: Tensor
 
 
-def clip_logs(delta_T: Tensor, advantage_T: Tensor, low: float, high: float) -> _Bounded:
-    """min(δ, high) if A > 0, max(δ, −low) if A < 0 (GMPO, arXiv 2507.20673)."""
-    high_T, low_T = (delta_T > high) & (advantage_T > 0), (delta_T < -low) & (advantage_T < 0)
-    # in place of the bounded ones stand constants, which have no gradient
-    return _Bounded(torch.where(high_T, high, torch.where(low_T, -low, delta_T)), low_T, high_T)
-
-
-def clip_by_length(log_ratio_T: Tensor, lengths_T: Tensor, width: float) -> _Bounded:
-    """Limits the sequence's log-ratio to ±width · √T_i (FSPO, arXiv 2509.09177)."""
-    most_T = width * lengths_T.sqrt()
-    bounded_T = log_ratio_T.clamp(-most_T, most_T)
-    return _Bounded(bounded_T, log_ratio_T < -most_T, log_ratio_T > most_T)
-
-
 def bounded_ratio(config: ObjectiveConfig, values: TokenValues) -> tuple[Tensor, _Bounded]:
-    region = None if isinstance(config.trust_region, OwnTrustRegion) else config.trust_region
-    never_T = torch.zeros_like(values.mask_T)
-    held = _Bounded(values.delta_T, never_T, never_T)
-    if region is not None and region.kind == "log_clip":
-        held = clip_logs(values.delta_T, values.advantage_T, region.low, region.high)
+    region, advantage_T = config.trust_region, values.advantage_T
+    delta_T = values.delta_T
+    low_T = high_T = torch.zeros_like(values.mask_T)
+    if not isinstance(region, OwnTrustRegion) and region.kind == "log_clip":  # GMPO, arXiv 2507.20673
+        high_T, low_T = (delta_T > region.high) & (advantage_T > 0), (delta_T < -region.low) & (advantage_T < 0)
+        # in place of the bounded ones stand constants, which have no gradient
+        delta_T = torch.where(high_T, region.high, torch.where(low_T, -region.low, delta_T))
     if isinstance(config.ratio, OwnRatio):
-        raw_T = config.ratio.log_ratio(replace(values, delta_T=held.log_T))
-        log_ratio_T = torch.where(values.mask_T, check_custom(config.ratio, raw_T, "log_ratio", held.log_T), 0.0)
+        raw_T = config.ratio.log_ratio(replace(values, delta_T=delta_T))
+        log_T = torch.where(values.mask_T, check_custom(config.ratio, raw_T, "log_ratio", delta_T), 0.0)
     else:
-        log_ratio_T = policy_log_ratio(config.ratio, held.log_T, values.mask_T, values.lengths_S, values.index_T)
-    held = held._replace(log_T=log_ratio_T)
-    if region is not None and region.kind == "length_clip":
+        log_T = policy_log_ratio(config.ratio, delta_T, values)
+    if not isinstance(region, OwnTrustRegion) and region.kind == "length_clip":  # FSPO, arXiv 2509.09177
         # before exp: the product of many ratios overflows, and a bound on an infinite ratio has no finite gradient
-        held = clip_by_length(log_ratio_T, values.lengths_S[values.index_T], region.width)
-    return held.log_T.exp(), held
+        most_T = region.width * values.lengths_S[values.index_T].sqrt()
+        low_T, high_T = log_T < -most_T, log_T > most_T
+        log_T = log_T.clamp(-most_T, most_T)
+    return log_T.exp(), _Bounded(log_T, low_T, high_T)
 
 
 def surrogate(
@@ -132,20 +94,30 @@ def surrogate(
     if detached_T is not None:  # of both, since some regions send the gradient through the ratio, others through log π
         ratio_T = torch.where(detached_T, ratio_T.detach(), ratio_T)
         logprob_T = torch.where(detached_T, logprob_T.detach(), logprob_T)
-    if region.kind == "clip_weight":
-        return weighted_logprob(ratio_T, logprob_T, advantage_T, region.low, region.high)
+    if region.kind == "clip_weight":  # every token keeps its gradient
+        raw_T = ratio_T.detach()
+        weight_T = raw_T.clamp(None if region.low is None else 1 - region.low, 1 + region.high)
+        return Surrogate(weight_T * advantage_T * logprob_T, raw_T < weight_T, raw_T > weight_T)
     if region.kind == "soft_gate":
-        return soft_gated(ratio_T, advantage_T, region.tau_positive, region.tau_negative)
+        tau_T = torch.where(advantage_T > 0, ratio_T.new_tensor(region.tau_positive), ratio_T.new_tensor(region.tau_negative))
+        never_T = torch.zeros_like(values.mask_T)
+        return Surrogate(4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * advantage_T, never_T, never_T)
     if region.kind == "divergence":
-        return within_divergence(region, ratio_T, logprob_T, values.old_logprob_T, advantage_T)
+        with torch.no_grad():
+            moved_T = logprob_T.exp() - values.old_logprob_T.exp()
+            apart_T = moved_T.abs() if region.measure == "tv" else _binary_kl(values.old_logprob_T, logprob_T)
+            far_T = apart_T > region.threshold
+            high_T, low_T = far_T & (moved_T > 0) & (advantage_T > 0), far_T & (moved_T < 0) & (advantage_T < 0)
+        value_T = ratio_T.detach().clamp(max=region.cap) * advantage_T * logprob_T
+        return Surrogate(torch.where(high_T | low_T, 0.0, value_T), low_T, high_T)
     if region.kind == "clip_cov":
-        return clipped(ratio_T, advantage_T, 1 - region.low, 1 + region.high)
+        return _clipped(ratio_T, advantage_T, 1 - region.low, 1 + region.high)
     if region.kind == "clip":
         low, high = region.bounds(clip_range)
         if region.scale == "fixed":
-            return clipped(ratio_T, advantage_T, 1 - low, 1 + high, region.dual)
-        factor_T = length_factor(config.ratio, values.mask_T, values.lengths_S, values.index_T)
-        return clipped(ratio_T, advantage_T, (-low * factor_T).exp(), (high * factor_T).exp(), region.dual)
+            return _clipped(ratio_T, advantage_T, 1 - low, 1 + high, region.dual)
+        factor_T = length_factor(config.ratio, values)
+        return _clipped(ratio_T, advantage_T, (-low * factor_T).exp(), (high * factor_T).exp(), region.dual)
     return Surrogate(ratio_T * advantage_T, bounded.low_T, bounded.high_T)
 
 

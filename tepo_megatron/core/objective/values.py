@@ -5,6 +5,7 @@ The covariance is c_it = (log π_old(y_it) − mean)(A_i − mean) (docs/referen
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from tepo_megatron.errors import NotFiniteError
 
 if TYPE_CHECKING:
     from tepo_megatron.config.objective.custom import CustomKind
-    from tepo_megatron.core.types import Batch, TokenScores
+    from tepo_megatron.core.types import Batch
 
 
 @dataclass(frozen=True)
@@ -62,43 +63,8 @@ class TokenValues:
     """Response tokens, floating point."""
 
 
-def covariance_statistic(logprob_T: Tensor, advantage_T: Tensor, logprob_mean: Tensor, advantage_mean: Tensor) -> Tensor:
-    return (logprob_T - logprob_mean) * (advantage_T - advantage_mean)
-
-
-def exact_mean(values_T: Tensor) -> Tensor:
-    """In fp64, so that equal values have an equal mean; otherwise rounding errors of c would choose tokens."""
-    return values_T.double().mean().to(values_T.dtype)
-
-
-def token_count(fraction: float, tokens: int) -> int:
-    return min(max(int(fraction * tokens), 1), tokens)
-
-
-def check_step(batch: Batch, *, reference: bool) -> None:
-    """Raises ValueError."""
-    if batch.advantages_S is None:
-        raise ValueError("the batch has no advantages_S; fill it with objective.advantages(batch)")
-    if batch.old_logprobs_T is None:
-        raise ValueError("the batch has no old_logprobs_T; score it with the policy before the update")
-    if reference and batch.reference_logprobs_T is None:
-        raise ValueError(
-            "a KL term is against the reference, but the batch has no reference_logprobs_T; score it with that model"
-        )
-    if batch.advantages_S.shape != (batch.num_sequences,):
-        raise ValueError(f"advantages_S has shape {tuple(batch.advantages_S.shape)} for {batch.num_sequences} sequences")
-    if not batch.advantages_S.isfinite().all():
-        raise NotFiniteError("advantages_S holds values that are not finite; look at the rewards")
-    names = ("old_logprobs_T", "sampler_logprobs_T", "old_entropy_T", "reference_logprobs_T")
-    _check_token_values({name: getattr(batch, name) for name in names}, batch)
-
-
-def check_scores(scores: TokenScores, batch: Batch) -> None:
-    """Raises ValueError."""
-    _check_token_values({f"scores.{name}": values_T for name, values_T in vars(scores).items()}, batch)
-
-
-def _check_token_values(values_by_name: dict[str, Tensor | None], batch: Batch) -> None:
+def check_token_values(values_by_name: Mapping[str, Tensor | None], batch: Batch) -> None:
+    """Raises ValueError unless each has a finite value for every response token."""
     shape = tuple(batch.tokens_T.shape)
     if batch.loss_mask_T.shape != shape:
         raise ValueError(
@@ -119,13 +85,9 @@ def _check_token_values(values_by_name: dict[str, Tensor | None], batch: Batch) 
             )
 
 
-def describe_kind(kind: CustomKind) -> str:
-    return f"objective.{kind.slot} {kind.kind!r}: {type(kind).__name__}"
-
-
 def check_custom(kind: CustomKind, result: Any, method: str, like: Tensor, unit: str = "token") -> Tensor:
     """Raises ValueError unless ``result`` has the shape and kind of ``like``."""
-    name = f"{describe_kind(kind)}.{method}"
+    name = f"objective.{kind.slot} {kind.kind!r}: {type(kind).__name__}.{method}"
     if not isinstance(result, Tensor):
         raise ValueError(f"{name} gave {type(result).__name__}; give a tensor with one value per {unit}")
     if result.shape != like.shape:

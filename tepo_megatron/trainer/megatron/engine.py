@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.objective.trust_region import next_clip_range
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.scores.backend import get_backend

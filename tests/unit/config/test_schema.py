@@ -4,7 +4,7 @@ import pytest
 from pydantic import BaseModel
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.schema import SchemaRow, json_schema, locate, schema_rows
+from tepo_megatron.config.schema import SchemaRow, json_schema, schema_rows
 
 
 def leaves(model: BaseModel, prefix: str = "") -> set[str]:
@@ -39,9 +39,3 @@ def test_the_json_schema_closes_every_section() -> None:
     sections = [json_schema(), *(section for section in json_schema()["$defs"].values() if "properties" in section)]
     assert len(sections) > 10
     assert all(section["additionalProperties"] is False for section in sections)
-
-
-def test_a_place_leaves_out_the_names_of_union_members() -> None:
-    assert locate(("objective", "trust_region", "clip", "low")).path == "objective.trust_region.low"
-    assert locate(("optimizer", "betas", 1)).path == "optimizer.betas[1]"
-    assert "steps" in locate(("train", "nothing")).siblings

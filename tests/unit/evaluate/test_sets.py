@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config import RunConfig
-from tepo_megatron.config.data import SetSamplingConfig
+from tepo_megatron.config import EvaluateConfig, RunConfig
 from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, WeightsVersion
@@ -99,7 +98,8 @@ def vote(texts: Sequence[str], problem: Problem) -> float:
 
 
 def test_samples_are_drawn_from_the_sets_own_distribution() -> None:
-    given = SetSamplingConfig(top_p=0.9, top_k=0)
+    sampling = {"top_p": 0.9, "top_k": 0}
+    given = EvaluateConfig.model_validate({"sets": {"a": {"path": "a", "sampling": sampling}}}).sets["a"].sampling
     generate = Answers(["1"] * 4, [["1"]] * 4)
     of = as_set(samples=1, ks=(1,), truncation=given.truncation)
     evaluate_set(of, generate=generate, tokenizer=TOKENIZER, pool=DirectScorer(), seed=0)

@@ -1,6 +1,7 @@
 """Group advantages and the overlong penalty."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -9,11 +10,33 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.run import RunConfig
-from tepo_megatron.core.objective import build_objective, group_advantages, overlong_penalty
-from tepo_megatron.core.objective.advantage import gdpo_advantages, whitened_advantages
+from tepo_megatron.core.objective.compose import build_objective
+from tepo_megatron.core.types import Batch
 from tests.support.objective_batches import make_batch
 
 REWARDS = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.7, 1.0]), st.integers(-2, 2)), min_size=1, max_size=12)
+
+
+def _advantages(rewards, groups, lengths=None, *, parts=None, **choice):
+    """Of responses of these lengths, by default one token each."""
+    lengths = torch.ones(len(groups), dtype=torch.int64) if lengths is None else lengths
+    tokens = torch.zeros(int(lengths.sum()), dtype=torch.int64)
+    batch = Batch(
+        tokens_T=tokens,
+        labels_T=tokens,
+        loss_mask_T=torch.ones_like(tokens, dtype=torch.bool),
+        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        sampler_logprobs_T=tokens.double(),
+        rewards_S=rewards,
+        groups_S=groups,
+        reward_parts_SK=parts,
+    )
+    return _objective(tuple(choice.items())).advantages(batch)
+
+
+@cache
+def _objective(choice):
+    return build_objective(ObjectiveConfig(advantage={"kind": "group", **dict(choice)}))
 
 
 def _by_hand(rewards, groups, kind, std):
@@ -37,7 +60,8 @@ def _by_hand(rewards, groups, kind, std):
 def test_matches_plain_arithmetic(pairs, kind, std):
     """Groups of any size, anywhere in the batch; equal rewards and groups of one give exactly 0."""
     rewards, groups = zip(*pairs, strict=True)
-    result = group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), kind=kind, std=std)
+    options = {"std": std} if kind == "group" else {}
+    result = _advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), kind=kind, **options)
     expected = torch.tensor(_by_hand(rewards, groups, kind, std), dtype=torch.float64)
     torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-12)
     flat = [len({r for r, g in pairs if g == group}) == 1 for group in groups]
@@ -48,26 +72,26 @@ def test_hand_computed():
     """Group 5 has rewards 1, 0, 0 and group 2 has 3, 1: means 1/3 and 2, sample deviations 0.57735 and 1.41421."""
     rewards, groups = torch.tensor([1.0, 3.0, 0.0, 1.0, 0.0]), torch.tensor([5, 2, 5, 2, 5])
     close = lambda result, values: torch.testing.assert_close(result, torch.tensor(values), rtol=1e-5, atol=1e-5)  # noqa: E731
-    close(group_advantages(rewards, groups), [1.154699, 0.707106, -0.577349, -0.707106, -0.577349])
-    close(group_advantages(rewards, groups, std="population"), [1.414211, 0.999999, -0.707105, -0.999999, -0.707105])
-    close(group_advantages(rewards, groups, kind="no_std"), [2 / 3, 1.0, -1 / 3, -1.0, -1 / 3])
-    close(group_advantages(rewards, groups, kind="leave_one_out"), [1.0, 2.0, -0.5, -2.0, -0.5])
+    close(_advantages(rewards, groups), [1.154699, 0.707106, -0.577349, -0.707106, -0.577349])
+    close(_advantages(rewards, groups, std="population"), [1.414211, 0.999999, -0.707105, -0.999999, -0.707105])
+    close(_advantages(rewards, groups, kind="no_std"), [2 / 3, 1.0, -1 / 3, -1.0, -1 / 3])
+    close(_advantages(rewards, groups, kind="leave_one_out"), [1.0, 2.0, -0.5, -2.0, -0.5])
 
 
 def test_divided_by_the_mean():
     """Means 1/3 and 2; a group without any success teaches nothing."""
     rewards, groups = torch.tensor([1.0, 3.0, 0.0, 1.0, 0.0, 0.0, 0.0]), torch.tensor([5, 2, 5, 2, 5, 7, 7])
-    result = group_advantages(rewards, groups, kind="divide_by_mean")
+    result = _advantages(rewards, groups, kind="divide_by_mean")
     torch.testing.assert_close(result, torch.tensor([2.0, 0.5, -1.0, -0.5, -1.0, 0.0, 0.0]))
     with pytest.raises(ValueError, match=r"reward of sequence 1 is -0\.5; .*must not be negative"):
-        group_advantages(torch.tensor([1.0, -0.5]), torch.tensor([0, 0]), kind="divide_by_mean")
+        _advantages(torch.tensor([1.0, -0.5]), torch.tensor([0, 0]), kind="divide_by_mean")
 
 
 @given(st.lists(st.booleans(), min_size=2, max_size=12))
 def test_success_divided_by_its_rate_is_the_gradient_of_the_likelihood(successes):
     """MaxRL: K successes of N; the weights are 1/p − 1 of a success and −1 else, whose sum is 0."""
     rate = sum(successes) / len(successes)
-    result = group_advantages(torch.tensor(successes, dtype=torch.float64), torch.zeros(len(successes)), kind="divide_by_mean")
+    result = _advantages(torch.tensor(successes, dtype=torch.float64), torch.zeros(len(successes)), kind="divide_by_mean")
     expected = [0.0 if rate in (0, 1) else (1 / rate - 1 if success else -1.0) for success in successes]
     assert result.tolist() == pytest.approx(expected)
 
@@ -79,10 +103,10 @@ def test_whitened_over_the_batch():
     close = lambda result, values: torch.testing.assert_close(result, torch.tensor(values), rtol=1e-5, atol=1e-5)  # noqa: E731
     deviation = math.sqrt(24 / 9 / 4) + 1e-6
     values = [2 / 3, 1.0, -1 / 3, -1.0, -1 / 3]
-    close(whitened_advantages(rewards, groups, lengths), [value / deviation for value in values])
+    close(_advantages(rewards, groups, lengths, kind="whitened"), [value / deviation for value in values])
     apart = [value - 1 / 24 for value in values]
     deviation = math.sqrt(sum(n * value**2 for n, value in zip(lengths.tolist(), apart, strict=True)) / 7) + 1e-6
-    close(whitened_advantages(rewards, groups, lengths, over="tokens"), [value / deviation for value in apart])
+    close(_advantages(rewards, groups, lengths, kind="whitened", over="tokens"), [value / deviation for value in apart])
 
 
 @given(REWARDS, st.integers(1, 9))
@@ -92,12 +116,16 @@ def test_whitened_advantages_have_mean_0_and_deviation_1(pairs, length):
     rewards, groups = torch.tensor(given_rewards, dtype=torch.float64), torch.tensor(given_groups)
     lengths = torch.full_like(groups, length)
     for over in ("responses", "tokens"):
-        result = whitened_advantages(rewards, groups, lengths, over=over)
+        result = _advantages(rewards, groups, lengths, kind="whitened", over=over)
         assert result.sum().item() == pytest.approx(0, abs=1e-9)
-        if (group_advantages(rewards, groups) == 0).all():
+        if (_advantages(rewards, groups) == 0).all():
             assert (result == 0).all()
         elif over == "responses":
             assert result.std().item() == pytest.approx(1, rel=1e-4)
+
+
+def _gdpo(parts, groups, **choice):
+    return _advantages(torch.zeros(len(groups)), groups, parts=parts, kind="gdpo", **choice)
 
 
 def test_gdpo_hand_computed():
@@ -107,7 +135,7 @@ def test_gdpo_hand_computed():
     deviation of (0.7071, −0.7071, −0.7071, 0.7071), √(4 · 0.5 / 3) = 0.8165.
     """
     parts = torch.tensor([[1.0, 0.5], [0.0, 0.5], [3.0, 0.0], [1.0, 9.0]], dtype=torch.float64)
-    result = gdpo_advantages(parts, torch.tensor([4, 4, 1, 1]), weights=(1.0, 2.0), eps=1e-12)
+    result = _gdpo(parts, torch.tensor([4, 4, 1, 1]), weights=(1.0, 2.0), eps=1e-12)
     assert result.tolist() == pytest.approx([0.8660254, -0.8660254, -0.8660254, 0.8660254])
 
 
@@ -117,10 +145,10 @@ def test_gdpo_knows_no_scale_of_rewards_and_weights(pairs, scale, weight):
     given_rewards, given_groups = zip(*pairs, strict=True)
     first, groups = torch.tensor(given_rewards, dtype=torch.float64), torch.tensor(given_groups)
     second = first.flip(0)
-    plain = gdpo_advantages(torch.stack([first, second], 1), groups, weights=(1.0, 2.0))
-    scaled = gdpo_advantages(torch.stack([scale * first + 1, scale * second], 1), groups, weights=(weight, 2 * weight))
+    plain = _gdpo(torch.stack([first, second], 1), groups, weights=(1.0, 2.0))
+    scaled = _gdpo(torch.stack([scale * first + 1, scale * second], 1), groups, weights=(weight, 2 * weight))
     torch.testing.assert_close(plain, scaled, rtol=1e-3, atol=1e-4)
-    alone = gdpo_advantages(first.unsqueeze(1), groups, eps=1e-12)
+    alone = _gdpo(first.unsqueeze(1), groups, eps=1e-12)
     assert alone.sum().item() == pytest.approx(0, abs=1e-9)
     if (alone != 0).any():
         assert alone.std().item() == pytest.approx(1, rel=1e-6)
@@ -129,9 +157,9 @@ def test_gdpo_knows_no_scale_of_rewards_and_weights(pairs, scale, weight):
 def test_gdpo_takes_the_rewards_that_the_batch_carries():
     batch, _ = make_batch([[True]] * 4)
     objective = build_objective(ObjectiveConfig(preset="gdpo"))
-    torch.testing.assert_close(objective.advantages(batch), gdpo_advantages(batch.reward_parts_SK, batch.groups_S))
+    torch.testing.assert_close(objective.advantages(batch), _gdpo(batch.reward_parts_SK, batch.groups_S))
     single = batch.with_(reward_parts_SK=None)
-    torch.testing.assert_close(objective.advantages(single), gdpo_advantages(batch.rewards_S.unsqueeze(1), batch.groups_S))
+    torch.testing.assert_close(objective.advantages(single), _gdpo(batch.rewards_S.unsqueeze(1), batch.groups_S))
     weighted = build_objective(ObjectiveConfig(preset="gdpo", advantage={"weights": [1, 2]}))
     with pytest.raises(ValueError, match=r"weights has 2 entries, but the rewards have shape \(4, 1\)"):
         weighted.advantages(single)
@@ -146,20 +174,24 @@ def test_a_run_has_one_reward():
 
 def test_a_rounded_mean_is_not_a_difference():
     """0.1 added three times and divided by three is not 0.1; divided by eps the rest would be an advantage of 1e-11."""
-    assert group_advantages(torch.full((3,), 0.1, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)).tolist() == [0.0] * 3
+    assert _advantages(torch.full((3,), 0.1, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)).tolist() == [0.0] * 3
 
 
 def test_rewards_that_are_no_numbers_are_refused():
     with pytest.raises(ValueError, match="reward of sequence 1 is nan"):
-        group_advantages(torch.tensor([0.0, torch.nan]), torch.tensor([0, 0]))
+        _advantages(torch.tensor([0.0, torch.nan]), torch.tensor([0, 0]))
     with pytest.raises(ValueError, match=r"rewards_S has shape \(2,\)"):
-        group_advantages(torch.zeros(2), torch.zeros(3, dtype=torch.int64))
+        _advantages(torch.zeros(2), torch.zeros(3, dtype=torch.int64))
 
 
 def test_overlong_penalty():
     """Up to 6 nothing, between 6 and 10 a quarter per token, from 10 on everything."""
     lengths = torch.tensor([0, 6, 7, 8, 10, 99])
-    assert overlong_penalty(lengths, max_tokens=10, buffer_tokens=4).tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    overlong = {"max_tokens": 10, "buffer_tokens": 4}
+    config = ObjectiveConfig(advantage={"kind": "no_std", "overlong": overlong})
+    batch, _ = make_batch([[True] * length or [False] for length in lengths.tolist()], rewards=[0.0] * 6, groups=[0] * 6)
+    penalties = torch.tensor([0.0, 0.0, -0.25, -0.5, -1.0, -1.0])
+    torch.testing.assert_close(build_objective(config).advantages(batch), penalties - penalties.mean())
 
 
 def test_overlong_penalty_counts_response_tokens_and_comes_before_the_advantage():

@@ -34,47 +34,32 @@ class Documented(OwnTrustRegion):
         return self.tau * ratio_T * values.advantage_T
 
 
-class MeanOfMeans(Documented):
-    """The mean over the tokens of a micro-batch."""
+def _wrong(name: str, surrogate: Any) -> Documented:
+    """A trust region of this name; the function of (ratio, values) is its surrogate without the field."""
 
-    def surrogate(self, ratio_T: Any, values: Any) -> Any:
-        return self.tau * ratio_T * values.advantage_T / values.mask_T.sum()
+    class Wrong(Documented):
+        def surrogate(self, ratio_T: Any, values: Any) -> Any:
+            return self.tau * surrogate(ratio_T, values)
 
-
-class LargestHere(Documented):
-    """Divided by the largest ratio of a micro-batch."""
-
-    def surrogate(self, ratio_T: Any, values: Any) -> Any:
-        return self.tau * ratio_T * values.advantage_T / ratio_T.detach().max()
+    Wrong.__name__, Wrong.__doc__ = name, f"{name}."
+    return Wrong()
 
 
-class ByPlace(Documented):
-    """What stands first counts more."""
-
-    def surrogate(self, ratio_T: Any, values: Any) -> Any:
-        return self.tau * ratio_T * values.advantage_T / (1 + values.index_T)
+def _draw(ratio_T: Any, values: Any) -> Any:
+    torch.rand(1)
+    return ratio_T * values.advantage_T
 
 
-class Remembers(Documented):
-    """Counts how often it was asked."""
-
-    def surrogate(self, ratio_T: Any, values: Any) -> Any:
-        return self.tau * ratio_T * values.advantage_T * (1 + next(COUNTER))
+def _root(ratio_T: Any, values: Any) -> Any:
+    """Its derivative at 0 is infinite."""
+    return torch.where(values.advantage_T > 0, (values.delta_T * 0).abs().sqrt(), ratio_T * values.advantage_T)
 
 
-class Draws(Documented):
-    """Draws a number and forgets it."""
-
-    def surrogate(self, ratio_T: Any, values: Any) -> Any:
-        torch.rand(1)
-        return self.tau * ratio_T * values.advantage_T
-
-
-class Roots(Documented):
-    """A square root whose derivative at 0 is infinite."""
-
-    def surrogate(self, ratio_T: Any, values: Any) -> Any:
-        return self.tau * torch.where(values.advantage_T > 0, (values.delta_T * 0).abs().sqrt(), ratio_T * values.advantage_T)
+MEAN_OF_MEANS = _wrong("MeanOfMeans", lambda ratio_T, values: ratio_T * values.advantage_T / values.mask_T.sum())
+LARGEST_HERE = _wrong("LargestHere", lambda ratio_T, values: ratio_T * values.advantage_T / ratio_T.detach().max())
+BY_PLACE = _wrong("ByPlace", lambda ratio_T, values: ratio_T * values.advantage_T / (1 + values.index_T))
+REMEMBERS = _wrong("Remembers", lambda ratio_T, values: ratio_T * values.advantage_T * (1 + next(COUNTER)))
+RAISES = _wrong("Raises", lambda ratio_T, values: ratio_T * values.advantages)
 
 
 class Idle(Documented):
@@ -82,13 +67,6 @@ class Idle(Documented):
 
     def surrogate(self, ratio_T: Any, values: Any) -> Any:
         return ratio_T * values.advantage_T
-
-
-class Raises(Documented):
-    """A slip."""
-
-    def surrogate(self, ratio_T: Any, values: Any) -> Any:
-        return ratio_T * values.advantages
 
 
 class Silent(Documented):
@@ -156,23 +134,26 @@ class NewEachTime(OwnPenalty):
 BROKEN: dict[str, list[tuple[Any, str]]] = {
     "micro-batches": [
         (
-            MeanOfMeans(),
+            MEAN_OF_MEANS,
             rf"^the loss is {NUMBERS} in one piece, {NUMBERS} in micro-batches of 1 and .*: something is computed over",
         ),
-        (LargestHere(), rf"^the loss is {NUMBERS} in one piece, {NUMBERS} in micro-batches of"),
+        (LARGEST_HERE, rf"^the loss is {NUMBERS} in one piece, {NUMBERS} in micro-batches of"),
     ],
     "order of sequences": [
-        (ByPlace(), rf"^the loss is {NUMBERS} with the sequences in one order, {NUMBERS} in another"),
+        (BY_PLACE, rf"^the loss is {NUMBERS} with the sequences in one order, {NUMBERS} in another"),
         (OverNeighbours(), "with the sequences in one order"),
         (FirstFirst(), rf"^a response's advantage is {NUMBERS} with the responses in their order, {NUMBERS} in another order"),
     ],
     "is deterministic": [
-        (Remembers(), rf"^the loss is {NUMBERS} at first, {NUMBERS} when computed again"),
-        (Draws(), "^it draws random numbers from torch's generator"),
+        (REMEMBERS, rf"^the loss is {NUMBERS} at first, {NUMBERS} when computed again"),
+        (_wrong("Draws", _draw), "^it draws random numbers from torch's generator"),
         (NewEachTime(), "at first, .* when computed again"),
     ],
     "is finite": [
-        (Roots(), r"^the gradient by the log-prob of token \d+, a response token, is nan.*what torch.where leaves out")
+        (
+            _wrong("Roots", _root),
+            r"^the gradient by the log-prob of token \d+, a response token, is nan.*what torch.where leaves out",
+        )
     ],
     "padding": [
         (CountsPadding(), rf"^the loss is {NUMBERS} without padding, {NUMBERS} with a sequence of padding in the step")
@@ -185,7 +166,7 @@ BROKEN: dict[str, list[tuple[Any, str]]] = {
     ],
     "can be computed": [
         (
-            Raises(),
+            RAISES,
             r"^it raised AttributeError: 'TokenValues' object has no attribute 'advantages' \(.*test_checking\.py, line \d+\)$",
         )
     ],

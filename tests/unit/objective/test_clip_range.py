@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.histogram import bound_for_share, count_moves
-from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.objective.trust_region import next_clip_range
 from tests.support.objective_batches import make_batch, masks
 

@@ -15,7 +15,7 @@ from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
 from tepo_megatron.config.objective.custom import load_plugin
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.schema import json_schema, schema_rows, with_plugins
-from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.objective.compose import build_objective
 from tests.support.objective_batches import assert_same, make_batch, masks, whole
 
 ROOT = Path(__file__).parents[3]

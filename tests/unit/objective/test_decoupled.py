@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.core.objective import build_objective
-from tepo_megatron.core.types import Batch, TokenScores
+from tepo_megatron.core.objective.compose import build_objective
+from tests.support.objective_batches import plain_step
 
 LOGITS = st.lists(st.floats(-0.7, 0.7), min_size=4, max_size=4)
 ADVANTAGES = torch.tensor([1.0, -0.5, 0.25, -1.0])
@@ -15,20 +15,10 @@ ADVANTAGES = torch.tensor([1.0, -0.5, 0.25, -1.0])
 
 def _gradients(config, behaviour, proximal, current):
     """The gradient of the surrogate at one token for each of four actions, by log π of that action; log-probs [4]."""
-    batch = Batch(
-        tokens_T=torch.zeros(4, dtype=torch.int64),
-        labels_T=torch.arange(4),
-        loss_mask_T=torch.ones(4, dtype=torch.bool),
-        cu_seqlens=torch.arange(5, dtype=torch.int32),
-        sampler_logprobs_T=behaviour,
-        rewards_S=torch.zeros(4),
-        groups_S=torch.zeros(4, dtype=torch.int64),
-        advantages_S=ADVANTAGES,
-        old_logprobs_T=proximal,
-    )
-    objective = build_objective(ObjectiveConfig(**config))
     logprob = current.clone().requires_grad_()
-    output = objective(TokenScores(logprob, torch.zeros(4, dtype=torch.float64)), batch, objective.prepare(batch))
+    batch, scores = plain_step([1] * 4, ADVANTAGES, logprob, proximal, sampler=behaviour)
+    objective = build_objective(ObjectiveConfig(**config))
+    output = objective(scores, batch, objective.prepare(batch))
     return -torch.autograd.grad(output.numerator, logprob)[0], output.metrics
 
 

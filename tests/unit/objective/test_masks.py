@@ -9,23 +9,25 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config.objective.presets import CORRECTIONS
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.core.objective import build_objective
-from tepo_megatron.core.objective.mechanisms import smallest_excluded
-from tepo_megatron.core.types import TokenScores
-from tests.support.objective_batches import make_batch, masks, summary, whole
+from tepo_megatron.core.objective.checking import Step
+from tepo_megatron.core.objective.compose import build_objective
+from tests.support.objective_batches import doubles, make_batch, masks, outputs_of, plain_step, whole
 
 
 def _gradient_share(weights, ratios, rows=((True, True), (True,)), advantages=(1.0, -1.0), **overrides):
     """What each token's gradient is, relative to −A / tokens; ``weights`` are π_old / π_sampler, ``ratios`` π_θ / π_old."""
-    batch, scores = make_batch([list(row) for row in rows])
-    sampler = batch.old_logprobs_T - torch.tensor(weights, dtype=torch.float64).log()
-    batch = batch.with_(sampler_logprobs_T=sampler, advantages_S=torch.tensor(advantages))
-    logprob = (batch.old_logprobs_T + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
+    old = torch.full((len(weights),), -2.0, dtype=torch.float64)
+    logprob = (old + doubles(*ratios).log()).requires_grad_()
+    lengths = [len(row) for row in rows]
+    batch, scores = plain_step(lengths, advantages, logprob, old, sampler=old - doubles(*weights).log())
     preset = {"preset": "kl_cov", "kl_cov": None, **overrides}  # r A, divided by the number of tokens
-    objective = build_objective(ObjectiveConfig(**preset))
-    output = objective(TokenScores(logprob, scores.entropy), batch, objective.prepare(batch))
-    _, (gradient, _), metrics, _ = summary([output], TokenScores(logprob, scores.entropy))
+    _, (gradient, _), metrics, _ = whole_with_advantages(preset, batch, scores)
     return (-gradient * len(weights) / batch.advantages_S[batch.sequence_index_T]).tolist(), metrics
+
+
+def whole_with_advantages(config, batch, scores):
+    objective = build_objective(ObjectiveConfig(**config))
+    return Step(batch, scores).summary([objective(scores, batch, objective.prepare(batch))])
 
 
 # weights 0.4 and 3 in a sequence of two tokens: product 1.2, geometric mean 1.0954; and 6 alone
@@ -87,17 +89,6 @@ def test_m2po_leaves_out_the_largest_squares():
         assert metrics["mask/fraction"].tolist() == [3 - sum(kept), 3]
 
 
-@given(st.lists(st.sampled_from([0.0, 0.01, 0.02, 0.3, 5.0, 400.0]), min_size=1, max_size=12), st.floats(1e-3, 10))
-def test_m2po_keeps_as_many_as_the_threshold_allows(squares, threshold):
-    """What is kept has a mean of at most the threshold, and with one more value, and its equals, it would not."""
-    values = torch.tensor(squares, dtype=torch.float64)
-    bound = smallest_excluded(values, threshold)
-    kept, dropped = values[values < bound], values[values >= bound]
-    assert not kept.numel() or kept.mean() <= threshold * (1 + 1e-12)
-    if dropped.numel():
-        assert torch.cat([kept, dropped[dropped == dropped.min()]]).mean() > threshold * (1 - 1e-12)
-
-
 @given(masks(), st.integers(0, 99))
 def test_masks_that_nothing_meets_change_nothing(rows, seed):
     batch, scores = make_batch(rows, seed=seed)
@@ -107,3 +98,50 @@ def test_masks_that_nothing_meets_change_nothing(rows, seed):
     assert torch.equal(plain[0], masked[0])
     assert torch.equal(plain[1][0], masked[1][0])
     assert masked[2]["mask/fraction"][0] == 0
+
+
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=20), st.floats(-10, 10))
+def test_effective_sample_share(logs, shift):
+    """Kish's (Σw)²/(N Σw²), whatever the scale of the weights."""
+    old = torch.full((len(logs),), -30.0, dtype=torch.float64)
+    batch, scores = plain_step([len(logs)], [1.0], old, old, sampler=old - shift - doubles(*logs))
+    weights = doubles(*logs).exp()
+    (output,) = outputs_of({"preset": "grpo"}, batch, scores)
+    share, count = output.metrics["ess"]
+    torch.testing.assert_close(share / count, weights.sum() ** 2 / (len(logs) * (weights**2).sum()), rtol=1e-6, atol=0)
+
+
+def test_the_lottery_is_fair():
+    """Drawing a tenth of many similar tokens takes about a tenth of either half of any field."""
+    generator = torch.Generator().manual_seed(0)
+    logprob, labels = -torch.rand(20_000, generator=generator), torch.arange(20_000) % 50
+    batch, scores = plain_step([10_000] * 2, [1.0, -1.0], logprob, logprob, labels=labels)
+    region = {"cov_low": -1e9, "cov_high": 1e9, "fraction": 0.1}
+    outputs = outputs_of({"preset": "clip_cov", "trust_region": region}, batch, scores)
+    wins = torch.cat([output.token_values["masked"] for output in outputs])
+    assert wins.sum() == 2000
+    for half in (torch.arange(20_000) < 10_000, labels < 25, logprob < -0.5, torch.arange(20_000) % 2 == 0):
+        assert 0.08 < wins[half].double().mean() < 0.12
+
+
+@given(st.integers(1, 300), st.floats(-2, 2, width=32))
+def test_equal_advantages_have_no_covariance(count, value):
+    """Otherwise a rounding of their mean would choose tokens."""
+    old = -torch.rand(count)
+    batch, scores = plain_step([1] * count, [value] * count, old, old)
+    (output, *_) = outputs_of({"preset": "kl_cov"}, batch.select(range(count)), scores)
+    assert output.metrics["mask/fraction"][0] == 0
+
+
+VECTOR = st.lists(st.floats(-2, 2), min_size=6, max_size=6).map(lambda row: torch.tensor(row, dtype=torch.float64))
+
+
+@given(VECTOR, VECTOR)
+def test_the_token_statistic_has_the_covariance_as_its_mean(logits, advantage):
+    """c(a), averaged over a ~ π, is Cov(log π, A) over a ~ π. Here π is uniform over as many tokens as there are actions."""
+    old = logits.log_softmax(-1)
+    batch, scores = plain_step([1] * 6, advantage, old, old)
+    objective = build_objective(ObjectiveConfig())
+    statistic = objective.token_values(scores, batch, objective.prepare(batch)).covariance_T
+    expected = (old * advantage).mean() - old.mean() * advantage.mean()
+    torch.testing.assert_close(statistic.mean(), expected, rtol=1e-9, atol=1e-12)

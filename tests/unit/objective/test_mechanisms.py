@@ -1,44 +1,32 @@
-"""A mechanism that the project does not have: its class and a place in the list are all that it takes."""
+"""A mechanism that the project does not have: its function and a place in the list are all that it takes."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.core.objective import build_objective, mechanisms
-from tepo_megatron.core.objective.values import StepValues, TokenValues
-from tests.support.objective_batches import assert_same, make_batch, masks, pick, summary, whole
+from tepo_megatron.core.objective import compose, mechanisms
+from tepo_megatron.core.objective.checking import Step
+from tepo_megatron.core.objective.compose import build_objective
+from tepo_megatron.core.objective.values import StepValues
+from tests.support.objective_batches import assert_same, make_batch, masks, whole
 
 
-@dataclass(frozen=True)
-class HoldSurprises(mechanisms.Mechanism):
+def hold_surprises(config: ObjectiveConfig, step: StepValues) -> mechanisms.Mechanism:
     """No surrogate for the tokens that were less likely than the step's median; instead, 3 · δ²."""
-
-    takes_gradient: ClassVar[bool] = True
-    median: Tensor
-
-    @classmethod
-    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> HoldSurprises | None:
-        return cls(step.old_logprob_R.median())
-
-    def choose(self, values: TokenValues) -> Tensor:
-        return values.mask_T & (values.old_logprob_T < self.median)
-
-    def penalty(self, values: TokenValues) -> Tensor:
-        return 3 * values.delta_T**2
+    median = step.old_logprob_R.median()
+    return mechanisms.Mechanism(
+        lambda values: values.old_logprob_T < median, lambda values: 3 * values.delta_T**2, detaches=True
+    )
 
 
 @pytest.fixture(autouse=True, scope="module")
 def with_a_new_mechanism():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mechanisms, "MECHANISMS", (*mechanisms.MECHANISMS, HoldSurprises))
+        patch.setattr(compose, "MECHANISMS", (*mechanisms.MECHANISMS, hold_surprises))
         yield
 
 
@@ -53,7 +41,7 @@ def test_its_tokens_have_its_penalty_and_no_other_gradient(preset, rows, seed):
     objective = build_objective(ObjectiveConfig(preset=preset))
     loss, (gradient, _), metrics, _ = whole(objective, batch, scores)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mechanisms, "MECHANISMS", mechanisms.MECHANISMS[:-1])
+        patch.setattr(compose, "MECHANISMS", mechanisms.MECHANISMS[:-1])
         plain_loss, (plain_gradient, _), *_ = whole(objective, batch, scores)
     mask, tokens = batch.loss_mask_T, batch.loss_mask_T.sum()
     chosen = mask & (batch.old_logprobs_T < batch.old_logprobs_T[mask].median())
@@ -73,6 +61,6 @@ def test_what_it_knows_of_the_step_reaches_every_micro_batch(preset, rows, seed)
     context = objective.prepare(batch)
     outputs = []
     for sequence in range(len(rows)):
-        micro, micro_scores = pick(batch, scores, [sequence])
+        micro, micro_scores = Step(batch, scores).pick([sequence])
         outputs.append(objective(micro_scores, micro, context))
-    assert_same(summary(outputs, scores), expected)
+    assert_same(Step(batch, scores).summary(outputs), expected)

@@ -6,17 +6,15 @@ The fields are read from the JSON schema of the configuration, so that a field t
 import json
 import warnings
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from pydantic import ValidationError
 
 from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.schema import schema_rows
-from tepo_megatron.core.objective.checking import differ, is_choice, other_values, outcome, telling_steps
+from tepo_megatron.core.objective.checking import FieldProbe
 
 pytestmark = pytest.mark.slow  # half a minute: every field of every preset
 
@@ -48,13 +46,8 @@ WITH_AUTO = {"trust_region.share", "trust_region.initial"}
 """Fields of ``auto`` bounds, refused without them; seen to act in test_every_field_of_a_clip_by_length_acts_or_is_refused."""
 
 
-@cache
-def _steps():
-    return telling_steps()
-
-
-def _outcome(config: ObjectiveConfig) -> list[torch.Tensor]:
-    return outcome(config, _steps())
+def is_choice(value: Any) -> bool:
+    return isinstance(value, bool) or not isinstance(value, float | int)
 
 
 def _build(given: dict[str, Any]) -> ObjectiveConfig | str:
@@ -102,7 +95,9 @@ def _section(kind: str, node: dict[str, Any], *, inner: bool = False) -> dict[st
 
 def _scalars(node: dict[str, Any], value: Any) -> Iterator[Any]:
     """Other values of a field that is no section."""
-    yield from other_values(node | {"anyOf": [_follow(option) for option in node["anyOf"]]} if "anyOf" in node else node, value)
+    yield from FieldProbe.other_values(
+        node | {"anyOf": [_follow(option) for option in node["anyOf"]]} if "anyOf" in node else node, value
+    )
 
 
 def _leaves(node: dict[str, Any], given: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -133,7 +128,7 @@ def _with(given: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 def _check(base: ObjectiveConfig, label: str) -> set[str]:
     """Another value of each field changes the outcome, and each other choice does so or is refused. The fields seen."""
     given = base.model_dump()
-    expected = _outcome(base)
+    probe = FieldProbe(base)
     conditional = set() if getattr(base.trust_region, "is_auto", False) else WITH_AUTO
     outcomes: dict[str, list[tuple[Any, str]]] = {}
     for path, value in _leaves(SCHEMA, given):
@@ -142,7 +137,7 @@ def _check(base: ObjectiveConfig, label: str) -> set[str]:
             assert len(changed.split()) > 3, f"{label}: {path} = {value} is refused with {changed!r}, which is no sentence"
             verdict = "refused"
         else:
-            verdict = "acts" if differ(_outcome(changed), expected) else "nothing"
+            verdict = "acts" if probe.acts(changed) else "nothing"
         outcomes.setdefault(path, []).append((value, verdict))
     for path, seen in outcomes.items():
         acts = any(

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.core.objective import build_objective
-from tepo_megatron.core.types import Batch, TokenScores
-from tests.support.objective_batches import assert_same, make_batch, masks, summary, whole
+from tepo_megatron.core.objective.checking import Step
+from tepo_megatron.core.objective.compose import build_objective
+from tepo_megatron.core.types import TokenScores
+from tests.support.objective_batches import assert_same, make_batch, masks, plain_step, whole
 
 
 def _pad(values, batch):
@@ -181,19 +182,8 @@ def _two_sequences():
     """Two response tokens with ratios 1.1 and 1.3, A = 1; one with ratio 0.7, A = −1. Entropy falls on the first only."""
     ratios = torch.tensor([1.1, 1.3, 0.7], dtype=torch.float64)
     old = torch.tensor([0.5, 0.2, 0.4], dtype=torch.float64).log()
-    batch = Batch(
-        tokens_T=torch.zeros(3, dtype=torch.int64),
-        labels_T=torch.arange(3),
-        loss_mask_T=torch.ones(3, dtype=torch.bool),
-        cu_seqlens=torch.tensor([0, 2, 3], dtype=torch.int32),
-        sampler_logprobs_T=old,
-        rewards_S=torch.zeros(2),
-        groups_S=torch.zeros(2, dtype=torch.int64),
-        advantages_S=torch.tensor([1.0, -1.0]),
-        old_logprobs_T=old,
-        old_entropy_T=torch.tensor([1.0, 1.0, 1.0], dtype=torch.float64),
-    )
-    return batch, TokenScores(old + ratios.log(), torch.tensor([0.9, 1.1, 0.9], dtype=torch.float64))
+    batch, scores = plain_step([2, 1], [1.0, -1.0], old + ratios.log(), old, labels=torch.arange(3))
+    return batch, TokenScores(scores.logprob, torch.tensor([0.9, 1.1, 0.9], dtype=torch.float64))
 
 
 # s_1 = sqrt(1.1 · 1.3) = 1.195826…, above 1.0004; s_2 = 0.7, below 0.9997 with A < 0
@@ -336,7 +326,7 @@ def test_loss_and_gradient_are_finite(preset, data):
     )
     scores = TokenScores((old + signs.to(dtype)).requires_grad_(), scores.entropy.detach().to(dtype).requires_grad_())
     objective = build_objective(ObjectiveConfig(preset=preset))
-    loss, gradients, metrics, extrema = summary([objective(scores, batch, objective.prepare(batch))], scores)
+    loss, gradients, metrics, extrema = Step(batch, scores).summary([objective(scores, batch, objective.prepare(batch))])
     assert loss.isfinite()
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert all(value.isfinite().all() for value in (*metrics.values(), *extrema.values()))
@@ -352,5 +342,5 @@ def test_equal_rewards_teach_nothing(preset):
     objective = build_objective(ObjectiveConfig(preset=preset))
     batch = batch.with_(advantages_S=objective.advantages(batch))
     assert (batch.advantages_S == 0).all()
-    _, gradients, *_ = summary([objective(scores, batch, objective.prepare(batch))], scores)
+    _, gradients, *_ = Step(batch, scores).summary([objective(scores, batch, objective.prepare(batch))])
     assert (gradients[0] == 0).all()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.types import TokenScores
 from tests.support.objective_batches import make_batch, masks, whole
 

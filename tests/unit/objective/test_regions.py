@@ -1,4 +1,4 @@
-"""The trust regions and ratios of the objectives that TEPO is compared with, value by value."""
+"""Trust regions and ratios, response by response."""
 
 import math
 
@@ -7,114 +7,138 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.objective.choices import Divergence
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.core.objective import build_objective
-from tepo_megatron.core.objective.ratio import log_power_mean
-from tepo_megatron.core.objective.trust_region import binary_kl, clip_by_length, clip_logs, soft_gated, within_divergence
-from tests.support.objective_batches import make_batch, masks, whole
+from tepo_megatron.core.objective.compose import build_objective
+from tests.support.objective_batches import doubles, make_batch, masks, outputs_of, plain_step, surrogates, whole
 
-EXTREME = st.floats(-20, 20)
-
-
-def _doubles(*values):
-    return torch.tensor(values, dtype=torch.float64)
+RATIOS = [0.5, 0.9, 1.1, 1.5, 4.0] * 2
+SIGNS = [1.0] * 5 + [-1.0] * 5
+LOGS = [math.log(ratio) for ratio in RATIOS]
 
 
-def _gradient(value, of):
-    return torch.autograd.grad(value.sum(), of)[0].tolist()
-
-
-def test_logs_are_clipped_on_the_side_that_the_advantage_favours():
-    delta = _doubles(0.5, -0.5, 0.5, -0.5, 0.5).requires_grad_()
-    bounded = clip_logs(delta, _doubles(1, 1, -1, -1, 0), low=0.3, high=0.4)
-    assert bounded.log_T.tolist() == [0.4, -0.5, 0.5, -0.3, 0.5]
-    assert _gradient(bounded.log_T, delta) == [0, 1, 1, 0, 1]
-    assert bounded.high_T.tolist() == [True, False, False, False, False]
-    assert bounded.low_T.tolist() == [False, False, False, True, False]
+@pytest.mark.parametrize(
+    ("region", "values", "gradients", "low", "high"),
+    [
+        (
+            {"kind": "clip", "low": 0.2, "high": 0.3},
+            [0.5, 0.9, 1.1, 1.3, 1.3, -0.8, -0.9, -1.1, -1.5, -4.0],
+            [0.5, 0.9, 1.1, 0, 0, 0, -0.9, -1.1, -1.5, -4],
+            [0] * 5 + [1, 0, 0, 0, 0],
+            [0, 0, 0, 1, 1] + [0] * 5,
+        ),
+        (  # A < 0 and r = 4: bounded by 3 A, without gradient, and counted as clipped above
+            {"kind": "clip", "low": 0.2, "high": 0.3, "dual": 3.0},
+            [0.5, 0.9, 1.1, 1.3, 1.3, -0.8, -0.9, -1.1, -1.5, -3.0],
+            [0.5, 0.9, 1.1, 0, 0, 0, -0.9, -1.1, -1.5, 0],
+            [0] * 5 + [1, 0, 0, 0, 0],
+            [0, 0, 0, 1, 1] + [0] * 4 + [1],
+        ),
+        (  # every token keeps its gradient; the value is the weight times A log π
+            {"kind": "clip_weight", "low": 0.2, "high": 1.0},
+            None,
+            [0.8, 0.9, 1.1, 1.5, 2, -0.8, -0.9, -1.1, -1.5, -2],
+            [1, 0, 0, 0, 0] * 2,
+            [0, 0, 0, 0, 1] * 2,
+        ),
+        ({"kind": "clip_weight", "high": 1.0}, None, [0.5, 0.9, 1.1, 1.5, 2, -0.5, -0.9, -1.1, -1.5, -2], [0] * 10, None),
+        (  # δ is bounded on the side that the advantage favours
+            {"kind": "log_clip", "low": 0.3, "high": 0.4},
+            [0.5, 0.9, 1.1, math.exp(0.4), math.exp(0.4), -math.exp(-0.3), -0.9, -1.1, -1.5, -4],
+            [0.5, 0.9, 1.1, 0, 0, 0, -0.9, -1.1, -1.5, -4],
+            [0] * 5 + [1, 0, 0, 0, 0],
+            [0, 0, 0, 1, 1] + [0] * 5,
+        ),
+    ],
+)
+def test_bounds_of_a_token(region, values, gradients, low, high):
+    gains, slopes, at_low, at_high = surrogates({"trust_region": region}, LOGS, SIGNS)
+    assert values is None or gains == pytest.approx(values)
+    assert slopes == pytest.approx(gradients)
+    assert at_low == low
+    assert high is None or at_high == high
 
 
 def test_gmpo_is_the_mean_of_clipped_logs():
     """Ratios e^0.5 and e^0.1 with A = 1: the first counts as e^0.4 and has no gradient, the second half of exp(0.25)."""
     batch, scores = make_batch([[True, True]], spread=0.0)
     batch = batch.with_(advantages_S=torch.ones(1))
-    logprob = (batch.old_logprobs_T + _doubles(0.5, 0.1)).requires_grad_()
+    logprob = (batch.old_logprobs_T + doubles(0.5, 0.1)).requires_grad_()
     objective = build_objective(ObjectiveConfig(preset="gmpo"))
     output = objective(type(scores)(logprob, scores.entropy), batch, objective.prepare(batch))
     assert output.numerator.item() == pytest.approx(-math.exp(0.25))
-    assert _gradient(output.numerator, logprob) == pytest.approx([0.0, -math.exp(0.25) / 2])
+    assert torch.autograd.grad(output.numerator, logprob)[0].tolist() == pytest.approx([0.0, -math.exp(0.25) / 2])
 
 
 def test_the_band_of_a_sequence_grows_with_the_root_of_its_length():
-    log_ratio = _doubles(-1.0, 0.05, 0.2, 0.07).requires_grad_()
-    bounded = clip_by_length(log_ratio, _doubles(4, 4, 9, 9), width=0.03)
-    assert bounded.log_T.tolist() == pytest.approx([-0.06, 0.05, 0.09, 0.07])
-    assert _gradient(bounded.log_T, log_ratio) == [0, 1, 0, 1]
-    assert (bounded.low_T.tolist(), bounded.high_T.tolist()) == ([True, False, False, False], [False, False, True, False])
+    """Sums of −1 and 0.05 over four tokens, 0.2 and 0.07 over nine: a width of 0.03 gives ±0.06 and ±0.09."""
+    sums, lengths = [-1.0, 0.05, 0.2, 0.07], [4, 4, 9, 9]
+    deltas = [total / length for total, length in zip(sums, lengths, strict=True) for _ in range(length)]
+    config = {"ratio": {"kind": "sequence", "length_normalized": False}, "trust_region": {"kind": "length_clip", "width": 0.03}}
+    gains, slopes, low, high = surrogates(config, deltas, [1.0, 1.0, 1.0, 1.0], lengths=lengths)
+    expected = [math.exp(bounded) * length for bounded, length in zip([-0.06, 0.05, 0.09, 0.07], lengths, strict=True)]
+    assert gains == pytest.approx(expected)
+    assert [slope != 0 for slope in slopes] == [False] * 4 + [True] * 4 + [False] * 9 + [True] * 9
+    assert (low, high) == ([4, 0, 0, 0], [0, 0, 9, 0])
 
 
 def test_the_soft_gate():
     """At a ratio of 1 the value is 2 A/τ and the gradient A; at r = 2, τ = 1: 4 σ(1) and 4 σ(1) (1 − σ(1))."""
-    ratio = _doubles(1.0, 2.0, 1.0, 0.0).requires_grad_()
-    gain = soft_gated(ratio, _doubles(1, 1, -1, -1), 1.0, 2.0)
-    assert gain.value_T.tolist() == pytest.approx([2.0, 2.9242343, -1.0, -2 * 0.1192029])
-    assert _gradient(gain.value_T, ratio) == pytest.approx([1.0, 0.7864477, -1.0, -4 * 0.1049936])
-    assert not (gain.clipped_low_T | gain.clipped_high_T).any()
+    region = {"kind": "soft_gate", "tau_positive": 1.0, "tau_negative": 2.0}
+    gains, slopes, low, high = surrogates({"trust_region": region}, [0.0, math.log(2), 0.0], [1.0, 1.0, -1.0])
+    assert gains == pytest.approx([2.0, 2.9242343, -1.0])
+    assert slopes == pytest.approx([1.0, 2 * 0.7864477, -1.0])
+    assert (sum(low), sum(high)) == (0, 0)
 
 
 @given(st.floats(-20, 20), st.floats(0.1, 4), st.sampled_from([-2.0, 0.0, 1.5]))
 def test_the_soft_gate_is_steepest_at_a_ratio_of_one(delta, tau, advantage):
-    ratio = _doubles(math.exp(delta), 1.0).requires_grad_()
-    steep, at_one = _gradient(soft_gated(ratio, _doubles(advantage, advantage), tau, tau).value_T, ratio)
+    region = {"kind": "soft_gate", "tau_positive": tau, "tau_negative": tau}
+    _, (by_log, at_one), *_ = surrogates({"trust_region": region}, [delta, 0.0], [advantage, advantage])
     assert at_one == pytest.approx(advantage)
-    assert abs(steep) <= abs(advantage) * (1 + 1e-12)
-    assert steep * advantage >= 0
+    assert abs(by_log) <= abs(advantage) * math.exp(delta) * (1 + 1e-12)
+    assert by_log * advantage >= 0
 
 
 def test_a_token_counts_until_its_probability_has_moved_too_far():
-    """p_old = 0.5: p = 0.75 and 0.25 are beyond 0.2, and count only where A pulls them back."""
-    old, new = _doubles(*[0.5] * 6).log(), _doubles(0.75, 0.25, 0.75, 0.25, 0.6, 0.75).log().requires_grad_()
-    advantage = _doubles(1, 1, -1, -1, 1, 0)
-    gain = within_divergence(Divergence(measure="tv", threshold=0.2, cap=1.3), (new - old).exp(), new, old, advantage)
-    assert _gradient(gain.value_T, new) == pytest.approx([0, 0.5, -1.3, 0, 1.2, 0])
-    assert gain.clipped_high_T.tolist() == [True] + [False] * 5
-    assert gain.clipped_low_T.tolist() == [False] * 3 + [True, False, False]
-    # binary KL of 0.5 from 0.75: 0.5 ln(0.5/0.75) + 0.5 ln(0.5/0.25) = 0.1438410; from 0.6: 0.0204110
-    kl = [0.1438410, 0.1438410, 0.1438410, 0.1438410, 0.0204110, 0.1438410]
-    assert binary_kl(old, new).tolist() == pytest.approx(kl, abs=1e-7)
-    gain = within_divergence(Divergence(measure="kl", threshold=0.02), (new - old).exp(), new, old, advantage)
-    assert _gradient(gain.value_T, new) == pytest.approx([0, 0.5, -1.5, 0, 0, 0])
+    """p_old = 0.5: p = 0.75 and 0.25 are beyond 0.2, and count only where A pulls them back. Their binary KL is 0.1438410, that
+    of 0.6 is 0.0204110.
+    """
+    old = torch.full((6,), 0.5, dtype=torch.float64).log()
+    deltas = [math.log(p / 0.5) for p in (0.75, 0.25, 0.75, 0.25, 0.6, 0.75)]
+    signs = [1.0, 1.0, -1.0, -1.0, 1.0, 0.0]
+    for region, gradients, at_high in (
+        ({"measure": "tv", "threshold": 0.2, "cap": 1.3}, [0, 0.5, -1.3, 0, 1.2, 0], [1, 0, 0, 0, 0, 0]),
+        ({"measure": "kl", "threshold": 0.0204}, [0, 0.5, -1.5, 0, 0, 0], [1, 0, 0, 0, 1, 0]),
+        ({"measure": "kl", "threshold": 0.1438}, [0, 0.5, -1.5, 0, 1.2, 0], [1, 0, 0, 0, 0, 0]),
+        ({"measure": "kl", "threshold": 0.1439}, [1.5, 0.5, -1.5, -0.5, 1.2, 0], [0, 0, 0, 0, 0, 0]),
+    ):
+        _, slopes, _, high = surrogates({"trust_region": {"kind": "divergence", **region}}, deltas, signs, old=old)
+        assert slopes == pytest.approx(gradients)
+        assert high == at_high
 
 
-@given(st.floats(-30, 0), st.floats(-30, 0), st.sampled_from([torch.float32, torch.float64]))
-def test_the_binary_kl_is_finite_and_never_negative(first, second, dtype):
-    value = binary_kl(torch.tensor([first, first], dtype=dtype), torch.tensor([second, first], dtype=dtype))
-    assert value.isfinite().all()
-    assert value[0] >= -1e-6
-    assert value[1] == 0
-
-
-def _power_mean(p, delta, mask):
-    delta = delta.clone().requires_grad_()
-    index, inside = torch.zeros(len(delta), dtype=torch.int64), torch.where(mask, delta, 0.0)
-    log = log_power_mean(p, inside, mask, mask.sum(0, keepdim=True).to(delta.dtype), index)
-    return log, torch.autograd.grad(log[0], delta)[0]
-
-
-@given(st.lists(EXTREME, min_size=1, max_size=9), st.floats(-10, 10), st.sampled_from([torch.float32, torch.float64]))
+@given(
+    st.lists(st.floats(-20, 20), min_size=1, max_size=9), st.floats(-10, 10), st.sampled_from([torch.float32, torch.float64])
+)
 def test_the_power_mean_is_that_of_plain_arithmetic(deltas, p, dtype):
     """Its gradient is the share of each token in the sum of powers. The last value is outside the mask, and not read."""
-    delta = torch.tensor([*deltas, 1e6], dtype=dtype)
-    log, gradient = _power_mean(p, delta, torch.tensor([True] * len(deltas) + [False]))
-    exact = delta[:-1].double()
+    old, delta = torch.full((len(deltas) + 1,), -2.0, dtype=dtype), torch.tensor([*deltas, 1e6], dtype=dtype)
+    logprob = (old + delta).requires_grad_()
+    batch, scores = plain_step([len(old)], [1.0], logprob, old)
+    batch.loss_mask_T[-1] = False
+    config = {"preset": "kl_cov", "kl_cov": None, "ratio": {"kind": "power_mean", "p": p}}
+    (output,) = outputs_of(config, batch, scores)
+    exact = (logprob - old).detach()[:-1].double()
     if abs(p) < 1e-3:  # where the textbook's formula has no digits left, the next term of the series at p = 0
         expected = exact.mean() + p / 2 * exact.var(correction=0)
     else:
         expected = (torch.logsumexp(p * exact, 0) - math.log(len(exact))) / p
     loose = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-7, "atol": 1e-2 * min(abs(p), 1e-3) + 1e-9}
-    torch.testing.assert_close(log[0].double(), expected, **loose)
-    shares = torch.softmax(p * exact, 0)
-    torch.testing.assert_close(gradient[:-1].double(), shares, rtol=1e-4, atol=1e-6)
+    log = output.token_values["ratio"][0].double().log()
+    torch.testing.assert_close(log, expected, **loose)
+    gradient = torch.autograd.grad(-output.numerator, logprob)[0].double()
+    shares = torch.softmax(p * exact, 0) * log.exp() * len(deltas)
+    torch.testing.assert_close(gradient[:-1], shares, rtol=1e-4, atol=1e-6 * float(shares.max() + 1))
     assert gradient[-1] == 0
 
 

@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.config.objective.terms import KL
-from tepo_megatron.core.objective import build_objective
-from tepo_megatron.core.objective.mechanisms import kl_penalty
+from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.scores import logprob_and_entropy
-from tests.support.objective_batches import make_batch, masks, whole
+from tests.support.objective_batches import make_batch, masks, outputs_of, plain_step, whole
 
 LOGITS = st.lists(st.floats(-2, 2), min_size=5, max_size=5).map(lambda row: torch.tensor(row, dtype=torch.float64))
 
 
 def _penalties(policy, old, reference, **term):
     """The penalty at every token of a vocabulary."""
-    return kl_penalty(KL(coefficient=1.0, **term), policy - old, policy - reference)
+    batch, scores = plain_step([1] * len(old), torch.zeros(len(old)), policy, old, reference=reference)
+    config = {"preset": "kl_cov", "kl_cov": None, "kl": {"coefficient": 1.0, **term}}
+    return torch.stack([output.numerator for output in outputs_of(config, batch, scores)])
 
 
 @given(LOGITS, LOGITS, LOGITS, st.sampled_from(["k1", "k3"]), st.sampled_from(["old", "reference"]))

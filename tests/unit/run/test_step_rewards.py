@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from tepo_megatron.config import ObjectiveConfig, RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.config.objective.presets import PRESETS
-from tepo_megatron.core.objective import build_objective
-from tepo_megatron.core.objective.advantage import gdpo_advantages
+from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.step_rewards import StepRewards, answer_of, rehearsed
@@ -143,10 +142,9 @@ def test_components_are_recorded_measured_and_trained_on(tmp_path: Path) -> None
     assert step.take_figures() == {"reward/failed": 0.0, "groups/dropped": 0.0}
     batch = pack(kept)
     objective = build_objective(ObjectiveConfig(preset="gdpo", advantage={"weights": [2.0, 1.0]}))
-    columns = torch.tensor([[1.0, 1.0], [0.0, 1.0], [0.25, 1.0], [0.75, 1.0]])
-    expected = gdpo_advantages(columns, torch.tensor([0, 0, 2, 2]), weights=(2.0, 1.0))
-    torch.testing.assert_close(objective.advantages(batch), expected)
-    assert torch.equal(expected.sign(), torch.tensor([1.0, -1.0, -1.0, 1.0]))
+    # the second component differs nowhere: ±1/√2 of the first, twice, over the deviation √(4 · 2 / 3)
+    expected = torch.tensor([1.0, -1.0, -1.0, 1.0]) * 0.75**0.5
+    torch.testing.assert_close(objective.advantages(batch), expected, rtol=1e-5, atol=0)
 
 
 GDPO = ("objective.preset=gdpo",)

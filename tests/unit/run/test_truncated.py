@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import ObjectiveConfig, RunConfig
-from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.step_rewards import apply_overlong
 from tepo_megatron.run.step.minibatches import minibatches

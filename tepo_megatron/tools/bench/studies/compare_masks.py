@@ -22,8 +22,8 @@ from torch import Tensor
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.config.objective.terms import KLMask
-from tepo_megatron.core.objective import Objective, StepContext
-from tepo_megatron.core.objective.mechanisms import LEAST_TOLERANCE, NOISE_MULTIPLE, KLMaskPenalty
+from tepo_megatron.core.objective.compose import Objective, StepContext
+from tepo_megatron.core.objective.mechanisms import entropy_falls, entropy_tolerance
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.sampler.rollout_file import read_rollouts
@@ -48,16 +48,15 @@ class _Watched(Objective):
     def prepare(
         self, batch: Batch, *, entropy_noise: float = 0.0, clip_range: tuple[float, float] | None = None
     ) -> StepContext:
-        tolerance = KLMask().tolerance if self.config.kl_mask is None else self.config.kl_mask.tolerance
-        self.tolerances.append(max(LEAST_TOLERANCE, NOISE_MULTIPLE * entropy_noise) if tolerance == "auto" else tolerance)
+        self.tolerances.append(entropy_tolerance(self.config.kl_mask or KLMask(), entropy_noise))
         return super().prepare(batch, entropy_noise=entropy_noise, clip_range=clip_range)
 
     def __call__(self, scores: TokenScores, batch: Batch, context: StepContext, **options: Any) -> ObjectiveOutput:
         with torch.no_grad():
             values = self.token_values(scores, batch, context)
             able_T = values.mask_T & (values.advantage_T > 0)
-            masks = [KLMaskPenalty(KLMask(falling=way), self.tolerances[-1]) for way in WAYS]
-            chosen_3T = torch.stack([mask.choose(values) for mask in masks])
+            masks = [entropy_falls(KLMask(falling=way), self.tolerances[-1], values) for way in WAYS]
+            chosen_3T = able_T & torch.stack(masks)
             assert batch.old_entropy_T is not None
             self.noted.append((chosen_3T[:, able_T].cpu(), batch.old_entropy_T[able_T].cpu()))
         return super().__call__(scores, batch, context, **options)
