@@ -19,7 +19,7 @@ from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import encode_prompt, load_problems
 from tepo_megatron.tasks.data.sources import ProblemSampler
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
-from tepo_megatron.tasks.evaluate.evaluation import evaluate
+from tepo_megatron.tasks.evaluate.evaluation import evaluate_all
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tepo_megatron.trainer.megatron.engine import Engine
 
@@ -62,17 +62,17 @@ class Sampler:
 
     def accuracy(self) -> float:
         """The share of held-out problems that are solved greedily."""
-        config, generate = self.config, self.servers.generate
-        found = evaluate(
+        result = evaluate_all(
+            self.config,
             self.heldout,
-            generate=generate,
+            (),
+            generate=self.servers.generate,
+            generate_heldout=self.servers.generate,
             tokenizer=self.tokenizer,
-            pool=self.verifiers,
-            config=config.evaluate,
-            sampling=config.rollout.sampling,
-            seed=config.seed,
+            pools={None: self.verifiers},
+            seed=lambda _purpose: self.config.seed,
         )
-        return found.metrics["accuracy/greedy"]
+        return result.metrics["accuracy/greedy"]
 
 
 def main(overrides: Sequence[str]) -> None:

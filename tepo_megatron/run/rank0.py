@@ -34,7 +34,7 @@ from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.sampler.protocol import NO_SERVERS, Sampler, ServerDied, make_sampler
 from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.sampler.sampling import truncation_of
-from tepo_megatron.tasks.evaluate.evaluation import VerifierPools, evaluate_all, what_failed, what_is_due
+from tepo_megatron.tasks.evaluate.evaluation import Pools, evaluate_all
 from tepo_megatron.tasks.protocol import Task
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Rank0:
         output: Output,
         heartbeat: Heartbeat,
         task: Task,
-        pools: VerifierPools | None = None,
+        pools: Pools | None = None,
         callbacks: Callbacks | None = None,
         collect: Collect | None = None,
     ) -> None:
@@ -69,7 +69,7 @@ class Rank0:
         self.servers = _Servers(config, inputs, output, heartbeat, self.lost)
         self.checks = Canaries(config, inputs.spec)
         self._inputs, self._task = inputs, task
-        self._pools = pools or VerifierPools(config, (), task)
+        self._pools = pools or {None: task}
         self._retention = Retention(config, output.message)
         self._rewards = StepRewards(config, output.message)
         self.collector = RolloutCollector(
@@ -164,14 +164,16 @@ class Rank0:
             generate, heldout = partial(sampler.generate, **settings), self._inputs.heldout
             result = evaluate_all(
                 self.config,
-                *what_is_due(self.config, heldout, self._inputs.sets, step),
+                heldout,
+                self._inputs.sets,
                 generate=generate,
                 generate_heldout=self._task.heldout_generate(generate, sampler, heldout, **settings),
                 tokenizer=self._inputs.tokenizer,
                 pools=self._pools,
                 seed=partial(derive_seed, self.config.seed, step),
+                step=step,
             )
-        for sentence in what_failed(result):
+        for sentence in result.warnings:
             self.output.message(sentence)
         self._evaluation = result.metrics
         self.output.write_samples(step, result.samples)

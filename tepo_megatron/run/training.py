@@ -31,7 +31,7 @@ from tepo_megatron.runtime.machine import available_cores, this_machine
 from tepo_megatron.runtime.preemption import not_ignored, stop_signals
 from tepo_megatron.runtime.rank import report_before_leaving
 from tepo_megatron.tasks.environments.environment_task import open_task
-from tepo_megatron.tasks.evaluate.evaluation import VerifierPools
+from tepo_megatron.tasks.evaluate.evaluation import verifier_pools
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name
 from tepo_megatron.trainer.registry import make_trainer, prepare_process
 
@@ -95,7 +95,7 @@ def _open_rank0(
     collect = load_collect(config, extensions.collect)
     task = open_task(config, inputs.tokenizer, inputs.spec, extensions.reward)  # before anything is written
     stack.callback(rehearsed(task, config, inputs.train).close)
-    pools = stack.enter_context(VerifierPools(config, inputs.sets, task))
+    pools = stack.enter_context(verifier_pools(config, inputs.sets, task))
     output = Output(config, make_progress(config.log))
     stack.callback(output.close)
     stop_signals().say = callbacks.say = output.message

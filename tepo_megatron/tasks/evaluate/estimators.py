@@ -16,18 +16,12 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Unbiased estimate 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, "Evaluating Large Language Models Trained on Code").
     Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
     """
-    _check(num_samples, num_correct)
+    if not 0 <= num_correct <= num_samples:
+        raise ValueError(f"{num_correct} correct of {num_samples} samples is not possible")
     if not 1 <= k <= num_samples:
         raise ValueError(f"pass@{k} cannot be estimated from {num_samples} samples; draw at least k, with k at least 1")
     wrong = num_samples - num_correct
     return 1.0 - prod(max(wrong - i, 0) / (num_samples - i) for i in range(k))
-
-
-def avg_at_k(num_samples: int, num_correct: int) -> float:
-    _check(num_samples, num_correct)
-    if num_samples == 0:
-        raise ValueError("avg@k needs at least one sample")
-    return num_correct / num_samples
 
 
 def maj_at_k(answers: Sequence[tuple[int, int]], num_samples: int, k: int) -> float:
@@ -44,20 +38,20 @@ def maj_at_k(answers: Sequence[tuple[int, int]], num_samples: int, k: int) -> fl
     return sum(wins[count] * correct / count for count, correct in answers)
 
 
-def _chance_to_win(own: int, counts: Sequence[int], silent: int, k: int) -> float:
+def _chance_to_win(count: int, counts: Sequence[int], silent: int, k: int) -> float:
     """For each number m of its votes, ``ways[t][s]`` counts the draws of s other samples in which t answers also have m and
     none has more.
     """
     others = list(counts)
-    others.remove(own)
+    others.remove(count)
     chance = Fraction()  # the numbers of subsets exceed a float's range
-    for votes in range(1, min(own, k) + 1):
+    for votes in range(1, min(count, k) + 1):
         room = k - votes
         ways = {0: [comb(silent, size) for size in range(room + 1)]}
-        for count in others:
-            ways = _take_from(count, ways, votes, room)
+        for other in others:
+            ways = _take_from(other, ways, votes, room)
         favourable = sum(Fraction(sizes[room], 1 + ties) for ties, sizes in ways.items())
-        chance += comb(own, votes) * favourable
+        chance += comb(count, votes) * favourable
     return float(chance / comb(sum(counts) + silent, k))
 
 
@@ -72,13 +66,9 @@ def _take_from(count: int, ways: dict[int, list[int]], votes: int, room: int) ->
     return extended
 
 
-def _check(num_samples: int, num_correct: int) -> None:
-    if not 0 <= num_correct <= num_samples:
-        raise ValueError(f"{num_correct} correct of {num_samples} samples is not possible")
-
-
 _NORMAL = NormalDist()
 _CHUNK = 4_000_000  # bounds the memory
+_TAIL = (1 - 0.95) / 2
 
 T_975 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
@@ -102,12 +92,11 @@ class Interval:
 def bootstrap(
     values: Sequence[float] | npt.NDArray[np.float64],
     *,
-    confidence: float = 0.95,
     resamples: int = 4000,
     seed: int = 0,
     share: bool = False,
 ) -> Interval:
-    """The percentile interval, widened to the tails of Student's t with n - 1 degrees of freedom and by sqrt(n / (n - 1)),
+    """The 95 % percentile interval, widened to the tails of Student's t with n - 1 degrees of freedom and by sqrt(n / (n - 1)),
     because it is too narrow for few problems (Hesterberg 2015, "What Teachers Should Know About the Bootstrap"). Equal values
     give a point, or for a ``share`` of 0 or 1 a one-sided binomial interval.
     """
@@ -115,17 +104,16 @@ def bootstrap(
     if not array.size or not np.isfinite(array).all():
         raise ValueError("an interval needs at least one figure, and all of them finite")
     count, mean = array.size, float(array.mean())
-    tail = (1 - confidence) / 2
     if np.all(array == array[0]):
-        return _without_width(mean, count, tail, share)
+        return _without_width(mean, count, share)
     means = np.sort(_resampled_means(array, resamples, seed))
     # With few problems t exceeds every share of the resamples: the ends are then the outermost ones.
-    wide = _NORMAL.cdf(-student_quantile(1 - tail, count - 1) * (count / (count - 1)) ** 0.5)
+    wide = _NORMAL.cdf(-_student_quantile(1 - _TAIL, count - 1) * (count / (count - 1)) ** 0.5)
     low, high = np.quantile(means, [wide, 1 - wide])
     return Interval(mean, float(low), float(high), count)
 
 
-def student_quantile(probability: float, freedom: int) -> float:
+def _student_quantile(probability: float, freedom: int) -> float:
     """Exact for 1 and 2 degrees of freedom, else Cornish-Fisher (errors at 0.975: 1e-2 at 3 degrees, 1e-3 from 6)."""
     if freedom == 1:
         return float(np.tan(np.pi * (probability - 0.5)))
@@ -142,9 +130,9 @@ def student_quantile(probability: float, freedom: int) -> float:
     return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
-def _without_width(mean: float, count: int, tail: float, share: bool) -> Interval:
+def _without_width(mean: float, count: int, share: bool) -> Interval:
     if share and mean in (0.0, 1.0):
-        open_side = 1 - tail ** (1 / count)
+        open_side = 1 - _TAIL ** (1 / count)
         low, high = (0.0, open_side) if mean == 0 else (1 - open_side, 1.0)
         return Interval(mean, low, high, count)
     return Interval(mean, mean, mean, count)

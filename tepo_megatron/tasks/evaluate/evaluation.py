@@ -2,80 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.data import EvaluateConfig, SourceConfig
-from tepo_megatron.config.rollout import SamplingConfig
-from tepo_megatron.core.problem import Problem
+from tepo_megatron.config.data import EvaluationSetConfig, SourceConfig
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.core.rollout import Response
 from tepo_megatron.sampler.sampling import truncation_of
 from tepo_megatron.tasks.data.problems import encode_prompt
 from tepo_megatron.tasks.data.rows import file_digest
 from tepo_megatron.tasks.data.sources import read_source
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
-from tepo_megatron.tasks.evaluate.answers import (
-    Notion,
-    SampleGroups,
-    Scored,
-    Scorer,
-    answers_row,
-    mean_reward,
-    notion_of,
-    score_groups,
-    tally_answers,
-)
-from tepo_megatron.tasks.evaluate.estimators import avg_at_k, maj_at_k, pass_at_k
-from tepo_megatron.tasks.protocol import Generate, Task
+from tepo_megatron.tasks.evaluate.answers import Notion, Scored, Scorer, Tally, is_correct, tally_answers
+from tepo_megatron.tasks.evaluate.estimators import maj_at_k, pass_at_k
+from tepo_megatron.tasks.protocol import Task
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tepo_megatron.tasks.reward.verifiers import resolve_verifier
 
-
-class VerifierPools:
-    """Returns the run's task if it uses the set's verifier, else a pool, which is closed here."""
-
-    def __init__(self, config: RunConfig, sets: Sequence[EvaluationSet], task: Task) -> None:
-        self.task = task
-        self._others: dict[str, RewardPool] = {}
-        try:
-            for evaluation_set in sets:
-                if evaluation_set.verifier != task.verifier and evaluation_set.verifier not in self._others:
-                    self._open(config, evaluation_set)
-        except BaseException:
-            self.close()
-            raise
-
-    def __getitem__(self, verifier: str) -> Scorer:
-        return self.task if verifier == self.task.verifier else self._others[verifier]
-
-    def close(self) -> None:
-        for pool in self._others.values():
-            pool.close()
-
-    def __enter__(self) -> VerifierPools:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _open(self, config: RunConfig, evaluation_set: EvaluationSet) -> None:
-        other = config.reward.model_copy(update={"verifier": evaluation_set.verifier, "kwargs": {}, "weights": None})
-        try:
-            pool = self._others[evaluation_set.verifier] = RewardPool(other)
-            pool.rehearse(evaluation_set.problems)
-        except ValueError as error:
-            raise ValueError(f"evaluate.sets.{evaluation_set.name}: {error}") from error
+SampleGroups = Callable[..., Sequence[Sequence[Response]]]  # Sampler.generate; its numbers determine seeds
+Pools = Mapping[str | None, Scorer]
 
 
-def what_is_due(
-    config: RunConfig, heldout: Sequence[Problem], sets: Sequence[EvaluationSet], step: int
-) -> tuple[Sequence[Problem], list[EvaluationSet]]:
-    evaluate, last = config.evaluate, config.train.steps
-    due = [evaluation_set for evaluation_set in sets if evaluate.is_due(evaluation_set.name, step, last)]
-    return heldout if evaluate.is_due(None, step, last) else (), due
+@contextmanager
+def verifier_pools(config: RunConfig, sets: Sequence[EvaluationSet], task: Task) -> Iterator[Pools]:
+    """Yields each verifier's scorer: the task itself (None is its key, too), or a pool. Raises ValueError for a verifier that
+    cannot score its set.
+    """
+    pools: dict[str | None, Scorer] = {None: task, task.verifier: task}
+    with ExitStack() as opened:
+        for of in sets:
+            if of.verifier in pools:
+                continue
+            other = config.reward.model_copy(update={"verifier": of.verifier, "kwargs": {}, "weights": None})
+            try:
+                pool = pools[of.verifier] = opened.enter_context(RewardPool(other))
+                pool.rehearse(of.problems)
+            except ValueError as error:
+                raise ValueError(f"evaluate.sets.{of.name}: {error}") from error
+        yield pools
 
 
 def evaluate_all(
@@ -84,56 +53,35 @@ def evaluate_all(
     sets: Sequence[EvaluationSet],
     *,
     generate: SampleGroups,
-    generate_heldout: Generate,
+    generate_heldout: SampleGroups,
     tokenizer: Tokenizer,
-    pools: VerifierPools,
+    pools: Pools,
     seed: Callable[[str], int],
+    step: int | None = None,
 ) -> EvaluationResult:
-    """``seed``: purpose → seed. ``generate`` answers the sets."""
-    result = EvaluationResult({}, 0, 0, 0.0, 0, [])
-    if heldout:
-        result = evaluate(
-            heldout,
-            generate=generate_heldout,
-            tokenizer=tokenizer,
-            pool=pools.task,
-            config=config.evaluate,
-            sampling=config.rollout.sampling,
-            seed=seed("evaluate"),
-        )
-    set_results = tuple(
-        evaluate_set(
-            evaluation_set,
-            generate=generate,
-            tokenizer=tokenizer,
-            pool=pools[evaluation_set.verifier],
-            seed=seed(f"evaluate/{evaluation_set.name}"),
-        )
-        for evaluation_set in sets
+    """``seed``: purpose → seed. ``generate`` answers the sets. ``step``: evaluates only what is due after it."""
+    settings, last = config.evaluate, config.train.steps
+    results = []
+    plain: SetResult | None = None
+    if heldout and (step is None or settings.is_due(None, step, last)):
+        like_a_set = EvaluationSetConfig(path="heldout", problems=settings.problems, majority="none")
+        of = replace(_evaluation_set(config, tokenizer, "", like_a_set, heldout), truncation={})  # generate_heldout has its own
+        plain = _evaluate(of, generate_heldout, tokenizer, pools[None], seed("evaluate"))
+    for of in sets:
+        if step is None or settings.is_due(of.name, step, last):
+            results.append(_evaluate(of, generate, tokenizer, pools[of.verifier], seed(f"evaluate/{of.name}")))
+    everything = results if plain is None else [plain, *results]
+    greedy = [] if plain is None else [problem.greedy for problem in plain.problems if problem.greedy is not None]
+    return EvaluationResult(
+        metrics={name: value for result in everything for name, value in result.metrics.items()},
+        k=settings.samples if greedy else 0,
+        num_problems=len(greedy),
+        mean_response_len=fmean(response.num_tokens for response in greedy) if greedy else 0.0,
+        failures=sum(result.failures for result in everything),
+        samples=[row for result in everything for row in result.samples],
+        first_failure=next((result.first_failure for result in everything if result.failures), None),
+        sets=tuple(results),
     )
-    return replace(
-        result,
-        metrics=result.metrics | {name: value for set_result in set_results for name, value in set_result.metrics.items()},
-        failures=result.failures + sum(set_result.failures for set_result in set_results),
-        first_failure=next(
-            filter(None, [result.first_failure, *(set_result.first_failure for set_result in set_results)]), None
-        ),
-        samples=[*result.samples, *(row for set_result in set_results for row in set_result.samples)],
-        sets=set_results,
-    )
-
-
-def what_failed(result: EvaluationResult) -> list[str]:
-    heldout = result.failures - sum(set_result.failures for set_result in result.sets)
-    counts = [("evaluation", heldout, result.first_failure)]
-    counts += [
-        (f"evaluation of {set_result.name}", set_result.failures, set_result.first_failure) for set_result in result.sets
-    ]
-    return [
-        f"{what}: {count} responses could not be scored; they count as wrong; the first: {cause}"
-        for what, count, cause in counts
-        if count
-    ]
 
 
 @dataclass(frozen=True)
@@ -155,63 +103,21 @@ class EvaluationResult:
     first_failure: str | None = None
     sets: tuple[SetResult, ...] = ()
 
-
-def evaluate(
-    problems: Sequence[Problem],
-    *,
-    generate: Generate,
-    tokenizer: Tokenizer,
-    pool: Scorer,
-    config: EvaluateConfig,
-    sampling: SamplingConfig,
-    seed: int,
-) -> EvaluationResult:
-    """Uses the first ``config.problems``, so that evaluations are comparable. Raises ValueError without problems."""
-    chosen = list(problems[: config.problems])
-    if not chosen:
-        raise ValueError("there is no held-out problem to evaluate; give data.heldout, or set evaluate.every = 0")
-    prompts = [encode_prompt(tokenizer, problem) for problem in chosen]
-
-    def answer(n: int, temperature: float) -> list[list[Scored]]:
-        groups = generate(prompts, n=n, temperature=temperature, max_new_tokens=sampling.max_new_tokens, seed=seed)
-        return score_groups(chosen, groups, n, tokenizer, pool, config.correct_at)
-
-    greedy = [group[0] for group in answer(1, 0.0)]
-    sampled = answer(config.samples, sampling.temperature) if config.samples else [[] for _ in chosen]
-    errors = [r.result.error for r in [*greedy, *(r for group in sampled for r in group)] if r.result.error is not None]
-    return EvaluationResult(
-        metrics={**_accuracies(greedy, sampled, config.samples), **_mean_rewards(greedy, sampled)},
-        k=config.samples,
-        num_problems=len(chosen),
-        mean_response_len=fmean(response.num_tokens for response in greedy),
-        failures=len(errors),
-        samples=[answers_row(*shown) for shown in zip(chosen, greedy, sampled, strict=True)][: config.show],
-        first_failure=errors[0] if errors else None,
-    )
-
-
-def _accuracies(greedy: Sequence[Scored], sampled: Sequence[Sequence[Scored]], k: int) -> dict[str, float]:
-    metrics = {"accuracy/greedy": fmean(response.correct for response in greedy)}
-    if k:
-        num_correct = [sum(response.correct for response in group) for group in sampled]
-        metrics["accuracy/avg@k"] = fmean(avg_at_k(k, c) for c in num_correct)
-        metrics["accuracy/pass@k"] = fmean(pass_at_k(k, c, k) for c in num_correct)
-    return metrics
-
-
-def _mean_rewards(greedy: Sequence[Scored], sampled: Sequence[Sequence[Scored]]) -> dict[str, float]:
-    """Averages each problem's samples first, as avg@k."""
-    means = {}
-    if (of_greedy := mean_reward(greedy)) is not None:
-        means["heldout/reward_greedy"] = of_greedy
-    if of_sampled := [mean for group in sampled if (mean := mean_reward(group)) is not None]:
-        means["heldout/reward_sampled"] = fmean(of_sampled)
-    return means
+    @property
+    def warnings(self) -> list[str]:
+        heldout = self.failures - sum(result.failures for result in self.sets)
+        counts = [("evaluation", heldout, self.first_failure)]
+        counts += [(f"evaluation of {result.name}", result.failures, result.first_failure) for result in self.sets]
+        return [
+            f"{what}: {count} responses could not be scored; they count as wrong; the first: {cause}"
+            for what, count, cause in counts
+            if count
+        ]
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """``notion`` None: no maj@k. ``left_out``: problems with too long a prompt."""
+    """``name`` is empty for held-out problems. ``notion`` None: no maj@k. ``left_out``: problems with too long a prompt."""
 
     name: str
     problems: tuple[Problem, ...]
@@ -231,7 +137,7 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class _ProblemResult:
-    """``greedy``, ``avg@n``, ``pass@k``, ``maj@k`` and others, if they apply."""
+    """``figures``: ``greedy``, ``avg@n``, ``pass@k``, ``maj@k`` and others, if they apply."""
 
     problem: Problem
     greedy: Scored | None
@@ -241,6 +147,19 @@ class _ProblemResult:
     @property
     def responses(self) -> list[Scored]:
         return [*([] if self.greedy is None else [self.greedy]), *self.sampled]
+
+    def row(self) -> dict[str, Any]:
+        """As in ``samples.jsonl``."""
+        problem = self.problem
+        return {
+            "problem": problem.id,
+            "prompt": problem.prompt,
+            "answer": problem.answer,
+            **({} if self.greedy is None else {"greedy": self.greedy.row()}),
+            "sampled": [response.row() for response in self.sampled],
+            **({"source": problem.source} if problem.source else {}),
+            **({"metadata": dict(problem.metadata)} if problem.metadata else {}),
+        }
 
 
 @dataclass(frozen=True)
@@ -266,7 +185,7 @@ def load_sets(config: RunConfig, tokenizer: Tokenizer, names: Iterable[str] | No
 
 
 def _load_set(config: RunConfig, tokenizer: Tokenizer, name: str) -> EvaluationSet:
-    settings, defaults, training = config.evaluate.sets[name], config.evaluate, config.rollout.sampling
+    settings = config.evaluate.sets[name]
     inherited = ("template", "system_prompt", "chat_template", "special_tokens", "fields", "split")
     prompts = {field: getattr(settings, field) for field in inherited}
     if settings.sha256 is not None and (digest := file_digest(Path(settings.path))) != settings.sha256:
@@ -280,16 +199,26 @@ def _load_set(config: RunConfig, tokenizer: Tokenizer, name: str) -> EvaluationS
         )
     except ValueError as error:
         raise ValueError(f"evaluate.sets.{name}: {error}") from error
-    problems = source.used[: settings.problems]
+    resolve_verifier(settings.verifier or config.reward.verifier)
+    return _evaluation_set(config, tokenizer, name, settings, source.used, source.left_out.total())
+
+
+def _evaluation_set(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    name: str,
+    settings: EvaluationSetConfig,
+    problems: Sequence[Problem],
+    left_out: int = 0,
+) -> EvaluationSet:
+    defaults, sampling, training = config.evaluate, settings.sampling, config.rollout.sampling
     samples = defaults.samples if settings.samples is None else settings.samples
     verifier = settings.verifier or config.reward.verifier
-    resolve_verifier(verifier)
-    sampling = settings.sampling
     return EvaluationSet(
         name=name,
-        problems=tuple(problems),
-        prompts=tuple(encode_prompt(tokenizer, problem) for problem in problems),
-        left_out=source.left_out.total(),
+        problems=tuple(problems[: settings.problems]),
+        prompts=tuple(encode_prompt(tokenizer, problem) for problem in problems[: settings.problems]),
+        left_out=left_out,
         verifier=verifier,
         greedy=settings.greedy,
         samples=samples,
@@ -297,29 +226,30 @@ def _load_set(config: RunConfig, tokenizer: Tokenizer, name: str) -> EvaluationS
         temperature=training.temperature if sampling.temperature is None else sampling.temperature,
         max_new_tokens=sampling.max_new_tokens or training.max_new_tokens,
         truncation={**truncation_of(training), **sampling.truncation},
-        notion=notion_of(settings.majority, verifier),
+        notion=_notion_of(settings.majority, verifier),
         correct_at=defaults.correct_at if settings.correct_at is None else settings.correct_at,
         show=defaults.show if settings.show is None else settings.show,
     )
 
 
-def evaluate_set(of: EvaluationSet, *, generate: SampleGroups, tokenizer: Tokenizer, pool: Scorer, seed: int) -> SetResult:
-    prompts, problems = list(of.prompts), of.problems
+def _notion_of(majority: str, verifier: str) -> Notion | None:
+    if majority == "auto" and verifier in ("python_tests", "stack_machine"):
+        return None  # programs with equal results rarely have equal texts
+    if majority == "auto":
+        return "verifier" if verifier in ("exact", "last_word", "last_number", "math") else "text"
+    return None if majority == "none" else "verifier" if majority == "verifier" else "text"
 
+
+def _evaluate(of: EvaluationSet, generate: SampleGroups, tokenizer: Tokenizer, pool: Scorer, seed: int) -> SetResult:
     def answer(n: int, temperature: float, truncation: Mapping[str, Any]) -> list[list[Scored]]:
-        length = of.max_new_tokens
-        groups = generate(prompts, n=n, temperature=temperature, max_new_tokens=length, seed=seed, **truncation)
-        return score_groups(problems, groups, n, tokenizer, pool, of.correct_at)
+        sampling = {"temperature": temperature, "max_new_tokens": of.max_new_tokens, "seed": seed, **truncation}
+        return _score_groups(of, generate(list(of.prompts), n=n, **sampling), n, tokenizer, pool)
 
-    greedy: list[Scored | None] = [group[0] for group in answer(1, 0.0, {})] if of.greedy else [None] * len(problems)
-    sampled = answer(of.samples, of.temperature, of.truncation) if of.samples else [[] for _ in problems]
-    return _set_result(of, greedy, sampled, pool)
-
-
-def _set_result(
-    of: EvaluationSet, greedy: Sequence[Scored | None], sampled: Sequence[Sequence[Scored]], pool: Scorer
-) -> SetResult:
-    tallies: Sequence[list[tuple[int, int]] | None] = [None] * len(of.problems)
+    greedy: list[Scored | None] = [None] * len(of.problems)
+    if of.greedy:
+        greedy = [group[0] for group in answer(1, 0.0, {})]
+    sampled = answer(of.samples, of.temperature, of.truncation) if of.samples else [[] for _ in of.problems]
+    tallies: Sequence[Tally | None] = [None] * len(of.problems)
     if of.notion is not None and of.samples:
         tallies = tally_answers(
             of.problems, sampled, verifier=of.verifier, notion=of.notion, pool=pool, correct_at=of.correct_at
@@ -329,36 +259,71 @@ def _set_result(
         for problem, one, several, tally in zip(of.problems, greedy, sampled, tallies, strict=True)
     ]
     errors = [response.result.error for result in results for response in result.responses if response.result.error is not None]
+    named = {"set": of.name} if of.name else {}
     return SetResult(
         of.name,
         results,
-        {f"eval/{of.name}/{name}": mean for name, mean in (_mean_figures(results) | {"failed": float(len(errors))}).items()},
+        _metrics(of, results, len(errors)),
         len(errors),
         errors[0] if errors else None,
-        [{"set": of.name, **answers_row(result.problem, result.greedy, result.sampled)} for result in results[: of.show]],
+        [{**named, **result.row()} for result in results[: of.show]],
     )
 
 
-def _mean_figures(results: Sequence[_ProblemResult]) -> dict[str, float]:
-    names = dict.fromkeys(name for result in results for name in result.figures)
-    return {name: fmean(result.figures[name] for result in results if name in result.figures) for name in names}
+def _score_groups(
+    of: EvaluationSet, groups: Sequence[Sequence[Response]], n: int, tokenizer: Tokenizer, pool: Scorer
+) -> list[list[Scored]]:
+    if len(groups) != len(of.problems) or any(len(group) != n for group in groups):
+        counts = sorted({len(group) for group in groups})
+        raise RuntimeError(
+            f"{n} responses to each of {len(of.problems)} prompts were asked for, the sampler returned {counts} to "
+            f"{len(groups)}"
+        )
+    responses = [response for group in groups for response in group]
+    texts = [
+        ResponseText(tokenizer.decode(response.response_ids.tolist()), response.response_ids, response.finish_reason)
+        for response in responses
+    ]
+    numbers = [number for number in range(len(of.problems)) for _ in range(n)]
+    results = pool.score([(of.problems[number], text) for number, text in zip(numbers, texts, strict=True)], numbers)
+    scored = [
+        Scored(text, len(response.response_ids), response.finish_reason, result, is_correct(result, of.correct_at))
+        for text, response, result in zip(texts, responses, results, strict=True)
+    ]
+    return [scored[index : index + n] for index in range(0, len(scored), n)]
 
 
-def _figures(
-    of: EvaluationSet, greedy: Scored | None, sampled: Sequence[Scored], tally: Sequence[tuple[int, int]] | None
-) -> dict[str, float]:
+def _figures(of: EvaluationSet, greedy: Scored | None, sampled: Sequence[Scored], tally: Tally | None) -> dict[str, float]:
     results: dict[str, float] = {}
     if greedy is not None:
         results["greedy"] = float(greedy.correct)
     if sampled:
         right = sum(response.correct for response in sampled)
-        results[f"avg@{of.samples}"] = avg_at_k(of.samples, right)
+        results[f"avg@{of.samples}"] = right / of.samples
         results |= {f"pass@{k}": pass_at_k(of.samples, right, k) for k in of.ks}
         if tally is not None:
             results |= {f"maj@{k}": maj_at_k(tally, of.samples, k) for k in of.ks if k > 1}
-    means = {"reward_greedy": mean_reward([] if greedy is None else [greedy]), "reward_sampled": mean_reward(sampled)}
-    results |= {name: mean for name, mean in means.items() if mean is not None}
-    responses = sampled or ([] if greedy is None else [greedy])
+    alone = [] if greedy is None else [greedy]
+    for name, responses in (("reward_greedy", alone), ("reward_sampled", sampled)):
+        judged = [response.result for response in responses if response.result.error is None]
+        if rewards := [result.reward for result in judged if result.reward is not None]:
+            results[name] = fmean(rewards)
+    responses = sampled or alone
     results["response_len"] = fmean(response.num_tokens for response in responses)
     results["truncated"] = fmean(response.finish_reason == "length" for response in responses)
     return results
+
+
+def _metrics(of: EvaluationSet, results: Sequence[_ProblemResult], failed: int) -> dict[str, float]:
+    names = dict.fromkeys(name for result in results for name in result.figures)
+    means = {name: fmean(result.figures[name] for result in results if name in result.figures) for name in names}
+    if of.name:
+        return {f"eval/{of.name}/{name}": mean for name, mean in (means | {"failed": float(failed)}).items()}
+    shown = {
+        "accuracy/greedy": "greedy",
+        "accuracy/avg@k": f"avg@{of.samples}",
+        "accuracy/pass@k": f"pass@{of.samples}",
+        "heldout/reward_greedy": "reward_greedy",
+        "heldout/reward_sampled": "reward_sampled",
+    }
+    return {metric: means[name] for metric, name in shown.items() if name in means}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.evaluate.answers import answers_row
 from tepo_megatron.tasks.evaluate.estimators import Interval, bootstrap
 from tepo_megatron.tasks.evaluate.evaluation import EvaluationSet, SetResult
 
@@ -28,20 +27,23 @@ def interval(figure: str, values: Sequence[float]) -> Interval:
     return bootstrap(values, share=figure in ("greedy", "truncated") or "@" in figure)
 
 
-def set_intervals(result: SetResult) -> dict[str, Interval]:
+def write_results(folder: Path, of: EvaluationSet, result: SetResult, *, model: Path | str, seed: int) -> dict[str, Interval]:
+    """``NAME.json``: settings, figures and intervals. ``NAME.jsonl``: problems with responses. Returns the intervals."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for problem in result.problems:
+        row = {**problem.row(), "digest": _problem_digest(problem.problem), "figures": problem.figures}
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    (folder / f"{of.name}.jsonl").write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
     names = dict.fromkeys(name for problem in result.problems for name in problem.figures)
-    return {
+    intervals = {
         name: interval(name, [problem.figures[name] for problem in result.problems if name in problem.figures])
         for name in names
     }
-
-
-def settings_of(of: EvaluationSet, model: Path | str, seed: int) -> dict[str, Any]:
-    prompts = sha256(repr(of.prompts).encode()).hexdigest()[:16]
-    return {
+    settings = {
         "model": str(model),
         "problems": len(of.problems),
-        "prompts": prompts,
+        "prompts": sha256(repr(of.prompts).encode()).hexdigest()[:16],
         "verifier": of.verifier,
         "correct_at": of.correct_at,
         "greedy": of.greedy,
@@ -52,32 +54,18 @@ def settings_of(of: EvaluationSet, model: Path | str, seed: int) -> dict[str, An
         **of.truncation,
         "seed": seed,
     }
-
-
-def write_results(folder: Path, result: SetResult, settings: Mapping[str, Any]) -> None:
-    """``NAME.json``: settings, figures and intervals. ``NAME.jsonl``: problems with responses."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for problem in result.problems:
-        row = answers_row(problem.problem, problem.greedy, problem.sampled)
-        row |= {"digest": _problem_digest(problem.problem), "figures": problem.figures}
-        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    (folder / f"{result.name}.jsonl").write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
-    figures = {
-        name: {"mean": problem.mean, "low": problem.low, "high": problem.high, "problems": problem.problems}
-        for name, problem in set_intervals(result).items()
-    }
-    summary = {"set": result.name, "settings": dict(settings), "figures": figures, "failed": result.failures}
-    (folder / f"{result.name}.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    figures = {name: asdict(value) for name, value in intervals.items()}
+    summary = {"set": of.name, "settings": settings, "figures": figures, "failed": result.failures}
+    (folder / f"{of.name}.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return intervals
 
 
 def read_results(folder: Path) -> dict[str, StoredSet]:
     """Raises ValueError for missing or damaged results."""
-    place = next(
-        (candidate for candidate in (folder / "eval" / RESULTS, folder / RESULTS, folder) if any(candidate.glob("*.jsonl"))),
-        None,
-    )
-    sets = {} if place is None else {path.stem: _read_set(path) for path in sorted(place.glob("*.jsonl")) if _summary(path)}
+    for place in (folder / "eval" / RESULTS, folder / RESULTS, folder):
+        if paths := sorted(place.glob("*.jsonl")):
+            break
+    sets = {path.stem: _read_set(path) for path in paths if path.with_suffix(".json").is_file()}
     if not sets:
         raise ValueError(f"{folder} has no results of evaluation sets; tepo eval writes them")
     return sets
@@ -85,11 +73,6 @@ def read_results(folder: Path) -> dict[str, StoredSet]:
 
 def _problem_digest(problem: Problem) -> str:
     return sha256(repr((problem.prompt, problem.answer)).encode("utf-8", "backslashreplace")).hexdigest()[:16]
-
-
-def _summary(path: Path) -> Path | None:
-    summary = path.with_suffix(".json")
-    return summary if summary.is_file() else None
 
 
 def _read_set(path: Path) -> StoredSet:
@@ -118,7 +101,7 @@ class _FigureDifference:
 
 
 @dataclass(frozen=True)
-class SetComparison:
+class _SetComparison:
     """``left_out``: problems that differ or are in one result."""
 
     name: str
@@ -128,7 +111,7 @@ class SetComparison:
     figures: Mapping[str, _FigureDifference]
 
 
-def compare_results(first: Path, second: Path) -> list[SetComparison]:
+def compare_results(first: Path, second: Path) -> list[_SetComparison]:
     """Pairs by problem, so that difficulty cancels. Raises ValueError without common problems."""
     one, other = read_results(first), read_results(second)
     comparisons = [_compare_sets(one[name], other[name]) for name in one if name in other]
@@ -140,28 +123,23 @@ def compare_results(first: Path, second: Path) -> list[SetComparison]:
     return [comparison for comparison in comparisons if comparison.problems]
 
 
-def _compare_sets(one: StoredSet, other: StoredSet) -> SetComparison:
+def _compare_sets(one: StoredSet, other: StoredSet) -> _SetComparison:
     common = [problem for problem, (digest, _) in one.problems.items() if other.problems.get(problem, (None,))[0] == digest]
-    figures: dict[str, _FigureDifference] = {}
-    if common:
-        names = dict.fromkeys(name for problem in common for name in one.problems[problem][1])
-        for name in names:
-            pairs = [
-                (one.problems[problem][1][name], other.problems[problem][1][name])
-                for problem in common
-                if name in one.problems[problem][1] and name in other.problems[problem][1]
-            ]
-            if pairs:
-                figures[name] = _FigureDifference(
-                    interval(name, [a for a, _ in pairs]),
-                    interval(name, [b for _, b in pairs]),
-                    bootstrap([b - a for a, b in pairs]),
-                )
-    keys = dict.fromkeys([*one.settings, *other.settings])
-    differing = {
-        key: (one.settings.get(key), other.settings.get(key))
-        for key in keys
-        if key != "model" and one.settings.get(key) != other.settings.get(key)
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for problem in common:
+        seconds = other.problems[problem][1]
+        for name, value in one.problems[problem][1].items():
+            if name in seconds:
+                pairs.setdefault(name, []).append((value, seconds[name]))
+    figures = {
+        name: _FigureDifference(
+            interval(name, [a for a, _ in values]),
+            interval(name, [b for _, b in values]),
+            bootstrap([b - a for a, b in values]),
+        )
+        for name, values in pairs.items()
     }
+    settings = {key: (one.settings.get(key), other.settings.get(key)) for key in {**one.settings, **other.settings}}
+    differing = {key: values for key, values in settings.items() if key != "model" and values[0] != values[1]}
     left_out = len(set(one.problems) | set(other.problems)) - len(common)
-    return SetComparison(one.name, len(common), left_out, differing, figures)
+    return _SetComparison(one.name, len(common), left_out, differing, figures)

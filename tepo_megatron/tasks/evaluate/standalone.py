@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -21,18 +21,19 @@ from tepo_megatron.sampler.protocol import make_sampler, sampler_spec
 from tepo_megatron.sampler.sampling import truncation_of
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.sources import read_sources
-from tepo_megatron.tasks.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.tasks.environments.environment_task import open_task
-from tepo_megatron.tasks.evaluate.answers import SampleGroups
+from tepo_megatron.tasks.evaluate.estimators import Interval
 from tepo_megatron.tasks.evaluate.evaluation import (
     EvaluationResult,
     EvaluationSet,
+    SampleGroups,
     SetResult,
-    VerifierPools,
     evaluate_all,
     load_sets,
+    verifier_pools,
 )
-from tepo_megatron.tasks.evaluate.results import RESULTS, set_intervals, settings_of, write_results
+from tepo_megatron.tasks.evaluate.results import RESULTS, write_results
 from tepo_megatron.weights.architecture import read_model_spec
 
 
@@ -54,12 +55,12 @@ def evaluate_model(
     sampler_spec().check_model(config.rollout.server, spec)
     _check_weights(config.rollout.server)
     tokenizer = load_tokenizer(folder)
-    check_tokenizer(tokenizer, folder)
+    tokenizer.check_model()
     heldout, left_out = _heldout(config, tokenizer, sets)
     chosen = load_sets(config, tokenizer, sets)
     output = config.output / "eval"
     fleet = make_sampler(
-        without_trainer(config.rollout.server),
+        _without_trainer(config.rollout.server),
         model_dir=folder,
         dtype=config.model.dtype,
         stop_token_ids=tokenizer.eos_ids,
@@ -71,8 +72,8 @@ def evaluate_model(
     if not resume:
         stored.unlink(missing_ok=True)
     truncation = truncation_of(config.rollout.sampling)
-    generate = partial(StoredResponses(stored, fleet.generate, model_identity(folder)), **truncation)
-    with open_task(config, tokenizer, spec) as task, VerifierPools(config, chosen, task) as pools:
+    generate = partial(StoredResponses(stored, fleet.generate, folder), **truncation)
+    with open_task(config, tokenizer, spec) as task, verifier_pools(config, chosen, task) as pools:
         of_its_own = (evaluation_set.problems for evaluation_set in chosen if evaluation_set.verifier == config.reward.verifier)
         tried: Sequence[Problem] = heldout or next(of_its_own, ())
         if tried:  # otherwise every set's own verifier has scored an answer
@@ -90,14 +91,16 @@ def evaluate_model(
             )
     stored.unlink(missing_ok=True)  # the results have them
     _write(output, result)
-    for evaluation_set, set_result in zip(chosen, result.sets, strict=True):
-        write_results(output / RESULTS, set_result, settings_of(evaluation_set, model, config.seed))
+    intervals = [
+        write_results(output / RESULTS, of, set_result, model=model, seed=config.seed)
+        for of, set_result in zip(chosen, result.sets, strict=True)
+    ]
     if table:
         console = Terminal.of_output()
         if heldout:
             console.print(_table(model, ", ".join(source.path for source in config.data.heldout_sources), result, left_out))
         if chosen:
-            console.print(_sets_table(model, chosen, result.sets))
+            console.print(_sets_table(model, chosen, result.sets, intervals))
     return result
 
 
@@ -113,12 +116,11 @@ def _heldout(config: RunConfig, tokenizer: Tokenizer, sets: Sequence[str] | None
     return [problem for source in sources for problem in source.used], sum(source.left_out.total() for source in sources)
 
 
-def without_trainer(server: ServerConfig) -> ServerConfig:
+def _without_trainer(server: ServerConfig) -> ServerConfig:
     """Colocated servers become local ones that never sleep and read the model's weights."""
     if server.placement == "external":
         return server
-    changes = {"placement": "local", "load_format": "auto"}
-    return server if server.load_format == "auto" and server.placement == "local" else server.model_copy(update=changes)
+    return server.model_copy(update={"placement": "local", "load_format": "auto"})
 
 
 def _check_weights(server: ServerConfig) -> None:
@@ -153,12 +155,17 @@ def _table(model: Path | str, source: str, result: EvaluationResult, left_out: i
     return table
 
 
-def _sets_table(model: Path | str, sets: Sequence[EvaluationSet], results: Sequence[SetResult]) -> Table:
+def _sets_table(
+    model: Path | str,
+    sets: Sequence[EvaluationSet],
+    results: Sequence[SetResult],
+    intervals: Sequence[Mapping[str, Interval]],
+) -> Table:
     table = Table("set", "", "value", "95 %", title=escape(f"{model} on {len(sets)} sets"), title_justify="left")
-    for evaluation_set, result in zip(sets, results, strict=True):
+    for evaluation_set, result, figures in zip(sets, results, intervals, strict=True):
         left_out = f" ({evaluation_set.left_out} left out, too long)" if evaluation_set.left_out else ""
         table.add_row(evaluation_set.name, "problems", f"{len(result.problems)}{left_out}")
-        for name, value in set_intervals(result).items():
+        for name, value in figures.items():
             digits, unit = (".1f", " tokens") if name == "response_len" else (".3f", "")
             table.add_row("", name, f"{value.mean:{digits}}{unit}", f"{value.low:{digits}} to {value.high:{digits}}")
         if result.failures:
@@ -167,63 +174,39 @@ def _sets_table(model: Path | str, sets: Sequence[EvaluationSet], results: Seque
     return table
 
 
-_NO_WEIGHTS = WeightsVersion(0)
-
-
 class StoredResponses:
-    """Draws only responses that the file lacks. Seeds depend on a prompt's index alone, so the result is the same. ``of``:
-    model and settings. Log-probs are not stored.
+    """Draws only responses that the file lacks. Seeds depend on a prompt's index alone, so the result is the same. Responses
+    of another model or other settings do not count. Log-probs are not stored.
     """
 
-    def __init__(self, path: Path, generate: SampleGroups, of: str) -> None:
+    def __init__(self, path: Path, generate: SampleGroups, model: Path) -> None:
         """Drops an incomplete last line. Raises ValueError for other damage."""
-        self._path, self._generate, self._of = path, generate, of
+        self._path, self._generate = path, generate
+        files = [(file.name, file.stat()) for file in sorted(model.iterdir()) if file.is_file()]
+        self._model = repr([(name, status.st_size, status.st_mtime_ns) for name, status in files])  # weights are not read
         self._known = _read(path)
-        self.taken = 0  # prompts with stored responses
 
-    def __call__(
-        self, prompts: list[tuple[int, ...]], *, n: int, temperature: float, max_new_tokens: int, seed: int, **truncation: Any
-    ) -> list[list[Response]]:
-        settings = [self._of, n, temperature, max_new_tokens, seed, sorted(truncation.items())]
-        keys = [_key(settings, place, prompt) for place, prompt in enumerate(prompts)]
-        missing = [place for place, key in enumerate(keys) if key not in self._known]
-        self.taken += len(prompts) - len(missing)
+    def __call__(self, prompts: list[tuple[int, ...]], **settings: Any) -> list[list[Response]]:
+        about = (self._model, sorted(settings.items()))
+        keys = [sha256(repr((about, index, prompt)).encode()).hexdigest()[:32] for index, prompt in enumerate(prompts)]
+        missing = [index for index, key in enumerate(keys) if key not in self._known]
         if missing:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
 
-                def keep(at: int, responses: list[Response]) -> None:
-                    key = keys[missing[at]]
+                def keep(index: int, responses: list[Response]) -> None:
+                    key = keys[missing[index]]
                     retained = [[response.response_ids.tolist(), response.finish_reason] for response in responses]
                     file.write(json.dumps({"key": key, "responses": retained}) + "\n")
                     file.flush()
                     self._known[key] = retained
 
-                self._generate(
-                    [prompts[place] for place in missing],
-                    n=n,
-                    temperature=temperature,
-                    max_new_tokens=max_new_tokens,
-                    seed=seed,
-                    numbers=missing,
-                    on_group=keep,
-                    **truncation,
-                )
+                self._generate([prompts[index] for index in missing], numbers=missing, on_group=keep, **settings)
         return [[_response(*item) for item in self._known[key]] for key in keys]
 
 
-def model_identity(folder: Path) -> str:
-    """Of names, sizes and times; weights are not read."""
-    parts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir()) if path.is_file()]
-    return sha256(repr(parts).encode()).hexdigest()
-
-
-def _key(settings: Sequence[Any], place: int, prompt: tuple[int, ...]) -> str:
-    return sha256(repr((settings, place, prompt)).encode()).hexdigest()[:32]
-
-
 def _response(ids: list[int], finish_reason: str) -> Response:
-    return Response(ids, [0.0] * len(ids), "length" if finish_reason == "length" else "stop", _NO_WEIGHTS)
+    return Response(ids, [0.0] * len(ids), "length" if finish_reason == "length" else "stop", WeightsVersion(0))
 
 
 def _read(path: Path) -> dict[str, list[list[Any]]]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.tasks.evaluate.estimators import avg_at_k, maj_at_k, pass_at_k
+from tepo_megatron.tasks.evaluate.estimators import maj_at_k, pass_at_k
 
 verdicts = st.lists(st.booleans(), min_size=1, max_size=9)
 
@@ -23,7 +23,6 @@ def test_edges(verdicts: list[bool]) -> None:
     n, c = len(verdicts), sum(verdicts)
     assert pass_at_k(n, c, 1) == pytest.approx(c / n)
     assert pass_at_k(n, c, n) == float(any(verdicts))
-    assert avg_at_k(n, c) == fmean(verdicts)
 
 
 def test_large_numbers_do_not_overflow() -> None:
@@ -34,11 +33,6 @@ def test_large_numbers_do_not_overflow() -> None:
 def test_impossible_counts(n: int, c: int, k: int) -> None:
     with pytest.raises(ValueError, match="samples"):
         pass_at_k(n, c, k)
-
-
-def test_avg_of_nothing() -> None:
-    with pytest.raises(ValueError, match="at least one sample"):
-        avg_at_k(0, 0)
 
 
 # -- the most frequent answer

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.evaluate.answers import Notion, Scored, final_answer, notion_of, tally_answers
+from tepo_megatron.tasks.evaluate.answers import Notion, Scored, tally_answers
 from tepo_megatron.tasks.protocol import RewardResult
 
 PROBLEM = Problem("p", "what?", "1/2")
@@ -80,26 +80,9 @@ def test_text_is_compared_where_the_verifier_has_no_notion() -> None:
     ],
 )
 def test_final_answers(verifier: str, text: str, answer: str | None) -> None:
-    assert final_answer(text, verifier) == answer
-
-
-@pytest.mark.parametrize(
-    ("majority", "verifier", "notion"),
-    [
-        ("auto", "math", "verifier"),
-        ("auto", "last_word", "verifier"),
-        ("auto", "judge", "text"),
-        ("auto", "mine.py:f", "text"),
-        ("verifier", "mine.py:f", "verifier"),
-        ("text", "math", "text"),
-        ("none", "math", None),
-        ("auto", "python_tests", None),
-        ("auto", "stack_machine", None),
-        ("text", "stack_machine", "text"),
-    ],
-)
-def test_notions(majority: str, verifier: str, notion: str | None) -> None:
-    assert notion_of(majority, verifier) == notion
+    same = str(answer or 1) if verifier in ("exact", "last_word", "last_number") else f"\\boxed{{{answer or 1}}}"
+    expected = [(2, 0)] if answer else [(1, 0)]
+    assert tally([scored(text), scored(same)], verifier, "text")[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -113,6 +96,4 @@ def test_notions(majority: str, verifier: str, notion: str | None) -> None:
     ],
 )
 def test_equal_numbers_are_the_same_text_however_large(same: tuple[str, ...], other: str) -> None:
-    found = {final_answer(number, "last_number") for number in same}
-    assert len(found) == 1
-    assert final_answer(other, "last_number") not in found
+    assert tally([scored(number) for number in (*same, other)], "last_number", "text")[0] == [(1, 0), (len(same), 0)]

@@ -12,38 +12,18 @@ from typer.testing import CliRunner
 from tepo_megatron.cli.main import app
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data import addition
-from tepo_megatron.tasks.evaluate.evaluation import EvaluationSet, evaluate_set
-from tepo_megatron.tasks.evaluate.results import compare_results, read_results, settings_of, write_results
-from tests.unit.evaluate.test_evaluate import TOKENIZER, DirectScorer
-from tests.unit.evaluate.test_sets import Answers
+from tepo_megatron.tasks.evaluate.results import compare_results, read_results, write_results
+from tests.unit.evaluate.test_sets import Answers, as_set, evaluate_set
 
 PROBLEMS = addition.heldout_problems()[:20]
 
 
 def write(folder: Path, solved: int, *, problems: list[Problem] = PROBLEMS, temperature: float = 0.6) -> None:
     """A model that solves the first ``solved`` problems, in one sample of two and greedily."""
-    prompts = tuple(tuple(TOKENIZER.prompt_ids(problem.prompt)) for problem in problems)
-    of = EvaluationSet(
-        name="sums",
-        problems=tuple(problems),
-        prompts=prompts,
-        left_out=0,
-        verifier="last_word",
-        greedy=True,
-        samples=2,
-        ks=(2,),
-        temperature=temperature,
-        max_new_tokens=24,
-        truncation={},
-        notion="verifier",
-        correct_at=1.0,
-        show=0,
-    )
-    right = [problem.answer if at < solved else "no" for at, problem in enumerate(problems)]
-    result = evaluate_set(
-        of, generate=Answers(right, [[text, "no"] for text in right]), tokenizer=TOKENIZER, pool=DirectScorer(), seed=0
-    )
-    write_results(folder / "eval" / "results", result, settings_of(of, folder.name, 0))
+    of = as_set(problems, samples=2, ks=(2,), temperature=temperature)
+    right = [problem.answer if number < solved else "no" for number, problem in enumerate(problems)]
+    result = evaluate_set(of, Answers(right, [[text, "no"] for text in right]))
+    write_results(folder / "eval" / "results", of, result, model=folder.name, seed=0)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -21,12 +21,11 @@ from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.tasks.data import addition
 from tepo_megatron.tasks.evaluate.evaluation import (
     EvaluationSet,
-    VerifierPools,
+    SampleGroups,
+    SetResult,
     evaluate_all,
-    evaluate_set,
     load_sets,
-    what_failed,
-    what_is_due,
+    verifier_pools,
 )
 from tepo_megatron.tasks.reward.verifier_task import VerifierTask
 from tests.unit.evaluate.test_evaluate import TOKENIZER, DirectScorer, response
@@ -35,19 +34,26 @@ from tests.unit.test_extending import section
 PROBLEMS = addition.heldout_problems()[:4]
 
 
-def as_set(**given: Any) -> EvaluationSet:
-    usual = {
-        "verifier": "last_word",
-        "greedy": True,
-        "samples": 0,
-        "ks": (),
-        "notion": "verifier",
-        "correct_at": 1.0,
-        "show": 9,
-    }
-    sampling = {"temperature": 0.6, "max_new_tokens": 24, "truncation": {}}
-    prompts = tuple(tuple(TOKENIZER.prompt_ids(problem.prompt)) for problem in PROBLEMS)
-    return EvaluationSet(name="sums", problems=tuple(PROBLEMS), prompts=prompts, left_out=0, **{**usual, **sampling, **given})
+def as_set(problems: Sequence[Problem] = PROBLEMS, **changes: Any) -> EvaluationSet:
+    scoring = {"verifier": "last_word", "greedy": True, "samples": 0, "ks": (), "notion": "verifier", "correct_at": 1.0}
+    sampling = {"temperature": 0.6, "max_new_tokens": 24, "truncation": {}, "show": 9}
+    prompts = tuple(tuple(TOKENIZER.prompt_ids(problem.prompt)) for problem in problems)
+    values: dict[str, Any] = {**scoring, **sampling, **changes}
+    return EvaluationSet(name="sums", problems=tuple(problems), prompts=prompts, left_out=0, **values)
+
+
+def evaluate_set(of: EvaluationSet, generate: SampleGroups, failing: str = "") -> SetResult:
+    result = evaluate_all(
+        RunConfig(),
+        (),
+        [of],
+        generate=generate,
+        generate_heldout=generate,
+        tokenizer=TOKENIZER,
+        pools={of.verifier: DirectScorer(failing)},
+        seed=len,
+    )
+    return result.sets[0]
 
 
 class Answers:
@@ -75,7 +81,7 @@ def test_figures_are_means_over_the_problems(data: st.DataObject, n: int) -> Non
     k = data.draw(st.integers(1, n))
     generate = Answers(greedy, samples)
     of = as_set(samples=n, ks=(k,) if k == n else (k, n))
-    result = evaluate_set(of, generate=generate, tokenizer=TOKENIZER, pool=DirectScorer(), seed=3)
+    result = evaluate_set(of, generate)
     right = [[text == problem.answer for text in group] for problem, group in zip(PROBLEMS, samples, strict=True)]
     found = {name.removeprefix("eval/sums/"): value for name, value in result.metrics.items()}
     assert found["greedy"] == found["reward_greedy"] == fmean(group[0] for group in right)
@@ -102,7 +108,7 @@ def test_samples_are_drawn_from_the_sets_own_distribution() -> None:
     given = EvaluateConfig.model_validate({"sets": {"a": {"path": "a", "sampling": sampling}}}).sets["a"].sampling
     generate = Answers(["1"] * 4, [["1"]] * 4)
     of = as_set(samples=1, ks=(1,), truncation=given.truncation)
-    evaluate_set(of, generate=generate, tokenizer=TOKENIZER, pool=DirectScorer(), seed=0)
+    evaluate_set(of, generate)
     greedy, sampled = generate.calls
     assert "top_p" not in greedy
     assert (sampled["top_p"], sampled["top_k"]) == (0.9, None), "0 is all"
@@ -115,7 +121,7 @@ def test_cut_responses_and_failures_are_counted() -> None:
         return [[cut, response("1")] for _ in prompts]
 
     of = as_set(greedy=False, samples=2, ks=(2,), notion=None)
-    result = evaluate_set(of, generate=generate, tokenizer=TOKENIZER, pool=DirectScorer(PROBLEMS[0].id), seed=0)
+    result = evaluate_set(of, generate, PROBLEMS[0].id)
     assert (result.metrics["eval/sums/truncated"], result.metrics["eval/sums/failed"]) == (0.5, 2.0)
     assert (result.failures, result.first_failure) == (2, "problem: no")
     assert not any("greedy" in name or "maj" in name for name in result.metrics)
@@ -126,7 +132,7 @@ def test_cut_responses_and_failures_are_counted() -> None:
 def test_every_metric_of_a_set_is_in_the_one_table() -> None:
     of = as_set(samples=2, ks=(1, 2))
     texts = [["1", problem.answer] for problem in PROBLEMS]
-    result = evaluate_set(of, generate=Answers(["1"] * 4, texts), tokenizer=TOKENIZER, pool=DirectScorer(), seed=0)
+    result = evaluate_set(of, Answers(["1"] * 4, texts))
     named = set(re.findall(r"`(eval/[^`]+)`", section("docs/reference/metrics.md", "Every metric")))
     written = {re.sub(r"@\d+", "@k", name).replace("/sums/", "/NAME/") for name in result.metrics}
     assert written == named
@@ -165,6 +171,29 @@ def test_what_a_set_does_not_say_is_as_in_the_run(make_config: Callable[..., Run
         load_sets(make_config(), TOKENIZER, ["other"])
 
 
+@pytest.mark.parametrize(
+    ("majority", "verifier", "notion"),
+    [
+        ("auto", "math", "verifier"),
+        ("auto", "last_word", "verifier"),
+        ("auto", "judge", "text"),
+        ("auto", "mine.py:f", "text"),
+        ("verifier", "mine.py:f", "verifier"),
+        ("text", "math", "text"),
+        ("none", "math", None),
+        ("auto", "python_tests", None),
+        ("auto", "stack_machine", None),
+        ("text", "stack_machine", "text"),
+    ],
+)
+def test_how_answers_of_a_set_are_compared(majority: str, verifier: str, notion: str | None, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(problem, response):\n    return 1.0\n")
+    verifier = str(tmp_path / verifier) if "mine" in verifier else verifier
+    words = {"path": "builtin:addition-heldout", "majority": majority, "verifier": verifier}
+    config = RunConfig.model_validate({"evaluate": {"sets": {"words": words}}, "reward": {"run_code": True}})
+    assert load_sets(config, TOKENIZER)[0].notion == notion
+
+
 def test_a_file_of_another_digest_is_refused(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
     path = tmp_path / "sums.jsonl"
     given = {"path": str(path), "sha256": sha256(path.read_bytes()).hexdigest()}
@@ -185,11 +214,13 @@ def test_each_set_has_its_turn_and_its_verifier(make_config: Callable[..., RunCo
         return [[response(f"so {by_prompt[prompt].answer}")] * asked["n"] for prompt in prompts]
 
     seen = {}
-    with VerifierTask({"": config.reward}) as task, VerifierPools(config, sets, task) as pools:
+    with VerifierTask({"": config.reward}) as task, verifier_pools(config, sets, task) as pools:
         for step in range(8):
             done = evaluate_all(
                 config,
-                *what_is_due(config, PROBLEMS, sets, step),
+                PROBLEMS,
+                sets,
+                step=step,
                 generate=generate,
                 generate_heldout=generate,
                 tokenizer=TOKENIZER,
@@ -204,7 +235,7 @@ def test_each_set_has_its_turn_and_its_verifier(make_config: Callable[..., RunCo
     assert seen[0]["eval/sums/maj@2"] == 1.0
     assert seen[0]["eval/words/avg@1"] == 0.0, "'so 95' is not exactly '95'"
     assert len({call["seed"] for call in calls}) == 3
-    assert what_failed(done) == []
+    assert done.warnings == []
 
 
 def test_a_verifier_that_cannot_score_a_set_is_found_at_the_start(
@@ -214,8 +245,13 @@ def test_a_verifier_that_cannot_score_a_set_is_found_at_the_start(
     wrong = {"path": str(tmp_path / "sums.jsonl"), "verifier": f"{tmp_path / 'bad.py'}:fails"}
     config = make_config(sets={"sums": wrong})
     cause = r"evaluate\.sets\.sums: .*cannot score the first 4"
-    with VerifierTask({"": config.reward}) as task, pytest.raises(ValueError, match=cause):
-        VerifierPools(config, load_sets(config, TOKENIZER), task)
+    sets = load_sets(config, TOKENIZER)
+    with (
+        VerifierTask({"": config.reward}) as task,
+        pytest.raises(ValueError, match=cause),
+        verifier_pools(config, sets, task),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(
