@@ -18,7 +18,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.step_rewards import GroupFilters
-from tepo_megatron.tasks.data.sources import ProblemOrder
+from tepo_megatron.tasks.data.sources import ProblemSampler
 from tepo_megatron.tasks.protocol import RewardResult
 
 UNFINISHED = "abort"  # ``finish_reason`` of a partial response, which a later request can continue
@@ -87,7 +87,7 @@ class GroupBuffer:
         self,
         config: RunConfig,
         problems: Sequence[Problem],
-        order: ProblemOrder,
+        order: ProblemSampler,
         encode: Callable[[Problem], tuple[int, ...]],
         *,
         window: int,

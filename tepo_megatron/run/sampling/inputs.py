@@ -13,7 +13,7 @@ from tepo_megatron.run.callbacks import check_callbacks
 from tepo_megatron.run.sampling.step_rewards import GroupFilters, most_stale
 from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path
 from tepo_megatron.tasks.data.sources import TOO_LONG, Prompt, Source, read_sources
-from tepo_megatron.tasks.data.tokenizer import Tokenizer, check_served_tokenizer, check_tokenizer, load_tokenizer
+from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.tasks.environments.episodes import opening_of
 from tepo_megatron.tasks.environments.worker import resolve_environment
 from tepo_megatron.tasks.evaluate.evaluation import EvaluationSet, load_sets
@@ -43,7 +43,7 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
     config.require_data()
     check_plugins(config)
     tokenizer = load_tokenizer(model_dir)
-    check_tokenizer(tokenizer, model_dir)
+    tokenizer.check_model()
     if config.environment is not None:
         resolve_environment(config.environment.name)
         opening_of(config.environment, tokenizer)
@@ -70,7 +70,7 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
         left_out += _unsolvable(rewards, train)
     if config.rollout.sampling.needs_tokenizer and replay is None:
         texts = (text for source in train for problem in source.used for text in (problem.prompt, problem.answer))
-        check_served_tokenizer(tokenizer, model_dir, texts)
+        tokenizer.check_served(texts)
     _check_room(config, spec, [prompt for source in (*train, *heldout) for prompt in source.prompts if prompt.left_out is None])
     sets = load_sets(config, tokenizer, [name for name in evaluate.sets if evaluate.every_of(name)] if replay is None else ())
     for chosen in sets:

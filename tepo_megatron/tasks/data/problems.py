@@ -15,7 +15,7 @@ from tepo_megatron.config.data import BUILTIN, FieldsConfig, SourceConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.runtime.text import check_text
 from tepo_megatron.tasks.data import addition, stack_machine
-from tepo_megatron.tasks.data.rows import DataRow, columns_of, read_rows
+from tepo_megatron.tasks.data.rows import DataFiles, DataRow
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 
 _ABSENT = object()
@@ -50,8 +50,9 @@ def load_problems(source: str | SourceConfig) -> list[Problem]:
     if not path.exists():
         hint = f"; did you mean {BUILTIN}{path}?" if str(path) in BUILTIN_TASKS else ""
         raise ValueError(f"the data file {path} does not exist{hint}")
-    _check_columns(path, config)
-    problems = list(_without_repeats(path, config))
+    data = DataFiles.find(path, config.split)
+    _check_columns(path, data.columns(), config)
+    problems = list(_without_repeats(data, config))
     if not problems:
         raise ValueError(f"the data file {path} has no problem in it; write one JSON object with prompt and answer per line")
     return problems
@@ -82,8 +83,7 @@ def _checked(problem: Problem, config: SourceConfig) -> Problem:
     return replace(problem, special_tokens=bool(config.special_tokens))
 
 
-def _check_columns(path: Path, config: SourceConfig) -> None:
-    columns = columns_of(path, config.split)
+def _check_columns(path: Path, columns: list[str] | None, config: SourceConfig) -> None:
     if columns is None:
         return
     fields = config.fields or FieldsConfig()
@@ -100,9 +100,9 @@ def _check_columns(path: Path, config: SourceConfig) -> None:
             )
 
 
-def _without_repeats(path: Path, config: SourceConfig) -> Iterator[Problem]:
+def _without_repeats(data: DataFiles, config: SourceConfig) -> Iterator[Problem]:
     place_of_id: dict[str, str] = {}
-    for row in read_rows(path, config.split):
+    for row in data.rows():
         try:
             problem = _checked(_problem(row, config), config)
         except ValueError as error:
@@ -111,13 +111,8 @@ def _without_repeats(path: Path, config: SourceConfig) -> Iterator[Problem]:
             raise ValueError(
                 f"{row.place}: the id {problem.id!r} was used before, in {place_of_id[problem.id]}; ids must differ"
             )
-        place_of_id[problem.id] = _line(row.place)
+        place_of_id[problem.id] = row.place
         yield problem
-
-
-def _line(place: str) -> str:
-    _, comma, row = place.rpartition(", ")
-    return row if comma and row.startswith("row ") else f"line {place.rpartition(':')[2]}"
 
 
 def _problem(row: DataRow, config: SourceConfig) -> Problem:
@@ -151,11 +146,8 @@ def _read_prompt(
     if config.template is not None:
         prompt = _get(columns, fields.prompt)
         prompt = _fill_template(config.template, columns, {} if prompt is _ABSENT else {"prompt": prompt})
-        return (
-            prompt,
-            _wrapped(prompt, config),
-            None,
-        )  # every column stays in the metadata, since the prompt shows it in another form
+        # Every column stays in the metadata, since the prompt shows it in another form.
+        return prompt, _wrapped(prompt, config), None
     prompt = _text(columns, fields.prompt, "prompt")
     return prompt, _wrapped(prompt, config), fields.prompt
 
@@ -214,31 +206,24 @@ def _text(columns: Mapping[str, Any], name: str, field: str) -> str:
 
 def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> tuple[int, ...]:
     """Raises ValueError for unknown characters, and for messages without a usable chat template."""
-    special = problem.special_tokens
+    special, unknown = problem.special_tokens, tokenizer.unk_id
     texts = [content for _, content in problem.messages] or [problem.prompt]
     try:
         if problem.messages:
             ids = tokenizer.chat_ids(problem.messages)
         else:
             ids = tokenizer.prompt_ids(problem.prompt, special_tokens=special)
-        unknown = tokenizer.unk_id is not None and any(
-            tokenizer.unk_id in tokenizer.encode(text, special_tokens=special) for text in texts
-        )
+        is_known = unknown is None or not any(unknown in tokenizer.encode(text, special_tokens=special) for text in texts)
     except ValueError as error:
         raise ValueError(f"the prompt of problem {problem.id!r} cannot be encoded: {error}") from error
-    if unknown:
+    if not is_known:
         text = "".join(texts)
+        characters = "".join(character for character in dict.fromkeys(text) if unknown in tokenizer.encode(character))
         raise ValueError(
-            f"the prompt of problem {problem.id!r} has characters that the tokenizer does not know: "
-            f"{_unknown_characters(tokenizer, text) or text!r}; change the prompt, or use a model whose tokenizer knows them"
+            f"the prompt of problem {problem.id!r} has characters that the tokenizer does not know: {characters or text!r}; "
+            "change the prompt, or use a model whose tokenizer knows them"
         )
     return tuple(ids)
-
-
-def _unknown_characters(tokenizer: Tokenizer, text: str) -> str:
-    if tokenizer.unk_id is None:
-        return ""
-    return "".join(character for character in dict.fromkeys(text) if tokenizer.unk_id in tokenizer.encode(character))
 
 
 _PLACE = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*(?:\.\w+)*)\}")
@@ -251,15 +236,13 @@ def _fill_template(template: str, columns: Mapping[str, Any], named: Mapping[str
     missing or empty column.
     """
 
-    def fill(found: re.Match[str]) -> str:
-        name = found[1]
+    def fill(match: re.Match[str]) -> str:
+        name = match[1]
         if name is None:
-            return found[0][0]
-        value: Any = {**columns, **named}
-        for part in [name] if name in value else name.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                raise ValueError(f"the template has {{{name}}}, and the keys are: {', '.join(columns) or 'none'}")
-            value = value[part]
+            return match[0][0]
+        value = _get({**columns, **named}, name)
+        if value is _ABSENT:
+            raise ValueError(f"the template has {{{name}}}, and the keys are: {', '.join(columns) or 'none'}")
         if value is None or (isinstance(value, str) and not value.strip()):
             raise ValueError(f"{name!r} is empty, and the template has it")
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,9 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
+
+_Format = Literal["json", "list", "csv", "parquet", "arrow"]
+_SHARD = re.compile(r"(?P<split>.+?)(-\d+-of-\d+)?")
+_SUFFIXES: Mapping[str, _Format] = {".parquet": "parquet", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
+_NO_OBJECT = 'not a JSON object; write {"prompt": ..., "answer": ...}'
 
 
 @dataclass(frozen=True)
@@ -28,35 +33,88 @@ class DataRow:
         return self.written if self.text is None else json.loads(self.text)
 
 
-def read_rows(path: Path, split: str | None = None) -> Iterator[DataRow]:
-    """Raises ValueError, with file and line."""
-    files_found = _find_files(path, split)
-    of_text = {"json": _json_rows, "list": _list_rows, "csv": _csv_rows}
-    if files_found.format in of_text:
-        for file in files_found.files:
-            yield from of_text[files_found.format](file)
-    else:
-        yield from _arrow_rows(files_found)
+@dataclass(frozen=True)
+class DataFiles:
+    """The files of a data set, or of one of its splits. ``stem`` begins the default ids."""
+
+    format: _Format
+    paths: tuple[Path, ...]
+    name: str
+    stem: str
+
+    @classmethod
+    def find(cls, path: Path, split: str | None = None) -> DataFiles:
+        """Takes a file, a folder of ``save_to_disk``, or one with files named by their split
+        (``data/train-00000-of-00002.parquet``). Raises ValueError.
+        """
+        if path.is_file():
+            if split is not None:
+                raise ValueError(f"the data file {path} is one file, and split = {split} is for a folder; leave it out")
+            return cls(_format_of(path), (path,), str(path), path.stem)
+        if not path.is_dir():
+            raise ValueError(f"the data file {path} does not exist")
+        if (path / "dataset_dict.json").is_file():
+            return _saved(path / _choose(path, _saved_splits(path), split))
+        if (path / "state.json").is_file():
+            if split is not None:
+                raise ValueError(f"the data set {path} has no splits; leave split = {split} out")
+            return _saved(path)
+        form, by_split = _files_by_split(path)
+        chosen = _choose(path, list(by_split), split)
+        return cls(form, tuple(by_split[chosen]), f"{path} ({chosen})", chosen)
+
+    @staticmethod
+    def splits(path: Path) -> list[str]:
+        """Raises ValueError if there is no data."""
+        if path.is_dir() and (path / "dataset_dict.json").is_file():
+            return _saved_splits(path)
+        if path.is_dir() and not (path / "state.json").is_file():
+            return list(_files_by_split(path)[1])
+        DataFiles.find(path)
+        return []
+
+    def columns(self) -> list[str] | None:
+        """None for JSON, since rows may differ."""
+        if self.format in ("json", "list"):
+            return None
+        if self.format == "csv":
+            with _csv_lines(self.paths[0]) as (columns, _):
+                return columns
+        with _readable(self.paths[0], self.format):
+            return _open(self.paths[0], self.format)[0]
+
+    def rows(self) -> Iterator[DataRow]:
+        """Raises ValueError, with file and line."""
+        if self.format in ("parquet", "arrow"):
+            yield from self._arrow_rows()
+            return
+        read = {"json": _json_rows, "list": _list_rows, "csv": _csv_rows}[self.format]
+        for path in self.paths:
+            yield from read(path)
+
+    def _arrow_rows(self) -> Iterator[DataRow]:
+        number = 0
+        for path in self.paths:
+            with _readable(path, self.format):
+                columns, batches = _open(path, self.format)
+                for batch in batches:
+                    try:
+                        entries = batch.select(columns).to_pylist()
+                    except UnicodeDecodeError as error:
+                        rows = f"rows {number + 1} to {number + batch.num_rows}"
+                        raise ValueError(f"{self.name}, one of the {rows}: text that is not UTF-8; save it as UTF-8") from error
+                    for entry in entries:
+                        number += 1
+                        yield DataRow(f"{self.name}, row {number}", f"{self.stem}:{number}", _plain(entry))
 
 
-def columns_of(path: Path, split: str | None = None) -> tuple[str, ...] | None:
-    """None for JSON, since rows may differ."""
-    files_found = _find_files(path, split)
-    if files_found.format in ("json", "list"):
-        return None
-    if files_found.format == "csv":
-        with _csv_lines(files_found.files[0]) as (columns, _):
-            return tuple(columns)
-    with _readable(files_found.files[0], files_found.format):
-        return tuple(_open(files_found.files[0], files_found.format)[0])
-
-
-def first_columns(path: Path, split: str | None = None) -> list[str]:
-    """For JSON it reads the first row."""
-    named = columns_of(path, split)
-    if named is None:
-        named = tuple(next((row.written for row in read_rows(path, split)), ()))
-    return list(named)
+def file_digest(path: Path) -> str:
+    """SHA-256 in hexadecimal."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _json_rows(path: Path) -> Iterator[DataRow]:
@@ -64,7 +122,9 @@ def _json_rows(path: Path) -> Iterator[DataRow]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 place = f"{path}:{number}"
-                text, written = _parse(line, place)
+                text, written = _decode(line, place, " of the line")
+                if not isinstance(written, dict):
+                    raise ValueError(f"{place}: {_NO_OBJECT}")
                 yield DataRow(place, f"{path.stem}:{number}", written, text)
 
 
@@ -73,24 +133,27 @@ def _list_rows(path: Path) -> Iterator[DataRow]:
     for number, (entry, value) in enumerate(zip(written, json.loads(text), strict=True), start=1):
         place = f"{path}, row {number}"
         if not isinstance(entry, dict):
-            raise ValueError(f'{place}: not a JSON object; write {{"prompt": ..., "answer": ...}}')
+            raise ValueError(f"{place}: {_NO_OBJECT}")
         yield DataRow(place, f"{path.stem}:{number}", entry, json.dumps(value))
 
 
 def _csv_rows(path: Path) -> Iterator[DataRow]:
-    with _csv_lines(path) as (columns, lines):
-        for line, cells in lines:
-            if len(cells) != len(columns):
-                raise ValueError(
-                    f"{path}:{line}: {len(cells)} columns, and the first line names {len(columns)} ({', '.join(columns)}); put "
-                    "text with a comma, a semicolon or a line break in it between double quotes"
-                )
-            yield DataRow(f"{path}:{line}", f"{path.stem}:{line}", dict(zip(columns, cells, strict=True)))
+    with _csv_lines(path) as (columns, reader):
+        line = reader.line_num + 1
+        for cells in reader:
+            if cells:  # not a blank line
+                if len(cells) != len(columns):
+                    raise ValueError(
+                        f"{path}:{line}: {len(cells)} columns, and the first line names {len(columns)} ({', '.join(columns)}); "
+                        "put text with a comma, a semicolon or a line break in it between double quotes"
+                    )
+                yield DataRow(f"{path}:{line}", f"{path.stem}:{line}", dict(zip(columns, cells, strict=True)))
+            line = reader.line_num + 1
 
 
 @contextmanager
-def _csv_lines(path: Path) -> Iterator[tuple[list[str], Iterator[tuple[int, list[str]]]]]:
-    """The delimiter is the most frequent of comma, semicolon and tab in the header."""
+def _csv_lines(path: Path) -> Iterator[tuple[list[str], Any]]:
+    """Yields columns and the reader. The delimiter is the most frequent of comma, semicolon and tab in the header."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
             header = file.readline()
@@ -100,26 +163,11 @@ def _csv_lines(path: Path) -> Iterator[tuple[list[str], Iterator[tuple[int, list
             if not all(columns) or len(set(columns)) < len(columns):
                 named = ", ".join(map(repr, columns))
                 raise ValueError(f"{path}:1: the first line of a CSV file names each column once; this one has {named}")
-            yield columns, _numbered(reader)
+            yield columns, reader
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8 text (byte {error.start + 1}); save the file as UTF-8") from error
         except csv.Error as error:
             raise ValueError(f"{path}:{reader.line_num}: not CSV: {error}; JSON lines or Parquet take any text") from error
-
-
-def _numbered(reader: Any) -> Iterator[tuple[int, list[str]]]:
-    line = reader.line_num + 1
-    for cells in reader:
-        if cells:  # not a blank line
-            yield line, cells
-        line = reader.line_num + 1
-
-
-def _parse(line: bytes, place: str) -> tuple[str, Mapping[str, Any]]:
-    text, entry = _decode(line, place, " of the line")
-    if not isinstance(entry, dict):
-        raise ValueError(f'{place}: not a JSON object; write {{"prompt": ..., "answer": ...}}')
-    return text, entry
 
 
 def _decode(data: bytes, place: str, of: str) -> tuple[str, Any]:
@@ -127,10 +175,9 @@ def _decode(data: bytes, place: str, of: str) -> tuple[str, Any]:
     try:
         # Editors on Windows write a byte-order mark.
         text = data.decode("utf-8-sig")
+        return text, json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
     except UnicodeDecodeError as error:
         raise ValueError(f"{place}: not UTF-8 text (byte {error.start + 1}{of}); save the file as UTF-8") from error
-    try:
-        return text, json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
     except json.JSONDecodeError as error:
         where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
         raise ValueError(f"{place}: not JSON: {error.msg} at {where}") from error
@@ -138,49 +185,25 @@ def _decode(data: bytes, place: str, of: str) -> tuple[str, Any]:
         raise ValueError(f"{place}: nested too deeply to be read") from error
 
 
-def _arrow_rows(data: _DataFiles) -> Iterator[DataRow]:
-    number = 0
-    for file in data.files:
-        with _readable(file, data.format):
-            columns, batches = _open(file, data.format)
-            for batch in batches:
-                try:
-                    entries = batch.select(columns).to_pylist()
-                except UnicodeDecodeError as error:
-                    rows = f"rows {number + 1} to {number + batch.num_rows}"
-                    raise ValueError(f"{data.name}, one of the {rows}: text that is not UTF-8; save it as UTF-8") from error
-                for entry in entries:
-                    number += 1
-                    values = {name: _plain(value) for name, value in entry.items()}
-                    yield DataRow(f"{data.name}, row {number}", f"{data.stem}:{number}", values)
-
-
 def _open(path: Path, form: str) -> tuple[list[str], Iterable[Any]]:
-    pyarrow = _pyarrow()
-    if form == "parquet":
-        import pyarrow.parquet as parquet
+    """Returns columns and batches of rows."""
+    import pyarrow.ipc
+    import pyarrow.parquet
 
-        opened = parquet.ParquetFile(path)
+    if form == "parquet":
+        opened = pyarrow.parquet.ParquetFile(path)
         schema, batches = opened.schema_arrow, opened.iter_batches()
     else:
-        stream = pyarrow.ipc.open_stream(path.open("rb"))
-        schema, batches = stream.schema, stream
+        batches = stream = pyarrow.ipc.open_stream(path.open("rb"))
+        schema = stream.schema
     binary = (pyarrow.types.is_binary, pyarrow.types.is_large_binary, pyarrow.types.is_fixed_size_binary)
     return [field.name for field in schema if not any(is_raw(field.type) for is_raw in binary)], batches
 
 
-def _pyarrow() -> Any:
-    try:
-        import pyarrow
-        import pyarrow.ipc
-    except ImportError as error:
-        raise ValueError("Parquet and Arrow files are read by pyarrow, which is not installed; pip install pyarrow") from error
-    return pyarrow
-
-
 @contextmanager
 def _readable(path: Path, form: str) -> Iterator[None]:
-    pyarrow = _pyarrow()
+    import pyarrow
+
     try:
         yield
     except (pyarrow.ArrowException, OSError) as error:
@@ -200,79 +223,34 @@ def _plain(value: Any) -> Any:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
-Format = Literal["json", "list", "csv", "parquet", "arrow"]
-
-_SHARD = re.compile(r"(?P<split>.+?)(-\d+-of-\d+)?")
-_SUFFIXES: Mapping[str, Format] = {".parquet": "parquet", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
-
-
-@dataclass(frozen=True)
-class _DataFiles:
-    """``stem`` begins the default ids."""
-
-    format: Format
-    files: tuple[Path, ...]
-    name: str
-    stem: str
+def _saved_splits(folder: Path) -> list[str]:
+    splits = _json(folder / "dataset_dict.json").get("splits")
+    if not isinstance(splits, list) or not splits:
+        raise ValueError(f"{folder / 'dataset_dict.json'} names no split; save the data set again")
+    return [str(name) for name in splits]
 
 
-def _find_files(path: Path, split: str | None) -> _DataFiles:
-    """Takes a file, a folder of ``save_to_disk``, or files named by their split (``data/train-00000-of-00002.parquet``)."""
-    if path.is_file():
-        if split is not None:
-            raise ValueError(f"the data file {path} is one file, and split = {split} is for a folder; leave it out")
-        return _DataFiles(_format_of(path), (path,), str(path), path.stem)
-    if not path.is_dir():
-        raise ValueError(f"the data file {path} does not exist")
-    if (path / "dataset_dict.json").is_file():
-        splits = _json(path / "dataset_dict.json").get("splits")
-        if not isinstance(splits, list) or not splits:
-            raise ValueError(f"{path / 'dataset_dict.json'} names no split; save the data set again")
-        chosen = _choose(path, [str(name) for name in splits], split)
-        return _saved(path / chosen)
-    if (path / "state.json").is_file():
-        if split is not None:
-            raise ValueError(f"the data set {path} has no splits; leave split = {split} out")
-        return _saved(path)
-    return _named_by_split(path, split)
-
-
-def splits_of(path: Path) -> list[str]:
-    if path.is_dir() and (path / "dataset_dict.json").is_file():
-        return [str(name) for name in _json(path / "dataset_dict.json").get("splits") or []]
-    if not path.is_dir() or (path / "state.json").is_file():
-        _find_files(path, None)
-        return []
-    return list(_files_by_split(path)[1])
-
-
-def _saved(folder: Path) -> _DataFiles:
+def _saved(folder: Path) -> DataFiles:
     state = _json(folder / "state.json")
     listed = state.get("_data_files")
     if not isinstance(listed, list) or not all(isinstance(item, dict) and "filename" in item for item in listed):
         raise ValueError(f"{folder / 'state.json'} names no data files; save the data set again")
     if state.get("_indices_data_files"):
         raise ValueError(f"the data set {folder} was saved with an index over its rows; save it again with flatten_indices()")
-    files = tuple(folder / str(item["filename"]) for item in listed)
-    missing = next((file for file in files if not file.is_file()), None)
-    if missing is not None or not files:
+    paths = tuple(folder / str(item["filename"]) for item in listed)
+    missing = next((path for path in paths if not path.is_file()), None)
+    if missing is not None or not paths:
         raise ValueError(f"the data set {folder} is not whole: {missing or 'a data file'} is missing; copy it again")
-    return _DataFiles("arrow", files, str(folder), folder.name)
+    return DataFiles("arrow", paths, str(folder), folder.name)
 
 
-def _named_by_split(folder: Path, split: str | None) -> _DataFiles:
-    form, by_split = _files_by_split(folder)
-    chosen = _choose(folder, list(by_split), split)
-    return _DataFiles(form, tuple(by_split[chosen]), f"{folder} ({chosen})", chosen)
-
-
-def _files_by_split(folder: Path) -> tuple[Format, dict[str, list[Path]]]:
+def _files_by_split(folder: Path) -> tuple[_Format, dict[str, list[Path]]]:
     for suffix, form in _SUFFIXES.items():
         by_split: dict[str, list[Path]] = {}
-        for file in sorted([*folder.glob(f"*{suffix}"), *folder.glob(f"data/*{suffix}")]):
-            matched = _SHARD.fullmatch(file.stem)
+        for path in sorted([*folder.glob(f"*{suffix}"), *folder.glob(f"data/*{suffix}")]):
+            matched = _SHARD.fullmatch(path.stem)
             assert matched is not None
-            by_split.setdefault(matched["split"], []).append(file)
+            by_split.setdefault(matched["split"], []).append(path)
         if by_split:
             return form, by_split
     raise ValueError(
@@ -294,7 +272,7 @@ def _choose(folder: Path, splits: list[str], split: str | None) -> str:
     return split
 
 
-def _format_of(path: Path) -> Format:
+def _format_of(path: Path) -> _Format:
     suffix = path.suffix.lower()
     with path.open("rb") as file:
         starts = file.read(64)
@@ -302,7 +280,7 @@ def _format_of(path: Path) -> Format:
         return "parquet"
     if suffix == ".json" and starts.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         return "list"
-    by_suffix: dict[str, Format] = {".arrow": "arrow", ".csv": "csv", ".tsv": "csv"}
+    by_suffix: dict[str, _Format] = {".arrow": "arrow", ".csv": "csv", ".tsv": "csv"}
     return by_suffix.get(suffix, "json")
 
 
@@ -314,15 +292,3 @@ def _json(path: Path) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} is no JSON object; save the data set again")
     return value
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 in hexadecimal."""
-    digest = sha256()
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
-    return digest.hexdigest()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any, Literal
 
-from tepo_megatron.config.data import FILTERS, ORDERS, DataConfig, SourceConfig
+from tepo_megatron.config.data import DataConfig, SourceConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.runtime.user_code import load_user_code
 from tepo_megatron.tasks.data.problems import encode_prompt, load_problems
@@ -55,30 +56,26 @@ class Source:
 def read_sources(config: DataConfig, field: Literal["train", "heldout"], tokenizer: Tokenizer) -> list[Source]:
     """Encodes every prompt, to find errors early. Raises ValueError."""
     plain = isinstance(getattr(config, field), str)
-    sources = []
-    for source in config.train_sources if field == "train" else config.heldout_sources:
-        sources.append(read_source(config, source, tokenizer, name="" if plain else source.called))
+    sources = [
+        read_source(config, source, tokenizer, name="" if plain else source.called)
+        for source in (config.train_sources if field == "train" else config.heldout_sources)
+    ]
     _check_ids(sources)
     return sources
 
 
 def read_source(config: DataConfig, source: SourceConfig, tokenizer: Tokenizer, *, name: str = "") -> Source:
     """``name`` becomes the problems' ``source``."""
-    completed = Source(name, source.path, list(_prompts(config, source, name, tokenizer)))
+    filters, bound = load_filters(source.filter or ()), config.max_prompt_tokens
+    prompts = []
+    for problem in load_problems(source):
+        named, cause = replace(problem, source=name), _refused_by(filters, problem)
+        tokens = len(encode_prompt(tokenizer, problem)) if cause is None else 0
+        too_long = TOO_LONG if bound is not None and tokens > bound else None
+        prompts.append(Prompt(named, tokens, too_long if cause is None else f"{FILTER} {cause}"))
+    completed = Source(name, source.path, prompts)
     _check_some_are_left(config, completed)
     return completed
-
-
-def _prompts(config: DataConfig, source: SourceConfig, name: str, tokenizer: Tokenizer) -> Iterator[Prompt]:
-    filters, bound = load_filters(source.filter or ()), config.max_prompt_tokens
-    for problem in load_problems(source):
-        cause = _refused_by(filters, problem)
-        if cause is not None:
-            yield Prompt(replace(problem, source=name), 0, f"{FILTER} {cause}")
-            continue
-        tokens = len(encode_prompt(tokenizer, problem))
-        too_long = bound is not None and tokens > bound
-        yield Prompt(replace(problem, source=name), tokens, TOO_LONG if too_long else None)
 
 
 def _check_some_are_left(config: DataConfig, source: Source) -> None:
@@ -106,14 +103,15 @@ def _check_ids(sources: Sequence[Source]) -> None:
                 )
 
 
-Keeps = Callable[[Problem], Any]
+_Keeps = Callable[[Problem], Any]
 
 
-def load_filters(names: Sequence[str]) -> dict[str, Keeps]:
-    return {name.rpartition(":")[2]: _load_filter(name) for name in names}
+def load_filters(names: Sequence[str]) -> dict[str, _Keeps]:
+    builtin: dict[str, _Keeps] = {"unique": _Unique(), "number": _has_number}
+    return {name.rpartition(":")[2]: builtin.get(name) or load_user_code(name, f"data.filter: {name}") for name in names}
 
 
-def _refused_by(filters: Mapping[str, Keeps], problem: Problem) -> str | None:
+def _refused_by(filters: Mapping[str, _Keeps], problem: Problem) -> str | None:
     for name, keeps in filters.items():
         try:
             verdict = keeps(problem)
@@ -140,7 +138,6 @@ def _order_keys(name: str, problems: Sequence[Problem]) -> list[float] | None:
     if name == "shortest_first":
         return [float(len(problem.prompt)) for problem in problems]
     function = load_user_code(name, f"data.order: {name}")
-    assert name not in ORDERS
     return [_key(function, name, problem) for problem in problems]
 
 
@@ -152,13 +149,6 @@ def _key(function: Callable[[Problem], Any], name: str, problem: Problem) -> flo
     if not math.isfinite(key):
         raise ValueError(f"data.order = {name} returned {key} for problem {problem.id!r}; return a finite number")
     return key
-
-
-def _load_filter(name: str) -> Keeps:
-    if name not in FILTERS:
-        result: Keeps = load_user_code(name, f"data.filter: {name}")
-        return result
-    return _Unique() if name == "unique" else _has_number
 
 
 class _Unique:
@@ -176,76 +166,57 @@ def _has_number(problem: Problem) -> bool:
     return any(character.isdigit() for character in problem.answer)
 
 
-def make_sampler(problems: Sequence[Problem], config: DataConfig, seed: int) -> ProblemOrder:
+def make_sampler(problems: Sequence[Problem], config: DataConfig, seed: int) -> ProblemSampler:
     if isinstance(config.train, str):
         return ProblemSampler(problems, seed, _order_keys(config.order, problems))
-    samplers, weights = {}, {}
+    samplers = {}
     for source in config.train_sources:
         own = [problem for problem in problems if problem.source == source.called]
         samplers[source.called] = ProblemSampler(own, _seed_of(source.called, seed), _order_keys(config.order, own))
-        weights[source.called] = source.weight
-    return MixedSampler(samplers, weights, seed)
+    return _MixedSampler(samplers, {source.called: source.weight for source in config.train_sources}, seed)
 
 
 class ProblemSampler:
-    """Seed, epoch, number of problems and ``keys`` (ascending; ties are shuffled) determine the order: a small state restores
-    it.
+    """Problems, ``keys`` (ascending; ties are shuffled), seed and the number of draws determine the order: a small state
+    restores it.
     """
+
+    _what = "training problems are"
+    _remedy = "restore the data source"
 
     def __init__(self, problems: Sequence[Problem], seed: int, keys: Sequence[float] | None = None) -> None:
         if not problems:
             raise ValueError("a sampler needs at least one problem, and was given none")
-        self._problems = tuple(problems)
-        self._seed, self._keys = seed, keys
-        self._digest = _digest(self._problems, keys)
-        self._start_epoch(0)
+        self._problems, self._keys = tuple(problems), keys
+        self._seed, self._digest = seed, _digest(self._problems, keys)
+        self._order_of = lru_cache(maxsize=2)(self._sorted)
+        self.drawn = 0
 
     def next(self, n: int) -> list[Problem]:
-        batch: list[Problem] = []
-        while len(batch) < n:
-            if self._position == len(self._problems):
-                self._start_epoch(self._epoch + 1)
-            chosen = self._order[self._position : self._position + n - len(batch)]
-            batch.extend(self._problems[index] for index in chosen)
-            self._position += len(chosen)
-        return batch
-
-    @property
-    def drawn(self) -> int:
-        return self._epoch * len(self._problems) + self._position
+        self.drawn += n
+        return [self.problem(number) for number in range(self.drawn - n, self.drawn)]
 
     def problem(self, number: int) -> Problem:
         """Does not change the state."""
         epoch, position = divmod(number, len(self._problems))
-        order = self._order if epoch == self._epoch else self._order_of(epoch)
-        return self._problems[order[position]]
+        return self._problems[self._order_of(epoch)[position]]
 
     def state(self) -> dict[str, int | str]:
-        return {"seed": self._seed, "epoch": self._epoch, "position": self._position, "problems": self._digest}
+        epoch, position = divmod(self.drawn, len(self._problems))
+        return {"seed": self._seed, "epoch": epoch, "position": position, "problems": self._digest}
 
     def restore(self, state: Mapping[str, int | str]) -> None:
         """Raises ValueError if the seed or the problems differ."""
         if state["problems"] != self._digest:
             raise ValueError(
-                "the training problems are not those of the checkpoint, so its data order cannot be continued; "
-                "restore the data source, or start a new run from the checkpoint's weights"
+                f"the {self._what} not those of the checkpoint, so its data order cannot be continued; {self._remedy}, or "
+                "start a new run from the checkpoint's weights"
             )
         if state["seed"] != self._seed:
             raise ValueError(f"the checkpoint's data order has seed {state['seed']}, this run has seed = {self._seed}; set it")
-        self._start_epoch(int(state["epoch"]))
-        self._position = int(state["position"])
+        self.drawn = int(state["epoch"]) * len(self._problems) + int(state["position"])
 
-    def seek(self, drawn: int) -> None:
-        epoch, position = divmod(drawn, len(self._problems))
-        self._start_epoch(epoch)
-        self._position = position
-
-    def _start_epoch(self, epoch: int) -> None:
-        self._order = self._order_of(epoch)
-        self._epoch = epoch
-        self._position = 0
-
-    def _order_of(self, epoch: int) -> list[int]:
+    def _sorted(self, epoch: int) -> list[int]:
         # Only string seeds and random() are stable across versions of Python.
         rng = random.Random(f"{self._seed}/{epoch}")
         shuffled = [rng.random() for _ in self._problems]
@@ -253,65 +224,44 @@ class ProblemSampler:
         return sorted(range(len(keys)), key=keys.__getitem__)
 
 
-class MixedSampler:
+class _MixedSampler(ProblemSampler):
     """Quota method of Balinski and Young: after n draws, a source of share w has n·w of them, rounded up or down."""
 
+    _what = "sources of data.train (their problems, names, weights or order) are"
+    _remedy = "restore them"
+
     def __init__(self, samplers: Mapping[str, ProblemSampler], weights: Mapping[str, float], seed: int) -> None:
+        super().__init__([problem for sampler in samplers.values() for problem in sampler._problems], seed)
         self._samplers = list(samplers.values())
-        self._weights = whole_weights(list(weights.values()))
-        self._total = sum(self._weights)
-        self._seed = seed
-        described = [[name, weights[name], sampler.state()["problems"]] for name, sampler in samplers.items()]
+        self._weights = _whole_weights(list(weights.values()))
+        described = [[name, weights[name], sampler._digest] for name, sampler in samplers.items()]
         self._digest = sha256(repr(described).encode()).hexdigest()[:16]
-        self._counts = [0] * len(self._samplers)
-
-    def next(self, n: int) -> list[Problem]:
-        return [self._samplers[self._advance(self._counts)].next(1)[0] for _ in range(n)]
-
-    @property
-    def drawn(self) -> int:
-        return sum(self._counts)
+        self._counts = [0] * len(self._samplers)  # draws of each source, of the order's first sum(_counts)
 
     def problem(self, number: int) -> Problem:
-        counts = self._counts_after(number)
-        chosen = self._advance(counts)
-        return self._samplers[chosen].problem(counts[chosen] - 1)
+        if number != sum(self._counts):
+            rounds, rest = divmod(number, sum(self._weights))
+            self._counts = [0] * len(self._weights)
+            for _ in range(rest):
+                self._advance()
+            self._counts = [rounds * weight + count for weight, count in zip(self._weights, self._counts, strict=True)]
+        chosen = self._advance()
+        return self._samplers[chosen].problem(self._counts[chosen] - 1)
 
     def state(self) -> dict[str, int | str]:
         return {"seed": self._seed, "epoch": 0, "position": self.drawn, "problems": self._digest}
 
-    def restore(self, state: Mapping[str, int | str]) -> None:
-        if state["problems"] != self._digest:
-            raise ValueError(
-                "the sources of data.train (their problems, names, weights or order) are not those of the checkpoint, so its "
-                "data order cannot be continued; restore them, or start a new run from the checkpoint's weights"
-            )
-        if state["seed"] != self._seed:
-            raise ValueError(f"the checkpoint's data order has seed {state['seed']}, this run has seed = {self._seed}; set it")
-        self._counts = self._counts_after(int(state["position"]))
-        for sampler, count in zip(self._samplers, self._counts, strict=True):
-            sampler.seek(count)
-
-    def _counts_after(self, number: int) -> list[int]:
-        rounds, rest = divmod(number, self._total)
-        counts = [0] * len(self._weights)
-        for _ in range(rest):
-            self._advance(counts)
-        return [rounds * weight + count for weight, count in zip(self._weights, counts, strict=True)]
-
-    def _advance(self, counts: list[int]) -> int:
+    def _advance(self) -> int:
+        total, counts = sum(self._weights), self._counts
         drawn = sum(counts)
         # Of the sources below their share rounded up, take the one most below it (Jefferson's divisors).
-        open_ = [index for index, count in enumerate(counts) if count * self._total < self._weights[index] * (drawn + 1)]
-        chosen = max(open_, key=lambda at: (Fraction(self._weights[at], counts[at] + 1), -at))
+        below = [index for index, count in enumerate(counts) if count * total < self._weights[index] * (drawn + 1)]
+        chosen = max(below, key=lambda index: (Fraction(self._weights[index], counts[index] + 1), -index))
         counts[chosen] += 1
         return chosen
 
 
-ProblemOrder = ProblemSampler | MixedSampler
-
-
-def whole_weights(weights: Sequence[float]) -> list[int]:
+def _whole_weights(weights: Sequence[float]) -> list[int]:
     """The smallest integers in the weights' ratio."""
     exact = [Fraction(repr(float(weight))) for weight in weights]
     scale = math.lcm(*(fraction.denominator for fraction in exact))

@@ -31,25 +31,25 @@ def problems_with_trees() -> tuple[tuple[Problem, Tree], ...]:
     while len(drawn_by_text) < NUM_HELDOUT + NUM_TRAIN:
         drawn = iter(shake_256(f"stack machine {number}".encode()).digest(64))
         number += 1
-        tree = _draw(drawn)
+        tree = _draw_task(drawn)
         tests = [[next(drawn) % 16 - 3 for _ in INPUTS] for _ in range(_TESTS)]
-        text = text_of(tree)
+        text = _text_of(tree)
         if text not in drawn_by_text and _is_a_task(tree, tests):
             cases = [[inputs, value_of(tree, inputs)] for inputs in tests]
-            drawn_by_text[text] = (Problem(text, f"{text}=", program_of(tree), {"tests": cases}), tree)
+            drawn_by_text[text] = (Problem(text, f"{text}=", _program_of(tree), {"tests": cases}), tree)
     return tuple(drawn_by_text.values())
 
 
-def _draw(drawn: Iterator[int]) -> Tree:
+def _draw_task(drawn: Iterator[int]) -> Tree:
     def pick(count: int) -> int:
         return next(drawn) % count
 
-    return draw_choice(2 + pick(2), pick) if pick(4) == 0 else draw(3 + pick(2), pick)
+    return _draw_choice(2 + pick(2), pick) if pick(4) == 0 else _draw(3 + pick(2), pick)
 
 
 def _is_a_task(tree: Tree, tests: Sequence[Sequence[int]]) -> bool:
     """The tests' results differ and reach both branches of a choice."""
-    if len({letter for letter in text_of(tree) if letter in INPUTS}) < 2:
+    if len({letter for letter in _text_of(tree) if letter in INPUTS}) < 2:
         return False
     if tree[0] == "?":
         _, condition, first, second = tree
@@ -67,36 +67,36 @@ OPERATORS = "+-*"
 _BINDS = {"?": 0, "<": 1, "+": 2, "-": 2, "*": 3}
 
 
-def draw(leaves: int, pick: Callable[[int], int]) -> Tree:
+def _draw(leaves: int, pick: Callable[[int], int]) -> Tree:
     """``pick(n)`` returns a number in [0, n)."""
     if leaves == 1:
         return LEAVES[pick(len(LEAVES))]
     left = 1 + pick(leaves - 1)
-    return (OPERATORS[pick(len(OPERATORS))], draw(left, pick), draw(leaves - left, pick))
+    return (OPERATORS[pick(len(OPERATORS))], _draw(left, pick), _draw(leaves - left, pick))
 
 
-def draw_choice(leaves: int, pick: Callable[[int], int]) -> Tree:
+def _draw_choice(leaves: int, pick: Callable[[int], int]) -> Tree:
     """``leaves`` (at least 2): those of both branches."""
     smaller = pick(3)
     condition = ("<", INPUTS[smaller], INPUTS[(smaller + 1 + pick(2)) % 3])
     first = 1 + pick(leaves - 1)
-    return ("?", condition, draw(first, pick), draw(leaves - first, pick))
+    return ("?", condition, _draw(first, pick), _draw(leaves - first, pick))
 
 
-def text_of(tree: Tree, binds: int = 0) -> str:
+def _text_of(tree: Tree, binds: int = 0) -> str:
     if isinstance(tree, str):
         return tree
     operator, *operands = tree
     if operator == "?":
         condition, first, second = operands
-        return f"{text_of(condition)}?{text_of(first)}:{text_of(second)}"
+        return f"{_text_of(condition)}?{_text_of(first)}:{_text_of(second)}"
     own = _BINDS[operator]
-    text = f"{text_of(operands[0], own)}{operator}{text_of(operands[1], own + 1)}"
+    text = f"{_text_of(operands[0], own)}{operator}{_text_of(operands[1], own + 1)}"
     return f"({text})" if own < binds else text
 
 
-def program_of(tree: Tree) -> str:
-    return tree if isinstance(tree, str) else "".join(map(program_of, tree[1:])) + tree[0]
+def _program_of(tree: Tree) -> str:
+    return tree if isinstance(tree, str) else "".join(map(_program_of, tree[1:])) + tree[0]
 
 
 def value_of(tree: Tree, inputs: Sequence[int]) -> int:

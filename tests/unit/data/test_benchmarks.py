@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,7 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
 from tepo_megatron.config.load import load_run
-from tepo_megatron.tasks.data import benchmarks as preparing
-from tepo_megatron.tasks.data.benchmarks import BENCHMARKS, LOCK, SETS, Benchmark, convert, prepare, templates
+from tepo_megatron.tasks.data.benchmarks import BENCHMARKS, LOCK, SETS, prepare
 from tepo_megatron.tasks.data.rows import file_digest
 from tests.support import code_rows
 
@@ -23,7 +24,6 @@ FILES: Mapping[str, list[dict[str, Any]]] = {
     "math500": [
         {
             "problem": "What is $2+3$?",
-            "solution": "It is $\\boxed{5}$.",
             "answer": "5",
             "subject": "Prealgebra",
             "level": 1,
@@ -31,7 +31,6 @@ FILES: Mapping[str, list[dict[str, Any]]] = {
         },
         {
             "problem": "Halve $1$.",
-            "solution": "$\\boxed{\\frac{1}{2}}$",
             "answer": "\\frac{1}{2}",
             "subject": "Algebra",
             "level": 2,
@@ -55,38 +54,24 @@ FILES: Mapping[str, list[dict[str, Any]]] = {
         {
             "id": 1606,
             "question": "Find $x$ with $x^2=4$.",
-            "solution": ["..."],
             "final_answer": ["$2$", "$-2$"],
             "context": None,
-            "image_1": None,
-            "modality": "Text-only",
-            "difficulty": "Competition",
             "is_multiple_answer": True,
             "unit": None,
             "answer_type": "Numerical",
             "error": None,
-            "question_type": "Open-ended",
             "subfield": "Algebra",
-            "subject": "Math",
-            "language": "English",
         },
         {
             "id": 1607,
             "question": "Find its area.",
-            "solution": ["..."],
             "final_answer": ["$\\frac{1}{4}$"],
             "context": "A square has side $\\frac{1}{2}$.",
-            "image_1": None,
-            "modality": "Text-only",
-            "difficulty": "Competition",
             "is_multiple_answer": False,
             "unit": "m^2",
             "answer_type": "Numerical",
             "error": "1e-2",
-            "question_type": "Open-ended",
             "subfield": "Geometry",
-            "subject": "Math",
-            "language": "English",
         },
     ],
     "omni-math": [
@@ -149,8 +134,8 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Pa
 
     def make(name: str) -> Path:
         path = write(name, tmp_path / "published" / name)
-        changed = {"problems": len(FILES[name]), "sha256": BENCHMARKS[name].sha256 and file_digest(path)}
-        monkeypatch.setitem(BENCHMARKS, name, Benchmark(**{**vars(BENCHMARKS[name]), **changed}))
+        changed: dict[str, Any] = {"problems": len(FILES[name]), "sha256": BENCHMARKS[name].sha256 and file_digest(path)}
+        monkeypatch.setitem(BENCHMARKS, name, replace(BENCHMARKS[name], **changed))
         return tmp_path / "published" / name
 
     return make
@@ -191,7 +176,7 @@ def test_tests_are_kept_beside_what_they_need(small: Callable[[str], Path], tmp_
     assert second["tests"] == [f"{FILES['humaneval'][1]['test']}\ncheck(quarter)\n"]
     assert (found["mbpp"][1]["setup"], found["mbpp"][1]["tests"]) == ("ZERO = 0", FILES["mbpp"][1]["test_list"])
     with pytest.raises(ValueError, match="row 1 has no tests"):
-        convert("mbpp", BENCHMARKS["mbpp"], [{**FILES["mbpp"][0], "test_list": []}])
+        BENCHMARKS["mbpp"].convert("mbpp", [{**FILES["mbpp"][0], "test_list": []}])
 
 
 @pytest.mark.parametrize("name", ["math500", "minerva"], ids=["known", "recorded at the first preparation"])
@@ -243,7 +228,8 @@ def test_a_family_stays_what_it_was(small: Callable[[str], Path], tmp_path: Path
 
 
 def test_templates_are_of_families_and_known_benchmarks() -> None:
-    for family, entries in templates().items():
+    text = files("tepo_megatron.tasks.data").joinpath("benchmark_templates.yaml").read_text()
+    for family, entries in yaml.safe_load(text).items():
         assert set(entries) - {"about", "all", "code"} <= set(BENCHMARKS), family
         assert entries["about"]
 
@@ -258,13 +244,13 @@ def test_templates_are_of_families_and_known_benchmarks() -> None:
 )
 def test_a_row_that_is_no_problem_is_named(row: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        convert("omni-math", BENCHMARKS["omni-math"], [row])
+        BENCHMARKS["omni-math"].convert("omni-math", [row])
 
 
 def test_ids_that_come_twice_are_refused() -> None:
     row = FILES["aime25"][0]
     with pytest.raises(ValueError, match="row 2 has the id '0', which another row has too"):
-        convert("aime25", BENCHMARKS["aime25"], [row, row])
+        BENCHMARKS["aime25"].convert("aime25", [row, row])
 
 
 def test_what_cannot_be_found_or_fetched_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +264,7 @@ def test_what_cannot_be_found_or_fetched_is_a_sentence(tmp_path: Path, monkeypat
     def no_network(*_given: Any, **_options: Any) -> str:
         raise OSError("no route to host")
 
-    monkeypatch.setattr(preparing, "_download", no_network)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", no_network)
     with pytest.raises(ValueError, match=r"cannot be fetched: no route to host; .* --revision 6e4ed1a2a79af7d8"):
         prepare("math500", tmp_path)
 

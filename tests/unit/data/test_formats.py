@@ -198,7 +198,7 @@ def test_a_file_without_the_mapped_column_names_it_and_those_that_are_there(tmp_
 
 def test_rows_are_named_where_they_are_wrong(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", [{"prompt": "q", "answer": "a", "id": "x"}] * 2)
-    with pytest.raises(ValueError, match=rf"^{path}, row 2: the id 'x' was used before, in row 1; ids must differ"):
+    with pytest.raises(ValueError, match=rf"^{path}, row 2: the id 'x' was used before, in {path}, row 1; ids must differ"):
         load_problems(path)
     path = write_parquet(tmp_path / "b.parquet", [{"prompt": "q", "answer": "a"}, {"prompt": "q", "answer": None}])
     with pytest.raises(ValueError, match=rf"^{path}, row 2: 'answer' is missing"):

@@ -61,7 +61,7 @@ GOOD = '{"prompt": "p", "answer": "a", "id": "one"}\n'
         ('["p", "a"]', "not a JSON object"),
         ("prompt,answer", "not JSON: .* column 1"),
         ('{"prompt": "p", ', "not JSON"),
-        ('{"prompt": "q", "answer": "b", "id": "one"}', "'one' was used before, in line 1"),
+        ('{"prompt": "q", "answer": "b", "id": "one"}', "'one' was used before, in .*:1; ids"),
         (b'{"prompt": "\xff", "answer": "a"}', r"not UTF-8 text \(byte 13 of the line\)"),
     ],
 )

@@ -78,7 +78,7 @@ def test_two_sources_with_the_same_id_are_refused_unless_they_have_names(tmp_pat
 
 def test_messages_need_a_chat_template(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}])
-    with pytest.raises(ValueError, match=r"problem 'a:1' cannot be encoded: a SentencePiece tokenizer\.model has no chat temp"):
+    with pytest.raises(ValueError, match=r"problem 'a:1' cannot be encoded: the model's tokenizer has no chat temp"):
         read(train=path)
     plain = write_jsonl(tmp_path / "b.jsonl", rows("1+1="))
     with pytest.raises(ValueError, match=r"problem 'b:1' cannot be encoded: .*chat_template = true need"):

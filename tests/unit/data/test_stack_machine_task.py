@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.tiny.make_warm_start import ALPHABET, stack_machine_examples
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data import stack_machine
 from tepo_megatron.tasks.data.problems import load_problems
-from tepo_megatron.tasks.data.stack_machine import LEAVES, text_of
+from tepo_megatron.tasks.data.stack_machine import LEAVES, Tree, problems_with_trees, value_of
 from tepo_megatron.tasks.reward.programs import StackMachine
 
 BY_PROMPT = {problem.prompt: problem for problem in stack_machine.train_problems()}
@@ -43,11 +44,17 @@ def test_tests_tell_a_choice_from_its_branches() -> None:
     assert found > 1000
 
 
-def test_brackets_are_where_they_are_needed() -> None:
-    assert text_of(("-", "x", ("-", "y", "3"))) == "x-(y-3)"
-    assert text_of(("-", ("-", "x", "y"), "3")) == "x-y-3"
-    assert text_of(("*", ("+", "x", "1"), ("*", "y", "z"))) == "(x+1)*(y*z)"
-    assert text_of(("?", ("<", "x", "y"), ("+", "x", "1"), ("*", "y", "2"))) == "x<y?x+1:y*2"
+@given(drawn=st.sampled_from(problems_with_trees()), inputs=st.tuples(*[st.integers(-9, 9)] * 3))
+def test_a_formula_has_its_trees_value(drawn: tuple[Problem, Tree], inputs: tuple[int, int, int]) -> None:
+    problem, tree = drawn
+    names = dict(zip("xyz", inputs, strict=True))
+
+    def value(formula: str) -> int:
+        condition, asked, branches = formula.partition("?")
+        first, _, second = branches.partition(":")
+        return int(eval(formula if not asked else first if eval(condition, {}, names) else second, {}, names))
+
+    assert value(problem.id) == value_of(tree, inputs)
 
 
 @given(seed=st.integers(0, 2**32))

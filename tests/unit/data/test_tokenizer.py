@@ -1,8 +1,10 @@
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,13 +14,7 @@ from examples.tiny.make_warm_start import ALPHABET, train_char_tokenizer
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data import addition
 from tepo_megatron.tasks.data.problems import encode_prompt
-from tepo_megatron.tasks.data.tokenizer import (
-    HuggingFaceTokenizer,
-    Tokenizer,
-    check_served_tokenizer,
-    check_tokenizer,
-    load_tokenizer,
-)
+from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 
 TINY = Path(str(files("tepo_megatron.tasks.data").joinpath("builtin", "tiny")))
 alphabet_text = st.text(st.sampled_from(ALPHABET), max_size=40)
@@ -93,15 +89,16 @@ class TestShippedTokenizer:
         assert 2 not in tiny.encode("<eos>")
 
     def test_transformers_gives_the_same_ids(self, tiny: Tokenizer) -> None:
-        hugging_face = HuggingFaceTokenizer(TINY)
+        from transformers import AutoTokenizer
+
+        other: Any = AutoTokenizer.from_pretrained(TINY, local_files_only=True)
         texts = [p.prompt + addition.solution(p) for p in addition.heldout_problems()] + [ALPHABET, "  a  b \n\n c "]
         for text in texts:
-            assert hugging_face.encode(text) == tiny.encode(text)
-            assert hugging_face.prompt_ids(text) == tiny.prompt_ids(text)
-            assert hugging_face.decode([*tiny.prompt_ids(text), 2]) == text
-        assert hugging_face.decode([12, 3, 64, 13]) == tiny.decode([12, 3, 64, 13])
-        for name in ("bos_id", "eos_ids", "pad_id", "unk_id", "vocab_size"):
-            assert getattr(hugging_face, name) == getattr(tiny, name), name
+            assert other.encode(text, add_special_tokens=False) == tiny.encode(text)
+            assert other.encode(text) == tiny.prompt_ids(text)
+            assert other.decode(tiny.encode(text), clean_up_tokenization_spaces=False) == text
+        ids = (other.bos_token_id, (other.eos_token_id,), other.pad_token_id, other.unk_token_id, len(other))
+        assert ids == (tiny.bos_id, tiny.eos_ids, tiny.pad_id, tiny.unk_id, tiny.vocab_size)
 
     def test_is_what_the_trainer_writes(self, tmp_path: Path) -> None:
         texts = [prompt + response for prompt, response in addition.supervised_examples(100, 0.5, 3)]
@@ -175,7 +172,7 @@ class TestByteLevelTokenizer:
         assert tokenizer.turn_ids(two, ended=True) == said
         assert tokenizer.turn_ids(two, ended=False) == [0, *said]
         assert 0 not in said
-        with pytest.raises(ValueError, match="takes no messages of system behind an answer: no system"):
+        with pytest.raises(ValueError, match="does not take messages of system after an answer: no system"):
             tokenizer.turn_ids([("system", "be brief")], ended=True)
 
     def test_special_tokens_are_left_out_and_padding_rows_show(self, byte_level: Path) -> None:
@@ -260,34 +257,31 @@ class TestOwnTokenizer:
 
     def test_strings_that_vllm_would_look_for_in_another_text_are_refused(self, folder: Path, byte_level: Path) -> None:
         (folder / "config.json").write_text('{"model_type": "qwen2"}')
-        with pytest.raises(
-            ValueError, match=r"AutoTokenizer, and that divides or joins text otherwise than .*such as '37 1024'"
-        ):
-            check_served_tokenizer(load_tokenizer(folder), folder, ["37 1024"])
+        with pytest.raises(ValueError, match=r"AutoTokenizer, and that divides or joins text unlike .*such as '37 1024'"):
+            load_tokenizer(folder).check_served(["37 1024"])
         for fine in (byte_level, TINY):
-            check_served_tokenizer(load_tokenizer(fine), fine, ["37 1024", "the sum"])
+            load_tokenizer(fine).check_served(["37 1024", "the sum"])
 
 
 class TestCheck:
-    @pytest.mark.parametrize("eos", [2, [7, 2], None])
-    def test_match(self, tiny: Tokenizer, tmp_path: Path, eos: int | list[int] | None) -> None:
-        for rows in (64, 128):
-            (tmp_path / "config.json").write_text(json.dumps({"vocab_size": rows, "eos_token_id": eos}))
-            check_tokenizer(tiny, tmp_path)
-
     @pytest.mark.parametrize(
         ("config", "message"),
         [
+            ({"vocab_size": 64, "eos_token_id": 2}, None),
+            ({"vocab_size": 128, "eos_token_id": [7, 2]}, None),
+            ({"vocab_size": 128, "eos_token_id": None}, None),
             ({"vocab_size": 63, "eos_token_id": 2}, "tokenizer has 64 ids, the model only 63 rows.*copy"),
-            ({"vocab_size": 64, "eos_token_id": 3}, "with token 2, .* with 3 .*set the two alike"),
+            ({"vocab_size": 64, "eos_token_id": 3}, "with token 2, .* with 3 .*make the two equal"),
             ({"vocab_size": 64, "eos_token_id": [0, 5]}, "with token 2, .* with 0 or 5"),
             ({}, "vocab_size = None"),
         ],
     )
-    def test_mismatch(self, tiny: Tokenizer, tmp_path: Path, config: dict[str, object], message: str) -> None:
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ValueError, match=message):
-            check_tokenizer(tiny, tmp_path)
+    def test_the_models_config(self, tmp_path: Path, config: dict[str, object], message: str | None) -> None:
+        folder = Path(shutil.copytree(TINY, tmp_path, dirs_exist_ok=True))
+        (folder / "config.json").write_text(json.dumps(config))
+        tokenizer = load_tokenizer(folder)
+        with pytest.raises(ValueError, match=message) if message else nullcontext():
+            tokenizer.check_model()
 
     def test_missing_and_damaged_tokenizers(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="has no tokenizer: copy"):

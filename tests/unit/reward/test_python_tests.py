@@ -9,7 +9,7 @@ import pytest
 from tepo_megatron.config.load import load_run
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.data.benchmarks import BENCHMARKS, convert
+from tepo_megatron.tasks.data.benchmarks import BENCHMARKS
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tepo_megatron.tasks.reward.programs import PythonTests
@@ -17,7 +17,7 @@ from tests.support.code_rows import FILES
 
 
 def problems_of(name: str) -> list[Problem]:
-    rows = convert(name, BENCHMARKS[name], FILES[name])
+    rows = BENCHMARKS[name].convert(name, FILES[name])
     known = ("id", "prompt", "answer")
     return [
         Problem(row["id"], row["prompt"], row["answer"], {key: value for key, value in row.items() if key not in known})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from examples.tiny.make_warm_start import varied_program
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.data.stack_machine import draw, draw_choice, program_of, value_of
+from tepo_megatron.tasks.data.stack_machine import Tree, problems_with_trees, value_of
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tepo_megatron.tasks.reward.programs import StackMachine
 
@@ -20,18 +19,17 @@ DOUBLE = Problem("p", "x+x=", "xx+", {"tests": [[[2, 0, 0], 4], [[0, 1, 1], 0], 
 
 
 @given(
-    leaves=st.integers(2, 6),
-    choice=st.booleans(),
+    drawn=st.sampled_from(problems_with_trees()),
     seed=st.integers(0, 2**32),
     inputs=st.lists(st.integers(-20, 20), min_size=3, max_size=3),
 )
-def test_each_way_to_write_a_program_gives_the_formulas_value(leaves: int, choice: bool, seed: int, inputs: list[int]) -> None:
-    rng = random.Random(seed)
-    pick: Callable[[int], int] = rng.randrange
-    tree = draw_choice(leaves, pick) if choice else draw(leaves, pick)
+def test_each_way_to_write_a_program_gives_the_formulas_value(
+    drawn: tuple[Problem, Tree], seed: int, inputs: list[int]
+) -> None:
+    problem, tree = drawn
     expected = value_of(tree, inputs)
-    assert StackMachine().run(program_of(tree), inputs) == expected
-    assert StackMachine().run(" \n".join(varied_program(tree, rng)), inputs) == expected
+    assert StackMachine().run(problem.answer, inputs) == expected
+    assert StackMachine().run(" \n".join(varied_program(tree, random.Random(seed))), inputs) == expected
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.sampler.rollout_file import read_rollouts, record_path, write_rollouts
 from tepo_megatron.sampler.vllm.resources import CPU_HEAD_SIZES
 from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.weights.architecture import model_spec
 from tests.support.small_llama import write_llama
 
@@ -191,7 +192,7 @@ def test_a_model_of_ones_own_needs_problems_before_anything_starts(tmp_path: Pat
 
 def test_the_tokenizer_is_compared_with_vllms_where_vllm_looks_for_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr("tepo_megatron.run.sampling.inputs.check_served_tokenizer", lambda *given: seen.extend(given[2]))
+    monkeypatch.setattr(Tokenizer, "check_served", lambda _self, texts: seen.extend(texts))
     sampling = {"max_new_tokens": 16}
     read(RunConfig.model_validate({"rollout": {"sampling": sampling}}))
     assert not seen

@@ -11,12 +11,21 @@ import torch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.sampler.vllm.wire import DUMMY_FORMAT
-from tepo_megatron.tasks.evaluate.standalone import evaluate_model, without_trainer
+from tepo_megatron.tasks.evaluate.standalone import evaluate_model
 
 
-def test_an_evaluation_without_a_trainer_reads_the_model(tmp_path: Path) -> None:
-    for server in (ServerConfig(load_format="dummy"), ServerConfig(placement="colocated", load_format="dummy")):
-        assert not without_trainer(server).starts_with_dummies(trained=False)
+def test_an_evaluation_without_a_trainer_reads_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its servers share their GPUs with no trainer."""
+
+    def refuse(server: ServerConfig, **_options: object) -> None:
+        raise RuntimeError(f"{server.placement}, {server.tp}, {server.starts_with_dummies(trained=False)}")
+
+    monkeypatch.setattr("tepo_megatron.tasks.evaluate.standalone.make_sampler", refuse)
+    for placement in ("local", "colocated"):
+        server = {"placement": placement, "tp": 2, "load_format": "dummy"}
+        config = RunConfig.model_validate({"output": tmp_path, "rollout": {"server": server}})
+        with pytest.raises(RuntimeError, match="local, 2, False"):
+            evaluate_model(config, "builtin:tiny")
     config = RunConfig.model_validate({"output": tmp_path, "rollout": {"server": {"placement": "external", "registry": "/r"}}})
     with pytest.raises(ValueError, match=r"servers of 'tepo serve' start without weights.*load_format = model"):
         evaluate_model(config, "builtin:tiny")
