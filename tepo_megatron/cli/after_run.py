@@ -6,29 +6,33 @@ import json
 import pydoc
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from tepo_megatron.cli.console import AsJson, print_json, show, user_errors
 from tepo_megatron.runtime.files import parse_samples
 from tepo_megatron.runtime.text import echo, printable
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from tepo_megatron.tasks.evaluate.estimators import Interval
-    from tepo_megatron.tasks.evaluate.results import SetComparison
-    from tepo_megatron.tools.report.page import Written
+
+_Row = Mapping[str, Any]
+
+app = typer.Typer()
+
+_WATCH_S = 2.0
 
 
-def compare(
-    first: Annotated[Path, typer.Argument(metavar="A", help="Output folder of tepo eval.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Output folder of tepo eval for another model.")],
+@app.command("compare")
+def _compare(
+    first: Annotated[Path, Argument(metavar="A", help="Output folder of tepo eval.")],
+    second: Annotated[Path, Argument(metavar="B", help="Output folder of tepo eval for another model.")],
     as_json: AsJson = False,
 ) -> None:
     """Compare two evaluated models, problem by problem: how much better B is than A, with 95 % intervals.
@@ -46,15 +50,8 @@ def compare(
 
         result = compare_results(first, second)
     if as_json:
-        echo(json.dumps([asdict(item) for item in result], indent=2))
+        print_json([asdict(item) for item in result])
         return
-    show(_table(first, second, result))
-    for item in result:
-        for line in _remarks(item):
-            echo(f"  {item.name}: {line}")
-
-
-def _table(first: Path, second: Path, result: Sequence[SetComparison]) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
@@ -66,15 +63,12 @@ def _table(first: Path, second: Path, result: Sequence[SetComparison]) -> Table:
             row = [_shown(figure.first), _shown(figure.second), _shown(figure.difference, "+") + star]
             table.add_row(escape(item.name) if index == 0 else "", escape(name), *row)
         table.add_section()
-    return table
-
-
-def _remarks(item: SetComparison) -> list[str]:
-    lines = [f"{item.problems} problems"]
-    if item.left_out:
-        lines[0] += f"; {item.left_out} left out, which only one of the two has, or which differ"
-    lines += [f"{key} differs: {one} in A, {other} in B" for key, (one, other) in item.settings.items()]
-    return lines
+    show(table)
+    for item in result:
+        left_out = f"; {item.left_out} left out, which only one of the two has, or which differ" if item.left_out else ""
+        echo(f"  {item.name}: {item.problems} problems{left_out}")
+        for key, (one, other) in item.settings.items():
+            echo(f"  {item.name}: {key} differs: {one} in A, {other} in B")
 
 
 def _shown(value: Interval, sign: str = "") -> str:
@@ -82,10 +76,11 @@ def _shown(value: Interval, sign: str = "") -> str:
     return f"{value.mean:{sign}{digits}} [{value.low:{sign}{digits}}, {value.high:{sign}{digits}}]"
 
 
-def plot(
-    outputs: Annotated[list[Path], typer.Argument(metavar="OUT", help="Output folders of runs, or their metrics.jsonl.")],
-    png: Annotated[Path | None, typer.Option("--png", help="Where to; default: OUT/curves.png or comparison.png.")] = None,
-    title: Annotated[str | None, typer.Option("--title", help="Above the picture; default: the folders' names.")] = None,
+@app.command("plot")
+def _plot(
+    outputs: Annotated[list[Path], Argument(metavar="OUT", help="Output folders of runs, or their metrics.jsonl.")],
+    png: Annotated[Path | None, Option(help="Where to; default: OUT/curves.png or comparison.png.")] = None,
+    title: Annotated[str | None, Option(help="Above the picture; default: the folders' names.")] = None,
 ) -> None:
     """Draw the curves of one or several runs in one picture.
 
@@ -100,7 +95,9 @@ def plot(
         for path, file in zip(outputs, files, strict=True):
             if not file.is_file():
                 raise ValueError(f"{path} has no metrics.jsonl; give the output folder of a run")
-        names = _distinct_names(files)
+        names = [file.resolve().parent.name for file in files]
+        if len(set(names)) < len(names):
+            names = [str(file.parent) for file in files]
         if len(files) == 1:
             target = png or files[0].with_name("curves.png")
             plot_curves(files[0], target, title or names[0])
@@ -110,18 +107,10 @@ def plot(
     echo(f"wrote {target}")
 
 
-def _distinct_names(files: list[Path]) -> list[str]:
-    folders = [file.resolve().parent for file in files]
-    names = [folder.name for folder in folders]
-    return names if len(set(names)) == len(names) else [str(file.parent) for file in files]
-
-
-WATCH_S = 2.0
-
-
-def status(
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="Output folder of a run.")],
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again every two seconds until the run ends.")] = False,
+@app.command("status")
+def _status(
+    output: Annotated[Path, Argument(metavar="OUT", help="Output folder of a run.")],
+    watch: Annotated[bool, Option("--watch", help="Show it again every two seconds until the run ends.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what a run does now, who waits for whom, and what went wrong; or how it ended.
@@ -146,33 +135,23 @@ def status(
             shown = lines
             if not watch or not goes_on:
                 return
-            time.sleep(WATCH_S)
+            time.sleep(_WATCH_S)
 
 
-def report(
-    outputs: Annotated[
-        list[Path],
-        typer.Argument(metavar="OUT", help="Output folders of runs, or of a sweep."),
-    ],
+@app.command("report")
+def _report(
+    outputs: Annotated[list[Path], Argument(metavar="OUT", help="Output folders of runs, or of a sweep.")],
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="The page. Default: OUT/report.html; of several OUT report.html here."),
+        Path | None, Option("--output", "-o", help="The page. Default: OUT/report.html; of several OUT report.html here.")
     ] = None,
-    title: Annotated[str, typer.Option("--title", help="Above the page; default: the runs' names.")] = "",
+    title: Annotated[str, Option(help="Above the page; default: the runs' names.")] = "",
     metrics: Annotated[
-        list[str] | None,
-        typer.Option("--metrics", metavar="NAME", help="Only these, such as 'entropy/*'; may be given more than once."),
+        list[str] | None, Option(metavar="NAME", help="Only these, such as 'entropy/*'; may be given more than once.")
     ] = None,
-    samples: Annotated[
-        int,
-        typer.Option("--samples", min=0, help="At most so many responses of each kind (held out, training, tokens)."),
-    ] = 3000,
-    size: Annotated[float, typer.Option("--size", min=0.5, help="Megabytes that the page may take, about.")] = 5.0,
+    samples: Annotated[int, Option(min=0, help="At most so many responses of each kind (held out, training, tokens).")] = 3000,
+    size: Annotated[float, Option(min=0.5, help="Megabytes that the page may take, about.")] = 5.0,
     watch: Annotated[
-        int | None,
-        typer.Option(
-            "--watch", min=2, metavar="SECONDS", help="Write it again and again until the runs end; an open page follows."
-        ),
+        int | None, Option(min=2, metavar="SECONDS", help="Write it again and again until the runs end; an open page follows.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -207,7 +186,9 @@ def report(
         while True:
             written = write_report(outputs, target, options)
             if going != (going := written.goes_on) and not as_json:
-                echo(_summary_of(written))
+                runs = "1 run" if written.runs == 1 else f"{written.runs} runs"
+                about = f"{runs}{', which goes on' if going else ''}, {written.samples} samples, {written.bytes / 1e6:.1f} MB"
+                echo(f"wrote {written.path}: {about}")
             if watch is None or not written.goes_on:
                 break
             time.sleep(watch)
@@ -215,26 +196,14 @@ def report(
         print_json({**asdict(written), "path": str(written.path)})
 
 
-def _summary_of(written: Written) -> str:
-    runs = "1 run" if written.runs == 1 else f"{written.runs} runs"
-    going = ", which goes on" if written.goes_on else ""
-    return f"wrote {written.path}: {runs}{going}, {written.samples} samples, {written.bytes / 1e6:.1f} MB"
-
-
-Row = Mapping[str, Any]
-
-HELDOUT, TRAIN = "samples.jsonl", "train_samples.jsonl"
-
-
-def samples(
-    output: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Output folder of a run, that of tepo eval, or the file itself.")
-    ],
-    step: Annotated[int | None, typer.Option("--step", min=0, help="Of this step; default: the newest that has some.")] = None,
-    train: Annotated[bool, typer.Option("--train", help="Responses that were trained on (log.train_samples).")] = False,
-    wrong: Annotated[bool, typer.Option("--wrong", help="Only problems with a response that is not correct.")] = False,
-    problem: Annotated[str | None, typer.Option("--problem", metavar="ID", help="Only this problem, at every step.")] = None,
-    of_set: Annotated[str | None, typer.Option("--set", metavar="NAME", help="Only of this evaluation set.")] = None,
+@app.command("samples")
+def _samples(
+    output: Annotated[Path, Argument(metavar="OUT", help="Output folder of a run, that of tepo eval, or the file itself.")],
+    step: Annotated[int | None, Option(min=0, help="Of this step; default: the newest that has some.")] = None,
+    train: Annotated[bool, Option("--train", help="Responses that were trained on (log.train_samples).")] = False,
+    wrong: Annotated[bool, Option("--wrong", help="Only problems with a response that is not correct.")] = False,
+    problem: Annotated[str | None, Option(metavar="ID", help="Only this problem, at every step.")] = None,
+    of_set: Annotated[str | None, Option("--set", metavar="NAME", help="Only of this evaluation set.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Read the model's answers: prompt, expected answer, responses, their rewards, and failures.
@@ -249,97 +218,81 @@ def samples(
     """
     with user_errors():
         path = _find_samples(output, train=train)
-        rows = list(_chosen(_of_set(_read_samples(path), path, of_set), path, step=step, wrong=wrong, problem=problem))
-    if as_json:
-        echo(json.dumps(rows, indent=2, ensure_ascii=False))
-    else:
-        text = "\n\n".join(map(_text_of, rows))
-        if sys.stdout.isatty():
-            pydoc.pager(printable(text))
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        rows = list(parse_samples(path, lines[:-1]))  # a cut-off last line is skipped
+        if of_set is not None:
+            rows = _that_have(rows, path, "set", of_set)
+        if step is not None:
+            rows = _that_have(rows, path, "step", step)
+        if problem is not None:
+            rows = _that_have(rows, path, "problem", problem)
+        elif rows:
+            newest = max(row.get("step", 0) for row in rows)
+            rows = [row for row in rows if row.get("step", 0) == newest]
         else:
-            echo(text)
+            raise ValueError(f"{path} has no sample yet")
+        rows = [row for row in rows if not wrong or not all(_is_correct(item) for _, item in _responses(row))]
+    if as_json:
+        print_json(rows)
+    elif sys.stdout.isatty():
+        pydoc.pager(printable("\n\n".join(map(_text_of, rows))))
+    else:
+        echo("\n\n".join(map(_text_of, rows)))
 
 
 def _find_samples(output: Path, *, train: bool) -> Path:
-    if output.is_file():
-        return output
-    name = TRAIN if train else HELDOUT
-    for path in (output / name, output / "eval" / name):
+    name = "train_samples.jsonl" if train else "samples.jsonl"
+    for path in (output, output / name, output / "eval" / name):
         if path.is_file():
             return path
-    hint = (
-        "set log.train_samples to have a run write responses that it trains on"
-        if train
-        else "a run writes it at its first evaluation (data.heldout, evaluate.every), and tepo eval at its end"
-    )
+    hint = "a run writes it at its first evaluation (data.heldout, evaluate.every), and tepo eval at its end"
+    if train:
+        hint = "set log.train_samples to have a run write responses that it trains on"
     raise ValueError(f"{output} has no {name}; {hint}")
 
 
-def _read_samples(path: Path) -> list[dict[str, Any]]:
-    """Skips a cut-off last line. Raises ValueError with the number of an invalid line."""
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    return list(parse_samples(path, lines[:-1]))
-
-
-def _of_set(rows: list[dict[str, Any]], path: Path, name: str | None) -> list[dict[str, Any]]:
-    known = dict.fromkeys(str(row["set"]) for row in rows if "set" in row)
-    if name is not None and name not in known:
-        raise ValueError(f"{path} has no set {name!r}; it has {', '.join(known) or 'none, only held-out problems'}")
-    return [row for row in rows if name in (None, row.get("set"))]
-
-
-def _chosen(
-    rows: Sequence[dict[str, Any]], path: Path, *, step: int | None, wrong: bool, problem: str | None
-) -> Iterator[dict[str, Any]]:
-    """Raises ValueError, which lists the existing ones, if there is none."""
-    steps = sorted({row.get("step", 0) for row in rows})
-    if step is not None and step not in steps:
-        raise ValueError(f"{path} has nothing of step {step}; it has the steps {', '.join(map(str, steps)) or '(none)'}")
-    if problem is not None:
-        result = [row for row in rows if row.get("problem") == problem and step in (None, row.get("step", 0))]
-    else:
-        newest = step if step is not None else (steps[-1] if steps else None)
-        result = [row for row in rows if row.get("step", 0) == newest]
+def _that_have(rows: list[dict[str, Any]], path: Path, key: str, value: object) -> list[dict[str, Any]]:
+    """Raises ValueError, which lists the existing values, if there is none."""
+    usual = {"step": 0}
+    result = [row for row in rows if row.get(key, usual.get(key)) == value]
     if not result:
-        known = list(dict.fromkeys(str(row.get("problem")) for row in rows))
-        raise ValueError(
-            f"{path} has no problem {problem!r}; it has {', '.join(known[:8])}" if known else f"{path} has no sample yet"
-        )
-    yield from (row for row in result if not wrong or not all(_is_correct(item) for _, item in _responses(row)))
+        known = dict.fromkeys(str(row.get(key, usual.get(key, ""))) for row in rows)
+        raise ValueError(f"{path} has no {key} {value!r}; it has {', '.join(list(known)[:8]).strip(', ') or 'none'}")
+    return result
 
 
-def _responses(row: Row) -> list[tuple[str, Row]]:
+def _responses(row: _Row) -> list[tuple[str, _Row]]:
     if "response" in row:
         return [("response", row)]
     greedy = [("greedy", row["greedy"])] if row.get("greedy") else []
     return [*greedy, *((f"sample {index}", item) for index, item in enumerate(row.get("sampled", []), start=1))]
 
 
-def _is_correct(response: Row) -> bool:
+def _is_correct(response: _Row) -> bool:
     """As the evaluation judged; in training and older files, by a reward of 1."""
     return bool(response.get("correct", (response.get("reward") or 0) >= 1))
 
 
-def _text_of(row: Row) -> str:
-    head = f"── step {row['step']} · " if "step" in row else "── "
-    head += f"{row['set']} · " if "set" in row else ""
-    source = str(row.get("source") or "")
-    head += (
-        f"{source} · " if source and not str(row.get("problem")).startswith(source) else ""
-    )  # an id may begin with the source
-    parts = [f"{head}problem {row.get('problem')} · answer {row.get('answer')}", _block(row.get("prompt"))]
+def _text_of(row: _Row) -> str:
+    source, problem = str(row.get("source") or ""), str(row.get("problem"))
+    about = [
+        *([f"step {row['step']}"] if "step" in row else []),
+        *([row["set"]] if "set" in row else []),
+        *([source] if source and not problem.startswith(source) else []),  # an id may begin with the source
+        f"problem {problem}",
+        f"answer {row.get('answer')}",
+    ]
+    parts = [f"── {' · '.join(about)}", _block(row.get("prompt"))]
     for name, item in _responses(row):
-        parts += [f"{name}: {_verdict(item)}", *_transcript(item)]
+        parts.append(f"{name}: {_verdict(item)}")
+        if "turns" in item:
+            parts += [line for turn in item["turns"] for line in (f"  {turn['by']}:", _block(turn["text"]))]
+        else:
+            parts.append(_block(item.get("response")))
     return "\n".join(parts)
 
 
-def _transcript(response: Row) -> list[str]:
-    if "turns" not in response:
-        return [_block(response.get("response"))]
-    return [line for turn in response["turns"] for line in (f"  {turn['by']}:", _block(turn["text"]))]
-
-
-def _verdict(response: Row) -> str:
+def _verdict(response: _Row) -> str:
     reward = response.get("reward")
     parts = ["no reward" if reward is None else f"reward {reward:g}"]
     if response.get("components"):

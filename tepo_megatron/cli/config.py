@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from tepo_megatron.cli.console import AsJson, Overrides, RunOrSetting, load_config, show, split_run, user_errors
 from tepo_megatron.runtime.text import echo
@@ -17,14 +18,15 @@ if TYPE_CHECKING:
     from tepo_megatron.config.schema import SchemaRow
 
 
-app = typer.Typer(no_args_is_help=True, help="Look at a run's configuration: what it says, and what it may say.")
+app = typer.Typer()
+config_app = typer.Typer(no_args_is_help=True, help="Look at a run's configuration: what it says, and what it may say.")
 
 
-@app.command("show")
+@config_app.command("show")
 def _show_config(
     run: RunOrSetting = None,
     overrides: Overrides = None,
-    diff: Annotated[bool, typer.Option("--diff", help="Only what differs from the defaults.")] = False,
+    diff: Annotated[bool, Option("--diff", help="Only what differs from the defaults.")] = False,
 ) -> None:
     """Print a run's complete configuration as YAML.
 
@@ -39,13 +41,13 @@ def _show_config(
         sys.stdout.write(dump_diff(config) if diff else dump_resolved(config))  # YAML writes no control character as it is
 
 
-@app.command("schema")
+@config_app.command("schema")
 def _show_schema(
-    under: Annotated[str | None, typer.Argument(metavar="PATH", help="Only fields whose path starts so.")] = None,
+    under: Annotated[str | None, Argument(metavar="PATH", help="Only fields whose path starts so.")] = None,
     plugins: Annotated[
-        list[str] | None, typer.Option("--plugin", help="With the kinds of this plugin of an objective: my_objective.py.")
+        list[str] | None, Option("--plugin", help="With the kinds of this plugin of an objective: my_objective.py.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON schema, for editors and tools.")] = False,
+    as_json: Annotated[bool, Option("--json", help="JSON schema, for editors and tools.")] = False,
 ) -> None:
     """Print every field of a run: path, values, default, meaning.
 
@@ -87,12 +89,13 @@ def _schema_table(rows: Sequence[SchemaRow]) -> Table:
     return table
 
 
-def plan(
+@app.command("plan")
+def _plan(
     run: RunOrSetting = None,
     overrides: Overrides = None,
-    prompt_tokens: Annotated[float | None, typer.Option(help="Mean length of prompts; default: half of the longest.")] = None,
-    response_tokens: Annotated[float | None, typer.Option(help="The same of responses.")] = None,
-    exact: Annotated[bool, typer.Option("--exact", help="Build every rank's model without memory, and count.")] = False,
+    prompt_tokens: Annotated[float | None, Option(help="Mean length of prompts; default: half of the longest.")] = None,
+    response_tokens: Annotated[float | None, Option(help="The same of responses.")] = None,
+    exact: Annotated[bool, Option("--exact", help="Build every rank's model without memory, and count.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compute what a run needs: memory of trainer and servers, traffic, time of a step. No GPU, and without --exact no torch.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from tepo_megatron.errors import is_ours, wants_traceback
 from tepo_megatron.runtime.preemption import INTERRUPTED
@@ -71,7 +72,7 @@ def user_errors() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
-def complete_setting(incomplete: str) -> list[str]:
+def _complete_setting(incomplete: str) -> list[str]:
     """Completions for a shell: ``optimizer.l`` → ``optimizer.lr=``; after ``=`` the possible values."""
     from tepo_megatron.config.schema import schema_rows
 
@@ -84,12 +85,10 @@ def complete_setting(incomplete: str) -> list[str]:
 
 
 _SETTINGS_HELP = "Dotted overrides, such as train.steps=10."
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help=_SETTINGS_HELP, autocompletion=complete_setting)]
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run's configuration.")]
-RunOrSetting = Annotated[
-    Path | None, typer.Argument(metavar="[RUN.yaml]", help="The run's configuration; settings alone will do.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="For tools.")]
+Overrides = Annotated[list[str] | None, Argument(metavar="a.b=c", help=_SETTINGS_HELP, autocompletion=_complete_setting)]
+RunFile = Annotated[Path, Argument(metavar="RUN.yaml", help="The run's configuration.")]
+RunOrSetting = Annotated[Path | None, Argument(metavar="[RUN.yaml]", help="The run's configuration; settings alone will do.")]
+AsJson = Annotated[bool, Option("--json", help="For tools.")]
 
 
 def split_run(run: Path | None, overrides: Sequence[str] | None) -> tuple[Path | None, list[str]]:

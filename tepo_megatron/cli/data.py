@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
+from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from tepo_megatron.cli.console import (
     AsJson,
@@ -25,13 +27,11 @@ from tepo_megatron.cli.console import (
 from tepo_megatron.runtime.preemption import not_ignored
 from tepo_megatron.runtime.streams import outlive_readers
 from tepo_megatron.runtime.text import echo
+from tepo_megatron.tasks.data.benchmarks import BENCHMARKS, SETS, prepare
 
 if TYPE_CHECKING:
-    from tepo_megatron.config.data import DataConfig
-    from tepo_megatron.tasks.data.sources import Prompt, Source
+    from tepo_megatron.tasks.data.sources import Source
     from tepo_megatron.tasks.data.tokenizer import Tokenizer
-    from tepo_megatron.tasks.protocol import RewardResult
-    from tepo_megatron.tasks.reward.recorded import RecordedGroup
 
 app = typer.Typer()
 
@@ -40,10 +40,10 @@ app = typer.Typer()
 def _show_command(
     run: RunOrSetting = None,
     overrides: Overrides = None,
-    heldout: Annotated[bool, typer.Option("--heldout", help="The held-out problems.")] = False,
-    source: Annotated[str | None, typer.Option("--source", metavar="NAME", help="Only this source.")] = None,
-    left_out: Annotated[bool, typer.Option("--left-out", help="Show what is left out, and why.")] = False,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="How many prompts of each source are shown.")] = 3,
+    heldout: Annotated[bool, Option("--heldout", help="The held-out problems.")] = False,
+    source: Annotated[str | None, Option(metavar="NAME", help="Only this source.")] = None,
+    left_out: Annotated[bool, Option("--left-out", help="Show what is left out, and why.")] = False,
+    limit: Annotated[int, Option(min=0, help="How many prompts of each source are shown.")] = 3,
     as_json: AsJson = False,
 ) -> None:
     """Show each source's counts, and its first prompts as the model reads them: special tokens are ⟦names⟧.
@@ -70,21 +70,32 @@ def _show_command(
             result = [item for item in result if source in (item.name, item.path)]
             if not result:
                 raise ValueError(f"there is no source {source}; the run has {known}")
-        shares = {} if heldout else _shares(config.data)
+        shares = {}
+        if not heldout:
+            plain, total = isinstance(config.data.train, str), sum(item.weight for item in config.data.train_sources)
+            shares = {item.path if plain else item.called: item.weight / total for item in config.data.train_sources}
         rows = [row for item in result for row in _rows(item, tokenizer, limit, left_out=left_out)]
+    summaries = [_summary(item, shares) for item in result]
     if as_json:
-        print_json({"sources": [_summary(item, shares) for item in result], "prompts": rows})
-    else:
-        _show(result, rows, shares)
+        print_json({"sources": summaries, "prompts": rows})
+        return
+    from rich.markup import escape
+
+    lines = []
+    for item in summaries:
+        share, tokens = "" if item["share"] is None else f"{item['share']:.3g}", item["tokens"]
+        counts = [str(count) for count in (item["problems"], item["used"], item["problems"] - item["used"])]
+        lines.append([escape(item["source"]), share, *counts, str(tokens["min"]), f"{tokens['mean']:.1f}", str(tokens["max"])])
+    show_table(["source", "share", "problems", "used", "left out", "tokens: least", "mean", "most"], lines)
+    for notice in (notice for item in result for notice in item.notices):
+        echo(notice)
+    for row in rows:
+        about = [f"{row['tokens']} tokens" if row["tokens"] else "", f"answer {row['answer']!r}", row["left_out"] or ""]
+        echo(f"\n{row['id']}: {', '.join(item for item in about if item)}")
+        echo(indent(row["prompt"], "  ", lambda _line: True))
 
 
-def _shares(config: DataConfig) -> dict[str, float]:
-    total = sum(item.weight for item in config.train_sources)
-    plain = isinstance(config.train, str)
-    return {item.path if plain else item.called: item.weight / total for item in config.train_sources}
-
-
-def _summary(source: Source, shares: dict[str, float]) -> dict[str, Any]:
+def _summary(source: Source, shares: Mapping[str, float]) -> dict[str, Any]:
     tokens = [prompt.tokens for prompt in source.prompts if prompt.left_out is None]
     return {
         "source": source.name or source.path,
@@ -98,68 +109,31 @@ def _summary(source: Source, shares: dict[str, float]) -> dict[str, Any]:
 
 
 def _rows(source: Source, tokenizer: Tokenizer, limit: int, *, left_out: bool) -> Iterator[dict[str, Any]]:
+    from tepo_megatron.tasks.data.problems import encode_prompt
+
     chosen = [prompt for prompt in source.prompts if (prompt.left_out is not None) == left_out]
-    for prompt in chosen[:limit]:
+    for prompt in chosen[:limit]:  # problems that a filter removes are not encoded
+        problem = prompt.problem
         yield {
             "source": source.name or source.path,
-            "id": prompt.problem.id,
-            "prompt": _read(prompt, tokenizer),
-            "tokens": prompt.tokens or None,  # problems that a filter removes are not encoded
-            "answer": prompt.problem.answer,
+            "id": problem.id,
+            "prompt": tokenizer.show(encode_prompt(tokenizer, problem)) if prompt.tokens else problem.prompt,
+            "tokens": prompt.tokens or None,
+            "answer": problem.answer,
             "left_out": prompt.left_out,
         }
 
 
-def _read(prompt: Prompt, tokenizer: Tokenizer) -> str:
-    from tepo_megatron.tasks.data.problems import encode_prompt
-
-    return tokenizer.show(encode_prompt(tokenizer, prompt.problem)) if prompt.tokens else prompt.problem.prompt
-
-
-def _show(sources: Sequence[Source], rows: Sequence[dict[str, Any]], shares: dict[str, float]) -> None:
-    columns = ["source", "share", "problems", "used", "left out", "tokens: least", "mean", "most"]
-    summaries = [_summary(item, shares) for item in sources]
-    show_table(columns, [_line(item) for item in summaries])
-    for notice in (notice for item in sources for notice in item.notices):
-        echo(notice)
-    for row in rows:
-        about = [f"{row['tokens']} tokens" if row["tokens"] else "", f"answer {row['answer']!r}", row["left_out"] or ""]
-        echo(f"\n{row['id']}: {', '.join(item for item in about if item)}")
-        echo("\n".join(f"  {line}" for line in row["prompt"].split("\n")))
-
-
-def _line(summary: dict[str, Any]) -> list[str]:
-    from rich.markup import escape
-
-    tokens = summary["tokens"]
-    return [
-        escape(summary["source"]),
-        "" if summary["share"] is None else f"{summary['share']:.3g}",
-        str(summary["problems"]),
-        str(summary["used"]),
-        str(summary["problems"] - summary["used"]),
-        str(tokens["min"]),
-        f"{tokens['mean']:.1f}",
-        str(tokens["max"]),
-    ]
-
-
 @app.command("prepare")
 def _prepare_command(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Such as math500: tepo data benchmarks lists them.")],
-    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Where problems and digests are kept.")] = Path(
-        "data/benchmarks"
-    ),
+    names: Annotated[list[str], Argument(metavar="NAME...", help="Such as math500: tepo data benchmarks lists them.")],
+    to: Annotated[Path, Option(metavar="FOLDER", help="Where problems and digests are kept.")] = Path("data/benchmarks"),
     source: Annotated[
         Path | None,
-        typer.Option("--from", metavar="PATH", help="The published file, or a folder with it, where there is no network."),
+        Option("--from", metavar="PATH", help="The published file, or a folder with it, where there is no network."),
     ] = None,
-    family: Annotated[
-        str | None, typer.Option("--family", help="Prompts for which models: plain, base, instruct, qwen or reasoning.")
-    ] = None,
-    accept_changed: Annotated[
-        bool, typer.Option("--accept-changed", help="Take a file of another digest from now on.")
-    ] = False,
+    family: Annotated[str | None, Option(help="Prompts for which models: plain, base, instruct, qwen or reasoning.")] = None,
+    accept_changed: Annotated[bool, Option("--accept-changed", help="Take a file of another digest from now on.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make problems of published benchmarks from pinned, checked files, and a run's section to evaluate on them.
@@ -170,20 +144,17 @@ def _prepare_command(
 
     [dim]tepo data prepare gsm8k --from /shared/downloads/gsm8k[/]
     """
+    rows = []
     with user_errors():
-        from tepo_megatron.tasks.data.benchmarks import SETS, prepare
-
-        done = []
         for name in names:
-            done.append(prepare(name, to, source=source, family=family, accept_changed=accept_changed))
+            one = prepare(name, to, source=source, family=family, accept_changed=accept_changed)
+            rows.append(asdict(one))
             if not as_json:
-                one = done[-1]
                 echo(f"{one.path}: {one.problems} problems of {one.source}")
                 if one.recorded:
                     echo(f"  its SHA-256 was not known and is recorded from now on: {one.source_sha256}")
     if as_json:
-        rows = [{**asdict(one), "path": str(one.path), "source": str(one.source)} for one in done]
-        echo(json.dumps(rows, indent=2))
+        print_json(rows)
     else:
         echo(f"to evaluate on them: tepo eval MODEL_DIR --run {to / SETS}")
 
@@ -191,12 +162,9 @@ def _prepare_command(
 @app.command("benchmarks")
 def _benchmarks_command(as_json: AsJson = False) -> None:
     """List the benchmarks that can be prepared, and where their files are."""
-    from tepo_megatron.tasks.data.benchmarks import BENCHMARKS
-
     if as_json:
         shown = ("title", "repository", "revision", "file", "sha256", "problems")
-        rows = {name: {field: getattr(item, field) for field in shown} for name, item in BENCHMARKS.items()}
-        echo(json.dumps(rows, indent=2))
+        print_json({name: {field: getattr(item, field) for field in shown} for name, item in BENCHMARKS.items()})
         return
     from rich.table import Table
 
@@ -209,16 +177,14 @@ def _benchmarks_command(as_json: AsJson = False) -> None:
 
 reward_app = typer.Typer()
 
-_WIDEST = 60
-
 
 @reward_app.command("try")
 def _try_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A run's samples.jsonl, or JSON lines with responses.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="A run's samples.jsonl, or JSON lines with responses.")],
     overrides: Overrides = None,
-    run: Annotated[Path | None, typer.Option("--run", metavar="RUN.yaml", help="The run whose reward section counts.")] = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="How many lines are scored, from the first.")] = 100,
-    as_json: Annotated[bool, typer.Option("--json", help="For tools.")] = False,
+    run: Annotated[Path | None, Option(metavar="RUN.yaml", help="The run whose reward section counts.")] = None,
+    limit: Annotated[int, Option(min=1, help="How many lines are scored, from the first.")] = 100,
+    as_json: AsJson = False,
 ) -> None:
     """Score recorded responses: reward, components, time, and failures; exit code 1 if any failed.
 
@@ -235,19 +201,8 @@ def _try_command(
         with VerifierTask(reward_configs(config.reward, config.data)) as task:
             items = [(problem, text) for problem, responses in groups for text in responses]
             results = task.score(items, [number for number, (_, responses) in enumerate(groups) for _ in responses])
-    rows = _reward_rows(groups, results)
-    summary = _reward_summary(config.reward.verifier, rows)
-    if as_json:
-        echo(json.dumps({**summary, "responses": rows}, ensure_ascii=False))
-    else:
-        _show_rewards(rows, summary)
-    if summary["failed"]:
-        raise typer.Exit(1)
-
-
-def _reward_rows(groups: Sequence[RecordedGroup], results: Sequence[RewardResult]) -> list[dict[str, Any]]:
     texts = [(problem.id, text) for problem, responses in groups for text in responses]
-    return [
+    rows: list[dict[str, Any]] = [
         {
             "problem": problem,
             "response": str(text),
@@ -258,33 +213,35 @@ def _reward_rows(groups: Sequence[RecordedGroup], results: Sequence[RewardResult
         }
         for (problem, text), result in zip(texts, results, strict=True)
     ]
-
-
-def _reward_summary(verifier: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     scored = [row for row in rows if row["error"] is None]
     names = list(dict.fromkeys(name for row in scored for name in row["components"]))
-    return {
-        "verifier": verifier,
+    summary: dict[str, Any] = {
+        "verifier": config.reward.verifier,
         "mean": fmean(row["reward"] for row in scored) if scored else None,
         "components": {name: fmean(row["components"].get(name, 0.0) for row in scored) for name in names},
         "seconds": fmean(row["seconds"] for row in rows),
         "failed": len(rows) - len(scored),
     }
+    if as_json:
+        echo(json.dumps({**summary, "responses": rows}, ensure_ascii=False))
+    else:
+        _show_rewards(rows, summary)
+    if summary["failed"]:
+        raise typer.Exit(1)
 
 
 def _show_rewards(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
-    names = list(summary["components"])
+    names, mean = list(summary["components"]), {**summary, "reward": summary["mean"], "error": None}
     lines = [
         [
-            f"{_short(row['problem'], 20)}  {_short(row['response'])}",
+            "mean" if row is mean else f"{_short(row['problem'], 20)}  {_short(row['response'], 60)}",
             *(_figure(row["components"].get(name)) for name in names),
             "failed" if row["error"] else _figure(row["reward"]),
             f"{1000 * row['seconds']:.1f}",
         ]
-        for row in rows
+        for row in (*rows, mean)
     ]
-    last = ["mean", *(_figure(summary["components"][name]) for name in names), _figure(summary["mean"])]
-    show_table(["problem, response", *names, "reward", "ms"], [*lines, [*last, f"{1000 * summary['seconds']:.1f}"]])
+    show_table(["problem, response", *names, "reward", "ms"], lines)
     for error in dict.fromkeys(row["error"] for row in rows if row["error"]):
         echo(f"failed: {error}")
     echo(f"{summary['verifier']}: {len(rows)} responses, {summary['failed']} failed")
@@ -294,7 +251,7 @@ def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def _short(text: str, most: int = _WIDEST) -> str:
+def _short(text: str, most: int) -> str:
     from rich.markup import escape
 
     line = " ".join(text.split())
@@ -305,14 +262,14 @@ environment_app = typer.Typer()
 
 
 @environment_app.command("serve")
-def serve(
+def _serve(
     run: RunFile,
     overrides: Overrides = None,
-    host: Annotated[str, typer.Option(help="The address to listen on: of the nodes' inner network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one, which is printed.")] = 8400,
-    key_file: Annotated[
-        Path, typer.Option(help="The file with the key, written if it is not there; trainers need the same.")
-    ] = Path("environment.key"),
+    host: Annotated[str, Option(help="The address to listen on: of the nodes' inner network.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0: any free one, which is printed.")] = 8400,
+    key_file: Annotated[Path, Option(help="The file with the key, written if it is not there; trainers need the same.")] = Path(
+        "environment.key"
+    ),
 ) -> None:
     """Run the environment of a configuration until Ctrl-C, for trainers that name it in environment.servers.
 

@@ -6,7 +6,7 @@ import math
 import platform
 import shutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 from rich.table import Table
+from typer import Option
 
 from tepo_megatron.cli.console import AsJson, Overrides, load_config, print_json, show, user_errors
 from tepo_megatron.cli.machine_checks import (
     CHECKS,
     LAUNCH_CHECKS,
+    Check,
     Diagnosis,
-    Status,
+    Finding,
     diagnose,
     has_gpu,
     is_fit,
@@ -37,6 +39,8 @@ from tepo_megatron.config.rollout import SamplingConfig
 if TYPE_CHECKING:
     from tepo_megatron.run.checks import RunSubject
     from tepo_megatron.runtime.named_check import NamedCheck
+
+app = typer.Typer()
 
 _COLOURS = {"ok": "green", "warn": "yellow", "missing": "dim", "fail": "red"}
 
@@ -55,16 +59,15 @@ def _checks_table(checks: Sequence[Diagnosis], purpose: str) -> Table:
     return table
 
 
-def doctor(
+@app.command("doctor")
+def _doctor(
     overrides: Overrides = None,
     as_json: AsJson = False,
-    launch: Annotated[bool, typer.Option("--launch", help="Only what submitting jobs needs.")] = False,
+    launch: Annotated[bool, Option("--launch", help="Only what submitting jobs needs.")] = False,
     run: Annotated[
-        Path | None, typer.Option("--run", metavar="RUN.yaml", help="Also model, data, verifier, disk and servers of a run.")
+        Path | None, Option(metavar="RUN.yaml", help="Also model, data, verifier, disk and servers of a run.")
     ] = None,
-    nodes: Annotated[
-        str | None, typer.Option("--nodes", metavar="N1,N2", help="Also whether nodes answer, and their clocks.")
-    ] = None,
+    nodes: Annotated[str | None, Option(metavar="N1,N2", help="Also whether nodes answer, and their clocks.")] = None,
 ) -> None:
     """Check this machine and environment: what is there, what is missing, what it would enable.
 
@@ -95,22 +98,22 @@ rounded up.
 """
 
 
-def run_checks(config: RunConfig) -> Mapping[str, Callable[[], Diagnosis]]:
+def run_checks(config: RunConfig) -> dict[str, Check]:
     """Name → check, not called yet. A replayed run reads no data."""
     from tepo_megatron.run.checks import MODEL, RUN_CHECKS, RunSubject
     from tepo_megatron.runtime.machine import this_machine
 
-    checks: dict[str, Callable[[], Diagnosis]] = {"output": partial(_output_disk, config)}
+    checks = {"output": Check(partial(_output_disk, config))}
     server = config.rollout.server
     if server.placement == "external":
         if server.registry is not None and any(server.registry.glob("server-*.json")):
-            checks |= {f"server {index}": partial(_external_server, config, index) for index in range(server.count)}
+            checks |= {f"server {index}": Check(partial(_external_server, config, index)) for index in range(server.count)}
         else:
             detail = f"no server is registered in {server.registry}"
             advice = "start 'tepo serve' on their nodes, with this registry"
-            checks["servers"] = partial(Diagnosis, "servers", "missing", detail, advice, needed=True)
+            checks["servers"] = Check(partial(Finding, "missing", detail, advice))
     elif server.port:
-        checks["server port"] = partial(_server_port, config)
+        checks["server port"] = Check(partial(_server_port, config), needed=False)
     ranks, here = config.engine.parallel.world_size, this_machine()
     run = RunSubject(config, replace(here, local_ranks=min(ranks, here.gpus or ranks), ranks=ranks))
     try:
@@ -119,24 +122,27 @@ def run_checks(config: RunConfig) -> Mapping[str, Callable[[], Diagnosis]]:
         has_model = False  # "model and data" reports it
     for check in RUN_CHECKS:
         if (has_model or MODEL not in check.needs) and check.applies(run):
-            checks[check.name] = partial(_diagnosis_of, check, run)
+            checks[check.name] = Check(partial(_finding_of, check, run))
     if config.rollout.replay is None:
-        checks |= {"model and data": partial(_model_and_data, config), "verifier": partial(_verifier, config)}
+        checks["model and data"] = Check(partial(_model_and_data, config))
+        if config.environment is not None:
+            checks["environment"] = Check(partial(_environment, config.environment, config.rollout.sampling))
+        else:
+            checks["verifier"] = Check(partial(_verifier, config))
     return checks
 
 
-def _diagnosis_of(check: NamedCheck[RunSubject], run: RunSubject) -> Diagnosis:
+def _finding_of(check: NamedCheck[RunSubject], run: RunSubject) -> Finding:
     from tepo_megatron.run.checks import TRAINER_MACHINE
 
     problem = check.problem(run)
     if problem is None:
-        return Diagnosis(check.name, "ok", "fits this run", needed=True)
+        return Finding("ok", "fits this run")
     # The doctor runs without the run's ranks, and possibly on another machine.
-    status: Status = "warn" if TRAINER_MACHINE in check.needs else "fail"
-    return Diagnosis(check.name, status, "refused", problem, needed=True)
+    return Finding("warn" if TRAINER_MACHINE in check.needs else "fail", "refused", problem)
 
 
-def _output_disk(config: RunConfig) -> Diagnosis:
+def _output_disk(config: RunConfig) -> Finding:
     folder = config.output.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -150,12 +156,11 @@ def _output_disk(config: RunConfig) -> Diagnosis:
     detail = f"{free / _GIB:.1f} GiB free for {config.output}"
     if free < needed:
         takes = f"the {retained} checkpoints that it keeps may take {needed / _GIB:.1f} GiB"
-        advice = f"{takes}: free as much, or set output to another disk"
-        return Diagnosis("output", "fail", detail, advice, needed=True)
-    return Diagnosis("output", "ok", detail, needed=True)
+        return Finding("fail", detail, f"{takes}: free as much, or set output to another disk")
+    return Finding("ok", detail)
 
 
-def _server_port(config: RunConfig) -> Diagnosis:
+def _server_port(config: RunConfig) -> Finding:
     host, port = config.rollout.server.host, config.rollout.server.port
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -163,38 +168,37 @@ def _server_port(config: RunConfig) -> Diagnosis:
             probe.bind((host, port))
         except OSError as error:
             advice = "servers take the next free one; set rollout.server.port to another, or end what listens there"
-            return Diagnosis("server port", "warn", f"{host}:{port} is taken ({error.strerror})", advice)
-    return Diagnosis("server port", "ok", f"{host}:{port} is free")
+            return Finding("warn", f"{host}:{port} is taken ({error.strerror})", advice)
+    return Finding("ok", f"{host}:{port} is free")
 
 
-def _external_server(config: RunConfig, index: int) -> Diagnosis:
+def _external_server(config: RunConfig, index: int) -> Finding:
     import httpx
 
     from tepo_megatron.sampler.fleet.external import RegistryEntry
 
-    name, registry = f"server {index}", config.rollout.server.registry
+    registry = config.rollout.server.registry
     result = RegistryEntry(registry, index).registered() if registry is not None else None
     if result is None:
-        return Diagnosis(name, "missing", f"not registered in {registry}", "start 'tepo serve' on its node", needed=True)
+        return Finding("missing", f"not registered in {registry}", "start 'tepo serve' on its node")
     try:
         # No proxy of the environment: servers are on the inner network.
         response = httpx.get(f"{result.url}/health", timeout=5, trust_env=False)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return Diagnosis(name, "fail", f"{result.url}: {error}", "is its node up, and no firewall between?", needed=True)
+        return Finding("fail", f"{result.url}: {error}", "is its node up, and no firewall between?")
     if response.status_code != 200:
-        detail = f"{result.url} answers with status {response.status_code}"
-        return Diagnosis(name, "fail", detail, "see its log in OUT/logs", needed=True)
-    return Diagnosis(name, "ok", f"{result.url} answers in {1000 * response.elapsed.total_seconds():.0f} ms", needed=True)
+        return Finding("fail", f"{result.url} answers with status {response.status_code}", "see its log in OUT/logs")
+    return Finding("ok", f"{result.url} answers in {1000 * response.elapsed.total_seconds():.0f} ms")
 
 
-def _model_and_data(config: RunConfig) -> Diagnosis:
+def _model_and_data(config: RunConfig) -> Finding:
     from tepo_megatron.run.sampling.inputs import read_inputs
     from tepo_megatron.tasks.data.builtin import resolve_model_path
 
     try:
         inputs = read_inputs(config, resolve_model_path(config.model.path))
     except ValueError as error:
-        return Diagnosis("model and data", "fail", config.model.path, str(error), needed=True)
+        return Finding("fail", config.model.path, str(error))
     counts = f"{len(inputs.train)} problems to train on, {len(inputs.heldout)} held out"
     counts += "".join(f", {len(item.problems)} in {item.name}" for item in inputs.sets)
     left_out = "".join(f"; {notice}" for notice in inputs.left_out)
@@ -205,24 +209,21 @@ def _model_and_data(config: RunConfig) -> Diagnosis:
         advice = "nothing is evaluated: give data.heldout to see whether the model gets better"
     elif both:
         advice = f"{both} of the held-out prompts are trained on, too: take them out of one of the two"
-    status: Status = "warn" if advice else "ok"
     shown = config.model.path if config.model.path.startswith(BUILTIN) else str(inputs.model_dir)
-    return Diagnosis("model and data", status, f"{shown}; {counts}{left_out}", advice, needed=True)
+    return Finding("warn" if advice else "ok", f"{shown}; {counts}{left_out}", advice)
 
 
-def _environment(config: EnvironmentConfig, sampling: SamplingConfig) -> Diagnosis:
+def _environment(config: EnvironmentConfig, sampling: SamplingConfig) -> Finding:
     from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 
     try:
         with closing(EnvironmentTask.open_host(config, sampling)) as host:
-            return Diagnosis("environment", "ok", f"{config.name} can be made", host.notice or "", needed=True)
+            return Finding("ok", f"{config.name} can be made", host.notice or "")
     except (ValueError, RuntimeError) as error:
-        return Diagnosis("environment", "fail", config.name, str(error), needed=True)
+        return Finding("fail", config.name, str(error))
 
 
-def _verifier(config: RunConfig) -> Diagnosis:
-    if config.environment is not None:
-        return _environment(config.environment, config.rollout.sampling)
+def _verifier(config: RunConfig) -> Finding:
     from tepo_megatron.run.sampling.step_rewards import rehearsed
     from tepo_megatron.tasks.data.problems import load_problems
     from tepo_megatron.tasks.reward.verifier_task import VerifierTask, reward_configs
@@ -232,7 +233,6 @@ def _verifier(config: RunConfig) -> Diagnosis:
         problems = [replace(problem, source=source.called) for source in sources for problem in load_problems(source)]
         rehearsed(VerifierTask(reward_configs(config.reward, config.data)), config, problems).close()
     except (ValueError, RuntimeError) as error:
-        return Diagnosis("verifier", "fail", config.reward.verifier, str(error), needed=True)
+        return Finding("fail", config.reward.verifier, str(error))
     names = dict.fromkeys(source.verifier or config.reward.verifier for source in sources)
-    detail = f"{', '.join(names)} scores answers of {', '.join(source.path for source in sources)}"
-    return Diagnosis("verifier", "ok", detail, needed=True)
+    return Finding("ok", f"{', '.join(names)} scores answers of {', '.join(source.path for source in sources)}")

@@ -8,14 +8,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from tepo_megatron.cli import config
-from tepo_megatron.cli.after_run import compare, plot, report, samples, status
-from tepo_megatron.cli.config import plan
-from tepo_megatron.cli.doctor import doctor
+from tepo_megatron.cli import after_run, config, doctor, init, train, weights
 from tepo_megatron.cli.experiments import faults, sweep
-from tepo_megatron.cli.init import init
-from tepo_megatron.cli.train import evaluate, serve, train
-from tepo_megatron.cli.weights import export_command, import_command
 from tepo_megatron.runtime.streams import open_closed_streams
 
 app = typer.Typer(
@@ -42,7 +36,7 @@ def _lazy(name: str, target: str, text: str, default: str | None = None) -> None
     class Lazy(TyperGroup):
         def _load(self) -> TyperGroup:
             module, attribute = target.split(":")
-            return typer.main.get_group(getattr(import_module(module), attribute))
+            return typer.main.get_group(getattr(import_module(f"tepo_megatron.cli.{module}"), attribute))
 
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             if default is not None and args and args[0] not in (*self._load().commands, *ctx.help_option_names):
@@ -60,27 +54,21 @@ def _lazy(name: str, target: str, text: str, default: str | None = None) -> None
     app.add_typer(group, name=name)
 
 
-app.command("init")(init)
-app.command("train")(train)
-app.command("serve")(serve)
-app.command("eval")(evaluate)
-app.command("compare")(compare)
-app.command("status")(status)
-app.command("samples")(samples)
-app.command("plan")(plan)
-app.command("plot")(plot)
-app.command("report")(report)
-app.command("import")(import_command)
-app.command("export")(export_command)
-app.command("doctor")(doctor)
 app.command("sweep")(sweep)
 app.command("faults")(faults)
-app.add_typer(config.app, name="config")
-_lazy("objective", "tepo_megatron.cli.objective:app", "Objectives: what there is to choose from.")
-_lazy("data", "tepo_megatron.cli.data:app", "Data: problems as the model will read them, and published benchmarks.")
-_lazy("environment", "tepo_megatron.cli.data:environment_app", "Environments: run them for trainers on other machines.")
-_lazy("reward", "tepo_megatron.cli.data:reward_app", "Rewards: try a verifier on recorded responses.")
-_lazy("launch", "tepo_megatron.cli.launch:app", "Run on a cluster: tepo launch RUN.yaml.", default="run")
-_lazy("reshard", "tepo_megatron.cli.weights:reshard_app", "Weights from Megatron's shards to vLLM's: tepo reshard plan.")
-_lazy("checkpoint", "tepo_megatron.cli.weights:app", "A run's checkpoints: list them, read them through, make room.")
-_lazy("bench", "tepo_megatron.cli.bench:app", "Measure parts of the system on this machine.")
+for _part in (after_run, config, doctor, init, train, weights):
+    app.registered_commands += _part.app.registered_commands
+_ORDER = (
+    *("init", "train", "serve", "eval", "compare", "status", "samples", "plan", "plot", "report"),
+    *("import", "export", "doctor", "sweep", "faults"),
+)
+app.registered_commands.sort(key=lambda command: _ORDER.index(str(command.name)))
+app.add_typer(config.config_app, name="config")
+_lazy("objective", "objective:app", "Objectives: what there is to choose from.")
+_lazy("data", "data:app", "Data: problems as the model will read them, and published benchmarks.")
+_lazy("environment", "data:environment_app", "Environments: run them for trainers on other machines.")
+_lazy("reward", "data:reward_app", "Rewards: try a verifier on recorded responses.")
+_lazy("launch", "launch:app", "Run on a cluster: tepo launch RUN.yaml.", default="run")
+_lazy("reshard", "weights:reshard_app", "Weights from Megatron's shards to vLLM's: tepo reshard plan.")
+_lazy("checkpoint", "weights:checkpoint_app", "A run's checkpoints: list them, read them through, make room.")
+_lazy("bench", "bench:app", "Measure parts of the system on this machine.")

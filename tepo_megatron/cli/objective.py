@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from pydantic import ValidationError
+from typer import Argument, Option
 
 from tepo_megatron.cli.console import AsJson, print_json, show, user_errors
 from tepo_megatron.config.base import Section
@@ -32,13 +33,13 @@ app = typer.Typer()
 _CHOICES = ("advantage", "ratio", "trust_region", "aggregation")
 
 
-Files = Annotated[
-    list[str] | None, typer.Argument(metavar="[FILE]...", help="Your own beside them: my_preset.yaml, my_objective.py.")
-]
-
-
 @app.command("list")
-def list_presets(files: Files = None, as_json: AsJson = False) -> None:
+def _list_presets(
+    files: Annotated[
+        list[str] | None, Argument(metavar="[FILE]...", help="Your own beside them: my_preset.yaml, my_objective.py.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Print each preset with its formula, source, and choices.
 
     r is the token's ratio π_θ/π_old, s_i the sequence's, δ = log r, A the advantage, T the response tokens, S the sequences.
@@ -53,24 +54,34 @@ def list_presets(files: Files = None, as_json: AsJson = False) -> None:
         plugins = [_find_plugin(name) for name, preset in result.items() if preset is None]
         configs = {name: ObjectiveConfig(preset=name) for name in presets}
     if as_json:
-        print_json(
-            {
-                "presets": {name: _record(item, configs[name]) for name, item in presets.items()},
-                "corrections": {name: {**_texts_of(item), "fields": item.changes} for name, item in CORRECTIONS.items()},
-                **({"plugins": {plugin.name: _kind_records(plugin) for plugin in plugins}} if plugins else {}),
-            }
-        )
+        listed = {
+            name: {**_texts_of(item), "objective": configs[name].model_dump(mode="json")} for name, item in presets.items()
+        }
+        corrections = {name: {**_texts_of(item), "fields": item.changes} for name, item in CORRECTIONS.items()}
+        kinds = {"plugins": {plugin.name: _kind_records(plugin) for plugin in plugins}} if plugins else {}
+        print_json({"presets": listed, "corrections": corrections, **kinds})
         return
-    show(_preset_table(presets, configs))
-    show(_correction_table())
+    table = _table("preset", "what is maximised; ÷ its denominator", "source", "composed of", keep="preset")
+    for name, preset in presets.items():
+        config = configs[name].model_dump(exclude_none=True)
+        beside = [f"{key}: {_say(section)}" for key, section in config.items() if key not in (*_CHOICES, "preset", "plugins")]
+        choices = " · ".join(_say(config[choice]) for choice in _CHOICES)
+        table.add_row(f"[bold]{name}[/]", _plain(preset.formula), _plain(preset.source), "\n".join([choices, *beside]))
+    show(table)
+    weighted = "times the surrogate, w = π_old / π_sampler"
+    table = _table("for a sampler that differs", weighted, "source", "fields", keep="source")
+    for name, correction in CORRECTIONS.items():
+        fields = "\n".join(f"{key}: {_say(section)}" for key, section in correction.changes.items())
+        table.add_row(f"[bold]{name}[/]", _plain(correction.formula), _plain(correction.source), fields)
+    show(table)
     for plugin in plugins:
-        show(_plugin_table(plugin))
+        _show_plugin(plugin)
 
 
 @app.command("show")
 def _show_preset(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A preset, a preset's file, or a plugin.")],
-    png: Annotated[Path | None, typer.Option("--png", help="Also draw the gradient weight into this file.")] = None,
+    name: Annotated[str, Argument(metavar="NAME", help="A preset, a preset's file, or a plugin.")],
+    png: Annotated[Path | None, Option(help="Also draw the gradient weight into this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print every field of a preset with its value and meaning, and how strongly it pushes a token at which ratio.
@@ -91,20 +102,24 @@ def _show_preset(
             if as_json:
                 print_json(_kind_records(plugin))
             else:
-                show(_plugin_table(plugin))
+                _show_plugin(plugin)
             return
         config = ObjectiveConfig(preset=name)
     from tepo_megatron.core.objective.gradient_weight import gradient_weights
 
     weights = gradient_weights(config)
-    ratios, lines = weights.ratios_N.tolist(), curves(weights)
+    ratios, lines = weights.ratios_N.tolist(), _curves(weights)
     if as_json:
         fields = [{"field": path, "value": value, "meaning": meaning} for path, value, meaning in _fields(config)]
         drawn = {line.label: list(line.ys) for line in lines}
         print_json({**_texts_of(preset), "fields": fields, "ratios": ratios, "gradient_weights": drawn})
     else:
-        show(_field_table(config, name, preset))
-        show(text_plot(ratios, lines), highlight=False, markup=False)
+        title = f"{_plain(name)}: {_plain(preset.formula)}\n{_plain(preset.source)}"
+        table = _table("field", "value", "meaning", keep="field", title=title)
+        for path, value, meaning in _fields(config):
+            table.add_row(path, _plain(value), _plain(meaning))
+        show(table)
+        show(_text_plot(ratios, lines), highlight=False, markup=False)
     if png is not None:
         _draw(ratios, lines, png, f"{name}: {preset.formula}")
         echo(f"wrote {png}", err=as_json)
@@ -113,14 +128,10 @@ def _show_preset(
 @app.command("check")
 def _check_command(
     targets: Annotated[
-        list[str], typer.Argument(metavar="TARGET...", help="my_objective.py, my_preset.yaml, or the name of a preset.")
+        list[str], Argument(metavar="TARGET...", help="my_objective.py, my_preset.yaml, or the name of a preset.")
     ],
-    preset: Annotated[
-        str, typer.Option("--preset", help="What each kind of a plugin is checked over: a preset, or its file.")
-    ] = "grpo",
-    reward_parts: Annotated[
-        int, typer.Option("--reward-parts", min=1, help="Components that each reward has, for an advantage that reads them.")
-    ] = 2,
+    preset: Annotated[str, Option(help="What each kind of a plugin is checked over: a preset, or its file.")] = "grpo",
+    reward_parts: Annotated[int, Option(min=1, help="Components that each reward has, for an advantage that reads them.")] = 2,
     as_json: AsJson = False,
 ) -> None:
     """Check an objective against the rules for all objectives; exit code 1 if it breaks one.
@@ -145,65 +156,29 @@ def _check_command(
     if as_json:
         print_json(checked)
     else:
-        _print_checked(checked)
+        for item in checked:
+            broken = [finding for finding in item["rules"] if finding["problem"]]
+            echo(f"{item['objective']}: {len(item['rules'])} rules, {len(broken)} broken ({item['seconds']:.1f} s)")
+            for finding in item["rules"]:
+                echo(f"  {'BROKEN' if finding['problem'] else 'ok':6} {finding['rule']}")
+                if finding["problem"]:
+                    echo(f"         {finding['problem']}")
         for note in notes:
             echo(f"note: {note}")
     if any(finding["problem"] for item in checked for finding in item["rules"]):
         raise typer.Exit(1)
 
 
-def _print_checked(checked: Sequence[Mapping[str, Any]]) -> None:
-    for item in checked:
-        broken = [finding for finding in item["rules"] if finding["problem"]]
-        echo(f"{item['objective']}: {len(item['rules'])} rules, {len(broken)} broken ({item['seconds']:.1f} s)")
-        for finding in item["rules"]:
-            echo(f"  {'BROKEN' if finding['problem'] else 'ok':6} {finding['rule']}")
-            if finding["problem"]:
-                echo(f"         {finding['problem']}")
-
-
 def _texts_of(entry: Preset) -> dict[str, Any]:
     return {"formula": entry.formula, "source": entry.source}
 
 
-def _record(preset: Preset, config: ObjectiveConfig) -> dict[str, Any]:
-    return {**_texts_of(preset), "objective": config.model_dump(mode="json")}
-
-
-def _preset_table(presets: Mapping[str, Preset], configs: Mapping[str, ObjectiveConfig]) -> Table:
-    table = _table("preset", "what is maximised; ÷ its denominator", "source", "composed of", keep="preset")
-    for name, preset in presets.items():
-        config = configs[name].model_dump(exclude_none=True)
-        beside = [f"{key}: {_say(section)}" for key, section in config.items() if key not in (*_CHOICES, "preset", "plugins")]
-        choices = " · ".join(_say(config[choice]) for choice in _CHOICES)
-        table.add_row(f"[bold]{name}[/]", _plain(preset.formula), _plain(preset.source), "\n".join([choices, *beside]))
-    return table
-
-
-def _correction_table() -> Table:
-    table = _table(
-        "for a sampler that differs", "times the surrogate, w = π_old / π_sampler", "source", "fields", keep="source"
-    )
-    for name, correction in CORRECTIONS.items():
-        fields = "\n".join(f"{key}: {_say(section)}" for key, section in correction.changes.items())
-        table.add_row(f"[bold]{name}[/]", _plain(correction.formula), _plain(correction.source), fields)
-    return table
-
-
-def _plugin_table(plugin: Plugin) -> Table:
-    table = _table("field", "default", "meaning", keep="field")
-    table.title, table.title_justify = f"{_plain(plugin.name)}, digest {plugin.digest}", "left"
+def _show_plugin(plugin: Plugin) -> None:
+    title = f"{_plain(plugin.name)}, digest {plugin.digest}"
+    table = _table("field", "default", "meaning", keep="field", title=title)
     for field, default, meaning in _kind_rows(plugin):
         table.add_row(f"[bold]{field}[/]" if " = " in field else field, _plain(default), _plain(meaning))
-    return table
-
-
-def _field_table(config: ObjectiveConfig, name: str, preset: Preset) -> Table:
-    table = _table("field", "value", "meaning", keep="field")
-    table.title, table.title_justify = f"{_plain(name)}: {_plain(preset.formula)}\n{_plain(preset.source)}", "left"
-    for path, value, meaning in _fields(config):
-        table.add_row(path, _plain(value), _plain(meaning))
-    return table
+    show(table)
 
 
 def _fields(section: Section, path: str = "objective") -> Iterator[tuple[str, str, str]]:
@@ -218,11 +193,11 @@ def _fields(section: Section, path: str = "objective") -> Iterator[tuple[str, st
         yield from _fields(value, here)
 
 
-def _table(*columns: str, keep: str) -> Table:
+def _table(*columns: str, keep: str, title: str | None = None) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold", no_wrap=column == keep)
     return table
@@ -247,31 +222,34 @@ def _say(section: Mapping[str, Any]) -> str:
     return f"{kind} ({', '.join(values)})" if kind else ", ".join(values)
 
 
-XLABEL = "ratio to π_old"
-YLABEL = "gradient weight ∂J/∂log π"
+_XLABEL = "ratio to π_old"
+_YLABEL = "gradient weight ∂J/∂log π"
 
 
-class Curve(NamedTuple):
+class _Curve(NamedTuple):
     label: str
     mark: str
     colour: str
     ys: Sequence[float]
 
 
-def curves(weights: GradientWeights) -> list[Curve]:
+def _curves(weights: GradientWeights) -> list[_Curve]:
     """A > 0 and A < 0, and A > 0 with falling entropy if that differs."""
     result = [
-        Curve("A = 1", "+", "#2b6cb0", weights.positive_N.tolist()),
-        Curve("A = −1", "o", "#d9480f", weights.negative_N.tolist()),
+        _Curve("A = 1", "+", "#2b6cb0", weights.positive_N.tolist()),
+        _Curve("A = −1", "o", "#d9480f", weights.negative_N.tolist()),
     ]
     if (weights.falling_N - weights.positive_N).abs().max() > 0.01 * weights.positive_N.abs().max():  # visible in the plot
-        result.append(Curve("A = 1, the entropy falls", "*", "#9c6ade", weights.falling_N.tolist()))
+        result.append(_Curve("A = 1, the entropy falls", "*", "#9c6ade", weights.falling_N.tolist()))
     return result
 
 
-def text_plot(xs: Sequence[float], lines: Sequence[Curve], *, width: int = 72, height: int = 17) -> str:
+def _text_plot(xs: Sequence[float], lines: Sequence[_Curve], *, width: int = 72, height: int = 17) -> str:
     """The first curve is on top; ``xs`` is sorted."""
-    low, high = _span(lines)
+    values = [0.0, *(y for curve in lines for y in curve.ys)]
+    low, high = min(values), max(values)
+    if low == high:
+        low, high = low - 1.0, high + 1.0
     grid = [[" "] * width for _ in range(height)]
 
     def row(y: float) -> int:
@@ -284,16 +262,15 @@ def text_plot(xs: Sequence[float], lines: Sequence[Curve], *, width: int = 72, h
             grid[row(curve.ys[index])][column] = curve.mark
     labels = {row(y): f"{y:.3g}" for y in (high, 0.0, low)}
     drawn = [f"{labels.get(number, ''):>8} │{''.join(cells)}" for number, cells in enumerate(grid)]
-    ends = f"{xs[0]:.4g}", f"{xs[len(xs) // 2]:.4g}", f"{xs[-1]:.4g}"
-    left = width // 2 - len(ends[0]) - len(ends[1]) // 2
-    axis = (
-        ends[0] + " " * left + ends[1] + " " * (width - width // 2 - len(ends[1]) + len(ends[1]) // 2 - len(ends[2])) + ends[2]
+    first, middle, last = (f"{x:.4g}" for x in (xs[0], xs[len(xs) // 2], xs[-1]))
+    axis = f"{first}{middle:^{width - len(first) - len(last)}}{last}"
+    legend = "   ".join(f"{curve.mark} {curve.label}" for curve in lines)
+    return "\n".join(
+        [f"{_YLABEL}, against the {_XLABEL}", *drawn, f"{'└':>10}{'─' * width}", f"{'':10}{axis}", f"{'':10}{legend}"]
     )
-    legend = " " * 10 + "   ".join(f"{curve.mark} {curve.label}" for curve in lines)
-    return "\n".join([f"{YLABEL}, against the {XLABEL}", *drawn, " " * 9 + "└" + "─" * width, " " * 10 + axis, legend])
 
 
-def _draw(xs: Sequence[float], lines: Sequence[Curve], png: Path, title: str) -> None:
+def _draw(xs: Sequence[float], lines: Sequence[_Curve], png: Path, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -301,8 +278,8 @@ def _draw(xs: Sequence[float], lines: Sequence[Curve], png: Path, title: str) ->
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_title(textwrap.fill(title, 95), loc="left", fontsize=11)
-    axes.set_xlabel(XLABEL)
-    axes.set_ylabel(YLABEL)
+    axes.set_xlabel(_XLABEL)
+    axes.set_ylabel(_YLABEL)
     axes.ticklabel_format(useOffset=False)
     axes.grid(True, color="#d9dfe5", linewidth=0.7)
     axes.axhline(0, color="#22303c", linewidth=0.8)
@@ -311,12 +288,6 @@ def _draw(xs: Sequence[float], lines: Sequence[Curve], png: Path, title: str) ->
     axes.legend(frameon=False)
     png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png, format="png")
-
-
-def _span(lines: Sequence[Curve]) -> tuple[float, float]:
-    values = [0.0, *(y for curve in lines for y in curve.ys)]
-    low, high = min(values), max(values)
-    return (low, high) if high > low else (low - 1.0, high + 1.0)
 
 
 _TRIED = (1.0, 0.1, 0.5, 2.0, 0.01, 10.0, 1)
@@ -364,7 +335,8 @@ def _objectives_of(target: str, preset: str) -> Iterator[tuple[str, ObjectiveCon
 
 def _notes_on(plugins: Iterable[str]) -> list[str]:
     """A sentence for each plugin that cannot be read without torch."""
-    script = "import sys; sys.modules['torch'] = None\n" + (
+    script = (
+        "import sys; sys.modules['torch'] = None\n"
         "from tepo_megatron.config.objective.custom import load_plugin; load_plugin(sys.argv[1])"
     )
     result = []

