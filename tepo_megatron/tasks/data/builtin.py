@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
@@ -19,8 +20,7 @@ def resolve_model_path(source: str) -> Path:
             f"the model folder {source} does not exist; give a Hugging Face folder on this machine "
             "(hf download NAME --local-dir FOLDER makes one), or builtin:tiny"
         )
-    wrong = _config_problems(folder) + _weight_problems(folder) + _tokenizer_problems(folder)
-    if wrong:
+    if wrong := list(_faults(folder)):
         raise ValueError(f"the model folder {source} cannot be used: {'; '.join(wrong)}")
     return folder
 
@@ -37,45 +37,40 @@ def _builtin_folder(name: str) -> Path:
     return root / name
 
 
-def _config_problems(folder: Path) -> list[str]:
-    path = folder / "config.json"
-    if not path.is_file():
-        return ["it has no config.json"]
-    return [] if isinstance(_read_json(path), dict) else ["its config.json is damaged (not a JSON object)"]
+def _faults(folder: Path) -> Iterator[str]:
+    if not (folder / "config.json").is_file():
+        yield "it has no config.json"
+    elif not isinstance(_read_json(folder / "config.json"), dict):
+        yield "its config.json is damaged (not a JSON object)"
+    yield from _weight_faults(folder)
+    if not any((folder / name).is_file() for name in ("tokenizer.model", "tokenizer.json", "vocab.json")):
+        yield "it has no tokenizer (tokenizer.model or tokenizer.json)"
 
 
-def _weight_problems(folder: Path) -> list[str]:
+def _weight_faults(folder: Path) -> Iterator[str]:
+    from safetensors import SafetensorError, safe_open
+
     index = folder / "model.safetensors.index.json"
-    present = sorted(path.name for path in folder.glob("*.safetensors"))
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
     if index.is_file():
         content = _read_json(index)
         weight_map = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(weight_map, dict):
-            return [f"its {index.name} is damaged (no weight_map)"]
+            yield f"its {index.name} is damaged (no weight_map)"
+            return
         needed = sorted(set(weight_map.values()))
-        missing = [name for name in needed if name not in present]
-        if missing:
-            return [f"{len(missing)} of {len(needed)} weight files are missing ({', '.join(missing[:3])})"]
-        present = needed
-    if not present:
-        return ["it has no weights (*.safetensors)"]
-    return [message for name in present if (message := _damage(folder / name))]
-
-
-def _damage(path: Path) -> str | None:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="numpy"):
-            return None
-    except (SafetensorError, OSError) as error:
-        return f"its {path.name} is damaged ({error})"
-
-
-def _tokenizer_problems(folder: Path) -> list[str]:
-    if any((folder / name).is_file() for name in ("tokenizer.model", "tokenizer.json", "vocab.json")):
-        return []
-    return ["it has no tokenizer (tokenizer.model or tokenizer.json)"]
+        if missing := [name for name in needed if name not in names]:
+            yield f"{len(missing)} of {len(needed)} weight files are missing ({', '.join(missing[:3])})"
+            return
+        names = needed
+    if not names:
+        yield "it has no weights (*.safetensors)"
+    for name in names:
+        try:
+            with safe_open(str(folder / name), framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            yield f"its {name} is damaged ({error})"
 
 
 def _read_json(path: Path) -> Any:

@@ -113,12 +113,7 @@ def load_filters(names: Sequence[str]) -> dict[str, _Keeps]:
 
 def _refused_by(filters: Mapping[str, _Keeps], problem: Problem) -> str | None:
     for name, keeps in filters.items():
-        try:
-            verdict = keeps(problem)
-        except Exception as error:
-            raise ValueError(
-                f"the filter {name} (data.filter) raised {type(error).__name__} on problem {problem.id!r}: {error}"
-            ) from error
+        verdict = _call(keeps, f"the filter {name} (data.filter)", problem)
         if not isinstance(verdict, bool):
             raise ValueError(
                 f"the filter {name} (data.filter) returned {verdict!r} for problem {problem.id!r}; return True to keep it, or "
@@ -127,6 +122,13 @@ def _refused_by(filters: Mapping[str, _Keeps], problem: Problem) -> str | None:
         if not verdict:
             return name
     return None
+
+
+def _call(function: Callable[[Problem], Any], what: str, problem: Problem) -> Any:
+    try:
+        return function(problem)
+    except Exception as error:
+        raise ValueError(f"{what} raised {type(error).__name__} on problem {problem.id!r}: {error}") from error
 
 
 def _order_keys(name: str, problems: Sequence[Problem]) -> list[float] | None:
@@ -138,17 +140,13 @@ def _order_keys(name: str, problems: Sequence[Problem]) -> list[float] | None:
     if name == "shortest_first":
         return [float(len(problem.prompt)) for problem in problems]
     function = load_user_code(name, f"data.order: {name}")
-    return [_key(function, name, problem) for problem in problems]
-
-
-def _key(function: Callable[[Problem], Any], name: str, problem: Problem) -> float:
-    try:
-        key = float(function(problem))
-    except Exception as error:
-        raise ValueError(f"data.order = {name} raised {type(error).__name__} on problem {problem.id!r}: {error}") from error
-    if not math.isfinite(key):
-        raise ValueError(f"data.order = {name} returned {key} for problem {problem.id!r}; return a finite number")
-    return key
+    keys = []
+    for problem in problems:
+        key = _call(lambda item: float(function(item)), f"data.order = {name}", problem)
+        if not math.isfinite(key):
+            raise ValueError(f"data.order = {name} returned {key} for problem {problem.id!r}; return a finite number")
+        keys.append(key)
+    return keys
 
 
 class _Unique:
