@@ -68,33 +68,23 @@ def checked(*nodes: str, timeout_s: float = TIMEOUT_S) -> dict[str, Diagnosis]:
     return dict(zip(nodes, checks, strict=True))
 
 
-def test_clocks_that_differ_are_told_with_what_they_break(reach: Path) -> None:
-    found = checked("even", "ahead", "behind", "chatty")
-    assert {node: check.status for node, check in found.items()} == {
-        **dict.fromkeys(("even", "chatty"), "ok"),
-        **dict.fromkeys(("ahead", "behind"), "warn"),
-    }
-    for side in ("ahead", "behind"):
-        assert f" s {side}" in found[side].detail
-        assert "rendezvous" in found[side].advice
-        assert "log lines" in found[side].advice
-        assert "chrony" in found[side].advice
-    assert (reach / "asked").read_text().count("even: date +%s.%N") == 3
+@pytest.mark.parametrize(
+    ("node", "status"),
+    [("even", "ok"), ("chatty", "ok"), ("slow", "ok"), ("better", "ok"), ("ahead", "warn"), ("behind", "warn")],
+)
+def test_clocks_that_differ_are_reported_with_what_they_break(reach: Path, node: str, status: str) -> None:
+    """slow: 1.1 s ahead, but the answer came at least 0.15 s after the clock was read: less than 1 s are sure. better: the
+    third answer is 120 s off, and takes longer than the first two together: the quickest counts.
+    """
+    check = checked(node)[node]
+    assert check.status == status, check.detail
+    assert (reach / "asked").read_text().count(f"{node}: date +%s.%N") == 3
+    if status == "warn":
+        assert f" s {node}" in check.detail
+        assert all(word in check.advice for word in ("rendezvous", "log lines", "chrony"))
 
 
-def test_a_difference_within_the_round_trip_is_no_fault(reach: Path) -> None:
-    """1.1 s ahead, but the answer came at least 0.15 s after the clock was read: less than 1 s are sure."""
-    assert checked("slow")["slow"].status == "ok"
-
-
-def test_the_quickest_answer_counts(reach: Path) -> None:
-    """The third is 120 s off, and takes longer than the first two together."""
-    check = checked("better")["better"]
-    assert check.status == "ok", check.detail
-    assert len((reach / "starts").read_text().splitlines()) == 3
-
-
-def test_nodes_are_asked_side_by_side(reach: Path) -> None:
+def test_nodes_are_asked_in_parallel(reach: Path) -> None:
     """Each of the two answers only once the other has been asked."""
     assert {check.status for check in checked("left", "right").values()} == {"ok"}
 

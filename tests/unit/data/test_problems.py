@@ -16,11 +16,6 @@ def _write(path: Path, content: str | bytes) -> str:
     return str(path)
 
 
-def test_builtin_tasks() -> None:
-    assert len(load_problems("builtin:addition")) == 7900
-    assert len(load_problems("builtin:addition-heldout")) == 200
-
-
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=5), st.booleans())
 def test_json_lines_round_trip(tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[str, str]], escape: bool) -> None:
     """Any text survives, also with line separators that only Python's splitlines knows (written unescaped)."""

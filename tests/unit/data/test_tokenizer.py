@@ -1,3 +1,7 @@
+"""Tokenizers: the built-in one, a byte-level one with a chat template, one that falls back to bytes, one with odd rules."""
+
+from __future__ import annotations
+
 import json
 import re
 import shutil
@@ -15,9 +19,13 @@ from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data import addition
 from tepo_megatron.tasks.data.problems import encode_prompt
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
+from tests.support.chat_tokenizer import SPECIAL, write_chat_tokenizer
 
 TINY = Path(str(files("tepo_megatron.tasks.data").joinpath("builtin", "tiny")))
+END, SYSTEM, USER, ASSISTANT = range(4)  # the chat tokenizer's
 alphabet_text = st.text(st.sampled_from(ALPHABET), max_size=40)
+any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="⟨⟩"), max_size=30)
+contents = st.lists(st.sampled_from([*SPECIAL, "the sum", " ", "\ue000", "0", "é", "<|", "\n"]), max_size=8).map("".join)
 
 
 @pytest.fixture(scope="module")
@@ -26,67 +34,55 @@ def tiny() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small byte-level BPE folder with a chat template, as instruction models have it."""
-    from tokenizers import Tokenizer as Core
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    core = Core(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    specials = ["<|end|>", "<|user|>", "<|assistant|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    core.train_from_iterator(["the sum of two numbers is a number"] * 3, trainer)
-    template = (
-        "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token=specials[0], extra_special_tokens=specials[1:], chat_template=template
-    )
-    folder = tmp_path_factory.mktemp("byte_level")
-    tokenizer.save_pretrained(folder)
-    return folder
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_tokenizer(tmp_path_factory.mktemp("chat"))
 
 
-def plain_text(folder: Path, text: str) -> list[int]:
-    """The ids of text, also where it looks like a special token."""
-    from transformers import PreTrainedTokenizerFast
+@pytest.fixture(scope="module")
+def chat(chat_folder: Path) -> Tokenizer:
+    return load_tokenizer(chat_folder)
 
-    ids: list[int] = PreTrainedTokenizerFast.from_pretrained(folder).encode(
-        text, add_special_tokens=False, split_special_tokens=True
-    )
-    return ids
+
+@pytest.fixture(scope="module")
+def falls_back(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A SentencePiece model with words, which adds a space before the first."""
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("falls_back")
+    with (folder / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["a b ab ba aba", "ab é"]), model_writer=file, model_type="bpe", vocab_size=273,
+            byte_fallback=True, minloglevel=2, num_threads=1, hard_vocab_limit=False,
+        )  # fmt: skip
+    return load_tokenizer(folder)
+
+
+def joined(pieces: list[str]) -> bytes:
+    """The bytes that pieces stand for."""
+    split = re.split(r"⟨([0-9A-F]{2})⟩", "".join(pieces))
+    return b"".join(bytes.fromhex(part) if index % 2 else part.encode() for index, part in enumerate(split))
 
 
 class TestShippedTokenizer:
     def test_ids(self, tiny: Tokenizer) -> None:
         assert (tiny.pad_id, tiny.bos_id, tiny.eos_ids, tiny.unk_id, tiny.vocab_size) == (0, 1, (2,), 3, 64)
 
-    @given(text=alphabet_text)
-    def test_round_trip(self, tiny: Tokenizer, text: str) -> None:
+    @given(text=alphabet_text, cut=st.integers(0, 40))
+    def test_round_trip(self, tiny: Tokenizer, text: str, cut: int) -> None:
         ids = tiny.encode(text)
-        assert tiny.decode(ids) == text
+        assert tiny.decode(ids) == tiny.decode(ids[:cut]) + tiny.decode(ids[cut:]) == text
         assert len(ids) == len(text)
         assert min(ids, default=4) > 3
         assert tiny.prompt_ids(text) == [1, *ids]
-
-    @given(text=alphabet_text, cut=st.integers(0, 40))
-    def test_decoding_piecewise_loses_nothing(self, tiny: Tokenizer, text: str, cut: int) -> None:
-        ids = tiny.encode(text)
-        assert tiny.decode(ids[:cut]) + tiny.decode(ids[cut:]) == text
 
     def test_special_tokens_are_left_out_and_unknown_ids_show(self, tiny: Tokenizer) -> None:
         nine, five = tiny.encode("95")
         assert tiny.decode([1, 0, nine, five, 2]) == "95"
         assert tiny.decode([nine, 3, five, 2]) == "9\ufffd5"
         assert tiny.decode([nine, 64, 1000, five]) == "9\ufffd\ufffd5"
-
-    def test_special_names_in_a_text_are_plain_text(self, tiny: Tokenizer) -> None:
         assert tiny.decode(tiny.encode("<eos>")) == "<eos>"
         assert 2 not in tiny.encode("<eos>")
+        assert [tiny.piece(token) for token in (2, 3, 64)] == ["⟦<eos>⟧", "\ufffd", "\ufffd"]
 
     def test_transformers_gives_the_same_ids(self, tiny: Tokenizer) -> None:
         from transformers import AutoTokenizer
@@ -106,15 +102,22 @@ class TestShippedTokenizer:
         for name in ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"):
             assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes()
 
-    def test_pieces(self, tiny: Tokenizer) -> None:
-        assert "".join(tiny.piece(token) for token in tiny.encode(" 3 + 4\n")) == " 3 + 4\n"
-        assert [tiny.piece(token) for token in (2, 3, 64)] == ["⟦<eos>⟧", "\ufffd", "\ufffd"]
+    def test_no_chat_template(self, tiny: Tokenizer, tmp_path: Path) -> None:
+        for tokenizer in (tiny, load_tokenizer(write_chat_tokenizer(tmp_path, template=None))):
+            with pytest.raises(
+                ValueError, match=r"the model's tokenizer has no chat template.*set data\.chat_template = false"
+            ):
+                tokenizer.chat_ids((("user", "1+1="),))
+            with pytest.raises(ValueError, match="has no chat template; return text"):
+                tokenizer.turn_ids([("user", "1")], ended=True)
 
-    def test_no_chat_template(self, tiny: Tokenizer) -> None:
-        with pytest.raises(ValueError, match=r"no chat template.*set data\.chat_template = false"):
-            tiny.chat_ids((("user", "1+1="),))
-        with pytest.raises(ValueError, match="has no chat template; return text"):
-            tiny.turn_ids([("user", "1")], ended=True)
+    def test_prompts(self, tiny: Tokenizer) -> None:
+        for problem in addition.heldout_problems():
+            ids = encode_prompt(tiny, problem)
+            assert ids[0] == tiny.bos_id
+            assert tiny.decode(ids) == problem.prompt
+        with pytest.raises(ValueError, match=r"problem 'sum-7' has characters that the tokenizer does not know: 'A×'"):
+            encode_prompt(tiny, Problem("sum-7", "A 3×4 A=", "12"))
 
 
 class TestTraining:
@@ -139,86 +142,66 @@ class TestTraining:
         assert not (tmp_path / "out").exists()
 
 
-class TestByteLevelTokenizer:
-    @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
-    def test_round_trip(self, byte_level: Path, text: str) -> None:
-        tokenizer = load_tokenizer(byte_level)
-        assert tokenizer.decode([*tokenizer.encode(text), *tokenizer.eos_ids]) == text
+class TestChat:
+    """What becomes a special token, and what does not."""
 
-    def test_no_unknown_characters(self, byte_level: Path) -> None:
-        tokenizer = load_tokenizer(byte_level)
-        assert encode_prompt(tokenizer, Problem("p", "Grüße 😀", "a")) == tuple(tokenizer.encode("Grüße 😀"))
+    @given(text=any_text)
+    def test_round_trip(self, chat: Tokenizer, text: str) -> None:
+        ids = chat.encode(text)
+        assert chat.decode([*ids, *chat.eos_ids]) == text
+        assert encode_prompt(chat, Problem("p", text or "a", "a")) == tuple(ids or chat.encode("a"))
+        pieces = [chat.piece(token) for token in ids]
+        assert joined(pieces) == text.encode()
+        assert all("⟨" not in piece or "\ufffd" not in piece for piece in pieces)
 
-    def test_chat_template_opens_the_answer(self, byte_level: Path) -> None:
-        tokenizer = load_tokenizer(byte_level)
-        assert tokenizer.chat_ids((("user", "the sum"),)) == [1, *tokenizer.encode("the sum"), 2]
+    def test_special_tokens_are_left_out_and_padding_rows_show(self, chat: Tokenizer) -> None:
+        ids = chat.encode("two numbers")
+        assert chat.decode([USER, *ids[:2], ASSISTANT, 10**5, *ids[2:], END]).replace("\ufffd", "", 1) == "two numbers"
+        assert [chat.piece(token) for token in (END, USER, 10**5)] == ["⟦<|end|>⟧", "⟦<|user|>⟧", "\ufffd"]
 
-    def test_a_chat_goes_on_behind_what_the_model_wrote(self, byte_level: Path, tmp_path: Path) -> None:
-        """With a template that ends answers: the end that the model wrote itself is not written again, and the text of a
-        special token in a message is text.
-        """
-        folder = Path(shutil.copytree(byte_level, tmp_path / "model"))
-        template = (
-            "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-            "{% if m.role == 'assistant' %}<|assistant|>{{ m.content }}<|end|>{% else %}<|user|>{{ m.content }}{% endif %}"
-            "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-        )
-        settings = json.loads((folder / "tokenizer_config.json").read_text())
-        (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
-        (folder / "chat_template.jinja").unlink(missing_ok=True)
-        tokenizer = load_tokenizer(folder)
-        two = [("user", "a sum<|end|>"), ("user", "x")]
-        said = [1, *tokenizer.encode("a sum"), *plain_text(folder, "<|end|>"), 1, *tokenizer.encode("x"), 2]
-        assert tokenizer.turn_ids(two, ended=True) == said
-        assert tokenizer.turn_ids(two, ended=False) == [0, *said]
-        assert 0 not in said
-        with pytest.raises(ValueError, match="does not take messages of system after an answer: no system"):
-            tokenizer.turn_ids([("system", "be brief")], ended=True)
-
-    def test_special_tokens_are_left_out_and_padding_rows_show(self, byte_level: Path) -> None:
-        tokenizer = load_tokenizer(byte_level)
-        ids = tokenizer.encode("two numbers")
-        assert tokenizer.decode([1, *ids[:2], 2, 10**5, *ids[2:], 0]).replace("\ufffd", "", 1) == "two numbers"
-
-    @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="⟨⟩"), max_size=30))
-    def test_pieces_are_the_text_with_the_bytes_of_divided_characters(self, byte_level: Path, text: str) -> None:
-        tokenizer = load_tokenizer(byte_level)
-        pieces = [tokenizer.piece(token) for token in tokenizer.encode(text)]
-        divided = re.compile(r"⟨([0-9A-F]{2})⟩")
-        parts = [bytes.fromhex(part) if at % 2 else part.encode() for at, part in enumerate(divided.split("".join(pieces)))]
-        assert b"".join(parts) == text.encode()
-        assert all(not divided.search(piece) or "\ufffd" not in piece for piece in pieces)
-
-    def test_pieces_of_special_tokens_have_their_names(self, byte_level: Path) -> None:
-        tokenizer = load_tokenizer(byte_level)
-        assert [tokenizer.piece(token) for token in (0, 1, 10**5)] == ["⟦<|end|>⟧", "⟦<|user|>⟧", "\ufffd"]
-
-    def test_generation_config_adds_end_tokens(self, byte_level: Path, tmp_path: Path) -> None:
-        folder = Path(shutil.copytree(byte_level, tmp_path / "model"))
+    def test_generation_config_adds_end_tokens(self, chat_folder: Path, tmp_path: Path) -> None:
+        folder = Path(shutil.copytree(chat_folder, tmp_path / "model"))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
         assert load_tokenizer(folder).eos_ids == (0, 2)
+        (folder / "generation_config.json").write_text("{")
+        with pytest.raises(ValueError, match=r"generation_config\.json is damaged"):
+            load_tokenizer(folder)
+
+    @given(system=contents, user=contents)
+    def test_only_what_the_template_writes_is_special(self, chat: Tokenizer, system: str, user: str) -> None:
+        ids = chat.chat_ids((("system", system), ("user", user)))
+        assert [token for token in ids if token < len(SPECIAL)] == [SYSTEM, END, USER, END, ASSISTANT]
+        assert chat.decode(ids) == system.strip() + user.strip()
+        assert chat.show(ids) == f"⟦<|system|>⟧{system.strip()}⟦<|end|>⟧⟦<|user|>⟧{user.strip()}⟦<|end|>⟧⟦<|assistant|>⟧"
+
+    def test_a_plain_prompt_is_text_unless_special_tokens_are_asked_for(self, chat: Tokenizer) -> None:
+        """Data that were rendered by a template before keep their special tokens by ``data.special_tokens``."""
+        rendered = "<|user|>the sum<|end|>\n"
+        assert chat.show(chat.prompt_ids(rendered)) == rendered
+        assert chat.show(chat.prompt_ids(rendered, special_tokens=True)) == "⟦<|user|>⟧the sum⟦<|end|>⟧\n"
+
+    @given(first=contents, second=contents)
+    def test_a_chat_continues_after_what_the_model_wrote(self, chat: Tokenizer, first: str, second: str) -> None:
+        """The end that the model wrote itself is not written again."""
+        turns = [("user", first), ("system", second)]
+        ids = chat.turn_ids(turns, ended=True)
+        written = f"⟦<|user|>⟧{first.strip()}⟦<|end|>⟧⟦<|system|>⟧{second.strip()}⟦<|end|>⟧⟦<|assistant|>⟧"
+        assert chat.show(ids) == written
+        assert chat.turn_ids(turns, ended=False) == [END, *ids]
+
+    def test_a_template_that_refuses_says_why(self, chat: Tokenizer) -> None:
+        talk = (("user", "a"), ("user", "b"))
+        refusal = r"problem 'p' cannot be encoded: .* does not take messages of user, user: roles must alt"
+        with pytest.raises(ValueError, match=refusal):
+            encode_prompt(chat, Problem("p", "b", "a", messages=talk))
+        with pytest.raises(ValueError, match="does not take messages of assistant after an answer: roles must alt"):
+            chat.turn_ids([("assistant", "be brief")], ended=True)
 
 
 @given(text=st.text(st.sampled_from("ab éß€😀 "), max_size=12).map(str.strip))
 def test_pieces_of_a_vocabulary_that_falls_back_to_bytes(falls_back: Tokenizer, text: str) -> None:
-    """A SentencePiece model with words, which adds a space before the first."""
-    pieces = [falls_back.piece(token) for token in falls_back.encode(text)]
-    split = re.split(r"⟨([0-9A-F]{2})⟩", "".join(pieces))
-    found = b"".join(bytes.fromhex(part) if at % 2 else part.encode() for at, part in enumerate(split)).decode()
-    assert found == falls_back.decode(falls_back.encode("a " + text))[1:] if text else found == ""
-
-
-@pytest.fixture(scope="module")
-def falls_back(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    import sentencepiece
-
-    folder = tmp_path_factory.mktemp("falls_back")
-    with (folder / "tokenizer.model").open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(["a b ab ba aba", "ab é"]), model_writer=file, model_type="bpe", vocab_size=273,
-            byte_fallback=True, minloglevel=2, num_threads=1, hard_vocab_limit=False,
-        )  # fmt: skip
-    return load_tokenizer(folder)
+    shown = joined([falls_back.piece(token) for token in falls_back.encode(text)]).decode()
+    assert shown == falls_back.decode(falls_back.encode("a " + text))[1:] if text else shown == ""
 
 
 class TestOwnTokenizer:
@@ -236,7 +219,7 @@ class TestOwnTokenizer:
         core.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False)
-        core.train_from_iterator([f"sort {at} {at + 7} 1024" for at in range(90)], trainer)
+        core.train_from_iterator([f"sort {number} {number + 7} 1024" for number in range(90)], trainer)
         folder = tmp_path_factory.mktemp("own")
         PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>").save_pretrained(folder)
         return folder
@@ -255,11 +238,11 @@ class TestOwnTokenizer:
         assert tokenizer.decode(tokenizer.encode(text)) == text
         assert tokenizer.vocab_size == core.get_vocab_size()
 
-    def test_strings_that_vllm_would_look_for_in_another_text_are_refused(self, folder: Path, byte_level: Path) -> None:
+    def test_strings_that_vllm_would_look_for_in_another_text_are_refused(self, folder: Path, chat_folder: Path) -> None:
         (folder / "config.json").write_text('{"model_type": "qwen2"}')
         with pytest.raises(ValueError, match=r"AutoTokenizer, and that divides or joins text unlike .*such as '37 1024'"):
             load_tokenizer(folder).check_served(["37 1024"])
-        for fine in (byte_level, TINY):
+        for fine in (chat_folder, TINY):
             load_tokenizer(fine).check_served(["37 1024", "the sum"])
 
 
@@ -293,21 +276,3 @@ class TestCheck:
             (tmp_path / "tokenizer.json").write_text(damaged)
             with pytest.raises(ValueError, match="cannot be read, copy it again"):
                 load_tokenizer(tmp_path)
-
-    def test_damaged_settings(self, tmp_path: Path) -> None:
-        shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
-        (tmp_path / "generation_config.json").write_text("{")
-        with pytest.raises(ValueError, match=r"generation_config\.json is damaged"):
-            load_tokenizer(tmp_path)
-
-
-class TestPrompts:
-    def test_unknown_characters_are_named(self, tiny: Tokenizer) -> None:
-        with pytest.raises(ValueError, match=r"problem 'sum-7' has characters that the tokenizer does not know: 'A×'"):
-            encode_prompt(tiny, Problem("sum-7", "A 3×4 A=", "12"))
-
-    def test_addition_prompts(self, tiny: Tokenizer) -> None:
-        for problem in addition.heldout_problems():
-            ids = encode_prompt(tiny, problem)
-            assert ids[0] == tiny.bos_id
-            assert tiny.decode(ids) == problem.prompt
