@@ -239,8 +239,7 @@ class _HuggingFaceTokenizer(Tokenizer):
         """
         check_text((list(messages), tools), "a message")
         plain = [item if isinstance(item, Mapping) else {"role": item[0], "content": item[1]} for item in messages]
-        characters = set[str]()
-        _with_texts([plain, tools], lambda text: characters.update(text) or text)  # type: ignore[func-returns-value]
+        characters = set(json.dumps(_with_texts([plain, tools], str), ensure_ascii=False, default=str))
         mark, answer = islice((chr(code) for code in _PRIVATE if chr(code) not in characters), 2)
         hidden: list[str] = []
 
