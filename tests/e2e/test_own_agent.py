@@ -11,7 +11,7 @@ from tepo_megatron.sampler.rollout_file import read_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
-from tests.support.example_runs import assert_replayed, check_learning, tepo
+from tests.support.example_runs import assert_replayed, tepo
 from tests.support.kills import rows
 from tests.support.processes import assert_none_names
 
@@ -70,9 +70,3 @@ def test_a_record_of_agents_replays_bit_for_bit(tmp_path: Path) -> None:
     tepo(*common, f"output={out}", *SMALL)
     tepo(*common, f"output={again}", *SMALL, f"rollout.replay={out / 'rollouts'}", "rollout.record=false")
     assert_replayed(again, out)
-
-
-@pytest.mark.learns
-@pytest.mark.timeout(7200)
-def test_it_learns_what_its_readme_says(tmp_path: Path) -> None:
-    check_learning("guess_number", EXAMPLE, tmp_path / "out", 0.65, 0.8)

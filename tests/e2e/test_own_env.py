@@ -110,6 +110,7 @@ def check_episodes(out: Path, heard: Path) -> list[int]:
     ("task", "config", "begins_below", "ends_above"),
     [
         ("guess_number", "examples/environments/guess_number.yaml", 0.65, 0.8),
+        ("guess_number", "examples/own_agent/run.yaml", 0.65, 0.8),
         ("calculator", "examples/environments/calculator.yaml", 0.35, 0.8),
         ("own_env", "examples/own_env/run.yaml", 0.75, 0.85),
     ],

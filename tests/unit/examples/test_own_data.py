@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,12 +23,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     script(ROOT / EXAMPLE / "make_model.py").write(folder)
     return folder
-
-
-def train(model: Path, out: Path, *settings: str) -> list[dict[str, Any]]:
-    tepo("train", f"{EXAMPLE}/run.yaml", f"output={out}", f"model.path={model}", *settings)
-    assert_none_names(out)
-    return rows(out)
 
 
 def test_its_files_are_those_that_the_script_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +55,10 @@ def test_a_run_trains_on_both_sources(model: Path, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.learns
 def test_it_learns_both_sources(model: Path, tmp_path: Path) -> None:
-    trained = train(model, tmp_path / "out")
+    out = tmp_path / "out"
+    tepo("train", f"{EXAMPLE}/run.yaml", f"output={out}", f"model.path={model}")
+    assert_none_names(out)
+    trained = rows(out)
     assert trained[-1]["accuracy/greedy"] > trained[0]["accuracy/greedy"] + 0.15
     for name in ("sums", "talk"):
         first, last = (sum(row[f"source/{name}/reward"] for row in some) / 5 for some in (trained[1:6], trained[-5:]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,9 +12,7 @@ from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.tasks.reward.programs import StackMachine
 from tests.support.example_runs import ROOT, SMALL_RUN, greedy_accuracies, tepo
-from tests.support.kills import rows
 from tests.support.processes import assert_none_names
-from tests.support.programs import TIMEOUT_S
 from tests.support.reference_runs import train_on_references
 
 SMALL = (
@@ -25,12 +22,6 @@ SMALL = (
     "evaluate.samples=2",
     "rollout.record=true",
 )
-
-
-def train(out: Path, *settings: str, timeout_s: float = TIMEOUT_S) -> list[dict[str, Any]]:
-    tepo("train", "examples/stack_machine/run.yaml", f"output={out}", *settings, timeout_s=timeout_s)
-    assert_none_names(out)
-    return rows(out)
 
 
 @pytest.mark.slow
@@ -58,7 +49,8 @@ def test_what_is_sampled_is_run_and_several_programs_are_right(tmp_path: Path, m
 @pytest.mark.learns
 def test_it_learns_what_its_readme_says(tmp_path: Path) -> None:
     """Held-out formulas, greedily; minutes, on two cores."""
-    train(tmp_path / "out", timeout_s=7200)
+    tepo("train", "examples/stack_machine/run.yaml", f"output={tmp_path}/out", timeout_s=7200)
+    assert_none_names(tmp_path / "out")
     greedy = greedy_accuracies(tmp_path / "out")
     assert greedy[0] < 0.75
     assert greedy[-1] >= 0.85
