@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
-from tepo_megatron.cli.console import AsJson, Overrides, RunOrSetting, load_config, show, split_run, user_errors
+from tepo_megatron.cli.console import AsJson, Overrides, RunOrSetting, load_config, print_json, show, split_run, user_errors
 from tepo_megatron.runtime.text import echo
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from tepo_megatron.config.schema import SchemaRow
-
 
 app = typer.Typer()
 config_app = typer.Typer(no_args_is_help=True, help="Look at a run's configuration: what it says, and what it may say.")
@@ -57,36 +50,29 @@ def _show_schema(
 
     [dim]tepo config schema --json > run.schema.json[/]
     """
-    import json
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table
 
     from tepo_megatron.config.schema import json_schema, schema_rows, with_plugins
 
     with user_errors(), with_plugins(plugins or ()):
         if as_json:
-            echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+            print_json(json_schema())
             return
         listed = schema_rows(of_lists=True)
         rows = [row for row in listed if under is None or f"{row.path}.".startswith(f"{under.rstrip('.')}.")]
         if not rows:
             raise ValueError(f"no field is {under} or below it; 'tepo config schema' lists all")
-    show(_schema_table(rows))
-
-
-def _schema_table(rows: Sequence[SchemaRow]) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.markup import escape
-    from rich.table import Table
-
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_lines=False)
     table.add_column("field, and what it takes", overflow="fold")
     table.add_column("default", max_width=20, overflow="fold")
     table.add_column("meaning", min_width=28)
     for row in rows:
         condition = f"[dim]only with {escape(row.when)}:[/] " if row.when else ""
-        table.add_row(
-            f"[bold]{row.path}[/]\n[dim]  {escape(row.allowed)}[/]", escape(row.default), condition + escape(row.description)
-        )
-    return table
+        field = f"[bold]{row.path}[/]\n[dim]  {escape(row.allowed)}[/]"
+        table.add_row(field, escape(row.default), condition + escape(row.description))
+    show(table)
 
 
 @app.command("plan")
