@@ -258,7 +258,7 @@ class _SetSamplingConfig(Section):
         return args if self.top_k is None else {**args, "top_k": self.top_k or None}
 
 
-class _EvaluationSetConfig(_PromptsConfig):
+class EvaluationSetConfig(_PromptsConfig):
     path: Annotated[str, Field(min_length=1)]
     """Problems, in the form of ``data.heldout``; never trained on."""
 
@@ -335,7 +335,7 @@ class EvaluateConfig(Section):
     show: NonNegativeInt = 32
     """First problems of each evaluation written to ``samples.jsonl``."""
 
-    sets: dict[str, _EvaluationSetConfig] = Field(default_factory=dict)
+    sets: dict[str, EvaluationSetConfig] = Field(default_factory=dict)
     """Further problems by name: ``evaluate.sets.aime.path=aime.jsonl``. Metrics: ``eval/NAME/…``."""
 
     def every_of(self, name: str | None) -> int:
@@ -360,7 +360,7 @@ class EvaluateConfig(Section):
 
     @field_validator("sets")
     @classmethod
-    def _sets_have_names(cls, sets: Mapping[str, _EvaluationSetConfig]) -> Mapping[str, _EvaluationSetConfig]:
+    def _sets_have_names(cls, sets: Mapping[str, EvaluationSetConfig]) -> Mapping[str, EvaluationSetConfig]:
         for name in sets:
             if not _SET_NAME.fullmatch(name):
                 raise ValueError(
