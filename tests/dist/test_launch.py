@@ -38,17 +38,18 @@ def test_a_rank_that_fails_ends_the_world(way: str, told: str) -> None:
         run_dist(2, leave, way)
 
 
-def environment(rank: int, world: int) -> tuple[int, str | None, bool]:
+def environment(rank: int, world: int) -> tuple[int, str | None, bool, bool]:
     import torch
 
-    return dist.get_rank(), os.environ.get("SET_BY_A_TEST"), torch.get_num_threads() == 1
+    imported = "tepo_megatron.trainer.megatron.engine" in sys.modules
+    return dist.get_rank(), os.environ.get("SET_BY_A_TEST"), torch.get_num_threads() == 1, imported
 
 
-def test_ranks_have_the_tests_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_have_the_tests_environment_and_the_engine_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the process that they are forked from may be older than it."""
-    assert run_dist(2, environment) == [(0, None, True), (1, None, True)]
+    assert run_dist(2, environment) == [(0, None, True, True), (1, None, True, True)]
     monkeypatch.setenv("SET_BY_A_TEST", "yes")
-    assert run_dist(2, environment) == [(0, "yes", True), (1, "yes", True)]
+    assert run_dist(2, environment) == [(0, "yes", True, True), (1, "yes", True, True)]
 
 
 def test_a_program_that_fails_is_told() -> None:
