@@ -7,22 +7,16 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations
+from functools import cached_property
+from itertools import combinations, product
 from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.plan.memory import GIB, HostMemory, RankMemory, TrainingRanks, is_colocated, on_gpu
 from tepo_megatron.plan.shapes import model_parameters, resolve_spec
-from tepo_megatron.plan.time import (
-    Lengths,
-    ScheduleTime,
-    ServerMemory,
-    StepTime,
-    SyncTraffic,
-    draft_spec,
-)
+from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, StepTime, SyncTraffic, draft_spec
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import check_trainer_split
 
@@ -30,23 +24,55 @@ _DEFAULT_PROMPT_TOKENS = 512  # if ``data.max_prompt_tokens`` is unset
 
 _USABLE = 0.9  # the allocator's gaps need the rest
 
+_MAX_CHANGES_SHOWN = 4
+
+_Settings = Mapping[str, Any]  # by dotted field names
+
+_Knob = list[_Settings]  # alternative settings of the same fields
+
 
 @dataclass(frozen=True)
 class Plan:
-    """``stages``: memory of one rank of each pipeline stage; ``problems``: reasons why the run cannot start."""
+    """Estimates are computed when first read. ``substitute``: an assumption about the model's shapes."""
 
     config: RunConfig
     spec: ModelSpec
-    parameters: int
-    stage_parameters: tuple[int, ...]
     lengths: Lengths
-    stages: tuple[RankMemory, ...]
-    hosts: tuple[HostMemory, ...]
-    server: ServerMemory
-    sync: SyncTraffic | None
-    time: StepTime
-    assumptions: tuple[str, ...]
-    problems: tuple[str, ...]
+    sync: SyncTraffic | None = None
+    substitute: str | None = None
+
+    @cached_property
+    def ranks(self) -> TrainingRanks:
+        return TrainingRanks(self.spec, self.config)
+
+    @property
+    def parameters(self) -> int:
+        return model_parameters(self.spec)
+
+    @property
+    def stage_parameters(self) -> tuple[int, ...]:
+        """Parameters of one rank of each pipeline stage."""
+        return tuple(count.total for count in self.ranks.split.stages())
+
+    @cached_property
+    def stages(self) -> tuple[RankMemory, ...]:
+        """Memory of one rank of each pipeline stage."""
+        stages = range(self.config.engine.parallel.pp)
+        longest, tokens = self.lengths.longest, self._step_tokens
+        return tuple(self.ranks.memory(stage, longest=longest, step_tokens=tokens) for stage in stages)
+
+    @property
+    def hosts(self) -> tuple[HostMemory, ...]:
+        tokens = self._step_tokens
+        return tuple(self.ranks.host_memory(stage, memory, step_tokens=tokens) for stage, memory in enumerate(self.stages))
+
+    @cached_property
+    def server(self) -> ServerMemory:
+        return ServerMemory.of(self.spec, self.config, longest=self.lengths.longest, mean=self.lengths.mean)
+
+    @cached_property
+    def time(self) -> StepTime:
+        return StepTime.of(self.ranks, self.lengths, self.server, self.sync, self.hosts)
 
     @property
     def worst(self) -> RankMemory:
@@ -59,7 +85,92 @@ class Plan:
     @property
     def usable_memory(self) -> float | None:
         """Bytes of a GPU; None on CPUs."""
-        return _usable_memory(self.config) if on_gpu(self.config) else None
+        config = self.config
+        return config.cluster.gpu_memory_gib * GIB * min(_USABLE, config.engine.gpu_memory_fraction) if on_gpu(config) else None
+
+    @cached_property
+    def problems(self) -> tuple[str, ...]:
+        """Reasons why the run cannot start."""
+        return tuple(self._problems())
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return tuple(_assumptions(self))
+
+    @property
+    def _step_tokens(self) -> float:
+        return self.config.rollout.prompts_per_step * self.config.rollout.samples_per_prompt * self.lengths.mean
+
+    @property
+    def _host_problem(self) -> str | None:
+        return self.ranks.host_problem(self.hosts, self._step_tokens)
+
+    def _problems(self) -> Iterator[str]:
+        config, worst, server, usable = self.config, self.worst, self.server, self.usable_memory
+        if usable is not None:
+            if worst.total > usable:
+                largest = max(worst.terms, key=lambda name: worst.terms[name])
+                yield (
+                    f"a training rank needs {worst.total / GIB:.1f} GiB, {(worst.total - usable) / GIB:.1f} GiB more than the "
+                    f"{usable / GIB:.1f} GiB usable of cluster.gpu_memory_gib = {config.cluster.gpu_memory_gib:g}; the largest "
+                    f"term is {largest} with {worst.terms[largest] / GIB:.1f} GiB. {self._suggest(usable)}"
+                )
+            share, memory = config.rollout.server.gpu_memory_utilization, config.cluster.gpu_memory_gib * GIB
+            if is_colocated(config) and share * memory + worst.context > memory:
+                yield (
+                    f"a colocated server takes rollout.server.gpu_memory_utilization = {share:g} of a GPU, and the trainer "
+                    f"keeps {worst.context / GIB:.1f} GiB of its {memory / GIB:g} for CUDA and NCCL; lower it to "
+                    f"{int(100 * (1 - worst.context / memory)) / 100:g}"
+                )
+            if problem := self._host_problem:
+                yield problem
+        if config.rollout.replay is None and server.capacity < self.lengths.longest:
+            missing, tp = self.lengths.longest * server.kv_bytes_per_token - server.kv_cache, config.rollout.server.tp
+            yield (
+                f"a vLLM worker with rollout.server.tp = {tp} has {server.kv_cache / GIB:.1f} GiB for its KV cache after "
+                f"{(server.weights + server.draft) / GIB:.1f} GiB of weights, which is {missing / GIB:.1f} GiB too little for "
+                f"one sequence of {self.lengths.longest} tokens; raise rollout.server.tp to {2 * tp}, or rollout.server."
+                "gpu_memory_utilization"
+            )
+
+    def _suggest(self, usable: float) -> str:
+        """Changes one or two knobs, or adds nodes. Changes that compute the same come first, then the fastest."""
+        knobs = list(_knobs(self.config, self.spec, self.lengths.longest))
+        for groups in ([(knob,) for knob in knobs], combinations(knobs, 2), [(knob,) for knob in _more_nodes(self.config)]):
+            changes = [
+                (values, plan)
+                for group in groups
+                for values in _settings_of(group)
+                if (plan := self._changed(values)) is not None and plan.worst.total <= usable
+            ]
+            if changes:
+                changes.sort(key=lambda change: ("optimizer.exp_avg_dtype" in change[0], change[1].time.trainer_seconds))
+                shown = (
+                    f"{_shown(values)} ({plan.worst.total / GIB:.1f} GiB)" for values, plan in changes[:_MAX_CHANGES_SHOWN]
+                )
+                return f"It fits with {' or with '.join(shown)}"
+        why = "No change of one or two fields makes it fit, not on four times the nodes either"
+        return f"{why}; use larger GPUs or a smaller model"
+
+    def _changed(self, values: _Settings) -> Plan | None:
+        """Returns None if a run with these settings is impossible."""
+        raw = self.config.model_dump()
+        for path, value in values.items():
+            *sections, name = path.split(".")
+            section = raw
+            for key in sections:
+                section = section[key]
+            section[name] = value
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                config = RunConfig.model_validate(raw)
+            plan = Plan(config, self.spec, self.lengths)
+            check_placement(config)
+            _check_layout(plan.ranks)
+        except ValueError:
+            return None
+        return None if plan._host_problem else plan
 
 
 def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Plan:
@@ -69,34 +180,19 @@ def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response
     """
     check_placement(config)
     spec, substitute = resolve_spec(config.model.path)
-    ranks = _checked_ranks(spec, config)
+    ranks = TrainingRanks(spec, config)
+    _check_layout(ranks)
     lengths = _lengths(spec, config, prompt_tokens, response_tokens)
     spec.check_length(lengths.longest, "data.max_prompt_tokens and rollout.sampling.max_new_tokens together")
-    stages = _stages(ranks, lengths)
     sync = SyncTraffic.of(ranks) if config.rollout.replay is None else None
-    server = ServerMemory.of(spec, config, longest=lengths.longest, mean=lengths.mean)
-    return Plan(
-        config=config,
-        spec=spec,
-        parameters=model_parameters(spec),
-        stage_parameters=tuple(count.total for count in ranks.split.stages()),
-        lengths=lengths,
-        stages=stages,
-        hosts=_hosts(ranks, lengths, stages),
-        server=server,
-        sync=sync,
-        time=StepTime.of(ranks, lengths, server, sync, stages),
-        assumptions=tuple(_assumptions(ranks, lengths, substitute)),
-        problems=tuple(_find_problems(ranks, lengths, stages, server)),
-    )
+    return Plan(config, spec, lengths, sync, substitute)
 
 
-def _checked_ranks(spec: ModelSpec, config: RunConfig) -> TrainingRanks:
-    ranks = TrainingRanks(spec, config)
-    check_trainer_split(spec, config.engine.parallel)
-    spec.check_recompute(config.engine.recomputed, transformer_engine=ranks.has_te)
-    spec.check_balance(config.engine.moe_balance.kind)
-    return ranks
+def _check_layout(ranks: TrainingRanks) -> None:
+    spec, engine = ranks.spec, ranks.config.engine
+    check_trainer_split(spec, engine.parallel)
+    spec.check_recompute(engine.recomputed, transformer_engine=ranks.has_te)
+    spec.check_balance(engine.moe_balance.kind)
 
 
 def check_plan(plan: Plan) -> None:
@@ -106,14 +202,13 @@ def check_plan(plan: Plan) -> None:
 
 
 def problems_of(config: RunConfig, spec: ModelSpec) -> tuple[str, ...]:
-    lengths, ranks = _lengths(spec, config, None, None), TrainingRanks(spec, config)
-    server = ServerMemory.of(spec, config, longest=lengths.longest, mean=lengths.mean)
-    return tuple(_find_problems(ranks, lengths, _stages(ranks, lengths), server))
+    return Plan(config, spec, _lengths(spec, config, None, None)).problems
 
 
 def _lengths(spec: ModelSpec, config: RunConfig, prompt: float | None, response: float | None) -> Lengths:
     longest_response = config.rollout.sampling.max_new_tokens
-    room = max(1, (config.rollout.server.max_model_len or spec.max_positions) - longest_response)
+    bound = config.rollout.server.max_model_len
+    room = max(1, (bound or spec.max_positions) - longest_response)
     longest_prompt = config.data.max_prompt_tokens or min(_DEFAULT_PROMPT_TOKENS, room)
     longest = longest_prompt + longest_response
     prompt = longest_prompt / 2 if prompt is None else prompt
@@ -121,7 +216,6 @@ def _lengths(spec: ModelSpec, config: RunConfig, prompt: float | None, response:
     for option, value, most in (("--prompt-tokens", prompt, longest_prompt), ("--response-tokens", response, longest_response)):
         if not 0 < value <= most:
             raise ValueError(f"{option} = {value:g} must lie above 0 and not above the longest, {most}")
-    bound = config.rollout.server.max_model_len
     if bound is not None and bound < longest:
         raise ValueError(
             f"rollout.server.max_model_len = {bound} is less than the longest prompt and response, {longest_prompt} + "
@@ -130,80 +224,10 @@ def _lengths(spec: ModelSpec, config: RunConfig, prompt: float | None, response:
     return Lengths(prompt, response, longest, longest_response)
 
 
-def _step_tokens(config: RunConfig, lengths: Lengths) -> float:
-    return config.rollout.prompts_per_step * config.rollout.samples_per_prompt * lengths.mean
-
-
-def _stages(ranks: TrainingRanks, lengths: Lengths) -> tuple[RankMemory, ...]:
-    tokens, stages = _step_tokens(ranks.config, lengths), range(ranks.config.engine.parallel.pp)
-    return tuple(ranks.memory(stage, longest=lengths.longest, step_tokens=tokens) for stage in stages)
-
-
-def _hosts(ranks: TrainingRanks, lengths: Lengths, stages: Sequence[RankMemory]) -> tuple[HostMemory, ...]:
-    tokens = _step_tokens(ranks.config, lengths)
-    return tuple(ranks.host_memory(stage, memory, step_tokens=tokens) for stage, memory in enumerate(stages))
-
-
-def _host_problem(ranks: TrainingRanks, lengths: Lengths, stages: Sequence[RankMemory]) -> str | None:
-    return ranks.host_problem(_hosts(ranks, lengths, stages), _step_tokens(ranks.config, lengths))
-
-
-def _usable_memory(config: RunConfig) -> float:
-    return config.cluster.gpu_memory_gib * GIB * min(_USABLE, config.engine.gpu_memory_fraction)
-
-
-def _find_problems(ranks: TrainingRanks, lengths: Lengths, stages: Sequence[RankMemory], server: ServerMemory) -> Iterator[str]:
-    config = ranks.config
-    if on_gpu(config):
-        usable = _usable_memory(config)
-        worst = max(stages, key=lambda memory: memory.total)
-        if worst.total > usable:
-            largest = max(worst.terms, key=lambda name: worst.terms[name])
-            yield (
-                f"a training rank needs {worst.total / GIB:.1f} GiB, {(worst.total - usable) / GIB:.1f} GiB more than the "
-                f"{usable / GIB:.1f} GiB usable of cluster.gpu_memory_gib = {config.cluster.gpu_memory_gib:g}; the largest "
-                f"term is {largest} with {worst.terms[largest] / GIB:.1f} GiB. {_suggest(ranks, lengths, usable)}"
-            )
-        share, memory = config.rollout.server.gpu_memory_utilization, config.cluster.gpu_memory_gib * GIB
-        if is_colocated(config) and share * memory + worst.context > memory:
-            yield (
-                f"a colocated server takes rollout.server.gpu_memory_utilization = {share:g} of a GPU, and the trainer keeps "
-                f"{worst.context / GIB:.1f} GiB of its {memory / GIB:g} for CUDA and NCCL; lower it to "
-                f"{int(100 * (1 - worst.context / memory)) / 100:g}"
-            )
-        if problem := _host_problem(ranks, lengths, stages):
-            yield problem
-    if config.rollout.replay is None and server.capacity < lengths.longest:
-        missing, tp = lengths.longest * server.kv_bytes_per_token - server.kv_cache, config.rollout.server.tp
-        yield (
-            f"a vLLM worker with rollout.server.tp = {tp} has {server.kv_cache / GIB:.1f} GiB for its KV cache after "
-            f"{(server.weights + server.draft) / GIB:.1f} GiB of weights, which is {missing / GIB:.1f} GiB too little for one "
-            f"sequence of {lengths.longest} tokens; raise rollout.server.tp to {2 * tp}, or rollout.server."
-            "gpu_memory_utilization"
-        )
-
-
-def _suggest(ranks: TrainingRanks, lengths: Lengths, usable: float) -> str:
-    def measure(config: RunConfig) -> tuple[float, float]:
-        check_placement(config)
-        changed = _checked_ranks(ranks.spec, config)
-        stages = _stages(changed, lengths)
-        if problem := _host_problem(changed, lengths, stages):
-            raise ValueError(problem)
-        server = ServerMemory.of(ranks.spec, config, longest=lengths.longest, mean=lengths.mean)
-        time = StepTime.of(changed, lengths, server, None, stages)
-        return max(memory.total for memory in stages), time.score + time.train + time.exchange + time.adam + time.turns
-
-    changes = _smallest_changes(ranks.config, ranks.spec, lengths.longest, usable, measure)
-    if changes:
-        return f"It fits with {' or with '.join(f'{change} ({change.needed / GIB:.1f} GiB)' for change in changes)}"
-    return "No change of one or two fields makes it fit, not on four times the nodes either; use larger GPUs or a smaller model"
-
-
-def _assumptions(ranks: TrainingRanks, lengths: Lengths, substitute: str | None) -> Iterator[str]:
-    config, cluster = ranks.config, ranks.config.cluster
-    if substitute:
-        yield substitute
+def _assumptions(plan: Plan) -> Iterator[str]:
+    config, cluster, ranks, lengths = plan.config, plan.config.cluster, plan.ranks, plan.lengths
+    if plan.substitute:
+        yield plan.substitute
     if (unknown := draft_spec(config)[1]) is not None:
         yield unknown
     if config.rollout.server.speculative is not None:
@@ -220,7 +244,7 @@ def _assumptions(ranks: TrainingRanks, lengths: Lengths, substitute: str | None)
             f"sampling masks (rollout.sampling.top_k = {top_k}): at most {4 * top_k * tokens / GIB:,.2f} GiB more of each "
             "rank's host, far less where top_p or min_p leave few tokens; not in the sums"
         )
-    if ranks.spec.experts:
+    if plan.spec.experts:
         yield "every expert gets as many tokens as any other; handing tokens to experts and back takes no time"
     yield f"GPU: {cluster.gpu_tflops:g} TFLOP/s, {cluster.gpu_memory_gib:g} GiB at {cluster.gpu_memory_gb_per_s:g} GB/s"
     yield (
@@ -240,59 +264,47 @@ def _assumptions(ranks: TrainingRanks, lengths: Lengths, substitute: str | None)
 
 def check_placement(config: RunConfig) -> None:
     """Raises ValueError if ranks or servers do not fit the cluster's GPUs."""
+    cluster, samples = config.cluster, config.rollout.replay is None
+    for field, size in (("engine.parallel.tp", config.engine.parallel.tp), ("rollout.server.tp", config.rollout.server.tp)):
+        if size > cluster.gpus_per_node and (samples or field == "engine.parallel.tp"):
+            raise ValueError(
+                f"{field} = {size} is more than cluster.gpus_per_node = {cluster.gpus_per_node}; tensor-parallel ranks talk in "
+                "every layer and must share a node: lower it"
+            )
     _check_trainer(config)
-    _check_servers(config)
+    if samples:
+        _check_servers(config)
 
 
 def _check_trainer(config: RunConfig) -> None:
     parallel, cluster = config.engine.parallel, config.cluster
     gpus = cluster.train_nodes * cluster.gpus_per_node
     replica = parallel.tp * parallel.pp * parallel.cp
-    if parallel.tp > cluster.gpus_per_node:
+    if cluster.train_nodes == 1 and parallel.world_size > gpus:
         raise ValueError(
-            f"engine.parallel.tp = {parallel.tp} is more than cluster.gpus_per_node = {cluster.gpus_per_node}; tensor-parallel "
-            "ranks talk in every layer and must share a node: lower tp and raise pp"
+            f"engine.parallel needs {parallel.world_size} ranks, but cluster.train_nodes = 1 has {gpus} GPUs; "
+            f"raise cluster.train_nodes to {-(-parallel.world_size // gpus)}, or lower engine.parallel"
         )
-    if cluster.train_nodes == 1:
-        if parallel.world_size > gpus:
-            raise ValueError(
-                f"engine.parallel needs {parallel.world_size} ranks, but cluster.train_nodes = 1 has {gpus} GPUs; "
-                f"raise cluster.train_nodes to {-(-parallel.world_size // gpus)}, or lower engine.parallel"
-            )
-        return
-    if gpus % replica:
+    if cluster.train_nodes > 1 and gpus % replica:
+        fitting = [
+            nodes for nodes in range(1, cluster.train_nodes + replica + 1) if nodes * cluster.gpus_per_node % replica == 0
+        ]
+        below = [nodes for nodes in fitting if nodes < cluster.train_nodes][-1:]
+        above = [nodes for nodes in fitting if nodes > cluster.train_nodes][:1]
         raise ValueError(
             f"cluster.train_nodes = {cluster.train_nodes} × gpus_per_node = {cluster.gpus_per_node} = {gpus} GPUs, which "
-            f"tp × pp × cp = {parallel.tp} × {parallel.pp} × {parallel.cp} = {replica} does not divide; {_nearest(config)}"
+            f"tp × pp × cp = {parallel.tp} × {parallel.pp} × {parallel.cp} = {replica} does not divide; use "
+            f"{' or '.join(map(str, below + above))} nodes, or change engine.parallel"
         )
-    if parallel.world_size != gpus:
+    if cluster.train_nodes > 1 and parallel.world_size != gpus:
         raise ValueError(
             f"engine.parallel needs {parallel.world_size} ranks, but cluster.train_nodes = {cluster.train_nodes} has {gpus} "
             f"GPUs; set engine.parallel.dp = {gpus // replica}, or change cluster.train_nodes"
         )
 
 
-def _nearest(config: RunConfig) -> str:
-    parallel, cluster = config.engine.parallel, config.cluster
-    replica = parallel.tp * parallel.pp * parallel.cp
-
-    def divides(nodes: int) -> bool:
-        return nodes * cluster.gpus_per_node % replica == 0
-
-    below = next((nodes for nodes in range(cluster.train_nodes, 0, -1) if divides(nodes)), None)
-    above = next(nodes for nodes in range(cluster.train_nodes, cluster.train_nodes + replica + 1) if divides(nodes))
-    return f"use {f'{below} or ' if below else ''}{above} nodes, or change engine.parallel"
-
-
 def _check_servers(config: RunConfig) -> None:
-    cluster, server = config.cluster, config.rollout.server
-    if config.rollout.replay is not None:
-        return
-    if server.tp > cluster.gpus_per_node:
-        raise ValueError(
-            f"rollout.server.tp = {server.tp} is more than cluster.gpus_per_node = {cluster.gpus_per_node}; a server's workers "
-            "must share a node: lower rollout.server.tp"
-        )
+    cluster, server, ranks = config.cluster, config.rollout.server, config.engine.parallel.world_size
     if server.placement == "colocated":
         if cluster.rollout_nodes or cluster.train_nodes > 1:
             raise ValueError(
@@ -300,13 +312,12 @@ def _check_servers(config: RunConfig) -> None:
                 f"cluster.train_nodes = {cluster.train_nodes} and rollout_nodes = {cluster.rollout_nodes}; set them to 1 and "
                 "0, or leave placement out"
             )
-        where = f"what the trainer's ranks use ({config.engine.parallel.world_size} GPUs)"
-        room = config.engine.parallel.world_size // server.tp
+        where, room = f"what the trainer's ranks use ({ranks} GPUs)", ranks // server.tp
     elif cluster.rollout_nodes:
         where = f"cluster.rollout_nodes = {cluster.rollout_nodes} of {cluster.gpus_per_node} GPUs"
         room = cluster.rollout_nodes * (cluster.gpus_per_node // server.tp)
     else:
-        free = cluster.train_nodes * cluster.gpus_per_node - config.engine.parallel.world_size
+        free = cluster.train_nodes * cluster.gpus_per_node - ranks
         where = f"what engine.parallel leaves of the training node ({free} GPUs, as cluster.rollout_nodes = 0)"
         room = free // server.tp
     if server.count > room:
@@ -348,59 +359,21 @@ def check_exact(plan: Plan) -> list[list[int]]:
     return counts
 
 
-_Settings = Mapping[str, Any]  # by dotted field names
-
-_Knob = list[_Settings]  # alternative settings of the same fields
-
-_MAX_KNOBS = 2
-
-_MAX_CHANGES_SHOWN = 4
-
-
-@dataclass(frozen=True)
-class _Change:
-    values: _Settings
-    config: RunConfig
-    needed: float
-    seconds: float
-
-    @property
-    def changes_rounding(self) -> bool:
-        return "optimizer.exp_avg_dtype" in self.values
-
-    def __str__(self) -> str:
-        parts, before = [], None
-        for path, value in self.values.items():
-            section, _, name = path.rpartition(".")
-            shown = f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value).lower()
-            parts.append(f"{name if section == before else path} = {shown}")
-            before = section
-        return " and ".join(part for part in [", ".join(parts[:-1]), parts[-1]] if part)
+def _shown(values: _Settings) -> str:
+    parts, before = [], None
+    for path, value in values.items():
+        section, _, name = path.rpartition(".")
+        shown = f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value).lower()
+        parts.append(f"{name if section == before else path} = {shown}")
+        before = section
+    return " and ".join(part for part in [", ".join(parts[:-1]), parts[-1]] if part)
 
 
-def _smallest_changes(
-    config: RunConfig,
-    spec: ModelSpec,
-    longest: int,
-    usable: float,
-    measure: Callable[[RunConfig], tuple[float, float]],
-) -> list[_Change]:
-    """Changes the fewest knobs; more nodes are the last resort. Changes that compute the same come first, then the fastest.
-
-    ``measure`` returns bytes and seconds and raises ValueError for an impossible run.
-    """
-    knobs = list(_knobs(config, spec, longest))
-    groups_of_knobs = [[knob] for knob in knobs], list(map(list, combinations(knobs, _MAX_KNOBS)))
-    for groups in (*groups_of_knobs, [[knob] for knob in _more_nodes(config)]):
-        changes = [
-            change
-            for group in groups
-            for values in _products(group)
-            if (change := _try(config, values, measure)) is not None and change.needed <= usable
-        ]
-        if changes:
-            return sorted(changes, key=lambda change: (change.changes_rounding, change.seconds))[:_MAX_CHANGES_SHOWN]
-    return []
+def _settings_of(knobs: Sequence[_Knob]) -> Iterator[_Settings]:
+    for chosen in product(*reversed(knobs)):
+        values = {path: value for settings in chosen for path, value in settings.items()}
+        if len(values) == sum(map(len, chosen)):  # knobs that share a field, such as dp, are not combined
+            yield values
 
 
 def _knobs(config: RunConfig, spec: ModelSpec, longest: int) -> Iterator[_Knob]:
@@ -447,30 +420,3 @@ def _more_nodes(config: RunConfig) -> Iterator[_Knob]:
     for name in ("pp", "cp"):
         size = getattr(parallel, name)
         yield [{"cluster.train_nodes": nodes * factor, f"engine.parallel.{name}": size * factor} for factor in (2, 4, 8)]
-
-
-def _products(knobs: list[_Knob]) -> Iterator[_Settings]:
-    # knobs that share a field, such as dp, are not combined
-    if not knobs:
-        yield {}
-        return
-    for rest in _products(knobs[1:]):
-        yield from ({**rest, **values} for values in knobs[0] if not set(rest) & set(values))
-
-
-def _try(config: RunConfig, values: _Settings, measure: Callable[[RunConfig], tuple[float, float]]) -> _Change | None:
-    raw = config.model_dump()
-    for path, value in values.items():
-        *sections, name = path.split(".")
-        section = raw
-        for key in sections:
-            section = section[key]
-        section[name] = value
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            changed = RunConfig.model_validate(raw)
-        needed, seconds = measure(changed)
-    except ValueError:
-        return None
-    return _Change(values, changed, needed, seconds)

@@ -16,11 +16,6 @@ from tepo_megatron.plan.memory import GIB
 from tepo_megatron.plan.run_plan import Plan
 from tepo_megatron.plan.time import Lengths, ServerMemory, SyncTraffic
 
-PUBLISHED = {"generation": 84, "log-probs": 18, "training": 28, "weight sync": 14, "step": 147}
-"""Seconds of a GRPO step of Llama-3.1-70B on 64 H100 (NeMo-RL, TP4 PP4, at most 4096 tokens)."""
-
-_PUBLISHED_SIZES = (6e10, 8e10)  # parameters of models for which they are shown
-
 
 def plan_tables(plan: Plan) -> Iterator[Table]:
     yield _layout(plan)
@@ -130,35 +125,27 @@ def _servers(server: ServerMemory, sync: SyncTraffic, lengths: Lengths) -> Table
 def _time(plan: Plan) -> Table:
     step = plan.time
     title = f"One step: {step.sequences} sequences, {step.tokens:,.0f} tokens, {step.response_tokens:,.0f} of them sampled"
-    smallest, largest = _PUBLISHED_SIZES
-    comparable = smallest <= plan.parameters <= largest
-    table = _table(title, "", "10¹⁵ FLOP", "estimate, s", *(["published*, s"] if comparable else []))
+    table = _table(title, "", "10¹⁵ FLOP", "estimate, s")
     rows = (
-        ("generation", step.flops_generation, step.generation, "generation"),
-        ("log-probs", step.flops_score, step.score, "log-probs"),
-        ("training", step.flops_train, step.train, "training"),
-        ("of the two, waiting for other ranks", None, step.exposed, ""),
-        ("gradients and weights between replicas", None, step.exchange, ""),
-        ("Adam", None, step.adam, ""),
-        ("leaving the GPU to servers, and coming back", None, step.turns, ""),
-        ("weight sync", None, step.sync, "weight sync"),
-        ("packing on rank 0", None, step.root, ""),
-        ("a step's share of a checkpoint", None, step.save, ""),
-        ("step", None, step.seconds, "step"),
+        ("generation", step.flops_generation, step.generation),
+        ("log-probs", step.flops_score, step.score),
+        ("training", step.flops_train, step.train),
+        ("of the two, waiting for other ranks", None, step.exposed),
+        ("gradients and weights between replicas", None, step.exchange),
+        ("Adam", None, step.adam),
+        ("leaving the GPU to servers, and coming back", None, step.turns),
+        ("weight sync", None, step.sync),
+        ("packing on rank 0", None, step.root),
+        ("a step's share of a checkpoint", None, step.save),
+        ("step", None, step.seconds),
     )
-    for name, flops, seconds, published in rows:
-        work = "" if flops is None else f"{flops / 1e15:,.0f}"
-        table.add_row(name, work, f"{seconds:,.1f}", *([str(PUBLISHED.get(published, ""))] if comparable else []))
+    for name, flops, seconds in rows:
+        table.add_row(name, "" if flops is None else f"{flops / 1e15:,.0f}", f"{seconds:,.1f}")
     table.caption = (
         f"The pipeline's bubble adds {step.bubble:.0%} to training, and its busiest stage has {step.imbalance:.0%} more to do "
         f"than the mean; padding adds {step.padding:.1%}.\nTraining is expected to reach an MFU of {step.mfu:.0%} with "
         f"waiting, and {step.mfu / (1 + step.bubble):.0%} with the bubble.\nEstimates: nobody has measured this run."
     )
-    if comparable:
-        table.caption += (
-            "\n* Llama-3.1-70B, GRPO, 64 H100 that sample and train in turn, NeMo-RL, up to 4096 tokens; its batch is not\n"
-            "  this one. A sync of Qwen2.5-72B took 28.5–29.1 s with verl."
-        )
     table.caption_justify = "left"
     return table
 

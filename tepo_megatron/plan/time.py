@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tepo_megatron.config import ClusterConfig, RunConfig
-from tepo_megatron.plan.memory import ELEMENT_BYTES, GIB, RankMemory, TrainingRanks, is_colocated, on_gpu
+from tepo_megatron.plan.memory import ELEMENT_BYTES, GIB, HostMemory, TrainingRanks, on_gpu
 from tepo_megatron.plan.shapes import active_parameters, linear_parameters, model_parameters, resolve_spec
 from tepo_megatron.plan.traffic import Links
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, pipeline_stages_of
+from tepo_megatron.weights.layouts import VllmParallel, check_trainer_split
 from tepo_megatron.weights.reshard import reshard_plan
 
 _VLLM_WORKSPACE = 3 * GIB  # largest prefill and CUDA graphs of a worker: an assumption
@@ -74,16 +74,8 @@ class SyncTraffic:
     def of(cls, ranks: TrainingRanks) -> SyncTraffic:
         """Takes seconds for 70B. Raises ValueError if vLLM cannot split the model."""
         spec, config = ranks.spec, ranks.config
-        parallel, server = config.engine.parallel, config.rollout.server
-        trainer = MegatronParallel(
-            parallel.tp,
-            parallel.pp,
-            parallel.dp * parallel.cp,
-            pipeline_stages_of(spec, parallel),
-            ranks.has_te,
-            parallel.ep,
-            parallel.etp,
-        )
+        server = config.rollout.server
+        trainer = replace(check_trainer_split(spec, config.engine.parallel), fused_norms=ranks.has_te)
         plan = reshard_plan(spec, trainer, VllmParallel(tp=server.tp, replicas=server.count))
         (link,) = Links().summarize(plan, _server_bytes(config)).links  # no worker is on a trainer's node there
         seconds = max(link.busiest_sender, link.busiest_receiver) / _link_rate(
@@ -186,7 +178,7 @@ class StepTime:
         lengths: Lengths,
         server: ServerMemory,
         sync: SyncTraffic | None,
-        stages: Sequence[RankMemory],
+        hosts: Sequence[HostMemory],
     ) -> StepTime:
         """Counts 3 forward passes plus recomputation in training, 1 in scoring (2 with a reference), 1 in generation."""
         spec, config = ranks.spec, ranks.config
@@ -222,7 +214,7 @@ class StepTime:
             exposed=(waits_score * (1 + score_bubble) + waits_train * (1 + bubble)) * (1 + padding),
             exchange=_exchange(ranks, train / config.train.minibatches / micro_batches),
             adam=config.train.minibatches * max(_adam(ranks, stage) for stage in range(parallel.pp)),
-            turns=max(_turns(config, memory) for memory in stages),
+            turns=max(2 * host.turns for host in hosts) / _pcie_rate(cluster),
             sync=sync.seconds if sync else 0.0,
             root=responses * PACK_SECONDS_PER_TOKEN,
             save=_save(ranks),
@@ -233,6 +225,11 @@ class StepTime:
     def seconds(self) -> float:
         first = self.generation + self.score + self.train + self.exchange + self.adam
         return first + self.turns + self.sync + self.root + self.save
+
+    @property
+    def trainer_seconds(self) -> float:
+        """Without the servers' part, checkpoints and rank 0's packing."""
+        return self.score + self.train + self.exchange + self.adam + self.turns
 
     def schedules(self, *, is_colocated: bool) -> list[ScheduleTime]:
         """Ignores ``train.max_staleness``."""
@@ -286,12 +283,6 @@ def _adam(ranks: TrainingRanks, stage: int) -> float:
     seconds = owned * bytes_per_weight / (cluster.gpu_memory_gb_per_s * 1e9 * _ADAM_BANDWIDTH)
     offloaded = owned * optimizer.offload_fraction
     return seconds + (4 + 4) * offloaded / _pcie_rate(cluster) + offloaded / cluster.host_adam_per_s
-
-
-def _turns(config: RunConfig, memory: RankMemory) -> float:
-    if not is_colocated(config):
-        return 0.0
-    return 2 * (memory.weights + memory.optimizer + memory.reference) / _pcie_rate(config.cluster)
 
 
 def _save(ranks: TrainingRanks) -> float:

@@ -13,7 +13,7 @@ from tepo_megatron.config import ParallelConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.plan import check_exact, make_plan
 from tepo_megatron.plan.run_plan import Plan
-from tepo_megatron.plan.shapes import ModelSplit, resolve_spec
+from tepo_megatron.plan.shapes import resolve_spec
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -22,7 +22,7 @@ def recipe(name: str) -> Plan:
     return make_plan(load_run(EXAMPLES / name / "run.yaml"))
 
 
-@pytest.mark.parametrize("name", ["llama3.3-70b", "qwen2.5-72b", "qwen2.5-7b"])
+@pytest.mark.parametrize("name", ["llama3.3-70b", "qwen2.5-7b"])
 def test_megatron_builds_as_many_parameters_as_the_formula_says(name: str) -> None:
     plan = recipe(name)
     parallel = plan.config.engine.parallel
@@ -35,27 +35,23 @@ def test_megatron_builds_as_many_parameters_as_the_formula_says(name: str) -> No
     ("model", "parallel"),
     [
         ("Mixtral-8x7B-v0.1", {"tp": 2, "pp": 4, "dp": 2, "ep": 4, "etp": 1}),
-        ("Qwen3-30B-A3B", {"tp": 2, "pp": 8, "dp": 8, "ep": 8}),
         ("Qwen3-14B", {"tp": 4, "dp": 2}),
     ],
 )
 def test_with_experts_and_with_norms_on_queries_and_keys_too(model: str, parallel: dict[str, int]) -> None:
     config = load_run(EXAMPLES / "qwen2.5-7b" / "run.yaml")
     split = ParallelConfig(**parallel, sequence_parallel=True)
-    spec = resolve_spec(model)[0]
-    stages = tuple(count.total for count in ModelSplit(spec, split).stages())
     engine = config.engine.model_copy(update={"parallel": split})
-    plan = replace(
-        recipe("qwen2.5-7b"), spec=spec, stage_parameters=stages, config=config.model_copy(update={"engine": engine})
-    )
-    assert check_exact(plan) == [[count] * split.tp for count in stages]
+    plan = replace(recipe("qwen2.5-7b"), spec=resolve_spec(model)[0], config=config.model_copy(update={"engine": engine}))
+    assert check_exact(plan) == [[count] * split.tp for count in plan.stage_parameters]
 
 
 def test_a_count_that_differs_names_the_rank_and_both_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = replace(recipe("qwen2.5-7b"), stage_parameters=(10,))
-    answer = subprocess.CompletedProcess([], 0, stdout=json.dumps([[10, 11]]), stderr="")
+    plan = recipe("qwen2.5-7b")
+    (expected,) = plan.stage_parameters
+    answer = subprocess.CompletedProcess([], 0, stdout=json.dumps([[expected, 11]]), stderr="")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
-    with pytest.raises(RuntimeError, match=r"11 parameters on tp rank 1 of pipeline stage 0, but the formula .* 10"):
+    with pytest.raises(RuntimeError, match=rf"11 parameters on tp rank 1 of pipeline stage 0, but the formula .* {expected:,}"):
         check_exact(plan)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,7 +80,7 @@ def test_a_step_copies_as_much_at_once_as_the_engine_does() -> None:
     """Of both moments, in fp32: of a part, or of the largest tensor, which is the embedding of 152 064 × 3 584."""
     assert of_the_plan.PART_ELEMENTS == policy.PART_ELEMENTS
     found = plan()
-    assert TrainingRanks(found.spec, found.config).step_copies(PARAMETERS) == 4 * 2 * 152_064 * 3_584
+    assert found.ranks.step_copies(PARAMETERS) == 4 * 2 * 152_064 * 3_584
     assert found.worst.activations + found.worst.logits > 4 * 2 * 152_064 * 3_584
     short = plan("engine.micro_batch_tokens=64", "rollout.sampling.max_new_tokens=32", "data.max_prompt_tokens=32")
     assert (short.worst.activations, short.worst.transient) == (0, 4 * 2 * 152_064 * 3_584)
@@ -178,14 +179,11 @@ def test_a_run_on_cpus_is_not_asked_about(monkeypatch: pytest.MonkeyPatch, gpu_o
 TOKENS, LAST = 8192, 3
 
 
-def head_config(head: str, **parallel: Any) -> RunConfig:
-    engine = {"platform": "cuda", "head": head, "micro_batch_tokens": TOKENS, "parallel": {"pp": 4, **parallel}}
-    return RunConfig.model_validate({"model": {"path": "Llama-3.3-70B-Instruct", "dtype": "bfloat16"}, "engine": engine})
-
-
-def last_stage(head: str, stage: int = LAST, **parallel: Any) -> RankMemory:
-    spec = resolve_spec("Llama-3.3-70B-Instruct")[0]
-    return TrainingRanks(spec, head_config(head, **parallel)).memory(stage, longest=TOKENS, step_tokens=100 * TOKENS)
+def last_stage(head: str, stage: int = LAST, *, tokens: int = TOKENS, recompute: str = "none", **parallel: Any) -> RankMemory:
+    engine = {"platform": "cuda", "head": head, "micro_batch_tokens": tokens, "recompute": recompute}
+    document = {"model": {"dtype": "bfloat16"}, "engine": {**engine, "parallel": {"pp": 4, **parallel}}}
+    ranks = TrainingRanks(resolve_spec("Llama-3.3-70B-Instruct")[0], RunConfig.model_validate(document))
+    return ranks.memory(stage, longest=tokens, step_tokens=100 * tokens)
 
 
 def test_the_planned_chunk_is_the_one_that_the_head_takes() -> None:
@@ -208,9 +206,8 @@ def test_the_last_stage_keeps_a_chunk_instead_of_the_logits() -> None:
 
 
 def test_a_shard_whose_logits_are_no_more_than_a_chunk_gains_nothing() -> None:
-    assert last_stage("fused", tp=8, sequence_parallel=True).logits == pytest.approx(
-        last_stage("logits", tp=8, sequence_parallel=True).logits, rel=0.02
-    )
+    plain, fused = (last_stage(head, tp=8, sequence_parallel=True).logits for head in ("logits", "fused"))
+    assert fused == pytest.approx(plain, rel=0.02)
 
 
 def test_its_product_is_computed_once_more() -> None:
@@ -221,16 +218,8 @@ def test_its_product_is_computed_once_more() -> None:
 
 
 def test_a_token_of_a_chunk_has_fp32_logits_and_a_gradient_in_bfloat16() -> None:
-    spec = resolve_spec("Llama-3.3-70B-Instruct")[0]
-    engine = {"platform": "cuda", "head": "fused", "parallel": {"pp": 4}, "recompute": "full"}
-    model = {"path": "Llama-3.3-70B-Instruct", "dtype": "bfloat16"}
-    few, fewer = (
-        TrainingRanks(
-            spec, RunConfig.model_validate({"model": model, "engine": {**engine, "micro_batch_tokens": tokens}})
-        ).memory(LAST, longest=tokens, step_tokens=100 * tokens)
-        for tokens in (100, 50)
-    )
-    assert few.logits - fewer.logits == 50 * 6 * 128256
+    few, fewer = (last_stage("fused", tokens=tokens, recompute="full").logits for tokens in (100, 50))
+    assert few - fewer == 50 * 6 * 128256
 
 
 # -- LoRA
@@ -291,16 +280,10 @@ def test_the_job_of_the_recipe_is_one_node_that_trains_and_samples() -> None:
 SPLIT = ("dp=4", "tp=2", "sequence_parallel=true", "ep=4", "etp=1")
 
 
-def moe_plan(*parallel: str, model: str = "Mixtral-8x7B-v0.1") -> Plan:
+def moe_plan(*parallel: str, more: Sequence[str] = ("rollout.replay=/nowhere",)) -> Plan:
     """Without servers, whose part is the bridge's planner's."""
-    overrides = [
-        f"model.path=/nowhere/{model}",
-        "cluster.train_nodes=1",
-        "rollout.replay=/nowhere",
-        "optimizer.distributed=true",
-        *(f"engine.parallel.{setting}" for setting in parallel),
-    ]
-    return make_plan(load_run(QWEN, overrides))
+    model = ["model.path=/nowhere/Mixtral-8x7B-v0.1", "cluster.train_nodes=1", "optimizer.distributed=true"]
+    return make_plan(load_run(QWEN, [*model, *(f"engine.parallel.{setting}" for setting in parallel), *more]))
 
 
 def test_states_of_experts_are_shared_among_those_that_hold_the_same() -> None:
@@ -316,12 +299,11 @@ def test_states_of_experts_are_shared_among_those_that_hold_the_same() -> None:
 
 def test_flops_and_activations_are_those_of_the_chosen_experts() -> None:
     found = moe_plan(*SPLIT)
-    spec, config = found.spec, found.config
     attention = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 2 * 4096)
     chosen = 32 * (8 * 4096 + 2 * 3 * 4096 * 14336)
     head = 32000 * 4096 + 4096
-    assert forward_flops(spec, 0) == 2 * (attention + chosen + head)
-    kept = TrainingRanks(spec, config).layer_activations
+    assert forward_flops(found.spec, 0) == 2 * (attention + chosen + head)
+    kept = found.ranks.layer_activations
     assert kept["gate and up"] == 2 * 2 * 2 * 14336 / 2, "bfloat16, two matrices, two experts, half of the tokens"
     assert kept["experts' inputs"] == 2 * 2 * 4096 / 2
     assert any("every expert gets as many tokens" in text for text in found.assumptions)
@@ -340,38 +322,16 @@ def test_what_could_not_be_trained_is_refused(parallel: tuple[str, ...], message
         moe_plan("sequence_parallel=false", *parallel)
 
 
-def test_experts_are_for_models_that_have_some() -> None:
-    with pytest.raises(ValueError, match="ep = 2 is for models with experts; unset it for Qwen2ForCausalLM"):
-        moe_plan("tp=1", "dp=2", "ep=2", "sequence_parallel=false", model="Qwen2.5-7B")
-
-
 def test_records_of_routes_are_counted_on_the_host() -> None:
     """Mixtral's take 64 bytes a token: 32 layers of two experts."""
-    settings = ("train.steps=1", "rollout.prompts_per_step=32", "rollout.samples_per_prompt=8")
-    overrides = [f"engine.parallel.{setting}" for setting in SPLIT] + [
-        "model.path=/nowhere/Mixtral-8x7B-v0.1",
-        "cluster.train_nodes=1",
-        "cluster.rollout_nodes=1",
-        "optimizer.distributed=true",
-        *settings,
-    ]
-    without, found = (
-        make_plan(load_run(QWEN, [*overrides, f"rollout.server.routing_replay={on}"])) for on in ("false", "true")
-    )
+    small = ("cluster.rollout_nodes=1", "train.steps=1", "rollout.prompts_per_step=32", "rollout.samples_per_prompt=8")
+    recorded = [*small, "rollout.server.routing_replay=true"]
+    without, found = (moe_plan(*SPLIT, more=settings) for settings in (small, recorded))
     record = 32 * 8 * found.lengths.mean * 64
     assert [host.routes for host in without.hosts] == [0]
     assert [host.total - other.total for host, other in zip(found.hosts, without.hosts, strict=True)] == [2 * record]
-    assert [TrainingRanks(found.spec, each.config).root_routes(100) for each in (found, without)] == [6400, 0]
-    ahead = load_run(
-        QWEN,
-        [
-            *overrides,
-            "rollout.server.routing_replay=true",
-            "train.schedule=overlap",
-            "train.max_staleness=2",
-            "rollout.uncorrected=true",
-        ],
-    )
-    assert TrainingRanks(found.spec, ahead).root_routes(100) == 4 * 6400
-    tight = [*overrides, "rollout.server.routing_replay=true", f"cluster.host_memory_gib={8 * found.hosts[0].total / GIB}"]
-    assert any("set rollout.server.routing_replay = false" in problem for problem in make_plan(load_run(QWEN, tight)).problems)
+    overlap = ["train.schedule=overlap", "train.max_staleness=2", "rollout.uncorrected=true"]
+    ahead = moe_plan(*SPLIT, more=[*recorded, *overlap])
+    assert [each.ranks.root_routes(100) for each in (found, without, ahead)] == [6400, 0, 4 * 6400]
+    tight = moe_plan(*SPLIT, more=[*recorded, f"cluster.host_memory_gib={8 * found.hosts[0].total / GIB}"])
+    assert any("set rollout.server.routing_replay = false" in problem for problem in tight.problems)

@@ -332,14 +332,23 @@ def test_a_draft_model_of_unknown_shape_is_said_and_no_reason_to_refuse() -> Non
 # -- nodes, ranks and servers
 
 
-def run(nodes: int, parallel: dict[str, int], *, rollout_nodes: int = 1, servers: int = 1, server_tp: int = 1) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "cluster": {"train_nodes": nodes, "rollout_nodes": rollout_nodes, "gpus_per_node": 4},
-            "engine": {"parallel": parallel},
-            "rollout": {"server": {"count": servers, "tp": server_tp}},
-        }
-    )
+def run(
+    nodes: int,
+    parallel: dict[str, int],
+    *,
+    rollout_nodes: int = 1,
+    servers: int = 1,
+    server_tp: int = 1,
+    placement: str = "local",
+) -> RunConfig:
+    server = {"count": servers, "tp": server_tp, "placement": placement}
+    cluster = {"train_nodes": nodes, "rollout_nodes": rollout_nodes, "gpus_per_node": 4}
+    return RunConfig.model_validate({"cluster": cluster, "engine": {"parallel": parallel}, "rollout": {"server": server}})
+
+
+def colocated(nodes: int, rollout_nodes: int, servers: int) -> RunConfig:
+    parallel = {"tp": 2, "dp": 2 * nodes}
+    return run(nodes, parallel, rollout_nodes=rollout_nodes, servers=servers, server_tp=2, placement="colocated")
 
 
 sizes = st.sampled_from([1, 2, 3, 4])
@@ -366,34 +375,24 @@ def test_nodes_pass_if_the_ranks_fill_them_and_otherwise_the_mend_does(nodes: in
         check_placement(run(nodes, {**parallel, "dp": offered}))
 
 
-def test_one_node_need_not_be_filled_but_must_suffice() -> None:
-    check_placement(run(1, {"tp": 2}, rollout_nodes=0, servers=2))
-    with pytest.raises(ValueError, match=r"8 ranks, but cluster\.train_nodes = 1 has 4 GPUs; raise cluster\.train_nodes to 2"):
-        check_placement(run(1, {"dp": 8}))
-    with pytest.raises(ValueError, match=r"count = 1 servers of tp = 4 do not fit: .*\(2 GPUs, .* room for 0; lower rollout"):
-        check_placement(run(1, {"tp": 2}, rollout_nodes=0, server_tp=4))
+@pytest.mark.parametrize("config", [run(1, {"tp": 2}, rollout_nodes=0, servers=2), colocated(1, 0, 2)])
+def test_one_node_need_not_be_filled_and_colocated_servers_take_the_trainers_gpus(config: RunConfig) -> None:
+    check_placement(config)
 
 
-def test_what_must_share_a_node_may_not_be_larger_than_one() -> None:
-    with pytest.raises(ValueError, match=r"engine\.parallel\.tp = 8 is more than cluster\.gpus_per_node = 4"):
-        check_placement(run(2, {"tp": 8}))
-    with pytest.raises(ValueError, match=r"count = 3 servers of tp = 3 .*rollout_nodes = 2 of 4 GPUs has room for 2"):
-        check_placement(run(1, {}, rollout_nodes=2, servers=3, server_tp=3))
-    with pytest.raises(ValueError, match=r"rollout\.server\.tp = 8 is more than cluster\.gpus_per_node = 4"):
-        check_placement(run(1, {}, rollout_nodes=2, server_tp=8))
-
-
-def test_colocated_servers_take_the_trainers_gpus_of_one_node() -> None:
-    def colocated(nodes: int, rollout_nodes: int, servers: int) -> RunConfig:
-        config = run(nodes, {"tp": 2, "dp": 2 * nodes}, rollout_nodes=rollout_nodes, servers=servers, server_tp=2)
-        server = config.rollout.server.model_copy(update={"placement": "colocated"})
-        return config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
-
-    check_placement(colocated(1, 0, 2))
-    with pytest.raises(ValueError, match=r"servers of tp = 2 do not fit: what the trainer's ranks use .4 GPUs. has room for 2"):
-        check_placement(colocated(1, 0, 3))
-    for nodes, rollout_nodes in ((1, 1), (2, 0)):
-        with pytest.raises(
-            ValueError, match=rf"train_nodes = {nodes} and rollout_nodes = {rollout_nodes}; set them to 1 and 0"
-        ):
-            check_placement(colocated(nodes, rollout_nodes, 1))
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (run(1, {"dp": 8}), r"8 ranks, but cluster\.train_nodes = 1 has 4 GPUs; raise cluster\.train_nodes to 2"),
+        (run(2, {"tp": 8}), r"engine\.parallel\.tp = 8 is more than cluster\.gpus_per_node = 4"),
+        (run(1, {"tp": 2}, rollout_nodes=0, server_tp=4), r"1 servers of tp = 4 do not fit: .*\(2 GPUs, .* room for 0; lower"),
+        (run(1, {}, rollout_nodes=2, servers=3, server_tp=3), r"3 servers of tp = 3 .*s = 2 of 4 GPUs has room for 2"),
+        (run(1, {}, rollout_nodes=2, server_tp=8), r"rollout\.server\.tp = 8 is more than cluster\.gpus_per_node = 4"),
+        (colocated(1, 0, 3), r"servers of tp = 2 do not fit: what the trainer's ranks use .4 GPUs. has room for 2"),
+        (colocated(1, 1, 1), "train_nodes = 1 and rollout_nodes = 1; set them to 1 and 0"),
+        (colocated(2, 0, 1), "train_nodes = 2 and rollout_nodes = 0; set them to 1 and 0"),
+    ],
+)
+def test_ranks_or_servers_that_do_not_fit_the_cluster_are_refused(config: RunConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_placement(config)
