@@ -69,7 +69,7 @@ def receives(kind: TransportName, device: torch.device, updates: int, dies: bool
     dist.broadcast_object_list(place, src=0)
     store = connect(HOST, place[0], TIMEOUT_S)
     order = ReceiveOrder.decode(store.get(ReceiveOrder.key(1)))
-    group = join(kind, store, Member(1, 2, device, HOST, same_gpu_senders=order.same_gpu_senders), TIMEOUT_S)
+    group = join(kind, store, Member(1, 2, device, HOST, writers=order.writers), TIMEOUT_S)
     right = []
     for update in range(updates):
         expected = {name: tensor.float() * 2**update for name, tensor in parameters(DESTINATIONS, MODEL)[0].items()}
@@ -138,7 +138,7 @@ def relays(rank: int, world: int) -> Any:
     store = connect(HOST, place[0], TIMEOUT_S)
     order = ReceiveOrder.decode(store.get(ReceiveOrder.key(rank)))
     assert order.relayed
-    member = Member(rank, world, device, HOST, same_gpu_senders=order.same_gpu_senders, routes=order.routes)
+    member = Member(rank, world, device, HOST, writers=order.writers)
     group = join("ipc", store, member, TIMEOUT_S)
     right = []
     for update in range(UPDATES):

@@ -15,8 +15,8 @@ from tepo_megatron.weights.layouts import megatron_ranks, vllm_ranks
 from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer import move
-from tepo_megatron.weights.transfer.move import destination_ends, queues, source_ends, wire_dtype
-from tepo_megatron.weights.transfer.sender import ReceiveOrder, encode_order
+from tepo_megatron.weights.transfer.move import move_ends, queues, wire_dtype
+from tepo_megatron.weights.transfer.sender import ReceiveOrder
 from tepo_megatron.weights.transfer.transport import TransferGroup
 from tests.support.reshard_models import Case, numbered_model, parameters
 from tests.support.thread_transport import Letters, Mailbox
@@ -38,13 +38,15 @@ def carry_out(
     completed: list[list[str]] = [[] for _ in destinations]
 
     def give(rank: int) -> None:
-        outgoing = queues(source_ends(plan, rank), itemsize=wire.itemsize, limit=limit)
+        outgoing = queues(move_ends(plan, rank), itemsize=wire.itemsize, limit=limit)
         move.send(boxes[rank], outgoing, sources[rank], wire)
         boxes[rank].finish()
 
     def take(rank: int) -> None:
-        order = ReceiveOrder.decode(encode_order(destination_ends(plan, rank), wire, limit))
-        move.receive(boxes[plan.num_sources + rank], order.incoming, destinations[rank], order.wire, completed[rank].append)
+        worker = plan.num_sources + rank
+        order = ReceiveOrder(move_ends(plan, worker), str(wire).removeprefix("torch."), limit)
+        order = ReceiveOrder.decode(order.encode())
+        move.receive(boxes[worker], order.incoming, destinations[rank], order.wire, completed[rank].append)
 
     with ThreadPoolExecutor(plan.world_size) as pool:
         work = [pool.submit(give, rank) for rank in range(plan.num_sources)]

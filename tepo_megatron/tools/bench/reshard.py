@@ -189,8 +189,7 @@ def _make_rank(setting: ReshardSetting, rank: int) -> _Rank:
             param.normal_(generator=generator)
         else:
             param.fill_(1.0)
-    ends = move.source_ends(plan, rank) if is_source else move.destination_ends(plan, rank - plan.num_sources)
-    queues = move.queues(ends, itemsize=dtype.itemsize, limit=move.message_bytes(plan))
+    queues = move.queues(move.move_ends(plan, rank), itemsize=dtype.itemsize, limit=move.message_bytes(plan))
     world = list(range(plan.num_sources + plan.num_destinations))
     pairs = _group(world, rank)
     assert pairs is not None

@@ -32,7 +32,7 @@ def fingerprint(shards: Iterable[Shard], params: Mapping[str, Tensor]) -> int:
     keys, sums = [], []
     for shard in shards:
         part = params[shard.param].detach()[shard.param_box.slices]
-        keys.append(_tensor_key(shard.tensor))
+        keys.append(int.from_bytes(hashlib.blake2b(shard.tensor.encode(), digest_size=8).digest()) | 1)
         sums.append(_weighted_sum(part, shard.box.start))
     if not sums:
         return 0
@@ -58,10 +58,6 @@ def _keys(dim: int, first: int, count: int, device: torch.device) -> Tensor:
     mixed = (torch.arange(first, first + count, device=device) + (dim << 40)) * _MIX[0]
     mixed = (mixed ^ (mixed >> 31)) * _MIX[1]
     return (mixed ^ (mixed >> 29)) | 1
-
-
-def _tensor_key(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) | 1
 
 
 def digest(data: Tensor) -> Tensor:

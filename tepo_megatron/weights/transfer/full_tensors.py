@@ -14,8 +14,8 @@ from tepo_megatron.weights.architecture import is_always_fp32
 from tepo_megatron.weights.geometry import Shard, ShardLayout
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 
-BUCKET_BYTES = 64 * 2**20
-ALIGNMENT = 16  # bytes; a multiple of any dtype's item size
+_BUCKET_BYTES = 64 * 2**20
+_ALIGNMENT = 16  # bytes; a multiple of any dtype's item size
 
 TensorManifest = Sequence[tuple[str, Sequence[int], str]]  # (name, shape, torch dtype such as "float32")
 
@@ -35,7 +35,7 @@ class _BucketEntry:
         return bucket[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
-def buckets(manifest: TensorManifest, limit: int = BUCKET_BYTES) -> list[list[_BucketEntry]]:
+def buckets(manifest: TensorManifest, limit: int = _BUCKET_BYTES) -> list[list[_BucketEntry]]:
     """Each message has at most ``limit`` bytes, or one tensor."""
     filled: list[list[_BucketEntry]] = []
     end, names = 0, set[str]()
@@ -48,7 +48,7 @@ def buckets(manifest: TensorManifest, limit: int = BUCKET_BYTES) -> list[list[_B
         if name in names:
             raise ValueError(f"tensor {name!r} occurs twice in the weights manifest; every name may be sent once")
         names.add(name)
-        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
         size = math.prod(shape) * dtype.itemsize
         if not filled or offset + size > limit:
             filled.append([])
@@ -64,7 +64,7 @@ def send(
     tensors: Iterable[Tensor],
     *,
     cancelled: Callable[[], bool] = lambda: False,
-    limit: int = BUCKET_BYTES,
+    limit: int = _BUCKET_BYTES,
 ) -> None:
     """Rank 0 calls. A waiting message polls ``cancelled``.
 
@@ -88,7 +88,7 @@ def send(
         raise ValueError(f"there are more tensors than the {len(manifest)} that the manifest announces")
 
 
-def receive(group: GlooGroup, manifest: TensorManifest, *, limit: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+def receive(group: GlooGroup, manifest: TensorManifest, *, limit: int = _BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
     """Yields CPU tensors; those of one message share memory.
 
     Raises RuntimeError with a failed message's tensors.
@@ -124,7 +124,7 @@ class GatherPlan:
                     taken.add((shard.tensor, shard.box))
                     self.owners[shard.tensor].append((rank, shard))
         for name, shape in self.shapes.items():
-            covered = sum(math.prod(shard.box.shape) for _, shard in self.owners[name])
+            covered = sum(shard.box.numel for _, shard in self.owners[name])
             if covered != math.prod(shape):
                 raise ValueError(f"the ranks together hold {covered} of {math.prod(shape)} elements of {name} {tuple(shape)}")
 
@@ -137,28 +137,23 @@ class GatherPlan:
         Every rank of the default group must exhaust it. Rank 0 holds one tensor at a time.
         """
         rank = dist.get_rank() if dist.is_initialized() else 0
-        device = next(iter(params.values())).device
-        dtype = next(iter(params.values())).dtype
+        first = next(iter(params.values()))
+        device, dtype = first.device, first.dtype
         for name, owners in self.owners.items():
             tensor_dtype = torch.float32 if is_always_fp32(name) else dtype
             full = torch.empty(self.shapes[name], dtype=tensor_dtype, device=device) if rank == 0 else None
             for owner in sorted({owner for owner, _ in owners}):
                 shards = [shard for source, shard in owners if source == owner]
+                sizes = [shard.box.numel for shard in shards]
                 if owner == rank:
-                    values = [params[shard.param].detach()[shard.param_box.slices] for shard in shards]
+                    parts = [params[shard.param].detach()[shard.param_box.slices] for shard in shards]
                     if full is None:
-                        dist.send(torch.cat([part.reshape(-1) for part in values]), dst=0)
-                    else:
-                        for shard, part in zip(shards, values, strict=True):
-                            full[shard.box.slices] = part
+                        dist.send(torch.cat([part.reshape(-1) for part in parts]), dst=0)
                 elif full is not None:
-                    _receive(full, shards, owner)
+                    flat = torch.empty(sum(sizes), dtype=tensor_dtype, device=device)
+                    dist.recv(flat, src=owner)
+                    parts = [*flat.split(sizes)]
+                if full is not None:
+                    for shard, part in zip(shards, parts, strict=True):
+                        full[shard.box.slices] = part.reshape(shard.box.shape)
             yield name, full
-
-
-def _receive(full: Tensor, shards: Sequence[Shard], owner: int) -> None:
-    sizes = [math.prod(shard.box.shape) for shard in shards]
-    flat = torch.empty(sum(sizes), dtype=full.dtype, device=full.device)
-    dist.recv(flat, src=owner)
-    for shard, part in zip(shards, flat.split(sizes), strict=True):
-        full[shard.box.slices] = part.view(shard.box.shape)

@@ -76,38 +76,31 @@ class _MessageSegment:
         return self.end.region.view(param)[slice(*self.boxes), slice(*self.rows)]
 
 
-WireMessage = tuple[_MessageSegment, ...]
-Queues = dict[int, list[WireMessage]]
+_WireMessage = tuple[_MessageSegment, ...]
+Queues = dict[int, list[_WireMessage]]
 
 
-def numel_of(message: WireMessage) -> int:
+def numel_of(message: _WireMessage) -> int:
     return sum(segment.numel for segment in message)
 
 
-def message_sizes(queue: Iterable[WireMessage], itemsize: int) -> tuple[int, ...]:
+def message_sizes(queue: Iterable[_WireMessage], itemsize: int) -> tuple[int, ...]:
     """The last size is the digests'."""
     messages = list(queue)
     names = {segment.end.name for message in messages for segment in message}
     return (*(numel_of(message) * itemsize for message in messages), 8 * len(names))
 
 
-def source_ends(plan: ReshardPlan, source: int) -> list[MoveEnd]:
-    first = plan.num_sources  # destinations follow the sources in the transfer group's ranks
-    return [
-        MoveEnd(
-            first + move.destination, move.destination_param, move.source_param, move.source_region, is_always_fp32(move.tensor)
-        )
-        for move in plan.sends(source)
-    ]
-
-
-def destination_ends(plan: ReshardPlan, destination: int) -> list[MoveEnd]:
-    return [
-        MoveEnd(
-            move.source, move.destination_param, move.destination_param, move.destination_region, is_always_fp32(move.tensor)
-        )
-        for move in plan.receives(destination)
-    ]
+def move_ends(plan: ReshardPlan, rank: int) -> list[MoveEnd]:
+    """``rank`` is that of the transfer group, in which the destinations follow the sources."""
+    ends = []
+    for move in plan.moves:
+        name, destination, fp32 = move.destination_param, plan.num_sources + move.destination, is_always_fp32(move.tensor)
+        if rank == move.source:
+            ends.append(MoveEnd(destination, name, move.source_param, move.source_region, fp32))
+        elif rank == destination:
+            ends.append(MoveEnd(move.source, name, name, move.destination_region, fp32))
+    return ends
 
 
 def message_bytes(plan: ReshardPlan) -> int:
@@ -154,12 +147,14 @@ def send(transport: TransferGroup, outgoing: Queues, params: Mapping[str, Tensor
     """Returns when the peers have all messages. Raises RuntimeError naming tensors and peer."""
     exchange = _Exchange("sending", transport, outgoing, params, wire)
     computed: dict[tuple[object, ...], Tensor] = {}
-    for number in range(exchange.rounds + WINDOW):
+    rounds = max(exchange.rounds, transport.rounds)
+    for number in range(rounds + WINDOW):
         # Message number - WINDOW used the same buffer.
         for peer, _ in exchange.messages(number - WINDOW):
             exchange.wait(peer, number - WINDOW)
         packed = {peer: exchange.pack(message, peer, number) for peer, message in exchange.messages(number)}
-        exchange.start(packed, number)
+        if number < rounds:
+            exchange.start(packed, number)
         for peer, data in packed.items():  # digests are computed while the messages travel
             exchange.add_digests(peer, number, data, computed)
     exchange.start({peer: digests.as_tensor().to(transport.device(peer)) for peer, digests in exchange.digests.items()})
@@ -213,12 +208,12 @@ class _Exchange:
             peer: TensorDigests(segment.end.name for message in queue for segment in message) for peer, queue in queues.items()
         }
 
-    def messages(self, number: int) -> Iterator[tuple[int, WireMessage]]:
+    def messages(self, number: int) -> Iterator[tuple[int, _WireMessage]]:
         return ((peer, queue[number]) for peer, queue in self._queues.items() if 0 <= number < len(queue))
 
     def start(self, data: Mapping[int, Tensor], number: int | None = None) -> None:
         """``number`` None stands for the digests, also below."""
-        if not data:
+        if not data and not self._transport.rounds:
             return
         start = self._transport.send if self._direction == "sending" else self._transport.receive
         with self._transport.round():
@@ -240,7 +235,7 @@ class _Exchange:
             preposition = "to" if self._direction == "sending" else "from"
             raise RuntimeError(f"{self._direction} {what} {preposition} rank {peer} failed: {error}") from error
 
-    def pack(self, message: WireMessage, peer: int, number: int) -> Tensor:
+    def pack(self, message: _WireMessage, peer: int, number: int) -> Tensor:
         data = self.buffer(message, peer, number)
         for segment, values in _split(message, data):
             view = segment.view(self._params[segment.end.param].detach(), self._wire)
@@ -248,7 +243,7 @@ class _Exchange:
                 values.view(view.shape).copy_(view)
         return data
 
-    def buffer(self, message: WireMessage, peer: int, number: int) -> Tensor:
+    def buffer(self, message: _WireMessage, peer: int, number: int) -> Tensor:
         """Returns the parameter's own memory for a single contiguous segment that needs no conversion."""
         if len(message) == 1:
             view = message[0].view(self._params[message[0].end.param].detach(), self._wire)
@@ -288,7 +283,7 @@ class _Exchange:
             )
 
 
-def _split(message: WireMessage, data: Tensor) -> Iterator[tuple[_MessageSegment, Tensor]]:
+def _split(message: _WireMessage, data: Tensor) -> Iterator[tuple[_MessageSegment, Tensor]]:
     return zip(message, data.split([segment.numel for segment in message]), strict=True)
 
 
@@ -296,7 +291,7 @@ def _is_same(view: Tensor, values: Tensor) -> bool:
     return (view.device, view.data_ptr()) == (values.device, values.data_ptr())
 
 
-def _unpack(message: WireMessage, data: Tensor, params: Mapping[str, Tensor], missing: Counter[str]) -> Iterator[str]:
+def _unpack(message: _WireMessage, data: Tensor, params: Mapping[str, Tensor], missing: Counter[str]) -> Iterator[str]:
     for segment, values in _split(message, data):
         view = segment.view(params[segment.end.param].detach(), values.dtype)
         if not _is_same(view, values):

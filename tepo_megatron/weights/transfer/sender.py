@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 from torch.distributed import Store, is_nccl_available  # type: ignore[attr-defined]
 
-from tepo_megatron.weights.geometry import Box, Region, ReshardPlan
+from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.transfer.move import (
     MoveEnd,
     Queues,
-    destination_ends,
     message_bytes,
     message_sizes,
+    move_ends,
     queues,
     send,
-    source_ends,
     wire_dtype,
 )
 from tepo_megatron.weights.transfer.transport import (
@@ -64,7 +65,7 @@ class ShardSender:
         self._broadcast_from_root = broadcast_from_root
         self._wire = wire_dtype(next(iter(params.values())).dtype, dtype)
         self._limit = message_bytes(plan)
-        self._outgoing = queues(source_ends(plan, rank), itemsize=self._wire.itemsize, limit=self._limit)
+        self._outgoing = queues(move_ends(plan, rank), itemsize=self._wire.itemsize, limit=self._limit)
         self._device, self._transport, self._or_gloo = device or torch.device("cpu"), transport, or_gloo
         # Without NCCL the trainer's ranks cannot send from GPU to GPU: messages to another GPU then take gloo.
         passes_on = transport == "ipc" and is_nccl_available()
@@ -82,16 +83,17 @@ class ShardSender:
         self.close()
         self._store, place = listen(host)
         for destination in range(self._plan.num_destinations):
-            order = encode_order(
-                destination_ends(self._plan, destination),
-                self._wire,
+            worker = self.num_sources + destination
+            order = ReceiveOrder(
+                move_ends(self._plan, worker),
+                str(self._wire).removeprefix("torch."),
                 self._limit,
-                transport=self._transport,
-                or_gloo=self._or_gloo,
+                self._transport,
                 near=self._plan.local.get(destination),
                 relayed=bool(self._routes.sources),
+                or_gloo=self._or_gloo,
             )
-            self._store.set(ReceiveOrder.key(self.num_sources + destination), order)
+            self._store.set(ReceiveOrder.key(worker), order.encode())
         self._rendezvous = [host, place]
         return place
 
@@ -104,20 +106,21 @@ class ShardSender:
             assert self._rendezvous is not None
             host, place = self._rendezvous
             store = self._store = self._store or connect(host, place, self._timeout_s)
+            receivers = {
+                peer: max(message_sizes(queue, self._wire.itemsize))
+                for peer, queue in self._outgoing.items()
+                if self._plan.local.get(peer - self.num_sources) == self._rank
+            }
             member = Member(
                 self._rank,
                 self.world_size,
                 self._device,
                 local_address(host),
                 name=f"trainer rank {self._rank}",
-                same_gpu_receivers=self._same_gpu_receivers(),
+                same_gpu_receivers=receivers,
                 routes=self._routes,
             )
             self._group = join(self._transport, store, member, self._timeout_s, or_gloo=self._or_gloo)
-
-    def _same_gpu_receivers(self) -> dict[int, int]:
-        peers = [self.num_sources + to for to, source in self._plan.local.items() if source == self._rank]
-        return {peer: max(message_sizes(self._outgoing[peer], self._wire.itemsize)) for peer in peers if peer in self._outgoing}
 
     def send_shards(self, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Raises RuntimeError naming tensors and peer."""
@@ -174,13 +177,15 @@ class ShardSender:
         self._group = self._rendezvous = self._store = None
 
 
-class ReceiveOrder(NamedTuple):
+@dataclass(frozen=True)
+class ReceiveOrder:
     """``near`` is the sender on the worker's GPU; if ``relayed``, other GPUs' messages come through it."""
 
-    incoming: Queues
-    wire: torch.dtype
-    transport: TransportName
-    near: int | None
+    ends: list[MoveEnd]
+    dtype: str
+    limit: int
+    transport: TransportName = "gloo"
+    near: int | None = None
     relayed: bool = False
     or_gloo: bool = False
 
@@ -189,42 +194,28 @@ class ReceiveOrder(NamedTuple):
         """Names the entry in the rendezvous store."""
         return f"order/{rank}"
 
-    @classmethod
-    def decode(cls, text: str | bytes) -> ReceiveOrder:
-        raw = json.loads(text)
-        wire: torch.dtype = getattr(torch, raw["dtype"])
-        ends = [
-            MoveEnd(peer, param, param, Region(Box(tuple(start), tuple(stop)), count, step), fp32)
-            for peer, param, start, stop, count, step, fp32 in raw["moves"]
-        ]
-        incoming = queues(ends, itemsize=wire.itemsize, limit=raw["limit"])
-        return cls(incoming, wire, raw["transport"], raw["near"], raw["relayed"], raw["or_gloo"])
+    def encode(self) -> bytes:
+        return _ORDERS.dump_json(self)
+
+    @staticmethod
+    def decode(text: bytes) -> ReceiveOrder:
+        return _ORDERS.validate_json(text)
 
     @property
-    def same_gpu_senders(self) -> tuple[int, ...]:
-        return () if self.near not in self.incoming else (self.near,)
+    def wire(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @cached_property
+    def incoming(self) -> Queues:
+        return queues(self.ends, itemsize=self.wire.itemsize, limit=self.limit)
 
     @property
-    def routes(self) -> RelayRoutes:
-        if self.near is None or not self.relayed:
-            return RelayRoutes()
-        return RelayRoutes(via={source: self.near for source in self.incoming if source != self.near})
+    def writers(self) -> dict[int, int]:
+        """Source → the sender on the worker's GPU that brings its messages."""
+        return {
+            source: self.near for source in self.incoming if self.near is not None and (self.relayed or source == self.near)
+        }
 
 
-def encode_order(
-    ends: list[MoveEnd],
-    wire: torch.dtype,
-    limit: int,
-    *,
-    transport: TransportName = "gloo",
-    near: int | None = None,
-    relayed: bool = False,
-    or_gloo: bool = False,
-) -> str:
-    moves = [
-        [end.peer, end.param, end.region.box.start, end.region.box.stop, end.region.count, end.region.step, end.fp32]
-        for end in ends
-    ]
-    dtype = str(wire).removeprefix("torch.")
-    how = {"transport": transport, "near": near, "relayed": relayed, "or_gloo": or_gloo}
-    return json.dumps({"dtype": dtype, "limit": limit, **how, "moves": moves})
+_ORDERS = TypeAdapter(ReceiveOrder)

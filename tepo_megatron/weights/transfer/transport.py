@@ -42,6 +42,9 @@ class TransferGroup(Protocol):
     cancelled: Callable[[], bool]
     """Endless waits poll it; if true, the message fails."""
 
+    rounds: int
+    """A sender takes part in at least so many rounds before that of the digests, also without messages."""
+
     def device(self, peer: int) -> torch.device:
         """Tensors from and to ``peer`` must be here."""
 
@@ -68,20 +71,21 @@ class TransferGroup(Protocol):
 class RelayRoutes:
     """Messages that go through the trainer rank on the receiver's GPU.
 
-    ``via``: worker on another GPU (at a worker: sender) → the rank on the receiver's GPU. ``forwards``: (source, worker) →
-    bytes of each relayed message, digests last. ``rounds``: the largest of all ranks.
+    ``via``: worker on another GPU → the rank on its GPU. ``forwards``: (source, worker) → bytes of each message that this rank
+    relays, digests last. ``rounds``: the largest of all ranks.
     """
 
     via: Mapping[int, int] = field(default_factory=dict)
     forwards: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     sources: int = 0
-    local_rounds: int = 0
     rounds: int = 0
 
 
 @dataclass(frozen=True)
 class Member:
-    """``same_gpu_receivers``: rank on the same GPU → bytes of the largest message to it."""
+    """``same_gpu_receivers``: rank on the same GPU → bytes of the largest message to it. ``writers``: source → the rank on the
+    same GPU that brings its messages.
+    """
 
     rank: int
     world_size: int
@@ -89,7 +93,7 @@ class Member:
     address: str
     name: str = ""
     same_gpu_receivers: Mapping[int, int] = field(default_factory=dict)
-    same_gpu_senders: tuple[int, ...] = ()
+    writers: Mapping[int, int] = field(default_factory=dict)
     routes: RelayRoutes = field(default_factory=RelayRoutes)
 
 
@@ -229,36 +233,32 @@ def check_members(store: Store, world_size: int, *, nccl: bool, may_share: bool 
     """
     present = [Introduction(**json.loads(store.get(f"introduction/{rank}"))) for rank in range(world_size)]
     shared = _shared_gpu(present) if nccl else ""
-    problem = _unreachable(present)
+    problems = list(_unreachable(present))
     if nccl and not (shared and may_share):
-        problem = problem or _different_nccl(present) or (shared and f"{shared}, and NCCL takes each GPU once; {_APART}")
-    if problem:
-        raise RuntimeError(problem)
+        problems += [*_other_versions(present), *([f"{shared}, and NCCL takes each GPU once; {_APART}"] if shared else [])]
+    if problems:
+        raise RuntimeError(problems[0])
     return shared
 
 
-def _unreachable(members: Sequence[Introduction]) -> str:
-    if len({member.host for member in members}) == 1:
-        return ""
+def _unreachable(members: Sequence[Introduction]) -> Iterator[str]:
     for member in members:
-        if _is_loopback(member.address):
-            other = next(candidate for candidate in members if candidate.host != member.host)
-            return (
+        other = next((candidate for candidate in members if candidate.host != member.host), None)
+        if other is not None and _is_loopback(member.address):
+            yield (
                 f"{member.place} offers a loopback address to the weight-transfer group, in which {other.place} is on another "
                 "machine; set rollout.server.interface to an address by which the machines reach each other"
             )
-    return ""
 
 
-def _different_nccl(members: Sequence[Introduction]) -> str:
+def _other_versions(members: Sequence[Introduction]) -> Iterator[str]:
     first = members[0]
     for member in members:
         if member.nccl != first.nccl:
-            return (
+            yield (
                 f"{first.place} has NCCL {first.nccl}, {member.place} has NCCL {member.nccl}: NCCL joins equal versions only; "
                 "run trainer and servers from images of one docker/pins.txt, or set rollout.server.transport = gloo"
             )
-    return ""
 
 
 def _shared_gpu(members: Sequence[Introduction]) -> str:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
 from tepo_megatron.weights.reshard import plan_moves
 from tepo_megatron.weights.transfer import full_tensors as broadcast
-from tepo_megatron.weights.transfer import transport
+from tepo_megatron.weights.transfer import sender, transport
 from tepo_megatron.weights.transfer.sender import ShardSender
 from tepo_megatron.weights.transfer.transport import TransportName
 from tepo_megatron.weights.transfer.transports import Member, join
@@ -209,10 +209,12 @@ def test_rank_0_hears_why_another_rank_failed_and_nobody_waits_for_it(monkeypatc
     root = ShardSender(plan, params, rank=0, broadcast_from_root=sent.put, **options)
     other = ShardSender(plan, params, rank=1, broadcast_from_root=lambda _: sent.get(timeout=TIMEOUT_S), **options)
 
-    def refuse() -> None:
-        raise RuntimeError("no room for slots")
+    def enter(name: TransportName, store: Any, member: Member, *args: Any, **options: Any) -> Any:
+        if member.rank == 1:
+            raise RuntimeError("no room for slots")
+        return join(name, store, member, *args, **options)
 
-    monkeypatch.setattr(other, "_same_gpu_receivers", refuse)
+    monkeypatch.setattr(sender, "join", enter)
     for _ in range(2):  # a new meeting forgets the failure of the last one
         with ThreadPoolExecutor(2) as pool:
             root.open_rendezvous(HOST)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -21,8 +22,8 @@ from torch import Tensor
 from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
 from tepo_megatron.weights.transfer import move, transport
-from tepo_megatron.weights.transfer.move import destination_ends, message_sizes, queues, source_ends
-from tepo_megatron.weights.transfer.sender import ReceiveOrder, encode_order
+from tepo_megatron.weights.transfer.move import message_sizes, move_ends, queues
+from tepo_megatron.weights.transfer.sender import ReceiveOrder
 from tepo_megatron.weights.transfer.transport import Member, RelayRoutes
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 from tepo_megatron.weights.transfer.transports.ipc import IpcGroup, join_ipc, source_routes
@@ -86,15 +87,14 @@ def enter(box: Any, store: Any, member: Member, memory: Memory) -> IpcGroup:
 def member_of(plan: ReshardPlan, rank: int, *, limit: int, relayed: bool) -> Member:
     """As sender and worker make it: destinations find the source on their GPU by ``plan.local``."""
     if rank < plan.num_sources:
-        outgoing = queues(source_ends(plan, rank), itemsize=8, limit=limit)
-        near = [plan.num_sources + to for to, source in plan.local.items() if source == rank]
-        receivers = {peer: max(message_sizes(outgoing[peer], 8)) for peer in near if peer in outgoing}
+        outgoing = queues(move_ends(plan, rank), itemsize=8, limit=limit)
+        near = {plan.num_sources + to for to, source in plan.local.items() if source == rank}
+        receivers = {peer: max(message_sizes(outgoing[peer], 8)) for peer in near & outgoing.keys()}
         routes = source_routes(plan, rank, itemsize=8, limit=limit) if relayed else RelayRoutes()
         return Member(rank, plan.world_size, CPU, HOST, same_gpu_receivers=receivers, routes=routes)
-    to = rank - plan.num_sources
-    text = encode_order(destination_ends(plan, to), torch.float64, limit, near=plan.local.get(to), relayed=relayed)
-    order = ReceiveOrder.decode(text)
-    return Member(rank, plan.world_size, CPU, HOST, same_gpu_senders=order.same_gpu_senders, routes=order.routes)
+    local = plan.local.get(rank - plan.num_sources)
+    order = ReceiveOrder(move_ends(plan, rank), "float64", limit, near=local, relayed=relayed)
+    return Member(rank, plan.world_size, CPU, HOST, writers=ReceiveOrder.decode(order.encode()).writers)
 
 
 def members(
@@ -120,37 +120,43 @@ def test_what_goes_to_another_gpu_is_passed_on_by_the_rank_there(case: Case, lim
         assert all(size <= 1 for peer, size in box.sizes if peer in near or box.rank in near)
 
 
-def test_it_is_passed_on_over_real_gloo_and_a_worker_that_leaves_ends_it_on_all_ranks() -> None:
-    """Two trainer ranks and two workers; half of each worker's weights come from the other's GPU. gloo is NCCL's stand-in."""
-    case = Case(small_spec(), MegatronParallel(tp=2), VllmParallel(tp=1, replicas=2), {0: 0, 1: 1})
-    plan, sources, expected = setting(case)
-    memory, host, limit = Memory(), HOST, 2000
-    store, place = transport.listen(host)
+ALONE = Case(small_spec(), MegatronParallel(), VllmParallel(), {0: 0})
+CROSSED = Case(small_spec(), MegatronParallel(tp=2), VllmParallel(tp=1, replicas=2), {0: 0, 1: 1})
+"""Two trainer ranks and two workers; half of each worker's weights come from the other's GPU."""
 
-    def enter_world(rank: int) -> IpcGroup:
-        mine = store if rank == 0 else transport.connect(host, place, TIMEOUT_S)
-        member = member_of(plan, rank, limit=limit, relayed=True)
-        gloo = partial(GlooGroup, mine, host, rank, 4, TIMEOUT_S)
+
+def enter_world(members: list[Member], memories: list[Memory]) -> list[Callable[[], IpcGroup]]:
+    """For each member how it joins over real gloo, which also stands in for NCCL."""
+    store, place = transport.listen(HOST)
+
+    def enter(member: Member, memory: Memory) -> IpcGroup:
+        mine = store if member.rank == 0 else transport.connect(HOST, place, TIMEOUT_S)
+        gloo = partial(GlooGroup, mine, HOST, member.rank, len(members), TIMEOUT_S)
         return join_ipc(gloo, mine, member, join_leg=lambda gloo: gloo, handles=memory)
 
+    return [partial(enter, member, memory) for member, memory in zip(members, memories, strict=True)]
+
+
+def test_it_is_passed_on_over_real_gloo_and_a_worker_that_leaves_ends_it_on_all_ranks() -> None:
+    (plan, sources, expected), limit = setting(CROSSED), 2000
+    ways = enter_world([member_of(plan, rank, limit=limit, relayed=True) for rank in range(4)], [Memory()] * 4)
     with ThreadPoolExecutor(4) as pool:
-        groups = list(pool.map(enter_world, range(4)))
+        groups = list(pool.map(lambda enter: enter(), ways))
         found = [blank(params) for params in expected]
         carry_out(plan, sources, found, limit=limit, boxes=groups)
         for wanted, got in zip(expected, found, strict=True):
             assert all(torch.equal(wanted[name], got[name]) for name in wanted)
 
-        def give(rank: int) -> None:
-            move.send(groups[rank], queues(source_ends(plan, rank), itemsize=8, limit=limit), sources[rank], torch.float64)
-            groups[rank].finish()
-
-        def take() -> None:
-            incoming = queues(destination_ends(plan, 0), itemsize=8, limit=limit)
-            move.receive(groups[2], incoming, blank(expected[0]), torch.float64)
+        def take_part(rank: int) -> None:
+            messages = queues(move_ends(plan, rank), itemsize=8, limit=limit)
+            if rank == 2:
+                move.receive(groups[2], messages, blank(expected[0]), torch.float64)
+            else:
+                move.send(groups[rank], messages, sources[rank], torch.float64)
+                groups[rank].finish()
 
         groups[3].close()
-        works = [pool.submit(give, 1), pool.submit(give, 0), pool.submit(take)]
-        for work, rank in zip(works, (1, 0, 2), strict=True):
+        for rank, work in [(rank, pool.submit(take_part, rank)) for rank in (1, 0, 2)]:
             with pytest.raises(RuntimeError):  # gloo says "failed", or that the connection is closed
                 work.result(TIMEOUT_S)
             groups[rank].close()  # as it does where it has failed
@@ -159,11 +165,7 @@ def test_it_is_passed_on_over_real_gloo_and_a_worker_that_leaves_ends_it_on_all_
 @pytest.mark.parametrize("relayed", [False, True])
 def test_a_bit_that_changes_in_shared_memory_or_between_ranks_is_noticed(relayed: bool) -> None:
     """The digests are those of the rank that has the weights."""
-    if relayed:
-        case = Case(small_spec(), MegatronParallel(tp=2), VllmParallel(tp=1, replicas=2), {0: 0, 1: 1})
-    else:
-        case = Case(small_spec(), MegatronParallel(), VllmParallel(), {0: 0})
-    plan, sources, expected = setting(case)
+    plan, sources, expected = setting(CROSSED if relayed else ALONE)
     boxes, memory = mailboxes(plan.world_size), Memory()
     groups = members(plan, boxes, memory, limit=2**20, relayed=relayed)
     boxes[0].corrupt, memory.corrupt = relayed, not relayed
@@ -172,10 +174,8 @@ def test_a_bit_that_changes_in_shared_memory_or_between_ranks_is_noticed(relayed
 
 
 def test_a_plan_without_other_gpus_has_no_routes() -> None:
-    case = Case(small_spec(), MegatronParallel(), VllmParallel(), {0: 0})
-    assert source_routes(setting(case)[0], 0, itemsize=4, limit=2**20) == RelayRoutes()
-    text = encode_order([], torch.float32, 1, near=None, relayed=True)
-    assert ReceiveOrder.decode(text).routes == RelayRoutes()
+    assert source_routes(setting(ALONE)[0], 0, itemsize=4, limit=2**20) == RelayRoutes()
+    assert ReceiveOrder([], "float32", 1, relayed=True).writers == {}
 
 
 @settings(max_examples=12, deadline=None)
@@ -193,7 +193,7 @@ def test_a_slot_is_used_again_only_when_its_message_was_taken() -> None:
     store: Any = Store()
     (first, second), memory = mailboxes(2), Memory()
     sender = enter(first, store, Member(0, 2, CPU, "", same_gpu_receivers={1: 32}), memory)
-    receiver = enter(second, store, Member(1, 2, CPU, "", same_gpu_senders=(0,)), memory)
+    receiver = enter(second, store, Member(1, 2, CPU, "", writers={0: 0}), memory)
     with ThreadPoolExecutor(1) as pool:
         for number in (0, 1):
             sender.send(torch.full((4,), number), 1, number)
@@ -226,7 +226,7 @@ def test_another_host_or_gpu_is_refused(what: str) -> None:
     box = Box(1, boxes[0].letters)
     elsewhere = Memory({"host": "h", "gpu": "g"} | {what: "elsewhere"})
     with pytest.raises(RuntimeError, match=rf"rank 0 .* is on {what} [hg], rank 1 on {what} elsewhere; CUDA IPC needs"):
-        enter(box, store, Member(1, 2, CPU, "", same_gpu_senders=(0,)), elsewhere)
+        enter(box, store, Member(1, 2, CPU, "", writers={0: 0}), elsewhere)
     assert box.closed
 
 
@@ -237,18 +237,11 @@ def test_a_receiver_does_not_wait_for_slots_of_a_sender_that_fails() -> None:
         def export(self, slots: Tensor) -> dict[str, Any]:
             raise RuntimeError("out of memory")
 
-    host, memory = "127.0.0.1", Memory()
-    store, place = transport.listen(host)
-
-    def receive() -> IpcGroup:
-        mine = transport.connect(host, place, 60.0)
-        member = Member(1, 2, CPU, host, same_gpu_senders=(0,))
-        return join_ipc(lambda: GlooGroup(mine, host, 1, 2, 60.0), mine, member, join_leg=lambda gloo: gloo, handles=memory)
-
+    members = [Member(0, 2, CPU, HOST, same_gpu_receivers={1: 8}), Member(1, 2, CPU, HOST, writers={0: 0})]
+    send, receive = enter_world(members, [Full(), Memory()])
     with ThreadPoolExecutor(1) as pool:
         receiving = pool.submit(receive)
-        member = Member(0, 2, CPU, host, same_gpu_receivers={1: 8})
         with pytest.raises(RuntimeError, match="out of memory"):
-            join_ipc(lambda: GlooGroup(store, host, 0, 2, 60.0), store, member, join_leg=lambda gloo: gloo, handles=Full())
+            send()
         with pytest.raises(RuntimeError, match="left before all had joined"):
             receiving.result(TIMEOUT_S)

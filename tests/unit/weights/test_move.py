@@ -14,7 +14,6 @@ from tepo_megatron.weights.geometry import Box, Region
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
 from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.transfer import move
-from tepo_megatron.weights.transfer.digests import BLOCK_BYTES, TensorDigests, digest
 from tepo_megatron.weights.transfer.move import MoveEnd, message_bytes, queues, wire_dtype
 from tests.support.reshard_models import MOE, Case, cases, small_spec
 from tests.support.thread_transport import Mailbox
@@ -139,36 +138,3 @@ def test_all_peers_together_stay_within_the_staging_memory() -> None:
     peers = max(len({p.source for p in plan.receives(rank)}) for rank in range(plan.num_destinations))
     peers = max(peers, *(len({p.destination for p in plan.sends(rank)}) for rank in range(plan.num_sources)))
     assert message_bytes(plan) * move.WINDOW * peers <= move.STAGING_BYTES
-
-
-# -- digests
-
-
-@given(
-    size=st.one_of(st.integers(1, 100), st.integers(BLOCK_BYTES - 9, BLOCK_BYTES + 9), st.just(3 * BLOCK_BYTES + 5)),
-    data=st.data(),
-)
-def test_a_digest_depends_on_every_bit_and_on_the_size(size: int, data: st.DataObject) -> None:
-    raw = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
-    before = digest(raw)
-    assert before == digest(raw.clone())
-    assert before == digest(torch.cat([raw.new_ones(3), raw])[3:])  # wherever it lies in memory
-    at = data.draw(st.integers(0, size - 1))
-    changed = raw.clone()
-    changed[at] ^= 1 << data.draw(st.integers(0, 7))
-    assert digest(changed) != before
-    assert digest(torch.cat([raw, raw.new_zeros(1)])) != before
-
-
-def test_a_digest_depends_on_the_order_of_blocks() -> None:
-    raw = torch.randint(-(2**62), 2**62, (4, BLOCK_BYTES // 8), generator=torch.Generator().manual_seed(0))
-    assert digest(raw[[1, 0, 2, 3]]) != digest(raw)
-
-
-def test_the_digests_of_a_tensor_depend_on_which_segment_came_first() -> None:
-    first, second = TensorDigests(["a"]), TensorDigests(["a"])
-    for one, other in ((3, 5), (5, 3)):
-        first.add("a", torch.tensor(one))
-        second.add("a", torch.tensor(other))
-    assert first.differences(second.as_tensor())
-    assert not first.differences(first.as_tensor())

@@ -207,23 +207,6 @@ def test_whatever_the_plan_all_rounds_end_and_bring_what_they_should(case: Case,
     assert_all_arrives(case, limit=limit, alone=alone, boxes=lambda plan: groups(plan.world_size, Fabric(seed)))
 
 
-def test_the_stand_in_hangs_where_nccl_would() -> None:
-    """Two ranks that send to each other before they receive: apart it is a circle, in one group call it is not."""
-    for together in (False, True):
-        fabric, calls = Fabric(connected=True), []
-        for rank in (0, 1):
-            group = FakeProcessGroup(fabric, rank)
-            group._start_coalescing(CPU)
-            group.send([torch.full((2,), rank)], 1 - rank, 0)
-            if not together:
-                calls.append(group._end_coalescing(CPU))
-                group._start_coalescing(CPU)
-            group.recv([torch.zeros(2, dtype=torch.int64)], 1 - rank, 0)
-            calls.append(group._end_coalescing(CPU))
-        ended = [any(call.is_completed() for _ in range(100)) for call in calls]
-        assert ended == [together] * len(calls)
-
-
 @pytest.mark.parametrize(
     ("lives", "where"),
     [(0, "NCCL could not start a round of messages:"), (2, r"(sending '.*' to rank \d failed|NCCL could not start .*):")],

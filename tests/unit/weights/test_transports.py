@@ -149,14 +149,10 @@ TRANSPORT = TransportSpec(join=lambda store, member, timeout_s: (store, member, 
 def test_config_offers_every_transport_that_there_is_and_no_other() -> None:
     offered = get_args(ServerConfig.model_fields["transport"].annotation)
     assert sorted(offered) == sorted(["auto", *transport_names()])
-
-
-@pytest.mark.parametrize("name", transport_names())
-def test_every_module_of_the_folder_declares_a_transport(name: str) -> None:
-    assert isinstance(find_transport(name), TransportSpec)
-    assert f"``{name}``" in (Path(sys.modules[ServerConfig.__module__].__file__ or "").read_text()), (
-        "config does not explain it"
-    )
+    explained = Path(sys.modules[ServerConfig.__module__].__file__ or "").read_text()
+    for name in transport_names():
+        assert isinstance(find_transport(name), TransportSpec)
+        assert f"``{name}``" in explained
 
 
 def test_a_new_file_is_a_new_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,12 +84,11 @@ class TransferEngine(WeightTransferEngine[_InitInfo, _UpdateInfo]):  # type: ign
         address = local_address(init_info.host)
         self._adapters = init_info.adapters
         if init_info.sharded:
-            self._order = ReceiveOrder.decode(store.get(ReceiveOrder.key(rank)))
-            self._loader = ShardLoader(self.model, self._order.incoming)
+            self._order = order = ReceiveOrder.decode(store.get(ReceiveOrder.key(rank)))
+            self._loader = ShardLoader(self.model, order.incoming)
             name = f"worker {self.parallel_config.rank} of a rollout server (rank {rank} of the group)"
-            senders, routes = self._order.same_gpu_senders, self._order.routes
-            member = Member(rank, init_info.world_size, self.device, address, name, same_gpu_senders=senders, routes=routes)
-            self._group = join(self._order.transport, store, member, init_info.timeout_s, or_gloo=self._order.or_gloo)
+            member = Member(rank, init_info.world_size, self.device, address, name, writers=order.writers)
+            self._group = join(order.transport, store, member, init_info.timeout_s, or_gloo=order.or_gloo)
         else:
             self._group = GlooGroup(store, address, rank, init_info.world_size, init_info.timeout_s)
 

@@ -34,6 +34,8 @@ class GlooGroup:
         self._pending: dict[tuple[int, int], Any] = {}
         self.cancelled: Callable[[], bool] = lambda: False
 
+    rounds = 0
+
     def device(self, peer: int) -> torch.device:
         return _CPU
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,39 +15,38 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from tepo_megatron.runtime.proc import boot_id
 from tepo_megatron.weights.geometry import ReshardPlan
-from tepo_megatron.weights.transfer.move import WINDOW, Queues, message_sizes, queues, source_ends
+from tepo_megatron.weights.transfer.move import WINDOW, message_sizes, move_ends, queues
 from tepo_megatron.weights.transfer.transport import Member, RelayRoutes, TransferGroup, TransportSpec, announce_departure
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 from tepo_megatron.weights.transfer.transports.nccl import join_nccl
 
 
 class IpcGroup:
-    """Slots are uint8 [WINDOW, bytes]; the rank ``via`` of a peer on another GPU fills its slots."""
+    """``written`` by (source, worker), ``read`` by source. ``relay`` has the messages to workers on other GPUs."""
 
     def __init__(
         self,
         gloo: GlooGroup,
         member: Member,
         handles: _MemoryHandles,
-        send_slots: Mapping[int, Tensor],
-        receive_slots: Mapping[int, Tensor],
+        written: Mapping[tuple[int, int], _Slots],
+        read: Mapping[int, _Slots],
         relay: _Relay | None = None,
     ) -> None:
         self._gloo, self._rank, self._device, self._handles = gloo, member.rank, member.device, handles
-        self._send_slots, self._receive_slots = dict(send_slots), dict(receive_slots)
-        self._via, self._relay = member.routes.via, relay
-        self._signals = _SlotSignals(gloo, member.world_size)
+        self._written, self._read, self._relay = dict(written), dict(read), relay
+        self._via, self.rounds = member.routes.via, member.routes.rounds
         self._pending: dict[tuple[int, int], Callable[[], None]] = {}
         self.cancelled: Callable[[], bool] = lambda: False
         if relay is not None:  # gloo's waits end by themselves
             relay.leg.cancelled = lambda: self.cancelled()
 
     def device(self, peer: int) -> torch.device:
-        has_slots = peer in self._send_slots or peer in self._receive_slots
+        has_slots = (self._rank, peer) in self._written or peer in self._read
         return self._device if has_slots else self._carrier(peer).device(peer)
 
     def round(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._relay is None else self._relay.turn()
+        return contextlib.nullcontext() if self._relay is None else self._relay.round()
 
     def _carrier(self, peer: int) -> GlooGroup | _Relay:
         """Carries messages to and from a peer without slots."""
@@ -55,34 +54,29 @@ class IpcGroup:
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
         """Data for a rank on the same GPU is copied at once."""
-        if peer not in self._send_slots:
+        slots = self._written.get((self._rank, peer))
+        if slots is None:
             self._carrier(peer).send(data, peer, number)
             return
         # The slot is free: the wait for message number - WINDOW, which used it, includes the signal that it was read.
-        _slot(self._send_slots[peer], number, data).copy_(data.view(torch.uint8))
+        slots.part(number, data.nbytes).copy_(data.view(torch.uint8))
         self._handles.synchronize(self._device)  # gloo's signal does not wait for the GPU
-        written = self._signals.start_notify(peer, number, self._rank)
-        read = self._signals.start_wait(peer, number, self._rank)
-
-        def finish() -> None:
-            written.wait()
-            read.wait()
-
-        self._pending[peer, number] = finish
+        signals = slots.notify(number), slots.listen(number)
+        self._pending[peer, number] = lambda: _wait_for(signals)
 
     def receive(self, data: Tensor, peer: int, number: int) -> None:
         """Data from slots is complete after :meth:`wait`."""
-        if peer not in self._receive_slots:
+        slots = self._read.get(peer)
+        if slots is None:
             self._gloo.receive(data, peer, number)
             return
-        writer = self._via.get(peer, peer)
-        written = self._signals.start_wait(writer, number, peer)
+        written = slots.listen(number)
 
         def finish() -> None:
             written.wait()
-            data.view(torch.uint8).copy_(_slot(self._receive_slots[peer], number, data))
+            data.view(torch.uint8).copy_(slots.part(number, data.nbytes))
             self._handles.synchronize(self._device)  # the sender may overwrite the slot as soon as it has the signal
-            self._signals.start_notify(writer, number, peer).wait()
+            slots.notify(number).wait()
 
         self._pending[peer, number] = finish
 
@@ -103,7 +97,35 @@ class IpcGroup:
         if self._relay is not None and self._relay.leg is not self._gloo:
             self._relay.leg.close()
         self._gloo.close()
-        self._pending, self._send_slots, self._receive_slots, self._relay = {}, {}, {}, None
+        self._pending, self._written, self._read, self._relay = {}, {}, {}, None
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """``memory``, uint8 [WINDOW, bytes], holds messages of ``source`` and is also open in the process of ``peer``.
+
+    A signal of one byte over gloo: a message is in its slot, or was copied out.
+    """
+
+    memory: Tensor
+    gloo: GlooGroup
+    peer: int
+    source: int
+    world_size: int
+
+    def part(self, number: int, nbytes: int) -> Tensor:
+        return self.memory[number % WINDOW, :nbytes]
+
+    def notify(self, number: int) -> Any:
+        return self.gloo.start_send(torch.zeros(1, dtype=torch.uint8), self.peer, number * self.world_size + self.source)
+
+    def listen(self, number: int) -> Any:
+        return self.gloo.start_receive(torch.zeros(1, dtype=torch.uint8), self.peer, number * self.world_size + self.source)
+
+
+def _wait_for(signals: Iterable[Any]) -> None:
+    for signal in signals:
+        signal.wait()
 
 
 def join_ipc(
@@ -115,35 +137,27 @@ def join_ipc(
     handles: _MemoryHandles | None = None,
 ) -> IpcGroup:
     """The gloo group carries all but the slots; ``join_leg`` joins the trainer ranks' group, which relays."""
-    handles, rank, routes = handles or _CudaHandles(), member.rank, member.routes
+    handles, rank, world_size, routes = handles or _CudaHandles(), member.rank, member.world_size, member.routes
+    sizes = {(rank, worker): size for worker, size in member.same_gpu_receivers.items()}
+    sizes |= {pair: max(messages) for pair, messages in routes.forwards.items()}
     try:
-        send_slots = {
-            peer: _offer(store, (rank, peer, rank), size, member, handles) for peer, size in member.same_gpu_receivers.items()
-        }
-        relay_slots = {
-            (source, worker): _offer(store, (rank, worker, source), max(sizes), member, handles)
-            for (source, worker), sizes in routes.forwards.items()
-        }
+        offered = {pair: _offer(store, pair, size, member.device, handles) for pair, size in sizes.items()}
     except BaseException:
         announce_departure(store)
         raise
     # gloo's group forms when all members are there, and each has made its offers before: no get below waits for a missing one.
     gloo = join_gloo()
     try:
-        through = () if routes.sources else routes.via  # a trainer rank receives nothing
-        writers = {source: routes.via.get(source, source) for source in (*member.same_gpu_senders, *through)}
-        receive_slots: dict[int, Tensor] = {}
-        for source, writer in writers.items():
-            offer = json.loads(store.get(_key(writer, rank, source)))
-            receive_slots[source] = _open(offer, writer, member, handles)
-        relay = None
-        if routes.sources:
-            signals = _SlotSignals(gloo, member.world_size)
-            relay = _Relay(rank, routes, join_leg(gloo), signals, relay_slots, lambda: handles.synchronize(member.device))
+        written = {pair: _Slots(memory, gloo, pair[1], pair[0], world_size) for pair, memory in offered.items()}
+        read = {
+            source: _Slots(_open(store, source, writer, member, handles), gloo, writer, source, world_size)
+            for source, writer in member.writers.items()
+        }
+        relay = _Relay(member, join_leg(gloo), written, handles) if routes.sources else None
     except BaseException:
         gloo.close()
         raise
-    return IpcGroup(gloo, member, handles, send_slots, receive_slots, relay)
+    return IpcGroup(gloo, member, handles, written, read, relay)
 
 
 def _join(store: Store, member: Member, timeout_s: float) -> IpcGroup:
@@ -159,34 +173,29 @@ def _join(store: Store, member: Member, timeout_s: float) -> IpcGroup:
 TRANSPORT = TransportSpec(join=_join, requires_gpu=True)
 
 
-def _offer(store: Store, key: tuple[int, int, int], size: int, member: Member, handles: _MemoryHandles) -> Tensor:
-    slots = torch.empty(WINDOW, size, dtype=torch.uint8, device=member.device)
-    offer = {"location": handles.location(member.device), "bytes": size, "handle": handles.export(slots)}
-    store.set(_key(*key), json.dumps(offer))
+def _offer(store: Store, pair: tuple[int, int], size: int, device: torch.device, handles: _MemoryHandles) -> Tensor:
+    slots = torch.empty(WINDOW, size, dtype=torch.uint8, device=device)
+    offer = {"location": handles.location(device), "bytes": size, "handle": handles.export(slots)}
+    store.set(_key(*pair), json.dumps(offer))
     return slots
 
 
-def _open(offer: dict[str, Any], sender: int, member: Member, handles: _MemoryHandles) -> Tensor:
-    sender_location, local_location = offer["location"], handles.location(member.device)
-    for what in ("host", "gpu"):
-        if sender_location[what] != local_location[what]:
+def _open(store: Store, source: int, writer: int, member: Member, handles: _MemoryHandles) -> Tensor:
+    offer = json.loads(store.get(_key(source, member.rank)))
+    for what, local in handles.location(member.device).items():
+        if offer["location"][what] != local:
             raise RuntimeError(
-                f"rollout.server.transport = ipc, but rank {sender} of the weight-transfer group is on {what} "
-                f"{sender_location[what]}, rank {member.rank} on {what} {local_location[what]}; CUDA IPC needs trainer "
-                "and server on the same GPU: set "
-                "rollout.server.placement = colocated, or another transport"
+                f"rollout.server.transport = ipc, but rank {writer} of the weight-transfer group is on {what} "
+                f"{offer['location'][what]}, rank {member.rank} on {what} {local}; CUDA IPC needs trainer and server on the "
+                "same GPU: set rollout.server.placement = colocated, or another transport"
             )
     storage = handles.open(offer["handle"], member.device)
     slots = torch.empty(0, dtype=torch.uint8, device=member.device)
     return slots.set_(storage, 0, (WINDOW, offer["bytes"]))  # type: ignore[call-overload]
 
 
-def _key(writer: int, receiver: int, source: int) -> str:
-    return f"ipc/{writer}/{receiver}/{source}"
-
-
-def _slot(slots: Tensor, number: int, data: Tensor) -> Tensor:
-    return slots[number % WINDOW, : data.nbytes]
+def _key(source: int, worker: int) -> str:
+    return f"ipc/{source}/{worker}"
 
 
 class _MemoryHandles(Protocol):
@@ -224,133 +233,104 @@ class _CudaHandles:
 
 
 def source_routes(plan: ReshardPlan, rank: int, *, itemsize: int, limit: int) -> RelayRoutes:
-    local_source = {plan.num_sources + to: source for to, source in plan.local.items()}
-    outgoing: dict[int, Queues] = {
-        source: queues(source_ends(plan, source), itemsize=itemsize, limit=limit) for source in range(plan.num_sources)
-    }
+    near = {plan.num_sources + to: source for to, source in plan.local.items()}
+    outgoing = [queues(move_ends(plan, source), itemsize=itemsize, limit=limit) for source in range(plan.num_sources)]
     relayed = {
         (source, to): message_sizes(queue, itemsize)
-        for source, by_peer in outgoing.items()
+        for source, by_peer in enumerate(outgoing)
         for to, queue in by_peer.items()
-        if to in local_source and local_source[to] != source
+        if near.get(to, source) != source
     }
     if not relayed:
         return RelayRoutes()
-    lengths = {source: max((len(queue) for queue in by_peer.values()), default=0) for source, by_peer in outgoing.items()}
     return RelayRoutes(
-        via={to: local_source[to] for source, to in relayed if source == rank},
-        forwards={pair: sizes for pair, sizes in relayed.items() if local_source[pair[1]] == rank},
+        via={to: near[to] for source, to in relayed if source == rank},
+        forwards={pair: sizes for pair, sizes in relayed.items() if near[pair[1]] == rank},
         sources=plan.num_sources,
-        local_rounds=lengths[rank],
-        rounds=max(lengths.values()),
+        rounds=max(len(queue) for by_peer in outgoing for queue in by_peer.values()),
     )
 
 
-@dataclass(frozen=True)
-class _SlotSignals:
-    """One byte over gloo: a message is in its slot, or was copied out."""
-
-    gloo: GlooGroup
-    world_size: int
-
-    def start_notify(self, peer: int, number: int, source: int) -> Any:
-        return self.gloo.start_send(torch.zeros(1, dtype=torch.uint8), peer, number * self.world_size + source)
-
-    def start_wait(self, peer: int, number: int, source: int) -> Any:
-        return self.gloo.start_receive(torch.zeros(1, dtype=torch.uint8), peer, number * self.world_size + source)
-
-
-@dataclass
 class _Relay:
-    """``slots``: (source, worker) → uint8 [WINDOW, bytes], open in the worker. ``leg`` connects the trainer's ranks."""
+    """``leg`` connects the trainer's ranks, which all exchange in every round; ``slots``: by (source, worker)."""
 
-    rank: int
-    routes: RelayRoutes
-    leg: TransferGroup
-    signals: _SlotSignals
-    slots: Mapping[tuple[int, int], Tensor]
-    synchronize: Callable[[], None]
-    _turn: int = 0
-    _sending: list[tuple[Tensor, int, int]] = field(default_factory=list)
-    _arriving: list[tuple[int, int, int]] = field(default_factory=list)
-    _taken: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)
+    def __init__(
+        self, member: Member, leg: TransferGroup, slots: Mapping[tuple[int, int], _Slots], handles: _MemoryHandles
+    ) -> None:
+        self.leg = leg
+        self._member, self._routes, self._slots, self._handles = member, member.routes, slots, handles
+        self._round = 0
+        self._sending: list[tuple[Tensor, int, int]] = []
+        self._arriving: list[tuple[int, int, int]] = []
+        self._signals: dict[tuple[int, int, int], tuple[Any, ...]] = {}
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def round(self) -> Iterator[None]:
         """Sends of its block travel when it ends."""
-        turn = self._turn if self._turn < self.routes.local_rounds else self.routes.rounds
-        self._catch_up(turn)
         yield
-        self._exchange(turn)
+        self.settle()
+        incoming = list(self._incoming())
+        for source, worker, number in incoming:
+            self._await_taken((source, worker, number - WINDOW))
+        sending, self._sending = self._sending, []
+        if sending or incoming:
+            with self.leg.round():  # both ends of a pair start by the worker's number: NCCL matches by order
+                for data, worker, number in sorted(sending, key=lambda item: item[1:]):
+                    self.leg.send(data.view(torch.uint8), *self._outgoing(worker, number))
+                for source, worker, number in incoming:
+                    size = self._routes.forwards[source, worker][number]
+                    part = self._slots[source, worker].part(number, size)
+                    self.leg.receive(part, source, self._tag(number, worker, source, self._member.rank))
+        self._arriving = incoming
+        if self._round == self._routes.rounds:
+            self.settle()
+        self._round += 1
+
+    def _incoming(self) -> Iterator[tuple[int, int, int]]:
+        """Yields source, worker and number of this round's messages; digests are the last round's."""
+        for source, worker in sorted(self._routes.forwards, key=lambda pair: pair[::-1]):
+            digests = len(self._routes.forwards[source, worker]) - 1
+            if self._round == self._routes.rounds or self._round < digests:
+                yield source, worker, min(self._round, digests)
 
     def device(self, worker: int) -> torch.device:
-        return self.leg.device(self.routes.via[worker])
+        return self.leg.device(self._routes.via[worker])
 
     def send(self, data: Tensor, worker: int, number: int) -> None:
         self._sending.append((data, worker, number))
 
     def wait(self, worker: int, number: int) -> None:
-        self.settle()
-        via = self.routes.via[worker]
-        self.leg.wait(via, self._tag(number, worker, self.rank, via))
+        self.leg.wait(*self._outgoing(worker, number))
 
     def settle(self) -> None:
         """Call it before other waits: workers wait for the notification."""
         arriving, self._arriving = self._arriving, []
         for source, worker, number in arriving:
             with _naming("receiving", source, worker):
-                self.leg.wait(source, self._tag(number, worker, source, self.rank))
+                self.leg.wait(source, self._tag(number, worker, source, self._member.rank))
         if arriving:
-            self.synchronize()
+            self._handles.synchronize(self._member.device)
         for source, worker, number in arriving:
-            notification = self.signals.start_notify(worker, number, source)
-            self._taken[source, worker, number] = [notification, self.signals.start_wait(worker, number, source)]
+            slots = self._slots[source, worker]
+            self._signals[source, worker, number] = slots.notify(number), slots.listen(number)
 
     def finish(self) -> None:
-        self._catch_up(self.routes.rounds)
-        if self._turn == self.routes.rounds:
-            self._exchange(self._turn)
-        for key in list(self._taken):
-            self._await_taken(key)
-        self._turn = 0
+        for message in list(self._signals):
+            self._await_taken(message)
+        self._round = 0
 
-    def _catch_up(self, turn: int) -> None:
-        while self._turn < turn:
-            self._exchange(self._turn)
-
-    def _exchange(self, turn: int) -> None:
-        self.settle()
-        incoming = list(self._coming(turn))
-        for source, worker, number in incoming:
-            self._await_taken((source, worker, number - WINDOW))
-        self._turn = turn + 1
-        sending, self._sending = self._sending, []
-        if sending or incoming:
-            with self.leg.round():  # both ends of a pair start by the worker's number: NCCL matches by order
-                for data, worker, number in sorted(sending, key=lambda item: item[1:]):
-                    via = self.routes.via[worker]
-                    self.leg.send(data.view(torch.uint8), via, self._tag(number, worker, self.rank, via))
-                for source, worker, number in incoming:
-                    slot = self.slots[source, worker][number % WINDOW, : self.routes.forwards[source, worker][number]]
-                    self.leg.receive(slot, source, self._tag(number, worker, source, self.rank))
-        self._arriving = incoming
-        if turn == self.routes.rounds:
-            self.settle()
-
-    def _coming(self, turn: int) -> Iterator[tuple[int, int, int]]:
-        for source, worker in sorted(self.routes.forwards, key=lambda pair: pair[::-1]):
-            digests = len(self.routes.forwards[source, worker]) - 1
-            if turn == self.routes.rounds or turn < digests:
-                yield source, worker, min(turn, digests)
-
-    def _await_taken(self, key: tuple[int, int, int]) -> None:
-        source, worker, _ = key
+    def _await_taken(self, message: tuple[int, int, int]) -> None:
+        source, worker, _ = message
         with _naming("passing on", source, worker):
-            for work in self._taken.pop(key, ()):
-                work.wait()
+            _wait_for(self._signals.pop(message, ()))
+
+    def _outgoing(self, worker: int, number: int) -> tuple[int, int]:
+        """Returns the rank that relays, and the message's tag."""
+        via = self._routes.via[worker]
+        return via, self._tag(number, worker, self._member.rank, via)
 
     def _tag(self, number: int, worker: int, source: int, to: int) -> int:
-        return (number * self.signals.world_size + worker) * 2 + (source > to)
+        return (number * self._member.world_size + worker) * 2 + (source > to)
 
 
 @contextmanager

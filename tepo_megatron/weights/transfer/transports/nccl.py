@@ -40,6 +40,8 @@ class NcclGroup:
         self._failure: str | None = None
         self.cancelled: Callable[[], bool] = lambda: False
 
+    rounds = 0
+
     def device(self, peer: int) -> torch.device:
         return self._device
 
@@ -134,26 +136,18 @@ def _process_group(store: Store, rank: int, world_size: int, timeout_s: float) -
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    with _without_async_error_handling():
+    before = os.environ.get(_ERROR_HANDLING)
+    os.environ[_ERROR_HANDLING] = "0"  # by default torch ends the process when an operation fails
+    try:
         backend = ProcessGroupNCCL(store, rank, world_size, options)
+    finally:
+        del os.environ[_ERROR_HANDLING]
+        if before is not None:
+            os.environ[_ERROR_HANDLING] = before
     group = ProcessGroup(store, rank, world_size)
     group._set_default_backend(ProcessGroup.BackendType.NCCL)
     group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, backend)
     return group, backend
-
-
-@contextlib.contextmanager
-def _without_async_error_handling() -> Iterator[None]:
-    """By default torch ends the process when an operation fails."""
-    before = os.environ.get(_ERROR_HANDLING)
-    os.environ[_ERROR_HANDLING] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_ERROR_HANDLING]
-        else:
-            os.environ[_ERROR_HANDLING] = before
 
 
 def _run_with_timeout(timeout_s: float, work: Callable[[], None], rendezvous: Rendezvous) -> None:
