@@ -50,7 +50,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     if not (folder / MANIFEST).exists():
         return _read_first_format(folder)
     manifest = CheckpointManifest.read(folder)
-    problems = [*manifest.wrong_files().values()] or manifest.wrong_contents([STATE])
+    problems = [*manifest.wrong_files().values()] or list(filter(None, [manifest.wrong_content(STATE)]))
     if problems:
         raise DamagedCheckpoint(folder, problems)
     state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))

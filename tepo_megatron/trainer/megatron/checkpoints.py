@@ -6,7 +6,6 @@ The key ``master|model.norm.weight|0`` has the tensor's box that starts at 0.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import threading
 import time
@@ -62,7 +61,8 @@ def _read_or_problems(read: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any
 
 def _check_share(folder: Path) -> dict[str, Any]:
     manifest = CheckpointManifest.read(folder)
-    if problems := manifest.wrong_contents(manifest.shares(dist.get_world_size())[dist.get_rank()]):
+    local_files = manifest.shares(dist.get_world_size())[dist.get_rank()]
+    if problems := list(filter(None, map(manifest.wrong_content, local_files))):
         raise DamagedCheckpoint(folder, problems)
     return {}
 
@@ -138,7 +138,7 @@ class _LocalPart:
     box: Box
 
     def of(self, values: Tensor) -> Tensor:
-        piece = values[self.offset : self.offset + math.prod(self.piece.shape)].view(self.piece.shape)
+        piece = values[self.offset : self.offset + self.piece.numel].view(self.piece.shape)
         return piece[self.box.relative_to(self.piece.start).slices]
 
 
@@ -156,7 +156,7 @@ def _local_parts(
                 start = tuple(a + b for a, b in zip(shard.box.start, within.start, strict=True))
                 stop = tuple(a + b for a, b in zip(shard.box.start, within.stop, strict=True))
                 yield Shard(shard.tensor, Box(start, stop), shard.param, common), _LocalPart(piece, offset, common)
-            offset += math.prod(piece.shape)
+            offset += piece.numel
 
 
 def _shards_by_param(shards: Iterable[Shard]) -> dict[str, list[Shard]]:

@@ -8,9 +8,10 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -21,7 +22,16 @@ from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, pipeline_stages
 from tepo_megatron.weights.storage.hf_folder import SHARD_BYTES, copy_description, model_file_name, write_index
 from tepo_megatron.weights.storage.manifest import MANIFEST, CheckpointManifest
-from tepo_megatron.weights.storage.stored import DTYPE_NAMES, DTYPES, SHARDS, WEIGHT, StoredWeights, box_key, safetensors_header
+from tepo_megatron.weights.storage.stored import (
+    DTYPE_NAMES,
+    DTYPES,
+    SHARDS,
+    WEIGHT,
+    StoredWeights,
+    batches,
+    box_key,
+    safetensors_header,
+)
 from tepo_megatron.weights.table import tensor_shapes
 
 _RECORD = "conversion.sha256"
@@ -41,13 +51,13 @@ class _FileEntry:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.box.shape) * DTYPES[self.dtype].itemsize
+        return self.box.numel * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
 class _PlannedFile:
     name: str
-    entries: tuple[_FileEntry, ...]
+    entries: Sequence[_FileEntry]
 
     @cached_property
     def header(self) -> bytes:
@@ -89,16 +99,8 @@ def _buckets(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
         yield Box((start, *box.start[1:]), (stop, *box.stop[1:]))
 
 
-def _group_entries(entries: Sequence[_FileEntry], limit: int) -> list[tuple[_FileEntry, ...]]:
-    groups: list[list[_FileEntry]] = []
-    group_bytes = 0
-    for entry in entries:
-        if not groups or group_bytes + entry.nbytes > limit:
-            groups.append([])
-            group_bytes = 0
-        groups[-1].append(entry)
-        group_bytes += entry.nbytes
-    return [tuple(group) for group in groups]
+def _groups(entries: Iterable[_FileEntry], limit: int) -> list[list[_FileEntry]]:
+    return list(batches(entries, lambda entry: entry.nbytes, limit))
 
 
 def export_model(
@@ -127,7 +129,7 @@ def export_model(
         _FileEntry(name, name, Box.whole(shape), "F32" if is_always_fp32(name) else stored_dtype)
         for name, shape in shapes.items()
     ]
-    groups = _group_entries(entries, shard_bytes)
+    groups = _groups(entries, shard_bytes)
     files = [_PlannedFile(model_file_name(number, len(groups)), group) for number, group in enumerate(groups, 1)]
 
     def finish(partial: Path) -> None:
@@ -191,8 +193,8 @@ def _rank_files(
         if dtype not in DTYPES:
             raise ValueError(f"{weights.folder}: {shard.tensor} is {dtype}, which is not supported; known: {', '.join(DTYPES)}")
         entries.append(_FileEntry(box_key(WEIGHT, shard.tensor, shard.box), shard.tensor, shard.box, dtype))
-    groups = _group_entries(entries, shard_bytes)
-    return [_PlannedFile(f"{SHARDS}/rank{rank:05d}-{number:05d}.safetensors", group) for number, group in enumerate(groups, 1)]
+    names = (f"{SHARDS}/rank{rank:05d}-{number:05d}.safetensors" for number in count(1))
+    return [_PlannedFile(name, group) for name, group in zip(names, _groups(entries, shard_bytes), strict=False)]
 
 
 def _write_folder(
@@ -207,10 +209,9 @@ def _write_folder(
         raise ValueError(f"{out} exists already; remove it, or give another folder")
     partial = partial_path(out)
     _prepare_partial(partial, _conversion_digest(weights, files))
-    unfinished = [file for file in files if not file.is_written(partial)]
-    needed, total = sum(file.nbytes for file in unfinished), sum(file.nbytes for file in files)
-    _check_space(partial, out, needed)
-    done = total - needed
+    unfinished = _unfinished(files, partial, out)
+    total = sum(file.nbytes for file in files)
+    done = total - sum(file.nbytes for file in unfinished)
 
     def advance(nbytes: int) -> None:
         nonlocal done
@@ -225,10 +226,7 @@ def _write_folder(
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        _drop_unfinished(partial)
-        # Usually this raises the error that says how many bytes are missing.
-        unfinished = [file for file in files if not file.is_written(partial)]
-        _check_space(partial, out, sum(file.nbytes for file in unfinished))
+        _unfinished(files, partial, out)  # usually raises the error that says how many bytes are missing
         raise RuntimeError(f"the disk of {partial} was full for a moment; run the same command again to go on") from error
     partial.rename(out)
     (out / _RECORD).unlink()
@@ -240,7 +238,6 @@ def _prepare_partial(partial: Path, conversion: str) -> None:
         if not record.is_file():
             raise ValueError(f"{partial} is in the way and was not made by an interrupted import or export; move it away")
         if record.read_text() == conversion:
-            _drop_unfinished(partial)
             return
         shutil.rmtree(partial)
     try:
@@ -248,11 +245,6 @@ def _prepare_partial(partial: Path, conversion: str) -> None:
         record.write_text(conversion)
     except OSError as error:
         raise ValueError(f"{partial} cannot be written ({error.strerror}); give another folder") from error
-
-
-def _drop_unfinished(partial: Path) -> None:
-    for path in partial.rglob("*.unfinished"):
-        path.unlink()
 
 
 def _conversion_digest(weights: StoredWeights, files: Sequence[_PlannedFile]) -> str:
@@ -266,13 +258,18 @@ def _conversion_digest(weights: StoredWeights, files: Sequence[_PlannedFile]) ->
     return digest.hexdigest()
 
 
-def _check_space(partial: Path, out: Path, needed: int) -> None:
-    free = shutil.disk_usage(partial).free
+def _unfinished(files: Sequence[_PlannedFile], partial: Path, out: Path) -> list[_PlannedFile]:
+    """Raises RuntimeError if the disk has no space for them."""
+    for path in partial.rglob("*.unfinished"):
+        path.unlink()
+    unfinished = [file for file in files if not file.is_written(partial)]
+    needed, free = sum(file.nbytes for file in unfinished), shutil.disk_usage(partial).free
     if free < needed:
         raise RuntimeError(
             f"{out} needs {needed:,} more bytes, and {free:,} are free on its disk; free {needed - free:,} bytes and run the "
             f"same command again (finished files are kept in {partial}), or give another folder"
         )
+    return unfinished
 
 
 def _model_of(source: Path) -> Path:

@@ -16,9 +16,11 @@ from torch import Tensor
 from tepo_megatron.runtime.files import partial_path
 from tepo_megatron.weights.architecture import is_always_fp32
 from tepo_megatron.weights.geometry import ShardLayout
-from tepo_megatron.weights.storage.stored import StoredWeights, open_safetensors
+from tepo_megatron.weights.storage.stored import StoredWeights, open_safetensors, tensor_batches
 
 SHARD_BYTES = 4 * 2**30
+
+_PART = "part-{:05d}.safetensors"  # until the number of parts is known
 
 _TOKENIZER_FILES = (
     "tokenizer.model",
@@ -74,10 +76,13 @@ def write_model(
     with _atomic_folder(out) as partial:
         copy_description(source, partial, dtype)
         cast = ((name, tensor.to(torch.float32 if is_always_fp32(name) else dtype)) for name, tensor in tensors)
-        written = _write_parts(partial, cast, shard_bytes)
-        for number, (path, _) in enumerate(written, 1):
-            path.rename(partial / model_file_name(number, len(written)))
-        write_index(partial, [sizes for _, sizes in written])
+        written: list[dict[str, int]] = []
+        for batch in tensor_batches(cast, shard_bytes):
+            written.append({name: tensor.nbytes for name, tensor in batch.items()})
+            _save(batch, partial / _PART.format(len(written)))
+        for number in range(1, len(written) + 1):
+            (partial / _PART.format(number)).rename(partial / model_file_name(number, len(written)))
+        write_index(partial, written)
 
 
 def copy_description(source: Path, out: Path, dtype: torch.dtype | None) -> None:
@@ -90,25 +95,6 @@ def copy_description(source: Path, out: Path, dtype: torch.dtype | None) -> None
     for name in _TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, out / name)
-
-
-def _write_parts(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> list[tuple[Path, dict[str, int]]]:
-    """Holds at most ``shard_bytes`` or one tensor; returns files with bytes of their tensors."""
-    written: list[tuple[Path, dict[str, int]]] = []
-    pending: dict[str, Tensor] = {}
-
-    def flush() -> None:
-        path = folder / f"part-{len(written) + 1:05d}.safetensors"
-        _save(pending, path)
-        written.append((path, {name: tensor.nbytes for name, tensor in pending.items()}))
-        pending.clear()
-
-    for name, tensor in tensors:
-        if pending and sum(waiting.nbytes for waiting in pending.values()) + tensor.nbytes > shard_bytes:
-            flush()
-        pending[name] = tensor.detach().cpu().contiguous()
-    flush()
-    return written
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

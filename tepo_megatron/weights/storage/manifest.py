@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -84,8 +84,8 @@ class CheckpointManifest:
         manifest = cls.read(folder)
         wrong = manifest.wrong_files()
         with ThreadPoolExecutor() as readers:  # digests are computed without Python's lock
-            contents = readers.map(lambda name: manifest.wrong_contents([name]), sorted(manifest.files.keys() - wrong.keys()))
-        problems = [*wrong.values(), *(problem for problems in contents for problem in problems)]
+            contents = readers.map(manifest.wrong_content, sorted(manifest.files.keys() - wrong.keys()))
+        problems = [*wrong.values(), *filter(None, contents)]
         if problems:
             raise DamagedCheckpoint(folder, problems)
         return manifest
@@ -109,10 +109,7 @@ class CheckpointManifest:
                 problems[name] = f"{name} has {size:,} bytes instead of {record.bytes:,}"
         return problems
 
-    def wrong_contents(self, names: Iterable[str]) -> list[str]:
-        return [problem for name in names if (problem := self._wrong_content(name))]
-
-    def _wrong_content(self, name: str) -> str | None:
+    def wrong_content(self, name: str) -> str | None:
         path = self.folder / name
         try:
             with path.open("rb") as file:
@@ -140,13 +137,8 @@ def _content_digest(content: Mapping[str, Any]) -> str:
 
 def _step_within(path: Path) -> int | None:
     try:
-        with path.open("rb") as file:
-            if path.suffix == ".json":
-                return int(json.load(file)["step"])
-            length = int.from_bytes(file.read(8), "little")
-            if length > path.stat().st_size:
-                return None
-            return int(json.loads(file.read(length))["__metadata__"]["step"])
+        content = json.loads(path.read_text()) if path.suffix == ".json" else _read_header(path)[0]["__metadata__"]
+        return int(content["step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -156,7 +148,10 @@ def sampled_digest(folder: Path) -> str | None:
 
     It does not depend on the division into files.
     """
-    tensors = {name: (path, start, entry) for path in _files(folder) for name, start, entry in _header(path)}
+    tensors: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    for path in _files(folder):
+        header, start = _read_header(path)
+        tensors |= {name: (path, start, entry) for name, entry in header.items() if name != "__metadata__"}
     if not tensors:
         return None
     digest = hashlib.sha256()
@@ -179,13 +174,13 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
 
 
-def _header(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Returns also the place of the tensors' bytes. Raises ValueError for a damaged file."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
+            if length > path.stat().st_size:
+                raise ValueError("it has no header")
+            return json.loads(file.read(length)), 8 + length
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is damaged or cut short ({error}); copy or download it again") from error
-    for name, entry in header.items():
-        if name != "__metadata__":
-            yield name, 8 + length, entry

@@ -12,10 +12,11 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.storage.manifest import FileRecord
+
+T = TypeVar("T")
 
 SHARDS = "shards"
 
@@ -140,7 +143,7 @@ def _problems(name: str, shape: tuple[int, ...], stored: list[_StoredBox]) -> It
     boxes = [stored_box.box for stored_box in stored]
     is_whole = any(stored_box.key == name for stored_box in stored)
     fits = all(len(box.stop) == len(shape) and all(a <= b for a, b in zip(box.stop, shape, strict=True)) for box in boxes)
-    held = sum(math.prod(box.shape) for box in boxes)
+    held = sum(box.numel for box in boxes)
     if not fits or (is_whole and boxes[0].shape != shape):
         yield f"misshapen: {name} is {max(box.stop for box in boxes)}, config.json makes it {shape}"
     elif held != math.prod(shape):
@@ -205,6 +208,26 @@ class WrittenBoxes:
     error: str | None = None
 
 
+def batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Each has at most ``limit`` bytes, or one item."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        if batch and size + nbytes(item) > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += nbytes(item)
+    if batch:
+        yield batch
+
+
+def tensor_batches(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
+    """Yields tensors on the CPU."""
+    on_cpu = ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors)
+    return map(dict, batches(on_cpu, lambda named: named[1].nbytes, limit))
+
+
 def write_boxes(
     folder: Path,
     stem: str,
@@ -218,23 +241,14 @@ def write_boxes(
     After an error it counts the remaining boxes, for the space needed.
     """
     written = WrittenBoxes()
-    pending: dict[str, Tensor] = {}
-
-    def flush() -> None:
-        if pending and written.error is None:
-            name = f"{SHARDS}/{stem}-{len(written.files) + 1:05d}.safetensors"
+    for number, batch in enumerate(tensor_batches(boxes, file_bytes), 1):
+        written.bytes += sum(tensor.nbytes for tensor in batch.values())
+        name = f"{SHARDS}/{stem}-{number:05d}.safetensors"
+        if written.error is None:
             try:
-                written.files[name] = _write_file(folder, name, pending, metadata)
+                written.files[name] = _write_file(folder, name, batch, metadata)
             except OSError as error:
                 written.error = f"{folder / name}: {describe_os_error(error)}"
-        pending.clear()
-
-    for key, tensor in boxes:
-        if sum(pending_tensor.nbytes for pending_tensor in pending.values()) + tensor.nbytes > file_bytes:
-            flush()
-        pending[key] = tensor.detach().cpu().contiguous()
-        written.bytes += tensor.nbytes
-    flush()
     return written
 
 

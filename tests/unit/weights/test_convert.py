@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout
 from tepo_megatron.weights.storage.convert import check_imported, export_model, import_model
+from tepo_megatron.weights.storage.hf_folder import load_into, write_model
 from tepo_megatron.weights.storage.stored import StoredWeights, box_key
 from tests.support.convert_models import all_tensors, assert_same, make_checkpoint, make_model
+from tests.support.disks import files_of_at_most
 from tests.support.programs import TIMEOUT_S
 
 
@@ -47,19 +51,17 @@ def checkpoint(model: Path, tmp_path: Path) -> Path:
 def test_import_and_export_give_back_the_same_bytes(
     tp: int, stages: dict[str, Any], dtype: torch.dtype, tied: bool, limits: tuple[int, int]
 ) -> None:
-    shard_bytes, bucket_bytes = limits
+    sizes: dict[str, Any] = dict(zip(("shard_bytes", "bucket_bytes"), limits, strict=True))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_model(folder / "model", dtype=dtype, tie_word_embeddings=tied)
-        sizes: dict[str, Any] = {"shard_bytes": shard_bytes, "bucket_bytes": bucket_bytes}
         import_model(model, folder / "cut", tp=tp, **stages, **sizes)
         check_imported(folder / "cut", model)
         export_model(folder / "cut", folder / "whole", **sizes)
         assert_same(folder / "whole", model)
         # bfloat16 weights are exact in the checkpoint's fp32, so they come back too
-        export_model(
-            make_checkpoint(model, folder / "step_000001", tp=tp, pp=min(stages["pp"], 2)), folder / "trained", **sizes
-        )
+        checkpoint = make_checkpoint(model, folder / "step_000001", tp=tp, pp=min(stages["pp"], 2))
+        export_model(checkpoint, folder / "trained", **sizes)
         assert_same(folder / "trained", model)
 
 
@@ -112,27 +114,21 @@ import torch
 from safetensors.torch import load_file
 from tepo_megatron.weights.storage.convert import export_model, import_model
 
-folder = Path(sys.argv[1])
+folder, status = Path(sys.argv[1]), Path("/proc/self/status")
 torch.set_num_threads(1)
 
 def peak(work):
     # The kernel's own high-water mark of resident memory, mapped files included, counted from here.
     Path("/proc/self/clear_refs").write_text("5")
-    read = lambda key: int(re.search(key + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-    before = read("VmRSS")
+    before = int(re.search(r"VmRSS:\\s+(\\d+)", status.read_text())[1])
     kept = work()
-    return read("VmHWM") - before
-
-def load_all():
-    files = (folder / "whole").glob("*.safetensors")
-    return [tensor.clone() for path in files for tensor in load_file(path).values()]
+    return 1024 * (int(re.search(r"VmHWM:\\s+(\\d+)", status.read_text())[1]) - before)
 
 small = {"shard_bytes": 2**25, "bucket_bytes": 2**21}
 print(json.dumps({
     "import": peak(lambda: import_model(folder / "model", folder / "cut", tp=2, pp=2, **small)),
     "export": peak(lambda: export_model(folder / "cut", folder / "whole", **small)),
-    "all": peak(load_all),
-    "bytes": sum(path.stat().st_size for path in (folder / "whole").glob("*.safetensors")),
+    "all": peak(lambda: [t.clone() for file in (folder / "whole").glob("*.safetensors") for t in load_file(file).values()]),
 }))
 """
 
@@ -147,10 +143,8 @@ def test_no_more_than_a_bucket_is_held(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout)
-    assert peaks["bytes"] > 120e6
-    assert peaks["all"] > 0.9 * peaks["bytes"], "the measure does not see a whole model"
-    assert peaks["import"] < 32e6, "less than the largest tensor"
-    assert peaks["export"] < 32e6, "less than the largest tensor"
+    assert peaks["all"] > 110e6, "the measure does not see a whole model"
+    assert max(peaks["import"], peaks["export"]) < 32e6, "less than the largest tensor"
 
 
 # -- when something goes wrong
@@ -234,39 +228,36 @@ def test_a_folder_in_the_way_is_left_alone(checkpoint: Path, tmp_path: Path) -> 
         export_model(checkpoint, tmp_path / "file" / "out")
 
 
-def test_a_full_disk_is_told_before_anything_is_written(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("full_after", [0, 2])
+def test_a_full_disk_is_told_and_what_is_finished_stays(
+    model: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_after: int
 ) -> None:
+    """Before anything is written, and also when others fill the disk on the way."""
+    synced: list[int] = []
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(RuntimeError, match=r"needs (\S+) more bytes, and 1,000 are free") as caught:
-        export_model(checkpoint, tmp_path / "out")
-    needed = int(str(caught.value).split("needs ")[1].split(" ")[0].replace(",", ""))
-    monkeypatch.undo()
-    export_model(checkpoint, tmp_path / "out")
-    assert needed == (tmp_path / "out" / "model.safetensors").stat().st_size
 
-
-def test_a_disk_that_fills_up_on_the_way_leaves_what_is_finished(
-    model: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[int] = []
-    usage = shutil.disk_usage(tmp_path)
+    def fill_up(free: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
 
     def fsync(descriptor: int) -> None:
-        calls.append(descriptor)
-        if len(calls) == 3:
-            monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+        synced.append(descriptor)
+        if len(synced) > full_after:
+            fill_up(1000)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", fsync)
+    if not full_after:
+        fill_up(1000)
     with pytest.raises(
-        RuntimeError, match=r"more bytes, and 0 are free on its disk.*finished files are kept in .*out\.partial"
-    ):
+        RuntimeError, match=r"needs (\S+) more bytes, and 1,000 are free on its disk.*kept in .*out\.partial"
+    ) as caught:
         export_model(checkpoint, tmp_path / "out", shard_bytes=2000)
-    assert len(identities(tmp_path / "out.partial")) == 2
+    finished = identities(tmp_path / "out.partial")
+    assert len(finished) == full_after
     monkeypatch.undo()
     export_model(checkpoint, tmp_path / "out", shard_bytes=2000)
+    needed = sum((tmp_path / "out" / name).stat().st_size for name in identities(tmp_path / "out").keys() - finished.keys())
+    assert int(str(caught.value).split("needs ")[1].split(" ")[0].replace(",", "")) == needed
     assert_same(tmp_path / "out", model)
 
 
@@ -337,3 +328,36 @@ def test_an_import_of_another_model_is_refused(model: Path, tmp_path: Path) -> N
 def test_a_layout_that_does_not_fit_is_refused(model: Path, tmp_path: Path, split: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         import_model(model, tmp_path / "out", **split)
+
+
+# -- folders that a run reads and writes
+
+
+def test_every_wrong_tensor_is_named_at_once_and_nothing_is_loaded(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", shard_bytes=2**20)
+    tensors = all_tensors(model)
+    del tensors["model.norm.weight"]
+    changed = {"model.layers.1.mlp.up_proj.weight": torch.zeros(3, 12), "model.layers.9.extra.weight": torch.zeros(2)}
+    save_file(tensors | changed, model / "model.safetensors")
+    layout = megatron_layout(read_model_spec(model), MegatronParallel(), 0)
+    params = {name: torch.full(shape, 7.0) for name, shape in layout.params.items()}
+    with pytest.raises(ValueError, match="does not hold the model") as caught:
+        load_into(model, layout, params)
+    assert "missing: model.norm.weight" in str(caught.value)
+    assert "unexpected: model.layers.9.extra.weight" in str(caught.value)
+    assert "misshapen: model.layers.1.mlp.up_proj.weight is (3, 12), config.json makes it (8, 12)" in str(caught.value)
+    assert all((param == 7).all() for param in params.values())
+
+
+def test_a_model_that_cannot_be_written_leaves_what_was_there_and_nothing_half_written(model: Path, tmp_path: Path) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "model.norm.weight", torch.zeros(6)
+        raise OSError(28, "No space left on device")
+
+    out, before = shutil.copytree(model, tmp_path / "out"), all_tensors(model)
+    with files_of_at_most(1000), pytest.raises(RuntimeError, match=r"part-00001.safetensors could not be written: .*Make room"):
+        write_model(out, before.items(), source=model, dtype=torch.float32)
+    with pytest.raises(OSError, match="No space left"):
+        write_model(out, broken(), source=model, dtype=torch.float32)
+    assert_same(out, model)
+    assert not list(tmp_path.glob("*.partial"))
