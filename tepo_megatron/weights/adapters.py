@@ -27,7 +27,11 @@ def _module_name(tensor: str) -> str:
 
 def adapted_tensors(shapes: Mapping[str, tuple[int, ...]], targets: Collection[str]) -> list[str]:
     """``targets``: names of layers, or ``all-linear``."""
-    linear = [tensor for tensor, shape in shapes.items() if _is_linear(tensor, shape)]
+    linear = [
+        tensor
+        for tensor, shape in shapes.items()
+        if len(shape) == 2 and ".layers." in tensor and _module_name(tensor) != _ROUTER
+    ]
     known = list(dict.fromkeys(map(_module_name, linear)))
     unknown = [name for name in targets if name not in (*known, ALL_LINEAR)]
     if unknown:
@@ -35,12 +39,7 @@ def adapted_tensors(shapes: Mapping[str, tuple[int, ...]], targets: Collection[s
             f"model.lora.target_modules names {', '.join(unknown)}, which match nothing in this model; its linear layers are "
             f"{', '.join(known)}, and {ALL_LINEAR} means them all"
         )
-    chosen = known if ALL_LINEAR in targets else targets
-    return [tensor for tensor in linear if _module_name(tensor) in chosen]
-
-
-def _is_linear(tensor: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and ".layers." in tensor and _module_name(tensor) != _ROUTER
+    return [tensor for tensor in linear if ALL_LINEAR in targets or _module_name(tensor) in targets]
 
 
 def adapter_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[str], rank: int) -> dict[str, tuple[int, ...]]:

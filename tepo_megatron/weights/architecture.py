@@ -212,28 +212,6 @@ class ModelSpec:
                 f"use a divisor of {self.num_layers}"
             )
 
-    def check_all_to_all(self, *, tp: int, cp: int) -> None:
-        for name, heads in (("attention heads", self.num_heads), ("key/value heads", self.num_kv_heads)):
-            if heads // tp % cp:
-                raise ValueError(
-                    f"engine.parallel.cp = {cp} with cp_comm_type = a2a does not divide the {heads // tp} {name} that a rank "
-                    f"has with tp = {tp}; set cp_comm_type = p2p, or another cp"
-                )
-
-    def check_training(self, *, tp: int, ep: int, etp: int | None, sequence_parallel: bool) -> None:
-        if self.experts is None:
-            return
-        if tp > 1 and not sequence_parallel:
-            raise ValueError(
-                f"engine.parallel.tp = {tp} with experts needs sequence parallelism (Megatron routes each token on one rank "
-                "only); set engine.parallel.sequence_parallel = true"
-            )
-        if ep == 1 and etp not in (None, tp):
-            raise ValueError(
-                f"engine.parallel.etp = {etp} differs from tp = {tp}, which Megatron trains right only with ep > 1 (otherwise "
-                "it sums the experts' gradients over the dense weights' ranks); raise ep, or unset etp"
-            )
-
     def check_length(self, tokens: int, field: str) -> None:
         """``field`` names the fields that allow ``tokens``."""
         if tokens > self.max_positions:
@@ -244,22 +222,14 @@ class ModelSpec:
 
     def check_recompute(self, modules: Iterable[str], *, transformer_engine: bool) -> None:
         """Refuses modules that have no effect, or fail, in this model."""
-        has_experts, te_only = self.experts is not None, "which Megatron-Core has"
+        has_experts, te_only = self.experts is not None, "which Megatron-Core has in Transformer Engine's layers alone"
         without = f"which is for models with experts, and {self.architecture} has none; name mlp instead"
         refusals = (
             ("mlp", has_experts, f"and every MLP of {self.architecture} is one of experts; name moe instead"),
             ("moe", not has_experts, without),
             ("moe_act", not has_experts, without),
-            (
-                "moe_act",
-                not transformer_engine,
-                f"{te_only} in Transformer Engine's layers alone (engine.layers = te); name moe instead",
-            ),
-            (
-                "layernorm",
-                not transformer_engine,
-                f"{te_only} with Transformer Engine alone; leave it out, or set engine.layers = te",
-            ),
+            ("moe_act", not transformer_engine, f"{te_only} (engine.layers = te); name moe instead"),
+            ("layernorm", not transformer_engine, f"{te_only}; leave it out, or set engine.layers = te"),
             (
                 "layernorm",
                 not has_experts,
@@ -320,6 +290,7 @@ def model_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
     _refuse_unsupported(raw, family, where)
     try:
         heads = _size(raw, "num_attention_heads", where)
+        rope = {**raw, **(raw.get("rope_parameters") or {})}
         rope_theta, rope_scaling = _rope(raw, where)
         spec = ModelSpec(
             architecture=architecture,
@@ -338,7 +309,7 @@ def model_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
             qkv_bias=_feature(raw, family.qkv_bias),
             qk_norm=_feature(raw, family.qk_norm),
             experts=_experts(raw, family, where) if family.experts else None,
-            rotary_fraction=_rotary_fraction(raw, family),
+            rotary_fraction=float(rope.get("partial_rotary_factor", rotary)) if (rotary := family.rotary_fraction) else 1.0,
             dense_layers=raw["first_k_dense_replace"] if family.shared else 0,
             dense_ffn_size=_size(raw, "intermediate_size", where) if family.shared and raw["first_k_dense_replace"] else 0,
         )
@@ -363,13 +334,6 @@ def _feature(raw: Mapping[str, Any], feature: bool | str) -> bool:
     return bool(raw[feature]) if isinstance(feature, str) else feature
 
 
-def _rotary_fraction(raw: Mapping[str, Any], family: _Family) -> float:
-    if family.rotary_fraction is None:
-        return 1.0
-    rope = raw.get("rope_parameters") or {}
-    return float(rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", family.rotary_fraction)))
-
-
 def _experts(raw: Mapping[str, Any], family: _Family, where: str) -> Experts:
     fields = ("n_routed_experts",) if family.shared else ("num_experts", "num_local_experts")
     count = _size(raw, next((name for name in fields if raw.get(name) is not None), fields[-1]), where)
@@ -390,21 +354,20 @@ def _experts(raw: Mapping[str, Any], family: _Family, where: str) -> Experts:
 
 
 def _check_sizes(spec: ModelSpec, where: str) -> None:
-    if spec.num_heads % spec.num_kv_heads:
-        raise ValueError(
-            f"{where}: num_key_value_heads = {spec.num_kv_heads} does not divide num_attention_heads = {spec.num_heads}; "
-            "the model folder is damaged"
-        )
-    if not 0 <= spec.dense_layers < spec.num_layers:
-        raise ValueError(
-            f"{where}: first_k_dense_replace = {spec.dense_layers} leaves none of the {spec.num_layers} layers with experts; "
-            "the model folder is damaged"
-        )
-    if spec.rotary_fraction != 1 and spec.head_dim * spec.rotary_fraction % 2:
-        raise ValueError(
-            f"{where}: partial_rotary_factor = {spec.rotary_fraction} of head_dim = {spec.head_dim} is no even number of "
-            "dimensions; the model folder is damaged"
-        )
+    problems = {
+        f"num_key_value_heads = {spec.num_kv_heads} does not divide num_attention_heads = {spec.num_heads}": (
+            spec.num_heads % spec.num_kv_heads
+        ),
+        f"first_k_dense_replace = {spec.dense_layers} leaves none of the {spec.num_layers} layers with experts": (
+            not 0 <= spec.dense_layers < spec.num_layers
+        ),
+        f"partial_rotary_factor = {spec.rotary_fraction} of head_dim = {spec.head_dim} is no even number of dimensions": (
+            spec.rotary_fraction != 1 and spec.head_dim * spec.rotary_fraction % 2
+        ),
+    }
+    for problem, is_one in problems.items():
+        if is_one:
+            raise ValueError(f"{where}: {problem}; the model folder is damaged")
     plain = spec.hidden_size // spec.num_heads
     if spec.architecture == "Qwen2ForCausalLM" and spec.head_dim != plain:  # vLLM's Qwen2 does not read head_dim
         raise ValueError(

@@ -26,6 +26,10 @@ class Box:
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def slices(self) -> tuple[slice, ...]:
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
@@ -87,7 +91,7 @@ class Region:
 
     @property
     def numel(self) -> int:
-        return self.count * math.prod(self.box.shape)
+        return self.count * self.box.numel
 
     def view(self, tensor: Tensor) -> Tensor:
         """Returns a writable view [count, rows, …]."""

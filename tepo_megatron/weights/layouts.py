@@ -77,6 +77,16 @@ class MegatronParallel:
                 f"the experts' split, ep × etp = {self.ep} × {self.expert_tp}, does not divide the tp × dp = {self.tp} × "
                 f"{self.dp} ranks of a pipeline stage; change engine.parallel"
             )
+        stages = self.stages_of(spec)
+        layers = sorted(layer for stage in stages for chunk in stage for layer in chunk)
+        if len(stages) != self.pp or layers != list(range(spec.num_layers)):
+            raise ValueError(
+                f"the pipeline stages {[list(map(str, stage)) for stage in stages]} must be {self.pp}, and hold each of the "
+                f"model's {spec.num_layers} layers once"
+            )
+
+    def stages_of(self, spec: ModelSpec) -> _Stages:
+        return self.stages or pipeline_stages(spec.num_layers, self.pp)
 
 
 def pipeline_stages(num_layers: int, pp: int, *, chunks: int = 1, first: int | None = None, last: int | None = None) -> _Stages:
@@ -130,7 +140,6 @@ def megatron_layout(
 
 def megatron_ranks(spec: ModelSpec, parallel: MegatronParallel) -> list[ShardLayout]:
     parallel.check(spec)
-    _check_stages(parallel.stages or pipeline_stages(spec.num_layers, parallel.pp), spec, parallel.pp)
     shapes = tensor_shapes(spec)
     same: dict[tuple[int, ...], ShardLayout] = {}  # data-parallel copies share one layout
     ranks: list[ShardLayout] = []
@@ -143,17 +152,8 @@ def megatron_ranks(spec: ModelSpec, parallel: MegatronParallel) -> list[ShardLay
     return ranks
 
 
-def _check_stages(stages: _Stages, spec: ModelSpec, pp: int) -> None:
-    layers = sorted(layer for stage in stages for chunk in stage for layer in chunk)
-    if len(stages) != pp or layers != list(range(spec.num_layers)):
-        raise ValueError(
-            f"the pipeline stages {[list(map(str, stage)) for stage in stages]} must be {pp}, and hold each of the model's "
-            f"{spec.num_layers} layers once"
-        )
-
-
 def _rank_mappings(spec: ModelSpec, parallel: MegatronParallel, coordinates: _RankCoordinates) -> Iterator[ParamMapping]:
-    stages = parallel.stages or pipeline_stages(spec.num_layers, parallel.pp)
+    stages = parallel.stages_of(spec)
     chunks, pp_rank = stages[coordinates.pp_rank], coordinates.pp_rank
     experts_per_rank = spec.experts.count // parallel.ep if spec.experts else 0
     experts = range(coordinates.ep_rank * experts_per_rank, (coordinates.ep_rank + 1) * experts_per_rank)
@@ -195,6 +195,8 @@ class _TrainerSizes(Protocol):
     @property
     def vpp(self) -> int: ...
     @property
+    def dp(self) -> int: ...
+    @property
     def cp(self) -> int: ...
     @property
     def cp_comm_type(self) -> str: ...
@@ -210,14 +212,28 @@ class _TrainerSizes(Protocol):
     def sequence_parallel(self) -> bool: ...
 
 
-def check_trainer_split(spec: ModelSpec, parallel: _TrainerSizes) -> _Stages:
-    """Returns the layers of each chunk of each stage."""
-    spec.check_parallel(tp=parallel.tp, pp=1, ep=parallel.ep, etp=parallel.etp)  # stages may be uneven
+def check_trainer_split(spec: ModelSpec, parallel: _TrainerSizes) -> MegatronParallel:
+    """Raises ValueError for a split that the model, or Megatron, does not allow."""
+    tp, cp, ep, etp = parallel.tp, parallel.cp, parallel.ep, parallel.etp
+    spec.check_parallel(tp=tp, pp=1, ep=ep, etp=etp)  # stages may be uneven
     stages = pipeline_stages_of(spec, parallel)
-    spec.check_training(tp=parallel.tp, ep=parallel.ep, etp=parallel.etp, sequence_parallel=parallel.sequence_parallel)
-    if parallel.cp_comm_type == "a2a":
-        spec.check_all_to_all(tp=parallel.tp, cp=parallel.cp)
-    return stages
+    if spec.experts is not None and tp > 1 and not parallel.sequence_parallel:
+        raise ValueError(
+            f"engine.parallel.tp = {tp} with experts needs sequence parallelism (Megatron routes each token on one rank only); "
+            "set engine.parallel.sequence_parallel = true"
+        )
+    if spec.experts is not None and ep == 1 and etp not in (None, tp):
+        raise ValueError(
+            f"engine.parallel.etp = {etp} differs from tp = {tp}, which Megatron trains right only with ep > 1 (otherwise it "
+            "sums the experts' gradients over the dense weights' ranks); raise ep, or unset etp"
+        )
+    for name, heads in (("attention heads", spec.num_heads), ("key/value heads", spec.num_kv_heads)):
+        if parallel.cp_comm_type == "a2a" and heads // tp % cp:
+            raise ValueError(
+                f"engine.parallel.cp = {cp} with cp_comm_type = a2a does not divide the {heads // tp} {name} that a rank has "
+                f"with tp = {tp}; set cp_comm_type = p2p, or another cp"
+            )
+    return MegatronParallel(tp, parallel.pp, parallel.dp * cp, stages, ep=ep, etp=etp)
 
 
 def pipeline_stages_of(spec: ModelSpec, parallel: _TrainerSizes) -> _Stages:
@@ -285,26 +301,27 @@ class VllmParallel:
             raise ValueError("the rollout servers cannot split the model so:\n  " + "\n  ".join(problems))
 
 
-def _vllm_layout(
-    spec: ModelSpec, parallel: VllmParallel, tp_rank: int, pp_rank: int, shapes: Mapping[str, tuple[int, ...]]
-) -> ShardLayout:
-    split = parallel.tp, tp_rank
-    return lay_out(
-        spec,
-        shapes=shapes,
-        mappings=[(mapping, mapping.vllm) for mapping in _stage_mappings(spec, parallel, pp_rank)],
-        split=lambda _: split,
-        head_blocks=lambda kind: _vllm_head_blocks(kind, spec, *split),
-        vocab_rows=_padded_vocab_size(spec) // parallel.tp,
-        first_row=lambda mapping: _first_row(mapping, spec, parallel.tp),
-    )
-
-
 def vllm_ranks(spec: ModelSpec, parallel: VllmParallel) -> list[ShardLayout]:
     parallel.check(spec)
     shapes = tensor_shapes(spec)
-    ranks = [(tp_rank, pp_rank) for pp_rank in range(parallel.pp) for tp_rank in range(parallel.tp)]
-    return [_vllm_layout(spec, parallel, *rank, shapes) for rank in ranks] * parallel.replicas
+
+    def first_row(mapping: ParamMapping) -> int:
+        rows = spec.hidden_size if mapping.split_kind == "columns" else 2 * spec.ffn_size // parallel.tp
+        return rows * (mapping.expert or 0)
+
+    def layout(tp_rank: int, pp_rank: int) -> ShardLayout:
+        split = parallel.tp, tp_rank
+        return lay_out(
+            spec,
+            shapes=shapes,
+            mappings=[(mapping, mapping.vllm) for mapping in _stage_mappings(spec, parallel, pp_rank)],
+            split=lambda _: split,
+            head_blocks=lambda kind: _vllm_head_blocks(kind, spec, *split),
+            vocab_rows=_padded_vocab_size(spec) // parallel.tp,
+            first_row=first_row,
+        )
+
+    return [layout(tp_rank, pp_rank) for pp_rank in range(parallel.pp) for tp_rank in range(parallel.tp)] * parallel.replicas
 
 
 def _padded_vocab_size(spec: ModelSpec) -> int:
@@ -322,12 +339,6 @@ def _stage_mappings(spec: ModelSpec, parallel: VllmParallel, pp_rank: int) -> It
         yield FINAL_NORM
         if HEAD.applies(spec):
             yield HEAD
-
-
-def _first_row(mapping: ParamMapping, spec: ModelSpec, tp: int) -> int:
-    if mapping.expert is None:
-        return 0
-    return mapping.expert * (spec.hidden_size if mapping.split_kind == "columns" else 2 * spec.ffn_size // tp)
 
 
 def _vllm_head_blocks(kind: SplitKind, spec: ModelSpec, tp: int, rank: int) -> Iterator[RowBlock]:

@@ -7,8 +7,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -59,7 +58,8 @@ def _reshard_plan(
     spec: ModelSpec, source: MegatronParallel, destination: VllmParallel, local: tuple[tuple[int, int], ...]
 ) -> ReshardPlan:
     sources, destinations = megatron_ranks(spec, source), vllm_ranks(spec, destination)
-    digest = _digest_of(spec, source, destination, local)
+    inputs = json.dumps([_FORMAT, _VERSION, [spec, source, destination, local]], sort_keys=True, default=_plain)
+    digest = hashlib.sha256(inputs.encode()).hexdigest()
     plan = plan_moves(sources, destinations, server_size=destination.server_size, local=dict(local), digest=digest)
     prove(plan, sources, destinations)
     return plan
@@ -79,44 +79,35 @@ def plan_moves(
     tensor that the sources do not cover.
     """
     local = dict(local or {})
-    _check_ranks(local, len(sources), len(destinations))
+    for destination, source in local.items():
+        if not (0 <= destination < len(destinations) and 0 <= source < len(sources)):
+            raise ValueError(
+                f"local says that destination rank {destination} shares a device with source rank {source}, but there are "
+                f"{len(destinations)} destinations and {len(sources)} sources"
+            )
     moves = _moves(_requests(sources, destinations), local)
     order = _order(destinations[0].shapes, len(destinations), server_size or len(destinations))
     return ReshardPlan(tuple(sorted(moves, key=order)), len(sources), len(destinations), local, digest)
 
 
-def _check_ranks(local: Mapping[int, int], num_sources: int, num_destinations: int) -> None:
-    for destination, source in local.items():
-        if not (0 <= destination < num_destinations and 0 <= source < num_sources):
-            raise ValueError(
-                f"local says that destination rank {destination} shares a device with source rank {source}, but there are "
-                f"{num_destinations} destinations and {num_sources} sources"
-            )
-
-
-def _holders(layouts: Sequence[ShardLayout]) -> dict[str, dict[Box, dict[int, Shard]]]:
-    holders: dict[str, dict[Box, dict[int, Shard]]] = defaultdict(lambda: defaultdict(dict))
+def _shards_by_box(layouts: Sequence[ShardLayout]) -> dict[str, dict[Box, list[tuple[int, Shard]]]]:
+    shards: dict[str, dict[Box, list[tuple[int, Shard]]]] = defaultdict(lambda: defaultdict(list))
     for rank, layout in enumerate(layouts):
         for shard in layout.shards:
-            holders[shard.tensor][shard.box].setdefault(rank, shard)
-    return holders
+            shards[shard.tensor][shard.box].append((rank, shard))
+    return shards
 
 
 def _requests(sources: Sequence[ShardLayout], destinations: Sequence[ShardLayout]) -> Iterator[_BoxRequest]:
-    holders = _holders(sources)
-    needed: dict[str, dict[Box, list[tuple[int, Shard]]]] = defaultdict(lambda: defaultdict(list))
-    for rank, layout in enumerate(destinations):
-        for shard in layout.shards:
-            needed[shard.tensor][shard.box].append((rank, shard))
-    for tensor, targets in needed.items():
-        owners, receivers = list(holders[tensor].values()), list(targets.values())
+    owners = _shards_by_box(sources)
+    for tensor, receivers in _shards_by_box(destinations).items():
         try:
-            common = _overlaps(tuple(holders[tensor]), tuple(targets))
+            common = _overlaps(tuple(owners[tensor]), tuple(receivers))
         except ValueError as error:
             raise ValueError(f"{tensor} cannot be resharded: {error}") from None
-        for i, j, box in common:
-            for destination, shard in receivers[j]:
-                yield _BoxRequest(tensor, destination, shard, box, owners[i])
+        for source_box, destination_box, box in common:
+            for destination, shard in receivers[destination_box]:
+                yield _BoxRequest(tensor, destination, shard, box, dict(owners[tensor][source_box]))
 
 
 def _moves(requests: Iterable[_BoxRequest], local: Mapping[int, int]) -> Iterator[Move]:
@@ -186,8 +177,12 @@ def _assign_senders(items: Mapping[tuple[int, ...], Sequence[_BoxRequest]]) -> I
         order = sorted(owners, key=lambda owner: (loads[owner], owner))
         amount = amounts[owners]
         level = _water_level([loads[owner] for owner in order], amount)
+        assigned: Iterable[_Part]
         if amount <= _TOLERANCE * loads[order[-1]]:
-            assigned = _assign_whole(order, group, routes)
+            assigned = (
+                (item, next((owner for owner in order if (owner, item.destination) in routes), order[0]), 0, item.rows)
+                for item in group
+            )
         else:
             assigned = _assign_in_order(order, [level - loads[owner] for owner in order], group, slack=_TOLERANCE * level)
         # A generator assigns the items, so that it sees the routes that this loop adds before it chooses the next owner.
@@ -205,12 +200,6 @@ def _water_level(loads: Sequence[int], amount: int) -> float:
         if count == len(loads) or total / count <= loads[count]:
             return total / count
     raise AssertionError("an item has an owner")
-
-
-def _assign_whole(order: Sequence[int], items: Sequence[_BoxRequest], routes: Set[tuple[int, int]]) -> Iterator[_Part]:
-    for item in items:
-        owner = next((owner for owner in order if (owner, item.destination) in routes), order[0])
-        yield item, owner, 0, item.rows
 
 
 def _assign_in_order(
@@ -235,19 +224,8 @@ def _assign_in_order(
             capacity -= rows * row_size
 
 
-def _digest_of(*inputs: object) -> str:
-    text = json.dumps([_FORMAT, _VERSION, [_plain(value) for value in inputs]], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, range):
-        return [value.start, value.stop]
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
+    return [value.start, value.stop] if isinstance(value, range) else vars(value)
 
 
 def plan_to_json(plan: ReshardPlan) -> str:
@@ -283,7 +261,11 @@ def prove(plan: ReshardPlan, sources: Sequence[ShardLayout], destinations: Seque
                 destination_box, move.tensor, destination_shards.get((move.destination, move.destination_param), {})
             )
             if sent is None or sent != needed:
-                raise RuntimeError(f"{_name(move)} takes {sent} to where {needed} belongs; make the plan again")
+                raise RuntimeError(
+                    f"the move of {move.tensor} from {move.source_param} of source rank {move.source} to "
+                    f"{move.destination_param} of destination rank {move.destination} takes {sent} to where {needed} belongs; "
+                    "make the plan again"
+                )
             written[move.destination, move.destination_param].append(destination_box)
     for (rank, param), tensors in destination_shards.items():
         problem = _find_problem(
@@ -295,10 +277,10 @@ def prove(plan: ReshardPlan, sources: Sequence[ShardLayout], destinations: Seque
 
 @lru_cache(maxsize=4096)
 def _find_problem(written: tuple[Box, ...], needed: tuple[Box, ...]) -> str:
-    for i, j in _overlapping_pairs(written):
-        return f"{written[i]} and {written[j]}, which overlap,"
+    for one, other in _overlapping_pairs(written):
+        return f"{one} and {other}, which overlap,"
     # Disjoint boxes within the needed ones cover them if and only if they have as many elements.
-    written_numel, needed_numel = (sum(math.prod(box.shape) for box in boxes) for boxes in (written, needed))
+    written_numel, needed_numel = (sum(box.numel for box in boxes) for boxes in (written, needed))
     return "" if written_numel == needed_numel else f"{written_numel} of {needed_numel} elements"
 
 
@@ -323,43 +305,34 @@ def _in_tensor(box: Box, tensor: str, shards: Mapping[str, Sequence[Shard]]) -> 
     return None
 
 
-def _name(move: Move) -> str:
-    return (
-        f"the move of {move.tensor} from {move.source_param} of source rank {move.source} "
-        f"to {move.destination_param} of destination rank {move.destination}"
-    )
-
-
 @lru_cache(maxsize=4096)
-def _overlaps(sources: tuple[Box, ...], destinations: tuple[Box, ...]) -> tuple[tuple[int, int, Box], ...]:
-    """Returns (source index, destination index, common box). Cached: layers have the same boxes.
+def _overlaps(sources: tuple[Box, ...], destinations: tuple[Box, ...]) -> tuple[tuple[Box, Box, Box], ...]:
+    """Returns (source, destination, common box). Cached: layers have the same boxes.
 
     Raises ValueError if sources overlap or leave gaps.
     """
-    for i, j in _overlapping_pairs(sources):
-        raise ValueError(f"the parts {sources[i]} and {sources[j]} of one tensor overlap without being equal")
-    result: list[tuple[int, int, Box]] = []
-    for j, destination in enumerate(destinations):
-        common = [(i, box) for i, source in enumerate(sources) if (box := source.intersection(destination)) is not None]
+    for one, other in _overlapping_pairs(sources):
+        raise ValueError(f"the parts {one} and {other} of one tensor overlap without being equal")
+    result: list[tuple[Box, Box, Box]] = []
+    for destination in destinations:
+        common = [(source, destination, box) for source in sources if (box := source.intersection(destination)) is not None]
         # The sources are disjoint, so that the sizes of the intersections add up to what is covered.
-        covered = sum(math.prod(box.shape) for _, box in common)
-        if covered != math.prod(destination.shape):
-            raise ValueError(
-                f"the source ranks together hold {covered} of {math.prod(destination.shape)} elements of {destination}"
-            )
-        result += [(i, j, box) for i, box in common]
+        covered = sum(box.numel for _, _, box in common)
+        if covered != destination.numel:
+            raise ValueError(f"the source ranks together hold {covered} of {destination.numel} elements of {destination}")
+        result += common
     return tuple(result)
 
 
-def _overlapping_pairs(boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:
+def _overlapping_pairs(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
     # Sweep by first row: once a box starts below the current one, so do all that follow in the order.
-    order = sorted(range(len(boxes)), key=lambda i: boxes[i].start)
-    for n, i in enumerate(order):
-        for j in order[n + 1 :]:
-            if boxes[j].start[0] >= boxes[i].stop[0]:
+    order = sorted(boxes, key=lambda box: box.start)
+    for n, box in enumerate(order):
+        for other in order[n + 1 :]:
+            if other.start[0] >= box.stop[0]:
                 break
-            if boxes[i].intersection(boxes[j]) is not None:
-                yield i, j
+            if box.intersection(other) is not None:
+                yield box, other
 
 
 @lru_cache(maxsize=4096)

@@ -41,7 +41,7 @@ from tepo_megatron.trainer.packing import check_masks, check_routes, pack
 from tepo_megatron.trainer.protocol import UpdateResult
 from tepo_megatron.trainer.run_compatibility import describe_run, plugin_digests
 from tepo_megatron.weights.architecture import read_model_spec
-from tepo_megatron.weights.layouts import MegatronParallel, check_trainer_split, megatron_ranks
+from tepo_megatron.weights.layouts import check_trainer_split, megatron_ranks
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Engine:
         self.model_dir = model_dir
         self.spec = read_model_spec(model_dir)
         layout = config.engine.parallel
-        stages = check_trainer_split(self.spec, layout)
+        split = check_trainer_split(self.spec, layout)
         self.objective: StepObjective = objective or build_objective(config.objective)
         self.platform = select_platform(config.engine)
         get_backend(config.engine.score_backend, self.platform.device)  # raises before anything is built
@@ -76,15 +76,7 @@ class Engine:
         self.root_signal = RootSignal()
         self.heartbeat.start()
         self.heartbeat.phase("model")
-        self.split = MegatronParallel(
-            tp=layout.tp,
-            pp=layout.pp,
-            dp=layout.cp * layout.dp,  # copies of the weights
-            stages=stages,
-            fused_norms=self.layers.fused_norms,
-            ep=layout.ep,
-            etp=layout.etp,
-        )
+        self.split = replace(split, fused_norms=self.layers.fused_norms)
         self.layouts = megatron_ranks(self.spec, self.split)
         weights = config.model.shards or model_dir
         builder = PolicyBuilder(config, self.spec, weights, self.platform, self.layers, self.ranks, self.layouts)
