@@ -21,7 +21,7 @@ from tests.support.launch import run_dist
 from tests.support.reshard_models import numbered_model, parameters, small_spec
 
 HOST, TIMEOUT_S = "127.0.0.1", 60.0
-LEAVES = 2
+LEAVES = 1
 """The update in which the last worker leaves instead of receiving."""
 
 
@@ -67,11 +67,11 @@ def worker(rank: int, world: int, group: Any, params: dict[str, Tensor], number:
 
 
 def updates(rank: int, world: int, source: MegatronParallel, destination: VllmParallel, dtypes: tuple[str, str]) -> Any:
-    """Four updates with other values each; per update what went wrong on this rank and whether it has what it should."""
+    """Three updates with other values each; per update what went wrong on this rank and whether it has what it should."""
     spec = small_spec(tied_embeddings=source.pp == 2)
     trained, served = (getattr(torch, name) for name in dtypes)
     plan = reshard_plan(spec, source, destination)
-    models = [{name: tensor + 1000 * at for name, tensor in numbered_model(tensor_shapes(spec)).items()} for at in range(4)]
+    models = [{name: tensor + 1000 * at for name, tensor in numbered_model(tensor_shapes(spec)).items()} for at in range(3)]
     is_trainer = rank < plan.num_sources
     trainers = dist.new_group(list(range(plan.num_sources)))
 
@@ -104,19 +104,17 @@ def updates(rank: int, world: int, source: MegatronParallel, destination: VllmPa
 @pytest.mark.parametrize(
     ("source", "destination", "dtypes"),
     [
-        (MegatronParallel(), VllmParallel(), ("bfloat16", "float32")),
-        (MegatronParallel(pp=2), VllmParallel(replicas=2), ("float32", "float32")),
-        (MegatronParallel(tp=2), VllmParallel(tp=2), ("float32", "bfloat16")),
+        (MegatronParallel(tp=2), VllmParallel(tp=2), ("bfloat16", "float32")),
         (MegatronParallel(pp=2, stages=pipeline_stages(4, 2, chunks=2)), VllmParallel(replicas=2), ("float32", "bfloat16")),
     ],
-    ids=["1to1", "pp2to2x1", "tp2totp2", "pp2vpp2to2x1"],
+    ids=["tp2totp2", "pp2vpp2to2x1"],
 )
 def test_updates_arrive_fail_everywhere_when_a_worker_leaves_and_arrive_again(
     source: MegatronParallel, destination: VllmParallel, dtypes: tuple[str, str]
 ) -> None:
     world = source.world_size + destination.world_size
     ranks = run_dist(world, updates, source, destination, dtypes)
-    for number in range(4):
+    for number in range(3):
         errors = [seen[number][0] for seen in ranks]
         if number == LEAVES:
             assert errors[-1] == "leaves"
@@ -131,7 +129,7 @@ def test_updates_arrive_fail_everywhere_when_a_worker_leaves_and_arrive_again(
 
 def test_the_benchmark_counts_the_fewest_bytes_and_brings_the_same_weights_every_way() -> None:
     """``run`` itself compares what the ways bring."""
-    setting = ReshardSetting(tp=1, pp=1, server_tp=1, servers=2, layers=1, dtype="bfloat16")
+    setting = ReshardSetting(tp=1, pp=1, server_tp=1, servers=1, layers=1, dtype="bfloat16")
     rows = {row.method: row for row in run(setting, repeats=1)}
     least = sum(setting.plan.bytes_between(2).values())
     assert rows["shard to shard"].wire_bytes == rows["raw point-to-point copy"].wire_bytes == least

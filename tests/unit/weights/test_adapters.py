@@ -84,8 +84,7 @@ def change_config(**changes: Any) -> Callable[[Path], None]:
 def rename(old: str, new: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         path = folder / "adapter_model.safetensors"
-        tensors = {name.replace(old, new): tensor for name, tensor in load_file(path).items()}
-        save_file(tensors, path)
+        save_file({name.replace(old, new): tensor for name, tensor in load_file(path).items()}, path)
 
     return change
 

@@ -79,37 +79,28 @@ LARGE = {
     ),
     "qwen3-30b-a3b": Large(QWEN3_30B_A3B, MegatronParallel(4, 1, 2, fused_norms=True, ep=8, etp=1), VllmParallel(2), 30.532),
 }
+MOE = {"moe_intermediate_size": 20}
 SMALL: dict[str, dict[str, Any]] = {
-    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-    "llama-tied": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True},
-    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
-    "qwen2-tied": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "tie_word_embeddings": True,
-        "hidden_size": 256,
-    },
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
-    "mixtral": {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4},
-    "qwen3-moe-tied": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_experts": 6,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 20,
-        "tie_word_embeddings": True,
-    },
-    "glm4-moe": {
-        "architectures": ["Glm4MoeForCausalLM"],
-        "model_type": "glm4_moe",
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 20,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "attention_bias": True,
-        "use_qk_norm": True,
-    },
+    name: {"architectures": [f"{family}ForCausalLM"], **changes}
+    for name, family, changes in (
+        ("llama", "Llama", {"model_type": "llama"}),
+        ("llama-tied", "Llama", {"model_type": "llama", "tie_word_embeddings": True}),
+        ("mistral", "Mistral", {"model_type": "mistral", "sliding_window": None}),
+        ("qwen2-tied", "Qwen2", {"model_type": "qwen2", "tie_word_embeddings": True, "hidden_size": 256}),
+        ("qwen3", "Qwen3", {"model_type": "qwen3"}),
+        ("mixtral", "Mixtral", {"model_type": "mixtral", "num_local_experts": 4}),
+        (
+            "qwen3-moe-tied",
+            "Qwen3Moe",
+            {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 3, "tie_word_embeddings": True, **MOE},
+        ),
+        (
+            "glm4-moe",
+            "Glm4Moe",
+            {"model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+            | {"first_k_dense_replace": 1, "attention_bias": True, "use_qk_norm": True, **MOE},
+        ),
+    )
 }
 SMALL_SPLITS = [(1, 1), (4, 1), (2, 2)]
 LAYERS_AND_STAGES = [(layers, pp) for layers in (1, 2, 7, 23, 80, 126) for pp in (1, 2, 3, 4, 5, 8, 16) if pp <= layers]
