@@ -194,11 +194,11 @@ class ReceiveOrder:
         """Names the entry in the rendezvous store."""
         return f"order/{rank}"
 
-    def encode(self) -> bytes:
-        return _ORDERS.dump_json(self)
+    def encode(self) -> str:
+        return _ORDERS.dump_json(self).decode()
 
     @staticmethod
-    def decode(text: bytes) -> ReceiveOrder:
+    def decode(text: str | bytes) -> ReceiveOrder:
         return _ORDERS.validate_json(text)
 
     @property
