@@ -165,7 +165,13 @@ def _read_arguments(
     if collect is not None:
         values["rollout.collect"], collect = _named(collect)
     if env is not None:
-        values["environment"] = env if isinstance(env, Mapping) else {"name": _name_of_environment(env)}
+        name = env if isinstance(env, str | Mapping) else _address(env)
+        if name is None:
+            raise ValueError(
+                f"env={_called(env)} has no name that the environments' processes can import; put the class into a file and "
+                "give env='path/file.py:Class', or the class itself as imported from there"
+            )
+        values["environment"] = name if isinstance(name, Mapping) else {"name": name}
     if objective is not None:
         values["objective.preset" if isinstance(objective, str) else "objective"] = objective
     if resume in (True, "auto"):
@@ -179,26 +185,21 @@ def _read_arguments(
 
 
 def _name_everywhere(config: RunConfig, extensions: Extensions) -> RunConfig:
-    ranks = config.engine.parallel.world_size
-    for argument in ("reward", "collect"):
-        if (function := getattr(extensions, argument)) is not None:
-            raise ValueError(_unreachable(f"{argument}={_called(function)}", "the function by its name", ranks))
-    names = []
-    for callback in extensions.callbacks:
-        name = _address(callback)
-        if name is None:
-            advice = "the class by its name, with its arguments as kwargs"
-            raise ValueError(_unreachable(f"callbacks=[{_called(callback)}]", advice, ranks))
-        names.append(name)
-    return _with_callbacks(config, names)
-
-
-def _unreachable(argument: str, advice: str, ranks: int) -> str:
-    return (
-        f"{argument} is in this process alone, and the {ranks} ranks of engine.parallel are processes of their own; put it "
-        f"into a file and give {advice} (path/file.py:name), start the program by python -m tepo_megatron.runtime.torchrun, "
-        "or use one rank"
-    )
+    names = [_address(callback) for callback in extensions.callbacks]
+    objects = {"reward": extensions.reward, "collect": extensions.collect}
+    functions = {name: function for name, function in objects.items() if function is not None}
+    here = [(f"{name}={_called(function)}", "the function by its name") for name, function in functions.items()]
+    advice = "the class by its name, with its arguments as kwargs"
+    unnamed = [callback for callback, name in zip(extensions.callbacks, names, strict=True) if name is None]
+    here += [(f"callbacks=[{_called(callback)}]", advice) for callback in unnamed]
+    if here:
+        argument, remedy = here[0]
+        raise ValueError(
+            f"{argument} is in this process alone, and the {config.engine.parallel.world_size} ranks of engine.parallel are "
+            f"processes of their own; put it into a file and give {remedy} (path/file.py:name), start the program by python -m "
+            "tepo_megatron.runtime.torchrun, or use one rank"
+        )
+    return _with_callbacks(config, [name for name in names if name is not None])
 
 
 def _configure(base: RunConfig | str | Path | None, settings: Mapping[str, Any]) -> RunConfig:
@@ -235,16 +236,6 @@ def _named(thing: Any) -> tuple[str, Any]:
     return (name, None) if name else (f"{GIVEN}{_called(thing)}", thing)
 
 
-def _name_of_environment(env: object) -> str:
-    name = env if isinstance(env, str) else _address(env)
-    if name is None:
-        raise ValueError(
-            f"env={_called(env)} has no name that the environments' processes can import; put the class into a file and give "
-            "env='path/file.py:Class', or the class itself as imported from there"
-        )
-    return name
-
-
 def _with_callbacks(config: RunConfig, names: Sequence[str | Mapping[str, Any]]) -> RunConfig:
     return _configure(config, {"train.callbacks": [*config.train.callbacks, *names]}) if names else config
 
@@ -255,15 +246,14 @@ def _called(thing: object) -> str:
 
 
 def _as_yaml(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=_as_json)
+    def as_json(value: object) -> Any:
+        if isinstance(value, Section):
+            return value.model_dump(mode="json")
+        if isinstance(value, Path):
+            return str(value)
+        if isinstance(value, Mapping):
+            return dict(value)
+        raise ValueError(f"a setting cannot be {type(value).__name__} ({value!r}); give numbers, text, lists and mappings")
+
+    text = json.dumps(value, ensure_ascii=False, default=as_json)
     return "".join(letter if " " <= letter <= "~" else f"\\U{ord(letter):08x}" for letter in text)
-
-
-def _as_json(value: object) -> Any:
-    if isinstance(value, Section):
-        return value.model_dump(mode="json")
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise ValueError(f"a setting cannot be {type(value).__name__} ({value!r}); give numbers, text, lists and mappings")

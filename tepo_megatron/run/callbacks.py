@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.train import CallbackConfig
 from tepo_megatron.runtime.user_code import load_user_code, locate_user_code
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name
 
@@ -46,7 +45,7 @@ class Callback:
         """Called after a successful run, with the model exported, but not after a failure or a signal."""
 
 
-HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+_HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 @dataclass
@@ -92,7 +91,7 @@ class Callbacks:
 
 def check_callbacks(config: RunConfig) -> None:
     for callback in config.train.callbacks:
-        _locate(_described(callback))
+        _locate(callback if isinstance(callback, str) else callback.callback)
 
 
 def make_callbacks(config: RunConfig, objects: Sequence[object] = ()) -> list[object]:
@@ -100,7 +99,9 @@ def make_callbacks(config: RunConfig, objects: Sequence[object] = ()) -> list[ob
 
     Raises ValueError for one that cannot be imported or created, or has no method of :class:`Callback`.
     """
-    made = [_make(_described(callback)) for callback in config.train.callbacks]
+    made = []
+    for named in config.train.callbacks:
+        made.append(_make(named, {}) if isinstance(named, str) else _make(named.callback, named.kwargs))
     made += [thing() if inspect.isclass(thing) else thing for thing in objects]
     for callback in made:
         _check_hooks(callback)
@@ -111,50 +112,43 @@ def _name_of(callback: object) -> str:
     return type(callback).__qualname__
 
 
-def _described(callback: str | CallbackConfig) -> CallbackConfig:
-    return CallbackConfig(callback=callback) if isinstance(callback, str) else callback
-
-
-def _locate(described: CallbackConfig) -> str:
-    name = described.callback
+def _locate(name: str) -> str:
     if ":" in name:
         return locate_user_code(name, f"the callback {name!r}")
-    if name not in BUILT_IN:
+    if name not in _BUILT_IN:
         raise ValueError(
-            f"unknown callback {name!r}; known: {', '.join(BUILT_IN)}, or your own as path/file.py:Class or "
+            f"unknown callback {name!r}; known: {', '.join(_BUILT_IN)}, or your own as path/file.py:Class or "
             "package.module:Class"
         )
     return name
 
 
-def _make(described: CallbackConfig) -> object:
-    name, kwargs = _locate(described), described.kwargs
-    loaded = BUILT_IN[name] if name in BUILT_IN else load_user_code(name, f"the callback {described.callback!r}")
+def _make(name: str, kwargs: Mapping[str, Any]) -> object:
+    what = f"the callback {name!r}"
+    loaded = _BUILT_IN.get(_locate(name)) or load_user_code(name, what)
     if not inspect.isclass(loaded):
         if kwargs:
-            raise ValueError(f"the callback {described.callback!r} takes kwargs only where it is a class; leave them out")
+            raise ValueError(f"{what} takes kwargs only where it is a class; leave them out")
         return loaded
     try:
         return loaded(**kwargs)
     except Exception as error:
         arguments = f"kwargs {', '.join(kwargs)}" if kwargs else "no kwargs"
-        raise ValueError(
-            f"the callback {described.callback!r} cannot be made with {arguments}: {type(error).__name__}: "
-            f"{error}{_place(error)}"
-        ) from error
+        reason = f"{type(error).__name__}: {error}{_place(error)}"
+        raise ValueError(f"{what} cannot be made with {arguments}: {reason}") from error
 
 
 def _check_hooks(callback: object) -> None:
     methods = [name for name in dir(callback) if name.startswith("on_") and callable(getattr(callback, name))]
     for name in methods:
-        if name not in HOOKS:
-            near = get_close_matches(name, HOOKS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(HOOKS)}"
+        if name not in _HOOKS:
+            near = get_close_matches(name, _HOOKS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(_HOOKS)}"
             raise ValueError(f"the callback {_name_of(callback)} has a method {name}, which nothing calls{hint}")
         if inspect.iscoroutinefunction(getattr(callback, name)):
             raise ValueError(f"the callback {_name_of(callback)} has an async method {name}, and nothing awaits it; use def")
     if not methods:
-        raise ValueError(f"{_name_of(callback)} is no callback: it has none of the methods {', '.join(HOOKS)}")
+        raise ValueError(f"{_name_of(callback)} is no callback: it has none of the methods {', '.join(_HOOKS)}")
 
 
 def _place(error: BaseException) -> str:
@@ -193,9 +187,6 @@ class EarlyStopping:
                 f"patience = {patience} must be 1 or more, mode = {mode!r} max or min, min_delta = {min_delta:g} 0 or more"
             )
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
-        self._begin()
-
-    def _begin(self) -> None:
         self.best, self.best_step, self.waited = -math.inf, 0, 0
 
     def on_run_begin(self, run: RunInfo) -> None:
@@ -204,28 +195,28 @@ class EarlyStopping:
                 f"early stopping looks at {self.metric}, and this run never evaluates; set evaluate.every, or name "
                 "another metric"
             )
-        self._begin()
+        self.best, self.best_step, self.waited = -math.inf, 0, 0
         for row in run.rows:
-            self._see(row)
+            self._see(row["step"], row)
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if self._see({"step": step, **metrics}) and self.waited >= self.patience:
+        if self._see(step, metrics) and self.waited >= self.patience:
             best = self.best if self.mode == "max" else -self.best
             raise Stop(f"{self.metric} was {best:.4g} at step {self.best_step}, and not better since")
 
-    def _see(self, row: Mapping[str, Any]) -> bool:
+    def _see(self, step: int, row: Mapping[str, Any]) -> bool:
         value = row.get(self.metric)
         if value is None or math.isnan(value):
             return False
         value = value if self.mode == "max" else -value
         if value > self.best + self.min_delta:
-            self.best, self.best_step, self.waited = value, row["step"], 0
+            self.best, self.best_step, self.waited = value, step, 0
         else:
             self.waited += 1
         return True
 
 
-BUILT_IN: Mapping[str, type] = {"early_stopping": EarlyStopping}
+_BUILT_IN: Mapping[str, type] = {"early_stopping": EarlyStopping}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -104,18 +103,13 @@ def _mismatch_by_age(parts: Sequence[Batch], ages: Sequence[Tensor]) -> dict[str
     return {f"staleness/kl_{value}": float(kl[age == value].mean()) for value in age.unique().tolist()}
 
 
-@dataclass(frozen=True)
-class _Agreement:
-    group: int
-    tokens: int
-    mean: float
-    largest: float
+def check_agreement(
+    step: int, parts: Sequence[Batch], *, tolerance: float, token_tolerance: float, fresh: Sequence[Tensor] | None = None
+) -> dict[str, float]:
+    """A group's mean difference may be ``tolerance`` + ``token_tolerance`` / tokens, in nats: one rare token raises no alarm.
 
-
-def _agreements(parts: Sequence[Batch], fresh: Sequence[Tensor] | None = None) -> list[_Agreement]:
-    """``fresh``: for each part the tokens drawn by the current weights, bool [T]; None: all.
-
-    Tokens without a finite log-prob of the trainer are left out; the sampler's non-finite ones count as inf.
+    ``fresh``: for each part the tokens drawn by the current weights, bool [T]; None: all. Tokens without a finite log-prob of
+    the trainer are left out; the sampler's non-finite ones count as inf. Raises RuntimeError with the worst group.
     """
     gaps, groups = [], []
     for index, part in enumerate(parts):
@@ -126,55 +120,38 @@ def _agreements(parts: Sequence[Batch], fresh: Sequence[Tensor] | None = None) -
             counted_T &= fresh[index]
         gaps.append(gap_T[counted_T].double())
         groups.append(part.groups_S[part.sequence_index_T][counted_T])
-    gap, (names, index) = torch.cat(gaps), torch.cat(groups).unique(return_inverse=True)
-    zeros = gap.new_zeros(names.numel())
-    tokens = zeros.index_add(0, index, torch.ones_like(gap))
-    mean = zeros.index_add(0, index, gap) / tokens
-    largest = zeros.scatter_reduce(0, index, gap, "amax")
-    columns: list[Tensor] = [names, tokens, mean, largest]
-    return [
-        _Agreement(int(name), int(count), average, most)
-        for name, count, average, most in zip(*(column.tolist() for column in columns), strict=True)
-    ]
-
-
-def check_agreement(
-    step: int, parts: Sequence[Batch], *, tolerance: float, token_tolerance: float, fresh: Sequence[Tensor] | None = None
-) -> dict[str, float]:
-    """A group's mean difference may be ``tolerance`` + ``token_tolerance`` / tokens, in nats: one rare token raises no alarm.
-
-    Raises RuntimeError with the worst group.
-    """
-    groups = _agreements(parts, fresh)
-    if not groups:
+    gap, (names, index_of) = torch.cat(gaps), torch.cat(groups).unique(return_inverse=True)
+    if not names.numel():
         return {}
-    worst = max(groups, key=lambda group: group.mean - token_tolerance / group.tokens)
-    if not worst.mean <= tolerance + token_tolerance / worst.tokens:
-        wrong = sum(not group.mean <= tolerance + token_tolerance / group.tokens for group in groups)
+    zeros = gap.new_zeros(names.numel())
+    tokens = zeros.index_add(0, index_of, torch.ones_like(gap))
+    mean = zeros.index_add(0, index_of, gap) / tokens
+    largest = zeros.scatter_reduce(0, index_of, gap, "amax")
+    if wrong := int((mean > tolerance + token_tolerance / tokens).sum()):
+        worst = int((mean - token_tolerance / tokens).argmax())
         raise RuntimeError(
-            f"step {step}: {wrong} of {len(groups)} groups of rollouts were not drawn from the trainer's policy: in group "
-            f"{worst.group} the log-probs of {worst.tokens} tokens differ by {worst.mean:.3g} nats on average, "
-            f"{worst.largest:.3g} at most (rollout.canary.rollouts_tolerance = {tolerance:g}). The servers' weights, "
-            "temperature or cache are not what this run gave them; nothing was trained on these rollouts. Start again with "
-            "--resume, which starts new servers"
+            f"step {step}: {wrong} of {len(names)} groups of rollouts were not drawn from the trainer's policy: in group "
+            f"{int(names[worst])} the log-probs of {int(tokens[worst])} tokens differ by {float(mean[worst]):.3g} nats on "
+            f"average, {float(largest[worst]):.3g} at most (rollout.canary.rollouts_tolerance = {tolerance:g}). The servers' "
+            "weights, temperature or cache are not what this run gave them; nothing was trained on these rollouts. Start again "
+            "with --resume, which starts new servers"
         )
-    total = sum(group.tokens for group in groups)
     return {
-        "canary/rollouts_mean_gap": sum(group.mean * group.tokens for group in groups) / total,
-        "canary/rollouts_worst_group": max(group.mean for group in groups),
-        "canary/rollouts_max_gap": max(group.largest for group in groups),
+        "canary/rollouts_mean_gap": float(gap.mean()),
+        "canary/rollouts_worst_group": float(mean.max()),
+        "canary/rollouts_max_gap": float(largest.max()),
     }
 
 
-LENGTH = 32
-STALE_SHARE = 0.01
-"""Log-probs are stale if no bit changes while the trainer's change by more than this share of the tolerance."""
-
 CACHED_TOKENS = 16
 
-CACHE_SHARE = 0.02  # largest allowed gap, as a share of the tolerance; measured: 0
+_LENGTH = 32
+_STALE_SHARE = 0.01
+"""Log-probs are stale if no bit changes while the trainer's change by more than this share of the tolerance."""
 
-CACHED_LENGTH = 257  # two blocks of vLLM on a CPU (128; 16 on a GPU), and the last token, which is never cached
+_CACHE_SHARE = 0.02  # largest allowed gap, as a share of the tolerance; measured: 0
+
+_CACHED_LENGTH = 257  # two blocks of vLLM on a CPU (128; 16 on a GPU), and the last token, which is never cached
 
 _TOLERANCES = {"float32": (1e-3, 1e-4), "bfloat16": (0.5, 0.1)}
 
@@ -220,12 +197,12 @@ class Canary:
 
     @staticmethod
     def prompt(vocab_size: int, limit: int) -> tuple[int, ...]:
-        return _tokens("canary", max(2, min(LENGTH, limit - 1)), vocab_size)  # the server samples a token after it
+        return _tokens("canary", max(2, min(_LENGTH, limit - 1)), vocab_size)  # the server samples a token after it
 
     @staticmethod
     def cached_prompt(vocab_size: int, limit: int) -> tuple[int, ...]:
         """Longer than a cache block, and the same after every sync, to find blocks of older weights."""
-        return _tokens("cached canary", max(2, min(CACHED_LENGTH, limit - CACHED_TOKENS - 1)), vocab_size)
+        return _tokens("cached canary", max(2, min(_CACHED_LENGTH, limit - CACHED_TOKENS - 1)), vocab_size)
 
     def check(self, step: int, prompt: Sequence[int], ours: Sequence[float], theirs: Mapping[str, Sequence[float]]) -> float:
         """Returns the largest gap. Raises RuntimeError."""
@@ -236,11 +213,12 @@ class Canary:
             for url, (gap, index) in worst.items()
             if not gap <= self._tolerance
         ]
-        wrong = wrong or [
-            f"{url} still gives the same log-probs, to the last bit, after the trainer's have moved by {change:.2g} nats"
-            for url, change in self._moved(ours, theirs).items()
-            if change > STALE_SHARE * self._tolerance
-        ]
+        for url, logprobs in theirs.items() if not wrong else ():
+            if url not in self._since or self._since[url][0] != logprobs:
+                self._since[url] = (logprobs, ours)
+            elif (change := _worst(ours, self._since[url][1])[0]) > _STALE_SHARE * self._tolerance:
+                same = f"{url} still gives the same log-probs, to the last bit,"
+                wrong.append(f"{same} after the trainer's have moved by {change:.2g} nats")
         if wrong:
             raise RuntimeError(
                 f"weights {step}: trainer and servers do not compute the same of the canary prompt {list(prompt)}: "
@@ -251,7 +229,7 @@ class Canary:
 
     def check_cache(self, step: int, pairs: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> float:
         """Returns the largest gap; ``pairs``: address → log-probs with and without the prefix cache."""
-        limit = CACHE_SHARE * self._tolerance
+        limit = _CACHE_SHARE * self._tolerance
         worst = {url: _worst(fresh, through) for url, (through, fresh) in pairs.items() if fresh}
         wrong = [
             f"{url} gives a token the log-prob {pairs[url][0][index]:.6g} through its prefix cache and "
@@ -266,12 +244,6 @@ class Canary:
                 "did would be wrong"
             )
         return max((gap for gap, _ in worst.values()), default=0.0)
-
-    def _moved(self, ours: Sequence[float], theirs: Mapping[str, Sequence[float]]) -> dict[str, float]:
-        for url, logprobs in theirs.items():
-            if url not in self._since or self._since[url][0] != logprobs:
-                self._since[url] = (logprobs, ours)
-        return {url: _worst(ours, self._since[url][1])[0] for url in theirs}
 
 
 def _worst(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, int]:

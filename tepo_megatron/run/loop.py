@@ -15,7 +15,7 @@ from tepo_megatron.run.output.resume import newest_whole
 from tepo_megatron.run.rank0 import Rank0
 from tepo_megatron.run.step.instability import Rollback, SkippedUpdates
 from tepo_megatron.run.step.minibatches import mark_recorded, minibatches, summarize
-from tepo_megatron.run.step.placement import takes_turns
+from tepo_megatron.run.step.placement import is_colocated
 from tepo_megatron.run.step.stopping import Stopping
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.preemption import StopRequested
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tepo_megatron.run.weights import WeightPublisher
     from tepo_megatron.trainer.protocol import Trainer
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -190,7 +190,7 @@ class Loop:
         engine, saved_step = self.engine, self.stopping.saved_step
         self.on_root(lambda rank0: rank0.collector.drop_step(self.step))
         if self.step > saved_step:
-            if takes_turns(self.config):
+            if is_colocated(self.config):
                 self.on_root(lambda rank0: rank0.close())  # the servers have the GPUs, and are not needed again
                 engine.broadcast_from_root(None)  # the others wait for that
             engine.onload()
@@ -212,9 +212,9 @@ class Loop:
         self.heartbeat.phase(name)
         return contextlib.nullcontext()
 
-    def with_servers(self, work: Callable[[Rank0], T | None]) -> T | None:
+    def with_servers(self, work: Callable[[Rank0], _T | None]) -> _T | None:
         """Other ranks return None. If a server dies, it is revived and updated, and the work repeated."""
-        results: list[T | None] = []
+        results: list[_T | None] = []
 
         def attempt(rank0: Rank0) -> bool:
             result, stale = rank0.servers.run_or_revive(lambda: work(rank0))
@@ -225,16 +225,16 @@ class Loop:
             self.update_weights()
         return results[-1] if results else None
 
-    def on_root(self, work: Callable[[Rank0], T]) -> T | None:
+    def on_root(self, work: Callable[[Rank0], _T]) -> _T | None:
         return None if self.rank0 is None else work(self.rank0)
 
     def safe_point(self, *, unless: Callable[[], bool] = bool) -> None:
         """Raises StopRequested on every rank if a signal told rank 0 to stop, unless ``unless`` is true there."""
         self.from_root(lambda rank0: None, unless=unless)
 
-    def from_root(self, work: Callable[[Rank0], T], *, unless: Callable[[], bool] = bool) -> T | None:
+    def from_root(self, work: Callable[[Rank0], _T], *, unless: Callable[[], bool] = bool) -> _T | None:
         """Broadcasts JSON values. Every rank calls. A :meth:`safe_point`, also during the work."""
-        answer: T | None = None
+        answer: _T | None = None
         with contextlib.suppress(StopRequested):  # rank 0 tells all below
             answer = self.on_root(work)
         requested = self.stopping.signals.requested

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,15 +30,13 @@ class MetricsWriter:
 
     def __init__(self, output: Path, tensorboard: bool, failed: Failed | None = None) -> None:
         output.mkdir(parents=True, exist_ok=True)
-        self._path = output / "metrics.jsonl"
-        self._file = LogFile(self._path, failed)
+        self.path = output / "metrics.jsonl"
+        self._file = LogFile(self.path, failed)
         self._failed = failed
         self.last_step: int | None = None
-        self.cut = False
-        self._events_folder = output / "tensorboard" if tensorboard else None
-        self._events: _EventsFile | None = None
-        self._path.touch()
-        rows, self.cut = _read_rows(self._path)
+        self._events = _EventsFile(output / "tensorboard", failed) if tensorboard else None
+        self.path.touch()
+        rows, self.cut = _read_rows(self.path)
         self._rewrite(rows)
 
     @property
@@ -51,16 +48,14 @@ class MetricsWriter:
         # One write of a whole line: a crash cuts a line off, and never mixes two.
         self._file.append((json.dumps({"step": step, **finite}) + "\n").encode())
         self.last_step = step
-        events = self._open_events()
-        if events is not None:
-            events.add_scalars(step, {key: value for key, value in finite.items() if value is not None})
+        if self._events is not None:
+            self._events.add_scalars(step, {key: value for key, value in finite.items() if value is not None})
 
     def truncate_after(self, step: int) -> None:
-        self._rewrite([row for row in read_metrics(self._path) if row["step"] <= step] if self._path.exists() else [])
-        self._events = None
-        events = self._open_events()
-        if events is not None:
-            events.hide_from(step + 1)
+        self._rewrite([row for row in read_metrics(self.path) if row["step"] <= step] if self.path.exists() else [])
+        if self._events is not None:
+            self._events = _EventsFile(self.path.parent / "tensorboard", self._failed)
+            self._events.hide_from(step + 1)
 
     def close(self) -> None:
         self._file.flush()
@@ -68,13 +63,8 @@ class MetricsWriter:
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
         self.last_step = rows[-1]["step"] if rows else None
         text = "".join(json.dumps(row) + "\n" for row in rows)
-        if self._path.exists() and self._path.read_bytes() != text.encode():
-            write_atomically(self._path, text)
-
-    def _open_events(self) -> _EventsFile | None:
-        if self._events is None and self._events_folder is not None:
-            self._events = _EventsFile(self._events_folder, self._failed)
-        return self._events
+        if self.path.exists() and self.path.read_bytes() != text.encode():
+            write_atomically(self.path, text)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -168,21 +158,16 @@ class _EventsFile:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        events = [Event(wall_time=time.time(), **event)]
-        if not self._file.path.exists():
-            events.insert(0, Event(wall_time=time.time(), step=event["step"], file_version="brain.Event:2"))
         piece = io.BytesIO()
         writer = RecordWriter(piece)
-        for entry in events:
-            writer.write(entry.SerializeToString())
+        now = time.time()
+        if not self._file.path.exists():
+            writer.write(Event(wall_time=now, step=event["step"], file_version="brain.Event:2").SerializeToString())
+        writer.write(Event(wall_time=now, **event).SerializeToString())
         self._file.append(piece.getvalue())
 
 
-FOLDER = "tokens"
-
-FORMAT = 1
-
-_NAME = re.compile(r"step_(\d+)\.npz")
+FOLDER, _FORMAT = "tokens", 1
 
 _PER_RESPONSE: dict[str, type[np.generic]] = {
     **dict.fromkeys(("lengths", "prompt", "group", "update"), np.int32),
@@ -264,7 +249,7 @@ class TokenSamples:
     def encode(self) -> bytes:
         """The content of a file. Equal values are equal bytes."""
         meta = {
-            "format": FORMAT,
+            "format": _FORMAT,
             "step": self.step,
             "prompts": [vars(prompt) for prompt in self.prompts],
             "pieces": {str(token): text for token, text in sorted(self.pieces.items())},
@@ -286,57 +271,28 @@ def token_file(folder: Path, step: int) -> Path:
 
 
 def token_files(folder: Path) -> dict[int, Path]:
-    files = {int(name[1]): path for path in (folder / FOLDER).glob("step_*.npz") if (name := _NAME.fullmatch(path.name))}
-    return dict(sorted(files.items()))
+    files = {path.stem.removeprefix("step_"): path for path in (folder / FOLDER).glob("step_*.npz")}
+    return dict(sorted((int(name), path) for name, path in files.items() if name.isdecimal()))
 
 
 def read_tokens(path: Path) -> TokenSamples:
     """Raises ValueError if the file is unreadable or of another kind; FileNotFoundError."""
     try:
         with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-        meta: Any = json.loads(str(arrays.pop("meta")[()]))
-        written = meta["format"]
-        if written == FORMAT:
-            return TokenSamples(
-                step=int(meta["step"]),
-                prompts=tuple(TokenPrompt(**prompt) for prompt in meta["prompts"]),
-                pieces={int(token): str(text) for token, text in meta["pieces"].items()},
-                **{name: arrays[name] for name in _ARRAYS},
-            )
+            meta: Any = json.loads(str(archive["meta"][()]))
+            written = meta["format"]
+            if written == _FORMAT:
+                return TokenSamples(
+                    step=int(meta["step"]),
+                    prompts=tuple(TokenPrompt(**prompt) for prompt in meta["prompts"]),
+                    pieces={int(token): str(text) for token, text in meta["pieces"].items()},
+                    **{name: archive[name] for name in _ARRAYS},
+                )
     except FileNotFoundError:
         raise
     except Exception as error:  # of zipfile, zlib, numpy and json, for whatever bytes
         why = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{path} holds no token values that can be read: {why}; remove it") from error
     raise ValueError(
-        f"{path} is of format {written}, and this version reads format {FORMAT}; read it with the version that wrote"
+        f"{path} is of format {written}, and this version reads format {_FORMAT}; read it with the version that wrote"
     )
-
-
-class TokenLog:
-    """Writes each file atomically. A failed one is retried with the next."""
-
-    def __init__(self, folder: Path, failed: Failed) -> None:
-        self._folder, self._failed = folder, failed
-        self._waiting: dict[int, bytes] = {}
-
-    def write(self, samples: TokenSamples) -> None:
-        self._waiting[samples.step] = samples.encode()
-        self.flush()
-
-    def flush(self) -> None:
-        for step in list(self._waiting):
-            path = token_file(self._folder, step)
-            try:
-                write_atomically(path, self._waiting[step])
-            except OSError as error:
-                self._failed(path, error)
-                return
-            del self._waiting[step]
-
-    def forget_after(self, step: int) -> None:
-        self._waiting = {key: data for key, data in self._waiting.items() if key <= step}
-        for recorded, path in token_files(self._folder).items():
-            if recorded > step:
-                path.unlink()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -15,11 +17,11 @@ from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
 from tepo_megatron.run.callbacks import Callbacks
 from tepo_megatron.run.consistency_checks import Canaries
-from tepo_megatron.run.display.figures import LostTime
+from tepo_megatron.run.display.figures import LOST
 from tepo_megatron.run.metrics import Stopwatch
 from tepo_megatron.run.output.output import Output, Retention
 from tepo_megatron.run.output.resume import Resumed
-from tepo_megatron.run.output.token_samples import TokenRecorder, train_samples
+from tepo_megatron.run.output.token_samples import token_samples, train_samples
 from tepo_megatron.run.sampling.collector import RolloutCollector
 from tepo_megatron.run.sampling.custom_rollout import Collect
 from tepo_megatron.run.sampling.inputs import Inputs
@@ -59,17 +61,17 @@ class Rank0:
         output: Output,
         heartbeat: Heartbeat,
         task: Task,
-        pools: Pools | None = None,
-        callbacks: Callbacks | None = None,
-        collect: Collect | None = None,
+        pools: Pools,
+        callbacks: Callbacks,
+        collect: Collect | None,
     ) -> None:
         self.config, self.output, self.heartbeat = config, output, heartbeat
-        self.callbacks = callbacks or Callbacks(())
-        self.watch, self.lost = Stopwatch(), LostTime()
+        self.callbacks = callbacks
+        self.watch = Stopwatch()
+        self.lost: defaultdict[str, float] = defaultdict(float)  # seconds by cause
         self.servers = _Servers(config, inputs, output, heartbeat, self.lost)
         self.checks = Canaries(config, inputs.spec)
-        self._inputs, self._task = inputs, task
-        self._pools = pools or {None: task}
+        self._inputs, self._task, self._pools = inputs, task, pools
         self._retention = Retention(config, output.message)
         self._rewards = StepRewards(config, output.message)
         self.collector = RolloutCollector(
@@ -85,7 +87,6 @@ class Rank0:
         )
         self._signals = stop_signals()
         self._problems = {problem.id: problem for problem in inputs.train}
-        self._tokens = TokenRecorder(config.log, self._problems, inputs.tokenizer, output)
         self._evaluation: dict[str, float] = {}
         self._row: dict[str, float] = {}
         self._returns = 0
@@ -133,19 +134,20 @@ class Rank0:
         for text in [*passed_over, sentence, *checkpoint.set_aside_others(self.config)]:
             self.output.message(text)
         self.collector.go_back()
-        self.lost.add("lost/rollback", self.output.resume_from(checkpoint.step) + self.watch.elapsed())
+        self.lost["lost/rollback"] += self.output.resume_from(checkpoint.step) + self.watch.elapsed()
         self._returns += 1
 
     # -- servers ---------------------------------------------------------------------------------------------------------
 
     def update_weights(self, version: WeightsVersion, publisher: WeightPublisher) -> bool:
         """Returns whether a server died. It stays dead until ``servers.revive_or_wake``: the trainer may still use its GPU."""
-        with self.lost.if_in_vain("lost/server") as was_in_vain, self.collector.hold_clock():
+        start = time.monotonic()
+        with self.collector.hold_clock():
             died = self.servers.run_or_report(lambda: publisher.update_weights(version))[1]
-            if died:
-                was_in_vain()
-            else:
-                self.collector.published(version)
+        if died:
+            self.lost["lost/server"] += time.monotonic() - start
+        else:
+            self.collector.published(version)
         return died
 
     def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -181,7 +183,10 @@ class Rank0:
 
     def note_step(self, step: int, row: Mapping[str, float], parts: Sequence[Batch], updates: Sequence[UpdateResult]) -> None:
         rollouts = self.collector.rollouts
-        self._tokens.record(step, rollouts, parts, updates)
+        if (log := self.config.log).records_tokens(step):
+            problems, tokenizer = self._problems, self._inputs.tokenizer
+            samples = token_samples(step, rollouts, parts, updates, log.token_samples, problems, tokenizer)
+            self.output.write_tokens(samples)
         counts = {**self._rewards.take_figures(), "rollback/count": float(self._returns)}
         counts |= source_figures(rollouts, self._problems)
         self._row = {**self.collector.take_figures(), **row, **counts, **self.checks.take_figures()}
@@ -195,10 +200,11 @@ class Rank0:
         if "response_tokens" in row:
             figures["tokens/s"] = row["response_tokens"] / split["time/step"]
         self._row, self._evaluation = {}, {}
-        self.lost.add("lost/skipped", split["time/step"] * row.get("update/skipped", 0.0) / self.config.train.minibatches)
+        self.lost["lost/skipped"] += split["time/step"] * row.get("update/skipped", 0.0) / self.config.train.minibatches
         sampler = self.servers.sampler
         figures |= NO_SERVERS if sampler is None else sampler.figures() | self.collector.idle_shares(split)
-        written = self.output.write_row(step, {**figures, **split, **self.lost.split()})
+        written = self.output.write_row(step, {**figures, **split, **dict.fromkeys(LOST, 0.0), **self.lost})
+        self.lost.clear()
         self.servers.report_addresses()
         self._retention.after_row(step)
         if not self._has_warned:
@@ -225,13 +231,15 @@ class Rank0:
         self._task.close()
 
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class _Servers:
     """Servers on the trainer's GPUs start in :meth:`wait_until_ready`, others in the background; none in a replayed run."""
 
-    def __init__(self, config: RunConfig, inputs: Inputs, output: Output, heartbeat: Heartbeat, lost: LostTime) -> None:
+    def __init__(
+        self, config: RunConfig, inputs: Inputs, output: Output, heartbeat: Heartbeat, lost: defaultdict[str, float]
+    ) -> None:
         self._config, self._output, self._heartbeat, self._lost = config, output, heartbeat, lost
         self._signals = stop_signals()
         self.sampler: Sampler | None = None
@@ -272,16 +280,15 @@ class _Servers:
         addresses = [] if self.sampler is None else self.sampler.addresses
         self._heartbeat.tell(servers=addresses, reward_workers=self._config.reward.workers)
 
-    def run_or_revive(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
+    def run_or_revive(self, work: Callable[[], _T | None]) -> tuple[_T | None, bool]:
         """A server that dies is revived, with stale weights; also returns whether one died."""
-        with self._lost.if_in_vain("lost/server") as was_in_vain:
-            result, died = self.run_or_report(work)
-            if died:
-                was_in_vain()
-                self._revive()
+        start = time.monotonic()
+        result, died = self.run_or_report(work)
+        if died:
+            self._revive(start)
         return result, died
 
-    def run_or_report(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
+    def run_or_report(self, work: Callable[[], _T | None]) -> tuple[_T | None, bool]:
         """A server that dies stays dead; also returns whether one died."""
         try:
             return work(), False
@@ -299,9 +306,7 @@ class _Servers:
         if self.sampler is None:
             return False
         if died:
-            with self._lost.if_in_vain("lost/server") as was_in_vain:
-                was_in_vain()
-                self._revive()
+            self._revive(time.monotonic())
             return True
         return self.run_or_revive(self.sampler.wake_up)[1]
 
@@ -313,8 +318,9 @@ class _Servers:
         if self.sampler is not None:
             self.sampler.stop()
 
-    def _revive(self) -> None:
+    def _revive(self, lost_since: float) -> None:
         assert self.sampler is not None
         self._heartbeat.phase("servers", waits_for="a rollout server that is started again")
         with self._signals.interruptible():
             self.sampler.revive()
+        self._lost["lost/server"] += time.monotonic() - lost_since

@@ -24,7 +24,7 @@ from tepo_megatron.run.rank0 import Rank0
 from tepo_megatron.run.sampling.custom_rollout import load_collect
 from tepo_megatron.run.sampling.inputs import read_inputs
 from tepo_megatron.run.sampling.step_rewards import rehearsed
-from tepo_megatron.run.step.placement import Placement, takes_turns
+from tepo_megatron.run.step.placement import Placement, is_colocated
 from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.machine import available_cores, this_machine
@@ -67,14 +67,20 @@ def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> No
 
 def open_loop(config: RunConfig, model_dir: Path, extensions: Extensions, stack: contextlib.ExitStack) -> Loop:
     """``stack`` closes what it opens. Every rank calls."""
-    heartbeat = _make_heartbeat(config)
+    heartbeat = Heartbeat(
+        config.output / "status",
+        int(os.environ.get("RANK", 0)),
+        int(os.environ.get("WORLD_SIZE", 1)),
+        hang_timeout_s=config.train.hang_timeout_s,
+        limits=phase_limits(config),
+    )
     stack.enter_context(_ending_noted(heartbeat))
     rank0 = _open_rank0(config, model_dir, extensions, heartbeat, stack) if _is_root() else None
     # Warnings of Megatron and torch that no user of this package can act on (missing apex, renamed collectives).
     for module in (r"megatron\.", r"torch\.distributed\.c10d_logger", r"torch\.distributed\.distributed_c10d"):
         warnings.filterwarnings("ignore", module=module)
     # Megatron-Core takes seconds to import; the servers start meanwhile.
-    engine = make_trainer(config, model_dir, shares_gpus=takes_turns(config), heartbeat=heartbeat)
+    engine = make_trainer(config, model_dir, shares_gpus=is_colocated(config), heartbeat=heartbeat)
     stack.callback(engine.close)
     stack.push(report_before_leaving)
     sampler = None if rank0 is None else rank0.servers.sampler
@@ -82,8 +88,10 @@ def open_loop(config: RunConfig, model_dir: Path, extensions: Extensions, stack:
     # Ranks may see a shared disk differently: rank 0 has looked.
     if engine.broadcast_from_root(rank0 is not None and rank0.output.resumes):
         _resume(loop, model_dir)
-    if rank0 is not None and rank0.callbacks.callbacks:
-        _begin_callbacks(rank0.callbacks, loop)
+    if rank0 is not None and (callbacks := rank0.callbacks).callbacks:
+        folder = config.output / "checkpoints"
+        loop.stopping.on_saved = lambda step: callbacks.tell("on_checkpoint", step, step, folder / checkpoint_name(step))
+        callbacks.begin(RunInfo(config, loop.step, read_metrics(config.output / "metrics.jsonl")))
     return loop
 
 
@@ -122,27 +130,10 @@ def _resume(loop: Loop, model_dir: Path) -> None:
     loop.updates_sent = checkpoint.step  # one a step, so that canaries are due when they would have been
     rank0 = loop.rank0
     if rank0 is not None:
-        rank0.lost.add("lost/resume", rank0.output.resume_from(loop.step))
+        rank0.lost["lost/resume"] += rank0.output.resume_from(loop.step)
         restarted = rank0.restore(checkpoint.state)
         for sentence in [*checkpoint.messages(loop.config, restarted), *checkpoint.accept(loop.config)]:
             rank0.output.message(sentence)
-
-
-def _begin_callbacks(callbacks: Callbacks, loop: Loop) -> None:
-    output = loop.config.output
-    folder = output / "checkpoints"
-    loop.stopping.on_saved = lambda step: callbacks.tell("on_checkpoint", step, step, folder / checkpoint_name(step))
-    callbacks.begin(RunInfo(loop.config, loop.step, read_metrics(output / "metrics.jsonl")))
-
-
-def _make_heartbeat(config: RunConfig) -> Heartbeat:
-    return Heartbeat(
-        config.output / "status",
-        int(os.environ.get("RANK", 0)),
-        int(os.environ.get("WORLD_SIZE", 1)),
-        hang_timeout_s=config.train.hang_timeout_s,
-        limits=phase_limits(config),
-    )
 
 
 def phase_limits(config: RunConfig) -> dict[str, float]:

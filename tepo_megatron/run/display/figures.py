@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -29,16 +28,7 @@ class _Figure:
         return self.label.replace("@k", f"@{samples}")
 
 
-def _number(value: float) -> str:
-    return f"{value:.3f}"
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
-
-
-def _count(value: float) -> str:
-    return f"{value:.0f}"
+_number, _count = "{:.3f}".format, "{:.0f}".format
 
 
 FIGURES = (
@@ -49,7 +39,7 @@ FIGURES = (
     _Figure("heldout/reward_greedy", "reward, greedy", _number, more_is_better=True),
     _Figure("heldout/reward_sampled", "reward, sampled", _number, more_is_better=True),
     _Figure("entropy/mean", "entropy", _number),
-    _Figure("mask/fraction", "masked", _percent),
+    _Figure("mask/fraction", "masked", lambda value: f"{100 * value:.1f} %"),
     _Figure("grad_norm", "grad norm", _number),
     _Figure("tokens/s", "tokens/s", _count, more_is_better=True),
 )
@@ -80,13 +70,12 @@ _FILES = {
 
 def figures_of(row: Row) -> list[tuple[_Figure, float]]:
     """Leaves out mean rewards that repeat an accuracy."""
-    shown = [(figure, row[figure.key]) for figure in FIGURES if row.get(figure.key) is not None]
-    return [(figure, value) for figure, value in shown if not _repeats(figure, row)]
-
-
-def _repeats(figure: _Figure, row: Row) -> bool:
-    accuracy = row.get(_SAME_AS.get(figure.key, ""))
-    return accuracy is not None and abs(accuracy - row[figure.key]) < 1e-9
+    shown = []
+    for figure in FIGURES:
+        value, same = row.get(figure.key), row.get(_SAME_AS.get(figure.key, ""))
+        if value is not None and (same is None or abs(same - value) >= 1e-9):
+            shown.append((figure, value))
+    return shown
 
 
 def figures_line(row: Row) -> str:
@@ -117,28 +106,30 @@ def evaluation_line(row: Row, samples: int) -> str:
 
 
 def final_table(rows: Sequence[Row], output: Path) -> RenderableType:
-    table = Table(title="The run in figures", title_justify="left", title_style="bold")
-    table.add_column("")
+    table = Table("", title="The run in figures", title_justify="left", title_style="bold")
     for heading in ("first", "best", "last"):
         table.add_column(heading, justify="right")
     shown = {figure for row in rows for figure, _ in figures_of(row)}
-    sets = dict.fromkeys(key for row in rows for key in row if key.startswith("eval/"))
+    sets = dict.fromkeys(key for row in rows for key in row if key.startswith("eval/") and _is_accuracy(key.split("/")[2]))
     of_sets = [_Figure(key, " ".join(key.split("/")[1:]), _number, more_is_better=True) for key in sets]
-    accuracies = [figure for figure in of_sets if _is_accuracy(figure.label.partition(" ")[2])]
-    for figure in [*(figure for figure in FIGURES if figure in shown), *accuracies]:
+    for figure in [*(figure for figure in FIGURES if figure in shown), *of_sets]:
         if series := [(row["step"], row[figure.key]) for row in rows if row.get(figure.key) is not None]:
             best = max(series, key=lambda point: point[1]) if figure.more_is_better else None
-            table.add_row(figure.label, *(_cell(figure, point) for point in (series[0], best, series[-1])))
+            shown_points = (series[0], best, series[-1])
+            cells = (f"{figure.format(point[1])} [dim]({point[0]})[/]" if point else "–" for point in shown_points)
+            table.add_row(figure.label, *cells)
     parts: list[RenderableType] = [table]
-    if split := _mean_time_split(rows):
-        parts.append(_time_table(split, idle_line(rows)))
+    if timed := [row for row in rows if row["step"] > 0 and row.get("time/step") is not None]:
+        names = (*PHASE_COLOURS, "step")
+        means = {name: sum(row.get(f"time/{name}") or 0.0 for row in timed) / len(timed) for name in names}
+        times = Table(title="Seconds per step (mean)", title_justify="left", title_style="bold")
+        times.caption, times.caption_justify = idle_line(rows) or None, "left"
+        for name in means:
+            times.add_column(name, justify="right", header_style=PHASE_COLOURS.get(name, "bold"))
+        times.add_row(*(f"{seconds:.2f}" for seconds in means.values()))
+        times.add_row(*(f"[dim]{100 * seconds / max(means['step'], 1e-9):.0f} %[/]" for seconds in means.values()))
+        parts.append(times)
     return Group(*parts, *_files(output))
-
-
-def _mean_time_split(rows: Sequence[Row]) -> dict[str, float]:
-    timed = [row for row in rows if row["step"] > 0 and row.get("time/step") is not None]
-    names = (*PHASE_COLOURS, "step")
-    return {name: sum(row.get(f"time/{name}") or 0.0 for row in timed) / len(timed) for name in names} if timed else {}
 
 
 def idle_line(rows: Sequence[Row]) -> str:
@@ -146,11 +137,8 @@ def idle_line(rows: Sequence[Row]) -> str:
     seconds = [max(row["time/step"] - (row.get("time/eval") or 0.0), 0.0) for row in timed]
     if not sum(seconds):
         return ""
-    shares = (
-        sum(row[f"idle/{side}"] * weight for row, weight in zip(timed, seconds, strict=True)) / sum(seconds)
-        for side in ("trainer", "servers")
-    )
-    return "idle: trainer {:.0%}, servers {:.0%}".format(*shares)
+    trainer, servers = (fmean([row[f"idle/{side}"] for row in timed], seconds) for side in ("trainer", "servers"))
+    return f"idle: trainer {trainer:.0%}, servers {servers:.0%}"
 
 
 def duration(seconds: float) -> str:
@@ -159,20 +147,6 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _cell(figure: _Figure, point: tuple[int, float] | None) -> str:
-    return f"{figure.format(point[1])} [dim]({point[0]})[/]" if point else "–"
-
-
-def _time_table(split: Mapping[str, float], caption: str) -> Table:
-    table = Table(title="Seconds per step (mean)", title_justify="left", title_style="bold")
-    table.caption, table.caption_justify = caption or None, "left"
-    for name in split:
-        table.add_column(name, justify="right", header_style=PHASE_COLOURS.get(name, "bold"))
-    table.add_row(*(f"{seconds:.2f}" for seconds in split.values()))
-    table.add_row(*(f"[dim]{100 * seconds / max(split['step'], 1e-9):.0f} %[/]" for seconds in split.values()))
-    return table
 
 
 def _files(output: Path) -> list[Text]:
@@ -186,15 +160,8 @@ def _files(output: Path) -> list[Text]:
     ]
 
 
-PHASE_COLOURS = dict(
-    zip(
-        (*PHASES, "other"),
-        ("#2b6cb0", "#8fb8de", "#0b7285", "#2f9e44", "#f08c00", "#d6336c", "#9c6ade", "#b8c0c8"),
-        strict=True,
-    )
-)
-
-RUN_COLOURS = ("#2b6cb0", "#d9480f", "#2f9e44", "#9c6ade", "#c2255c", "#0b7285", "#b08900", "#495057")
+_COLOURS = ("#2b6cb0", "#8fb8de", "#0b7285", "#2f9e44", "#f08c00", "#d6336c", "#9c6ade", "#b8c0c8")
+PHASE_COLOURS = dict(zip((*PHASES, "other"), _COLOURS, strict=True))
 
 
 COUNTED = {
@@ -214,36 +181,7 @@ LOST = {
 }
 
 
-class LostTime:
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lost = dict.fromkeys(LOST, 0.0)
-
-    def add(self, cause: str, seconds: float) -> None:
-        self._lost[cause] += seconds
-
-    @contextlib.contextmanager
-    def if_in_vain(self, cause: str) -> Iterator[Callable[[], None]]:
-        """Context that yields a function; its time counts as lost if that function was called."""
-        start, in_vain = self._clock(), False
-
-        def call() -> None:
-            nonlocal in_vain
-            in_vain = True
-
-        try:
-            yield call
-        finally:
-            if in_vain:
-                self.add(cause, self._clock() - start)
-
-    def split(self) -> dict[str, float]:
-        lost, self._lost = self._lost, dict.fromkeys(LOST, 0.0)
-        return lost
-
-
-def fault_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    counts = {text: sum(row.get(key) or 0 for row in rows) for key, text in COUNTED.items()}
-    lost = {text: sum(row.get(key) or 0 for row in rows) for key, text in LOST.items()}
-    lines = [f"{count:.0f} {text}" for text, count in counts.items() if count]
-    return lines + [f"{duration(seconds)} lost {text}" for text, seconds in lost.items() if seconds]
+def fault_lines(rows: Sequence[Row]) -> list[str]:
+    sums = {key: sum(row.get(key) or 0 for row in rows) for key in (*COUNTED, *LOST)}
+    counts = [f"{sums[key]:.0f} {text}" for key, text in COUNTED.items() if sums[key]]
+    return counts + [f"{duration(sums[key])} lost {text}" for key, text in LOST.items() if sums[key]]

@@ -2,97 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tepo_megatron.run.display.figures import PHASE_COLOURS, RUN_COLOURS, fault_lines, figures_of, idle_line
+from tepo_megatron.run.display.figures import PHASE_COLOURS, Row, fault_lines, figures_of, idle_line
 from tepo_megatron.run.metrics import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_Corner = Literal["upper right", "lower right"]
-Row = Mapping[str, Any]
-Series = tuple[np.ndarray, np.ndarray]  # steps and values, both float64 [N], without rows that lack the value
+_Series = tuple[np.ndarray, np.ndarray]  # steps and values, both float64 [N], without rows that lack the value
 
-_INK, _FAINT = "#22303c", "#d9dfe5"
+_INK = "#22303c"
+_RUNS = ("#2b6cb0", "#d9480f", "#2f9e44", "#9c6ade", "#c2255c", "#0b7285", "#b08900", "#495057")
 _REWARD, _GREEDY, _SAMPLED, _PASS = "#2b6cb0", "#d9480f", "#2f9e44", "#9c6ade"
 _ENTROPY, _MASKED, _NORM = "#0b7285", "#e8590c", "#6741d9"
+
+_STYLE: dict[Any, Any] = {
+    **{"figure.figsize": (12, 7.2), "figure.dpi": 150, "savefig.dpi": 150, "figure.facecolor": "white"},
+    **{"text.color": _INK, "figure.titlesize": 15, "figure.titleweight": "bold"},
+    **{"axes.titlesize": 11.5, "axes.titlelocation": "left", "axes.titlecolor": _INK, "axes.titlepad": 8},
+    **{"axes.labelsize": 10, "axes.labelcolor": _INK, "axes.edgecolor": "#aab4be", "axes.axisbelow": True},
+    **{"axes.spines.top": False, "axes.spines.right": False},
+    **{"axes.grid": True, "grid.color": "#d9dfe5", "grid.linewidth": 0.7, "grid.alpha": 0.8},
+    **{"legend.fontsize": 9, "legend.framealpha": 0.85, "legend.edgecolor": "none", "legend.labelcolor": _INK},
+    **{"xtick.color": "#52606d", "xtick.labelsize": 9, "xtick.major.size": 3},
+    **{"ytick.color": "#52606d", "ytick.labelsize": 9, "ytick.major.size": 3},
+}
 
 
 def plot_curves(metrics_path: Path, png: Path, title: str) -> None:
     """Draws a PNG of 1800×1080. Raises ValueError if there is no row."""
     rows = _rows(metrics_path)
-    panels = _Picture(title)
-    panels.note(" · ".join(fault_lines(rows)))
-    _reward_and_accuracy(panels.at(0, "Reward and accuracy", "reward, accuracy"), rows)
-    _entropy_and_mask(panels.at(1, "Entropy and masked tokens", "entropy (nats per token)"), rows)
-    _gradient_norm(panels.at(2, "Gradient norm", "global L2 norm before clipping"), rows)
-    _time_split(panels.at(3, "Where the time goes", "seconds per step"), rows)
-    panels.save(png, rows)
+    with _picture(png, title, rows) as panel:
+        _reward_and_accuracy(panel("Reward and accuracy", "reward, accuracy"), rows)
+        _entropy_and_mask(panel("Entropy and masked tokens", "entropy (nats per token)"), rows)
+        norm = panel("Gradient norm", "global L2 norm before clipping")
+        _smoothed(norm, _series(rows, "grad_norm"), _NORM, "gradient norm")
+        norm.set_ylim(bottom=0)
+        _time_split(panel("Where the time goes", "seconds per step"), _timed(rows))
+        if faults := fault_lines(rows):
+            norm.figure.supxlabel(" · ".join(faults), fontsize=9, color=_MASKED, x=0.012, ha="left")
 
 
 def plot_comparison(runs: Mapping[str, Path], png: Path, title: str) -> None:
-    panels = _Picture(title)
-    reward = panels.at(0, "Reward (line) and greedy accuracy (points)", "reward, accuracy")
-    entropy = panels.at(1, "Entropy", "entropy (nats per token)")
-    norm = panels.at(2, "Gradient norm", "global L2 norm before clipping")
-    seconds = panels.at(3, "Step time without evaluation", "seconds per step")
-    every_row: list[Row] = []
-    for number, (name, path) in enumerate(runs.items()):
-        rows, colour = _rows(path), RUN_COLOURS[number % len(RUN_COLOURS)]
-        every_row += rows
-        _smoothed(reward, _series(rows, "reward/mean"), colour, name)
-        _points(reward, _series(rows, "accuracy/greedy"), colour, None)
-        _smoothed(entropy, _series(rows, "entropy/mean"), colour, name)
-        _smoothed(norm, _series(rows, "grad_norm"), colour, name)
-        without_evaluation = [{**row, "time/step": row["time/step"] - (row.get("time/eval") or 0)} for row in _timed(rows)]
-        _smoothed(seconds, _series(without_evaluation, "time/step"), colour, name)
-    _unit_interval(reward)
-    for axes in (entropy, norm, seconds):
-        axes.set_ylim(bottom=0)
-    _legend(reward, loc="lower right")
-    panels.save(png, every_row)
+    rows_of = {name: _rows(path) for name, path in runs.items()}
+    with _picture(png, title, [row for rows in rows_of.values() for row in rows]) as panel:
+        reward = panel("Reward (line) and greedy accuracy (points)", "reward, accuracy")
+        entropy = panel("Entropy", "entropy (nats per token)")
+        norm = panel("Gradient norm", "global L2 norm before clipping")
+        seconds = panel("Step time without evaluation", "seconds per step")
+        for number, (name, rows) in enumerate(rows_of.items()):
+            colour = _RUNS[number % len(_RUNS)]
+            _smoothed(reward, _series(rows, "reward/mean"), colour, name)
+            _points(reward, _series(rows, "accuracy/greedy"), colour, None)
+            _smoothed(entropy, _series(rows, "entropy/mean"), colour, name)
+            _smoothed(norm, _series(rows, "grad_norm"), colour, name)
+            without_evaluation = [{**row, "time/step": row["time/step"] - (row.get("time/eval") or 0)} for row in _timed(rows)]
+            _smoothed(seconds, _series(without_evaluation, "time/step"), colour, name)
+        _unit_interval(reward)
+        for axes in (entropy, norm, seconds):
+            axes.set_ylim(bottom=0)
+        _legend(reward, "lower right")
 
 
-class _Picture:
-    def __init__(self, title: str) -> None:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
+@contextmanager
+def _picture(png: Path, title: str, rows: Sequence[Row]) -> Iterator[Callable[[str, str], Axes]]:
+    """Yields a function that adds a panel with a title and a label."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.ticker import MaxNLocator
 
-        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.10, hspace=0.03, wspace=0.03)
-        self._figure = Figure(figsize=(12, 7.2), dpi=150, layout=layout, facecolor="white")
-        FigureCanvasAgg(self._figure)
-        self._figure.suptitle(title, fontsize=15, fontweight="bold", color=_INK, x=0.012, ha="left")
+    steps = [row["step"] for row in rows]
+    margin = max(0.5, 0.01 * (max(steps) - min(steps)))
+    with rc_context(_STYLE):
+        figure = Figure(layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.10, hspace=0.03, wspace=0.03))
+        FigureCanvasAgg(figure)
+        places = count(1)
+        figure.suptitle(title, x=0.012, ha="left")
 
-    def at(self, place: int, title: str, ylabel: str) -> Axes:
-        from matplotlib.ticker import MaxNLocator
+        def panel(title: str, ylabel: str) -> Axes:
+            axes = figure.add_subplot(2, 2, next(places), title=title, xlabel="step", ylabel=ylabel)
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+            return axes
 
-        axes = self._figure.add_subplot(2, 2, place + 1)
-        axes.set_title(title, loc="left", fontsize=11.5, color=_INK, pad=8)
-        axes.set_xlabel("step", fontsize=10, color=_INK)
-        axes.set_ylabel(ylabel, fontsize=10, color=_INK)
-        axes.grid(True, color=_FAINT, linewidth=0.7, alpha=0.8)
-        axes.set_axisbelow(True)
-        _plain_frame(axes)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
-        return axes
-
-    def note(self, text: str) -> None:
-        if text:
-            self._figure.supxlabel(text, fontsize=9, color=_MASKED, x=0.012, ha="left")
-
-    def save(self, png: Path, rows: Sequence[Row]) -> None:
-        steps = [row["step"] for row in rows]
-        margin = max(0.5, 0.01 * (max(steps) - min(steps)))
-        for axes in self._figure.axes:
+        yield panel
+        for axes in figure.axes:
             axes.set_xlim(min(steps) - margin, max(steps) + margin)
         png.parent.mkdir(parents=True, exist_ok=True)
-        self._figure.savefig(png, format="png")
+        figure.savefig(png, format="png")
 
 
 def _reward_and_accuracy(axes: Axes, rows: Sequence[Row]) -> None:
@@ -103,7 +108,7 @@ def _reward_and_accuracy(axes: Axes, rows: Sequence[Row]) -> None:
     if any(figure.key == "heldout/reward_greedy" for row in rows for figure, _ in figures_of(row)):  # not the accuracy again
         _points(axes, _series(rows, "heldout/reward_greedy"), _REWARD, "reward, held out, greedy", marker="D")
     _unit_interval(axes)
-    _legend(axes, loc="lower right")
+    _legend(axes, "lower right")
 
 
 def _entropy_and_mask(axes: Axes, rows: Sequence[Row]) -> None:
@@ -114,21 +119,14 @@ def _entropy_and_mask(axes: Axes, rows: Sequence[Row]) -> None:
     if not steps.size:
         return
     twin = axes.twinx()
-    _plain_frame(twin)
-    twin.set_ylabel("masked response tokens (%)", fontsize=10, color=_MASKED)
+    twin.grid(visible=False)
+    twin.set_ylabel("masked response tokens (%)", color=_MASKED)
     _smoothed(twin, (steps, 100 * fractions), _MASKED, "masked tokens", linestyle="--")
     twin.set_ylim(0, max(1.0, 1.15 * float(100 * fractions.max())))
-    handles = [*axes.get_legend_handles_labels()[0], *twin.get_legend_handles_labels()[0]]
-    _legend(twin, loc="upper right", handles=handles)
+    _legend(twin, "upper right", [*axes.get_legend_handles_labels()[0], *twin.get_legend_handles_labels()[0]])
 
 
-def _gradient_norm(axes: Axes, rows: Sequence[Row]) -> None:
-    _smoothed(axes, _series(rows, "grad_norm"), _NORM, "gradient norm")
-    axes.set_ylim(bottom=0)
-
-
-def _time_split(axes: Axes, rows: Sequence[Row]) -> None:
-    timed = _timed(rows)
+def _time_split(axes: Axes, timed: Sequence[Row]) -> None:
     if not timed:
         return
     steps = np.array([row["step"] for row in timed], dtype=float)
@@ -136,47 +134,32 @@ def _time_split(axes: Axes, rows: Sequence[Row]) -> None:
     shares = 100 * seconds.sum(axis=1) / max(float(seconds.sum()), 1e-9)
     labels = [f"{name}  {share:.0f} %" for name, share in zip(PHASE_COLOURS, shares, strict=True)]
     edges = np.stack([steps - 0.5, steps + 0.5], axis=1).ravel()
-    axes.stackplot(
-        edges, seconds.repeat(2, axis=1), labels=labels, colors=list(PHASE_COLOURS.values()), linewidth=0, alpha=0.92
-    )
+    axes.stackplot(edges, seconds.repeat(2, axis=1), labels=labels, colors=list(PHASE_COLOURS.values()), alpha=0.92)
     axes.set_ylim(0, max(1.04 * float(seconds.sum(axis=0).max()), 1e-3))
-    handles, names = axes.get_legend_handles_labels()
-    axes.legend(
-        handles[::-1],
-        names[::-1],
-        loc="center left",
-        bbox_to_anchor=(1.01, 0.5),
-        fontsize=9,
-        frameon=False,
-        labelcolor=_INK,
-        title=idle_line(timed).replace(": ", ":\n").replace(", ", "\n"),
-        title_fontsize=9,
-    )
+    idle = idle_line(timed).replace(": ", ":\n").replace(", ", "\n")
+    place: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5), "frameon": False}
+    axes.legend(handles=axes.get_legend_handles_labels()[0][::-1], title=idle, title_fontsize=9, **place)
 
 
-def _smoothed(axes: Axes, series: Series, colour: str, label: str, linestyle: str = "-") -> None:
+def _smoothed(axes: Axes, series: _Series, colour: str, label: str, linestyle: str = "-") -> None:
     steps, values = series
     if not steps.size:
         return
     window = min(9, max(1, steps.size // 8))
     if window > 1:
         axes.plot(steps, values, color=colour, linewidth=0.9, alpha=0.28)
-    marker = "o" if steps.size == 1 else ""
-    axes.plot(steps, _moving_average(values, window), linestyle, color=colour, linewidth=2, marker=marker, label=label)
+    ones = np.ones(window)
+    means = np.convolve(values, ones, mode="same") / np.convolve(np.ones_like(values), ones, mode="same")
+    axes.plot(steps, means, linestyle, color=colour, linewidth=2, marker="o" if steps.size == 1 else "", label=label)
 
 
-def _points(axes: Axes, series: Series, colour: str, label: str | None, marker: str = "o") -> None:
+def _points(axes: Axes, series: _Series, colour: str, label: str | None, marker: str = "o") -> None:
     if series[0].size:
         (line,) = axes.plot(*series, color=colour, linewidth=1, alpha=0.95, marker=marker, label=label, zorder=4)
         line.set(markeredgecolor="white", markeredgewidth=0.9, markersize=6.5, clip_on=False)
 
 
-def _moving_average(values: np.ndarray, window: int) -> np.ndarray:
-    ones = np.ones(window)
-    return np.convolve(values, ones, mode="same") / np.convolve(np.ones_like(values), ones, mode="same")
-
-
-def _series(rows: Sequence[Row], key: str) -> Series:
+def _series(rows: Sequence[Row], key: str) -> _Series:
     points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
     columns = np.array(points, dtype=float).reshape(-1, 2)
     return columns[:, 0], columns[:, 1]
@@ -200,15 +183,7 @@ def _unit_interval(axes: Axes) -> None:
         axes.set_ylim(0, 1.02)
 
 
-def _legend(axes: Axes, loc: _Corner, handles: list[Any] | None = None) -> None:
+def _legend(axes: Axes, loc: Literal["upper right", "lower right"], handles: list[Any] | None = None) -> None:
     shown = axes.get_legend_handles_labels()[0] if handles is None else handles
     if shown:
-        axes.legend(handles=shown, loc=loc, fontsize=9, framealpha=0.85, edgecolor="none", labelcolor=_INK)
-
-
-def _plain_frame(axes: Axes) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#aab4be")
-    axes.tick_params(colors="#52606d", labelsize=9, length=3)
+        axes.legend(handles=shown, loc=loc)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -20,14 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tepo_megatron.run.display.figures import (
-    PHASE_COLOURS,
-    duration,
-    evaluation_line,
-    figures_line,
-    figures_of,
-    set_lines,
-)
+from tepo_megatron.run.display.figures import PHASE_COLOURS, duration, evaluation_line, figures_line, figures_of, set_lines
 from tepo_megatron.runtime.terminal import Terminal
 from tepo_megatron.runtime.text import printable
 
@@ -152,18 +145,27 @@ class _LiveProgress(Progress):
         config, row = self._config, self._row
         if config is None:
             return Text()
+        steps, blue = config.train.steps, PHASE_COLOURS["rollout"]
+        progress = Text(f"{self._step}/{steps}")
+        if self._seconds:
+            mean = fmean(self._seconds[-10:])
+            progress.append(f"  {mean:.1f} s/step  {duration(mean * (steps - self._step))} left", style="dim")
+        phase = Text.assemble((self._phase or "–", PHASE_COLOURS.get(self._phase, "dim")))
+        if self._phase:
+            phase.append(f"  {duration(self._clock() - self._since)}", style="dim")
         lines = Table.grid(padding=(0, 2))
         lines.add_column(style="dim", no_wrap=True)
         lines.add_column(width=32)
         lines.add_column(no_wrap=True)
-        lines.add_row("step", _bar(self._step, config.train.steps), self._step_text(config.train.steps))
-        lines.add_row("phase", _bar(0, None), self._phase_text())
+        bar = ProgressBar(total=steps, completed=self._step, width=32, complete_style=blue, finished_style=blue)
+        lines.add_row("step", bar, progress)
+        lines.add_row("phase", ProgressBar(total=1, completed=0, width=32), phase)
         parts: list[RenderableType] = [lines]
         if row:
             parts += [Text(), _figures(row, config.evaluate.samples)]
             parts += [Text(line, "dim") for line in set_lines(row).values()]
         if self._rewards:
-            parts.append(Text.assemble(("reward  ", "dim"), (_sparkline(self._rewards, 60), PHASE_COLOURS["rollout"])))
+            parts.append(Text.assemble(("reward  ", "dim"), (_sparkline(self._rewards[-60:]), blue)))
         if row.get("time/step"):
             parts += [Text(), _time_bar(row, 60)]
         return Panel(
@@ -176,40 +178,20 @@ class _LiveProgress(Progress):
             width=min(92, self._console.width),
         )
 
-    def _step_text(self, steps: int) -> Text:
-        text = Text(f"{self._step}/{steps}")
-        if self._seconds:
-            mean = fmean(self._seconds[-10:])
-            text.append(f"  {mean:.1f} s/step  {duration(mean * (steps - self._step))} left", style="dim")
-        return text
-
-    def _phase_text(self) -> Text:
-        if not self._phase:
-            return Text("–", style="dim")
-        text = Text.assemble((self._phase, PHASE_COLOURS.get(self._phase, "")))
-        return text.append(f"  {duration(self._clock() - self._since)}", style="dim")
-
-
-def _bar(done: int, total: int | None) -> ProgressBar:
-    style = PHASE_COLOURS["rollout"]
-    return ProgressBar(total=total or 1, completed=done if total else 0, width=32, complete_style=style, finished_style=style)
-
 
 def _figures(row: Mapping[str, Any], samples: int) -> Table:
     table = Table.grid(padding=(0, 3))
-    shown = figures_of(row)
-    half = (len(shown) + 1) // 2
-    for part in (shown[:half], shown[half:]):
-        cells = [Text.assemble((figure.name(samples) + " ", "dim"), figure.format(value)) for figure, value in part]
-        table.add_row(*cells)
+    cells = [Text.assemble((figure.name(samples) + " ", "dim"), figure.format(value)) for figure, value in figures_of(row)]
+    half = (len(cells) + 1) // 2
+    table.add_row(*cells[:half])
+    table.add_row(*cells[half:])
     return table
 
 
-def _sparkline(values: list[float], width: int) -> str:
-    shown = values[-width:]
-    low, high = min(shown), max(shown)
+def _sparkline(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
     scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_SPARKS[round((value - low) * scale)] for value in shown) + f" {shown[-1]:.3f}"
+    return "".join(_SPARKS[round((value - low) * scale)] for value in values) + f" {values[-1]:.3f}"
 
 
 def _time_bar(row: Mapping[str, Any], width: int) -> Group:

@@ -42,6 +42,7 @@ _QUIET = {
 
 @dataclass(frozen=True)
 class _RunSettings:
+    kind: str
     folder: Path
     name: str
     settings: Mapping[str, Any]
@@ -50,13 +51,9 @@ class _RunSettings:
 
 
 class _Client(Protocol):
-    def open(self, run_id: str | None) -> str:
-        pass
-
+    def open(self, run_id: str | None) -> str: ...
     def forget(self) -> None: ...
-
     def address(self) -> str: ...
-
     def log(self, number: int, step: int, row: Mapping[str, float]) -> None:
         """``number`` counts the run's rows; ``step`` goes back when the run returns to a checkpoint."""
 
@@ -70,8 +67,7 @@ class _WandbClient:
         import wandb
 
         self._wandb: Any = wandb
-        self._run_settings = run
-        self._mode = run.settings["mode"]
+        self._run_settings, self._mode = run, run.settings["mode"]
         self._run: Any = None
         self._new_id = secrets.token_hex(4)
 
@@ -110,7 +106,7 @@ class _WandbClient:
         self._run.finish(exit_code={"finished": 0, "stopped": PREEMPTED, "failed": 1}[ending])
 
     def _init(self, run_id: str) -> None:
-        run, section = self._run_settings, self._run_settings.settings
+        run = self._run_settings
         settings = {
             # Only figures, configuration and the use of the machine leave it: no output, no code, no git.
             "console": "off",
@@ -127,11 +123,8 @@ class _WandbClient:
         }
         known = self._wandb.Settings.model_fields
         self._run = self._wandb.init(
-            project=section["project"],
-            entity=section["entity"],
-            name=section["name"] or run.name,
-            group=section["group"],
-            tags=section["tags"],
+            **{name: run.settings[name] for name in ("project", "entity", "group", "tags")},
+            name=run.settings["name"] or run.name,
             id=run_id,
             # Offline too: then wandb sync asks the server for the run's state and appends to its rows.
             resume="allow",
@@ -147,22 +140,22 @@ class _MlflowClient:
         import mlflow
 
         self._mlflow: Any = mlflow
-        self._run_settings = run
-        self._folder = run.folder.absolute() / "mlflow"
+        self._run_settings, self._folder = run, run.folder / "mlflow"
         uri = run.settings["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")
         self._is_local = not uri
         self._uri = uri or f"sqlite:///{self._folder / 'mlflow.db'}"
-        self._client: Any = None
-        self._run_id = ""
 
     def open(self, run_id: str | None) -> str:
         if self._is_local:
             self._folder.mkdir(parents=True, exist_ok=True)
-        self._client = self._mlflow.MlflowClient(self._uri)
+        self._client: Any = self._mlflow.MlflowClient(self._uri)
+        settings = self._run_settings.settings
         if run_id is None:
-            tags = {"mlflow.source.name": "tepo train", **self._run_settings.settings["tags"]}
-            name = self._run_settings.settings["run_name"] or self._run_settings.name
-            run_id = self._client.create_run(self._experiment(), run_name=name, tags=tags).info.run_id
+            tags = {"mlflow.source.name": "tepo train", **settings["tags"]}
+            name = settings["run_name"] or self._run_settings.name
+            run_id = self._client.create_run(
+                self._experiment(settings["experiment_name"]), run_name=name, tags=tags
+            ).info.run_id
         else:
             self._client.update_run(run_id, status="RUNNING")
         self._run_id = str(run_id)
@@ -170,7 +163,7 @@ class _MlflowClient:
         return self._run_id
 
     def forget(self) -> None:
-        self._client = None
+        """The next :meth:`open` makes another client."""
 
     def address(self) -> str:
         return f"run {self._run_id} of {self._uri if self._is_local else 'the tracking server'}"
@@ -183,18 +176,15 @@ class _MlflowClient:
     def finish(self, ending: Ending) -> None:
         self._client.set_terminated(self._run_id, {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[ending])
 
-    def _experiment(self) -> str:
-        name = self._run_settings.settings["experiment_name"]
+    def _experiment(self, name: str) -> str:
         experiment = self._client.get_experiment_by_name(name)
-        if experiment is None:
-            artifacts = (self._folder / "artifacts").as_uri() if self._is_local else None
-            try:
-                return str(self._client.create_experiment(name, artifact_location=artifacts))
-            except self._mlflow.exceptions.MlflowException:
-                experiment = self._client.get_experiment_by_name(name)  # another run was faster
-                if experiment is None:
-                    raise
-        return str(experiment.experiment_id)
+        if experiment is not None:
+            return str(experiment.experiment_id)
+        artifacts = (self._folder / "artifacts").as_uri() if self._is_local else None
+        try:
+            return str(self._client.create_experiment(name, artifact_location=artifacts))
+        except self._mlflow.exceptions.MlflowException:  # another run was faster
+            return str(self._client.get_experiment_by_name(name).experiment_id)
 
     def _log_config(self) -> None:
         """A request takes at most 100. MLflow never changes parameters: a resumed run's changes are tags."""
@@ -241,21 +231,22 @@ class Session:
             self._run_id, self._rows = str(content["id"]), int(content["rows"])
 
     def open(self) -> None:
-        self._attempt(self._open)
+        self._attempt(lambda client: None)
 
     def log(self, row: Mapping[str, Any]) -> None:
         values = {key: value for key, value in row.items() if key != "step"}
+
+        def log(client: _Client) -> None:
+            client.log(self._rows, row["step"], values)
+            self._rows += 1
+            self._save()
+
         if self._clock() >= self._retry_at:
-            self._attempt(lambda: self._log(row["step"], values))
+            self._attempt(log)
 
     def finish(self, ending: Ending) -> None:
         if self._has_noted_address:  # a server that never answered is not asked once more
-            self._attempt(lambda: self._open().finish(ending))
-
-    def _log(self, step: int, row: Mapping[str, float]) -> None:
-        self._open().log(self._rows, step, row)
-        self._rows += 1
-        self._save()
+            self._attempt(lambda client: client.finish(ending))
 
     def _open(self) -> _Client:
         if self._client is None:
@@ -272,28 +263,24 @@ class Session:
     def _save(self) -> None:
         write_atomically(self._state, json.dumps({"id": self._run_id, "rows": self._rows}))
 
-    def _attempt(self, work: Callable[[], Any]) -> None:
+    def _attempt(self, work: Callable[[_Client], None]) -> None:
         """An open client that fails is opened again once: W&B's service process may have ended."""
-        for is_last in (False, True) if self._is_open else (True,):
-            try:
-                work()
-            except Exception as error:  # clients raise whatever they like, and none of it may end the process
-                traceback.print_exc()
-                if self._client is not None:
-                    self._client.forget()
-                self._is_open = False
-                if is_last or isinstance(error, TimeoutError):
-                    self._retry_at = self._clock() + self._retry_s
-                    self._retry_s = min(2 * self._retry_s, _RETRY_S[1])
-                    self._report({"failed": without_secrets(_first_line(error))})
-                    return
-            else:
-                self._retry_s = _RETRY_S[0]
+        may_try_again = self._is_open
+        try:
+            work(self._open())
+            self._retry_s = _RETRY_S[0]
+        except Exception as error:  # clients raise whatever they like, and none of it may end the process
+            traceback.print_exc()
+            if self._client is not None:
+                self._client.forget()
+            self._is_open = False
+            if may_try_again and not isinstance(error, TimeoutError):
+                self._attempt(work)
                 return
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:250] or type(error).__name__
+            self._retry_at = self._clock() + self._retry_s
+            self._retry_s = min(2 * self._retry_s, _RETRY_S[1])
+            reason = str(error).strip().partition("\n")[0][:250] or type(error).__name__
+            self._report({"failed": without_secrets(reason)})
 
 
 def _read(requests: BinaryIO, inbox: SimpleQueue[dict[str, Any]]) -> None:
@@ -322,11 +309,9 @@ def main() -> None:
     first = inbox.get()
     if "kind" not in first:
         return
-    kind = first.pop("kind")
     run = _RunSettings(**{**first, "folder": Path(first["folder"])})
-    session = Session(
-        lambda: _WandbClient(run) if kind == "wandb" else _MlflowClient(run), run.folder / kind / "run.json", report
-    )
+    client = _WandbClient if run.kind == "wandb" else _MlflowClient
+    session = Session(lambda: client(run), run.folder / run.kind / "run.json", report)
     session.open()
     while "row" in (message := inbox.get()):
         session.log(message["row"])

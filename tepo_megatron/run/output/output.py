@@ -14,14 +14,15 @@ from tepo_megatron.run.display.figures import fault_lines, final_table
 from tepo_megatron.run.display.plots import plot_curves
 from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.loggers.loggers import Ending, Loggers, check_installed
-from tepo_megatron.run.metrics import FOLDER, MetricsWriter, TokenLog, TokenSamples, read_metrics
+from tepo_megatron.run.metrics import FOLDER, MetricsWriter, TokenSamples, read_metrics, token_file, token_files
 from tepo_megatron.run.output.resume import check_no_run, forget_start, resumes, unwritable_is_a_sentence
-from tepo_megatron.runtime.files import LogFile, parse_samples, read_lines, write_atomically
+from tepo_megatron.runtime.files import Failed, LogFile, parse_samples, read_lines, write_atomically
 from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.runtime.run_lock import RunLock
+from tepo_megatron.runtime.terminal import Terminal
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, leftovers, remove, retained, step_of
 
-OF_CHOSEN_TOKENS = ("mask/fraction", "kl/masked", "entropy/delta_masked", "entropy/delta_unmasked")
+_OF_CHOSEN_TOKENS = ("mask/fraction", "kl/masked", "entropy/delta_masked", "entropy/delta_unmasked")
 """Only objectives that select tokens have these columns: a missing mask is not 0 %."""
 
 
@@ -31,46 +32,41 @@ class Output:
     def __init__(self, config: RunConfig, progress: Progress) -> None:
         """Raises ValueError if the folder is unwritable, in use, or of another run, or a logger's package is missing."""
         check_installed(config.log)
-        self.folder = config.output
-        self.progress = progress
+        self._config, self.folder, self.progress = config, config.output, progress
         self._finished = False
-        self._config = config
-        self.resumes = False
-        self._failures = 0
-        self._said: set[Path] = set()
-        self._samples = LogFile(self.folder / "samples.jsonl", self.write_failed)
-        self._train_samples = LogFile(self.folder / "train_samples.jsonl", self.write_failed)
-        self._tokens = TokenLog(self.folder, self.write_failed)
+        self._failures, self._said = 0, set[Path]()
+        self._samples, self._train_samples = (
+            LogFile(self.folder / name, self.write_failed) for name in ("samples.jsonl", "train_samples.jsonl")
+        )
+        self._tokens = _TokenLog(self.folder, self.write_failed)
         self._lock = RunLock(self.folder)
         with unwritable_is_a_sentence(self.folder):
             left_behind = self._lock.take()
             try:
                 check_no_run(config)
-                self.resumes = self._begins_at_checkpoint()
-                self._metrics = self._open_files()
-                self._loggers = Loggers(config, self.message, self._count_failures)
+                cut = self._open_files()
+                self._loggers = Loggers(config, self.message, self._count_failure)
             except BaseException:
                 self._lock.release()
                 raise
         progress.start(config)
         if left_behind is not None:
             self.message(f"{self.folder} was left locked by {left_behind}, which is gone")
-        cuts = {self.folder / "metrics.jsonl": self._metrics.cut, **self._samples_cut}
-        for path, cut in cuts.items():
-            if cut:
-                self.message(f"{path}: its last line was cut off when the run ended, and is dropped")
+        for path in cut:
+            self.message(f"{path}: its last line was cut off when the run ended, and is dropped")
 
-    def _begins_at_checkpoint(self) -> bool:
-        if self._config.train.resume == "auto" and not resumes(self._config):
-            _put_aside(self.folder)
-        return resumes(self._config)
-
-    def _open_files(self) -> MetricsWriter:
-        if not self.resumes:  # a resumed run writes it when the checkpoint has been accepted
+    def _open_files(self) -> list[Path]:
+        """Returns the files whose last line was cut off."""
+        self.resumes = resumes(self._config)
+        if not self.resumes:
+            if self._config.train.resume == "auto":
+                _put_aside(self.folder)
             forget_start(self.folder)
+            # A resumed run writes it when the checkpoint has been accepted.
             (self.folder / "resolved.yaml").write_text(dump_resolved(self._config), encoding="utf-8")
-        self._samples_cut = {file.path: _read_samples(file.path)[1] for file in (self._samples, self._train_samples)}
-        return MetricsWriter(self.folder, self._config.log.tensorboard, self.write_failed)
+        cut = [file.path for file in (self._samples, self._train_samples) if _read_samples(file.path)[1]]
+        self._metrics = MetricsWriter(self.folder, self._config.log.tensorboard, self.write_failed)
+        return [*([self._metrics.path] if self._metrics.cut else []), *cut]
 
     @property
     def last_step(self) -> int | None:
@@ -79,7 +75,7 @@ class Output:
     def resume_from(self, step: int) -> float:
         """Returns the seconds of the dropped steps."""
         with unwritable_is_a_sentence(self.folder):
-            rows = read_metrics(self.folder / "metrics.jsonl")
+            rows = read_metrics(self._metrics.path)
             forgotten = sum(row.get("time/step") or 0.0 for row in rows if row["step"] > step)
             self._metrics.truncate_after(step)
             logged = -1 if self.last_step is None else self.last_step
@@ -100,7 +96,7 @@ class Output:
         self._loggers.take_reports()
         failures, self._failures = self._failures, 0
         if not self._config.objective.selects_tokens:
-            row = {name: value for name, value in row.items() if name not in OF_CHOSEN_TOKENS}
+            row = {name: value for name, value in row.items() if name not in _OF_CHOSEN_TOKENS}
         written = {"step": step, **row, "log/failed": float(failures)}
         self._metrics.write(step, written)
         self._loggers.write_row(written)
@@ -116,11 +112,11 @@ class Output:
     def write_tokens(self, samples: TokenSamples) -> None:
         self._tokens.write(samples)
 
-    def _count_failures(self, count: int) -> None:
-        self._failures += count
+    def _count_failure(self) -> None:
+        self._failures += 1
 
     def write_failed(self, path: Path, error: OSError) -> None:
-        self._failures += 1
+        self._count_failure()
         if path.parent not in self._said:
             self._said.add(path.parent)
             self.message(
@@ -134,11 +130,9 @@ class Output:
         self._samples.flush()
         self._train_samples.flush()
         self._tokens.flush()
-        metrics = self.folder / "metrics.jsonl"
+        metrics = self._metrics.path
         if self._metrics.waiting:
             self.message(f"{self._metrics.waiting} rows of {metrics} could not be written to the end, and are lost")
-        from tepo_megatron.runtime.terminal import Terminal
-
         self._finished = True
         console = Terminal.of_output()
         try:
@@ -154,12 +148,11 @@ class Output:
         """Also for failed runs. Restores the terminal and waits for loggers."""
         signals = stop_signals()
         ending: Ending = "finished" if self._finished else "failed" if signals.requested is None else "stopped"
-        metrics = self.folder / "metrics.jsonl"
-        if not self._finished and metrics.exists():
+        if not self._finished:
             self._finished = True
             with contextlib.suppress(OSError, ValueError):  # the folder is gone, or damaged: what ends the run says more
-                for line in fault_lines(read_metrics(metrics)):
-                    self.progress.message(f"  {line}")
+                for line in fault_lines(read_metrics(self._metrics.path)):
+                    self.message(f"  {line}")
         self.progress.close()
         self._metrics.close()
         # A run that was asked to stop keeps a second for the rest of its end.
@@ -180,6 +173,34 @@ class Output:
             self.write_failed(self.folder, error)
         else:
             self.message(f"{what} was removed while the run went on; it is made again")
+
+
+class _TokenLog:
+    """Writes each file atomically. A failed one is retried with the next."""
+
+    def __init__(self, folder: Path, failed: Failed) -> None:
+        self._folder, self._failed = folder, failed
+        self._waiting: dict[int, bytes] = {}
+
+    def write(self, samples: TokenSamples) -> None:
+        self._waiting[samples.step] = samples.encode()
+        self.flush()
+
+    def flush(self) -> None:
+        for step in list(self._waiting):
+            path = token_file(self._folder, step)
+            try:
+                write_atomically(path, self._waiting[step])
+            except OSError as error:
+                self._failed(path, error)
+                return
+            del self._waiting[step]
+
+    def forget_after(self, step: int) -> None:
+        self._waiting = {key: data for key, data in self._waiting.items() if key <= step}
+        for recorded, path in token_files(self._folder).items():
+            if recorded > step:
+                path.unlink()
 
 
 def _as_lines(step: int, samples: Iterable[Mapping[str, Any]]) -> bytes:
@@ -210,36 +231,29 @@ def _put_aside(folder: Path) -> None:
 
 class Retention:
     def __init__(self, config: RunConfig, say: Callable[[str], None]) -> None:
-        self._train = config.train
-        self._folder = config.output / "checkpoints"
-        self._metrics = config.output / "metrics.jsonl"
-        self._say = say
+        self._train, self._say = config.train, say
+        self._folder, self._metrics = config.output / "checkpoints", config.output / "metrics.jsonl"
         self._said_missing = False
-        self._seen = self._newest()
+        self._seen = max(map(step_of, checkpoints(self._folder)), default=0)
 
     def after_row(self, step: int) -> None:
         present = {step_of(path): path for path in checkpoints(self._folder)}
-        newest = self._newest()
+        newest = max(present, default=0)
         if newest > step or newest == self._seen:
             return
         self._seen = newest
         remaining = retained(
-            present, newest=self._train.keep_checkpoints, every=self._train.keep_every, best=self._best(set(present))
+            present, newest=self._train.keep_checkpoints, every=self._train.keep_every, best=self._best(present)
         )
-        # a save of a later step may be in progress
-        unfinished = [path for path in leftovers(self._folder) if ".partial" in path.name and _step(path) <= newest]
+        # A save of a later step may be in progress.
+        partial = {path: path.name.removeprefix("step_").partition(".partial") for path in leftovers(self._folder)}
+        unfinished = [path for path, (number, is_partial, _) in partial.items() if is_partial and int(number) <= newest]
         for folder in [*unfinished, *(path for saved, path in present.items() if saved not in remaining)]:
-            self._remove(folder)
+            failed = remove(folder)
+            if failed is not None:
+                self._say(failed)
 
-    def _newest(self) -> int:
-        return max(map(step_of, checkpoints(self._folder)), default=0)
-
-    def _remove(self, folder: Path) -> None:
-        failed = remove(folder)
-        if failed is not None:
-            self._say(failed)
-
-    def _best(self, steps: set[int]) -> int | None:
+    def _best(self, steps: Iterable[int]) -> int | None:
         best = self._train.keep_best
         if best is None:
             return None
@@ -250,7 +264,3 @@ class Retention:
             self._say(f"train.keep_best.metric = {best.metric} is in no row of a step that was saved: none is kept as the best")
         sign = 1 if best.mode == "max" else -1
         return max(measured, key=lambda step: (sign * measured[step], step), default=None)
-
-
-def _step(leftover: Path) -> int:
-    return int(leftover.name.partition(".")[0].removeprefix("step_"))

@@ -6,9 +6,10 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ class Resumed:
     folder: Path
     state: Mapping[str, Any]
     differences: Sequence[Difference] = ()
-    damaged: Sequence[DamagedCheckpoint] = field(default_factory=list)
+    damaged: Sequence[DamagedCheckpoint] = ()
 
     @property
     def step(self) -> int:
@@ -49,10 +50,12 @@ class Resumed:
         sentences = [f"{error}; resuming from {self.folder.name}" for error in self.damaged]
         sentences.append(f"resumed from {self.folder} at step {self.step}")
         if "identity" not in self.state:
-            earlier = f"{self.folder.name} has no {MANIFEST}, as an earlier version wrote it"
-            sentences.append(f"{earlier}: neither its bytes nor its run could be checked")
-        differences = [difference for difference in self.differences if difference.field not in ("name", "output")]
-        sentences += [f"differs from the checkpoint's run: {difference}" for difference in differences]
+            sentences.append(
+                f"{self.folder.name} has no {MANIFEST}, as an earlier version wrote it: neither its bytes nor its run could be "
+                "checked"
+            )
+        shown = [difference for difference in self.differences if difference.field not in ("name", "output")]
+        sentences += [f"differs from the checkpoint's run: {difference}" for difference in shown]
         if restarted:
             fields = " and ".join(restarted)
             sentences.append(f"{fields} differ from the checkpoint's run: the problems are drawn from the beginning")
@@ -64,7 +67,11 @@ class Resumed:
     def accept(self, config: RunConfig) -> list[str]:
         """Rank 0 calls. Returns what failed."""
         failed = self.set_aside_others(config)
-        _write_resolved(config)
+        path, text = config.output / "resolved.yaml", dump_resolved(config)
+        if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
+            older = (path.with_name(f"resolved.{number}.yaml") for number in count(1))
+            path.rename(next(name for name in older if not name.exists()))
+        path.write_text(text, encoding="utf-8")
         return failed
 
     def set_aside_others(self, config: RunConfig) -> list[str]:
@@ -90,56 +97,53 @@ def find_checkpoint(config: RunConfig, model_dir: Path) -> Resumed:
 
     Raises ValueError if there is none, none is whole, it is of another run or model, or the run is over.
     """
-    damaged: list[DamagedCheckpoint] = []
-    for folder in _candidates(config):
-        try:
-            state = read_state(folder)
-        except DamagedCheckpoint as error:
-            damaged.append(error)
-            continue
-        return _judge(config, model_dir, folder, state, damaged)
-    raise ValueError(_none_whole(config, damaged))
+    return _accepted(config, model_dir, _first_whole(_candidates(config), read_state))
 
 
 def resume(config: RunConfig, engine: Trainer, model_dir: Path) -> Resumed:
     """Checks every byte. Every rank calls; all get the same checkpoint, or the ValueError of :func:`find_checkpoint`."""
-    whole, damaged = _first_whole(engine, _candidates(config))
-    if whole is None:
-        raise ValueError(_none_whole(config, damaged))
-    folder, state = whole
-    checkpoint = _judge(config, model_dir, folder, state, damaged)
-    _check_reference(config, engine, checkpoint)
-    engine.checkpoints.load(folder, checked=state)
+    # On a shared disk the ranks need not see the same at once: only rank 0's candidates count.
+    folders = engine.broadcast_from_root([str(folder) for folder in _candidates(config)])
+    checkpoint = _accepted(config, model_dir, _first_whole(map(Path, folders), engine.checkpoints.check))
+    saved, present = checkpoint.state.get("reference_digest"), engine.reference_digest
+    if saved is not None and present not in (None, saved) and not is_allowed("model.path", config.train.allow_change):
+        raise ValueError(
+            f"the run cannot continue from {checkpoint.folder}, it would not be the same run:\n  the weights of the reference "
+            f"model in model.path, by their digest: {saved} -> {present}\nset model.path back, or let it through: "
+            "train.allow_change=[model.path]"
+        )
+    engine.checkpoints.load(checkpoint.folder, checked=dict(checkpoint.state))
     return checkpoint
 
 
-def _first_whole(
-    engine: Trainer, folders: Sequence[Path]
-) -> tuple[tuple[Path, dict[str, Any]] | None, list[DamagedCheckpoint]]:
-    """Every rank calls; only rank 0's ``folders`` are read. Also returns the damaged ones before it."""
+def newest_whole(config: RunConfig, engine: Trainer, reason: str) -> Resumed | None:
+    """None without checkpoints. Every rank calls. Raises RuntimeError if none is whole."""
+    folders = engine.broadcast_from_root([str(folder) for folder in reversed(checkpoints(config.output / "checkpoints"))])
+    whole, damaged = _first_whole(map(Path, folders), engine.checkpoints.check)
+    if whole is None and damaged:
+        raise RuntimeError(f"{reason}, and the run cannot go back: {_none_whole(config, damaged)}")
+    return None if whole is None else Resumed(*whole, damaged=damaged)
+
+
+_Whole = tuple[tuple[Path, Mapping[str, Any]] | None, Sequence[DamagedCheckpoint]]
+
+
+def _first_whole(folders: Iterable[Path], check: Callable[[Path], Mapping[str, Any]]) -> _Whole:
+    """Also returns the damaged ones before it."""
     damaged: list[DamagedCheckpoint] = []
-    # On a shared disk the ranks need not see the same at once.
-    for folder in map(Path, engine.broadcast_from_root([str(folder) for folder in folders])):
+    for folder in folders:
         try:
-            return (folder, engine.checkpoints.check(folder)), damaged
+            return (folder, check(folder)), damaged
         except DamagedCheckpoint as error:
             damaged.append(error)
     return None, damaged
 
 
-def newest_whole(config: RunConfig, engine: Trainer, reason: str) -> Resumed | None:
-    """None without checkpoints. Every rank calls. Raises RuntimeError if none is whole."""
-    whole, damaged = _first_whole(engine, list(reversed(checkpoints(config.output / "checkpoints"))))
-    if whole is not None:
-        return Resumed(*whole, damaged=damaged)
-    if damaged:
-        raise RuntimeError(f"{reason}, and the run cannot go back: {_none_whole(config, damaged)}")
-    return None
-
-
-def _judge(
-    config: RunConfig, model_dir: Path, folder: Path, state: Mapping[str, Any], damaged: Sequence[DamagedCheckpoint] = ()
-) -> Resumed:
+def _accepted(config: RunConfig, model_dir: Path, result: _Whole) -> Resumed:
+    whole, damaged = result
+    if whole is None:
+        raise ValueError(_none_whole(config, damaged))
+    folder, state = whole
     steps, step = config.train.steps, int(state["step"])
     if steps < step:
         raise ValueError(
@@ -154,16 +158,6 @@ def _judge(
     if refused is not None:
         raise ValueError(f"the run cannot continue from {folder}, {refused}")
     return Resumed(folder, state, differences, damaged)
-
-
-def _write_resolved(config: RunConfig) -> None:
-    path, text = config.output / "resolved.yaml", dump_resolved(config)
-    if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
-        number = 1
-        while (older := path.with_name(f"resolved.{number}.yaml")).exists():
-            number += 1
-        path.rename(older)
-    path.write_text(text, encoding="utf-8")
 
 
 def _candidates(config: RunConfig) -> list[Path]:
@@ -199,47 +193,19 @@ def _is_finished(config: RunConfig, folder: Path) -> bool:
     return picture.exists() and picture.stat().st_mtime >= (folder / "state.json").stat().st_mtime
 
 
-def _check_reference(config: RunConfig, engine: Trainer, checkpoint: Resumed) -> None:
-    saved = checkpoint.state.get("reference_digest")
-    if saved is None or engine.reference_digest in (None, saved) or is_allowed("model.path", config.train.allow_change):
-        return
-    raise ValueError(
-        f"the run cannot continue from {checkpoint.folder}, it would not be the same run:\n  the weights of the reference "
-        f"model in model.path, by their digest: {saved} -> {engine.reference_digest}\nset model.path back, or let it through: "
-        "train.allow_change=[model.path]"
-    )
-
+_ROWS = ("metrics.jsonl", "samples.jsonl", "train_samples.jsonl", "tokens/step_*", "tensorboard/events.out.tfevents.*")
 
 MADE_BY_A_RUN = (
-    "resolved.yaml",
-    "resolved.*.yaml",
-    "metrics.jsonl",
-    "metrics.before-*.jsonl",
-    "samples.jsonl",
-    "samples.before-*.jsonl",
-    "train_samples.jsonl",
-    "train_samples.before-*.jsonl",
-    "tokens/step_*",
-    "tokens.before-*",
-    "curves.png",
-    "model",
-    "tensorboard/events.out.tfevents.*",
-    "checkpoints/step_*",
-    "rollouts/step_*",
-    "journal/step_*",
-    "skipped/step_*",
-    "status/*",
-    "logs/server-*",
-    "logs/hang-*",
-    "logs/wandb.log",
-    "logs/mlflow.log",
-    "wandb/*",
-    "mlflow/*",
+    *_ROWS,
+    *("resolved.yaml", "resolved.*.yaml", "curves.png", "model"),
+    *("metrics.before-*.jsonl", "samples.before-*.jsonl", "train_samples.before-*.jsonl", "tokens.before-*"),
+    *("checkpoints/step_*", "rollouts/step_*", "journal/step_*", "skipped/step_*", "status/*"),
+    *("logs/server-*", "logs/hang-*", "logs/wandb.log", "logs/mlflow.log", "wandb/*", "mlflow/*"),
 )
 """``--overwrite`` removes these; all else stays, such as the files of ``tepo launch``."""
 
 
-_FIRST_ROW = re.compile(rb'\{"step": 0[,}]')
+_FIRST_ROW = re.compile(rb'\{"step": 0[,}]')  # the evaluation before the first step
 
 
 def prepare_folder(config: RunConfig, *, overwrite: bool = False) -> None:
@@ -257,19 +223,14 @@ def prepare_folder(config: RunConfig, *, overwrite: bool = False) -> None:
 
 
 def _holds_run(folder: Path) -> bool:
-    """A failed start leaves neither checkpoint nor row of a trained step."""
-    return bool(checkpoints(folder / "checkpoints")) or _has_trained(folder / "metrics.jsonl")
-
-
-def _has_trained(metrics: Path) -> bool:
-    """Step 0 is the evaluation before the first; a damaged row counts as trained."""
+    """A failed start leaves neither checkpoint nor row of a trained step; a damaged row counts as one."""
+    metrics = folder / "metrics.jsonl"
     whole = metrics.read_bytes().split(b"\n")[:-1] if metrics.is_file() else []
-    return any(line.strip() and not _FIRST_ROW.match(line) for line in whole)
+    return bool(checkpoints(folder / "checkpoints")) or any(line.strip() and not _FIRST_ROW.match(line) for line in whole)
 
 
 def forget_start(folder: Path) -> None:
-    logged = ("metrics.jsonl", "samples.jsonl", "train_samples.jsonl", "tokens/step_*", "tensorboard/events.out.tfevents.*")
-    for pattern in (*logged, "wandb/run.json", "mlflow/run.json"):
+    for pattern in (*_ROWS, "wandb/run.json", "mlflow/run.json"):
         for path in folder.glob(pattern):
             path.unlink()
 

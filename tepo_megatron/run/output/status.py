@@ -16,20 +16,12 @@ from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.runtime.heartbeat import RankRecord
 from tepo_megatron.runtime.proc import STOPPED, Process
 
-SILENT_S = 60.0  # silence after which a rank on another machine may be gone
-
-_RECENT = 10
+_SILENT_S = 60.0  # silence after which a rank on another machine may be gone
 
 
 def run_status(output: Path, *, now: float | None = None) -> tuple[list[str], bool]:
     """Returns lines, and whether the run continues. Raises ValueError if the folder holds no run."""
-    resolved = output / "resolved.yaml"
-    if not resolved.is_file():
-        raise ValueError(f"{output} holds no run: it has no resolved.yaml; give the output folder of tepo train")
-    config = yaml.safe_load(resolved.read_text(encoding="utf-8"))
-    metrics = output / "metrics.jsonl"
-    rows = read_metrics(metrics) if metrics.is_file() else []
-    records = RankRecord.read_all(output / "status")
+    config, rows, records = _read(output)
     now = time.time() if now is None else now
     root = next((record for record in records if record.rank == 0), None)
     is_running = root is not None and not root.ended and _is_there(root, now)
@@ -38,17 +30,14 @@ def run_status(output: Path, *, now: float | None = None) -> tuple[list[str], bo
         lines += _roles(root, records, now)
     lines += _figures(rows, config)
     lines += [f"  fault    {line}" for line in fault_lines(rows)]
-    lines += [f"  report   {path}" for path in sorted((output / "logs").glob("hang-*.txt"))]
+    lines += [f"  report   {path}" for path in _reports(output)]
     return lines, is_running
 
 
 def status_record(output: Path, *, now: float | None = None) -> dict[str, Any]:
     lines, is_running = run_status(output, now=now)
-    config = yaml.safe_load((output / "resolved.yaml").read_text(encoding="utf-8"))
-    metrics = output / "metrics.jsonl"
-    rows = read_metrics(metrics) if metrics.is_file() else []
+    config, rows, records = _read(output)
     evaluated = [row for row in rows if evaluation_line(row, 1) or set_lines(row)]
-    records = sorted(RankRecord.read_all(output / "status"), key=lambda record: record.rank)
     return {
         "name": config["name"],
         "runs": is_running,
@@ -59,8 +48,21 @@ def status_record(output: Path, *, now: float | None = None) -> dict[str, Any]:
         "last_row": rows[-1] if rows else None,
         "last_evaluation": evaluated[-1] if evaluated else None,
         "faults": fault_lines(rows),
-        "reports": [str(path) for path in sorted((output / "logs").glob("hang-*.txt"))],
+        "reports": [str(path) for path in _reports(output)],
     }
+
+
+def _read(output: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[RankRecord]]:
+    resolved, metrics = output / "resolved.yaml", output / "metrics.jsonl"
+    if not resolved.is_file():
+        raise ValueError(f"{output} holds no run: it has no resolved.yaml; give the output folder of tepo train")
+    records = sorted(RankRecord.read_all(output / "status"), key=lambda record: record.rank)
+    config = yaml.safe_load(resolved.read_text(encoding="utf-8"))
+    return config, read_metrics(metrics) if metrics.is_file() else [], records
+
+
+def _reports(output: Path) -> list[Path]:
+    return sorted((output / "logs").glob("hang-*.txt"))
 
 
 def _head(
@@ -76,14 +78,15 @@ def _head(
     if not is_running:
         doing = f"in phase {root.phase}, {_ago(now - root.time)}"
         return f"ended at {count} without a last word (killed?), {doing}; continue with --resume"
-    seconds = [row["time/step"] for row in rows if row["step"] and row.get("time/step") is not None][-_RECENT:]
+    seconds = [row["time/step"] for row in rows if row["step"] and row.get("time/step") is not None][-10:]
     left = f", about {duration(sum(seconds) / len(seconds) * (steps - done))} left" if seconds else ""
     return f"runs, {count} done{left}"
 
 
 def _roles(root: RankRecord, records: Sequence[RankRecord], now: float) -> list[str]:
-    lines = [f"  phase    {root.phase} for {duration(now - root.since)}{_count(root)}"]
-    for record in sorted(records, key=lambda record: record.rank):
+    done = f", {root.done} of {root.total} done" if root.total else ""
+    lines = [f"  phase    {root.phase} for {duration(now - root.since)}{done}"]
+    for record in records:
         waits = f", waits for {record.waits_for}" if record.waits_for else ""
         lines.append(
             f"  rank {record.rank:<4}{record.phase}{waits}; last move {_ago(now - record.moved_at)}"
@@ -102,29 +105,30 @@ def _figures(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> li
     lines = [f"  step {trained[-1]['step']:<4}{figures_line(trained[-1])}"] if trained else []
     if evaluated:
         lines.append(f"  step {evaluated[-1]['step']:<4}{evaluation_line(evaluated[-1], config['evaluate']['samples'])}")
-    newest = {name: (row["step"], line) for row in rows for name, line in set_lines(row).items()}
-    lines += [f"  step {step:<4}{line}" for step, line in newest.values()]
-    return lines
-
-
-def _count(record: RankRecord) -> str:
-    return f", {record.done} of {record.total} done" if record.total else ""
+    newest = {name: f"  step {row['step']:<4}{line}" for row in rows for name, line in set_lines(row).items()}
+    return [*lines, *newest.values()]
 
 
 def _is_there(record: RankRecord, now: float) -> bool:
-    if record.host == socket.gethostname() and (state := Process.read(record.pid)) is not None:
-        return state.alive and state.started == record.started
-    return record.host != socket.gethostname() and now - record.time < SILENT_S
+    if record.host == socket.gethostname():
+        return _process(record) is not None
+    return now - record.time < _SILENT_S
+
+
+def _process(record: RankRecord) -> Process | None:
+    """None if it has ended on this machine."""
+    state = Process.read(record.pid)
+    return state if state is not None and state.alive and state.started == record.started else None
 
 
 def _trouble(record: RankRecord, now: float) -> str:
     if record.host == socket.gethostname():
-        state = Process.read(record.pid)
-        if state is None or not state.alive or state.started != record.started:
+        state = _process(record)
+        if state is None:
             return ": GONE"
         return ": STOPPED (state T)" if state.state == STOPPED else ""
     silent = now - record.time
-    return f": SILENT for {duration(silent)}" if silent > SILENT_S else ""
+    return f": SILENT for {duration(silent)}" if silent > _SILENT_S else ""
 
 
 def _ago(seconds: float) -> str:

@@ -3,72 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tepo_megatron.config import LogConfig
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.core.rollout import LossMask, Rollout, TokenIds
+from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.core.types import Batch
 from tepo_megatron.run.metrics import TokenPrompt, TokenSamples
 from tepo_megatron.run.step.minibatches import recorded_places
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from tepo_megatron.run.output.output import Output
     from tepo_megatron.trainer.protocol import UpdateResult
 
 
-Values = NDArray[Any]
+_Values = NDArray[Any]
 
 
-class TokenRecorder:
-    def __init__(self, log: LogConfig, problems: Mapping[str, Problem], tokenizer: Tokenizer, output: Output) -> None:
-        self._log, self._problems, self._tokenizer, self._output = log, problems, tokenizer, output
-
-    def record(self, step: int, rollouts: Sequence[Rollout], parts: Sequence[Batch], updates: Sequence[UpdateResult]) -> None:
-        """``rollouts`` are in batch order; ``step`` is the number of its row."""
-        if self._log.records_tokens(step):
-            self._output.write_tokens(self.samples(step, rollouts, parts, updates))
-
-    def samples(
-        self, step: int, rollouts: Sequence[Rollout], parts: Sequence[Batch], updates: Sequence[UpdateResult]
-    ) -> TokenSamples:
-        places = recorded_places([rollout.group for rollout in rollouts], self._log.token_samples)
-        chosen = [rollouts[place] for place in places]
-        trained: dict[int, dict[str, Values]] = {}
-        for number, (part, update) in enumerate(zip(parts, updates, strict=True), start=1):
-            trained |= _values_of(part, update, number)
-        arrays = [_response(rollout, trained.get(place)) for place, rollout in zip(places, chosen, strict=True)]
-        first_of = {rollout.group: rollout for rollout in reversed(chosen)}
-        groups = sorted(first_of)
-        return TokenSamples(
-            step=step,
-            prompts=tuple(self._prompt(first_of[group]) for group in groups),
-            pieces={
-                token: self._tokenizer.piece(token)
-                for token in sorted({int(i) for rollout in chosen for i in rollout.response_ids})
-            },
-            prompt=np.array([groups.index(rollout.group) for rollout in chosen], dtype=np.int32),
-            **{name: np.concatenate([values[name] for values in arrays]) for name in arrays[0]},
-        )
-
-    def _prompt(self, rollout: Rollout) -> TokenPrompt:
-        problem = self._problems.get(rollout.problem_id)
-        text = self._tokenizer.show(rollout.prompt_ids.tolist())
-        if problem is None:
-            return TokenPrompt(text, None, problem=rollout.problem_id)
-        return TokenPrompt(text, problem.answer, problem.source, problem.id)
+def token_samples(
+    step: int,
+    rollouts: Sequence[Rollout],
+    parts: Sequence[Batch],
+    updates: Sequence[UpdateResult],
+    count: int,
+    problems: Mapping[str, Problem],
+    tokenizer: Tokenizer,
+) -> TokenSamples:
+    """Values of the first ``count`` groups. ``rollouts`` are in batch order; ``step`` is the number of its row."""
+    places = recorded_places([rollout.group for rollout in rollouts], count)
+    chosen = [rollouts[place] for place in places]
+    trained: dict[int, dict[str, _Values]] = {}
+    for number, (part, update) in enumerate(zip(parts, updates, strict=True), start=1):
+        trained |= _values_of(part, update, number)
+    arrays = [_response(rollout, trained.get(place, {})) for place, rollout in zip(places, chosen, strict=True)]
+    first_of = {rollout.group: rollout for rollout in reversed(chosen)}
+    groups = sorted(first_of)
+    prompts = []
+    for rollout in (first_of[group] for group in groups):
+        problem = problems.get(rollout.problem_id)
+        answer, source = (None, "") if problem is None else (problem.answer, problem.source)
+        prompts.append(TokenPrompt(tokenizer.show(rollout.prompt_ids.tolist()), answer, source, rollout.problem_id))
+    tokens = sorted({int(token) for rollout in chosen for token in rollout.response_ids})
+    return TokenSamples(
+        step=step,
+        prompts=tuple(prompts),
+        pieces={token: tokenizer.piece(token) for token in tokens},
+        prompt=np.array([groups.index(rollout.group) for rollout in chosen], dtype=np.int32),
+        **{name: np.concatenate([values[name] for values in arrays]) for name in arrays[0]},
+    )
 
 
 _OF_THE_TRAINER = ("logprob_trainer", "logprob_update", "entropy", "entropy_change", "advantage", "ratio", "masked")
 
 
-def _values_of(part: Batch, update: UpdateResult, number: int) -> dict[int, dict[str, Values]]:
+def _values_of(part: Batch, update: UpdateResult, number: int) -> dict[int, dict[str, _Values]]:
     """Recorded sequence → its *labels'* values, NaN outside the loss mask. ``number``: the mini-batch's."""
     assert part.recorded_S is not None
     assert part.advantages_S is not None
@@ -92,8 +83,8 @@ def _values_of(part: Batch, update: UpdateResult, number: int) -> dict[int, dict
     }
 
 
-def _response(rollout: Rollout, trained: Mapping[str, Values] | None) -> dict[str, Values]:
-    length, trained = rollout.response_ids.size, trained or {}
+def _response(rollout: Rollout, trained: Mapping[str, _Values]) -> dict[str, _Values]:
+    length = rollout.response_ids.size
     labels = slice(rollout.prompt_ids.size - 1, rollout.prompt_ids.size - 1 + length)
     unknown = np.full(length, np.nan, dtype=np.float32)
     values = {name: trained[name][labels] if name in trained else unknown for name in _OF_THE_TRAINER}
@@ -114,42 +105,31 @@ def _response(rollout: Rollout, trained: Mapping[str, Values] | None) -> dict[st
     }
 
 
-Decode = Callable[[Sequence[int]], str]
-
-
 def train_samples(
-    rollouts: Sequence[Rollout], problems: Mapping[str, Problem], responses: int, decode: Decode
+    rollouts: Sequence[Rollout], problems: Mapping[str, Problem], responses: int, decode: Callable[[Sequence[int]], str]
 ) -> list[dict[str, Any]]:
     """Replayed rollouts may lack prompt and answer (None), unscored ones the reward."""
-    return [_row(rollout, problems.get(rollout.problem_id), decode) for rollout in rollouts[:responses]]
-
-
-def _turns(ids: TokenIds, loss_mask: LossMask, decode: Decode) -> list[dict[str, str]]:
-    parts, start = [], 0
-    for is_model, run in groupby(loss_mask.tolist()):
-        end = start + len(list(run))
-        parts.append({"by": "model" if is_model else "environment", "text": decode(ids[start:end].tolist())})
-        start = end
-    return parts
-
-
-def _row(rollout: Rollout, problem: Problem | None, decode: Decode) -> dict[str, Any]:
-    components = {"components": dict(rollout.reward_parts)} if rollout.reward_parts else {}
-    mask = rollout.loss_mask
-    several = (
-        {} if mask is None else {"turns": _turns(rollout.response_ids, mask, decode), "model_tokens": rollout.model_tokens}
-    )
-    return {
-        "problem": rollout.problem_id,
-        **({"source": problem.source} if problem is not None and problem.source else {}),
-        "prompt": None if problem is None else problem.prompt,
-        "answer": None if problem is None else problem.answer,
-        "group": rollout.group,
-        "response": rollout.text,
-        **several,
-        "reward": rollout.reward,
-        **components,
-        "tokens": len(rollout.response_ids),
-        "finish_reason": rollout.finish_reason,
-        "weights_version": rollout.weights_version.step,
-    }
+    rows = []
+    for rollout in rollouts[:responses]:
+        problem, mask = problems.get(rollout.problem_id), rollout.loss_mask
+        row: dict[str, Any] = {
+            "problem": rollout.problem_id,
+            **({"source": problem.source} if problem is not None and problem.source else {}),
+            "prompt": None if problem is None else problem.prompt,
+            "answer": None if problem is None else problem.answer,
+            "group": rollout.group,
+            "response": rollout.text,
+        }
+        if mask is not None:
+            starts = [0, *(np.flatnonzero(np.diff(mask)) + 1)]
+            row["turns"] = [
+                {"by": "model" if mask[start] else "environment", "text": decode(ids.tolist())}
+                for start, ids in zip(starts, np.split(rollout.response_ids, starts[1:]), strict=True)
+            ]
+            row["model_tokens"] = rollout.model_tokens
+        row["reward"] = rollout.reward
+        if rollout.reward_parts:
+            row["components"] = dict(rollout.reward_parts)
+        row["tokens"], row["finish_reason"] = len(rollout.response_ids), rollout.finish_reason
+        rows.append(row | {"weights_version": rollout.weights_version.step})
+    return rows

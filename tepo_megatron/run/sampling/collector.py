@@ -16,7 +16,7 @@ from tepo_megatron.run.sampling.custom_rollout import Collect, StepSampler, draw
 from tepo_megatron.run.sampling.group_worker import POLL_INTERVAL_S, BackgroundThread, BusyClock, Ended, GroupWorker
 from tepo_megatron.run.sampling.groups import Group, GroupBuffer
 from tepo_megatron.run.sampling.inputs import Inputs, read_replay
-from tepo_megatron.run.sampling.journal import Journal
+from tepo_megatron.run.sampling.journal import GroupStore, Journal
 from tepo_megatron.run.sampling.step_rewards import StepRewards, apply_overlong, most_stale, version_figures
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.preemption import stop_signals
@@ -26,10 +26,6 @@ from tepo_megatron.tasks.data.sources import make_sampler
 from tepo_megatron.tasks.environments.episodes import opening_of
 from tepo_megatron.tasks.protocol import Task, turn_figures
 from tepo_megatron.trainer.run_compatibility import is_allowed
-
-Phase = Callable[[str], AbstractContextManager[None]]
-
-WAITING_PHASES: Sequence[str] = ("rollout", "reward", "journal")
 
 
 class RolloutCollector:
@@ -47,7 +43,7 @@ class RolloutCollector:
         journal: Journal,
         fleet: Sampler | None,
         *,
-        phase: Phase,
+        phase: Callable[[str], AbstractContextManager[None]],
         heartbeat: Heartbeat,
         collect: Collect | None = None,
     ) -> None:
@@ -65,12 +61,12 @@ class RolloutCollector:
             window=window,
         )
         self._is_dynamic = window == 0 and (rollout.filter_groups is not None or rollout.partial)
-        self._store = journal.group_store(self._identity, active=self._is_dynamic)
+        self._store = GroupStore(journal, active=self._is_dynamic and rollout.journal)
         self._sampled_task = None if window else task
         """A task belongs to one thread, and evaluations use the run's: the thread of window k opens another."""
         self._clock = BusyClock()
         self._thread = BackgroundThread(self._sample, self._buffer) if window else None
-        self._collected: tuple[int, list[Rollout]] = (-1, [])
+        self._collected_step = -1
         self._moves = 0
         self.drawn: list[Rollout] = []
         self.rollouts: list[Rollout] = []
@@ -83,9 +79,8 @@ class RolloutCollector:
 
         Raises RuntimeError if too few groups or responses are left, ServerDied if servers that the step needs are gone.
         """
-        if self._collected[0] != step:
-            self._collected = (step, self._collect(step))
-        self.drawn = self._collected[1]
+        if self._collected_step != step:
+            self.drawn, self._collected_step = self._collect(step), step
         self.rollouts = self._rewards.leave_out(self.drawn)
         task = self._sampled_task  # None until the thread samples
         self._figures |= version_figures(self.rollouts, step)
@@ -113,8 +108,10 @@ class RolloutCollector:
         else:
             self._wait(self._thread)
         batch, filtered, figures = self._buffer.take()
-        drawn_by = self._step_identity(first or batch)
-        rollouts = self._as_rollouts(batch, filtered, step)
+        drawn_by, decided = self._step_identity(first or batch), [*batch, *filtered]
+        rollouts = [replace(rollout, group=index) for index, group in enumerate(decided) for rollout in group.rollouts()]
+        results = [group.results[sample] for group in decided for sample in range(len(group.samples))]
+        rollouts = [rollout for rollout in self._rewards.reward(rollouts, results, step) if rollout.group < len(batch)]
         self._figures |= figures
         with self._phase("journal"):
             # The entry is written last: the files that it refers to must exist.
@@ -132,26 +129,23 @@ class RolloutCollector:
             return None
 
         def drawn_by(rollouts: Sequence[Rollout]) -> str | None:
-            groups = first or self._buffer.groups_of(_problem_ids(rollouts))
+            groups = first or self._buffer.groups_of(problem_ids(rollouts))
             return self._step_identity(groups) if groups else None
+
+        def problem_ids(rollouts: Sequence[Rollout]) -> list[str]:
+            return list({rollout.group: rollout.problem_id for rollout in rollouts}.values())
 
         entry = self._journal.find(step, drawn_by, stalest=most_stale(self._config, step))
         if entry is None:
             return None
         self._rewards.failed = entry.failed_rewards
         if self._thread is None:
-            self._buffer.skip_step(None if after is None else after["after"])
-            self._figures |= {} if after is None else after["figures"]
+            after = after or {"after": None, "figures": {}}
+            self._buffer.skip_step(after["after"])
+            self._figures |= after["figures"]
         else:
-            self._figures |= self._buffer.skip(_problem_ids(entry.rollouts))
+            self._figures |= self._buffer.skip(problem_ids(entry.rollouts))
         return entry.rollouts
-
-    def _as_rollouts(self, batch: Sequence[Group], filtered: Sequence[Group], step: int) -> list[Rollout]:
-        decided = [*batch, *filtered]
-        rollouts = [replace(rollout, group=index) for index, group in enumerate(decided) for rollout in group.rollouts()]
-        results = [group.results[sample] for group in decided for sample in range(len(group.samples))]
-        rewarded = self._rewards.reward(rollouts, results, step)
-        return [rollout for rollout in rewarded if rollout.group < len(batch)]
 
     def _wait(self, thread: BackgroundThread) -> None:
         thread.start()
@@ -185,8 +179,8 @@ class RolloutCollector:
             decode=self._inputs.tokenizer.decode,
             seed=self._config.seed,
             partial=self._config.rollout.partial and self._thread is None,
-            on_progress=self._note_progress,
-            **({"phase": self._phase} if self._thread is None else {}),
+            on_progress=lambda: self._note_move(self._buffer.done),
+            phase=self._phase_here,
         )
         samples = fleet.sample_stream(sampling, sampling_mask=sampling.truncates, on_move=self._note_move)
         with self._sampled_task.stream(samples, lambda number: self._buffer.running[number].problem) as stream:
@@ -197,44 +191,35 @@ class RolloutCollector:
         assert self._fleet is not None
         buffer.requeue()
         while not is_done():
-            groups = buffer.claim_batch()
+            groups = buffer.claim(batch=True)
             if not groups:
                 buffer.wait_for_room(POLL_INTERVAL_S, rollout.prompts_per_step)
                 continue
             problems, first = [group.problem for group in groups], groups[0]
             step = first.number // rollout.prompts_per_step if first.step is None else first.step
             sampler = StepSampler(self._config, self._inputs, self._fleet, task, step, self._note_move)
-            with self._phase_here("rollout"):
-                self._clock.set(True)
-                try:
-                    vocab_size, ahead = self._inputs.spec.vocab_size, self._thread is not None
-                    rollouts = draw_groups(self._config, collect, problems, sampler, vocab_size=vocab_size, ahead=ahead)
-                finally:
-                    self._clock.set(False)
+            with self._phase_here("rollout"), self._clock.busy():
+                rollouts = draw_groups(collect, problems, sampler, ahead=self._thread is not None)
             with self._phase_here("reward"):
-                results = iter(with_results(rollouts, problems, task))
-            drawn = iter(rollouts)
+                results = with_results(rollouts, problems, task)
+            drawn = zip(rollouts, results, strict=True)
             for group in groups:
                 for sample in range(len(group.samples)):
-                    group.samples[sample] = next(drawn)
-                    group.score(sample, next(results))
+                    group.samples[sample], result = next(drawn)
+                    group.score(sample, result)
                 buffer.decide(group)
 
     def _phase_here(self, name: str) -> AbstractContextManager[None]:
         return self._phase(name) if self._thread is None else nullcontext()
 
-    def _note_progress(self) -> None:
-        if self._thread is None:
-            size = self._config.rollout.prompts_per_step
-            self._heartbeat.moved(min(len(self._buffer.done), size), size)
-        else:
+    def _note_move(self, done: Sequence[Group] | None = None) -> None:
+        if self._thread is not None:
             self._moves += 1
-
-    def _note_move(self) -> None:
-        if self._thread is None:
+        elif done is None:
             self._heartbeat.moved()
         else:
-            self._moves += 1
+            size = self._config.rollout.prompts_per_step
+            self._heartbeat.moved(min(len(done), size), size)
 
     # -- weights and the time of the servers -----------------------------------------------------------------------------
 
@@ -258,7 +243,7 @@ class RolloutCollector:
         seconds, busy_s = split["time/step"] - split["time/eval"], self._clock.take()
         if seconds <= 0:
             return {}
-        waited = sum(split[f"time/{name}"] for name in WAITING_PHASES)
+        waited = sum(split[f"time/{name}"] for name in ("rollout", "reward", "journal"))
         return {"idle/trainer": min(1.0, waited / seconds), "idle/servers": min(1.0, max(0.0, 1 - busy_s / seconds))}
 
     # -- the order of the problems ---------------------------------------------------------------------------------------
@@ -266,11 +251,11 @@ class RolloutCollector:
     def drop_step(self, step: int) -> None:
         """The step's problems are drawn again."""
         self._buffer.drop_step(step)
-        self._collected = (-1, [])
+        self._collected_step = -1
 
     def go_back(self) -> None:
         self._buffer.forget()
-        self._collected = (-1, [])
+        self._collected_step = -1
 
     def state(self) -> dict[str, Any]:
         return self._buffer.state()
@@ -295,10 +280,6 @@ class RolloutCollector:
             if self._sampled_task is not None:
                 self._sampled_task.close()
 
-    def _identity(self, group: Group) -> str:
-        drawn_by = self._journal.identity([group.problem], [group.prompt_ids], group.version)
-        return f"{drawn_by}/{group.number}/{group.step}/{group.place}"
-
     def _step_identity(self, groups: Sequence[Group]) -> str:
         """``groups``: in window 0 those that the step starts with, in window k those that it was trained on."""
         train, also = self._config.train, {}
@@ -306,10 +287,5 @@ class RolloutCollector:
             order = self._buffer.order.state()["problems"]  # the groups come from anywhere in the order
             window = {"k": train.max_staleness, "stale": train.stale, "kv_cache": train.kv_cache, "order": order}
             also["schedule"] = {"schedule": train.schedule, **window}
-        problems, prompts = [group.problem for group in groups], [group.prompt_ids for group in groups]
-        return self._journal.identity(problems, prompts, self._buffer.version, **also)
-
-
-def _problem_ids(rollouts: Sequence[Rollout]) -> list[str]:
-    """Has one id for each group."""
-    return list({rollout.group: rollout.problem_id for rollout in rollouts}.values())
+        prompts = [group.prompt_ids for group in groups]
+        return self._journal.identity([group.problem for group in groups], prompts, self._buffer.version, **also)

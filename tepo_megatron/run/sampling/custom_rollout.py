@@ -7,7 +7,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -17,9 +17,9 @@ from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.errors import is_ours
 from tepo_megatron.run.sampling.group_worker import POLL_INTERVAL_S
 from tepo_megatron.run.sampling.inputs import Inputs
-from tepo_megatron.run.sampling.step_rewards import answer_of
+from tepo_megatron.run.sampling.step_rewards import answer_of, with_rewards
 from tepo_megatron.run.step.minibatches import derive_seed
-from tepo_megatron.runtime.user_code import load_user_code, locate_user_code
+from tepo_megatron.runtime.user_code import load_user_code
 from tepo_megatron.sampler.protocol import Sampler, ServerDied
 from tepo_megatron.sampler.rollout_file import rollout_fault
 from tepo_megatron.sampler.sampling import prompt_seed
@@ -63,37 +63,29 @@ class StepSampler:
         self._calls += 1
         self._problems |= {problem.id: problem for problem in problems}
         prompts = [encode_prompt(tokenizer, problem) for problem in problems]
-        drawn: list[list[Rollout | None]] = [[None] * count for _ in problems]
-        outstanding, sampling = count * len(prompts), config.rollout.sampling
+        drawn: dict[tuple[int, int], Rollout] = {}
+        sampling = config.rollout.sampling
         with self._fleet.sample_stream(sampling, sampling_mask=sampling.truncates, on_move=self._on_progress) as stream:
             for number, prompt in enumerate(prompts):
                 stream.submit(number, prompt, prompt_seed(seed, number), count)
-            while outstanding:
-                result = stream.next(POLL_INTERVAL_S)
-                if result is None:
+            while len(drawn) < count * len(prompts):
+                if (result := stream.next(POLL_INTERVAL_S)) is None:
                     continue
                 number, index, response = result
                 text = tokenizer.decode(response.response_ids.tolist())
-                drawn[number][index] = Rollout.of(
+                drawn[number, index] = Rollout.of(
                     response, problem_id=problems[number].id, group=number, prompt_ids=prompts[number], text=text, reward=None
                 )
-                outstanding -= 1
                 self._on_progress()
-        return [[rollout for rollout in group if rollout is not None] for group in drawn]
+        return [[drawn[number, index] for index in range(count)] for number in range(len(prompts))]
 
     def reward(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Rewards are None if the verifier failed. ``problem_id`` names the problem."""
-        groups = [rollout.problem_id for rollout in rollouts]
-        results = self._scorer.score([(self._problem(rollout), answer_of(rollout)) for rollout in rollouts], groups)
-        return [
-            replace(rollout, reward=result.reward, reward_parts=result.parts)
-            for rollout, result in zip(rollouts, results, strict=True)
-        ]
-
-    def _problem(self, rollout: Rollout) -> Problem:
-        if rollout.problem_id not in self._problems:
-            raise ValueError(f"no problem {rollout.problem_id!r} was sampled in this step; reward what sample() has drawn")
-        return self._problems[rollout.problem_id]
+        names = [rollout.problem_id for rollout in rollouts]
+        if unknown := next((name for name in names if name not in self._problems), None):
+            raise ValueError(f"no problem {unknown!r} was sampled in this step; reward what sample() has drawn")
+        items = [(self._problems[rollout.problem_id], answer_of(rollout)) for rollout in rollouts]
+        return with_rewards(rollouts, self._scorer.score(items, names))
 
 
 def load_collect(config: RunConfig, function: Any = None) -> Collect | None:
@@ -101,7 +93,12 @@ def load_collect(config: RunConfig, function: Any = None) -> Collect | None:
     if name is None:
         return None
     what = f"rollout.collect = {name!r}"
-    loaded = function if function is not None else load_user_code(_place(name, what), what)
+    if function is None and name.startswith(GIVEN):
+        raise ValueError(
+            f"{what} is a function that a Python program gave to its run, and no other process has it; give it again, "
+            "tepo_megatron.train(…, collect=…), or put it into a file and name it path/file.py:function"
+        )
+    loaded: Any = function if function is not None else load_user_code(name, what)
     if inspect.isclass(loaded):
         try:
             loaded = loaded()
@@ -110,51 +107,35 @@ def load_collect(config: RunConfig, function: Any = None) -> Collect | None:
     if not callable(loaded):
         kind = type(loaded).__name__
         raise ValueError(f"{what} cannot be called: it is {kind}, and a function (problems, sampler) is needed")
-    collect: Collect = loaded
-    return collect
+    return cast(Collect, loaded)
 
 
-def _place(name: str, what: str) -> str:
-    if name.startswith(GIVEN):
-        raise ValueError(
-            f"{what} is a function that a Python program gave to its run, and no other process has it; give it again, "
-            "tepo_megatron.train(…, collect=…), or put it into a file and name it path/file.py:function"
-        )
-    return locate_user_code(name, what)
-
-
-def draw_groups(
-    config: RunConfig, collect: Collect, problems: Sequence[Problem], sampler: StepSampler, *, vocab_size: int, ahead: bool
-) -> list[Rollout]:
+def draw_groups(collect: Collect, problems: Sequence[Problem], sampler: StepSampler, *, ahead: bool) -> list[Rollout]:
     """Returns groups in the problems' order. ``ahead``: any weights may have drawn them.
 
     Errors of ``collect``, and rollouts that cannot be trained on, become RuntimeError; sampling errors pass.
     """
-    name, samples, step = config.rollout.collect, config.rollout.samples_per_prompt, sampler.step - 1
+    what, samples = f"rollout.collect = {sampler._config.rollout.collect}", sampler.samples
     try:
         rollouts = collect(problems, sampler)
     except Exception as error:
         if is_ours(error) or isinstance(error, ServerDied):
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise RuntimeError(
-            f"rollout.collect = {name} raised {type(error).__name__} in step {sampler.step}: {error} "
-            f"({frame.filename}:{frame.lineno})"
-        ) from error
+        raised = f"{type(error).__name__} in step {sampler.step}: {error} ({frame.filename}:{frame.lineno})"
+        raise RuntimeError(f"{what} raised {raised}") from error
     is_sequence = isinstance(rollouts, Sequence) and not isinstance(rollouts, str | dict)
     if not is_sequence or not all(isinstance(rollout, Rollout) for rollout in rollouts):
-        raise RuntimeError(
-            f"rollout.collect = {name} returned no list of rollouts in step {sampler.step}; return what sample() drew"
-        )
-    what = f"step {step + 1}: rollout.collect = {name} returned"
+        raise RuntimeError(f"{what} returned no list of rollouts in step {sampler.step}; return what sample() drew")
+    what = f"step {sampler.step}: {what} returned"
     by_problem: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
-        newest = max((version.step for _, version in rollout.versions), default=0) if ahead else step
-        fault = rollout_fault(rollout, newest, vocab_size=vocab_size, stalest=newest if ahead else 0)
+        newest = max((version.step for _, version in rollout.versions), default=0) if ahead else sampler.step - 1
+        fault = rollout_fault(rollout, newest, vocab_size=sampler._inputs.spec.vocab_size, stalest=newest if ahead else 0)
         if fault is not None:
             raise RuntimeError(f"{what} a rollout for problem {rollout.problem_id!r} that cannot be trained on: {fault}")
         by_problem[rollout.problem_id].append(rollout)
-    arranged_rollouts: list[Rollout] = []
+    arranged: list[Rollout] = []
     for place, problem in enumerate(problems):
         group, by_problem[problem.id] = by_problem[problem.id][:samples], by_problem[problem.id][samples:]
         if len(group) < samples:
@@ -163,21 +144,20 @@ def draw_groups(
             )
         if any(not np.array_equal(rollout.prompt_ids, group[0].prompt_ids) for rollout in group):
             raise RuntimeError(f"{what} rollouts with different prompts for problem {problem.id!r}; those of a group share one")
-        arranged_rollouts += [replace(rollout, group=place) for rollout in group]
-    surplus = next((id_ for id_, group in by_problem.items() if group), None)
+        arranged += [replace(rollout, group=place) for rollout in group]
+    surplus = next((name for name, group in by_problem.items() if group), None)
     if surplus is not None:
         raise RuntimeError(
             f"{what} rollouts for problem {surplus!r} that the step did not ask for; return samples for its problems"
         )
-    return arranged_rollouts
+    return arranged
 
 
 def with_results(rollouts: Sequence[Rollout], problems: Sequence[Problem], scorer: Scorer) -> list[RewardResult]:
-    results = [RewardResult(rollout.reward, parts=rollout.reward_parts) for rollout in rollouts]
-    unscored = [index for index, rollout in enumerate(rollouts) if rollout.reward is None]
-    if unscored:
-        items = [(problems[rollouts[index].group], answer_of(rollouts[index])) for index in unscored]
-        groups = [rollouts[index].group for index in unscored]
-        for index, result in zip(unscored, scorer.score(items, groups), strict=True):
-            results[index] = result
-    return results
+    unscored = [rollout for rollout in rollouts if rollout.reward is None]
+    items = [(problems[rollout.group], answer_of(rollout)) for rollout in unscored]
+    scored = iter(scorer.score(items, [rollout.group for rollout in unscored]) if items else ())
+    return [
+        next(scored) if rollout.reward is None else RewardResult(rollout.reward, parts=rollout.reward_parts)
+        for rollout in rollouts
+    ]

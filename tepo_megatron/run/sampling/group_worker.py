@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from tepo_megatron.core.rollout import Response, Rollout
 from tepo_megatron.run.sampling.groups import UNFINISHED, Group, GroupBuffer
+from tepo_megatron.run.sampling.journal import GroupStore
 from tepo_megatron.run.sampling.step_rewards import answer_of
 from tepo_megatron.run.step.minibatches import derive_seed
 from tepo_megatron.sampler.protocol import ServerDied
@@ -23,14 +23,9 @@ from tepo_megatron.tasks.protocol import ResponseStream, Task
 
 POLL_INTERVAL_S = 0.2
 
-FAST_POLL_S = 0.02  # the longest wait for a response while verifiers owe answers
+_FAST_POLL_S = 0.02  # the longest wait for a response while verifiers owe answers
 
 Ended = Callable[[], bool]
-
-
-class _GroupFiles(Protocol):
-    def fill(self, group: Group, *, partial: bool) -> bool: ...
-    def write(self, group: Group) -> None: ...
 
 
 class BusyClock:
@@ -42,48 +37,54 @@ class BusyClock:
         self._seconds, self._mark = 0.0, clock()
 
     def set(self, busy: bool) -> None:
-        with self._lock:
-            self._charge()
+        with self._charged():
             self._busy = busy
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        self.set(True)
+        try:
+            yield
+        finally:
+            self.set(False)
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
         """The servers receive weights, or evaluate: no time counts."""
-        self._add_hold(1)
+        with self._charged():
+            self._holds += 1
         try:
             yield
         finally:
-            self._add_hold(-1)
+            with self._charged():
+                self._holds -= 1
 
     def take(self) -> float:
-        with self._lock:
-            self._charge()
+        with self._charged():
             seconds, self._seconds = self._seconds, 0.0
             return seconds
 
-    def _add_hold(self, count: int) -> None:
+    @contextlib.contextmanager
+    def _charged(self) -> Iterator[None]:
         with self._lock:
-            self._charge()
-            self._holds += count
-
-    def _charge(self) -> None:
-        now = self._clock()
-        if self._busy and not self._holds:
-            self._seconds += now - self._mark
-        self._mark = now
+            now = self._clock()
+            if self._busy and not self._holds:
+                self._seconds += now - self._mark
+            self._mark = now
+            yield
 
 
 @dataclass
 class GroupWorker:
     buffer: GroupBuffer
     task: Task
-    files: _GroupFiles
+    files: GroupStore
     clock: BusyClock
     decode: Callable[[Sequence[int]], str]
     seed: int
-    partial: bool = False  # at the end of :meth:`run` unfinished responses are kept for the next one
-    on_progress: Callable[[], None] = lambda: None
-    phase: Callable[[str], AbstractContextManager[None]] = lambda name: contextlib.nullcontext()
+    partial: bool  # at the end of :meth:`run` unfinished responses are kept for the next one
+    on_progress: Callable[[], None]
+    phase: Callable[[str], AbstractContextManager[None]]
     _sampling: int = field(init=False, default=0)
     _scoring: int = field(init=False, default=0)
 
@@ -92,7 +93,7 @@ class GroupWorker:
         self.buffer.requeue()
         self.task.reset()
         self._sampling = self._scoring = 0
-        try:
+        with self.clock.busy():
             with self.phase("rollout"):
                 self._ask(stream)
             while not is_done():
@@ -105,14 +106,12 @@ class GroupWorker:
                     self._pump(stream, is_done)
             if self.partial:
                 self._put_aside(stream)
-        finally:
-            self.clock.set(False)
 
     def _pump(self, stream: ResponseStream, is_done: Ended) -> None:
         samples = self._sampling > 0
         while (self._sampling > 0) == samples and (self._sampling or self._scoring) and not is_done():
             if samples:
-                self._receive(stream.next(FAST_POLL_S if self._scoring else POLL_INTERVAL_S))
+                self._receive(stream.next(_FAST_POLL_S if self._scoring else POLL_INTERVAL_S))
             self._take_rewards(0.0 if samples else POLL_INTERVAL_S)
             self._ask(stream)
 
@@ -133,14 +132,12 @@ class GroupWorker:
         parts = {index: _part(rollout) for index in missing if (rollout := group.samples[index]) is not None}
         self._sampling += len(missing)
         if missing:
-            seed = self._seed_of(group)
+            if group.step is None:
+                seed = derive_seed(self.seed, group.number, "group")
+            else:
+                seed = prompt_seed(derive_seed(self.seed, group.step, "rollout"), group.place)
             stream.submit(group.number, group.prompt_ids, seed, len(group.samples), continued=parts, only=missing)
         self._ask_verifiers(group)
-
-    def _seed_of(self, group: Group) -> int:
-        if group.step is None:
-            return derive_seed(self.seed, group.number, "group")
-        return prompt_seed(derive_seed(self.seed, group.step, "rollout"), group.place)
 
     def _receive(self, result: tuple[Hashable, int, Response] | None) -> None:
         if result is None:
@@ -264,12 +261,5 @@ class BackgroundThread:
 
 
 def _part(rollout: Rollout) -> Response:
-    return Response(
-        rollout.response_ids,
-        rollout.sampler_logprobs,
-        rollout.finish_reason,
-        rollout.versions,
-        rollout.routed_experts,
-        rollout.loss_mask,
-        rollout.sampling_mask,
-    )
+    others = rollout.versions, rollout.routed_experts, rollout.loss_mask, rollout.sampling_mask
+    return Response(rollout.response_ids, rollout.sampler_logprobs, rollout.finish_reason, *others)

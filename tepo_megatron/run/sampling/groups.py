@@ -10,6 +10,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from tepo_megatron.run.sampling.step_rewards import GroupFilters
 from tepo_megatron.tasks.data.sources import ProblemSampler
 from tepo_megatron.tasks.protocol import RewardResult
 
+_NUMBER = attrgetter("number")
 UNFINISHED = "abort"  # ``finish_reason`` of a partial response, which a later request can continue
 
 
@@ -65,10 +67,6 @@ class Group:
         self.results[sample] = result
 
 
-class _NeverFilled(RuntimeError):  # noqa: N818
-    pass
-
-
 class GroupBuffer:
     """All groups between their draw and their update: ``waiting``, ``running`` (by number), ``done`` (unfiltered, in order of
     completion).
@@ -94,7 +92,8 @@ class GroupBuffer:
     ) -> None:
         self._rollout, self._train = config.rollout, config.train
         self._size = config.rollout.prompts_per_step
-        self._problems, self._encode, self._filters = problems, encode, GroupFilters(config.rollout.filter_groups)
+        self._encode, self._filters = encode, GroupFilters(config.rollout.filter_groups)
+        self._by_id = {problem.id: problem for problem in problems}
         self.order, self.window = order, window
         self.changed = threading.Condition(threading.RLock())
         self.waiting: deque[Group] = deque()
@@ -133,12 +132,16 @@ class GroupBuffer:
     def is_ready(self) -> bool:
         with self.changed:
             if self.window:
-                self._drop_old()
-                return len(self.done) >= self._size
+                if self._train.stale == "drop":
+                    fresh = [group for group in self.done if self._turn - group.oldest_step <= self.window]
+                    self.dropped += len(self.done) - len(fresh)
+                    self.done = fresh
+                    self.changed.notify_all()
+                return self.is_full
             if self.is_full:
                 return self._rollout.partial or not self._open()
             if not self._open() and not self._missing():
-                raise _NeverFilled(self._why_never_filled())
+                raise RuntimeError(self._why_never_filled())
             return False
 
     @property
@@ -150,8 +153,8 @@ class GroupBuffer:
             if self.window:
                 chosen = sorted(self.done, key=lambda group: (group.oldest_step, group.number))[: self._size]
             else:
-                chosen = (self.done if self._rollout.partial else sorted(self.done, key=_number))[: self._size]
-            batch = sorted(chosen, key=_number)
+                chosen = (self.done if self._rollout.partial else sorted(self.done, key=_NUMBER))[: self._size]
+            batch = sorted(chosen, key=_NUMBER)
             self.done = [group for group in self.done if group not in chosen]
             figures, filtered = self._figures(batch), self.filtered
             self._forget_counts()
@@ -186,9 +189,9 @@ class GroupBuffer:
 
     def groups_of(self, problem_ids: Sequence[str]) -> list[Group]:
         """As they are drawn now, without a number; empty if a problem is not there. The order does not change."""
-        by_id = {problem.id: problem for problem in self._problems}
-        known = [by_id[problem_id] for problem_id in problem_ids if problem_id in by_id]
-        return [self._group(-1, None, 0, problem, None) for problem in known] if len(known) == len(problem_ids) else []
+        if any(name not in self._by_id for name in problem_ids):
+            return []
+        return [self._group(-1, None, 0, self._by_id[name], None) for name in problem_ids]
 
     def skip(self, problem_ids: Sequence[str]) -> dict[str, float]:
         """They must be problems of the run."""
@@ -206,9 +209,9 @@ class GroupBuffer:
         """In window 0. ``state``: at the step's end; None: as at its start."""
         with self.changed:
             if state is not None:
-                self._restore(state)
+                self.restore(state)
             else:
-                self._carry(sorted(self._first or (), key=_number)[self._size :])
+                self._carry(sorted(self._first or (), key=_NUMBER)[self._size :])
             self._forget_counts()
 
     # -- for the worker --------------------------------------------------------------------------------------------------
@@ -218,25 +221,20 @@ class GroupBuffer:
             self.waiting.extendleft(reversed(self.running.values()))
             self.running.clear()
 
-    def claim(self) -> list[Group]:
+    def claim(self, *, batch: bool = False) -> list[Group]:
+        """``batch``: a whole step's groups, or none."""
         with self.changed:
+            free = self._free() if self.window else math.inf
+            if batch and free < self._size:
+                return []
             self._draw_missing()
-            count = max(0, self._free()) if self.window else len(self.waiting)
-            claimed = [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
+            count = max(0, min(free, self._size if batch else free, len(self.waiting)))
+            claimed = [self.waiting.popleft() for _ in range(int(count))]
             for group in claimed:
                 if self.window and not any(group.samples):
                     group.version = self.version
                 self.running[group.number] = group
             return claimed
-
-    def claim_batch(self) -> list[Group]:
-        with self.changed:
-            if self.window and self._free() < self._size:
-                return []
-            claimed = self.claim()
-            for group in reversed(claimed[self._size :]):
-                self.waiting.appendleft(self.running.pop(group.number))
-            return claimed[: self._size]
 
     def wait_for_room(self, timeout_s: float, count: int = 1) -> None:
         """In window k: also returns when anything changed."""
@@ -245,7 +243,7 @@ class GroupBuffer:
                 self.changed.wait(timeout_s)
 
     def decide(self, group: Group) -> None:
-        """Filters a complete group, and draws missing ones. Raises NeverFilled."""
+        """Filters a complete group, and draws missing ones. Raises RuntimeError if filters refused too many."""
         with self.changed:
             if self.running.get(group.number) is not group:
                 return  # forgotten meanwhile
@@ -255,34 +253,41 @@ class GroupBuffer:
             self._draw_missing()
             filters = self._rollout.filter_groups
             if self.window and filters is not None and len(self.filtered) >= filters.max_batches * self._size:
-                raise _NeverFilled(self._why_never_filled())
+                raise RuntimeError(self._why_never_filled())
             self.changed.notify_all()
 
     # -- state -----------------------------------------------------------------------------------------------------------
 
     def pending(self) -> list[Group]:
-        return sorted([*self.waiting, *self.running.values(), *self.done], key=_number)
+        return sorted([*self.waiting, *self.running.values(), *self.done], key=_NUMBER)
 
     def state(self) -> dict[str, Any]:
         """JSON values: the order of the problems, and the pending groups without responses."""
         with self.changed:
             state: dict[str, Any] = dict(self.order.state())
             if pending := self.pending():
-                state["carried"] = [_describe(group) for group in pending]
+                state["carried"] = [
+                    {
+                        "number": group.number,
+                        "step": group.step,
+                        "place": group.place,
+                        "version": None if group.version is None else [group.version.step, group.version.digest],
+                    }
+                    for group in pending
+                ]
             return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
         with self.changed:
-            self._before = None
-            self._restore(state)
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        self.order.restore(state)
-        groups = [self._described(saved) for saved in state.get("carried", ())]
-        if ahead := state.get("ahead", ()):  # how checkpoints up to 0.2 name groups drawn ahead
-            by_id = {problem.id: problem for problem in self._problems}
-            groups += [self._group(number, None, 0, by_id[problem_id], None) for number, problem_id in ahead]
-        self._carry(groups)
+            self.order.restore(state)
+            groups = []
+            for saved in state.get("carried", ()):
+                version = None if saved["version"] is None else WeightsVersion(*saved["version"])
+                problem = self.order.problem(saved["number"])
+                groups.append(self._group(saved["number"], saved["step"], saved["place"], problem, version))
+            # How checkpoints up to 0.2 name groups drawn ahead.
+            groups += [self._group(number, None, 0, self._by_id[name], None) for number, name in state.get("ahead", ())]
+            self._carry(groups)
 
     def _carry(self, groups: Sequence[Group]) -> None:
         self.waiting, self.done, self._first = deque(groups), [], None
@@ -318,31 +323,18 @@ class GroupBuffer:
         return max(0, short if filters is None else min(short, filters.max_batches * self._size - self._drawn))
 
     def _free(self) -> int:
-        return self._room() - self._live() - len(self.done)
-
-    def _room(self) -> int:
-        """Groups, in whatever state, that may exist in window k."""
-        if self.version is None:
-            return 0
-        steps = min(self.version.step + self.window + 1, self._train.steps) - self._turn
-        extra = _times(self._rollout.oversample, self._size) - self._size
-        return steps * self._size + extra if steps > 0 else 0
-
-    def _live(self) -> int:
-        if self._train.stale != "drop":
-            return len(self.running)
-        steps = [0 if group.version is None else group.version.step for group in self.running.values()]
-        return sum(self._turn - step <= self.window for step in steps)
+        """How many more groups may exist in window k. Running ones that will be too old do not count."""
+        room = 0
+        if self.version is not None:
+            steps = min(self.version.step + self.window + 1, self._train.steps) - self._turn
+            extra = _times(self._rollout.oversample, self._size) - self._size
+            room = steps * self._size + extra if steps > 0 else 0
+        steps_of = [0 if group.version is None else group.version.step for group in self.running.values()]
+        live = [step for step in steps_of if self._train.stale != "drop" or self._turn - step <= self.window]
+        return room - len(live) - len(self.done)
 
     def _open(self) -> list[Group]:
         return [*self.waiting, *self.running.values()]
-
-    def _drop_old(self) -> None:
-        if self._train.stale == "drop":
-            fresh = [group for group in self.done if self._turn - group.oldest_step <= self.window]
-            self.dropped += len(self.done) - len(fresh)
-            self.done = fresh
-            self.changed.notify_all()
 
     # -- filters and figures ---------------------------------------------------------------------------------------------
 
@@ -358,19 +350,19 @@ class GroupBuffer:
             self._causes[cause] += 1
 
     def _figures(self, batch: Sequence[Group]) -> dict[str, float]:
+        filtered = {"groups/filtered": len(self.filtered)}
+        row: dict[str, float] = {}
         if self.window:
-            row = {"groups/filtered": len(self.filtered)} if self._filters else {}
-            return {name: float(count) for name, count in {**row, "staleness/dropped": self.dropped}.items()}
-        if not self._filters and not self._rollout.partial:
-            return {}
-        row = {
-            "groups/carried_in": self._carried_in,
-            "groups/drawn": self._drawn,
-            "groups/kept": len(batch),
-            "groups/filtered": len(self.filtered),
-            "groups/carried": len(self.pending()),
-        }
-        row |= {f"groups/filtered/{name}": self._causes[name] for name in self._filters.causes}
+            row = {**(filtered if self._filters else {}), "staleness/dropped": self.dropped}
+        elif self._filters or self._rollout.partial:
+            row = {
+                "groups/carried_in": self._carried_in,
+                "groups/drawn": self._drawn,
+                "groups/kept": len(batch),
+                **filtered,
+                "groups/carried": len(self.pending()),
+                **{f"groups/filtered/{name}": self._causes[name] for name in self._filters.causes},
+            }
         return {name: float(count) for name, count in row.items()}
 
     def _forget_counts(self) -> None:
@@ -380,35 +372,17 @@ class GroupBuffer:
 
     def _why_never_filled(self) -> str:
         filters = self._rollout.filter_groups
-        most = 1 if filters is None else filters.max_batches
+        most = f"rollout.filter_groups.max_batches = {1 if filters is None else filters.max_batches} times prompts_per_step,"
         causes = ", ".join(f"{cause} {count}" for cause, count in self._causes.most_common())
-        if self.window:
-            what = (
-                f"filters refused {len(self.filtered)} groups, rollout.filter_groups.max_batches = {most} times "
-                f"prompts_per_step, before a step was full; refused by {causes}. Rewards"
-            )
-        else:
-            what = (
-                f"step {self._turn} drew {self._drawn} prompts, rollout.filter_groups.max_batches = {most} times "
-                f"prompts_per_step, and {len(self.done)} of the {self._size} groups that it needs passed the filters; refused "
-                f"by {causes}. Rewards"
-            )
+        what = f"filters refused {len(self.filtered)} groups, {most} before a step was full"
+        if not self.window:
+            needed = f"{len(self.done)} of the {self._size} groups that it needs passed the filters"
+            what = f"step {self._turn} drew {self._drawn} prompts, {most} and {needed}"
         return (
-            f"{what} of their responses: {_show_rewards(self._rewards)}. If nearly all are equal, the problems are too hard or "
-            "too easy for the model, or the verifier does not understand its answers (samples.jsonl shows some); else raise "
-            "max_batches, or take the filter out"
+            f"{what}; refused by {causes}. Rewards of their responses: {_show_rewards(self._rewards)}. If nearly all are "
+            "equal, the problems are too hard or too easy for the model, or the verifier does not understand its answers "
+            "(samples.jsonl shows some); else raise max_batches, or take the filter out"
         )
-
-    def _described(self, saved: Mapping[str, Any]) -> Group:
-        version = None if saved["version"] is None else WeightsVersion(*saved["version"])
-        number, step = int(saved["number"]), saved["step"]
-        problem = self.order.problem(number)
-        return self._group(number, None if step is None else int(step), int(saved["place"]), problem, version)
-
-
-def _describe(group: Group) -> dict[str, Any]:
-    version = None if group.version is None else [group.version.step, group.version.digest]
-    return {"number": group.number, "step": group.step, "place": group.place, "version": version}
 
 
 def _show_rewards(counts: Mapping[float, int], bins: int = 10) -> str:
@@ -418,10 +392,6 @@ def _show_rewards(counts: Mapping[float, int], bins: int = 10) -> str:
     totals, edges = np.histogram(list(counts), bins, weights=list(counts.values()))
     ranges = zip(edges, edges[1:], totals, strict=False)
     return ", ".join(f"{low:.3g} to {high:.3g} × {total:g}" for low, high, total in ranges if total)
-
-
-def _number(group: Group) -> int:
-    return group.number
 
 
 def _times(factor: float, count: int) -> int:

@@ -71,12 +71,14 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
     if config.rollout.sampling.needs_tokenizer and replay is None:
         texts = (text for source in train for problem in source.used for text in (problem.prompt, problem.answer))
         tokenizer.check_served(texts)
-    _check_room(config, spec, [prompt for source in (*train, *heldout) for prompt in source.prompts if prompt.left_out is None])
+    limit = config.rollout.server.max_model_len or spec.max_positions
+    _check_room(limit, config, [prompt for source in (*train, *heldout) for prompt in source.prompts if not prompt.left_out])
     sets = load_sets(config, tokenizer, [name for name in evaluate.sets if evaluate.every_of(name)] if replay is None else ())
     for chosen in sets:
-        _check_set_room(config, spec, chosen)
+        _check_set_room(limit, chosen)
     left_out += [f"{chosen.name}: {chosen.left_out} left out, {TOO_LONG}" for chosen in sets if chosen.left_out]
-    return Inputs(model_dir, spec, tokenizer, _problems(train), _problems(heldout), left_out, sets)
+    problems, unseen = ([problem for source in sources for problem in source.used] for sources in (train, heldout))
+    return Inputs(model_dir, spec, tokenizer, problems, unseen, left_out, sets)
 
 
 def _unsolvable(rewards: Mapping[str, RewardConfig], sources: Sequence[Source]) -> list[str]:
@@ -91,10 +93,6 @@ def _unsolvable(rewards: Mapping[str, RewardConfig], sources: Sequence[Source]) 
     return notices
 
 
-def _problems(sources: Sequence[Source]) -> list[Problem]:
-    return [problem for source in sources for problem in source.used]
-
-
 def read_replay(config: RunConfig, vocab_size: int, step: int) -> list[Rollout]:
     """Raises ValueError with file and line."""
     folder, rollout = config.rollout.replay, config.rollout
@@ -107,6 +105,7 @@ def read_replay(config: RunConfig, vocab_size: int, step: int) -> list[Rollout]:
 
 
 def _check_replay(config: RunConfig, spec: ModelSpec) -> None:
+    """The first record must have the token masks that scoring needs, and this model's experts if they are replayed."""
     folder, first = config.rollout.replay, 0
     assert folder is not None, "the run samples its rollouts"
     saved = checkpoints(config.output / "checkpoints")
@@ -118,29 +117,23 @@ def _check_replay(config: RunConfig, spec: ModelSpec) -> None:
             f"rollout.replay = {folder} has no record of step {missing[0]} ({record_path(folder, missing[0]).name}), and "
             f"{len(missing)} of the steps {first} to {config.train.steps - 1} are missing; lower train.steps, or record them"
         )
-    if first < config.train.steps:
-        rollouts = read_replay(config, spec.vocab_size, first)
-        _check_replayed(config, spec, rollouts, record_path(folder, first))
-
-
-def _check_replayed(config: RunConfig, spec: ModelSpec, rollouts: Sequence[Rollout], path: Path) -> None:
-    """Raises ValueError without the token masks that scoring needs, or without this model's experts to be replayed."""
-    for line, rollout in enumerate(rollouts, start=2):
+    if first >= config.train.steps:
+        return
+    for line, rollout in enumerate(read_replay(config, spec.vocab_size, first), start=2):
+        where = f"{record_path(folder, first)}, line {line}: the rollout"
         if config.rollout.sampling.truncates and rollout.sampling_mask is None:
             raise ValueError(
-                f"{path}, line {line}: the rollout has no sampling mask, but rollout.sampling.top_k says that its tokens were "
-                "drawn from a part of the vocabulary; record the steps again with these settings, or leave top_k, top_p, min_p "
-                "and bad_words out if they were drawn from all of it"
+                f"{where} has no sampling mask, but rollout.sampling.top_k says that its tokens were drawn from a part of the "
+                "vocabulary; record the steps again with these settings, or leave top_k, top_p, min_p and bad_words out if "
+                "they were drawn from all of it"
             )
         if config.rollout.server.routing_replay and (fault := rollout_fault(rollout, spec)):
             raise ValueError(
-                f"{path}, line {line}: the rollout {fault}; record the steps again with rollout.server.routing_replay = true, "
-                "or leave it out"
+                f"{where} {fault}; record the steps again with rollout.server.routing_replay = true, or leave it out"
             )
 
 
-def _check_set_room(config: RunConfig, spec: ModelSpec, of: EvaluationSet) -> None:
-    limit = config.rollout.server.max_model_len or spec.max_positions
+def _check_set_room(limit: int, of: EvaluationSet) -> None:
     longest, problem = max((len(prompt), problem.id) for prompt, problem in zip(of.prompts, of.problems, strict=True))
     if longest + of.max_new_tokens > limit:
         raise ValueError(
@@ -150,8 +143,7 @@ def _check_set_room(config: RunConfig, spec: ModelSpec, of: EvaluationSet) -> No
         )
 
 
-def _check_room(config: RunConfig, spec: ModelSpec, prompts: Sequence[Prompt]) -> None:
-    limit = config.rollout.server.max_model_len or spec.max_positions
+def _check_room(limit: int, config: RunConfig, prompts: Sequence[Prompt]) -> None:
     longest = max(prompts, key=lambda prompt: prompt.tokens)
     new = config.rollout.sampling.max_new_tokens
     if longest.tokens + new > limit:

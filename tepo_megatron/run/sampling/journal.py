@@ -8,8 +8,8 @@ until an entry has it (decision 024).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -33,7 +33,7 @@ class Journal:
 
     def __init__(self, config: RunConfig, say: Callable[[str], None], failed: Failed, end_ids: Sequence[int] = ()) -> None:
         self._config, self._say, self._failed, self._end_ids = config, say, failed, end_ids
-        self._folder = config.output / "journal"
+        self.folder = config.output / "journal"
         self._records = config.output / "rollouts" if config.rollout.record else None
 
     def identity(
@@ -54,24 +54,28 @@ class Journal:
             "weights": None if version is None else [version.step, version.digest],
             "problems": [[p.id, p.prompt, p.answer, list(ids)] for p, ids in zip(problems, prompts, strict=True)],
             "samples": rollout.samples_per_prompt,
-            # Newer settings count only if they are used, here and below: entries of older versions are still found.
             "sampling": {
                 "max_new_tokens": sampling.max_new_tokens,
                 "temperature": sampling.temperature,
                 **sampling.model_dump(mode="json", exclude_defaults=True),
             },
             "server": [server.served_dtype(self._config.model.dtype), server.quantization, list(server.extra_args)],
-            **({"head_dtype": server.head_dtype} if server.head_dtype != "model" else {}),
             "reward": {name: value for name, value in reward.items() if value or name not in ("kwargs", "weights")},
-            **({"metadata": metadata} if any(metadata) else {}),
-            **({"environment": environment.decides()} if environment is not None else {}),
-            **({"speculative": server.speculative.model_dump(mode="json", exclude_none=True)} if server.speculative else {}),
             **also,
         }
+        # Newer settings count only if they are used, above and here: entries of older versions are still found.
+        if any(metadata):
+            decides["metadata"] = metadata
+        if server.head_dtype != "model":
+            decides["head_dtype"] = server.head_dtype
+        if environment is not None:
+            decides["environment"] = environment.decides()
+        if server.speculative:
+            decides["speculative"] = server.speculative.model_dump(mode="json", exclude_none=True)
         if len(self._end_ids) > 1:  # more than the tokenizer's own
             decides["end"] = list(self._end_ids)
-        verifiers = source_verifiers(self._config)
-        decides |= {"verifiers": verifiers} if verifiers else {}
+        if verifiers := source_verifiers(self._config):
+            decides["verifiers"] = verifiers
         if rollout.collect is not None:
             decides["collect"] = rollout.collect
         if rollout.filter_groups is not None or rollout.oversample > 1:
@@ -83,23 +87,17 @@ class Journal:
         """None if the rollouts must be drawn. ``drawn_by``: the identity that a present entry of these rollouts has, or None.
         ``stalest``: how many versions older weights may be.
         """
-        path = record_path(self._folder, step)
+        path = record_path(self.folder, step)
         if not self._config.rollout.journal or not path.exists():
             return None
         rollout = self._config.rollout
         try:
-            entry = read_record(self._folder, step)
+            entry = read_record(self.folder, step)
             if entry.drawn_by != drawn_by(entry.rollouts):
                 self._say(f"step {step} is sampled again: {path} was drawn by other weights or with other settings or data")
                 return None
-            check_rollouts(
-                path,
-                entry.rollouts,
-                step=step,
-                prompts=rollout.prompts_per_step,
-                samples=rollout.samples_per_prompt,
-                stalest=stalest,
-            )
+            size = {"prompts": rollout.prompts_per_step, "samples": rollout.samples_per_prompt}
+            check_rollouts(path, entry.rollouts, step=step, stalest=stalest, **size)
         except ValueError as error:
             self._say(f"step {step} is sampled again, since its entry in the journal is damaged: {error}")
             return None
@@ -107,51 +105,47 @@ class Journal:
         self._keep_record(path)
         return entry
 
-    def group_store(self, identity: Callable[[Group], str], *, active: bool) -> _GroupStore:
-        return _GroupStore(self._folder, identity, self._failed, active=active and self._config.rollout.journal)
-
     def write(self, step: int, rollouts: Sequence[Rollout], drawn_by: str, failed_rewards: int) -> None:
         """Returns when the rollouts are on disk, in the run's records too."""
-        folder = self._folder if self._config.rollout.journal else self._records
+        folder = self.folder if self._config.rollout.journal else self._records
         if folder is None:
             return
-        try:
+        with self.reporting(record_path(folder, step)):
             path = write_rollouts(folder, step, rollouts, drawn_by=drawn_by, failed_rewards=failed_rewards)
-        except OSError as error:
-            self._failed(record_path(folder, step), error)
-            return
-        if folder == self._folder:
-            self._keep_record(path)
-            self.prune()
+            if folder == self.folder:
+                self._keep_record(path)
+                self._prune()
 
-    def prune(self) -> None:
+    def _prune(self) -> None:
         """Keeps entries since the oldest checkpoint, up to ``MAX_BYTES``, in case the newest checkpoint is damaged."""
-        if not self._folder.is_dir():
-            return
         oldest = min(map(step_of, checkpoints(self._config.output / "checkpoints")), default=0)
         room = MAX_BYTES
         with suppress(OSError):  # a file that cannot be removed is tried again after the next step
-            for number, path in enumerate(sorted(self._folder.glob("step_*.jsonl"), reverse=True)):
+            for number, path in enumerate(sorted(self.folder.glob("step_*.jsonl"), reverse=True)):
                 room -= path.stat().st_size if number else 0
                 if _step(path) < oldest or room < 0:
                     path.with_suffix(".json").unlink(missing_ok=True)
                     path.unlink()
 
     def _keep_record(self, path: Path) -> None:
-        if self._records is None:
-            return
+        if self._records is not None:
+            with self.reporting(self._records / path.name):
+                link_record(path, self._records)
+
+    @contextmanager
+    def reporting(self, path: Path) -> Iterator[None]:
+        """A file that cannot be written does not end the run."""
         try:
-            link_record(path, self._records)
+            yield
         except OSError as error:
-            self._failed(self._records / path.name, error)
+            self._failed(path, error)
 
 
-class _GroupStore:
+class GroupStore:
     """Without ``active``, nothing is written or read."""
 
-    def __init__(self, journal: Path, identity: Callable[[Group], str], failed: Failed, *, active: bool) -> None:
-        self._journal, self._folder = journal, journal / "groups"
-        self._identity, self._failed, self._active = identity, failed, active
+    def __init__(self, journal: Journal, *, active: bool) -> None:
+        self._journal, self._folder, self._active = journal, journal.folder / "groups", active
         self._numbers = {_step(path, default=-1) for path in self._folder.glob("step_*.jsonl")} if active else set()
 
     def write(self, group: Group) -> None:
@@ -159,12 +153,10 @@ class _GroupStore:
         rollouts = [replace(rollout, group=index) for index, rollout in enumerate(group.samples) if rollout is not None]
         if not self._active or not rollouts:
             return
-        try:
+        with self._journal.reporting(record_path(self._folder, group.number)):
             # Unflushed: flushes of all groups need longer than a small step, and a machine's death loses only samples.
             write_rollouts(self._folder, group.number, rollouts, drawn_by=self._identity(group), flush=False)
             self._numbers.add(group.number)
-        except OSError as error:
-            self._failed(record_path(self._folder, group.number), error)
 
     def fill(self, group: Group, *, partial: bool) -> bool:
         """Incomplete responses only if ``partial``. Returns whether there were any."""
@@ -194,13 +186,10 @@ class _GroupStore:
 
     def write_state(self, step: int, state: Mapping[str, Any]) -> None:
         """Call it before the step's entry is written."""
-        if not self._active:
-            return
         path = self._state_path(step)
-        try:
-            write_atomically(path, json.dumps(state) + "\n")
-        except OSError as error:
-            self._failed(path, error)
+        if self._active:
+            with self._journal.reporting(path):
+                write_atomically(path, json.dumps(state) + "\n")
 
     def read_state(self, step: int) -> dict[str, Any] | None:
         try:
@@ -210,7 +199,11 @@ class _GroupStore:
         return state if isinstance(state, dict) else None
 
     def _state_path(self, step: int) -> Path:
-        return record_path(self._journal, step).with_suffix(".json")
+        return record_path(self._journal.folder, step).with_suffix(".json")
+
+    def _identity(self, group: Group) -> str:
+        drawn_by = self._journal.identity([group.problem], [group.prompt_ids], group.version)
+        return f"{drawn_by}/{group.number}/{group.step}/{group.place}"
 
 
 def _step(path: Path, *, default: int = 0) -> int:

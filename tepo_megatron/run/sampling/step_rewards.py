@@ -49,18 +49,22 @@ class StepRewards:
                 f"{len(failures)} of {len(results)} rewards of step {step} failed, more than reward.max_failed = "
                 f"{self._config.reward.max_failed:g} of them{self._cause}"
             )
-        rewarded = [
-            replace(rollout, reward=result.reward, reward_parts=result.parts)
-            for rollout, result in zip(rollouts, results, strict=True)
-        ]
+        rewarded = with_rewards(rollouts, results)
         if failures:
-            self._say(f"{self.failed} of {len(results)} rewards failed{self._consequence(rewarded)}{self._cause}")
+            without = len(rewarded) - len(_trained_on(rewarded))
+            counts_as = f" and count as reward.failed_reward = {self._config.reward.failed_reward or 0:g}"
+            effect = f"; the step continues without {without} responses" if without else counts_as
+            self._say(f"{self.failed} of {len(results)} rewards failed{effect}{self._cause}")
         return rewarded
 
     def leave_out(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         remaining = _trained_on(rollouts)
         self.failed = max(self.failed, sum(rollout.reward is None for rollout in rollouts))
-        self._components = _means_of_components(remaining)
+        parts: dict[str, list[float]] = {}
+        for rollout in remaining:
+            for name, value in rollout.reward_parts.items():
+                parts.setdefault(f"reward/{name}", []).append(value)
+        self._components = {name: fmean(values) for name, values in parts.items()}
         self._dropped = len({rollout.group for rollout in rollouts} - {rollout.group for rollout in remaining})
         minibatches, parallel = self._config.train.minibatches, self._config.engine.parallel
         if len(remaining) < self._config.fewest_sequences and len(remaining) < len(rollouts):
@@ -77,23 +81,16 @@ class StepRewards:
         self.failed, self._dropped, self._cause, self._components = 0, 0, "", {}
         return figures
 
-    def _consequence(self, rewarded: Sequence[Rollout]) -> str:
-        without = len(rewarded) - len(_trained_on(rewarded))
-        if without:
-            return f"; the step continues without {without} responses"
-        return f" and count as reward.failed_reward = {self._config.reward.failed_reward:g}"
-
-
-def _means_of_components(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        for name, value in rollout.reward_parts.items():
-            values.setdefault(name, []).append(value)
-    return {f"reward/{name}": fmean(parts) for name, parts in values.items()}
-
 
 def answer_of(rollout: Rollout) -> ResponseText:
     return ResponseText(rollout.text, rollout.response_ids, rollout.finish_reason)
+
+
+def with_rewards(rollouts: Sequence[Rollout], results: Sequence[RewardResult]) -> list[Rollout]:
+    return [
+        replace(rollout, reward=result.reward, reward_parts=result.parts)
+        for rollout, result in zip(rollouts, results, strict=True)
+    ]
 
 
 def _trained_on(rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -117,22 +114,20 @@ def apply_overlong(rollouts: Sequence[Rollout], config: RunConfig, step: int) ->
             f"of them: the {whole} others are too few for train.minibatches = {config.train.minibatches} on "
             f"engine.parallel.dp = {config.engine.parallel.dp} ranks; raise max_new_tokens, or set rollout.truncated = train"
         )
-    penalties = [_penalty(rollout, config.rollout) for rollout in rollouts]
-    penalised = [
-        replace(rollout, reward=rollout.reward + penalty) if penalty and rollout.reward is not None else rollout
-        for rollout, penalty in zip(rollouts, penalties, strict=True)
-    ]
+    penalised = [_penalised(rollout, config.rollout) for rollout in rollouts]
     figures = {"response_len/truncated": fmean(rollout.finish_reason == "length" for rollout in rollouts)}
     lost = [(after.reward or 0.0) - (before.reward or 0.0) for before, after in zip(rollouts, penalised, strict=True)]
     return penalised, figures | ({"reward/overlong": sum(lost) / len(lost)} if any(lost) else {})
 
 
-def _penalty(rollout: Rollout, config: RolloutConfig) -> float:
+def _penalised(rollout: Rollout, config: RolloutConfig) -> Rollout:
     """DAPO's equation 13 (2503.14476): 0 up to ``max_new_tokens`` − ``buffer``, then linear to −``penalty``."""
-    if (overlong := config.overlong) is None:
-        return 0.0
+    if (overlong := config.overlong) is None or rollout.reward is None:
+        return rollout
     beyond = rollout.model_tokens - (config.sampling.max_new_tokens - overlong.buffer)
-    return -overlong.penalty * min(max(beyond, 0) / overlong.buffer, 1.0)
+    if beyond <= 0:
+        return rollout
+    return replace(rollout, reward=rollout.reward - overlong.penalty * min(beyond / overlong.buffer, 1.0))
 
 
 def trained_places(rollouts: Sequence[Rollout], config: RolloutConfig) -> list[int]:
@@ -140,7 +135,7 @@ def trained_places(rollouts: Sequence[Rollout], config: RolloutConfig) -> list[i
     return [index for index, rollout in enumerate(rollouts) if not (masks and rollout.finish_reason == "length")]
 
 
-NO_REWARD = "no_reward"  # the cause for a group with fewer than two rewards; not a filter's name
+_NO_REWARD = "no_reward"  # the cause for a group with fewer than two rewards; not a filter's name
 
 
 class GroupFilters:
@@ -150,12 +145,8 @@ class GroupFilters:
     """
 
     def __init__(self, config: FilterGroupsConfig | None) -> None:
-        self._config = config
-        built_in = {"zero_variance": self._zero_variance, "too_long": self._too_long, "reward_range": self._reward_range}
-        self._filters: dict[str, Callable[[Sequence[Rollout]], bool]] = {
-            name.rpartition(":")[2]: built_in.get(name) or _load(name) for name in (() if config is None else config.filters)
-        }
-        self.causes = (*self._filters, NO_REWARD) if self._filters else ()
+        self._filters = {} if config is None else {name.rpartition(":")[2]: _filter(name, config) for name in config.filters}
+        self.causes = (*self._filters, _NO_REWARD) if self._filters else ()
 
     def __bool__(self) -> bool:
         return bool(self._filters)
@@ -164,7 +155,7 @@ class GroupFilters:
         """Returns the cause; None if the group is kept. Raises RuntimeError if a filter raises, or returns no boolean."""
         rewarded = [rollout for rollout in group if rollout.reward is not None]
         if self._filters and len(rewarded) < min(2, len(group)):
-            return NO_REWARD
+            return _NO_REWARD
         for name, keeps in self._filters.items():
             what = f"the filter {name} (rollout.filter_groups.filters)"
             problem = f"the group of problem {group[0].problem_id!r}"
@@ -178,28 +169,25 @@ class GroupFilters:
                 return name
         return None
 
-    def _zero_variance(self, group: Sequence[Rollout]) -> bool:
-        """Equal rewards make every advantage 0 (DAPO, "dynamic sampling")."""
-        return len({rollout.reward for rollout in group}) > 1
 
-    def _too_long(self, group: Sequence[Rollout]) -> bool:
-        assert self._config is not None
-        assert self._config.max_truncated is not None
-        return sum(rollout.finish_reason == "length" for rollout in group) <= self._config.max_truncated * len(group)
-
-    def _reward_range(self, group: Sequence[Rollout]) -> bool:
-        assert self._config is not None
-        assert self._config.reward_range is not None
-        low, high = self._config.reward_range
-        return low <= sum(rollout.reward or 0.0 for rollout in group) / len(group) <= high
+_Filter = Callable[[Sequence[Rollout]], bool]
 
 
-def _load(name: str) -> Callable[[Sequence[Rollout]], bool]:
+def _filter(name: str, config: FilterGroupsConfig) -> _Filter:
+    if name == "zero_variance":  # equal rewards make every advantage 0 (DAPO, "dynamic sampling")
+        return lambda group: len({rollout.reward for rollout in group}) > 1
+    if name == "too_long":
+        most = config.max_truncated or 0.0
+        return lambda group: sum(rollout.finish_reason == "length" for rollout in group) <= most * len(group)
+    if name == "reward_range":
+        assert config.reward_range is not None
+        low, high = config.reward_range
+        return lambda group: low <= sum(rollout.reward or 0.0 for rollout in group) / len(group) <= high
     what = f"rollout.filter_groups.filters: {name}"
     function = load_user_code(name, what)
     if not callable(function):
         raise ValueError(f"{what} cannot be loaded: it is {type(function).__name__}, no function")
-    return cast(Callable[[Sequence[Rollout]], bool], function)
+    return cast(_Filter, function)
 
 
 def most_stale(config: RunConfig, step: int) -> int:
@@ -217,7 +205,10 @@ def token_ages(rollout: Rollout, step: int) -> NDArray[np.int64]:
 
 def version_figures(rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
     steps = [version.step for rollout in rollouts for _, version in rollout.versions]
-    ages = np.concatenate([_model_ages(rollout, step) for rollout in rollouts])
+    every = slice(None)
+    ages = np.concatenate(
+        [token_ages(rollout, step)[every if rollout.loss_mask is None else rollout.loss_mask] for rollout in rollouts]
+    )
     return {
         "weights_version/min": float(min(steps)),
         "weights_version/max": float(max(steps)),
@@ -225,8 +216,3 @@ def version_figures(rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
         "staleness/max": float(ages.max()),
         "staleness/versions": sum(len(rollout.versions) for rollout in rollouts) / len(rollouts),
     }
-
-
-def _model_ages(rollout: Rollout, step: int) -> NDArray[np.int64]:
-    ages = token_ages(rollout, step)
-    return ages if rollout.loss_mask is None else ages[rollout.loss_mask]

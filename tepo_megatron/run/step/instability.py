@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,47 +47,39 @@ class SkippedUpdates:
             too_many = too_many or self._in_a_row > self._allowed
         if not any(update.skipped for update in updates):
             return
+        order = members(trained_sequences(batch), len(updates), seed=self._seed, step=step)
+        skipped = [
+            {
+                "minibatch": number,
+                "cause": update.skipped,
+                "loss": update.loss,
+                "grad_norm": update.grad_norm,
+                "ranks": list(update.not_finite),
+                "rollouts": order[number],  # indices in the step
+            }
+            for number, update in enumerate(updates)
+            if update.skipped
+        ]
         # All ranks fail together: one that failed at once would end rank 0 while it writes.
-        skipped = _describe(updates, members(trained_sequences(batch), len(updates), seed=self._seed, step=step))
         path = self._from_root(str(self._keep(step, skipped)))
         if too_many:
+            several = f"{self._allowed + 1} optimizer steps in a row were skipped"
+            what = several if self._allowed else "an optimizer step was skipped"
             raise RuntimeError(
-                f"{self._in_a_row_text()} since a number was not finite; the first {self._first}. The weights are as they were "
-                f"before it, and the rollouts are in {Path(path).parent}. Look there, lower optimizer.lr, or raise "
-                "train.max_skipped"
+                f"{what} (train.max_skipped = {self._allowed}) since a number was not finite; the first {self._first}. The "
+                f"weights are as they were before it, and the rollouts are in {Path(path).parent}. Look there, lower "
+                "optimizer.lr, or raise train.max_skipped"
             )
-
-    def _in_a_row_text(self) -> str:
-        if self._allowed == 0:
-            return "an optimizer step was skipped (train.max_skipped = 0)"
-        return f"{self._allowed + 1} optimizer steps in a row were skipped (train.max_skipped = {self._allowed})"
-
-
-def _describe(updates: Sequence[UpdateResult], order: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """``rollouts`` of an entry: indices in the step, in the mini-batch's order."""
-    return [
-        {
-            "minibatch": number,
-            "cause": update.skipped,
-            "loss": update.loss,
-            "grad_norm": update.grad_norm,
-            "ranks": list(update.not_finite),
-            "rollouts": order[number],
-        }
-        for number, update in enumerate(updates)
-        if update.skipped
-    ]
-
-
-WINDOW = 20
-
-LEAST = 5
 
 
 class Rollback:
+    """A factor is of the median of up to ``WINDOW`` values, and acts from ``LEAST`` values on."""
+
+    WINDOW, LEAST = 20, 5
+
     def __init__(self, config: RollbackConfig | None) -> None:
         self._config = config
-        self._seen: deque[float] = deque(maxlen=WINDOW)
+        self._seen: deque[float] = deque(maxlen=self.WINDOW)
         self.times = 0
 
     def reason(self, row: Mapping[str, float]) -> str:
@@ -101,20 +94,15 @@ class Rollback:
             )
         if value is None or value != value:  # all of the step was skipped
             return ""
-        bound, text = self._bound(config)
+        bound, text = config.above, f"train.rollback.above = {config.above or 0:g}"
+        if config.factor is not None:
+            usual = median(self._seen) if len(self._seen) >= self.LEAST else math.inf
+            bound = config.factor * usual
+            text = f"{config.factor:g} times its median of {usual:.4g} (train.rollback.factor)"
         if bound is not None and value > bound:
             return f"{config.metric} is {value:.4g}, above {text}"
         self._seen.append(value)
         return ""
-
-    def _bound(self, config: RollbackConfig) -> tuple[float | None, str]:
-        if config.above is not None:
-            return config.above, f"train.rollback.above = {config.above:g}"
-        assert config.factor is not None
-        if len(self._seen) < LEAST:
-            return None, ""
-        usual = median(self._seen)
-        return config.factor * usual, f"{config.factor:g} times its median of {usual:.4g} (train.rollback.factor)"
 
     def count(self, reason: str) -> None:
         """Raises RuntimeError beyond ``train.rollback.max_times``."""
@@ -127,18 +115,11 @@ class Rollback:
         self.times += 1
 
 
-_QUANTILE = "p99"
-
-
-def below_the_noise(objective: ObjectiveConfig, row: Mapping[str, float]) -> list[str]:
-    return list(_warnings(objective, row))
-
-
-def _warnings(objective: ObjectiveConfig, row: Mapping[str, float]) -> Iterator[str]:
+def below_the_noise(objective: ObjectiveConfig, row: Mapping[str, float]) -> Iterator[str]:
     for name, section in objective.sections.items():
         for bound in section.noise_bounds:
             measured = {"ratio": objective.ratio.noise, "token_ratio": "ratio"}.get(bound.noise, bound.noise)
-            metric = f"{measured}/noise/{_QUANTILE}"
+            metric = f"{measured}/noise/p99"
             noise = row.get(metric, 0.0)
             if bound.value < noise:
                 unit, values = (" nats", "entropies") if bound.noise == "entropy" else ("", "ratios")

@@ -86,28 +86,21 @@ def summarize(batch: Batch, updates: Sequence[UpdateResult]) -> dict[str, float]
 
 def _rollout_figures(batch: Batch) -> dict[str, float]:
     responses = int(batch.loss_mask_T.sum())
-    return {
+    groups, index = batch.groups_S.unique(return_inverse=True)
+    highest = torch.full((groups.numel(),), -torch.inf, device=index.device).scatter_reduce(0, index, batch.rewards_S, "amax")
+    lowest = torch.full((groups.numel(),), torch.inf, device=index.device).scatter_reduce(0, index, batch.rewards_S, "amin")
+    figures = {
         "reward/mean": float(batch.rewards_S.mean()),
         "reward/std": float(batch.rewards_S.std(unbiased=False)),
         "response_len/mean": responses / batch.num_sequences,
         "response_tokens": responses,
-        "groups/zero_variance": _zero_variance_fraction(batch),
-        **_sampling_figures(batch),
+        "groups/zero_variance": float((highest == lowest).float().mean()),
     }
-
-
-def _sampling_figures(batch: Batch) -> dict[str, float]:
-    if batch.sampling_mask_T is None:
-        return {}
-    possible = 1 + batch.sampling_mask_T.counts[batch.loss_mask_T.cpu().numpy()]
-    return {"sampling/kept_mean": float(possible.mean()), "sampling/kept_max": float(possible.max())} if possible.size else {}
-
-
-def _zero_variance_fraction(batch: Batch) -> float:
-    groups, index = batch.groups_S.unique(return_inverse=True)
-    highest = torch.full((groups.numel(),), -torch.inf, device=index.device).scatter_reduce(0, index, batch.rewards_S, "amax")
-    lowest = torch.full((groups.numel(),), torch.inf, device=index.device).scatter_reduce(0, index, batch.rewards_S, "amin")
-    return float((highest == lowest).float().mean())
+    if (mask := batch.sampling_mask_T) is not None:
+        possible = 1 + mask.counts[batch.loss_mask_T.cpu().numpy()]
+        if possible.size:
+            figures |= {"sampling/kept_mean": float(possible.mean()), "sampling/kept_max": float(possible.max())}
+    return figures
 
 
 def source_figures(rollouts: Sequence[Rollout], problems: Mapping[str, Problem]) -> dict[str, float]:

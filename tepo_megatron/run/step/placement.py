@@ -18,7 +18,7 @@ from tepo_megatron.weights.transfer.transport import TransportName
 from tepo_megatron.weights.transfer.transports import find_transport
 
 
-def takes_turns(config: RunConfig) -> bool:
+def is_colocated(config: RunConfig) -> bool:
     return config.rollout.server.placement == "colocated" and config.rollout.replay is None
 
 

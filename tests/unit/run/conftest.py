@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tepo_megatron.run.callbacks import Extensions
 from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.loop import Loop
 from tepo_megatron.run.metrics import read_metrics
+from tepo_megatron.run.output.output import Output
 from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -47,6 +48,21 @@ SMALL = {
 
 class Killed(BaseException):
     """The process ends here."""
+
+
+class Said(Progress):
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.words.append(text)
+
+
+def open_output(folder: Path, *, log: Mapping[str, Any] | None = None, **sections: Any) -> tuple[Output, list[str]]:
+    """Without TensorBoard, unless ``log`` has it. Also returns the list of what is said."""
+    said = Said()
+    document = {"output": str(folder), "log": {"tensorboard": False, **(log or {})}, **sections}
+    return Output(RunConfig.model_validate(document), said), said.words
 
 
 @dataclass
@@ -245,16 +261,16 @@ class _Sampler(ReferenceSampler):
         return {"reference": ([-1.0] * n, [-1.0] * n)}  # it has no cache
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
+@pytest.fixture(scope="session")
+def few_problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run need not read and encode the thousands of the built-in ones."""
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{a}+{a + 3}=", "answer": str(2 * a + 3)}) + "\n" for a in range(99)))
+    return path
 
 
 @pytest.fixture
-def reference_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ReferenceRun]:
+def reference_run(tmp_path: Path, few_problems: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ReferenceRun]:
     """Makes a run of two steps of two groups of two, changed by settings (sections or dotted names) and planted faults."""
     current: list[ReferenceRun] = []
     monkeypatch.setattr(training, "make_trainer", lambda config, model_dir, **_: _Trainer(current[-1], model_dir))
@@ -262,8 +278,9 @@ def reference_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     monkeypatch.setattr(Progress, "message", lambda self, text: current[-1].said.append(text))
 
     def make(config: Mapping[str, Any] | None = None, **changes: Any) -> ReferenceRun:
-        settings = {"output": str(tmp_path / "out"), **dict(_flat(SMALL)), **dict(_flat(config or {}))}
-        overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
+        data = {"train": str(few_problems), "heldout": str(few_problems)}
+        settings = [*SMALL.items(), ("data", data), ("output", str(tmp_path / "out")), *(config or {}).items()]
+        overrides = [f"{name}={json.dumps(value)}" for name, value in settings]
         current.append(ReferenceRun(load_run(None, overrides), **changes))
         return current[-1]
 

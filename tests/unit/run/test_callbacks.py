@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.errors import is_ours
-from tepo_megatron.run.callbacks import HOOKS, Callback, Callbacks, EarlyStopping, RunInfo, Stop, make_callbacks
+from tepo_megatron.run.callbacks import Callback, Callbacks, EarlyStopping, RunInfo, Stop, make_callbacks
 
 
 class Told(Callback):
@@ -40,8 +40,9 @@ class Told(Callback):
         self._told("on_step_end", step)
 
 
-@pytest.mark.parametrize("hook", ["on_rollouts", "on_step_end"])
-@pytest.mark.parametrize("error", [Stop("enough"), ValueError("broken"), SystemExit(3)])
+@pytest.mark.parametrize(
+    ("hook", "error"), [("on_rollouts", Stop("enough")), ("on_step_end", ValueError("broken")), ("on_step_end", SystemExit(3))]
+)
 def test_a_run_that_a_callback_ends_is_saved_once_and_whole(hook: str, error: BaseException, reference_run: Any) -> None:
     """Also where no checkpoint was due. A step whose rollouts end the run is trained."""
     run = reference_run({"train": {"steps": 5, "save_every": 0}}, callbacks=[Told(hook, 2, error)]).run()
@@ -49,12 +50,6 @@ def test_a_run_that_a_callback_ends_is_saved_once_and_whole(hook: str, error: Ba
     assert run.noted("save ") == ["save 2"]
     assert run.loop.stopping.saved_step == 2
     assert not run.loop.rank0.callbacks.go_on
-
-
-def test_a_run_that_ends_by_itself_is_saved_once(reference_run: Any) -> None:
-    run = reference_run(callbacks=[Told("on_step_end", 2, Stop("enough"))]).run()
-    assert run.noted("save ") == ["save 1", "save 2"]
-    assert run.loop.rank0.callbacks.stopped == "Told ended the run at step 2: enough"
 
 
 def test_an_error_becomes_one_sentence_and_no_callback_is_called_again(reference_run: Any) -> None:
@@ -65,11 +60,9 @@ def test_an_error_becomes_one_sentence_and_no_callback_is_called_again(reference
     with pytest.raises(RuntimeError) as caught:
         run.loop.rank0.callbacks.raise_failure(saved_step=run.loop.stopping.saved_step)
     assert is_ours(caught.value)
-    assert "\n" not in str(caught.value)
     begin, _, rest = str(caught.value).partition(f" ({__file__}:")
     assert begin == "the callback Told raised ValueError: no such thing in on_step_end at step 1"
     assert rest.endswith("; the newest checkpoint is step_000001: continue with --resume")
-    assert isinstance(caught.value.__cause__, ValueError)
 
 
 @pytest.mark.parametrize(
@@ -78,19 +71,16 @@ def test_an_error_becomes_one_sentence_and_no_callback_is_called_again(reference
 def test_a_run_that_cannot_begin_does_not(error: Exception, says: str) -> None:
     with pytest.raises(RuntimeError, match=says):
         Callbacks([Told("on_run_begin", 0, error)]).begin(RunInfo(RunConfig(), 0, []))
-
-
-def test_ctrl_c_is_no_error_of_a_callback() -> None:
-    of = Callbacks([Told("on_step_end", 0, KeyboardInterrupt())])
-    with pytest.raises(KeyboardInterrupt):
-        of.tell("on_step_end", 0, 0, {})
+    with pytest.raises(KeyboardInterrupt):  # Ctrl-C is no error of a callback
+        Callbacks([Told("on_step_end", 0, KeyboardInterrupt())]).tell("on_step_end", 0, 0, {})
 
 
 def test_the_others_are_still_told_of_the_step_at_which_one_asks_to_end(reference_run: Any) -> None:
-    one, other = Told("on_step_end", 1, Stop()), Told()
+    one, other = Told("on_step_end", 2, Stop()), Told()
     run = reference_run(callbacks=[one, other]).run()
     assert one.calls == other.calls
-    assert run.loop.rank0.callbacks.stopped == "Told ended the run at step 1: it gave no reason"
+    assert run.noted("save ") == ["save 1", "save 2"]  # the last step once, too
+    assert run.loop.rank0.callbacks.stopped == "Told ended the run at step 2: it gave no reason"
 
 
 # -- how they are named
@@ -159,12 +149,6 @@ def test_a_name_that_is_no_callback_is_refused(file: Path, callback: Any, says: 
     assert is_ours(caught.value)
 
 
-def test_every_hook_is_called_by_the_package() -> None:
-    package = Path(__file__).parents[3] / "tepo_megatron" / "run"
-    code = "".join(path.read_text() for path in package.rglob("*.py"))
-    assert [hook for hook in HOOKS if f'tell("{hook}"' not in code] == []
-
-
 # -- early stopping
 
 
@@ -201,6 +185,5 @@ def test_early_stopping_waits_for_patience_rows_and_a_resumed_run_goes_on_counti
 
 
 def test_early_stopping_by_an_evaluation_needs_one() -> None:
-    never = RunConfig.model_validate({"evaluate": {"every": 0}})
     with pytest.raises(ValueError, match=r"looks at accuracy/greedy, and this run never evaluates"):
-        EarlyStopping().on_run_begin(RunInfo(never, 0, []))
+        EarlyStopping().on_run_begin(RunInfo(RunConfig.model_validate({"evaluate": {"every": 0}}), 0, []))

@@ -26,21 +26,19 @@ def sizes(max_positions: int) -> Any:
     return SimpleNamespace(vocab_size=50, max_positions=max_positions)
 
 
-def test_the_largest_difference_over_all_servers_is_reported() -> None:
-    theirs = {"http://a": moved(1e-4), "http://b": moved(-3e-4, at=2)}
-    assert Canary(1e-3).check(4, PROMPT, OURS, theirs) == pytest.approx(3e-4)
-
-
 def test_a_server_that_differs_is_named_with_prompt_position_token_and_both_values() -> None:
     with pytest.raises(RuntimeError) as caught:
         Canary(1e-3).check(4, PROMPT, OURS, {"http://a": OURS, "http://b": moved(0.25), "http://c": moved(-2.0, at=2)})
     text = str(caught.value)
-    assert "weights 4" in text
-    assert "[5, 9, 2, 7]" in text
+    for part in (
+        "weights 4",
+        "[5, 9, 2, 7]",
+        "http://b gives token 2 at position 2 the log-prob -2.25, the trainer -2.5",
+        "http://c gives token 7 at position 3 the log-prob -10, the trainer -8",
+        "rollout.canary.tolerance = 0.001",
+    ):
+        assert part in text
     assert "http://a" not in text
-    assert "http://b gives token 2 at position 2 the log-prob -2.25, the trainer -2.5" in text
-    assert "http://c gives token 7 at position 3 the log-prob -10, the trainer -8" in text
-    assert "rollout.canary.tolerance = 0.001" in text
 
 
 @given(st.floats(0, 10), st.floats(1e-6, 1), st.integers(0, 2), st.sampled_from([-1, 1]))
@@ -50,22 +48,18 @@ def test_what_is_beyond_the_tolerance_stops_and_nothing_else_does(gap: float, bo
         with pytest.raises(RuntimeError, match="log-prob"):
             canary.check(0, PROMPT, OURS, theirs)
     else:
-        assert canary.check(0, PROMPT, OURS, theirs) <= bound
+        theirs["http://b"] = OURS
+        assert canary.check(0, PROMPT, OURS, theirs) == abs(theirs["http://a"][at] - OURS[at])
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_what_is_no_number_stops(value: float) -> None:
-    for ours, theirs in ((OURS, [-3.0, value, -8.0]), ([-3.0, value, -8.0], OURS)):
+    wrong = [-3.0, value, -8.0]
+    for ours, theirs in ((OURS, wrong), (wrong, OURS)):
         with pytest.raises(RuntimeError, match="token 2 at position 2"):
             Canary(1e3).check(0, PROMPT, ours, {"http://a": theirs})
-
-
-def test_a_server_that_kept_its_weights_is_known_even_within_the_tolerance() -> None:
-    canary = Canary(0.5)
-    canary.check(1, PROMPT, OURS, {"http://a": moved(0.01), "http://b": moved(0.02)})
-    with pytest.raises(RuntimeError, match=r"http://b still gives the same log-probs, .* moved by 0\.1 nats") as caught:
-        canary.check(2, PROMPT, moved(0.1), {"http://a": moved(0.11), "http://b": moved(0.02)})
-    assert "http://a" not in str(caught.value)
+    with pytest.raises(RuntimeError, match="http://a"):
+        Canary(1.0).check_cache(0, {"http://a": (wrong, OURS)})
 
 
 @given(st.floats(5e-4, 0.05))
@@ -82,17 +76,11 @@ def test_a_server_that_kept_its_weights_is_known_after_a_few_small_updates(step:
 
 
 def test_a_server_that_follows_in_coarse_steps_is_not_stale() -> None:
-    """Small updates round to the same weights for a while, then to others."""
+    """Small updates round to the same weights for a while, then to others; without an update the answers are the same."""
     canary = Canary(0.5)
     for count in range(200):
-        canary.check(count, PROMPT, moved(count * 0.002), {"http://a": moved(count // 2 * 0.004)})
-
-
-def test_weights_that_did_not_change_may_have_the_same_answer() -> None:
-    canary, theirs = Canary(0.5), {"http://a": moved(0.01)}
-    canary.check(1, PROMPT, OURS, theirs)
-    canary.check(1, PROMPT, OURS, theirs)
-    canary.check(2, PROMPT, moved(1e-4), theirs)  # by less than the servers' dtype shows
+        for _ in range(2):
+            canary.check(count, PROMPT, moved(count * 0.002), {"http://a": moved(count // 2 * 0.004)})
 
 
 @pytest.mark.parametrize(
@@ -113,13 +101,6 @@ def test_the_prompt_is_due_as_often_as_wanted_where_servers_are(run: dict[str, A
     assert {prompt for prompt in prompts.values() if prompt is not None} <= {Canary.prompt(50, 64)}
 
 
-@pytest.mark.parametrize(("server", "length"), [({}, 19), ({"max_model_len": 10}, 9)])
-def test_the_prompt_is_no_longer_than_the_server_or_the_model_takes(server: dict[str, Any], length: int) -> None:
-    prompt = due_prompt(RunConfig.model_validate({"rollout": {"server": server}}), sizes(20), sync=0)
-    assert prompt is not None
-    assert len(prompt) == length
-
-
 @given(st.integers(2, 200_000), st.integers(3, 5000))
 def test_the_prompts_are_the_same_everywhere_and_within_what_a_model_takes(vocab_size: int, limit: int) -> None:
     for make, length in (
@@ -130,6 +111,9 @@ def test_the_prompts_are_the_same_everywhere_and_within_what_a_model_takes(vocab
         assert prompt == make(vocab_size, limit)
         assert all(0 <= token < vocab_size for token in prompt)
         assert len(prompt) == length
+    served = RunConfig.model_validate({"rollout": {"server": {"max_model_len": 10}}})
+    for config, count in ((RunConfig(), min(32, limit - 1)), (served, 9)):
+        assert len(due_prompt(config, sizes(limit), sync=0) or ()) == count
 
 
 def test_the_prompt_touches_every_part_of_a_vocabulary_split_over_eight_ranks() -> None:
@@ -169,8 +153,3 @@ def test_a_cache_that_gives_another_score_than_no_cache_stops(gap: float, bound:
     else:
         assert Canary(bound).check_cache(3, found) <= bound
         assert Canary(bound).check_cache(3, {"http://c": ([], [])}) == 0  # no token in common
-
-
-def test_a_cached_score_that_is_no_number_stops() -> None:
-    with pytest.raises(RuntimeError, match="http://a"):
-        Canary(1.0).check_cache(0, {"http://a": ([-1.0, math.nan], [-1.0, -1.0])})

@@ -19,7 +19,7 @@ from tepo_megatron.core.rollout import Rollout, SamplingMask, WeightsVersion, to
 from tepo_megatron.run.checks import RUN_CHECKS, RunSubject, check_model
 from tepo_megatron.run.sampling.inputs import read_inputs, read_replay
 from tepo_megatron.runtime.machine import this_machine
-from tepo_megatron.sampler.rollout_file import read_rollouts, record_path, write_rollouts
+from tepo_megatron.sampler.rollout_file import record_path, write_rollouts
 from tepo_megatron.sampler.vllm.resources import CPU_HEAD_SIZES
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
@@ -31,17 +31,12 @@ STEPS = 3
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    """A run that replays what lies in ``recorded``."""
+    """A run that replays what is in ``recorded``."""
     for step in range(STEPS):
         write_rollouts(tmp_path / "recorded", step, rollouts(step))
     rollout = {"prompts_per_step": 2, "samples_per_prompt": 2, "sampling": {"max_new_tokens": 16}}
-    document = {
-        "output": str(tmp_path / "out"),
-        "rollout": {**rollout, "replay": str(tmp_path / "recorded")},
-        "train": {"steps": STEPS, "minibatches": 2},
-        "evaluate": {"every": 0},
-    }
-    return RunConfig.model_validate(document)
+    document = {"rollout": {**rollout, "replay": str(tmp_path / "recorded")}, "evaluate": {"every": 0}}
+    return RunConfig.model_validate({**document, "output": str(tmp_path / "out"), "train": {"steps": STEPS, "minibatches": 2}})
 
 
 def rollouts(step: int) -> list[Rollout]:
@@ -51,11 +46,6 @@ def rollouts(step: int) -> list[Rollout]:
 
 def read(config: RunConfig) -> int:
     return read_inputs(config, resolve_model_path(config.model.path)).spec.vocab_size
-
-
-def test_whole_records_are_read(config: RunConfig) -> None:
-    vocab_size = read(config)
-    assert [read_replay(config, vocab_size, step) for step in range(STEPS)] == [rollouts(step) for step in range(STEPS)]
 
 
 def test_replaying_experts_of_a_dense_model_is_refused(config: RunConfig) -> None:
@@ -96,36 +86,27 @@ def test_a_record_without_the_tokens_that_could_be_drawn_is_named_with_its_line(
         read(truncating)
 
 
-def test_a_missing_step_is_named_before_the_run(config: RunConfig) -> None:
-    record_path(config.rollout.replay, 1).unlink()
-    with pytest.raises(
-        ValueError, match=r"has no record of step 1 \(step_0000001\.jsonl\), and 1 of the steps 0 to 2 are missing"
-    ):
-        read(config)
-
-
-def test_a_first_step_of_other_weights_is_refused_before_the_run(config: RunConfig) -> None:
-    write_rollouts(config.rollout.replay, 0, rollouts(1))
+def test_records_that_are_missing_or_of_other_weights_are_named_before_the_run(config: RunConfig) -> None:
+    vocab_size = read(config)
+    replay = config.rollout.replay
+    assert replay is not None
+    assert [read_replay(config, vocab_size, step) for step in range(STEPS)] == [rollouts(step) for step in range(STEPS)]
+    write_rollouts(replay, 0, rollouts(1))
     with pytest.raises(ValueError, match=r"step_0000000\.jsonl, line 2: drawn by the weights of step 1, not of step 0"):
         read(config)
-
-
-def test_a_resumed_run_looks_at_its_own_first_step(config: RunConfig) -> None:
+    record_path(replay, 0).unlink()
+    with pytest.raises(ValueError, match=r"no record of step 0 \(step_0000000\.jsonl\), and 1 of the steps 0 to 2 are missing"):
+        read(config)
     checkpoint = config.output / "checkpoints" / "step_000002"
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text("{}")
-    record_path(config.rollout.replay, 0).unlink()
     config = config.model_copy(update={"train": config.train.model_copy(update={"resume": True})})
-    read(config)
-    write_rollouts(config.rollout.replay, 2, rollouts(0))
+    read(config)  # a resumed run begins with a later one
+    write_rollouts(replay, 2, rollouts(0))
     with pytest.raises(ValueError, match=r"step_0000002\.jsonl, line 2: drawn by the weights of step 0"):
         read(config)
-
-
-def test_a_later_step_is_refused_when_it_is_read(config: RunConfig) -> None:
-    vocab_size = read(config)
-    damaged = read_rollouts(config.rollout.replay, 1)
-    write_rollouts(config.rollout.replay, 1, [replace(damaged[0], response_ids=token_ids((4, vocab_size))), *damaged[1:]])
+    first, *others = rollouts(1)
+    write_rollouts(replay, 1, [replace(first, response_ids=token_ids((4, vocab_size))), *others])
     with pytest.raises(ValueError, match=rf"step_0000001\.jsonl, line 2: token {vocab_size} is not one of the model's"):
         read_replay(config, vocab_size, 1)
 
@@ -181,13 +162,6 @@ def test_a_response_that_leaves_no_room_for_its_prompt_is_refused_with_what_woul
     document = {"rollout": {"sampling": {"max_new_tokens": new}}}
     with pytest.raises(ValueError, match=message):
         read(RunConfig.model_validate(document))
-
-
-def test_a_model_of_ones_own_needs_problems_before_anything_starts(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(resolve_model_path("builtin:tiny"), model)
-    with pytest.raises(ValueError, match=r"data.train is not given"):
-        read(RunConfig.model_validate({"model": {"path": str(model)}}))
 
 
 def test_the_tokenizer_is_compared_with_vllms_where_vllm_looks_for_strings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Rows on disk, and the time of a step."""
 
-import json
 import math
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -17,7 +16,7 @@ keys = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size
 rows = st.lists(st.dictionaries(keys, st.floats(allow_nan=True, allow_infinity=True), max_size=4), max_size=5)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(rows=rows)
 def test_rows_are_read_as_written_and_what_is_not_finite_is_null(
     rows: list[dict[str, float]], tmp_path_factory: pytest.TempPathFactory
@@ -33,21 +32,6 @@ def test_rows_are_read_as_written_and_what_is_not_finite_is_null(
     assert read_metrics(output / "metrics.jsonl") == expected
 
 
-def test_a_row_is_on_disk_when_write_returns(tmp_path: Path) -> None:
-    with closing(MetricsWriter(tmp_path, tensorboard=False)) as writer:
-        writer.write(1, {"reward/mean": 0.5})
-        assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "reward/mean": 0.5}\n'
-
-
-def test_a_row_that_a_crash_cut_off_is_not_read_and_does_not_spoil_the_next(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "lr": 1.0}\n{"step": 2, "l')
-    assert read_metrics(path) == [{"step": 1, "lr": 1.0}]
-    with closing(MetricsWriter(tmp_path, tensorboard=False)) as writer:
-        writer.write(2, {"lr": 2.0})
-    assert read_metrics(path) == [{"step": 1, "lr": 1.0}, {"step": 2, "lr": 2.0}]
-
-
 @pytest.mark.parametrize("line", ["nonsense", "[1]", '{"lr": 1}'])
 def test_a_line_that_is_no_row_is_told_with_its_number(tmp_path: Path, line: str) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + line + "\n")
@@ -59,22 +43,14 @@ def test_a_line_that_is_no_row_is_told_with_its_number(tmp_path: Path, line: str
 def test_resuming_drops_the_rows_beyond_its_step(tmp_path: Path, tensorboard: bool) -> None:
     with closing(MetricsWriter(tmp_path, tensorboard=tensorboard)) as writer:
         for step in range(5):
-            writer.write(step, {"lr": float(step)})
+            writer.write(step, {"lr": float(step), "accuracy/avg@k": 0.5 if step else math.nan})
     with closing(MetricsWriter(tmp_path, tensorboard=tensorboard)) as writer:
         writer.truncate_after(2)
         writer.write(3, {"lr": 30.0})
     assert [(row["step"], row["lr"]) for row in read_metrics(tmp_path / "metrics.jsonl")] == [(0, 0), (1, 1), (2, 2), (3, 30)]
     if tensorboard:
         assert scalars(tmp_path / "tensorboard", "lr") == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
-
-
-def test_tensorboard_gets_the_same_tags_without_nulls(tmp_path: Path) -> None:
-    with closing(MetricsWriter(tmp_path, tensorboard=True)) as writer:
-        writer.write(1, {"reward/mean": 0.25, "accuracy/avg@k": math.nan})
-        writer.write(2, {"reward/mean": 0.5, "accuracy/avg@k": 0.75})
-    assert scalars(tmp_path / "tensorboard", "reward/mean") == [(1, 0.25), (2, 0.5)]
-    assert scalars(tmp_path / "tensorboard", "accuracy/avg@k") == [(2, 0.75)]
-    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["accuracy/avg@k"] is None
+        assert scalars(tmp_path / "tensorboard", "accuracy/avg@k") == [(1, 0.5), (2, 0.5)]
 
 
 def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -95,10 +71,6 @@ class Clock:
         return self.now
 
 
-class BoomError(Exception):
-    pass
-
-
 visits = st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=8)
 
 
@@ -107,10 +79,13 @@ def test_the_split_is_what_the_clock_says(visits: list[tuple[str, int, int, bool
     clock = Clock()
     watch, expected, other = Stopwatch(clock), dict.fromkeys(PHASES, 0.0), 0.0
     for name, inside, between, fails in visits:
-        with pytest.raises(BoomError) if fails else nullcontext(), watch.phase(name):  # what a phase raises goes through it
+        with (
+            pytest.raises(ZeroDivisionError) if fails else nullcontext(),
+            watch.phase(name),
+        ):  # what a phase raises goes through it
             clock.now += inside
             if fails:
-                raise BoomError
+                raise ZeroDivisionError
         clock.now += between
         expected[name] += inside
         other += between

@@ -5,50 +5,62 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config import RunConfig
-from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.metrics import read_metrics, read_tokens, token_files
-from tepo_megatron.run.output.output import Output
 from tepo_megatron.runtime.run_lock import FILE, RunLock
 from tests.support.disks import files_of_at_most
 from tests.support.token_values import made_up_tokens
+from tests.unit.run.conftest import open_output
 
 LAST = 4
+RESUMED = {"resume": True}
 
 
-@given(rows=st.integers(0, LAST + 1), sampled=st.sets(st.integers(0, LAST)), checkpoint=st.integers(0, LAST))
+def write(path: Path, steps: Iterable[int]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in sorted(steps)))
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+@given(
+    rows=st.integers(0, LAST + 1),
+    sampled=st.sets(st.integers(0, LAST)),
+    trained=st.sets(st.integers(1, LAST)),
+    checkpoint=st.integers(0, LAST),
+)
 def test_a_resumed_run_forgets_what_came_after_the_checkpoint_and_samples_without_a_row(
-    rows: int, sampled: set[int], checkpoint: int, tmp_path_factory: pytest.TempPathFactory
+    rows: int, sampled: set[int], trained: set[int], checkpoint: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("run") / "out"
-    leave(folder, rows, sampled)
-    document = {"output": str(folder), "train": {"resume": True}, "log": {"tensorboard": False}}
-    output = Output(RunConfig.model_validate(document), Progress())
+    for name, present in (("metrics", range(rows)), ("samples", sampled), ("train_samples", trained)):
+        write(folder / f"{name}.jsonl", present)
+    output, _ = open_output(folder, train=RESUMED)
     output.resume_from(checkpoint)
-    kept = [step for step in range(rows) if step <= checkpoint]
-    assert output.last_step == (kept[-1] if kept else None)
-    assert steps(folder / "metrics.jsonl") == kept
-    assert steps(folder / "samples.jsonl") == [step for step in sorted(sampled) if step in kept]
+    remaining = [step for step in range(rows) if step <= checkpoint]
+    assert output.last_step == (remaining[-1] if remaining else None)
+    assert steps(folder / "metrics.jsonl") == remaining
+    assert steps(folder / "samples.jsonl") == [step for step in sorted(sampled) if step in remaining]
+    assert steps(folder / "train_samples.jsonl") == [step for step in sorted(trained) if step in remaining]
     output.write_row(checkpoint + 1, {})
     assert output.last_step == checkpoint + 1
     output.close()
 
 
-@given(rows=st.integers(0, LAST), runs=st.integers(1, 3))
+@pytest.mark.parametrize(("rows", "runs"), [(0, 1), (0, 3), (4, 2)])
 def test_a_run_that_is_started_again_without_a_checkpoint_begins_anew_and_keeps_the_old_rows(
-    rows: int, runs: int, tmp_path_factory: pytest.TempPathFactory
+    rows: int, runs: int, tmp_path: Path
 ) -> None:
-    folder = tmp_path_factory.mktemp("run") / "out"
-    document = {"output": str(folder), "train": {"resume": "auto"}, "log": {"tensorboard": False}}
     for _ in range(runs):
-        output = Output(RunConfig.model_validate(document), Progress())
+        output, _ = open_output(tmp_path, train={"resume": "auto"})
         assert not output.resumes
         assert output.last_step is None
         for step in range(rows + 1):
@@ -56,38 +68,23 @@ def test_a_run_that_is_started_again_without_a_checkpoint_begins_anew_and_keeps_
         output.write_samples(0, [{"text": "a"}])
         output.close()
     for kind in ("metrics", "samples"):
-        kept = [folder / f"{kind}.jsonl", *(folder / f"{kind}.before-{number}.jsonl" for number in range(1, runs))]
-        assert sorted(folder.glob(f"{kind}*")) == sorted(kept)
-    (folder / "checkpoints" / "step_000001").mkdir(parents=True)
-    (folder / "checkpoints" / "step_000001" / "state.json").write_text("{}")
-    output = Output(RunConfig.model_validate(document), Progress())
-    assert output.resumes
-    assert output.last_step == rows
+        old = [tmp_path / f"{kind}.jsonl", *(tmp_path / f"{kind}.before-{number}.jsonl" for number in range(1, runs))]
+        assert sorted(tmp_path.glob(f"{kind}*")) == sorted(old)
+    (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_000001" / "state.json").write_text("{}")
+    output, _ = open_output(tmp_path, train={"resume": "auto"})
+    assert (output.resumes, output.last_step) == (True, rows)
     output.close()
 
 
-def test_training_responses_beyond_the_checkpoint_are_forgotten_too(tmp_path: Path) -> None:
-    first, _ = open_output(tmp_path)
-    for step in (1, 2, 3):
-        first.write_train_samples(step, [{"response": f"of {step}"}])
-        first.write_row(step, {})
-    first.write_train_samples(4, [{"response": "of a step without a row"}])
-    first.close()
-    again, _ = open_output(tmp_path, resume=True)
-    again.resume_from(2)
-    again.write_train_samples(3, [{"response": "\udcff"}])
-    again.close()
-    assert steps(tmp_path / "train_samples.jsonl") == [1, 2, 3]
-
-
 def test_values_of_tokens_are_logged_as_all_else(tmp_path: Path) -> None:
-    """Forgotten beyond the checkpoint, also where they wait for room; put aside, and not left to another run."""
+    """Forgotten beyond the checkpoint, also if they wait for room, and written at the end at the latest."""
     first, _ = open_output(tmp_path)
     for step in (1, 2, 3):
         first.write_tokens(made_up_tokens(step))
         first.write_row(step, {})
     first.close()
-    again, said = open_output(tmp_path, resume=True)
+    again, said = open_output(tmp_path, train=RESUMED)
     again.resume_from(2)
     assert list(token_files(tmp_path)) == [1, 2]
     with files_of_at_most(100):
@@ -98,64 +95,36 @@ def test_values_of_tokens_are_logged_as_all_else(tmp_path: Path) -> None:
     )
     assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == ["step_0000001.npz", "step_0000002.npz"]
     again.resume_from(3)  # went back, while two files waited
-    again.write_tokens(made_up_tokens(5))
     again.write_row(5, {})
+    again.finish()
     again.close()
-    assert list(token_files(tmp_path)) == [1, 2, 3, 5]
+    assert list(token_files(tmp_path)) == [1, 2, 3]
     assert read_tokens(token_files(tmp_path)[3]) == made_up_tokens(3, seed=1)
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["log/failed"] == 2
 
 
-def test_values_that_wait_are_written_at_the_end(tmp_path: Path) -> None:
-    output, _ = open_output(tmp_path)
-    output.write_row(0, {"lr": 0.5})
-    with files_of_at_most(100):
-        output.write_tokens(made_up_tokens(1))
-    output.finish()
-    output.close()
-    assert read_tokens(token_files(tmp_path)[1]) == made_up_tokens(1)
-
-
 @pytest.mark.parametrize("resume", [False, "auto"])
-def test_values_of_tokens_of_a_run_without_a_checkpoint_are_not_the_next_ones(resume: bool | str, tmp_path: Path) -> None:
-    first, _ = open_output(tmp_path)
-    first.write_row(0, {})
-    first.write_tokens(made_up_tokens(1))  # ended before the row of its first step
+def test_a_failed_start_leaves_nothing_to_the_next(resume: bool | str, tmp_path: Path) -> None:
+    """It ended in its first step: the next run evaluates again."""
+    first, _ = open_output(tmp_path, log={"tensorboard": True})
+    first.write_samples(0, [{"response": "a"}])
+    first.write_row(0, {"lr": 0.5})
+    first.write_tokens(made_up_tokens(1))
     first.close()
-    document = {"output": str(tmp_path), "train": {"resume": resume}, "log": {"tensorboard": False}}
-    Output(RunConfig.model_validate(document), Progress()).close()
-    assert token_files(tmp_path) == {}
+    second, said = open_output(tmp_path, log={"tensorboard": True}, train={"resume": resume})
+    assert (second.last_step, said, list((tmp_path / "tensorboard").iterdir()), token_files(tmp_path)) == (None, [], [], {})
     assert (tmp_path / "tokens.before-1" / "step_0000001.npz").exists() == (resume == "auto")
-
-
-def leave(folder: Path, rows: int, sampled: set[int]) -> None:
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(rows)))
-    (folder / "samples.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in sorted(sampled)))
-
-
-def steps(path: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
-
-
-class Said(Progress):
-    def __init__(self) -> None:
-        self.words: list[str] = []
-
-    def message(self, text: str) -> None:
-        self.words.append(text)
-
-
-def open_output(folder: Path, *, resume: bool = False, tensorboard: bool = False) -> tuple[Output, list[str]]:
-    said = Said()
-    document: dict[str, Any] = {"output": str(folder), "train": {"resume": resume}, "log": {"tensorboard": tensorboard}}
-    return Output(RunConfig.model_validate(document), said), said.words
+    second.write_samples(0, [{"response": "b"}])
+    second.write_row(0, {"lr": 0.25})
+    second.close()
+    assert [json.loads(line)["response"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == ["b"]
+    assert [row["lr"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0.25]
 
 
 def test_lines_that_a_crash_cut_off_are_dropped_and_told(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2, "lo')
     (tmp_path / "samples.jsonl").write_text('{"step": 0, "response": "a\u2028b"}\n{"step": 1, "respon')
-    output, said = open_output(tmp_path, resume=True)
+    output, said = open_output(tmp_path, train=RESUMED)
     assert said == [
         f"{tmp_path / name}: its last line was cut off when the run ended, and is dropped"
         for name in ("metrics.jsonl", "samples.jsonl")
@@ -169,45 +138,20 @@ def test_lines_that_a_crash_cut_off_are_dropped_and_told(tmp_path: Path) -> None
 @pytest.mark.parametrize("line", ["nonsense", "[1]", "{}", '{"step": "1"}', "\udcff"])
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
 def test_damage_elsewhere_is_a_sentence_before_anything_is_changed(line: str, name: str, tmp_path: Path) -> None:
-    leave(tmp_path / "run", 2, {0, 1})
-    path = tmp_path / "run" / name
+    for file in ("metrics.jsonl", "samples.jsonl"):
+        write(tmp_path / file, [0, 1])
+    path = tmp_path / name
     path.write_bytes((path.read_text() + line + "\n").encode("utf-8", "surrogateescape"))
     before = path.read_bytes()
     with pytest.raises(ValueError, match=rf"{name}:3: not "):
-        open_output(tmp_path / "run", resume=True)
+        open_output(tmp_path, train=RESUMED)
     assert path.read_bytes() == before
-    assert not (tmp_path / "run" / FILE).exists()
-
-
-def test_a_failed_start_leaves_nothing_to_the_next(tmp_path: Path) -> None:
-    """One that ended between its first evaluation and its first row."""
-    first, _ = open_output(tmp_path)
-    first.write_samples(0, [{"response": "a"}])
-    first.close()
-    second, said = open_output(tmp_path)
-    second.write_samples(0, [{"response": "b"}])
-    second.write_row(0, {})
-    second.close()
-    assert said == []
-    assert [json.loads(line)["response"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == ["b"]
-
-
-def test_a_run_that_ended_in_its_first_step_leaves_no_row_to_the_next(tmp_path: Path) -> None:
-    """It has its first row; the next run evaluates anew, and writes its own."""
-    first, _ = open_output(tmp_path, tensorboard=True)
-    first.write_row(0, {"lr": 0.5})
-    first.close()
-    second, said = open_output(tmp_path, tensorboard=True)
-    assert (second.last_step, said, list((tmp_path / "tensorboard").iterdir())) == (None, [], [])
-    second.write_row(0, {"lr": 0.25})
-    second.close()
-    assert [row["lr"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0.25]
+    assert not (tmp_path / FILE).exists()
 
 
 @pytest.mark.parametrize(("preset", "has"), [("tepo", True), ("tepo_markov", False), ("grpo", False), ("clip_cov", True)])
 def test_a_mask_that_is_not_there_has_no_column(preset: str, has: bool, tmp_path: Path) -> None:
-    document = {"output": str(tmp_path), "objective": {"preset": preset}, "log": {"tensorboard": False}}
-    output = Output(RunConfig.model_validate(document), Progress())
+    output, _ = open_output(tmp_path, objective={"preset": preset})
     output.write_row(1, {"mask/fraction": 0.0, "kl/masked": 0.0, "kl/mean": 0.25})
     output.close()
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
@@ -216,7 +160,8 @@ def test_a_mask_that_is_not_there_has_no_column(preset: str, has: bool, tmp_path
 
 def test_a_full_disk_is_told_once_and_counted_and_costs_no_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """No thread dies of it either, as that of TensorBoard's own writer would."""
-    output, said = open_output(tmp_path, tensorboard=True)
+    threads = set(threading.enumerate())
+    output, said = open_output(tmp_path, log={"tensorboard": True})
     output.write_row(0, {"lr": 0.5})
     with files_of_at_most((tmp_path / "metrics.jsonl").stat().st_size + 10):
         for step in (1, 2):
@@ -224,31 +169,22 @@ def test_a_full_disk_is_told_once_and_counted_and_costs_no_row(tmp_path: Path, c
             output.write_row(step, {"lr": step + 0.5})
         assert steps(tmp_path / "metrics.jsonl") == [0]
     output.write_row(3, {"lr": 3.5})
+    (tmp_path / "curves.png").mkdir()
     output.finish()
     output.close()
     assert [(row["step"], row["lr"]) for row in read_metrics(tmp_path / "metrics.jsonl")] == [(at, at + 0.5) for at in range(4)]
     assert [row["log/failed"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 3, 2]
     assert steps(tmp_path / "samples.jsonl") == [1, 2]
-    assert len(said) == 2
+    assert len(said) == 3
     assert said[0].startswith(f"{tmp_path / 'samples.jsonl'} cannot be written: File too large. The run continues;")
-    assert (tmp_path / "curves.png").exists()
+    assert said[-1].startswith("the run is complete, but its picture and table could not be made: ")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("lr")] == [(at, at + 0.5) for at in range(4)]
     assert "Traceback" not in capfd.readouterr().err
-    assert not [thread for thread in threading.enumerate() if thread.name == "run-lock"]
-
-
-def test_a_picture_that_cannot_be_written_does_not_end_a_run(tmp_path: Path) -> None:
-    output, said = open_output(tmp_path)
-    output.write_row(0, {"lr": 0.5})
-    (tmp_path / "curves.png").mkdir()
-    output.finish()
-    output.close()
-    assert len(said) == 1
-    assert said[0].startswith("the run is complete, but its picture and table could not be made: ")
+    assert not set(threading.enumerate()) - threads
 
 
 def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
@@ -266,21 +202,6 @@ def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
     assert RunLock(folder).holder() is None
 
 
-def test_a_folder_that_became_a_file_is_told_and_survived(tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    output, said = open_output(folder)
-    output.write_row(0, {})
-    folder.rename(tmp_path / "moved")
-    folder.touch()
-    output.write_row(1, {})
-    output.write_row(2, {})
-    assert said[0].startswith(f"{folder} cannot be written: File exists. The run continues;")
-    folder.unlink()
-    output.write_row(3, {})
-    output.close()
-    assert steps(folder / "metrics.jsonl") == [1, 2, 3]
-
-
 def test_a_run_whose_folder_another_took_stops_at_its_next_row(tmp_path: Path) -> None:
     output, _ = open_output(tmp_path)
     output.write_row(0, {})
@@ -293,15 +214,6 @@ def test_a_run_whose_folder_another_took_stops_at_its_next_row(tmp_path: Path) -
     assert (tmp_path / FILE).exists()
 
 
-@pytest.mark.parametrize("output", ["{tmp}/file", "{tmp}/file/out"])
-def test_a_folder_that_cannot_be_written_is_a_sentence(output: str, tmp_path: Path) -> None:
-    """Also where nobody looked before, as when train_model() is called from a program."""
-    (tmp_path / "file").touch()
-    folder = Path(output.format(tmp=tmp_path))
-    with pytest.raises(ValueError, match=rf"^output {folder} cannot be written: .*; give another folder"):
-        open_output(folder)
-
-
 def test_a_run_that_fails_without_its_folder_ends_in_order(tmp_path: Path) -> None:
     """What ended it is said, and not that its rows are gone."""
     output, _ = open_output(tmp_path / "out")
@@ -309,3 +221,20 @@ def test_a_run_that_fails_without_its_folder_ends_in_order(tmp_path: Path) -> No
     shutil.rmtree(tmp_path / "out")
     output.close()
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_became_a_file_is_told_and_survived(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    output, said = open_output(folder)
+    output.write_row(0, {})
+    folder.rename(tmp_path / "moved")
+    folder.touch()
+    output.write_row(1, {})
+    output.write_row(2, {})
+    assert said[0].startswith(f"{folder} cannot be written: File exists. The run continues;")
+    with pytest.raises(ValueError, match=rf"^output {folder} cannot be written: .*; give another folder"):
+        open_output(folder)
+    folder.unlink()
+    output.write_row(3, {})
+    output.close()
+    assert steps(folder / "metrics.jsonl") == [1, 2, 3]

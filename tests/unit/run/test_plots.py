@@ -40,32 +40,23 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "rows", [ROWS, ROWS[1:2], ROWS[:1], [{"step": 3}], ROWS[1:4]], ids=["full", "one", "eval", "bare", "few"]
-)
-def test_a_run_becomes_a_png_of_its_size(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
-    png = tmp_path / "new" / "curves.png"
-    plot_curves(write(tmp_path / "a", rows), png, "a run")
-    image = imread(png)
-    assert image.shape[:2] == (1080, 1800)
-    assert image[..., :3].min() < 0.5
+@pytest.mark.parametrize("rows", [ROWS[1:2], ROWS[:1], [{"step": 3}]], ids=["one", "eval", "bare"])
+def test_a_short_run_becomes_a_png_of_its_size(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    plot_curves(write(tmp_path / "a", rows), tmp_path / "new" / "curves.png", "a run")
+    assert imread(tmp_path / "new" / "curves.png").shape[:2] == (1080, 1800)
 
 
-def test_other_numbers_make_another_picture(tmp_path: Path) -> None:
-    for name, rows in (("a", ROWS), ("b", [{**each, "reward/mean": 0.1} for each in ROWS[1:]])):
-        plot_curves(write(tmp_path / name, rows), tmp_path / f"{name}.png", "a run")
-    assert not np.array_equal(imread(tmp_path / "a.png"), imread(tmp_path / "b.png"))
-
-
-def test_faults_are_said_below_the_picture_and_nothing_is_where_there_were_none(tmp_path: Path) -> None:
-    faults = {"none": {"update/skipped": 0.0}, "some": {"update/skipped": 3.0, "lost/skipped": 61.0}}
-    for name, fault in faults.items():
-        plot_curves(write(tmp_path / name, [row(1), row(2) | fault]), tmp_path / f"{name}.png", "a run")
-    plot_curves(write(tmp_path / "plain", [row(1), row(2)]), tmp_path / "plain.png", "a run")
-    plain = imread(tmp_path / "plain.png")
-    assert np.array_equal(imread(tmp_path / "none.png"), plain)
-    assert not np.array_equal(imread(tmp_path / "some.png"), plain)
-    assert imread(tmp_path / "some.png").shape == plain.shape
+def test_other_numbers_and_faults_make_another_picture(tmp_path: Path) -> None:
+    changes = {"plain": {}, "none": {"update/skipped": 0.0}, "some": {"update/skipped": 3.0, "lost/skipped": 61.0}}
+    pictures = []
+    for name, change in (*changes.items(), ("other", {"reward/mean": 0.1})):
+        plot_curves(write(tmp_path / name, [*ROWS[:-1], ROWS[-1] | change]), tmp_path / f"{name}.png", "a run")
+        pictures.append(imread(tmp_path / f"{name}.png"))
+    plain, none, some, other = pictures
+    assert plain.shape[:2] == some.shape[:2] == (1080, 1800)
+    assert np.array_equal(none, plain)
+    assert not np.array_equal(some, plain)
+    assert not np.array_equal(other, plain)
 
 
 def test_several_runs_share_a_picture(tmp_path: Path) -> None:

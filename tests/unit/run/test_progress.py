@@ -8,20 +8,12 @@ import pytest
 from rich.console import Console
 
 from tepo_megatron.config import LogConfig, RunConfig
-from tepo_megatron.run.display.figures import duration, evaluation_line, final_table, set_lines
+from tepo_megatron.run.display.figures import COUNTED, LOST, duration, evaluation_line, fault_lines, final_table, set_lines
 from tepo_megatron.run.display.progress import Progress, make_progress
 
 PLAIN = LogConfig(progress="plain")
-ROW = {
-    "reward/mean": 0.43211,
-    "entropy/mean": 0.15,
-    "mask/fraction": 0.034,
-    "grad_norm": 0.5,
-    "tokens/s": 5210.4,
-    "time/rollout": 3.0,
-    "time/update": 1.0,
-    "time/step": 4.0,
-}
+TIMES = {"time/rollout": 3.0, "time/update": 1.0, "time/step": 4.0}
+ROW = {"reward/mean": 0.43211, "entropy/mean": 0.15, "mask/fraction": 0.034, "grad_norm": 0.5, "tokens/s": 5210.4, **TIMES}
 EVALUATED = {"accuracy/greedy": 0.5, "accuracy/avg@k": 0.25, "accuracy/pass@k": 0.75}
 RUN = RunConfig.model_validate({"name": "tiny", "output": "out/tiny", "train": {"steps": 20}, "evaluate": {"samples": 3}})
 
@@ -88,14 +80,6 @@ def test_evaluation_sets_have_lines_and_rows_of_their_own() -> None:
     assert "truncated" not in shown
 
 
-def test_paths_are_never_cut(tmp_path: Path) -> None:
-    folder = tmp_path / ("long" * 30)
-    folder.mkdir()
-    (folder / "metrics.jsonl").touch()
-    shown = text_of(final_table([{"step": 1, **ROW}], folder), width=80)
-    assert f"{folder}/metrics.jsonl" in shown.replace("\n", "").replace(" ", "")
-
-
 def test_plain_output_mentions_only_phases_that_take_long() -> None:
     stream, clock = io.StringIO(), Clock()
     view = make_progress(PLAIN, stream, clock=clock)
@@ -129,48 +113,30 @@ def test_the_live_view_shows_the_figures_and_leaves_the_cursor_visible() -> None
     view.phase("rollout")
     clock.now += 65
     shown = text_of(view.render())
+    assert max(len(line) for line in text_of(view.render(), 40).splitlines()) <= 40
     view.message("server is up [1]")
     view.close()
     view.close()
-    for expected in (
-        "run [bold]",
-        "out/tiny",
-        "5/20",
-        "4.0 s/step  1:00 left",
-        "rollout  1:05",
-        "reward 0.432",
-        "avg@3 0.250",
-    ):
+    figures = ("5/20", "4.0 s/step  1:00 left", "rollout  1:05", "reward 0.432", "avg@3 0.250")
+    for expected in ("run [bold]", "out/tiny", *figures):
         assert expected in shown
     assert "server is up [1]" in stream.getvalue()
     assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")
 
 
-@pytest.mark.parametrize("width", [40, 80])
-def test_the_live_view_fits_narrow_terminals(width: int) -> None:
-    view: Any = make_progress(LogConfig(progress="live"), Terminal(), width)
-    view.start(RUN)
-    view.step(1, ROW | EVALUATED)
-    shown = text_of(view.render(), width)
-    view.close()
-    assert max(len(line) for line in shown.splitlines()) <= width
-
-
-def test_the_final_table_has_first_best_last_and_the_files(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
+def test_the_final_table_has_first_best_last_and_the_files_with_whole_paths(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch()
     rewards = {1: 0.2, 2: 0.9, 3: 0.6}
     rows = [{"step": 0, **EVALUATED, "time/step": 50.0}, *({**ROW, "step": s, "reward/mean": r} for s, r in rewards.items())]
-    shown = text_of(final_table(rows, tmp_path), 200)
+    assert f"{folder}/metrics.jsonl" in text_of(final_table(rows, folder), 80).replace("\n", "").replace(" ", "")
+    shown = text_of(final_table(rows, folder), 200)
     (reward,) = [line for line in shown.splitlines() if "reward" in line and "0.900" in line]
     assert [part.strip() for part in reward.strip("│").split("│")] == ["reward", "0.200 (1)", "0.900 (2)", "0.600 (3)"]
-    assert f"{tmp_path}/metrics.jsonl" in shown.replace("\n", "")
     (seconds,) = [line for line in shown.splitlines() if "3.00" in line]
     numbers = [float(part) for part in seconds.strip("│").split("│")]
     assert (sum(numbers[:-1]), numbers[0], numbers[-1]) == (4.0, 3.0, 4.0)
-
-
-def test_the_final_table_of_a_run_without_rows_says_so_little(tmp_path: Path) -> None:
-    assert "reward" not in text_of(final_table([], tmp_path / "none"))
 
 
 @pytest.mark.parametrize(
@@ -187,3 +153,10 @@ def test_a_view_on_a_full_disk_does_not_end_the_run() -> None:
         progress.message("the disk is full")
         progress.step(1, {"reward/mean": 0.5})
         progress.close()  # and what Python writes when it ends goes well
+
+
+def test_a_run_without_faults_says_nothing_of_them() -> None:
+    row = {**dict.fromkeys(COUNTED, 0.0), **dict.fromkeys(LOST, 0.0), "step": 1}
+    assert fault_lines([row, {"step": 2, "update/skipped": None}]) == []
+    for key in (*COUNTED, *LOST):
+        assert len(fault_lines([row, {**row, key: 3.0}])) == 1

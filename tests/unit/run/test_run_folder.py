@@ -37,23 +37,16 @@ def test_what_is_no_folder_to_write_in_is_a_sentence(output: str, tmp_path: Path
     assert content(tmp_path) == ["file"]
 
 
-def test_a_look_leaves_nothing(tmp_path: Path) -> None:
-    prepare_folder(config(tmp_path / "new" / "out"))
-    assert not (tmp_path / "new" / "out").exists()
-    (tmp_path / "out").mkdir()
-    prepare_folder(config(tmp_path / "out"))
-    assert content(tmp_path) == []
-
-
 @pytest.mark.parametrize(
     "left",
     [{}, {"metrics.jsonl": ""}, {"metrics.jsonl": '{"step": 0'}, {"metrics.jsonl": FIRST_ROW}, {"resolved.yaml": "name: a"}],
 )
 def test_a_failed_start_is_no_run(left: dict[str, str], tmp_path: Path) -> None:
-    for name, text in left.items():
-        (tmp_path / name).write_text(text)
+    write(tmp_path, left)
     prepare_folder(config(tmp_path))
     assert content(tmp_path) == sorted(left)
+    prepare_folder(config(tmp_path / "new" / "out"))
+    assert not (tmp_path / "new" / "out").exists()
 
 
 @pytest.mark.parametrize("left", [{"metrics.jsonl": ROW + '{"st'}, {"checkpoints/step_000003/state.json": "{}"}])
@@ -81,14 +74,12 @@ def test_what_cannot_be_continued_is_not_said_to_be(tmp_path: Path) -> None:
         find_checkpoint(config(tmp_path, train={"resume": True}), tmp_path)
 
 
-MADE = {
-    **dict.fromkeys(("resolved.yaml", "samples.jsonl", "curves.png", "model/a/b", "tensorboard/events.out.tfevents.1.h"), "x"),
-    **dict.fromkeys(
-        ("checkpoints/step_000001/state.json", "checkpoints/step_000002.partial/shards/a", "logs/server-0.log"), "x"
-    ),
-    **dict.fromkeys(("rollouts/step_0000000.jsonl", "journal/step_0000001.jsonl", "journal/step_0000002.jsonl.partial"), "x"),
-    "metrics.jsonl": ROW,
-}
+NAMES = (
+    *("resolved.yaml", "samples.jsonl", "curves.png", "model/a/b", "tensorboard/events.out.tfevents.1.h"),
+    *("checkpoints/step_000001/state.json", "checkpoints/step_000002.partial/shards/a", "logs/server-0.log"),
+    *("rollouts/step_0000000.jsonl", "journal/step_0000001.jsonl", "journal/step_0000002.jsonl.partial"),
+)
+MADE = {**dict.fromkeys(NAMES, "x"), "metrics.jsonl": ROW}
 OTHERS = {"launch/run.yaml": "x", "servers/17.0/key": "x", "logs/ranks/17.0/0": "x", "notes.txt": "x", "model.txt": "x"}
 
 
@@ -118,7 +109,7 @@ def test_what_the_new_run_reads_is_not_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flag", ["--overwrite", "--resume"])
 def test_a_run_in_use_is_neither_overwritten_nor_resumed(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before ranks are started."""
-    monkeypatch.setattr("tepo_megatron.cli.train.start_ranks", no_ranks)
+    monkeypatch.setattr("tepo_megatron.cli.train.start_ranks", lambda *_: pytest.fail("ranks were started"))
     write(tmp_path, MADE)
     lock = RunLock(tmp_path)
     lock.take()
@@ -127,10 +118,6 @@ def test_a_run_in_use_is_neither_overwritten_nor_resumed(flag: str, tmp_path: Pa
     assert (done.exit_code, done.stderr.count("error:")) == (1, 1)
     assert "is in use by process" in done.stderr
     assert content(tmp_path) == sorted(MADE)
-
-
-def no_ranks(*_: Any) -> int:
-    raise AssertionError("ranks were started")
 
 
 def write(folder: Path, files: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Responses without a reward leave the step: nothing is learnt from them, and nothing of the others changes."""
+"""Responses without a reward leave the step and nothing of the others changes; long responses; filters of groups."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import ObjectiveConfig, RunConfig
 from tepo_megatron.config.load import load_run
-from tepo_megatron.config.objective.presets import PRESETS
+from tepo_megatron.config.rollout import FilterGroupsConfig
 from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.sampling.step_rewards import StepRewards, answer_of, rehearsed
+from tepo_megatron.run.sampling.step_rewards import GroupFilters, StepRewards, answer_of, apply_overlong, rehearsed
+from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.verifier_task import VerifierTask
 from tepo_megatron.trainer.packing import pack
+from tests.support.fake_sampling import MAX_NEW_TOKENS
 
 
 class Rewards:
@@ -58,12 +60,11 @@ reward = st.none() | st.sampled_from([0.0, 1.0, -0.5])
 steps = st.lists(st.lists(reward, min_size=1, max_size=5), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(rewards=steps)
 def test_a_step_is_what_it_would_be_if_the_failed_responses_had_never_been(
     rewards: list[list[float | None]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """What is kept, from the rule alone; then the very batch of a step that never had the others, whatever the objective."""
     rollouts, problems, pool = a_step(rewards)
     said: list[str] = []
     step = StepRewards(config(), said.append)
@@ -86,39 +87,11 @@ def test_a_step_is_what_it_would_be_if_the_failed_responses_had_never_been(
     write_rollouts(folder := tmp_path_factory.mktemp("record"), 3, recorded)
     assert step.leave_out(read_rollouts(folder, 3)) == kept  # a recorded step is trained on as it was
     assert step.take_figures() == figures
-
-    batch = pack(kept)
-    for preset in PRESETS:
-        if preset == "max_rl":  # takes no negative reward
-            continue
-        objective = build_objective(ObjectiveConfig(preset=preset))
-        advantages_S = objective.advantages(batch)
-        assert torch.isfinite(advantages_S).all()
-        if objective.config.advantage.kind != "no_std":
-            continue
-        sizes = Counter(r.group for r in kept)
-        for at, r in enumerate(kept):  # the mean is over what is left of the group
-            mean = sum(other.reward for other in kept if other.group == r.group) / sizes[r.group]
-            alike = len({other.reward for other in kept if other.group == r.group}) == 1
-            assert advantages_S[at].item() == pytest.approx(0.0 if alike else r.reward - mean, abs=1e-6)
-    objective = build_objective(ObjectiveConfig(preset="dapo"))  # a mean over tokens
-    ready = batch.with_(advantages_S=objective.advantages(batch), old_logprobs_T=batch.sampler_logprobs_T)
-    assert objective.prepare(ready).denominator.item() == sum(len(r.response_ids) for r in kept)
-
-
-def test_a_response_can_be_given_a_reward_where_it_has_none() -> None:
-    rollouts, problems, pool = a_step([[1.0, None], [None, None]])
-
-    class Given(Rewards):
-        def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable]) -> list[RewardResult]:
-            return [RewardResult(-1.0 if r.error else r.reward, r.error) for r in super().score(items, groups)]
-
-    said: list[str] = []
-    step = StepRewards(config("reward.failed_reward=-1"), said.append)
-    recorded = step.reward(rollouts, Given(pool.rewards).score_all(rollouts, problems), 0)
-    assert [r.reward for r in step.leave_out(recorded)] == [1.0, -1.0, -1.0, -1.0]
-    assert step.take_figures() == {"reward/failed": 3.0, "groups/dropped": 0.0}
-    assert said == ["3 of 4 rewards failed and count as reward.failed_reward = -1; the first: problem 'p0': why"]
+    objective = build_objective(ObjectiveConfig(preset="dr_grpo"))
+    sizes = Counter(r.group for r in kept)
+    for r, advantage in zip(kept, objective.advantages(pack(kept)).tolist(), strict=True):
+        mean = sum(other.reward or 0.0 for other in kept if other.group == r.group) / sizes[r.group]  # of what is left
+        assert advantage == pytest.approx((r.reward or 0.0) - mean, abs=1e-6)
 
 
 def test_components_are_recorded_measured_and_trained_on(tmp_path: Path) -> None:
@@ -136,37 +109,10 @@ def test_components_are_recorded_measured_and_trained_on(tmp_path: Path) -> None
     assert recorded[0].reward_parts == {"right": 1.0, "short": 1.0}
     write_rollouts(tmp_path, 0, recorded)
     assert read_rollouts(tmp_path, 0) == recorded
-    kept = step.leave_out(read_rollouts(tmp_path, 0))
+    step.leave_out(read_rollouts(tmp_path, 0))
     figures = {"reward/failed": 1.0, "groups/dropped": 1.0, "reward/right": 0.5, "reward/short": 1.0}
     assert step.take_figures() == figures
     assert step.take_figures() == {"reward/failed": 0.0, "groups/dropped": 0.0}
-    batch = pack(kept)
-    objective = build_objective(ObjectiveConfig(preset="gdpo", advantage={"weights": [2.0, 1.0]}))
-    # the second component differs nowhere: ±1/√2 of the first, twice, over the deviation √(4 · 2 / 3)
-    expected = torch.tensor([1.0, -1.0, -1.0, 1.0]) * 0.75**0.5
-    torch.testing.assert_close(objective.advantages(batch), expected, rtol=1e-5, atol=0)
-
-
-GDPO = ("objective.preset=gdpo",)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("objective.advantage.weights=[1,2]",), "names 2 rewards, but a run has one for each response unless reward.weights"),
-        (("reward.weights={a: 1, b: 2}",), r"set objective.advantage.weights=\[1, 2\], in this order"),
-        (
-            ("reward.weights={a: 1, b: 1, c: 1}", "objective.advantage.weights=[1,2]"),
-            "has 2 entries, .* names 3 components: a, b, c",
-        ),
-    ],
-)
-def test_gdpo_is_told_how_to_weigh(overrides: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        config(*GDPO, *overrides)
-    config(*GDPO, "reward.weights={a: 1, b: 1}")
-    config(*GDPO, "reward.weights.a=1", "reward.weights.b=2", "objective.advantage.weights=[3,1]")
-    config("reward.weights={a: 1, b: 2}")
 
 
 @pytest.mark.parametrize(("share", "stops"), [(0.5, True), (0.6, False), (0, True)])
@@ -191,6 +137,12 @@ def test_a_step_without_enough_for_its_minibatches_stops_the_run() -> None:
         step.leave_out(step.reward(rollouts, pool.score_all(rollouts, problems), 0))
     with pytest.raises(ValueError, match="rollout of problem p1 has no reward; leave it out of the step"):
         pack(step.reward(rollouts, pool.score_all(rollouts, problems), 0))
+    said: list[str] = []
+    step = StepRewards(config("reward.failed_reward=-1"), said.append)
+    scored = [RewardResult(-1.0 if r.error else r.reward, r.error) for r in pool.score_all(rollouts, problems)]
+    assert [r.reward for r in step.leave_out(step.reward(rollouts, scored, 0))] == [1.0, 0.0, -1.0, 1.0, 1.0, 1.0]
+    assert step.take_figures() == {"reward/failed": 1.0, "groups/dropped": 0.0}
+    assert said == ["1 of 6 rewards failed and count as reward.failed_reward = -1; the first: problem 'p1': why"]
 
 
 def test_verifiers_are_tried_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,3 +158,146 @@ def test_verifiers_are_tried_before_anything_is_started(tmp_path: Path, monkeypa
         rehearse(config("reward.verifier=broken_judge:judge"))
     rehearse(config("reward.verifier=broken_judge:judge", f"rollout.replay={tmp_path}"))
     rehearse(config())
+
+
+# -- long responses
+
+
+def rollout(group: int, length: int, reward: float | None, *, cut: bool = False) -> Rollout:
+    reason = "length" if cut else "stop"
+    ids = [5 + at for at in range(length)]
+    return Rollout(f"p{group}", group, [3, 4], ids, [-1.0] * length, reason, WeightsVersion(0), "", reward)
+
+
+def long(**sections: object) -> RunConfig:
+    rollout = {"prompts_per_step": 2, "samples_per_prompt": 4, "sampling": {"max_new_tokens": MAX_NEW_TOKENS}, **sections}
+    return RunConfig.model_validate({"output": "out", "rollout": rollout, "train": {"minibatches": 2}})
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    # DAPO's own numbers: L_max = 20480 with L_cache = 4096
+    [(1, 0.0), (16384, 0.0), (16385, -1 / 4096), (17408, -0.25), (18432, -0.5), (20480, -1.0), (20481, -1.0)],
+)
+def test_the_punishment_is_that_of_dapo(length: int, expected: float) -> None:
+    for penalty in (1.0, 0.5):
+        overlong = {"truncated": "penalise", "overlong": {"buffer": 4096, "penalty": penalty}}
+        (trained,), _ = apply_overlong([rollout(0, length, 0.0)], long(sampling={"max_new_tokens": 20480}, **overlong), 0)
+        assert trained.reward == expected * penalty
+
+
+@given(lengths=st.lists(st.integers(1, MAX_NEW_TOKENS), min_size=1, max_size=6), buffer=st.integers(1, MAX_NEW_TOKENS))
+def test_the_punishment_never_grows_with_room(lengths: list[int], buffer: int) -> None:
+    """A longer response never loses less; one within the room loses nothing; others keep their rewards to the last bit."""
+    run = long(truncated="penalise", overlong={"buffer": buffer, "penalty": 2.0})
+    given_rewards = [rollout(0, length, 1 / 3) for length in sorted(lengths)]
+    trained, _ = apply_overlong(given_rewards, run, 0)
+    rewards = [each.reward or 0.0 for each in trained]
+    assert rewards == sorted(rewards, reverse=True)
+    for before, after in zip(given_rewards, trained, strict=True):
+        room = len(before.response_ids) <= MAX_NEW_TOKENS - buffer
+        assert after is before if room else (after.reward or 0.0) < 1 / 3
+        assert after.reward is not None
+        assert after.reward >= 1 / 3 - 2.0
+    assert apply_overlong([rollout(0, 8, None)], run, 0)[0][0].reward is None
+
+
+def test_figures_say_how_many_were_cut_and_what_they_lost() -> None:
+    run = long(truncated="penalise", overlong={"buffer": 4})
+    step = [rollout(0, 2, 1.0), rollout(0, 6, 1.0), rollout(0, 8, 0.0, cut=True), rollout(0, 4, 0.0)]
+    trained, figures = apply_overlong(step, run, 0)
+    assert [each.reward for each in trained] == [1.0, 0.5, -1.0, 0.0]
+    assert figures == {"response_len/truncated": 0.25, "reward/overlong": -0.375}
+    assert apply_overlong(step, long(), 0) == (step, {"response_len/truncated": 0.25})
+
+
+def test_a_masked_response_counts_for_its_group_and_for_nothing_else() -> None:
+    """By hand, for a mean over tokens (dapo): rewards 1, 0, 0 with the last one cut have the mean 1/3 with it, and 1/2 without;
+    the loss is over the tokens of the first two alone."""
+    step = [
+        rollout(0, 2, 1.0),
+        rollout(0, 3, 0.0),
+        rollout(0, 8, 0.0, cut=True),
+        rollout(1, 8, 1.0, cut=True),
+        rollout(1, 2, 0.0),
+    ]
+    objective = build_objective(ObjectiveConfig(preset="dr_grpo"))
+    batch = pack(step, mask_truncated=True)
+    advantages_S = objective.advantages(batch)
+    torch.testing.assert_close(advantages_S, torch.tensor([2 / 3, -1 / 3, -1 / 3, 0.5, -0.5]))
+    torch.testing.assert_close(advantages_S, objective.advantages(pack(step)))
+    assert batch.loss_mask_T.sum().item() == 2 + 3 + 2
+    batch = batch.with_(advantages_S=advantages_S, old_logprobs_T=batch.sampler_logprobs_T)
+
+    parts = list(minibatches(batch, 2, seed=0, step=0))
+    assert sorted(part.num_sequences for part in parts) == [1, 2]  # of the three that are whole
+    assert sorted(int(length) for part in parts for length in part.lengths_S) == [4, 4, 5]
+    dapo = build_objective(ObjectiveConfig(preset="dapo"))
+    assert dapo.prepare(batch).denominator.item() == 7
+    assert sum(dapo.prepare(part).denominator.item() for part in parts) == 7
+
+
+def test_a_step_of_which_the_mask_leaves_too_little_stops_the_run() -> None:
+    step = [rollout(0, 8, 0.0, cut=True), rollout(0, 8, 0.0, cut=True), rollout(0, 2, 1.0)]
+    apply_overlong(step, long(), 3)
+    apply_overlong([*step, rollout(0, 2, 1.0)], long(truncated="mask"), 3)
+    with pytest.raises(RuntimeError, match=r"2 of the 3 responses of step 3 were cut .* the 1 others are too few"):
+        apply_overlong(step, long(truncated="mask"), 3)
+
+
+# -- filters
+
+
+def group(rewards: list[float | None], cut: int = 0) -> list[Rollout]:
+    """Responses with these rewards, the first ``cut`` of which are cut."""
+    return [
+        Rollout("p", 0, [3], [4], [-1.0], "length" if at < cut else "stop", WeightsVersion(0), "", reward)
+        for at, reward in enumerate(rewards)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "rewards", "cut", "cause"),
+    [
+        ({}, [0.0, 0.0], 0, "zero_variance"),
+        ({}, [0.0, 1.0], 2, None),
+        ({}, [1.0, None, 1.0], 0, "zero_variance"),  # what has no reward is not looked at
+        ({}, [1.0, None], 0, "no_reward"),
+        ({}, [1.0, None, 0.0], 0, None),
+        ({"filters": ["too_long"], "max_truncated": 0.5}, [0.0] * 4, 2, None),
+        ({"filters": ["too_long"], "max_truncated": 0.5}, [0.0] * 4, 3, "too_long"),
+        ({"filters": ["reward_range"], "reward_range": [0.25, 0.5]}, [1.0, 0.0, 0.0, 0.0], 0, None),
+        ({"filters": ["reward_range"], "reward_range": [0.25, 0.5]}, [1.0, 1.0, 0.0], 0, "reward_range"),
+        ({"filters": ["reward_range"], "reward_range": [0.25, 0.5]}, [0.0, 0.0, 0.0], 0, "reward_range"),
+        ({"filters": ["too_long", "zero_variance"], "max_truncated": 0.0}, [1.0, 1.0], 1, "too_long"),  # the first counts
+    ],
+)
+def test_which_groups_are_kept(settings: dict[str, object], rewards: list[float | None], cut: int, cause: str | None) -> None:
+    assert GroupFilters(FilterGroupsConfig.model_validate(settings)).refuse(group(rewards, cut)) == cause
+
+
+def test_ones_own_filter_is_a_function_in_a_file_or_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "my_filters.py"
+    path.write_text(
+        "def few(group):\n    return len(group) < 3\n\ndef broken(group):\n    return group[0].grade\n\n"
+        "def vague(group):\n    return len(group)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in (f"{path}:few", "my_filters:few"):
+        filters = GroupFilters(FilterGroupsConfig(filters=(name, "zero_variance")))
+        assert filters.causes == ("few", "zero_variance", "no_reward")
+        assert filters.refuse(group([0.0, 1.0, 1.0])) == "few"
+        assert filters.refuse(group([1.0, 1.0])) == "zero_variance"
+    for name, sentence in (
+        ("broken", "the filter broken .* raised AttributeError on the group of problem 'p'"),
+        ("vague", "the filter vague .* returned 2 for the group of problem 'p'; return True to keep it"),
+    ):
+        with pytest.raises(RuntimeError, match=sentence):
+            GroupFilters(FilterGroupsConfig(filters=(f"{path}:{name}",))).refuse(group([0.0, 1.0]))
+    for name, sentence in (
+        (f"{path}:none", "has no function none"),
+        (f"{tmp_path}/no.py:few", f"there is no file {tmp_path}/no.py"),
+        ("no_such_module:few", "raised ModuleNotFoundError"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            GroupFilters(FilterGroupsConfig(filters=(name,)))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,14 +69,11 @@ def test_a_damaged_file_is_a_sentence_or_has_lost_nothing(
     path.write_bytes(data)
     said = ""
     try:
-        found = read_tokens(path)
+        assert read_tokens(path) == made
     except ValueError as error:
         said = str(error)
-    else:
-        assert found == made
-    if said:
-        assert said.startswith(f"{path} holds no token values that can be read: ")
-        assert said.endswith("; remove it")
+    assert not said or said.startswith(f"{path} holds no token values that can be read: ")
+    assert not said or said.endswith("; remove it")
 
 
 def archive(**changes: Any) -> bytes:
@@ -111,15 +106,8 @@ def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], why: str
 
 
 def test_what_is_no_archive_or_not_there(tmp_path: Path) -> None:
-    (tmp_path / "one.npz").write_text("nonsense")
     np.save(tmp_path / "two.npy", np.zeros(3))
-    for name in ("one.npz", "two.npy"):
-        with pytest.raises(ValueError, match="holds no token values that can be read"):
-            read_tokens(tmp_path / name)
+    with pytest.raises(ValueError, match="holds no token values that can be read"):
+        read_tokens(tmp_path / "two.npy")
     with pytest.raises(FileNotFoundError):
         read_tokens(tmp_path / "three.npz")
-
-
-def test_reading_needs_no_torch() -> None:
-    program = "import sys, tepo_megatron.run.metrics; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import LogConfig
-from tepo_megatron.config.load import ConfigError, load_run
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
 from tepo_megatron.run.metrics import TokenSamples
-from tepo_megatron.run.output.token_samples import TokenRecorder
+from tepo_megatron.run.output.token_samples import token_samples
 from tepo_megatron.run.step.minibatches import mark_recorded, minibatches
 from tepo_megatron.trainer.packing import pack
 from tepo_megatron.trainer.protocol import UpdateResult
@@ -78,13 +77,7 @@ def record(rollouts: list[Rollout], count: int, parts: int, *, mask_truncated: b
     batch = mark_recorded(pack(rollouts, mask_truncated=mask_truncated), LogConfig(token_samples=count), 20)
     cut = [scored(part) for part in minibatches(batch, parts, seed=0, step=19)]
     updates = [updated(part, skipped=at == skipped) for at, part in enumerate(cut)]
-    written: list[TokenSamples] = []
-    output: Any = SimpleNamespace(write_tokens=written.append)
-    recorder = TokenRecorder(LogConfig(token_samples=count), PROBLEMS, TOKENIZER, output)
-    recorder.record(19, rollouts, cut, updates)
-    recorder.record(20, rollouts, cut, updates)
-    (found,) = written
-    return found
+    return token_samples(20, rollouts, cut, updates, count, PROBLEMS, TOKENIZER)
 
 
 @given(
@@ -139,13 +132,6 @@ def test_every_value_is_that_of_its_token(
 def test_a_batch_is_left_as_it_is_where_nothing_is_recorded(count: int, step: int) -> None:
     batch = pack([Rollout("p", 0, (1,), (2, 3), (-1.0, -1.0), "stop", WeightsVersion(0))])
     assert mark_recorded(batch, LogConfig(token_samples=count), step) is batch
-
-
-def test_a_setting_that_records_no_step_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"token_samples_every = 10 is more than train\.steps = 9; set it to 9 or less"):
-        load_run(None, ["log.token_samples=2", "train.steps=9"])
-    load_run(None, ["log.token_samples=2", "train.steps=10"])
-    load_run(None, ["train.steps=9"])
 
 
 def test_the_marks_go_with_the_sequences() -> None:

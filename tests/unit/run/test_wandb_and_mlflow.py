@@ -17,11 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tepo_megatron.config import RunConfig
-from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.run.output.output import Output
 from tests.support.wandb_server import wandb_server
+from tests.unit.run.conftest import open_output
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 PLANTED = "sk-planted-in-the-kwargs"
@@ -32,20 +31,19 @@ def needs(*packages: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)} (requirements/test.txt)")
 
 
-def open_output(folder: Path, section: dict[str, Any], *, resume: bool, lr: float) -> Output:
-    log = {"tensorboard": False, "finish_timeout_s": 600, **section}
-    document = {"output": str(folder), "name": "tiny", "train": {"resume": resume}, "optimizer": {"lr": lr}, "log": log}
-    own = {"reward": {"verifier": "math.py:verify", "kwargs": {"api_key": PLANTED}}}
-    return Output(RunConfig.model_validate(document | own), Progress())
+def open_run(folder: Path, section: dict[str, Any], *, resume: bool, lr: float) -> tuple[Output, list[str]]:
+    reward = {"verifier": "math.py:verify", "kwargs": {"api_key": PLANTED}}
+    sections = {"name": "tiny", "train": {"resume": resume}, "optimizer": {"lr": lr}, "reward": reward}
+    return open_output(folder, log={"finish_timeout_s": 600, **section}, **sections)
 
 
 def run_twice(folder: Path, section: dict[str, Any]) -> list[dict[str, Any]]:
     """A run that fails after step 3, and is resumed from step 2 with another setting. Returns its rows."""
-    first = open_output(folder, section, resume=False, lr=1e-4)
+    first, _ = open_run(folder, section, resume=False, lr=1e-4)
     for step in range(4):
         first.write_row(step, {"reward/mean": step / 10, "accuracy/avg@k": step / 4, "ratio/max": math.inf})
     first.close()
-    second = open_output(folder, section, resume=True, lr=2e-4)
+    second, _ = open_run(folder, section, resume=True, lr=2e-4)
     second.resume_from(2)
     for step in range(3, 5):
         second.write_row(step, {"reward/mean": step / 20, "accuracy/avg@k": step / 8, "ratio/max": 1.5})
@@ -64,13 +62,14 @@ def no_secret_in(folder: Path) -> None:
             assert PLANTED.encode() not in content, path
 
 
-def end_wandbs_own_process(output: Output) -> None:
+def end_wandbs_own_process(output: Output, said: list[str]) -> None:
     """Once the run is known to the server."""
-    (logger,) = output._loggers._processes
-    while not (reports := logger.take_reports(1.0)):
-        assert not logger.has_ended
-    assert [sorted(report) for report in reports] == [["note"]]
-    (core,) = [child for child in psutil.Process(logger._process.pid).children() if "wandb-core" in child.name()]
+    while not said:
+        output._loggers.take_reports()
+        time.sleep(0.05)
+    assert said[0].startswith("W&B: ")
+    children = psutil.Process().children(recursive=True)
+    (core,) = [child for child in children if "wandb-core" in child.name()]
     core.terminate()
     while core.status() != psutil.STATUS_ZOMBIE:  # W&B's client waits for it at its own end
         time.sleep(0.05)
@@ -95,9 +94,9 @@ def test_a_run_of_wandb_has_every_row_offline_and_online_and_goes_on_in_the_same
         sync = [sys.executable, "-m", "wandb", "sync", *map(str, folders)]
         done = subprocess.run(sync, capture_output=True, text=True, check=False, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        third = open_output(folder, {"wandb": section | {"mode": "online"}}, resume=True, lr=2e-4)
+        third, said = open_run(folder, {"wandb": section | {"mode": "online"}}, resume=True, lr=2e-4)
         third.resume_from(4)
-        end_wandbs_own_process(third)
+        end_wandbs_own_process(third, said)
         rows.append(third.write_row(5, {"reward/mean": 0.5}))
         third.finish()
         third.close()

@@ -1,0 +1,172 @@
+"""Optimizer steps that are skipped, a run that goes back, bounds below the noise, and clips that take too much or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepo_megatron.config import ObjectiveConfig, RunConfig
+from tepo_megatron.config.train import RollbackConfig
+from tepo_megatron.core.histogram import count_moves
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.run.step.instability import ClipWatch, Rollback, SkippedUpdates, below_the_noise
+from tepo_megatron.run.step.minibatches import minibatches, summarize
+from tepo_megatron.trainer.packing import pack
+from tepo_megatron.trainer.protocol import UpdateResult
+
+MADE = UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, sums={"entropy/mean": (3.0, 4.0)}, extrema={"ratio/max": 1.5})
+SKIPPED = UpdateResult(float("nan"), float("inf"), 0.1, {}, {}, skipped="rank 1: a gradient", not_finite=[{"rank": 1}])
+
+
+def rollouts(count: int) -> list[Rollout]:
+    return [
+        Rollout(f"p{at // 2}", at // 2, (3,), (4, 5 + at), (-1.0, -1.0), "stop", WeightsVersion(0), reward=float(at % 2))
+        for at in range(count)
+    ]
+
+
+class Guard(SkippedUpdates):
+    """Notes what it keeps: the step and its entries."""
+
+    def __init__(self, allowed: int) -> None:
+        self.entries: dict[int, Sequence[Mapping[str, Any]]] = {}
+        super().__init__(
+            RunConfig.model_validate({"seed": 5, "train": {"max_skipped": allowed}}), self.keep, lambda value: value
+        )
+
+    def keep(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> Path:
+        self.entries[step] = skipped
+        return Path("out/skipped/step.json")
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=2, max_size=2), max_size=12), st.integers(0, 5))
+def test_a_run_stops_at_the_first_row_of_skips_that_is_too_long(steps: list[list[bool]], allowed: int) -> None:
+    flat, expected = "".join("s" if skip else "." for skips in steps for skip in skips), None
+    at = flat.find("s" * (allowed + 1))
+    if at >= 0:
+        expected = (at + allowed) // 2
+    guard, batch, stopped = Guard(allowed), pack(rollouts(8)), None
+    for step, skips in enumerate(steps):
+        try:
+            guard.check(step, batch, [SKIPPED if skip else MADE for skip in skips])
+        except RuntimeError:
+            stopped = step
+            break
+    assert stopped == expected
+    end = len(steps) if stopped is None else stopped + 1
+    assert list(guard.entries) == [step for step, skips in enumerate(steps[:end]) if any(skips)]
+
+
+def test_the_sentence_names_the_first_cause_and_an_entry_the_rollouts_of_its_minibatch() -> None:
+    guard, step = Guard(1), rollouts(7)
+    guard.check(4, pack(step), [MADE, replace(SKIPPED, skipped="rank 3: the first"), MADE])
+    (entry,) = guard.entries[4]
+    assert (entry["minibatch"], entry["cause"], entry["ranks"]) == (1, "rank 3: the first", [{"rank": 1}])
+    parts = list(minibatches(pack(step), 3, seed=5, step=4))
+    assert torch.equal(pack([step[index] for index in entry["rollouts"]]).tokens_T, parts[1].tokens_T)
+    guard.check(5, pack(step), [MADE, MADE, replace(SKIPPED, skipped="rank 2: the next")])
+    with pytest.raises(RuntimeError) as info:
+        guard.check(6, pack(step), [SKIPPED, SKIPPED, MADE])
+    assert str(info.value) == (
+        "2 optimizer steps in a row were skipped (train.max_skipped = 1) since a number was not finite; the first in step 6, "
+        "mini-batch 3 of 3: rank 2: the next. The weights are as they were before it, and the rollouts are in out/skipped. "
+        "Look there, lower optimizer.lr, or raise train.max_skipped"
+    )
+
+
+def test_skipped_steps_are_counted_and_in_no_mean() -> None:
+    row = summarize(pack(rollouts(4)), [SKIPPED, MADE, SKIPPED])
+    made = summarize(pack(rollouts(4)), [MADE])
+    assert row == {**made, "update/skipped": 2.0}
+    nothing = summarize(pack(rollouts(4)), [SKIPPED])
+    assert nothing["update/skipped"] == 1
+    assert nothing["loss"] != nothing["loss"]
+    assert "entropy/mean" not in nothing
+
+
+@given(st.lists(st.floats(0.1, 100.0), max_size=60), st.floats(1.5, 20.0))
+def test_a_factor_is_of_the_median_of_the_steps_that_stayed(values: list[float], factor: float) -> None:
+    guard = Rollback(RollbackConfig(metric="loss", factor=factor))
+    stayed: list[float] = []
+    for value in values:
+        recent = stayed[-guard.WINDOW :]
+        expected = len(recent) >= guard.LEAST and value > factor * median(recent)
+        assert bool(guard.reason({"loss": value})) == expected
+        if not expected:
+            stayed.append(value)
+
+
+def test_a_metric_that_is_missing_is_a_mistake_unless_the_step_was_skipped() -> None:
+    guard = Rollback(RollbackConfig(metric="kl/reference", above=1.0))
+    assert guard.reason({"loss": float("nan"), "update/skipped": 4.0}) == ""
+    with pytest.raises(
+        ValueError, match=r"train.rollback.metric = kl/reference is no column of a step; there are grad_norm, loss"
+    ):
+        guard.reason({"loss": 1.0, "grad_norm": 1.0})
+    assert Rollback(None).reason({}) == ""
+
+
+QUIET = {"entropy/noise/p99": 1e-6, "ratio/noise/p99": 1e-6, "sequence_ratio/noise/p99": 1e-6}
+
+
+@pytest.mark.parametrize(
+    ("given", "row", "named"),
+    [
+        ({"preset": "tepo"}, {}, []),
+        ({"preset": "tepo"}, QUIET, []),
+        ({"preset": "tepo"}, QUIET | {"entropy/noise/p99": 0.1}, []),  # auto goes with it
+        ({"preset": "tepo", "kl_mask": {"tolerance": 0.05}}, QUIET | {"entropy/noise/p99": 0.04}, []),
+        ({"preset": "tepo", "kl_mask": {"tolerance": 0.05}}, QUIET | {"entropy/noise/p99": 0.06}, ["kl_mask.tolerance = 0.05"]),
+        ({"preset": "grpo"}, QUIET | {"entropy/noise/p99": 9.0, "sequence_ratio/noise/p99": 9.0}, []),
+        ({"preset": "gspo"}, QUIET | {"sequence_ratio/noise/p99": 3.5e-4}, ["trust_region.low = 0.0003"]),
+        ({"preset": "gspo"}, QUIET | {"sequence_ratio/noise/p99": 1e-3}, ["trust_region.low", "trust_region.high"]),
+        ({"preset": "grpo"}, QUIET | {"ratio/noise/p99": 0.3}, ["trust_region.low", "trust_region.high"]),
+    ],
+)
+def test_bounds_below_the_noise_are_named(given: dict[str, Any], row: dict[str, float], named: list[str]) -> None:
+    said = list(below_the_noise(ObjectiveConfig.model_validate(given), row))
+    assert len(said) == len(named)
+    assert all(name in sentence for name, sentence in zip(named, said, strict=True))
+
+
+LENGTH = {"scale": "length", "low": 0.03, "high": 0.03}
+AUTO = {"scale": "length", "low": "auto", "high": "auto"}
+
+
+def sentences(region: dict[str, Any], share: float, *, sigma: float = 0.02, steps: int = 12) -> list[tuple[int, str]]:
+    """Half of the tokens with A < 0 and half with A > 0 moved by 0.01, 0.02, … 1."""
+    watch = ClipWatch(ObjectiveConfig(trust_region=region))
+    counts = count_moves(torch.arange(1, 101) / 100, torch.ones(100, dtype=torch.bool))
+    update = UpdateResult(0.0, 1.0, 1e-6, {}, {}, moves=torch.stack([counts, counts]))
+    rows = [{"clip/share": share, "ratio/sigma": sigma}] * steps
+    return [(step, text) for step, row in enumerate(rows, start=1) if (text := watch.note(row, [update, update]))]
+
+
+@pytest.mark.parametrize("region", [{"low": 3e-4}, LENGTH, AUTO])
+def test_a_clip_that_takes_more_than_a_quarter_is_reported_once_with_the_range_for_a_tenth(region: dict[str, Any]) -> None:
+    ((step, text),) = sentences(region, 0.26)
+    assert step == 5
+    assert text.startswith("more than 25% of the tokens")
+    assert "low = 0.91, high = 0.91 would clip a tenth" in text
+    assert not sentences(region, 0.26, steps=4)
+    assert not sentences(region, 0.24)
+
+
+def test_a_range_that_nothing_reaches_is_reported_where_it_follows_the_length() -> None:
+    ((_, text),) = sentences(LENGTH, 0.0)
+    assert text.startswith("no response has reached the clip range")
+    assert not sentences({"low": 3e-4}, 0.0)
+
+
+def test_auto_bounds_without_a_spread_are_reported() -> None:
+    ((_, text),) = sentences(AUTO, 0.0, sigma=0.0)
+    assert "set a higher optimizer.lr" in text
+    assert not sentences(LENGTH, 0.0, sigma=0.0)
