@@ -93,9 +93,8 @@ class NewRun:
         self._split = _ask_split(path, split, "--split", default=None)
         columns: list[str] = []
         if not path.startswith("builtin:"):
-            data = DataFiles.find(Path(path).expanduser(), self._split or None)
-            named = data.columns()
-            columns = list(next((row.written for row in data.rows()), ())) if named is None else named
+            rows = DataFiles.find(Path(path).expanduser(), self._split or None).rows()
+            columns = list(next((row.written for row in rows), ()))
         fields: dict[str, str] = {}
         for field, value, usual in (("prompt", prompt, {"prompt", "messages"}), ("answer", answer, {"answer"})):
             if value is not None or (columns and not usual & set(columns)):

@@ -38,7 +38,7 @@ def test_an_agent_on_openais_client_trains_on_what_was_sampled_and_on_nothing_el
     for rollout in episodes:
         problem = problems[rollout.problem_id]
         assert rollout.loss_mask is not None  # what the agent says first is behind the prompt, the token that texts begin with
-        assert rollout.prompt_ids.tolist() == [tokenizer.bos_id]
+        assert rollout.prompt_ids.tolist() == tokenizer.prompt_ids("")
         told, reward, turns = tokenizer.encode(problem.prompt), 0.0, 0
         for at in re.finditer("m+|c+", "".join("m" if own else "c" for own in rollout.loss_mask.tolist())):
             ids = rollout.response_ids[at.start() : at.end()].tolist()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
@@ -220,12 +220,7 @@ def _olympiad_prompt(row: _Row) -> Any:
 
 
 def _olympiad_answer(row: _Row) -> Any:
-    parts = [str(answer).strip().strip("$") for answer in row["final_answer"] or []]
-    return ", ".join(parts)
-
-
-def _humaneval_answer(row: _Row) -> Any:
-    return f"{row['prompt']}{row['canonical_solution']}"
+    return ", ".join(str(answer).strip().strip("$") for answer in row["final_answer"] or [])
 
 
 def _humaneval_tests(row: _Row) -> _Row:
@@ -234,36 +229,24 @@ def _humaneval_tests(row: _Row) -> _Row:
     return {"tests": [f"{row['test']}\ncheck({name})\n"], "setup": before, "entry_point": name, "stub": row["prompt"]}
 
 
-def _mbpp(
-    title: str,
-    file: str,
-    sha256: str,
-    problems: int,
-    *,
-    column: str = "text",
-    setup: _OfRow = lambda row: row["test_setup_code"] or "",
-    samples: int = 4,
-) -> _Benchmark:
-    def prompt(row: _Row) -> Any:
-        tests = "\n".join(row["test_list"])
-        return row[column] and f"{row[column].strip()}\n\nYour code should pass these tests:\n\n{tests}"
-
-    return _Benchmark(
-        title=title,
-        repository="google-research-datasets/mbpp",
-        revision="4bb6404fdc6cacfda99d4ac4205087b89d32030c",
-        file=file,
-        sha256=sha256,
-        problems=problems,
-        prompt=prompt,
-        answer="code",
-        id="task_id",
-        more=lambda row: {"tests": list(row["test_list"]), "setup": setup(row)},
-        verifier="python_tests",
-        samples=samples,
-    )
+def _mbpp_prompt(row: _Row, column: str = "text") -> Any:
+    tests = "\n".join(row["test_list"])
+    return row[column] and f"{row[column].strip()}\n\nYour code should pass these tests:\n\n{tests}"
 
 
+_MBPP = _Benchmark(
+    title="MBPP, test",
+    repository="google-research-datasets/mbpp",
+    revision="4bb6404fdc6cacfda99d4ac4205087b89d32030c",
+    file="full/test-00000-of-00001.parquet",
+    sha256="566fd53060ffba5766dace1d1e2f4c38906781526de222b0dfbdbc325b696c77",
+    problems=500,
+    prompt=_mbpp_prompt,
+    answer="code",
+    id="task_id",
+    more=lambda row: {"tests": list(row["test_list"]), "setup": row["test_setup_code"] or ""},
+    verifier="python_tests",
+)
 BENCHMARKS: Mapping[str, _Benchmark] = {
     "math500": _Benchmark(
         title="MATH-500",
@@ -356,30 +339,27 @@ BENCHMARKS: Mapping[str, _Benchmark] = {
         sha256="2f2871a15fbc95b6c683043359f4ed8e144c5a1c4f24f25f66bc51f598dfcfb6",
         problems=164,
         prompt="prompt",
-        answer=_humaneval_answer,
+        answer=lambda row: f"{row['prompt']}{row['canonical_solution']}",
         id="task_id",
         more=_humaneval_tests,
         verifier="python_tests",
     ),
-    "mbpp": _mbpp(
-        "MBPP, test",
-        "full/test-00000-of-00001.parquet",
-        "566fd53060ffba5766dace1d1e2f4c38906781526de222b0dfbdbc325b696c77",
-        500,
+    "mbpp": _MBPP,
+    "mbpp-sanitized": replace(
+        _MBPP,
+        title="MBPP, sanitized test",
+        file="sanitized/test-00000-of-00001.parquet",
+        sha256="e9e9efa2c0d59ef5e55537a9d126b8f875d5ac010a8d75628d76824884e15850",
+        problems=257,
+        prompt=partial(_mbpp_prompt, column="prompt"),
+        more=lambda row: {"tests": list(row["test_list"]), "setup": "\n".join(row["test_imports"] or [])},
     ),
-    "mbpp-sanitized": _mbpp(
-        "MBPP, sanitized test",
-        "sanitized/test-00000-of-00001.parquet",
-        "e9e9efa2c0d59ef5e55537a9d126b8f875d5ac010a8d75628d76824884e15850",
-        257,
-        column="prompt",
-        setup=lambda row: "\n".join(row["test_imports"] or []),
-    ),
-    "mbpp-train": _mbpp(
-        "MBPP, training part",
-        "full/train-00000-of-00001.parquet",
-        "09d125ca31edacb7800be8c67c45abff618faf0214ff551291817d06bdb914ae",
-        374,
+    "mbpp-train": replace(
+        _MBPP,
+        title="MBPP, training part",
+        file="full/train-00000-of-00001.parquet",
+        sha256="09d125ca31edacb7800be8c67c45abff618faf0214ff551291817d06bdb914ae",
+        problems=374,
         samples=1,
     ),
 }

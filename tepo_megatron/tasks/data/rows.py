@@ -6,8 +6,7 @@ import csv
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -47,41 +46,33 @@ class DataFiles:
         """Takes a file, a folder of ``save_to_disk``, or one with files named by their split
         (``data/train-00000-of-00002.parquet``). Raises ValueError.
         """
+        splits = cls.splits(path)
+        if split is None and len(splits) > 1:
+            raise ValueError(
+                f"the data set {path} has the splits {', '.join(splits)}; say which one: data.train=[{{path: {path}, split: "
+                f"{splits[0]}}}]"
+            )
+        if split is not None and split not in splits:
+            raise ValueError(f"the data set {path} has no split {split}; it has {', '.join(splits) or 'none: leave it out'}")
+        chosen = split or "".join(splits)
         if path.is_file():
-            if split is not None:
-                raise ValueError(f"the data file {path} is one file, and split = {split} is for a folder; leave it out")
             return cls(_format_of(path), (path,), str(path), path.stem)
-        if not path.is_dir():
-            raise ValueError(f"the data file {path} does not exist")
-        if (path / "dataset_dict.json").is_file():
-            return _saved(path / _choose(path, _saved_splits(path), split))
-        if (path / "state.json").is_file():
-            if split is not None:
-                raise ValueError(f"the data set {path} has no splits; leave split = {split} out")
-            return _saved(path)
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            return _saved(path / chosen)
         form, by_split = _files_by_split(path)
-        chosen = _choose(path, list(by_split), split)
         return cls(form, tuple(by_split[chosen]), f"{path} ({chosen})", chosen)
 
     @staticmethod
     def splits(path: Path) -> list[str]:
-        """Raises ValueError if there is no data."""
-        if path.is_dir() and (path / "dataset_dict.json").is_file():
-            return _saved_splits(path)
-        if path.is_dir() and not (path / "state.json").is_file():
-            return list(_files_by_split(path)[1])
-        DataFiles.find(path)
-        return []
-
-    def columns(self) -> list[str] | None:
-        """None for JSON, since rows may differ."""
-        if self.format in ("json", "list"):
-            return None
-        if self.format == "csv":
-            with _csv_lines(self.paths[0]) as (columns, _):
-                return columns
-        with _readable(self.paths[0], self.format):
-            return _open(self.paths[0], self.format)[0]
+        """Empty for a file and for data that are not split. Raises ValueError if there is no data."""
+        if not path.exists():
+            raise ValueError(f"the data file {path} does not exist")
+        if (path / "dataset_dict.json").is_file():
+            splits = _json(path / "dataset_dict.json").get("splits")
+            if not isinstance(splits, list) or not splits:
+                raise ValueError(f"{path / 'dataset_dict.json'} names no split; save the data set again")
+            return [str(name) for name in splits]
+        return [] if path.is_file() or (path / "state.json").is_file() else list(_files_by_split(path)[1])
 
     def rows(self) -> Iterator[DataRow]:
         """Raises ValueError, with file and line."""
@@ -93,19 +84,26 @@ class DataFiles:
             yield from read(path)
 
     def _arrow_rows(self) -> Iterator[DataRow]:
+        import pyarrow.ipc
+        import pyarrow.parquet
+
+        binary = (pyarrow.types.is_binary, pyarrow.types.is_large_binary, pyarrow.types.is_fixed_size_binary)
         number = 0
         for path in self.paths:
-            with _readable(path, self.format):
-                columns, batches = _open(path, self.format)
+            try:
+                opened: Any = pyarrow.parquet.ParquetFile(path) if self.format == "parquet" else None
+                batches = pyarrow.ipc.open_stream(path.open("rb")) if opened is None else opened.iter_batches()
+                schema = batches.schema if opened is None else opened.schema_arrow
+                columns = [field.name for field in schema if not any(is_raw(field.type) for is_raw in binary)]
                 for batch in batches:
-                    try:
-                        entries = batch.select(columns).to_pylist()
-                    except UnicodeDecodeError as error:
-                        rows = f"rows {number + 1} to {number + batch.num_rows}"
-                        raise ValueError(f"{self.name}, one of the {rows}: text that is not UTF-8; save it as UTF-8") from error
-                    for entry in entries:
+                    for entry in batch.select(columns).to_pylist():
                         number += 1
                         yield DataRow(f"{self.name}, row {number}", f"{self.stem}:{number}", _plain(entry))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{self.name}, after row {number}: text that is not UTF-8; save it as UTF-8") from error
+            except (pyarrow.ArrowException, OSError) as error:
+                why = str(error).splitlines()[0] if str(error) else type(error).__name__
+                raise ValueError(f"{path} cannot be read as {self.format.capitalize()}: {why}") from error
 
 
 def file_digest(path: Path) -> str:
@@ -138,22 +136,7 @@ def _list_rows(path: Path) -> Iterator[DataRow]:
 
 
 def _csv_rows(path: Path) -> Iterator[DataRow]:
-    with _csv_lines(path) as (columns, reader):
-        line = reader.line_num + 1
-        for cells in reader:
-            if cells:  # not a blank line
-                if len(cells) != len(columns):
-                    raise ValueError(
-                        f"{path}:{line}: {len(cells)} columns, and the first line names {len(columns)} ({', '.join(columns)}); "
-                        "put text with a comma, a semicolon or a line break in it between double quotes"
-                    )
-                yield DataRow(f"{path}:{line}", f"{path.stem}:{line}", dict(zip(columns, cells, strict=True)))
-            line = reader.line_num + 1
-
-
-@contextmanager
-def _csv_lines(path: Path) -> Iterator[tuple[list[str], Any]]:
-    """Yields columns and the reader. The delimiter is the most frequent of comma, semicolon and tab in the header."""
+    """The delimiter is the most frequent of comma, semicolon and tab in the first line."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
             header = file.readline()
@@ -163,7 +146,16 @@ def _csv_lines(path: Path) -> Iterator[tuple[list[str], Any]]:
             if not all(columns) or len(set(columns)) < len(columns):
                 named = ", ".join(map(repr, columns))
                 raise ValueError(f"{path}:1: the first line of a CSV file names each column once; this one has {named}")
-            yield columns, reader
+            line = reader.line_num + 1
+            for cells in reader:
+                if len(cells) not in (0, len(columns)):
+                    raise ValueError(
+                        f"{path}:{line}: {len(cells)} columns, and the first line names {len(columns)} ({', '.join(columns)}); "
+                        "put text with a comma, a semicolon or a line break in it between double quotes"
+                    )
+                if cells:  # not a blank line
+                    yield DataRow(f"{path}:{line}", f"{path.stem}:{line}", dict(zip(columns, cells, strict=True)))
+                line = reader.line_num + 1
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8 text (byte {error.start + 1}); save the file as UTF-8") from error
         except csv.Error as error:
@@ -185,32 +177,6 @@ def _decode(data: bytes, place: str, of: str) -> tuple[str, Any]:
         raise ValueError(f"{place}: nested too deeply to be read") from error
 
 
-def _open(path: Path, form: str) -> tuple[list[str], Iterable[Any]]:
-    """Returns columns and batches of rows."""
-    import pyarrow.ipc
-    import pyarrow.parquet
-
-    if form == "parquet":
-        opened = pyarrow.parquet.ParquetFile(path)
-        schema, batches = opened.schema_arrow, opened.iter_batches()
-    else:
-        batches = stream = pyarrow.ipc.open_stream(path.open("rb"))
-        schema = stream.schema
-    binary = (pyarrow.types.is_binary, pyarrow.types.is_large_binary, pyarrow.types.is_fixed_size_binary)
-    return [field.name for field in schema if not any(is_raw(field.type) for is_raw in binary)], batches
-
-
-@contextmanager
-def _readable(path: Path, form: str) -> Iterator[None]:
-    import pyarrow
-
-    try:
-        yield
-    except (pyarrow.ArrowException, OSError) as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{path} cannot be read as {form.capitalize()}: {why}") from error
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
@@ -221,13 +187,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Decimal | timedelta):
         return str(value)
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
-
-
-def _saved_splits(folder: Path) -> list[str]:
-    splits = _json(folder / "dataset_dict.json").get("splits")
-    if not isinstance(splits, list) or not splits:
-        raise ValueError(f"{folder / 'dataset_dict.json'} names no split; save the data set again")
-    return [str(name) for name in splits]
 
 
 def _saved(folder: Path) -> DataFiles:
@@ -257,19 +216,6 @@ def _files_by_split(folder: Path) -> tuple[_Format, dict[str, list[Path]]]:
         f"the data path {folder} is a folder without a data set: neither dataset_dict.json nor state.json, as save_to_disk of "
         "datasets writes them, nor files such as train.parquet, train.jsonl or train.csv"
     )
-
-
-def _choose(folder: Path, splits: list[str], split: str | None) -> str:
-    if split is None and len(splits) == 1:
-        return splits[0]
-    if split is None:
-        raise ValueError(
-            f"the data set {folder} has the splits {', '.join(splits)}; say which one: data.train=[{{path: {folder}, split: "
-            f"{splits[0]}}}]"
-        )
-    if split not in splits:
-        raise ValueError(f"the data set {folder} has no split {split}; it has {', '.join(splits)}")
-    return split
 
 
 def _format_of(path: Path) -> _Format:

@@ -66,29 +66,24 @@ def read_sources(config: DataConfig, field: Literal["train", "heldout"], tokeniz
 
 def read_source(config: DataConfig, source: SourceConfig, tokenizer: Tokenizer, *, name: str = "") -> Source:
     """``name`` becomes the problems' ``source``."""
-    filters, bound = load_filters(source.filter or ()), config.max_prompt_tokens
+    filters, bound = _load_filters(source.filter or ()), config.max_prompt_tokens
     prompts = []
     for problem in load_problems(source):
-        named, cause = replace(problem, source=name), _refused_by(filters, problem)
+        cause = next((f"{FILTER} {called}" for called, keeps in filters.items() if not keeps(problem)), None)
         tokens = len(encode_prompt(tokenizer, problem)) if cause is None else 0
-        too_long = TOO_LONG if bound is not None and tokens > bound else None
-        prompts.append(Prompt(named, tokens, too_long if cause is None else f"{FILTER} {cause}"))
+        if bound is not None and tokens > bound:
+            cause = TOO_LONG
+        prompts.append(Prompt(replace(problem, source=name), tokens, cause))
     completed = Source(name, source.path, prompts)
-    _check_some_are_left(config, completed)
-    return completed
-
-
-def _check_some_are_left(config: DataConfig, source: Source) -> None:
-    if source.used:
-        return
-    lengths = [prompt.tokens for prompt in source.prompts if prompt.left_out == TOO_LONG]
-    if len(lengths) == len(source.prompts):
+    if completed.left_out.get(TOO_LONG) == len(prompts):
         raise ValueError(
-            f"data.max_prompt_tokens = {config.max_prompt_tokens} leaves no problem of {source.path}: the shortest of "
-            f"{len(lengths)} prompts has {min(lengths)} tokens; raise it"
+            f"data.max_prompt_tokens = {bound} leaves no problem of {source.path}: the shortest of {len(prompts)} prompts has "
+            f"{min(prompt.tokens for prompt in prompts)} tokens; raise it"
         )
-    causes = ", ".join(f"{count} {cause}" for cause, count in source.left_out.most_common())
-    raise ValueError(f"none of the {len(source.prompts)} problems of {source.path} is left: {causes}; change data.filter")
+    if not completed.used:
+        causes = ", ".join(f"{count} {cause}" for cause, count in completed.left_out.most_common())
+        raise ValueError(f"none of the {len(prompts)} problems of {source.path} is left: {causes}; change data.filter")
+    return completed
 
 
 def _check_ids(sources: Sequence[Source]) -> None:
@@ -103,28 +98,34 @@ def _check_ids(sources: Sequence[Source]) -> None:
                 )
 
 
-_Keeps = Callable[[Problem], Any]
+_OfProblem = Callable[[Problem], Any]
 
 
-def load_filters(names: Sequence[str]) -> dict[str, _Keeps]:
-    builtin: dict[str, _Keeps] = {"unique": _Unique(), "number": _has_number}
-    return {name.rpartition(":")[2]: builtin.get(name) or load_user_code(name, f"data.filter: {name}") for name in names}
+def _load_filters(names: Sequence[str]) -> dict[str, _OfProblem]:
+    seen: set[object] = set()
+
+    def unique(problem: Problem) -> bool:
+        known = len(seen)
+        seen.add(problem.messages or problem.prompt)
+        return len(seen) > known
+
+    builtin = {"unique": unique, "number": lambda problem: any(character.isdigit() for character in problem.answer)}
+    return {name.rpartition(":")[2]: builtin.get(name) or _load_filter(name) for name in names}
 
 
-def _refused_by(filters: Mapping[str, _Keeps], problem: Problem) -> str | None:
-    for name, keeps in filters.items():
-        verdict = _call(keeps, f"the filter {name} (data.filter)", problem)
+def _load_filter(name: str) -> _OfProblem:
+    keeps, what = load_user_code(name, f"data.filter: {name}"), f"the filter {name.rpartition(':')[2]} (data.filter)"
+
+    def checked(problem: Problem) -> bool:
+        verdict = _call(keeps, what, problem)
         if not isinstance(verdict, bool):
-            raise ValueError(
-                f"the filter {name} (data.filter) returned {verdict!r} for problem {problem.id!r}; return True to keep it, or "
-                "False"
-            )
-        if not verdict:
-            return name
-    return None
+            raise ValueError(f"{what} returned {verdict!r} for problem {problem.id!r}; return True to keep it, or False")
+        return verdict
+
+    return checked
 
 
-def _call(function: Callable[[Problem], Any], what: str, problem: Problem) -> Any:
+def _call(function: _OfProblem, what: str, problem: Problem) -> Any:
     try:
         return function(problem)
     except Exception as error:
@@ -140,28 +141,11 @@ def _order_keys(name: str, problems: Sequence[Problem]) -> list[float] | None:
     if name == "shortest_first":
         return [float(len(problem.prompt)) for problem in problems]
     function = load_user_code(name, f"data.order: {name}")
-    keys = []
-    for problem in problems:
-        key = _call(lambda item: float(function(item)), f"data.order = {name}", problem)
+    keys = [_call(lambda item: float(function(item)), f"data.order = {name}", problem) for problem in problems]
+    for problem, key in zip(problems, keys, strict=True):
         if not math.isfinite(key):
             raise ValueError(f"data.order = {name} returned {key} for problem {problem.id!r}; return a finite number")
-        keys.append(key)
     return keys
-
-
-class _Unique:
-    def __init__(self) -> None:
-        self._seen: set[object] = set()
-
-    def __call__(self, problem: Problem) -> bool:
-        key = problem.messages or problem.prompt
-        first = key not in self._seen
-        self._seen.add(key)
-        return first
-
-
-def _has_number(problem: Problem) -> bool:
-    return any(character.isdigit() for character in problem.answer)
 
 
 def make_sampler(problems: Sequence[Problem], config: DataConfig, seed: int) -> ProblemSampler:

@@ -43,15 +43,12 @@ class Tokenizer(ABC):
     pad its vocabulary.
     """
 
-    def __init__(self, folder: Path, *, size: int, special: Iterable[int], **ids: int | None) -> None:
-        """``ids``: bos, eos, pad, unk."""
-        self._folder, self.vocab_size = folder, size
-        self.bos_id, self.unk_id = ids["bos"], ids["unk"]
-        eos = [] if ids["eos"] is None else [ids["eos"]]
-        self.eos_ids = tuple(dict.fromkeys(eos + generation_end_ids(folder)))
+    def __init__(self, folder: Path, *, size: int, special: Iterable[int], end: int | None, unknown: int | None) -> None:
+        self._folder, self.vocab_size, self.unk_id = folder, size, unknown
+        ends = [*([] if end is None else [end]), *generation_end_ids(folder)]
+        self.eos_ids = tuple(dict.fromkeys(ends))
         if not self.eos_ids:
             raise ValueError(f"the tokenizer in {folder} has no end token; set eos_token in tokenizer_config.json")
-        self.pad_id = self.eos_ids[0] if ids["pad"] is None else ids["pad"]
         self._special = (set(special) - {self.unk_id}) | set(self.eos_ids)  # some have one token for end and unknown
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
@@ -177,12 +174,11 @@ class _SentencePieceTokenizer(Tokenizer):
 
         with _reading(folder):
             self._model = model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-        numbers = {"bos": model.bos_id(), "eos": model.eos_id(), "pad": model.pad_id(), "unk": model.unk_id()}
-        ids = {name: token if token >= 0 else None for name, token in numbers.items()}
         size: int = model.vocab_size()
-        super().__init__(folder, size=size, special=(i for i in range(size) if model.is_control(i)), **ids)
+        begin, end, unknown = (token if token >= 0 else None for token in (model.bos_id(), model.eos_id(), model.unk_id()))
+        super().__init__(folder, size=size, special=filter(model.is_control, range(size)), end=end, unknown=unknown)
         adds_begin = _read_json(folder / "tokenizer_config.json").get("add_bos_token", True)
-        self._begin = [self.bos_id] if adds_begin and self.bos_id is not None else []
+        self._begin = [begin] if adds_begin and begin is not None else []
 
     def prompt_ids(self, text: str, *, special_tokens: bool = False) -> list[int]:
         return self._begin + self.encode(text, special_tokens=special_tokens)
@@ -212,8 +208,8 @@ class _HuggingFaceTokenizer(Tokenizer):
             self._model: Any = loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         model, added = self._model, dict[int, Any](self._model.added_tokens_decoder)
         special = {i: str(token) for i, token in added.items() if token.special}
-        ids = {name: getattr(model, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")}
-        super().__init__(folder, size=max(len(model), max(added, default=-1) + 1), special=special, **ids)
+        size = max(len(model), max(added, default=-1) + 1)
+        super().__init__(folder, size=size, special=special, end=model.eos_token_id, unknown=model.unk_token_id)
         longest_first = sorted(special.values(), key=len, reverse=True)
         self._special_texts = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 

@@ -41,16 +41,11 @@ def test_noise_free_examples_are_right_and_reproducible(seed: int, n: int) -> No
     assert all(_value(prompt) == int(response.split()[-1]) for prompt, response in examples)
 
 
-@given(seed=st.integers(0, 2**32))
-def test_every_slip_ends_in_a_wrong_answer(seed: int) -> None:
-    examples = addition.supervised_examples(200, 1.0, seed)
-    assert all(_value(prompt) != int(response.split()[-1]) for prompt, response in examples)
-
-
-def test_noise_is_the_share_of_wrong_solutions() -> None:
-    examples = addition.supervised_examples(7900, 0.3, 0)
+@given(seed=st.integers(0, 2**32), noise=st.sampled_from([0.3, 1.0]))
+def test_noise_is_the_share_of_wrong_solutions(seed: int, noise: float) -> None:
+    examples = addition.supervised_examples(2000, noise, seed)
     wrong = sum(_value(prompt) != int(response.split()[-1]) for prompt, response in examples)
-    assert abs(wrong / 7900 - 0.3) < 0.03  # 5.8 standard deviations
+    assert wrong == 2000 if noise == 1 else abs(wrong / 2000 - 0.3) < 0.08  # 7.8 standard deviations
 
 
 def test_examples_repeat_only_after_all_problems_and_avoid_heldout() -> None:

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,47 +19,42 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_whole_folder(folder: Path) -> None:
-    assert resolve_model_path(str(folder)) == folder
+def write_index(folder: Path, content: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
 
 
-def test_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"org/model-8b does not exist; .*hf download"):
-        resolve_model_path("org/model-8b")
-
-
-def test_all_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no config\.json; it has no weights .*; it has no tokenizer"):
-        resolve_model_path(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("config.json", "has no config.json"), ("model.safetensors", "has no weights"), ("tokenizer.json", "has no tokenizer")],
-)
-def test_one_thing_missing(folder: Path, name: str, message: str) -> None:
-    (folder / name).unlink()
-    with pytest.raises(ValueError, match=message) as error:
-        resolve_model_path(str(folder))
-    assert ";" not in str(error.value)
-
-
-def test_damaged_files(folder: Path) -> None:
+def damage(folder: Path) -> None:
     (folder / "config.json").write_text('{"vocab_size": 6')
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"config\.json is damaged .*; its model\.safetensors is damaged"):
+
+
+INDEX = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors", "c": "model-2.safetensors"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "faults"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), r"it has no config\.json"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "it has no weights .*"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "it has no tokenizer .*"),
+        (damage, r"its config\.json is damaged .*; its model\.safetensors is damaged .*"),
+        (lambda folder: write_index(folder, INDEX), r"1 of 2 weight files are missing \(model-2\.safetensors\)"),
+        (lambda folder: write_index(folder, {}), r"its model\.safetensors\.index\.json is damaged .*"),
+    ],
+)
+def test_all_faults_of_a_folder_are_named(folder: Path, change: Callable[[Path], None], faults: str) -> None:
+    assert resolve_model_path(str(folder)) == folder
+    change(folder)
+    with pytest.raises(ValueError, match=f"cannot be used: {faults}$"):
         resolve_model_path(str(folder))
 
 
-def test_missing_shards(folder: Path) -> None:
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors", "c": "model-2.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"1 of 2 weight files are missing \(model-2\.safetensors\)"):
-        resolve_model_path(str(folder))
-    (folder / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"index\.json is damaged"):
-        resolve_model_path(str(folder))
+def test_what_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"org/model-8b does not exist; .*hf download"):
+        resolve_model_path("org/model-8b")
+    with pytest.raises(ValueError, match=r"no config\.json; it has no weights .*; it has no tokenizer"):
+        resolve_model_path(str(tmp_path))
 
 
 def test_builtin_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,13 +41,6 @@ def test_after_any_number_of_draws_each_source_has_its_share_rounded_down_or_up(
     assert sampler.drawn == draws
 
 
-def test_a_step_has_exactly_its_shares_if_they_are_whole() -> None:
-    for shares, counts in (([3.0, 1.0], {"s0": 6, "s1": 2}), ([0.1, 0.2], {"s0": 1, "s1": 2})):
-        sampler = make(shares)
-        for _ in range(10):
-            assert Counter(problem.source for problem in sampler.next(sum(counts.values()))) == counts
-
-
 @given(shares=weights, count=sizes, seed=st.integers(), draws=st.lists(st.integers(0, 30), max_size=8))
 def test_each_source_comes_in_its_own_passes_however_it_is_drawn(
     shares: list[float], count: int, seed: int, draws: list[int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,17 +67,11 @@ def test_without_noise_programs_are_right_in_several_ways(seed: int) -> None:
     assert 0.5 < sum(program == BY_PROMPT[prompt].answer for prompt, program in examples) / 400 < 0.9
 
 
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=10, deadline=None)
-def test_every_slip_fails_a_test(seed: int) -> None:
-    examples = stack_machine_examples(200, 1.0, seed)
-    assert all(SCORE(BY_PROMPT[prompt], program) == 0 for prompt, program in examples)
-
-
-def test_noise_is_the_share_of_wrong_programs_and_heldout_formulas_are_not_shown() -> None:
-    examples = stack_machine_examples(10_000, 0.3, 0)
+@pytest.mark.parametrize(("noise", "low", "high"), [(0.3, 0.27, 0.33), (1.0, 1.0, 1.0)])  # 6.5 standard deviations
+def test_noise_is_the_share_of_wrong_programs_and_heldout_formulas_are_not_shown(noise: float, low: float, high: float) -> None:
+    examples = stack_machine_examples(10_000, noise, 0)
     wrong = sum(SCORE(BY_PROMPT[prompt], program) == 0 for prompt, program in examples)
-    assert abs(wrong / 10_000 - 0.3) < 0.03  # 6.5 standard deviations
+    assert low <= wrong / 10_000 <= high
     assert len({prompt for prompt, _ in examples}) == 10_000
 
 
