@@ -72,14 +72,15 @@ def evaluate_all(
             results.append(_evaluate(of, generate, tokenizer, pools[of.verifier], seed(f"evaluate/{of.name}")))
     everything = results if plain is None else [plain, *results]
     greedy = [] if plain is None else [problem.greedy for problem in plain.problems if problem.greedy is not None]
+    errors = [error for result in everything for error in result.errors]
     return EvaluationResult(
         metrics={name: value for result in everything for name, value in result.metrics.items()},
         k=settings.samples if greedy else 0,
         num_problems=len(greedy),
         mean_response_len=fmean(response.num_tokens for response in greedy) if greedy else 0.0,
-        failures=sum(result.failures for result in everything),
+        failures=len(errors),
         samples=[row for result in everything for row in result.samples],
-        first_failure=next((result.first_failure for result in everything if result.failures), None),
+        first_failure=errors[0] if errors else None,
         sets=tuple(results),
     )
 
@@ -105,9 +106,9 @@ class EvaluationResult:
 
     @property
     def warnings(self) -> list[str]:
-        heldout = self.failures - sum(result.failures for result in self.sets)
+        heldout = self.failures - sum(len(result.errors) for result in self.sets)
         counts = [("evaluation", heldout, self.first_failure)]
-        counts += [(f"evaluation of {result.name}", result.failures, result.first_failure) for result in self.sets]
+        counts += [(f"evaluation of {item.of.name}", len(item.errors), next(iter(item.errors), None)) for item in self.sets]
         return [
             f"{what}: {count} responses could not be scored; they count as wrong; the first: {cause}"
             for what, count, cause in counts
@@ -164,14 +165,41 @@ class _ProblemResult:
 
 @dataclass(frozen=True)
 class SetResult:
-    """``metrics``: ``eval/NAME/…``, means over the problems that have the figure. ``samples``: rows of ``samples.jsonl``."""
-
-    name: str
+    of: EvaluationSet
     problems: Sequence[_ProblemResult]
-    metrics: dict[str, float]
-    failures: int
-    first_failure: str | None
-    samples: list[dict[str, Any]]
+
+    @property
+    def errors(self) -> list[str]:
+        """Of responses that could not be scored."""
+        results = [response.result for problem in self.problems for response in problem.responses]
+        return [result.error for result in results if result.error is not None]
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Rows of ``samples.jsonl``."""
+        named = {"set": self.of.name} if self.of.name else {}
+        return [{**named, **problem.row()} for problem in self.problems[: self.of.show]]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means over the problems that have the figure, as ``eval/NAME/…``."""
+        means = {name: fmean(values) for name, values in self.figures.items()}
+        if self.of.name:
+            return {f"eval/{self.of.name}/{name}": mean for name, mean in (means | {"failed": float(len(self.errors))}).items()}
+        shown = {
+            "accuracy/greedy": "greedy",
+            "accuracy/avg@k": f"avg@{self.of.samples}",
+            "accuracy/pass@k": f"pass@{self.of.samples}",
+            "heldout/reward_greedy": "reward_greedy",
+            "heldout/reward_sampled": "reward_sampled",
+        }
+        return {metric: means[name] for metric, name in shown.items() if name in means}
+
+    @property
+    def figures(self) -> dict[str, list[float]]:
+        """Name → the values of the problems that have it."""
+        names = dict.fromkeys(name for problem in self.problems for name in problem.figures)
+        return {name: [problem.figures[name] for problem in self.problems if name in problem.figures] for name in names}
 
 
 def load_sets(config: RunConfig, tokenizer: Tokenizer, names: Iterable[str] | None = None) -> list[EvaluationSet]:
@@ -258,16 +286,7 @@ def _evaluate(of: EvaluationSet, generate: SampleGroups, tokenizer: Tokenizer, p
         _ProblemResult(problem, one, several, _figures(of, one, several, tally))
         for problem, one, several, tally in zip(of.problems, greedy, sampled, tallies, strict=True)
     ]
-    errors = [response.result.error for result in results for response in result.responses if response.result.error is not None]
-    named = {"set": of.name} if of.name else {}
-    return SetResult(
-        of.name,
-        results,
-        _metrics(of, results, len(errors)),
-        len(errors),
-        errors[0] if errors else None,
-        [{**named, **result.row()} for result in results[: of.show]],
-    )
+    return SetResult(of, results)
 
 
 def _score_groups(
@@ -312,18 +331,3 @@ def _figures(of: EvaluationSet, greedy: Scored | None, sampled: Sequence[Scored]
     results["response_len"] = fmean(response.num_tokens for response in responses)
     results["truncated"] = fmean(response.finish_reason == "length" for response in responses)
     return results
-
-
-def _metrics(of: EvaluationSet, results: Sequence[_ProblemResult], failed: int) -> dict[str, float]:
-    names = dict.fromkeys(name for result in results for name in result.figures)
-    means = {name: fmean(result.figures[name] for result in results if name in result.figures) for name in names}
-    if of.name:
-        return {f"eval/{of.name}/{name}": mean for name, mean in (means | {"failed": float(failed)}).items()}
-    shown = {
-        "accuracy/greedy": "greedy",
-        "accuracy/avg@k": f"avg@{of.samples}",
-        "accuracy/pass@k": f"pass@{of.samples}",
-        "heldout/reward_greedy": "reward_greedy",
-        "heldout/reward_sampled": "reward_sampled",
-    }
-    return {metric: means[name] for metric, name in shown.items() if name in means}

@@ -11,7 +11,7 @@ from typing import Any
 
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.evaluate.estimators import Interval, bootstrap
-from tepo_megatron.tasks.evaluate.evaluation import EvaluationSet, SetResult
+from tepo_megatron.tasks.evaluate.evaluation import SetResult
 
 RESULTS = "results"  # folder in the output of tepo eval
 
@@ -27,19 +27,15 @@ def interval(figure: str, values: Sequence[float]) -> Interval:
     return bootstrap(values, share=figure in ("greedy", "truncated") or "@" in figure)
 
 
-def write_results(folder: Path, of: EvaluationSet, result: SetResult, *, model: Path | str, seed: int) -> dict[str, Interval]:
+def write_results(folder: Path, result: SetResult, *, model: Path | str, seed: int) -> dict[str, Interval]:
     """``NAME.json``: settings, figures and intervals. ``NAME.jsonl``: problems with responses. Returns the intervals."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = []
+    of, lines = result.of, []
     for problem in result.problems:
         row = {**problem.row(), "digest": _problem_digest(problem.problem), "figures": problem.figures}
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     (folder / f"{of.name}.jsonl").write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
-    names = dict.fromkeys(name for problem in result.problems for name in problem.figures)
-    intervals = {
-        name: interval(name, [problem.figures[name] for problem in result.problems if name in problem.figures])
-        for name in names
-    }
+    intervals = {name: interval(name, values) for name, values in result.figures.items()}
     settings = {
         "model": str(model),
         "problems": len(of.problems),
@@ -55,7 +51,7 @@ def write_results(folder: Path, of: EvaluationSet, result: SetResult, *, model: 
         "seed": seed,
     }
     figures = {name: asdict(value) for name, value in intervals.items()}
-    summary = {"set": of.name, "settings": settings, "figures": figures, "failed": result.failures}
+    summary = {"set": of.name, "settings": settings, "figures": figures, "failed": len(result.errors)}
     (folder / f"{of.name}.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return intervals
 

@@ -26,7 +26,6 @@ from tepo_megatron.tasks.environments.environment_task import open_task
 from tepo_megatron.tasks.evaluate.estimators import Interval
 from tepo_megatron.tasks.evaluate.evaluation import (
     EvaluationResult,
-    EvaluationSet,
     SampleGroups,
     SetResult,
     evaluate_all,
@@ -91,16 +90,13 @@ def evaluate_model(
             )
     stored.unlink(missing_ok=True)  # the results have them
     _write(output, result)
-    intervals = [
-        write_results(output / RESULTS, of, set_result, model=model, seed=config.seed)
-        for of, set_result in zip(chosen, result.sets, strict=True)
-    ]
+    intervals = [write_results(output / RESULTS, item, model=model, seed=config.seed) for item in result.sets]
     if table:
         console = Terminal.of_output()
         if heldout:
             console.print(_table(model, ", ".join(source.path for source in config.data.heldout_sources), result, left_out))
         if chosen:
-            console.print(_sets_table(model, chosen, result.sets, intervals))
+            console.print(_sets_table(model, result.sets, intervals))
     return result
 
 
@@ -155,21 +151,16 @@ def _table(model: Path | str, source: str, result: EvaluationResult, left_out: i
     return table
 
 
-def _sets_table(
-    model: Path | str,
-    sets: Sequence[EvaluationSet],
-    results: Sequence[SetResult],
-    intervals: Sequence[Mapping[str, Interval]],
-) -> Table:
-    table = Table("set", "", "value", "95 %", title=escape(f"{model} on {len(sets)} sets"), title_justify="left")
-    for evaluation_set, result, figures in zip(sets, results, intervals, strict=True):
-        left_out = f" ({evaluation_set.left_out} left out, too long)" if evaluation_set.left_out else ""
-        table.add_row(evaluation_set.name, "problems", f"{len(result.problems)}{left_out}")
+def _sets_table(model: Path | str, results: Sequence[SetResult], intervals: Sequence[Mapping[str, Interval]]) -> Table:
+    table = Table("set", "", "value", "95 %", title=escape(f"{model} on {len(results)} sets"), title_justify="left")
+    for result, figures in zip(results, intervals, strict=True):
+        left_out = f" ({result.of.left_out} left out, too long)" if result.of.left_out else ""
+        table.add_row(result.of.name, "problems", f"{len(result.problems)}{left_out}")
         for name, value in figures.items():
             digits, unit = (".1f", " tokens") if name == "response_len" else (".3f", "")
             table.add_row("", name, f"{value.mean:{digits}}{unit}", f"{value.low:{digits}} to {value.high:{digits}}")
-        if result.failures:
-            table.add_row("", "could not be scored", f"{result.failures}; the first: {escape(str(result.first_failure))}")
+        if errors := result.errors:
+            table.add_row("", "could not be scored", f"{len(errors)}; the first: {escape(errors[0])}")
         table.add_section()
     return table
 

@@ -1,8 +1,13 @@
-"""Held-out problems: accuracies and rewards against verdicts that are drawn."""
+"""Held-out problems and evaluation sets: figures against verdicts that are drawn, settings, turns, and refusals."""
+
+from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Sequence
+import re
+from collections.abc import Callable, Hashable, Sequence
+from hashlib import sha256
 from importlib.resources import files
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,16 +17,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.data import EvaluationSetConfig
+from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.tasks.data import addition
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
-from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, evaluate_all
+from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, EvaluationSet, evaluate_all, load_sets, verifier_pools
 from tepo_megatron.tasks.protocol import RewardResult
+from tepo_megatron.tasks.reward.verifier_task import VerifierTask
 from tepo_megatron.tasks.reward.verifiers import last_word
+from tests.unit.test_extending import section
 
 TOKENIZER = load_tokenizer(Path(str(files("tepo_megatron.tasks.data").joinpath("builtin", "tiny"))))
-PROBLEMS = addition.heldout_problems()[:6]
+PROBLEMS = addition.heldout_problems()[:4]
 
 
 def response(text: str) -> Response:
@@ -29,101 +38,307 @@ def response(text: str) -> Response:
     return Response(ids, (0.0,) * len(ids), "stop", WeightsVersion(0))
 
 
-class FakeSampler:
-    """Answers ``verdicts[problem][sample]`` rightly or wrongly; greedy is right if ``greedy[problem]`` says so."""
+class Answers:
+    """Gives the texts of ``groups[problem]``: greedily the first, sampled the others."""
 
-    def __init__(self, greedy: Sequence[bool], verdicts: Sequence[Sequence[bool]]) -> None:
-        prompts = [tuple(TOKENIZER.prompt_ids(problem.prompt)) for problem in PROBLEMS]
-        self.by_prompt = dict(zip(prompts, zip(PROBLEMS, greedy, verdicts, strict=False), strict=False))
-        self.calls: list[tuple[int, float, int, int]] = []
+    def __init__(self, groups: Sequence[Sequence[str]]) -> None:
+        self.groups = groups
+        self.calls: list[dict[str, Any]] = []
 
-    def __call__(
-        self, prompts: list[tuple[int, ...]], *, n: int, temperature: float, max_new_tokens: int, seed: int
-    ) -> list[list[Response]]:
-        self.calls.append((n, temperature, max_new_tokens, seed))
-        groups = []
-        for problem, greedy, verdicts in (self.by_prompt[prompt] for prompt in prompts):
-            rights = [greedy] if temperature == 0 else verdicts[:n]
-            groups.append([response(f"so {problem.answer if right else '1' + problem.answer}") for right in rights])
-        return groups
+    def __call__(self, prompts: list[tuple[int, ...]], **asked: Any) -> list[list[Response]]:
+        self.calls.append(asked)
+        chosen = slice(1) if asked["temperature"] == 0 else slice(1, None)
+        return [[response(text) for text in group[chosen]] for group in self.groups[: len(prompts)]]
 
 
 class DirectScorer:
     """No verdict on one problem, whatever reward its failure has."""
 
-    def __init__(self, failing: str = "", wrong: float = 0.0, right: float = 1.0, failed: float | None = 2.0) -> None:
-        self.failing, self.reward, self.failed = failing, {0.0: wrong, 1.0: right}, failed
+    def __init__(self, failing: str = "", rewards: Sequence[float] = (0.0, 1.0), failed: float | None = 2.0) -> None:
+        self.failing, self.rewards, self.failed = failing, rewards, failed
 
     def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable]) -> list[RewardResult]:
         failed = RewardResult(self.failed, "problem: no")
-        return [failed if p.id == self.failing else RewardResult(self.reward[last_word(p, text)]) for p, text in items]
+        return [failed if p.id == self.failing else RewardResult(self.rewards[bool(last_word(p, text))]) for p, text in items]
 
 
-def evaluate(size: int, sampler: FakeSampler, scorer: DirectScorer, **settings: Any) -> EvaluationResult:
+def as_set(problems: Sequence[Problem] = PROBLEMS, **changes: Any) -> EvaluationSet:
+    scoring = {"verifier": "last_word", "greedy": True, "samples": 0, "ks": (), "notion": "verifier", "correct_at": 1.0}
+    sampling = {"temperature": 0.6, "max_new_tokens": 24, "truncation": {}, "show": 9}
+    prompts = tuple(tuple(TOKENIZER.prompt_ids(problem.prompt)) for problem in problems)
+    values: dict[str, Any] = {**scoring, **sampling, **changes}
+    return EvaluationSet(name="sums", problems=tuple(problems), prompts=prompts, left_out=0, **values)
+
+
+def evaluate(
+    generate: Any,
+    sets: Sequence[EvaluationSet] = (),
+    scorer: DirectScorer | None = None,
+    heldout: Sequence[Problem] = (),
+    **settings: Any,
+) -> EvaluationResult:
     sampling = {"temperature": 0.7, "max_new_tokens": 24}
-    config = RunConfig.model_validate({"evaluate": settings, "rollout": {"sampling": sampling}})
     return evaluate_all(
-        config,
-        PROBLEMS[:size],
-        (),
-        generate=sampler,
-        generate_heldout=sampler,
+        RunConfig.model_validate({"evaluate": settings, "rollout": {"sampling": sampling}}),
+        heldout,
+        sets,
+        generate=generate,
+        generate_heldout=generate,
         tokenizer=TOKENIZER,
-        pools={None: scorer},
+        pools=dict.fromkeys((None, "last_word"), scorer or DirectScorer()),
         seed=len,
     )
 
 
-@given(data=st.data(), size=st.integers(2, 6), k=st.integers(0, 4), fails=st.booleans(), graded=st.booleans())
-def test_figures_against_the_verdicts(data: st.DataObject, size: int, k: int, fails: bool, graded: bool) -> None:
+@given(data=st.data(), size=st.integers(2, 4), n=st.integers(0, 4), fails=st.booleans(), graded=st.booleans())
+def test_figures_are_means_over_the_problems(data: st.DataObject, size: int, n: int, fails: bool, graded: bool) -> None:
     """A response is correct from ``correct_at`` on; a failed one is wrong and counts in no mean reward."""
-    greedy = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
-    verdicts = data.draw(st.lists(st.lists(st.booleans(), min_size=k, max_size=k), min_size=size, max_size=size))
-    correct_at = data.draw(st.sampled_from([0.2, 0.4, 0.5, 1.0]))
-    reward = {True: 0.5, False: 0.25} if graded else {True: 1.0, False: 0.0}
-    failing = PROBLEMS[0].id if fails else ""
-    scorer = DirectScorer(failing, reward[False], reward[True], None if graded else 2.0)
-    sampler = FakeSampler(greedy, verdicts)
-    result = evaluate(size, sampler, scorer, samples=k, correct_at=correct_at, show=3)
+    problems = PROBLEMS[:size]
+    of_one = st.lists(st.sampled_from(["right", "1", "2", ""]), min_size=n + 1, max_size=n + 1)
+    drawn = data.draw(st.lists(of_one, min_size=size, max_size=size))
+    texts = [[p.answer if text == "right" else text for text in group] for p, group in zip(problems, drawn, strict=True)]
+    correct_at, k = data.draw(st.sampled_from([0.2, 0.4, 0.5, 1.0])), data.draw(st.integers(1, max(1, n)))
+    rewards = (0.25, 0.5) if graded else (0.0, 1.0)
+    scorer = DirectScorer(problems[0].id if fails else "", rewards, None if graded else 2.0)
+    generate = Answers(texts)
+    of = as_set(problems, samples=n, ks=sorted({k, n}) if n else (), notion="text", correct_at=correct_at, show=3)
+    result = evaluate(generate, [of], scorer, problems, samples=n, correct_at=correct_at, show=3)
 
     scored = range(fails, size)
-    correct = {right: reward[right] >= correct_at for right in (True, False)}
+    reward = [[rewards[text == p.answer] for text in group] for p, group in zip(problems, texts, strict=True)]
+    correct = [[number in scored and value >= correct_at for value in reward[number]] for number in range(size)]
+    lengths = [[len(text) + 1 for text in group] for group in texts]
     expected = {
-        "accuracy/greedy": sum(correct[greedy[i]] for i in scored) / size,
-        "heldout/reward_greedy": fmean(reward[greedy[i]] for i in scored),
+        "greedy": fmean(group[0] for group in correct),
+        "reward_greedy": fmean(reward[number][0] for number in scored),
+        "response_len": fmean(fmean(group[1:] or group) for group in lengths),
+        "truncated": 0.0,
+        "failed": fails * (n + 1),
     }
-    if k:
-        expected["heldout/reward_sampled"] = fmean(fmean(reward[right] for right in verdicts[i]) for i in scored)
-        expected["accuracy/avg@k"] = sum(fmean(correct[right] for right in verdicts[i]) for i in scored) / size
-        expected["accuracy/pass@k"] = sum(any(correct[right] for right in verdicts[i]) for i in scored) / size
-    assert result.metrics == pytest.approx(expected)
-    assert sampler.calls == [(1, 0.0, 24, 8)] + ([(k, 0.7, 24, 8)] if k else [])
-    assert (result.k, result.num_problems, result.failures) == (k, size, fails * (k + 1))
-    lengths = [len(f"so {p.answer}") + (not right) + 1 for p, right in zip(PROBLEMS, greedy, strict=False)]
-    assert result.mean_response_len == pytest.approx(fmean(lengths))
-    assert len(result.samples) == min(3, size)
-    for index, row in enumerate(result.samples):
-        problem, right = PROBLEMS[index], greedy[index]
-        assert (row["prompt"], row["answer"], row["problem"]) == (problem.prompt, problem.answer, problem.id)
-        assert row["greedy"]["response"] == f"so {problem.answer if right else '1' + problem.answer}"
-        assert row["greedy"]["correct"] == (index in scored and correct[right])
-        assert ("error" in row["greedy"]) == (index not in scored)
-        assert index not in scored or [sample["reward"] for sample in row["sampled"]] == [reward[v] for v in verdicts[index]]
+    if n:
+        expected["reward_sampled"] = fmean(fmean(reward[number][1:]) for number in scored)
+        expected[f"avg@{n}"] = fmean(fmean(group[1:]) for group in correct)
+        for some in of.ks:
+            expected[f"pass@{some}"] = fmean(fmean(map(any, combinations(group[1:], some))) for group in correct)
+            if some > 1:
+                votes = [list(zip(group[1:], right[1:], strict=True)) for group, right in zip(texts, correct, strict=True)]
+                expected[f"maj@{some}"] = fmean(fmean(map(vote, combinations(group, some))) for group in votes)
+    names = {"greedy": "accuracy/greedy", f"avg@{n}": "accuracy/avg@k", f"pass@{n}": "accuracy/pass@k"}
+    names |= {name: f"heldout/{name}" for name in ("reward_greedy", "reward_sampled")}
+    of_heldout = {names[name]: value for name, value in expected.items() if name in names}
+    assert result.metrics == pytest.approx(of_heldout | {f"eval/sums/{name}": value for name, value in expected.items()})
+    calls = [(1, 0.0, 8), (n, 0.7, 8), (1, 0.0, 13), (n, 0.6, 13)]  # the seeds are lengths of "evaluate" and "evaluate/sums"
+    asked = [(call["n"], call["temperature"], call["seed"]) for call in generate.calls]
+    assert asked == [call for call in calls if call[0]]
+    assert (result.k, result.num_problems, result.failures) == (n, size, 2 * fails * (n + 1))
+    assert result.mean_response_len == pytest.approx(fmean(group[0] for group in lengths))
     assert json.loads(json.dumps(result.samples)) == result.samples
+    shown, of_set = result.samples[: min(3, size)], result.samples[min(3, size) :]
+    assert of_set == [{"set": "sums", **row} for row in shown]
+    for number, row in enumerate(shown):
+        assert (row["prompt"], row["answer"]) == (problems[number].prompt, problems[number].answer)
+        assert (row["greedy"]["response"], row["greedy"]["correct"]) == (texts[number][0], correct[number][0])
+        assert ("error" in row["greedy"]) == (number not in scored)
+        assert number not in scored or [sample["reward"] for sample in row["sampled"]] == reward[number][1:]
+
+
+def vote(responses: Sequence[tuple[str, bool]]) -> float:
+    texts = [text for text, _ in responses if text]
+    winners = {text for text in texts if texts.count(text) == max(map(texts.count, texts))}
+    return fmean(dict(responses)[text] for text in winners) if winners else 0.0
 
 
 def test_the_first_problems_are_used() -> None:
-    result = evaluate(6, FakeSampler([True] * 6, [[True]] * 6), DirectScorer(), problems=3, samples=1)
+    result = evaluate(Answers([["1", "1"]] * 4), heldout=PROBLEMS, problems=3, samples=1)
     assert [row["problem"] for row in result.samples] == [problem.id for problem in PROBLEMS[:3]]
     assert result.num_problems == 3
 
 
 def test_without_any_verdict_there_is_no_mean_reward() -> None:
-    result = evaluate(1, FakeSampler([True], [[True]]), DirectScorer(PROBLEMS[0].id, failed=None), samples=1)
+    scorer = DirectScorer(PROBLEMS[0].id, failed=None)
+    result = evaluate(Answers([["1", "1"]]), scorer=scorer, heldout=PROBLEMS[:1], samples=1)
     assert set(result.metrics) == {"accuracy/greedy", "accuracy/avg@k", "accuracy/pass@k"}
     assert result.warnings == ["evaluation: 2 responses could not be scored; they count as wrong; the first: problem: no"]
 
 
 def test_missing_responses_are_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"4 responses to each of 2 prompts were asked for, .* \[3\] to 2"):
-        evaluate(2, FakeSampler([True] * 2, [[True] * 3] * 2), DirectScorer(), samples=4)
+        evaluate(Answers([["1"] * 4] * 2), heldout=PROBLEMS[:2], samples=4)
+
+
+def test_samples_are_drawn_from_the_sets_own_distribution() -> None:
+    generate = Answers([["1", "1"]] * 4)
+    settings = EvaluationSetConfig.model_validate({"path": "x", "sampling": {"top_p": 0.9, "top_k": 0}})
+    evaluate(generate, [as_set(samples=1, ks=(1,), truncation=settings.sampling.truncation)])
+    greedy, sampled = generate.calls
+    assert "top_p" not in greedy
+    assert (sampled["top_p"], sampled["top_k"]) == (0.9, None), "0 is all"
+    assert "min_p" not in sampled, "what is not given is the run's"
+
+
+def test_cut_responses_and_failures_are_counted() -> None:
+    def generate(prompts: list[tuple[int, ...]], **_asked: Any) -> list[list[Response]]:
+        cut = Response((3, 4), (0.0, 0.0), "length", WeightsVersion(0))
+        return [[cut, response("1")] for _ in prompts]
+
+    (result,) = evaluate(generate, [as_set(greedy=False, samples=2, ks=(2,), notion=None)], DirectScorer(PROBLEMS[0].id)).sets
+    assert (result.metrics["eval/sums/truncated"], result.metrics["eval/sums/failed"]) == (0.5, 2.0)
+    assert result.errors == ["problem: no"] * 2
+    assert not any("greedy" in name or "maj" in name for name in result.metrics)
+    assert "greedy" not in result.samples[0]
+
+
+def test_every_metric_of_a_set_is_in_the_one_table() -> None:
+    result = evaluate(Answers([["1", "1", problem.answer] for problem in PROBLEMS]), [as_set(samples=2, ks=(1, 2))])
+    named = set(re.findall(r"`(eval/[^`]+)`", section("docs/reference/metrics.md", "Every metric")))
+    assert {re.sub(r"@\d+", "@k", name).replace("/sums/", "/NAME/") for name in result.metrics} == named
+
+
+# -- in a run
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> Callable[..., RunConfig]:
+    """A run with two sets beside its held-out problems: sums, scored by the run's verifier, and words, by another."""
+    for name, problems in {"sums": PROBLEMS, "words": PROBLEMS[:2]}.items():
+        lines = [json.dumps({"id": each.id, "prompt": each.prompt, "answer": each.answer}) for each in problems]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    sums = {"path": str(tmp_path / "sums.jsonl"), "samples": 2, "sampling": {"temperature": 0.3, "max_new_tokens": 7}}
+    words = {"path": str(tmp_path / "words.jsonl"), "verifier": "exact", "every": 3, "greedy": False, "problems": 1}
+
+    def make(**evaluate: Any) -> RunConfig:
+        given = {"every": 2, "samples": 1, "problems": 2, "sets": {"sums": sums, "words": words}, **evaluate}
+        return RunConfig.model_validate({"train": {"steps": 7}, "evaluate": given})
+
+    return make
+
+
+def test_what_a_set_does_not_say_is_as_in_the_run(make_config: Callable[..., RunConfig]) -> None:
+    sums, words = load_sets(make_config(), TOKENIZER)
+    assert (sums.temperature, sums.max_new_tokens, sums.samples, sums.ks, sums.greedy) == (0.3, 7, 2, (2,), True)
+    assert (words.temperature, words.max_new_tokens, words.samples, words.ks, words.greedy) == (1.0, 512, 1, (1,), False)
+    assert ([each.verifier for each in (sums, words)], len(sums.problems), len(words.problems)) == (
+        ["last_word", "exact"],
+        4,
+        1,
+    )
+    assert [each.name for each in load_sets(make_config(), TOKENIZER, ["words"])] == ["words"]
+    with pytest.raises(ValueError, match=r"there is no set 'other'; evaluate\.sets has sums, words"):
+        load_sets(make_config(), TOKENIZER, ["other"])
+
+
+@pytest.mark.parametrize(
+    ("majority", "verifier", "notion"),
+    [
+        ("auto", "math", "verifier"),
+        ("auto", "last_word", "verifier"),
+        ("auto", "judge", "text"),
+        ("auto", "mine.py:f", "text"),
+        ("verifier", "mine.py:f", "verifier"),
+        ("text", "math", "text"),
+        ("none", "math", None),
+        ("auto", "python_tests", None),
+        ("auto", "stack_machine", None),
+        ("text", "stack_machine", "text"),
+    ],
+)
+def test_how_answers_of_a_set_are_compared(majority: str, verifier: str, notion: str | None, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(problem, response):\n    return 1.0\n")
+    verifier = str(tmp_path / verifier) if "mine" in verifier else verifier
+    words = {"path": "builtin:addition-heldout", "majority": majority, "verifier": verifier}
+    config = RunConfig.model_validate({"evaluate": {"sets": {"words": words}}, "reward": {"run_code": True}})
+    assert load_sets(config, TOKENIZER)[0].notion == notion
+
+
+def test_a_file_of_another_digest_is_refused(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
+    path = tmp_path / "sums.jsonl"
+    given = {"path": str(path), "sha256": sha256(path.read_bytes()).hexdigest()}
+    assert len(load_sets(make_config(sets={"sums": given}), TOKENIZER)[0].problems) == 4
+    path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(ValueError, match=r"evaluate\.sets\.sums\.sha256 = .* it was changed"):
+        load_sets(make_config(sets={"sums": given}), TOKENIZER)
+
+
+def test_each_set_has_its_turn_and_its_verifier(make_config: Callable[..., RunConfig]) -> None:
+    config = make_config()
+    sets = load_sets(config, TOKENIZER)
+    calls: list[dict[str, Any]] = []
+
+    def generate(prompts: list[tuple[int, ...]], **asked: Any) -> list[list[Response]]:
+        calls.append(asked)
+        by_prompt = dict(zip(sets[0].prompts, sets[0].problems, strict=True))
+        return [[response(f"so {by_prompt[prompt].answer}")] * asked["n"] for prompt in prompts]
+
+    seen = {}
+    with VerifierTask({"": config.reward}) as task, verifier_pools(config, sets, task) as pools:
+        for step in range(8):
+            done = evaluate_all(
+                config,
+                PROBLEMS,
+                sets,
+                step=step,
+                generate=generate,
+                generate_heldout=generate,
+                tokenizer=TOKENIZER,
+                pools=pools,
+                seed=lambda purpose: len(purpose),
+            )
+            seen[step] = done.metrics
+            assert config.evaluate.any_due(step, 7) == bool(done.metrics)
+    assert {step for step, row in seen.items() if "accuracy/greedy" in row} == {0, 2, 4, 6, 7}
+    assert {step for step, row in seen.items() if "eval/sums/greedy" in row} == {0, 2, 4, 6, 7}
+    assert {step for step, row in seen.items() if "eval/words/avg@1" in row} == {0, 3, 6, 7}
+    assert seen[0]["eval/sums/maj@2"] == 1.0
+    assert seen[0]["eval/words/avg@1"] == 0.0, "'so 95' is not exactly '95'"
+    assert len({call["seed"] for call in calls}) == 3
+    assert done.warnings == []
+
+
+def test_a_verifier_that_cannot_score_a_set_is_found_at_the_start(
+    make_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    (tmp_path / "bad.py").write_text("def fails(problem, response):\n    raise RuntimeError('no judge')\n")
+    wrong = {"path": str(tmp_path / "sums.jsonl"), "verifier": f"{tmp_path / 'bad.py'}:fails"}
+    config = make_config(sets={"sums": wrong})
+    cause = r"evaluate\.sets\.sums: .*cannot score the first 4"
+    sets = load_sets(config, TOKENIZER)
+    with (
+        VerifierTask({"": config.reward}) as task,
+        pytest.raises(ValueError, match=cause),
+        verifier_pools(config, sets, task),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"sets": {"a b": {"path": "x"}}}, "'a b' cannot name a set"),
+        ({"sets": {"a": {}}}, "evaluate.sets.a.path: missing"),
+        ({"sets": {"a": {"path": "x", "tempreature": 1}}}, "evaluate.sets.a.tempreature: unknown key"),
+        ({"sets": {"a": {"path": "x", "sampling": {"temprature": 1}}}}, "did you mean evaluate.sets.a.sampling.temperature"),
+        ({"sets": {"a": {"path": "x", "greedy": False, "samples": 0}}}, "leaves nothing to answer"),
+        ({"samples": 0, "sets": {"a": {"path": "x", "greedy": False}}}, "leaves nothing to answer"),
+        ({"samples": 4, "sets": {"a": {"path": "x", "k": [1, 8]}}}, "evaluate.sets.a.k = 8 cannot be estimated from 4 samples"),
+        ({"sets": {"a": {"path": "x", "k": [2, 2]}}}, "k names a number twice"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({"evaluate": wrong}))
+    with pytest.raises(ConfigError) as caught:
+        load_run(path)
+    assert said in str(caught.value)
+
+
+def test_sets_are_enough_to_evaluate_on(tmp_path: Path) -> None:
+    given = ["data.train=mine.jsonl", "evaluate.sets.aime.path=aime.jsonl", "evaluate.sets.aime.every=5"]
+    config = load_run(None, given)
+    assert (config.data.heldout, config.evaluate.every) == (None, 10)
+    path = tmp_path / "resolved.yaml"
+    path.write_text(dump_resolved(config))
+    assert load_run(path) == config
+    assert load_run(None, [*given, "train.save_every=5", "train.keep_best.metric=eval/aime/greedy"]).train.keep_best
+    for metric, why in {"eval/other/greedy": "is not given", "accuracy/greedy": "data.heldout, which is not given"}.items():
+        with pytest.raises(ConfigError, match=why):
+            load_run(None, [*given, "train.save_every=5", f"train.keep_best.metric={metric}"])

@@ -13,7 +13,7 @@ from tepo_megatron.cli.main import app
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data import addition
 from tepo_megatron.tasks.evaluate.results import compare_results, read_results, write_results
-from tests.unit.evaluate.test_sets import Answers, as_set, evaluate_set
+from tests.unit.evaluate.test_evaluate import Answers, as_set, evaluate
 
 PROBLEMS = addition.heldout_problems()[:20]
 
@@ -22,8 +22,8 @@ def write(folder: Path, solved: int, *, problems: list[Problem] = PROBLEMS, temp
     """A model that solves the first ``solved`` problems, in one sample of two and greedily."""
     of = as_set(problems, samples=2, ks=(2,), temperature=temperature)
     right = [problem.answer if number < solved else "no" for number, problem in enumerate(problems)]
-    result = evaluate_set(of, Answers(right, [[text, "no"] for text in right]))
-    write_results(folder / "eval" / "results", of, result, model=folder.name, seed=0)
+    (result,) = evaluate(Answers([[text, text, "no"] for text in right]), [of]).sets
+    write_results(folder / "eval" / "results", result, model=folder.name, seed=0)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
