@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from tepo_megatron.cli.console import AsJson, show_table, user_errors
 from tepo_megatron.runtime.text import echo
@@ -15,15 +16,13 @@ app = typer.Typer()
 @app.command("scores")
 @user_errors()
 def _scores_command(
-    device: Annotated[str, typer.Option("--device", help="cpu (gloo) or cuda (NCCL, a GPU per rank).")] = "cpu",
-    tp: Annotated[int | None, typer.Option("--tp", help="Ranks, each a process of this machine. Default: 2; cuda: 1.")] = None,
-    tokens: Annotated[str, typer.Option("--tokens", help="T, with commas. Default: 1024,4096; cuda: 8192.")] = "",
-    vocab: Annotated[
-        str, typer.Option("--vocab", help="V, with commas. Default: 32000,128256; cuda: 16032,32064,64128,128256.")
-    ] = "",
-    dtype: Annotated[str, typer.Option("--dtype", help="bf16, fp32, with commas. Default: both; cuda: bf16.")] = "",
-    repeats: Annotated[int, typer.Option("--repeats", help="The best counts.")] = 5,
-    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("docs/results/data"),
+    device: Annotated[str, Option(help="cpu (gloo) or cuda (NCCL, a GPU per rank).")] = "cpu",
+    tp: Annotated[int | None, Option(help="Ranks, each a process of this machine. Default: 2; cuda: 1.")] = None,
+    tokens: Annotated[str, Option(help="T, with commas. Default: 1024,4096; cuda: 8192.")] = "",
+    vocab: Annotated[str, Option(help="V, with commas. Default: 32000,128256; cuda: 16032,32064,64128,128256.")] = "",
+    dtype: Annotated[str, Option(help="bf16, fp32, with commas. Default: both; cuda: bf16.")] = "",
+    repeats: Annotated[int, Option(help="The best counts.")] = 5,
+    output: Annotated[Path, Option(help="Folder for the results.")] = Path("docs/results/data"),
     as_json: AsJson = False,
 ) -> None:
     """Time and peak memory of log-prob and entropy with backward, over logits that are sharded over the vocabulary.
@@ -61,14 +60,14 @@ def _scores_command(
 @app.command("reshard")
 @user_errors()
 def _reshard_command(
-    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel size of the trainer.")] = 2,
-    pp: Annotated[int, typer.Option("--pp", help="Pipeline-parallel size of the trainer.")] = 2,
-    server_tp: Annotated[int, typer.Option("--server-tp", help="Tensor-parallel size of each server.")] = 2,
-    servers: Annotated[int, typer.Option("--servers", help="Servers, each with a whole model.")] = 2,
-    layers: Annotated[int, typer.Option("--layers", help="12 make 206 M parameters.")] = 12,
-    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "bfloat16",
-    repeats: Annotated[int, typer.Option("--repeats", help="The best counts.")] = 5,
-    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("docs/results/data"),
+    tp: Annotated[int, Option(help="Tensor-parallel size of the trainer.")] = 2,
+    pp: Annotated[int, Option(help="Pipeline-parallel size of the trainer.")] = 2,
+    server_tp: Annotated[int, Option(help="Tensor-parallel size of each server.")] = 2,
+    servers: Annotated[int, Option(help="Servers, each with a whole model.")] = 2,
+    layers: Annotated[int, Option(help="12 make 206 M parameters.")] = 12,
+    dtype: Annotated[str, Option(help="float32 or bfloat16.")] = "bfloat16",
+    repeats: Annotated[int, Option(help="The best counts.")] = 5,
+    output: Annotated[Path, Option(help="Folder for the results.")] = Path("docs/results/data"),
     as_json: AsJson = False,
 ) -> None:
     """Time, bytes and memory of a weight update between processes of this machine, over gloo; the servers are without vLLM.
@@ -90,16 +89,16 @@ def _reshard_command(
 @app.command("recipes")
 @user_errors()
 def _recipes_command(
-    size: Annotated[str, typer.Option("--size", help="tiny, 1b or 8b: a Llama with random weights.")] = "1b",
+    size: Annotated[str, Option(help="tiny, 1b or 8b: a Llama with random weights.")] = "1b",
     chosen: Annotated[
-        str, typer.Option("--recipes", help="Values of engine.fp8.recipe, separated by commas; the first is what others meet.")
+        str, Option("--recipes", help="Values of engine.fp8.recipe, separated by commas; the first is what others meet.")
     ] = "none,tensorwise,blockwise",
-    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps, all on the same rollouts.", min=1)] = 50,
-    sequences: Annotated[int, typer.Option("--sequences", help="Responses, in groups of 4.", min=4)] = 16,
-    length: Annotated[int, typer.Option("--length", help="Tokens of each response.", min=1)] = 1024,
-    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16 or float32.")] = "bfloat16",
-    micro_batch_tokens: Annotated[int, typer.Option("--micro-batch-tokens", help="As engine.micro_batch_tokens.")] = 8192,
-    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("docs/results/data"),
+    steps: Annotated[int, Option(help="Optimizer steps, all on the same rollouts.", min=1)] = 50,
+    sequences: Annotated[int, Option(help="Responses, in groups of 4.", min=4)] = 16,
+    length: Annotated[int, Option(help="Tokens of each response.", min=1)] = 1024,
+    dtype: Annotated[str, Option(help="bfloat16 or float32.")] = "bfloat16",
+    micro_batch_tokens: Annotated[int, Option(help="As engine.micro_batch_tokens.")] = 8192,
+    output: Annotated[Path, Option(help="Folder for the results.")] = Path("docs/results/data"),
     as_json: AsJson = False,
 ) -> None:
     """Time and memory of scoring and updating a random model, by recipe, and how far the policies differ.
@@ -122,24 +121,21 @@ def _recipes_command(
 @app.command("step")
 @user_errors()
 def _step_command(
-    layouts: Annotated[
-        str, typer.Option("--layouts", help="How the ranks divide the work, with commas; tp2pp2 are four ranks.")
-    ] = "tp2,dp2,pp2",
-    ratios: Annotated[str, typer.Option("--ratios", help="The longest sequence over the mean, with commas.")] = "1,3,10",
+    layouts: Annotated[str, Option(help="How the ranks divide the work, with commas; tp2pp2 are four ranks.")] = "tp2,dp2,pp2",
+    ratios: Annotated[str, Option(help="The longest sequence over the mean, with commas.")] = "1,3,10",
     before: Annotated[
         str,
-        typer.Option(
-            "--before",
+        Option(
             help="An older state to compare with: a git revision, another checkout's folder, or none. States from before "
             "2026-11-23, when the package's folders moved, cannot be measured.",
         ),
     ] = "none",
-    size: Annotated[str, typer.Option("--size", help="tiny or small: a Llama with random weights.")] = "small",
-    sequences: Annotated[int, typer.Option("--sequences", help="Responses of a step, in groups of 4.", min=4)] = 24,
-    mean_length: Annotated[int, typer.Option("--mean-length", help="Mean tokens of a sequence.", min=8)] = 128,
-    micro_batch_tokens: Annotated[int, typer.Option("--micro-batch-tokens", help="As engine.micro_batch_tokens.")] = 1280,
-    repeats: Annotated[int, typer.Option("--repeats", help="Steps of each, in turn; the median counts.", min=1)] = 5,
-    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("docs/results/data"),
+    size: Annotated[str, Option(help="tiny or small: a Llama with random weights.")] = "small",
+    sequences: Annotated[int, Option(help="Responses of a step, in groups of 4.", min=4)] = 24,
+    mean_length: Annotated[int, Option(help="Mean tokens of a sequence.", min=8)] = 128,
+    micro_batch_tokens: Annotated[int, Option(help="As engine.micro_batch_tokens.")] = 1280,
+    repeats: Annotated[int, Option(help="Steps of each, in turn; the median counts.", min=1)] = 5,
+    output: Annotated[Path, Option(help="Folder for the results.")] = Path("docs/results/data"),
     as_json: AsJson = False,
 ) -> None:
     """Tokens/s and memory of a training step on this machine's CPU, compared with Megatron-Core's own and an older state.
@@ -172,14 +168,14 @@ def _step_command(
 @app.command("rollouts")
 @user_errors()
 def _rollouts_command(
-    size: Annotated[str, typer.Option("--size", help="builtin, or tiny or small: a Llama with random weights.")] = "builtin",
-    prompts: Annotated[int, typer.Option("--prompts", help="Prompts of a draw.", min=1)] = 64,
-    samples: Annotated[int, typer.Option("--samples", help="Samples of each prompt.", min=1)] = 8,
-    new_tokens: Annotated[int, typer.Option("--new-tokens", help="Tokens of a response, at most.", min=1)] = 64,
-    repeats: Annotated[int, typer.Option("--repeats", help="Draws of each side, in turn; the median counts.", min=1)] = 5,
-    responses: Annotated[int, typer.Option("--responses", help="Responses of a step, for rank 0's part.", min=1)] = 1024,
-    length: Annotated[int, typer.Option("--length", help="Tokens of each of them.", min=1)] = 32768,
-    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("docs/results/data"),
+    size: Annotated[str, Option(help="builtin, or tiny or small: a Llama with random weights.")] = "builtin",
+    prompts: Annotated[int, Option(help="Prompts of a draw.", min=1)] = 64,
+    samples: Annotated[int, Option(help="Samples of each prompt.", min=1)] = 8,
+    new_tokens: Annotated[int, Option(help="Tokens of a response, at most.", min=1)] = 64,
+    repeats: Annotated[int, Option(help="Draws of each side, in turn; the median counts.", min=1)] = 5,
+    responses: Annotated[int, Option(help="Responses of a step, for rank 0's part.", min=1)] = 1024,
+    length: Annotated[int, Option(help="Tokens of each of them.", min=1)] = 32768,
+    output: Annotated[Path, Option(help="Folder for the results.")] = Path("docs/results/data"),
     as_json: AsJson = False,
 ) -> None:
     """Tokens/s of a rollout server and its client next to vLLM's offline engine, and what a step's responses cost rank 0.
@@ -204,14 +200,12 @@ def _rollouts_command(
 @app.command("report")
 @user_errors()
 def _report_command(
-    outputs: Annotated[list[Path], typer.Argument(metavar="OUT", help="Output folders of runs, or of a sweep.")],
-    repeats: Annotated[int, typer.Option("--repeats", help="Loads of each part; the median counts.", min=1)] = 5,
-    state: Annotated[
-        str, typer.Option("--state", help="What is looked at, as in the page's address: mixed=1&colour=entropy.")
-    ] = "",
-    page: Annotated[Path, typer.Option("--page", help="Where the report is written to.")] = Path("report.html"),
+    outputs: Annotated[list[Path], Argument(metavar="OUT", help="Output folders of runs, or of a sweep.")],
+    repeats: Annotated[int, Option(help="Loads of each part; the median counts.", min=1)] = 5,
+    state: Annotated[str, Option(help="What is looked at, as in the page's address: mixed=1&colour=entropy.")] = "",
+    page: Annotated[Path, Option(help="Where the report is written to.")] = Path("report.html"),
     pictures: Annotated[
-        Path | None, typer.Option("--pictures", help="Folder for pictures of every part: desktop and phone, light and dark.")
+        Path | None, Option(help="Folder for pictures of every part: desktop and phone, light and dark.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -234,8 +228,8 @@ def _report_command(
 @app.command("gpu")
 @user_errors()
 def _gpu_command(
-    only: Annotated[str, typer.Option("--only", help="Parts, separated by commas; default: all.")] = "",
-    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("docs/results/data"),
+    only: Annotated[str, Option(help="Parts, separated by commas; default: all.")] = "",
+    output: Annotated[Path, Option(help="Folder for the results.")] = Path("docs/results/data"),
     as_json: AsJson = False,
 ) -> None:
     """Tests, kernels, FP8 training steps and a weight sync on this machine's GPU; parts without their packages are reported as

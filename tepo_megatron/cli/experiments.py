@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from tepo_megatron.cli.console import AsJson, as_records, print_json, show_table, user_errors
 from tepo_megatron.runtime.streams import outlive_readers
@@ -14,14 +15,12 @@ from tepo_megatron.runtime.text import echo
 
 
 def sweep(
-    file: Annotated[Path, typer.Argument(metavar="SWEEP.yaml", help="A run's file, axes of settings, and seeds.")],
-    output: Annotated[Path | None, typer.Option("--output", help="Folder of all runs, in place of the file's.")] = None,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at a time here, each on its share of the cores.")] = 1,
-    part: Annotated[
-        str | None, typer.Option("--part", metavar="K/N", help="Only the runs of the K-th of N jobs, for a Slurm array.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the runs, and start none.")] = False,
-    table_only: Annotated[bool, typer.Option("--table", help="Only make the tables of what is done.")] = False,
+    file: Annotated[Path, Argument(metavar="SWEEP.yaml", help="A run's file, axes of settings, and seeds.")],
+    output: Annotated[Path | None, Option(help="Folder of all runs, in place of the file's.")] = None,
+    jobs: Annotated[int, Option(min=1, help="Runs at a time here, each on its share of the cores.")] = 1,
+    part: Annotated[str | None, Option(metavar="K/N", help="Only the runs of the K-th of N jobs, for a Slurm array.")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Check and list the runs, and start none.")] = False,
+    table_only: Annotated[bool, Option("--table", help="Only make the tables of what is done.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a grid of settings and seeds, and make one table of the results.
@@ -69,12 +68,10 @@ def sweep(
 
 
 def faults(
-    seed: Annotated[int, typer.Option("--seed", help="Of everything random: moments, bits, processes.")] = 1,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A few of each class: under 4 minutes on two cores; whole: 25.")
-    ] = False,
-    only: Annotated[str, typer.Option("--only", help="Classes of faults, separated by commas; default: all.")] = "",
-    output: Annotated[Path | None, typer.Option("--output", help="Folder. Default: out/faults-SEED[-quick].")] = None,
+    seed: Annotated[int, Option(help="Of everything random: moments, bits, processes.")] = 1,
+    quick: Annotated[bool, Option("--quick", help="A few of each class: under 4 minutes on two cores; whole: 25.")] = False,
+    only: Annotated[str, Option(help="Classes of faults, separated by commas; default: all.")] = "",
+    output: Annotated[Path | None, Option(help="Folder. Default: out/faults-SEED[-quick].")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Inject a cluster's usual faults into tiny runs, and check the results: kills, hangs, damaged checkpoints, full disks,

@@ -1,9 +1,10 @@
-"""The command line, as a user meets it."""
+"""The command line, as a user meets it: help, configurations, settings, completions, and tables for tools."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -74,7 +75,7 @@ def test_a_wrong_configuration_is_a_sentence_and_exit_code_1(command: list[str],
     assert "Traceback" not in result.output
 
 
-def test_train_starts_the_ranks_that_the_run_needs(run_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_starts_the_ranks_that_a_file_or_settings_need(run_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[object, ...]] = []
 
     def run_ranks(*args: object, status: Path) -> tuple[int, str]:
@@ -88,7 +89,24 @@ def test_train_starts_the_ranks_that_the_run_needs(run_yaml: Path, monkeypatch: 
     make_whole(Path("out/run/checkpoints"), 2)
     result = runner.invoke(app, ["train", str(run_yaml), "train.steps=3", "--resume"])
     assert (result.exit_code, result.stderr) == (7, "error: rank 1 failed\n")
-    assert started == [(["train", str(run_yaml), "train.steps=3", "train.resume=true"], 2, Path("out/run/status"))]
+    settings = [
+        "model.path=builtin:tiny",
+        "data.train=mine.jsonl",
+        "reward.verifier=exact",
+        "evaluate.every=0",
+        "output=out/new",
+    ]
+    assert runner.invoke(app, ["train", *settings, "engine.parallel.dp=3"]).exit_code == 7
+    assert started == [
+        (["train", str(run_yaml), "train.steps=3", "train.resume=true"], 2, Path("out/run/status")),
+        (["train", *settings, "engine.parallel.dp=3"], 3, Path("out/new/status")),
+    ]
+    shown = runner.invoke(app, ["config", "show", *settings, "--diff"])
+    assert "train: mine.jsonl" in shown.stdout
+    neither = runner.invoke(app, ["train"])
+    assert (neither.exit_code, "neither a run's file nor settings" in neither.stderr) == (1, True)
+    Path("a=b.yaml").write_text("name: odd\n")
+    assert "name: odd" in runner.invoke(app, ["config", "show", "a=b.yaml", "train.steps=3", "--diff"]).stdout
 
 
 def test_a_warning_of_the_configuration_is_a_sentence(run_yaml: Path) -> None:
@@ -109,3 +127,58 @@ def test_plot_draws_one_run_beside_its_metrics_and_several_where_it_is_told(tmp_
     assert (tmp_path / "ab.png").is_file()
     missing = runner.invoke(app, ["plot", str(tmp_path)])
     assert (missing.exit_code, "has no metrics.jsonl" in missing.stderr) == (1, True)
+
+
+def as_json(*words: str) -> Any:
+    done = runner.invoke(app, [*words, "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_tables_as_json(tmp_path: Path) -> None:
+    make_whole(tmp_path / "checkpoints", 2)
+    assert [each["checkpoint"] for each in as_json("checkpoint", "list", str(tmp_path))] == ["step_000002"]
+    assert as_json("checkpoint", "verify", str(tmp_path))[0]["found"].startswith("whole")
+    objectives = as_json("objective", "list")
+    assert objectives["presets"]["grpo"]["objective"]["trust_region"] == {
+        **{"kind": "clip", "low": 0.2, "high": 0.2, "scale": "fixed"},
+        **dict.fromkeys(("share", "initial", "dual")),
+    }
+    assert objectives["corrections"]
+    (tmp_path / "resolved.yaml").write_text("name: mine\noutput: out\ntrain: {steps: 9}\nevaluate: {samples: 2}\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "accuracy/greedy": 0.5}\n{"step": 1, "reward/mean": 0.25}\n')
+    status = as_json("status", str(tmp_path))
+    assert (status["name"], status["runs"], status["step"], status["steps"]) == ("mine", False, 1, 9)
+    assert status["last_evaluation"] == {"step": 0, "accuracy/greedy": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("words", "completions"),
+    [
+        ("checkp", {"checkpoint"}),
+        ("train run.yaml optimizer.l", {"optimizer.lr="}),
+        ("train run.yaml model.dtype=b", {"model.dtype=bfloat16"}),
+        ("train run.yaml train.save_e", {"train.save_every="}),
+    ],
+)
+def test_a_shell_completes_settings_and_commands(words: str, completions: set[str]) -> None:
+    count = str(len(words.split()))
+    environment = {"_TEPO_COMPLETE": "complete_bash", "COMP_WORDS": f"tepo {words}", "COMP_CWORD": count}
+    assert set(runner.invoke(app, [], env=environment, prog_name="tepo").stdout.split()) == completions
+
+
+@pytest.mark.parametrize(
+    ("override", "fields"),
+    [
+        ("learning_rate=1", "optimizer.lr"),
+        ("train.lr=1", "optimizer.lr"),
+        ("rollout.num_generations=8", "rollout.samples_per_prompt"),
+        ("objective.beta=0.1", "objective.kl.coefficient"),
+        ("engine.temprature=1", "rollout.sampling.temperature"),
+        ("verifyer=exact", "reward.verifier or environment.agent.verifier"),
+    ],
+)
+def test_a_key_of_another_place_or_trainer_finds_its_field(override: str, fields: str) -> None:
+    done = runner.invoke(app, ["config", "show", override])
+    assert done.exit_code == 1
+    assert f"did you mean {fields}?" in done.stderr

@@ -34,8 +34,7 @@ class Environment:
     """Installed distributions as the checks see them."""
 
     def __init__(self) -> None:
-        self.versions, self.requirements, self.summaries = dict(HEALTHY), dict(REQUIREMENTS), {"apex": "a toolkit"}
-        self.plugins = ["tepo_megatron"]
+        self.versions, self.plugins, self.summary = dict(HEALTHY), ["tepo_megatron"], "a toolkit"
 
     def version(self, name: str) -> str:
         if name not in self.versions:
@@ -43,20 +42,16 @@ class Environment:
         return self.versions[name]
 
     def requires(self, name: str) -> list[str]:
-        self.version(name)
-        return self.requirements.get(name, [])
+        return REQUIREMENTS.get(name, []) if self.version(name) else []
 
-    def metadata(self, name: str) -> "Environment.Metadata":
-        return Environment.Metadata(self.version(name), self.summaries[name])
+    def metadata(self, name: str) -> Message:
+        message = Message()
+        message["Version"], message.json = self.version(name), {"summary": self.summary}  # type: ignore[attr-defined]
+        return message
 
     def entry_points(self, group: str) -> list[EntryPoint]:
         assert group == "vllm.general_plugins"
         return [EntryPoint(name, "package:register", group) for name in self.plugins]
-
-    class Metadata(Message):
-        def __init__(self, version: str, summary: str) -> None:
-            super().__init__()
-            self["Version"], self.json = version, {"summary": summary}
 
 
 @pytest.fixture
@@ -76,15 +71,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Environment:
     return environment
 
 
-WITHOUT_TORCH_ITSELF = {name: check for name, check in CHECKS.items() if name != "torch"}
-
-
 def found(name: str) -> Diagnosis:
-    return {check.name: check for check in diagnose(WITHOUT_TORCH_ITSELF)}[name]
+    (check,) = diagnose({name: CHECKS[name]})
+    return check
 
 
 def test_a_healthy_environment_is_fit(installed: Environment) -> None:
-    checks = diagnose(WITHOUT_TORCH_ITSELF)
+    checks = diagnose({name: check for name, check in CHECKS.items() if name != "torch"})
     assert is_fit(checks), [check for check in checks if check.status not in ("ok", "warn")]
     installed.plugins = ["other"]
     assert found("vLLM plugin").status == "missing"
@@ -139,7 +132,7 @@ def test_launching_needs_nemo_run_and_no_part_of_the_trainer(
 
 
 def test_the_namesake_of_apex_is_told_by_what_it_lacks(installed: Environment, apex: Path) -> None:
-    installed.versions["apex"], installed.summaries["apex"] = "0.9.10dev", "Pyramid toolkit to add velruse"
+    installed.versions["apex"], installed.summary = "0.9.10dev", "Pyramid toolkit to add velruse"
     assert found("apex").status == "ok"
     (apex / "optimizers").rmdir()
     check = found("apex")

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -159,17 +158,15 @@ def start(tmp_path: Path):
         parent.communicate()
 
 
-def wait_for(*files: Path, seconds: float = TIMEOUT_S) -> None:
-    end = time.monotonic() + seconds
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < end, f"{files} did not come"
-        time.sleep(0.05)
+def wait_for(*files: Path) -> None:
+    wait_until(lambda: all(file.exists() for file in files), TIMEOUT_S, f"{files}")
 
 
-def is_running(pid_file: Path) -> bool:
-    """Whether the rank that wrote the file still runs (a zombie does not)."""
-    stat = Path(f"/proc/{pid_file.read_text()}/stat")
-    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+def started_ranks(folder: Path) -> list[int]:
+    """Their process ids."""
+    files = [folder / f"started{rank}" for rank in (0, 1)]
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files), TIMEOUT_S, "the ranks start")
+    return [int(file.read_text()) for file in files]
 
 
 WRONG_FIELD = "error: overrides: 1 problem in the configuration\n  train.steps: got 0; allowed: an integer > 0\n"
@@ -245,7 +242,7 @@ def test_a_signal_ends_every_rank_after_it_cleaned_up(
 ) -> None:
     """On a machine alone, and on a node of a cluster."""
     parent = start("wait", parent=program)
-    wait_for(tmp_path / "started0", tmp_path / "started1")
+    started_ranks(tmp_path)
     parent.send_signal(number)
     out, err = parent.communicate(timeout=TIMEOUT_S)
     assert (parent.returncode, out, err) == (code, "", "")
@@ -264,9 +261,8 @@ def test_ctrl_z_stops_the_ranks_too_and_a_connection_that_closes_lets_them_save(
     environment = {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"])), "TMPDIR": str(tmp_path)}
     with Terminal(tmp_path, environment) as terminal:
         terminal.command([sys.executable, "-c", PARENT, "wait", str(tmp_path), "engine.parallel.dp=2"])
-        wait_for(tmp_path / "started0", tmp_path / "started1")
+        ranks = started_ranks(tmp_path)
         (parent,) = Process.children(terminal.pid)
-        ranks = [int((tmp_path / f"started{rank}").read_text()) for rank in (0, 1)]
         for keys, stopped in ((CTRL_Z, True), ("fg\n", False), (CTRL_Z, True)):
             terminal.press(keys)
             for pid in (*ranks, parent.pid):
@@ -283,9 +279,7 @@ def test_ctrl_z_stops_the_ranks_too_and_a_connection_that_closes_lets_them_save(
 @pytest.mark.parametrize("program", [PARENT, NODE])
 def test_nohup_holds_for_the_parent_and_every_rank(start, tmp_path: Path, program: str) -> None:
     parent = start("wait", parent=program, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    wait_for(tmp_path / "started0", tmp_path / "started1")
-    ranks = [int((tmp_path / f"started{rank}").read_text()) for rank in (0, 1)]
-    for pid in (parent.pid, *ranks):
+    for pid in (parent.pid, *started_ranks(tmp_path)):
         os.kill(pid, signal.SIGHUP)
     parent.send_signal(signal.SIGINT)  # a signal that does end it: what came before it did not
     out, err = parent.communicate(timeout=TIMEOUT_S)
@@ -294,29 +288,24 @@ def test_nohup_holds_for_the_parent_and_every_rank(start, tmp_path: Path, progra
 
 @pytest.mark.slow
 def test_ctrl_backslash_ends_the_job_at_once_with_a_sentence(start, tmp_path: Path) -> None:
-    parent = start("wait")
-    wait_for(tmp_path / "started0", tmp_path / "started1")
+    parent, ranks = start("wait"), started_ranks(tmp_path)
     parent.send_signal(signal.SIGQUIT)
     _, err = parent.communicate(timeout=TIMEOUT_S)
     assert (parent.returncode, err) == (
         128 + signal.SIGQUIT,
         "error: SIGQUIT: the job is ended at once, without saving; go on from its newest checkpoint with --resume\n",
     )
-    assert not any(is_running(tmp_path / f"started{rank}") for rank in (0, 1))
+    assert not wait_gone(ranks, 0.0)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
 def test_ranks_do_not_outlive_a_parent_that_was_killed(start, tmp_path: Path) -> None:
-    parent = start("wait")
-    wait_for(tmp_path / "started0", tmp_path / "started1")
-    time.sleep(0.2)
+    parent, ranks = start("wait"), started_ranks(tmp_path)
     parent.kill()
-    wait_for(tmp_path / "cleaned0", tmp_path / "cleaned1")
-    end = time.monotonic() + TIMEOUT_S
-    while any(is_running(tmp_path / f"started{rank}") for rank in (0, 1)):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    assert not wait_gone(ranks, TIMEOUT_S)
+    assert (tmp_path / "cleaned0").exists()
+    assert (tmp_path / "cleaned1").exists()
 
 
 def test_only_what_this_package_raises_is_a_sentence() -> None:

@@ -1,4 +1,4 @@
-"""``tepo checkpoint``, as a user meets it."""
+"""``tepo checkpoint``, ``tepo import`` and ``tepo export``, as a user meets them."""
 
 from __future__ import annotations
 
@@ -8,27 +8,36 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
+from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
+from tepo_megatron.run.checks import check_model
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.run_compatibility import describe_run
 from tests.support.checkpoints import DAMAGES, flip_bit, make_whole, shards
 
 runner = CliRunner()
+MODEL = resolve_model_path("builtin:tiny")
+
+
+def tepo(*arguments: object) -> tuple[int, str]:
+    """Exit code and everything that was printed, as one line: tables break theirs where they are full."""
+    done = runner.invoke(app, [*map(str, arguments)])
+    return done.exit_code, " ".join(f"{done.stdout} {done.stderr}".split())
 
 
 def run(*arguments: object) -> tuple[int, str]:
-    """Exit code and everything that was printed, as one line: tables break theirs where they are full."""
-    done = runner.invoke(app, ["checkpoint", *map(str, arguments)])
-    return done.exit_code, " ".join(f"{done.stdout} {done.stderr}".split())
+    return tepo("checkpoint", *arguments)
 
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     """A run with three checkpoints and one that was cut off an hour ago."""
-    identity = describe_run(load_run(None, ["engine.parallel.dp=3"]), resolve_model_path("builtin:tiny"))
+    identity = describe_run(load_run(None, ["engine.parallel.dp=3"]), MODEL)
     for step in (2, 4, 6):
         make_whole(tmp_path / "checkpoints", step, identity=identity)
     partial = tmp_path / "checkpoints" / "step_000008.partial"
@@ -71,8 +80,8 @@ def test_list_shows_every_checkpoint_and_what_is_wrong_with_it(out: Path) -> Non
     assert run("list", out / "checkpoints") == (code, shown)
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
-def test_verify_finds_every_damage(kind: str, out: Path) -> None:
+@pytest.mark.parametrize("kind", ["no state", "a zeroed block"])
+def test_verify_names_the_damage(kind: str, out: Path) -> None:
     folder = out / "checkpoints" / "step_000006"
     assert run("verify", out)[0] == 0
     damage, words = DAMAGES[kind]
@@ -129,11 +138,41 @@ def test_a_wrong_folder_is_a_sentence(command: str, tmp_path: Path) -> None:
         assert run(command, tmp_path) == (1, f"error: {tmp_path} has no checkpoint")
 
 
-def test_a_damaged_checkpoint_is_not_exported(out: Path, tmp_path: Path) -> None:
-    folder = out / "checkpoints" / "step_000006"
-    flip_bit(shards(folder)[0], 5000)
-    model = str(resolve_model_path("builtin:tiny"))
-    done = runner.invoke(app, ["export", str(folder), str(tmp_path / "model"), "--model", model])
-    assert done.exit_code == 1
-    assert "step_000006 is damaged (shards/rank00000-00001.safetensors was changed since it was written)" in done.stderr
-    assert not (tmp_path / "model").exists()
+def test_import_and_export_there_and_back_again(tmp_path: Path) -> None:
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    assert tepo("import", MODEL, cut, "--tp", 2, "--pp", 2) == (0, f"wrote {cut}")
+    assert len(list((cut / "shards").iterdir())) == 4
+    assert tepo("export", cut, whole, "--dtype", "bfloat16") == (0, f"wrote {whole}")
+    found, expected = load_file(whole / "model.safetensors"), load_file(MODEL / "model.safetensors")
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor.bfloat16()), name
+    assert (whole / "tokenizer.model").read_bytes() == (MODEL / "tokenizer.model").read_bytes()
+    config = RunConfig.model_validate({"model": {"shards": str(cut)}})
+    assert check_model(config) == MODEL
+    path = min((cut / "shards").iterdir())
+    save_file({key: tensor + 1 if "q_proj" in key else tensor for key, tensor in load_file(path).items()}, path)
+    with pytest.raises(ValueError, match=r"was not imported from model\.path = .*: 2 of \d+ tensors differ"):
+        check_model(config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["import", "nowhere", "new"], "nowhere has no config.json"),
+        (["import", MODEL, "new", "--tp", "3"], "tp = 3 does not divide the model's 4 attention heads"),
+        (["export", MODEL, MODEL], "exists already; remove it, or give another folder"),
+        (
+            ["export", "checkpoints/step_000006", "new", "--model", MODEL],
+            "step_000006 is damaged (shards/rank00000-00001.safe",
+        ),
+    ],
+)
+def test_a_mistake_is_a_sentence_and_leaves_nothing(
+    arguments: list[object], said: str, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(out)
+    flip_bit(shards(out / "checkpoints" / "step_000006")[0], 5000)
+    code, shown = tepo(*arguments)
+    assert (code, said in shown) == (1, True), shown
+    assert [path.name for path in out.iterdir()] == ["checkpoints"]
