@@ -39,23 +39,19 @@ class Backend(Protocol):
 
 def get_backend(name: BackendName, device: torch.device, *, few_tokens: bool = False) -> Backend:
     """Raises ValueError for an unusable backend. On a CPU ``triton`` needs its interpreter."""
-    backend = _named(name, device)
-    return KeptTokens() if few_tokens else backend
-
-
-def _named(name: BackendName, device: torch.device) -> Backend:
     if name == "auto":
         name = "triton" if device.type == "cuda" and _has_triton() else "torch"
         name = _fastest_on_cpu() if device.type == "cpu" else name
-    if name == "torch":
-        return IN_TORCH
+    backend: Backend = IN_TORCH
     if name == "triton":
-        return _in_triton(device)
-    if name != "cpp":
+        backend = _in_triton(device)
+    elif name == "cpp":
+        if device.type != "cpu":
+            raise ValueError(f"backend = 'cpp' is for logits on CPU, these are on {device}; use backend = 'auto'")
+        backend = _IN_CPP
+    elif name != "torch":
         raise ValueError(f"backend = {name!r} is unknown; known: auto, torch, cpp, triton")
-    if device.type != "cpu":
-        raise ValueError(f"backend = 'cpp' is for logits on CPU, these are on {device}; use backend = 'auto'")
-    return _IN_CPP
+    return KeptTokens() if few_tokens else backend
 
 
 @functools.cache

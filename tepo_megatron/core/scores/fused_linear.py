@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,15 +12,12 @@ from torch.autograd.function import once_differentiable
 
 from tepo_megatron.core.scores.backend import Backend, BackendName, get_backend
 from tepo_megatron.core.scores.shard import (
-    LocalLabels,
     RowScores,
     Scoring,
     all_gather,
     combine,
-    of_rows,
     plan_scoring,
     reduce_scatter,
-    to_tokens,
 )
 from tepo_megatron.core.scores.torch_sweep import compute_dtype
 from tepo_megatron.core.types import TokenScores
@@ -102,21 +98,15 @@ class _FusedLinear(torch.autograd.Function):
         gather_group: ProcessGroup | None,
         gradient_accumulation_fusion: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        hidden_RH = of_rows(_gather(hidden, gather_group), scoring)
+        hidden_RH = scoring.of_rows(_gather(hidden, gather_group))
         stats_RK = hidden.new_empty(scoring.count, scoring.statistics, dtype=compute_dtype(hidden.dtype))
         for index, chunk, logits_cVp, _ in _chunks(hidden_RH, weight_VpH, scoring):
             _multiply(hidden_RH[index], weight_VpH, logits_cVp)
             backend.statistics(logits_cVp, chunk, stats_RK[index])
-        rows, slope_R = combine(stats_RK, scoring.rows_R, scoring.temperature, scoring.tp_group)
-        ctx.scoring, ctx.backend, ctx.gather_group = scoring, backend, gather_group
+        ctx.backend, ctx.gather_group = backend, gather_group
         # The parameter itself, for its attributes: a saved tensor need not be the same object.
         ctx.parameter = weight_VpH if gradient_accumulation_fusion and hasattr(weight_VpH, "main_grad") else None
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight_VpH, *rows)
-        slope_T = None if slope_R is None else to_tokens(slope_R, scoring)
-        if slope_T is not None:
-            ctx.mark_non_differentiable(slope_T)
-        return to_tokens(rows.logprob_R, scoring), to_tokens(rows.entropy_R, scoring), slope_T
+        return _scores_of(ctx, scoring, stats_RK, hidden, weight_VpH)
 
     @staticmethod
     @once_differentiable
@@ -127,31 +117,40 @@ class _FusedLinear(torch.autograd.Function):
         if grad_logprob_T is None and grad_entropy_T is None:
             return None, None, None, None, None, None
         scoring: Scoring = ctx.scoring
-        hidden_RH = of_rows(_gather(hidden, ctx.gather_group), scoring)
+        hidden_RH = scoring.of_rows(_gather(hidden, ctx.gather_group))
         grad_weight_VpH: Tensor | None = None  # of a frozen head, which has none
         if ctx.needs_input_grad[1] and ctx.parameter is None:
             grad_weight_VpH = torch.zeros_like(weight_VpH, dtype=compute_dtype(weight_VpH.dtype))
         elif ctx.needs_input_grad[1]:
             grad_weight_VpH = ctx.parameter.main_grad
-        grad_hidden_TH = _add_gradients(
+        grad_hidden_RH = _add_gradients(
             hidden_RH,
             weight_VpH,
             scoring,
             ctx.backend,
             RowScores(*saved),
-            None if grad_logprob_T is None else of_rows(grad_logprob_T, scoring),
-            None if grad_entropy_T is None else of_rows(grad_entropy_T, scoring),
+            None if grad_logprob_T is None else scoring.of_rows(grad_logprob_T),
+            None if grad_entropy_T is None else scoring.of_rows(grad_entropy_T),
             grad_weight_VpH,
         )
         del hidden_RH
-        if scoring.rows_R is not None:
-            rows_RH, grad_hidden_TH = grad_hidden_TH, hidden.new_zeros(scoring.tokens, hidden.shape[1])
-            grad_hidden_TH.index_copy_(0, scoring.rows_R, rows_RH)
-        grad_hidden = _sum_over_shards(grad_hidden_TH, scoring.tp_group, ctx.gather_group)
+        grad_hidden = _sum_over_shards(scoring.to_tokens(grad_hidden_RH), scoring.tp_group, ctx.gather_group)
         if grad_weight_VpH is None:
             return grad_hidden, None, None, None, None, None
         grad_weight = grad_weight_VpH.to(weight_VpH.dtype) if ctx.parameter is None else _placeholder(ctx.parameter)
         return grad_hidden, grad_weight, None, None, None, None
+
+
+def _scores_of(ctx: Any, scoring: Scoring, stats_RK: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The end of a forward pass; the backward pass gets ``saved`` and the fields of `RowScores`."""
+    rows, slope_R = combine(stats_RK, scoring.rows_R, scoring.temperature, scoring.tp_group)
+    ctx.scoring = scoring
+    ctx.set_materialize_grads(False)  # a score that the loss does not use has gradient None, and costs nothing
+    ctx.save_for_backward(*saved, *rows)
+    slope_T = None if slope_R is None else scoring.to_tokens(slope_R)
+    if slope_T is not None:
+        ctx.mark_non_differentiable(slope_T)
+    return scoring.to_tokens(rows.logprob_R), scoring.to_tokens(rows.entropy_R), slope_T
 
 
 def _add_gradients(
@@ -192,7 +191,7 @@ def _chunks(
     hidden_RH: Tensor, weight_VpH: Tensor, scoring: Scoring, *, gradient: bool = False
 ) -> Iterator[tuple[slice, Scoring, Tensor, Tensor]]:
     """Yields buffers for a chunk's logits and for their gradient, in the factors' dtype: the same one if the dtypes are."""
-    width, dtype = weight_VpH.shape[0], _logits_dtype(hidden_RH.dtype)
+    width, dtype = weight_VpH.shape[0], compute_dtype(hidden_RH.dtype)
     apart = gradient and dtype != hidden_RH.dtype
     budget = _CHUNK_BYTES.get(hidden_RH.device.type, _CHUNK_BYTES_ACCELERATOR)
     size = max(16, budget // (width * (dtype.itemsize + (hidden_RH.dtype.itemsize if apart else 0))))
@@ -200,15 +199,8 @@ def _chunks(
     gradients = torch.empty_like(buffer, dtype=hidden_RH.dtype) if apart else buffer
     for start in range(0, hidden_RH.shape[0], size):
         index = slice(start, min(start + size, hidden_RH.shape[0]))
-        labels = LocalLabels(scoring.labels.column_R[index], scoring.labels.inside_R[index])
-        kept_tokens = None if scoring.kept_tokens is None else scoring.kept_tokens.of(index)
-        count = index.stop - index.start
-        chunk = replace(scoring, tokens=count, rows_R=None, labels=labels, kept_tokens=kept_tokens)
-        yield index, chunk, buffer[:count], gradients[:count]
-
-
-def _logits_dtype(dtype: torch.dtype) -> torch.dtype:
-    return compute_dtype(dtype)
+        chunk = scoring.chunk(index)
+        yield index, chunk, buffer[: chunk.tokens], gradients[: chunk.tokens]
 
 
 def _multiply(hidden_cH: Tensor, weight_VpH: Tensor, out_cVp: Tensor) -> None:
@@ -308,14 +300,8 @@ class _LogprobAndEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         stats_RK = logits_TVp.new_empty(scoring.count, scoring.statistics, dtype=compute_dtype(logits_TVp.dtype))
         backend.statistics(logits_TVp, scoring, stats_RK)
-        rows, slope_R = combine(stats_RK, scoring.rows_R, scoring.temperature, scoring.tp_group)
-        ctx.scoring, ctx.backend, ctx.inplace = scoring, backend, inplace
-        ctx.set_materialize_grads(False)  # a score that the loss does not use has gradient None, and costs nothing
-        ctx.save_for_backward(logits_TVp, *rows)
-        slope_T = None if slope_R is None else to_tokens(slope_R, scoring)
-        if slope_T is not None:
-            ctx.mark_non_differentiable(slope_T)
-        return to_tokens(rows.logprob_R, scoring), to_tokens(rows.entropy_R, scoring), slope_T
+        ctx.backend, ctx.inplace = backend, inplace
+        return _scores_of(ctx, scoring, stats_RK, logits_TVp)
 
     @staticmethod
     @once_differentiable

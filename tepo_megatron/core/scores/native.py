@@ -36,26 +36,12 @@ _BACKWARD = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT, *(_POINTER,) * 6, 
 def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_RK: Tensor) -> None:
     if logits_TV.dtype not in _NAMES:
         return sweep.forward(logits_TV, rows_R, temperature, stats_RK)
-    logits_TV = _with_dense_rows(logits_TV)
-    function = getattr(_library(), f"forward_{_NAMES[logits_TV.dtype]}")
-    function.argtypes, function.restype = _FORWARD, None
 
-    def part(index: slice) -> None:
-        base_TV, rows = _part_of(logits_TV, rows_R, index)
+    def rest(index: slice) -> tuple[float, ...]:
         out_RK = stats_RK[index]
-        function(
-            base_TV.data_ptr(),
-            base_TV.stride(0),
-            rows,
-            len(out_RK),
-            logits_TV.shape[1],
-            _LOG2_E / temperature,
-            EMPTY_MAX,
-            out_RK.data_ptr(),
-            out_RK.shape[1],
-        )
+        return EMPTY_MAX, out_RK.data_ptr(), out_RK.shape[1]
 
-    _in_parts(part, stats_RK.shape[0])
+    _call(f"forward_{_NAMES[logits_TV.dtype]}", _FORWARD, logits_TV, rows_R, temperature, stats_RK.shape[0], rest)
     stats_RK[:, 2] /= _LOG2_E  # the C++ has t in units of log 2
     if stats_RK.shape[1] == 6:
         stats_RK[:, 5] /= _LOG2_E
@@ -73,9 +59,6 @@ def backward(
 ) -> None:
     if logits_TV.dtype not in _NAMES:
         return sweep.backward(logits_TV, rows_R, temperature, scores, labels, grad_logprob_R, grad_entropy_R, out_TV)
-    logits_TV = _with_dense_rows(logits_TV)
-    function = getattr(_library(), f"backward_{_NAMES[logits_TV.dtype]}_{_NAMES[out_TV.dtype]}")
-    function.argtypes, function.restype = _BACKWARD, None
     grad_entropy_R = torch.zeros_like(grad_logprob_R) if grad_entropy_R is None else grad_entropy_R
     scale_R = (-scores.log_sum_R).exp() / temperature  # of `sweep.backward`, as are the terms below
     constant_R = -scale_R * (grad_logprob_R + grad_entropy_R * (scores.entropy_R - scores.log_sum_R))
@@ -83,35 +66,33 @@ def backward(
     per_row = [scores.max_R, constant_R, -grad_entropy_R * scale_R / _LOG2_E, labels.column_R, at_label_R]
     per_row = [values_R.contiguous() for values_R in per_row]
 
+    def rest(index: slice) -> tuple[float, ...]:
+        target_TV, _ = _part_of(out_TV, rows_R, index)
+        return *(values_R[index].data_ptr() for values_R in per_row), target_TV.data_ptr(), target_TV.stride(0)
+
+    name = f"backward_{_NAMES[logits_TV.dtype]}_{_NAMES[out_TV.dtype]}"
+    _call(name, _BACKWARD, logits_TV, rows_R, temperature, scale_R.numel(), rest)
+
+
+def _call(
+    name: str,
+    types: tuple[type, ...],
+    logits_TV: Tensor,
+    rows_R: Tensor | None,
+    temperature: float,
+    count: int,
+    rest: Callable[[slice], tuple[float, ...]],
+) -> None:
+    """Calls the function once per thread; ``rest`` gives the arguments behind those for the logits."""
+    function = getattr(_library(), name)
+    function.argtypes, function.restype = types, None
+    logits_TV = logits_TV if logits_TV.stride(1) == 1 else logits_TV.contiguous()
+
     def part(index: slice) -> None:
         base_TV, rows = _part_of(logits_TV, rows_R, index)
-        target_TV, _ = _part_of(out_TV, rows_R, index)
-        pointers = [values_R[index].data_ptr() for values_R in per_row]
-        count, columns = index.stop - index.start, logits_TV.shape[1]
-        function(
-            base_TV.data_ptr(),
-            base_TV.stride(0),
-            rows,
-            count,
-            columns,
-            _LOG2_E / temperature,
-            *pointers,
-            target_TV.data_ptr(),
-            target_TV.stride(0),
-        )
+        size = index.stop - index.start, logits_TV.shape[1]
+        function(base_TV.data_ptr(), base_TV.stride(0), rows, *size, _LOG2_E / temperature, *rest(index))
 
-    _in_parts(part, scale_R.numel())
-
-
-def _with_dense_rows(logits_TV: Tensor) -> Tensor:
-    return logits_TV if logits_TV.stride(1) == 1 else logits_TV.contiguous()
-
-
-def _part_of(values_TV: Tensor, rows_R: Tensor | None, index: slice) -> tuple[Tensor, int | None]:
-    return (values_TV[index], None) if rows_R is None else (values_TV, rows_R[index].data_ptr())
-
-
-def _in_parts(part: Callable[[slice], None], count: int) -> None:
     threads = min(torch.get_num_threads(), max(count, 1))
     cuts = [count * number // threads for number in range(threads + 1)]
     parts = [slice(first, last) for first, last in itertools.pairwise(cuts)]
@@ -120,6 +101,10 @@ def _in_parts(part: Callable[[slice], None], count: int) -> None:
         return
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(part, parts))
+
+
+def _part_of(values_TV: Tensor, rows_R: Tensor | None, index: slice) -> tuple[Tensor, int | None]:
+    return (values_TV[index], None) if rows_R is None else (values_TV, rows_R[index].data_ptr())
 
 
 @functools.cache

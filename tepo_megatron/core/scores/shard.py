@@ -8,7 +8,7 @@ The slope of the entropy adds Σ e^2t and Σ e^2t·t: K = 6.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -30,9 +30,6 @@ class _KeptColumns(NamedTuple):
     column_RK: Tensor
     inside_RK: Tensor
 
-    def of(self, rows: slice) -> _KeptColumns:
-        return _KeptColumns(self.column_RK[rows], self.inside_RK[rows])
-
 
 @dataclass(frozen=True)
 class Scoring:
@@ -52,6 +49,21 @@ class Scoring:
     @property
     def count(self) -> int:
         return self.labels.column_R.numel()
+
+    def of_rows(self, values_T: Tensor) -> Tensor:
+        return values_T if self.rows_R is None else values_T[self.rows_R]
+
+    def to_tokens(self, values_R: Tensor) -> Tensor:
+        """0 at tokens that are not scored."""
+        if self.rows_R is None:
+            return values_R
+        return values_R.new_zeros(self.tokens, *values_R.shape[1:]).index_copy_(0, self.rows_R, values_R)
+
+    def chunk(self, index: slice) -> Scoring:
+        """Of these scored rows alone."""
+        kept = None if self.kept_tokens is None else _KeptColumns(*(values_RK[index] for values_RK in self.kept_tokens))
+        labels = LocalLabels(*(values_R[index] for values_R in self.labels))
+        return replace(self, tokens=index.stop - index.start, rows_R=None, labels=labels, kept_tokens=kept)
 
 
 def plan_scoring(
@@ -76,75 +88,54 @@ def plan_scoring(
         )
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature = {temperature:g} must be positive and finite; score at the temperature sampled with")
-    rows_R = _scored_rows(mask_T, labels_T, tokens)
-    labels_R = labels_T if rows_R is None else labels_T[rows_R]
-    _check_labels(labels_R, rows_R, vocab_size)
+    _check_shape("labels_T", labels_T, (tokens,), (torch.int64,))
+    if mask_T is not None:
+        _check_shape("mask_T", mask_T, (tokens,), (torch.bool,))
+    if kept_TK is not None:
+        _check_shape("kept_TK", kept_TK, (tokens, kept_TK.shape[-1]), (torch.int32, torch.int64))
+    rows_R = None if mask_T is None else mask_T.nonzero().squeeze(1)
     # Padding is at the end of the whole vocabulary: the last shards have it, and a small one may be padding alone.
     columns = min(max(vocab_size - rank * width, 0), width)
-    labels = LocalLabels(*_local(labels_R, rank * width, columns))
-    kept_tokens = None
-    if kept_TK is not None:
-        kept_RK = _kept_of_rows(kept_TK, rows_R, tokens)
-        _check_kept(kept_RK, labels_R, rows_R, vocab_size)
-        kept_tokens = _KeptColumns(*_local(kept_RK, rank * width, columns))
-    return Scoring(tp_group, temperature, columns, tokens, rows_R, labels, entropy_slope, kept_tokens)
+
+    def of_rows(values_T: Tensor) -> Tensor:
+        return values_T if rows_R is None else values_T[rows_R]
+
+    def local(ids: Tensor) -> tuple[Tensor, Tensor]:
+        column = ids - rank * width
+        inside = (column >= 0) & (column < columns) & (ids >= 0)
+        return torch.where(inside, column, 0), inside
+
+    labels_R = of_rows(labels_T)
+    kept_RK = None if kept_TK is None else of_rows(kept_TK).long()
+    _check_ids(labels_R, kept_RK, rows_R, vocab_size)
+    kept_tokens = None if kept_RK is None else _KeptColumns(*local(kept_RK))
+    return Scoring(tp_group, temperature, columns, tokens, rows_R, LocalLabels(*local(labels_R)), entropy_slope, kept_tokens)
 
 
-def _local(ids: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    column = ids - first
-    inside = (column >= 0) & (column < columns) & (ids >= 0)
-    return torch.where(inside, column, 0), inside
-
-
-def _scored_rows(mask_T: Tensor | None, labels_T: Tensor, tokens: int) -> Tensor | None:
-    if labels_T.shape != (tokens,) or labels_T.dtype != torch.int64:
+def _check_shape(name: str, values: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    if values.shape != shape or values.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(
-            f"labels_T is {labels_T.dtype} {tuple(labels_T.shape)} beside {tokens} rows to score; give int64, one label per row"
+            f"{name} is {values.dtype} {tuple(values.shape)} for {shape[0]} tokens; give {expected} for each token"
         )
-    if mask_T is None:
-        return None
-    if mask_T.shape != (tokens,) or mask_T.dtype != torch.bool:
-        raise ValueError(f"mask_T is {mask_T.dtype} {tuple(mask_T.shape)} for {tokens} tokens; give bool, one entry per token")
-    return mask_T.nonzero().squeeze(1)
 
 
-def _check_labels(labels_R: Tensor, rows_R: Tensor | None, vocab_size: int) -> None:
+def _check_ids(labels_R: Tensor, kept_RK: Tensor | None, rows_R: Tensor | None, vocab_size: int) -> None:
+    def token(row: int) -> int:
+        return row if rows_R is None else int(rows_R[row])
+
     wrong_R = (labels_R < 0) | (labels_R >= vocab_size)
     if wrong_R.any():
-        first = int(wrong_R.nonzero()[0])
-        token = first if rows_R is None else int(rows_R[first])
+        row = int(wrong_R.nonzero()[0])
         raise ValueError(
-            f"the label of token {token} is {int(labels_R[first])}, outside [0, {vocab_size}); leave tokens without a label "
+            f"the label of token {token(row)} is {int(labels_R[row])}, outside [0, {vocab_size}); leave tokens without a label "
             "out of mask_T, and check that tokenizer and model agree on the vocabulary"
         )
-
-
-def _kept_of_rows(kept_TK: Tensor, rows_R: Tensor | None, tokens: int) -> Tensor:
-    if kept_TK.ndim != 2 or kept_TK.shape[0] != tokens or kept_TK.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"kept_TK is {kept_TK.dtype} {tuple(kept_TK.shape)} for {tokens} tokens; give int32 or int64 [tokens, K], -1 where "
-            "a token has fewer than K"
-        )
-    return (kept_TK if rows_R is None else kept_TK[rows_R]).long()
-
-
-def _check_kept(kept_RK: Tensor, labels_R: Tensor, rows_R: Tensor | None, vocab_size: int) -> None:
-    wrong_RK = (kept_RK >= vocab_size) | (kept_RK == labels_R.unsqueeze(1))
-    if wrong_RK.any():
-        first, index = wrong_RK.nonzero()[0].tolist()
-        token, result = first if rows_R is None else int(rows_R[first]), int(kept_RK[first, index])
-        problem = f"is outside [0, {vocab_size})" if result >= vocab_size else "is the label itself, which counts already"
-        raise ValueError(f"kept token {result} of token {token} {problem}; sampler and model must agree on the vocabulary")
-
-
-def to_tokens(values_R: Tensor, scoring: Scoring) -> Tensor:
-    if scoring.rows_R is None:
-        return values_R
-    return values_R.new_zeros(scoring.tokens).index_copy(0, scoring.rows_R, values_R)
-
-
-def of_rows(values_T: Tensor, scoring: Scoring) -> Tensor:
-    return values_T if scoring.rows_R is None else values_T[scoring.rows_R]
+    if kept_RK is not None and (wrong_RK := (kept_RK >= vocab_size) | (kept_RK == labels_R.unsqueeze(1))).any():
+        row, index = wrong_RK.nonzero()[0].tolist()
+        kept = int(kept_RK[row, index])
+        problem = f"is outside [0, {vocab_size})" if kept >= vocab_size else "is the label itself, which counts already"
+        raise ValueError(f"kept token {kept} of token {token(row)} {problem}; sampler and model must agree on the vocabulary")
 
 
 def all_gather(local: Tensor, group: ProcessGroup) -> Tensor:
@@ -190,16 +181,9 @@ def combine(
     if not squares:
         return scores, None
     square_R, weighted_square_R = squares
-    return scores, _entropy_slope(sum_R, weighted_R, square_R, weighted_square_R, label_t_R, logprob_R)
-
-
-def _entropy_slope(
-    sum_R: Tensor, weighted_R: Tensor, square_R: Tensor, weighted_square_R: Tensor, label_t_R: Tensor, logprob_R: Tensor
-) -> Tensor:
-    """Uses log p + H = t minus its mean under p."""
     mean_R, label_p_R = weighted_R / sum_R, logprob_R.exp()
     label_term_R = torch.where(label_p_R > 0, label_p_R * (label_t_R - mean_R), 0.0)  # a label of −inf: not 0 · inf
-    return (weighted_square_R - mean_R * square_R) / sum_R.square() - label_term_R
+    return scores, (weighted_square_R - mean_R * square_R) / sum_R.square() - label_term_R  # log p + H = t − its mean under p
 
 
 def merge(stats_pRK: Tensor, temperature: float) -> Tensor:

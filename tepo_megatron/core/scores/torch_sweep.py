@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tepo_megatron.core.scores.shard import EMPTY_MAX, LocalLabels, RowScores, Scoring, of_rows
+from tepo_megatron.core.scores.shard import EMPTY_MAX, LocalLabels, RowScores, Scoring
 
 _LOG2_E = math.log2(math.e)
 _FAR_BELOW = -1e4  # stands for −inf in an exponent: 0 · −inf is NaN
@@ -149,8 +149,8 @@ class RowSweeps:
         out_TVp[:, columns:] = 0
         if not columns:
             return
-        grad_logprob_R = torch.zeros_like(scores.logprob_R) if grad_logprob_T is None else of_rows(grad_logprob_T, scoring)
-        grad_entropy_R = None if grad_entropy_T is None else of_rows(grad_entropy_T, scoring)
+        grad_logprob_R = torch.zeros_like(scores.logprob_R) if grad_logprob_T is None else scoring.of_rows(grad_logprob_T)
+        grad_entropy_R = None if grad_entropy_T is None else scoring.of_rows(grad_entropy_T)
         self.backward(
             logits_TVp[:, :columns],
             rows_R,
@@ -189,8 +189,8 @@ class KeptTokens:
             out_TVp.zero_()
             return
         picked_RC, column_RC, _ = _pick(logits_TVp, scoring)  # before the gradient may take the logits' place
-        grad_logprob_R = torch.zeros_like(scores.logprob_R) if grad_logprob_T is None else of_rows(grad_logprob_T, scoring)
-        grad_entropy_R = None if grad_entropy_T is None else of_rows(grad_entropy_T, scoring)
+        grad_logprob_R = torch.zeros_like(scores.logprob_R) if grad_logprob_T is None else scoring.of_rows(grad_logprob_T)
+        grad_entropy_R = None if grad_entropy_T is None else scoring.of_rows(grad_entropy_T)
         labels = LocalLabels(torch.zeros_like(scoring.labels.column_R), scoring.labels.inside_R)
         backward(picked_RC, None, scoring.temperature, scores, labels, grad_logprob_R, grad_entropy_R, picked_RC)
         # Each column is in a row once; a −inf outside this shard adds its gradient, 0, to column 0.
