@@ -181,20 +181,9 @@ class Rollout(_Sampled):
         text: str,
         reward: float | None = 0.0,
     ) -> Rollout:
-        return cls(
-            problem_id=problem_id,
-            group=group,
-            prompt_ids=prompt_ids,
-            response_ids=response.response_ids,
-            sampler_logprobs=response.logprobs,
-            finish_reason=response.finish_reason,
-            versions=response.versions,
-            text=text,
-            reward=reward,
-            routed_experts=response.routed_experts,
-            loss_mask=response.loss_mask,
-            sampling_mask=response.sampling_mask,
-        )
+        sampled = {item.name: getattr(response, item.name) for item in fields(_Sampled)}
+        drawn = {"sampler_logprobs": response.logprobs, **sampled}
+        return cls(problem_id=problem_id, group=group, prompt_ids=prompt_ids, text=text, reward=reward, **drawn)
 
 
 def token_ids(values: ArrayLike) -> TokenIds:

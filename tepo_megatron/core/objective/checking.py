@@ -58,32 +58,26 @@ class Step(NamedTuple):
     ) -> Step:
         """``masks`` has a row per sequence; ``spread`` is the distance from the old policy."""
         generator = torch.Generator().manual_seed(seed)
-        lengths = torch.tensor([len(mask) for mask in masks])
-        total, count = int(lengths.sum()), len(masks)
-        cu = torch.zeros(count + 1, dtype=torch.int32)
-        cu[1:] = lengths.cumsum(0)
+        count, mask = len(masks), torch.tensor([value for row in masks for value in row], dtype=torch.bool)
+        total = len(mask)
         old = -2 * torch.rand(total, generator=generator, dtype=torch.float64) - 0.01
         noise = torch.randn(4, total, generator=generator, dtype=torch.float64)
-        mask = torch.tensor([value for row in masks for value in row], dtype=torch.bool)
         labels = torch.randint(0, 1000, (total,), generator=generator)
-        random_rewards = torch.rand(count, generator=generator) if rewards is None else None
+        rewards_S = torch.rand(count, generator=generator) if rewards is None else torch.tensor(rewards)
         entropy = torch.rand(total, generator=generator, dtype=torch.float64)
-        # as a reward and bonuses that are seldom given; where the rewards are set they are the only ones
-        components = (
-            None if rewards is not None else torch.randint(0, 3, (count, parts), generator=generator).clamp(min=1) - 1.0
-        )
+        seldom_SK = torch.randint(0, 3, (count, parts), generator=generator).clamp(min=1) - 1.0 if rewards is None else None
         batch = Batch(
             tokens_T=torch.zeros(total, dtype=torch.int64),
             labels_T=labels,
             loss_mask_T=mask,
-            cu_seqlens=cu,
+            cu_seqlens=torch.tensor([0, *map(len, masks)]).cumsum(0).int(),
             sampler_logprobs_T=torch.where(mask, old + 0.2 * noise[0], 0.0),
-            rewards_S=torch.tensor(rewards) if random_rewards is None else random_rewards,
+            rewards_S=rewards_S,
             groups_S=torch.arange(count) // 2 if groups is None else torch.tensor(groups),
             old_logprobs_T=old,
             old_entropy_T=entropy,
             reference_logprobs_T=old + 0.3 * noise[1],
-            reward_parts_SK=components,
+            reward_parts_SK=seldom_SK,  # as bonuses that are seldom given
         )
         logprob, later_entropy = (old + spread * noise[2]).requires_grad_(), (entropy + 0.1 * noise[3]).requires_grad_()
         return cls(batch, TokenScores(logprob, later_entropy, torch.randn(total, generator=generator, dtype=torch.float64)))
@@ -130,15 +124,14 @@ def run_checks(config: ObjectiveConfig, *, steps: int = _STEPS, reward_parts: in
     if findings[0].problem:
         return findings
     probe = FieldProbe(config, reward_parts)
+    checks: dict[str, Callable[[], object]] = {}
     for kind in (section for section in config.sections.values() if isinstance(section, CustomKind)):
         if kind.slot in ("mask", "penalty", "mismatch"):  # those that may be null
-            findings.append(_Finding(f"{kind.kind} acts", _problem(partial(_check_acts, probe, kind))))
-        findings += [
-            _Finding(f"fields of {kind.kind} act", _problem(partial(_check_fields, probe, kind))),
-            _Finding(f"{kind.kind} is documented", _problem(partial(_check_documented, kind))),
-        ]
-    findings.append(_Finding("survives its own configuration", _problem(partial(_check_round_trip, config))))
-    return findings
+            checks[f"{kind.kind} acts"] = partial(_check_acts, probe, kind)
+        checks[f"fields of {kind.kind} act"] = partial(_check_fields, probe, kind)
+        checks[f"{kind.kind} is documented"] = partial(_check_documented, kind)
+    checks["survives its own configuration"] = partial(_check_round_trip, config)
+    return [*findings, *(_Finding(rule, _problem(check)) for rule, check in checks.items())]
 
 
 def check_invariance(config: ObjectiveConfig, *, steps: int = _STEPS, reward_parts: int = 2) -> Iterator[_Finding]:
@@ -163,8 +156,7 @@ def _problem(check: Callable[[], object]) -> str:
     return ""
 
 
-def _check_finite(objective: Objective, step: Step, number: int) -> None:
-    del number
+def _check_finite(objective: Objective, step: Step, _: int) -> None:
     outcome, mask_T = step.whole(objective), step.batch.loss_mask_T
     if not outcome.loss.isfinite():
         raise _ObjectiveError(f"the loss is {outcome.loss}; look for a division by 0, log of 0, or exp of a large number")
@@ -176,14 +168,11 @@ def _check_finite(objective: Objective, step: Step, number: int) -> None:
             if wrong_T.any():
                 token = int(wrong_T.nonzero()[0])
                 where = "a response token" if mask_T[token] else "a token outside the loss mask"
-                raise _ObjectiveError(
-                    f"the gradient by the {name} of token {token}, {where}, is {gradient_T[token].item():.6g}, and the loss "
-                    f"is {outcome.loss.item():.6g}: {rule}"
-                )
+                gradient = f"the gradient by the {name} of token {token}, {where}, is {gradient_T[token].item():.6g}"
+                raise _ObjectiveError(f"{gradient}, and the loss is {outcome.loss.item():.6g}: {rule}")
 
 
-def _check_deterministic(objective: Objective, step: Step, number: int) -> None:
-    del number
+def _check_deterministic(objective: Objective, step: Step, _: int) -> None:
     before = torch.get_rng_state()
     first, second = step.whole(objective), step.whole(objective)
     advice = ": ranks that compute the same micro-batch would differ; keep no state, and make randomness from the token itself"
@@ -228,8 +217,7 @@ def _check_micro_batches(objective: Objective, step: Step, number: int) -> None:
     _compare(step.whole(objective), step.summary(outputs), step, "in one piece", there, advice)
 
 
-def _check_ranks(objective: Objective, step: Step, number: int) -> None:
-    del number
+def _check_ranks(objective: Objective, step: Step, _: int) -> None:
     ready = step.with_advantages(objective)
     sequences = torch.arange(step.batch.num_sequences)
     outputs = []
@@ -245,8 +233,7 @@ def _check_ranks(objective: Objective, step: Step, number: int) -> None:
     _compare(step.whole(objective), step.summary(outputs), step, "on one rank", f"on {len(outputs)} data-parallel ranks")
 
 
-def _check_context_parallel(objective: Objective, step: Step, number: int) -> None:
-    del number
+def _check_context_parallel(objective: Objective, step: Step, _: int) -> None:
     batch, scores = step.with_advantages(objective)
     parts = []
     for rank in range(2):
@@ -313,16 +300,15 @@ def _compare(
     rtol: float = 1e-9,
     atol: float = 1e-12,
 ) -> None:
-    pairs = [("the loss", expected.loss, outcome.loss)]
-    for name, left_T, right_T in zip(("log-prob", "entropy"), expected.gradients, outcome.gradients, strict=True):
-        pairs.append((f"the gradient by the {name}", left_T, right_T))
+    names = ("the gradient by the log-prob", "the gradient by the entropy")
+    pairs = [("the loss", expected.loss, outcome.loss), *zip(names, expected.gradients, outcome.gradients, strict=True)]
     for left_metrics, right_metrics in ((expected.metrics, outcome.metrics), (expected.extrema, outcome.extrema)):
         pairs += [(f"the metric {name}", left_metrics[name], right_metrics[name]) for name in left_metrics]
     for name, left, right in pairs:
         differs = ~torch.isclose(left, right, rtol=rtol, atol=atol, equal_nan=True).flatten()
         if differs.any():
             index = int(differs.nonzero()[0])
-            if name.startswith("the gradient"):
+            if name in names:
                 name += f" of token {index} (sequence {int(step.batch.sequence_index_T[index])})"
             first, second = float(left.flatten()[index]), float(right.flatten()[index])
             raise _ObjectiveError(f"{name} is {first:.10g} {here}, {second:.10g} {there}{advice}")
@@ -366,24 +352,34 @@ class FieldProbe:
             values.append(torch.tensor(clip_range or (0.0, 0.0)))
         return values
 
-    @staticmethod
-    def other_values(node: Mapping[str, Any], value: Any) -> Iterator[Any]:
-        """Values to try for a field that has ``value`` and this JSON schema."""
-        for option in node.get("anyOf") or [node]:
-            if "enum" in option:
-                yield from option["enum"]
-            elif "const" in option:
-                yield option["const"]
-            elif option.get("type") == "boolean":
-                yield not value
-            elif option.get("type") in ("integer", "number"):
-                near = value if isinstance(value, int | float) else 0.5
-                numbers = (near * 1.5, near * 0.5, near * 4, near * 0.1, near * 1e4, near + 0.4, near - 0.4, near + 2)
-                yield from (round(number) if option["type"] == "integer" else number for number in numbers)
-            elif option.get("type") == "array":
-                yield [1.0, 3.0]
-            elif option.get("type") == "null":
-                yield None
+    def fields(self, slot: str, section: Section) -> Iterator[tuple[str, Any, list[tuple[Any, str]]]]:
+        """Yields each field of ``objective.<slot>``, its value, and for other values "acts", "nothing" or "refused"."""
+        for path, node, value in _leaves(section, type(section).model_json_schema()):
+            outcomes = []
+            for other in _other_values(node, value):
+                if other != value:
+                    changed = _changed(section, path, other)
+                    acts = changed is not None and self.acts(self.config.model_copy(update={slot: changed}))
+                    outcomes.append((other, "acts" if acts else "refused" if changed is None else "nothing"))
+            yield ".".join(path), value, outcomes
+
+
+def _other_values(node: Mapping[str, Any], value: Any) -> Iterator[Any]:
+    for option in node.get("anyOf") or [node]:
+        if "enum" in option:
+            yield from option["enum"]
+        elif "const" in option:
+            yield option["const"]
+        elif option.get("type") == "boolean":
+            yield not value
+        elif option.get("type") in ("integer", "number"):
+            near = value if isinstance(value, int | float) else 0.5
+            numbers = (near * 1.5, near * 0.5, near * 4, near * 0.1, near * 1e4, near + 0.4, near - 0.4, near + 2)
+            yield from (round(number) if option["type"] == "integer" else number for number in numbers)
+        elif option.get("type") == "array":
+            yield [1.0, 3.0]
+        elif option.get("type") == "null":
+            yield None
 
 
 def _telling_steps(parts: int) -> Iterator[Step]:
@@ -413,19 +409,18 @@ def _check_acts(probe: FieldProbe, kind: CustomKind) -> None:
 
 
 def _check_fields(probe: FieldProbe, kind: CustomKind) -> None:
-    def acts(path: tuple[str, ...], other: Any) -> bool:
-        changed = _changed(kind, path, other)
-        if changed is None:  # a choice that is refused does something; of numbers only some may be allowed
-            return isinstance(other, bool) or not isinstance(other, float | int)
-        return probe.acts(probe.config.model_copy(update={kind.slot: changed}))
-
-    for path, node, value in _leaves(kind, type(kind).model_json_schema()):
-        others = [other for other in probe.other_values(node, value) if other != value]
-        if others and not any(acts(path, other) for other in others):
+    for field, value, outcomes in probe.fields(kind.slot, kind):
+        # a choice that is refused does something; of numbers only some may be allowed
+        acts = [outcome == "acts" or (outcome == "refused" and is_choice(other)) for other, outcome in outcomes]
+        if acts and not any(acts):
             raise _ObjectiveError(
-                f"no other value of objective.{kind.slot}.{'.'.join(path)} changes anything; it is {json.dumps(value)} here. "
-                "Use the field, or leave it out"
+                f"no other value of objective.{kind.slot}.{field} changes anything; it is {json.dumps(value)} here. Use the "
+                "field, or leave it out"
             )
+
+
+def is_choice(value: Any) -> bool:
+    return isinstance(value, bool) or not isinstance(value, float | int)
 
 
 def _check_documented(kind: CustomKind) -> None:

@@ -12,7 +12,7 @@ from tepo_megatron.config.objective.choices import Clip
 from tepo_megatron.config.objective.custom import OwnAggregation
 from tepo_megatron.core.histogram import count_moves
 from tepo_megatron.core.objective.advantage import advantages
-from tepo_megatron.core.objective.mechanisms import MECHANISMS, Mechanism, apply_mechanisms, kl_estimate
+from tepo_megatron.core.objective.mechanisms import Mechanism, apply_mechanisms, kl_estimate, prepare_mechanisms
 from tepo_megatron.core.objective.ratio import length_factor, sampler_weights, sequence_sum
 from tepo_megatron.core.objective.trust_region import Surrogate, bounded_ratio, surrogate
 from tepo_megatron.core.objective.values import StepValues, TokenValues, check_custom, check_token_values
@@ -190,7 +190,7 @@ class Objective:
             advantage_mean=advantage_mean,
             effective_samples=_effective_sample_share(step.mismatch_R),
             entropy_coefficient=_entropy_coefficient(self.config.entropy, old_entropy),
-            mechanisms=tuple(mechanism for prepare in MECHANISMS if (mechanism := prepare(self.config, step))),
+            mechanisms=prepare_mechanisms(self.config, step),
             length_quartiles=lengths_S[lengths_S > 0].double().quantile(lengths_S.new_tensor([0.25, 0.5, 0.75]).double()),
             clip_range=clip_range,
         )

@@ -49,16 +49,16 @@ def _telling_log_ratios(config: ObjectiveConfig) -> Tensor:
 
 def _push(config: ObjectiveConfig, log_ratios_N: Tensor, sign: float, fall: float) -> Tensor:
     count = log_ratios_N.numel()
-    old_N = torch.full_like(log_ratios_N, math.log(_OLD_PROBABILITY))
-    entropy_N = torch.ones_like(log_ratios_N)
+    old_N, entropy_N = torch.full_like(log_ratios_N, math.log(_OLD_PROBABILITY)), torch.ones_like(log_ratios_N)
+    zeros_N = torch.zeros(count, dtype=torch.int64)
     batch = Batch(
-        tokens_T=torch.zeros(count, dtype=torch.int64),
-        labels_T=torch.zeros(count, dtype=torch.int64),
+        tokens_T=zeros_N,
+        labels_T=zeros_N,
         loss_mask_T=torch.ones(count, dtype=torch.bool),
         cu_seqlens=torch.arange(count + 1, dtype=torch.int32),
         sampler_logprobs_T=old_N,
         rewards_S=torch.zeros(count),
-        groups_S=torch.zeros(count, dtype=torch.int64),
+        groups_S=zeros_N,
         advantages_S=torch.full((count,), sign),
         old_logprobs_T=old_N,
         old_entropy_T=entropy_N,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,18 @@ from tepo_megatron.core.objective.ratio import over_sequence
 from tepo_megatron.core.objective.values import check_custom
 
 if TYPE_CHECKING:
+    from tepo_megatron.config.objective.choices import TrustRegion
+    from tepo_megatron.config.objective.custom import OwnMask, OwnPenalty
     from tepo_megatron.config.objective.section import ObjectiveConfig
-    from tepo_megatron.config.objective.terms import KLMask, KLTerm
+    from tepo_megatron.config.objective.terms import (
+        KL,
+        KLCov,
+        KLMask,
+        KLTerm,
+        OffPolicySequenceMask,
+        Rejection,
+        SecondMomentMask,
+    )
     from tepo_megatron.core.objective.values import StepValues, TokenValues
 
 
@@ -50,24 +60,18 @@ def _kl_penalty(term: KLTerm, values: TokenValues) -> Tensor:
     return term.coefficient * (value_T * values.delta_T.exp() if term.weight == "importance" else value_T)
 
 
-def _kl(config: ObjectiveConfig, step: StepValues) -> Mechanism | None:
+def _kl(term: KL, step: StepValues) -> Mechanism:
     del step
-    return None if config.kl is None else Mechanism(lambda values: None, partial(_kl_penalty, config.kl))
+    return Mechanism(lambda values: None, partial(_kl_penalty, term))
 
 
-def _kl_cov(config: ObjectiveConfig, step: StepValues) -> Mechanism | None:
-    term = config.kl_cov
-    if term is None:
-        return None
+def _kl_cov(term: KLCov, step: StepValues) -> Mechanism:
     threshold = step.covariance_R.topk(_token_count(term.fraction, step.covariance_R)).values[-1]
     return Mechanism(lambda values: (values.covariance_T >= threshold) & (values.covariance_T > 0), partial(_kl_penalty, term))
 
 
-def _kl_mask(config: ObjectiveConfig, step: StepValues) -> Mechanism | None:
+def _kl_mask(term: KLMask, step: StepValues) -> Mechanism:
     """Penalises A > 0 with falling entropy (docs/reference/tepo.md, equations 6 and 7)."""
-    term = config.kl_mask
-    if term is None:
-        return None
     tolerance = entropy_tolerance(term, step.entropy_noise)
     return Mechanism(
         lambda values: (values.advantage_T > 0) & entropy_falls(term, tolerance, values), partial(_kl_penalty, term)
@@ -97,9 +101,8 @@ def entropy_falls(term: KLMask, tolerance: float, values: TokenValues) -> Tensor
     return values.entropy_change_T < -tolerance
 
 
-def _clip_cov(config: ObjectiveConfig, step: StepValues) -> Mechanism | None:
+def _clip_cov(region: TrustRegion, step: StepValues) -> Mechanism | None:
     """Draws the candidates with the lowest tickets."""
-    region = config.trust_region
     if not isinstance(region, ClipCov):
         return None
 
@@ -133,11 +136,8 @@ def _tickets(logprob_T: Tensor, advantage_T: Tensor, labels_T: Tensor) -> Tensor
     return hashed_T
 
 
-def _rejection(config: ObjectiveConfig, step: StepValues) -> Mechanism | None:
+def _rejection(term: Rejection, step: StepValues) -> Mechanism:
     del step
-    term = config.rejection
-    if term is None:
-        return None
     # compared as logarithms, since a product over many tokens overflows
     lowest, highest = math.log(term.low) if term.low > 0 else -math.inf, math.log(term.high)
 
@@ -148,12 +148,9 @@ def _rejection(config: ObjectiveConfig, step: StepValues) -> Mechanism | None:
     return Mechanism(choose, detaches=True)
 
 
-def _opsm(config: ObjectiveConfig, step: StepValues) -> Mechanism | None:
+def _opsm(term: OffPolicySequenceMask, step: StepValues) -> Mechanism:
     """Chooses A < 0 with a mean of log π_old − log π_θ above ``delta``."""
     del step
-    term = config.opsm
-    if term is None:
-        return None
 
     def choose(values: TokenValues) -> Tensor:
         fall_T = -over_sequence(values.delta_T.detach(), "geometric", values)
@@ -162,29 +159,21 @@ def _opsm(config: ObjectiveConfig, step: StepValues) -> Mechanism | None:
     return Mechanism(choose, detaches=True)
 
 
-def _m2po(config: ObjectiveConfig, step: StepValues) -> Mechanism | None:
+def _m2po(term: SecondMomentMask, step: StepValues) -> Mechanism:
     """Chooses the largest squares, the fewest whose exclusion brings the others' mean to the threshold."""
-    if config.m2po is None:
-        return None
     ordered_R = (step.mismatch_R**2).sort().values
     means_R = ordered_R.double().cumsum(0) / torch.arange(1, ordered_R.numel() + 1, device=ordered_R.device)
-    over_R = means_R > config.m2po.threshold  # means of ever larger values only grow, so this is a tail
+    over_R = means_R > term.threshold  # means of ever larger values only grow, so this is a tail
     bound = ordered_R[over_R][0] if over_R.any() else ordered_R.new_tensor(torch.inf)
     return Mechanism(lambda values: values.mismatch_T**2 >= bound, detaches=True)
 
 
-def _custom_mask(config: ObjectiveConfig, step: StepValues) -> Mechanism | None:
-    mask = config.mask
-    if mask is None:
-        return None
+def _custom_mask(mask: OwnMask, step: StepValues) -> Mechanism:
     prepared = mask.prepare(step)
     return Mechanism(lambda values: check_custom(mask, mask.choose(values, prepared), "choose", values.mask_T), detaches=True)
 
 
-def _custom_penalty(config: ObjectiveConfig, step: StepValues) -> Mechanism | None:
-    term = config.penalty
-    if term is None:
-        return None
+def _custom_penalty(term: OwnPenalty, step: StepValues) -> Mechanism:
     prepared = term.prepare(step)
 
     def choose(values: TokenValues) -> Tensor | None:
@@ -194,20 +183,25 @@ def _custom_penalty(config: ObjectiveConfig, step: StepValues) -> Mechanism | No
     return Mechanism(choose, lambda values: check_custom(term, term.penalty(values, prepared), "penalty", values.delta_T))
 
 
-MECHANISMS: tuple[Callable[[ObjectiveConfig, StepValues], Mechanism | None], ...] = (
-    _kl_mask,
-    _kl,
-    _kl_cov,
-    _clip_cov,
-    _rejection,
-    _opsm,
-    _m2po,
-    _custom_mask,
-    _custom_penalty,
-)
-"""Each returns ``None`` if its term is off, without a collective. Penalties are added in this order; add new ones last: sums
+MECHANISMS: Mapping[str, Callable[[Any, StepValues], Mechanism | None]] = {
+    "kl_mask": _kl_mask,
+    "kl": _kl,
+    "kl_cov": _kl_cov,
+    "trust_region": _clip_cov,
+    "rejection": _rejection,
+    "opsm": _opsm,
+    "m2po": _m2po,
+    "mask": _custom_mask,
+    "penalty": _custom_penalty,
+}
+"""By field of the objective, whose section each gets; no collective. Penalties are added in this order; add new ones last: sums
 then stay the same bits.
 """
+
+
+def prepare_mechanisms(config: ObjectiveConfig, step: StepValues) -> tuple[Mechanism, ...]:
+    prepared = (make(section, step) for name, make in MECHANISMS.items() if (section := getattr(config, name)) is not None)
+    return tuple(mechanism for mechanism in prepared if mechanism is not None)
 
 
 def apply_mechanisms(mechanisms: Sequence[Mechanism], values: TokenValues) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -1,6 +1,7 @@
 """The checks that every objective goes through find each kind of mistake, with the two numbers, and pass what is right."""
 
 import json
+import re
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -31,47 +32,10 @@ class Documented(OwnTrustRegion):
     """The number."""
 
     def surrogate(self, ratio_T: Any, values: Any) -> Any:
-        return self.tau * ratio_T * values.advantage_T
+        return self.tau * self.gain(ratio_T, values)
 
-
-def _wrong(name: str, surrogate: Any) -> Documented:
-    """A trust region of this name; the function of (ratio, values) is its surrogate without the field."""
-
-    class Wrong(Documented):
-        def surrogate(self, ratio_T: Any, values: Any) -> Any:
-            return self.tau * surrogate(ratio_T, values)
-
-    Wrong.__name__, Wrong.__doc__ = name, f"{name}."
-    return Wrong()
-
-
-def _draw(ratio_T: Any, values: Any) -> Any:
-    torch.rand(1)
-    return ratio_T * values.advantage_T
-
-
-def _root(ratio_T: Any, values: Any) -> Any:
-    """Its derivative at 0 is infinite."""
-    return torch.where(values.advantage_T > 0, (values.delta_T * 0).abs().sqrt(), ratio_T * values.advantage_T)
-
-
-MEAN_OF_MEANS = _wrong("MeanOfMeans", lambda ratio_T, values: ratio_T * values.advantage_T / values.mask_T.sum())
-LARGEST_HERE = _wrong("LargestHere", lambda ratio_T, values: ratio_T * values.advantage_T / ratio_T.detach().max())
-BY_PLACE = _wrong("ByPlace", lambda ratio_T, values: ratio_T * values.advantage_T / (1 + values.index_T))
-REMEMBERS = _wrong("Remembers", lambda ratio_T, values: ratio_T * values.advantage_T * (1 + next(COUNTER)))
-RAISES = _wrong("Raises", lambda ratio_T, values: ratio_T * values.advantages)
-
-
-class Idle(Documented):
-    """Does not read its field."""
-
-    def surrogate(self, ratio_T: Any, values: Any) -> Any:
+    def gain(self, ratio_T: Any, values: Any) -> Any:
         return ratio_T * values.advantage_T
-
-
-class Silent(Documented):
-    def surrogate(self, ratio_T: Any, values: Any) -> Any:
-        return self.tau * ratio_T * values.advantage_T
 
 
 class Unexplained(Documented):
@@ -79,124 +43,94 @@ class Unexplained(Documented):
 
     sigma: float = 1.0
 
-    def surrogate(self, ratio_T: Any, values: Any) -> Any:
-        return self.tau * self.sigma * ratio_T * values.advantage_T
+    def gain(self, ratio_T: Any, values: Any) -> Any:
+        return self.sigma * ratio_T * values.advantage_T
 
 
-class CountsPadding(OwnAggregation):
-    """Divides by all sequences, those of padding too."""
+def made(base: Any, doc: str | None = "Documented.", **methods: Any) -> Any:
+    """An instance of a kind called ``mine`` with these methods."""
 
-    kind: Literal["mine"] = "mine"
+    class Mine(base):
+        __doc__ = doc
+        kind: Literal["mine"] = "mine"
 
-    def denominator(self, lengths_S: Any) -> Any:
-        return lengths_S.numel()
-
-
-class FirstFirst(OwnAdvantage):
-    """The first response is the best."""
-
-    kind: Literal["mine"] = "mine"
-
-    def advantages(self, batch: Any) -> Any:
-        return batch.rewards_S - batch.rewards_S[0]
+    for name, method in methods.items():
+        setattr(Mine, name, method)
+    return Mine()
 
 
-class OverNeighbours(OwnRatio):
-    """A running sum over whatever is packed before."""
-
-    kind: Literal["mine"] = "mine"
-
-    def log_ratio(self, values: Any) -> Any:
-        return values.delta_T.cumsum(0)
+def region(gain: Any) -> Any:
+    """A trust region with a field and this function of (ratio, values)."""
+    return made(Documented, gain=lambda self, ratio_T, values: gain(ratio_T, values))
 
 
-class Nobody(OwnMask):
-    """Chooses nothing."""
-
-    kind: Literal["mine"] = "mine"
-
-    def choose(self, values: Any, found: Any) -> Any:
-        return values.mask_T & False
+def draw(ratio_T: Any, values: Any) -> Any:
+    torch.rand(1)
+    return ratio_T * values.advantage_T
 
 
-class NewEachTime(OwnPenalty):
-    """Its prepare gives another number on each rank."""
-
-    kind: Literal["mine"] = "mine"
-
-    def prepare(self, step: Any) -> Any:
-        return next(COUNTER)
-
-    def penalty(self, values: Any, found: Any) -> Any:
-        return found * values.delta_T**2
+def root(ratio_T: Any, values: Any) -> Any:
+    """Its derivative at 0 is infinite."""
+    return torch.where(values.advantage_T > 0, (values.delta_T * 0).abs().sqrt(), ratio_T * values.advantage_T)
 
 
-BROKEN: dict[str, list[tuple[Any, str]]] = {
-    "micro-batches": [
-        (
-            MEAN_OF_MEANS,
-            rf"^the loss is {NUMBERS} in one piece, {NUMBERS} in micro-batches of 1 and .*: something is computed over",
-        ),
-        (LARGEST_HERE, rf"^the loss is {NUMBERS} in one piece, {NUMBERS} in micro-batches of"),
-    ],
-    "order of sequences": [
-        (BY_PLACE, rf"^the loss is {NUMBERS} with the sequences in one order, {NUMBERS} in another"),
-        (OverNeighbours(), "with the sequences in one order"),
-        (FirstFirst(), rf"^a response's advantage is {NUMBERS} with the responses in their order, {NUMBERS} in another order"),
-    ],
-    "is deterministic": [
-        (REMEMBERS, rf"^the loss is {NUMBERS} at first, {NUMBERS} when computed again"),
-        (_wrong("Draws", _draw), "^it draws random numbers from torch's generator"),
-        (NewEachTime(), "at first, .* when computed again"),
-    ],
-    "is finite": [
-        (
-            _wrong("Roots", _root),
-            r"^the gradient by the log-prob of token \d+, a response token, is nan.*what torch.where leaves out",
-        )
-    ],
-    "padding": [
-        (CountsPadding(), rf"^the loss is {NUMBERS} without padding, {NUMBERS} with a sequence of padding in the step")
-    ],
-    "fields of mine act": [(Idle(), r"^no other value of objective.trust_region.tau changes anything; it is 1.0 here")],
-    "mine acts": [(Nobody(), "^objective.mask.kind = 'mine' changes nothing in any of 5 steps")],
-    "mine is documented": [
-        (Silent(), "^Silent has no docstring; say what it computes"),
-        (Unexplained(), "^Unexplained.sigma has no docstring; write what it means"),
-    ],
-    "can be computed": [
-        (
-            RAISES,
-            r"^it raised AttributeError: 'TokenValues' object has no attribute 'advantages' \(.*test_checking\.py, line \d+\)$",
-        )
-    ],
-}
+MEAN_OF_MEANS = region(lambda ratio_T, values: ratio_T * values.advantage_T / values.mask_T.sum())
+BY_LARGEST = region(lambda ratio_T, values: ratio_T * values.advantage_T / ratio_T.detach().max())
+BY_PLACE = region(lambda ratio_T, values: ratio_T * values.advantage_T / (1 + values.index_T))
+REMEMBERS = region(lambda ratio_T, values: ratio_T * values.advantage_T * (1 + next(COUNTER)))
+RAISES = region(lambda ratio_T, values: ratio_T * values.advantages)
+OVER_NEIGHBOURS = made(OwnRatio, log_ratio=lambda self, values: values.delta_T.cumsum(0))
+FIRST_FIRST = made(OwnAdvantage, advantages=lambda self, batch: batch.rewards_S - batch.rewards_S[0])
+COUNTS_PADDING = made(OwnAggregation, denominator=lambda self, lengths_S: lengths_S.numel())
+IDLE = made(Documented, surrogate=lambda self, ratio_T, values: ratio_T * values.advantage_T)
+NOBODY = made(OwnMask, choose=lambda self, values, prepared: values.mask_T & False)
+NEW_EACH_TIME = made(
+    OwnPenalty,
+    prepare=lambda self, step: next(COUNTER),
+    penalty=lambda self, values, prepared: prepared * values.delta_T**2,
+)
+IN_PIECES = rf"^the loss is {NUMBERS} in one piece, {NUMBERS} in micro-batches of"
+IN_ORDER = rf"^the loss is {NUMBERS} with the sequences in one order, {NUMBERS} in another"
+BROKEN: list[tuple[str, Any, str]] = [
+    ("micro-batches", MEAN_OF_MEANS, f"{IN_PIECES} 1 and .*: something is computed over"),
+    ("micro-batches", BY_LARGEST, IN_PIECES),
+    ("order of sequences", BY_PLACE, IN_ORDER),
+    ("order of sequences", OVER_NEIGHBOURS, IN_ORDER),
+    (
+        "order of sequences",
+        FIRST_FIRST,
+        rf"^a response's advantage is {NUMBERS} with the responses in their order, {NUMBERS}",
+    ),
+    ("is deterministic", REMEMBERS, rf"^the loss is {NUMBERS} at first, {NUMBERS} when computed again"),
+    ("is deterministic", region(draw), "^it draws random numbers from torch's generator"),
+    ("is deterministic", NEW_EACH_TIME, "at first, .* when computed again"),
+    (
+        "is finite",
+        region(root),
+        r"^the gradient by the log-prob of token \d+, a response token, is nan.*what torch.where",
+    ),
+    ("padding", COUNTS_PADDING, rf"^the loss is {NUMBERS} without padding, {NUMBERS} with a sequence of padding in the step"),
+    ("fields of mine act", IDLE, r"^no other value of objective.trust_region.tau changes anything; it is 1.0 here"),
+    ("mine acts", NOBODY, "^objective.mask.kind = 'mine' changes nothing in any of 5 steps"),
+    ("mine is documented", made(Documented, doc=None), "^Mine has no docstring; say what it computes"),
+    ("mine is documented", Unexplained(), "^Unexplained.sigma has no docstring; write what it means"),
+    ("can be computed", RAISES, r"^it raised AttributeError: 'TokenValues' .* 'advantages' \(.*test_checking\.py, line \d+\)$"),
+]
 
 
 @pytest.mark.parametrize(
     ("rule", "kind", "message"),
-    [(rule, *case) for rule, cases in BROKEN.items() for case in cases],
-    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
+    BROKEN,
+    ids=[f"{number} {rule}" for number, (rule, *_) in enumerate(BROKEN)],
 )
 def test_each_mistake_is_found_by_its_rule(rule, kind, message):
-    found = {
-        finding.rule: finding.problem for finding in run_checks(ObjectiveConfig(preset="grpo", **{kind.slot: kind}), steps=5)
-    }
-    assert found[rule], f"nothing was found; the rules say {found}"
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(found[rule])
+    found = dict(run_checks(ObjectiveConfig(preset="grpo", **{kind.slot: kind}), steps=5))
+    assert re.search(message, found[rule]), found
 
 
 def test_ranks_that_divide_by_different_numbers_are_found():
-    class Alternates(OwnAggregation):
-        """Every other call gives another number."""
-
-        kind: Literal["mine"] = "mine"
-
-        def denominator(self, lengths_S: Any) -> Any:
-            return 1 + next(COUNTER) % 2
-
-    found = {each.rule: each.problem for each in run_checks(ObjectiveConfig(preset="grpo", aggregation=Alternates()))}
+    alternates = made(OwnAggregation, denominator=lambda self, lengths_S: 1 + next(COUNTER) % 2)
+    found = dict(run_checks(ObjectiveConfig(preset="grpo", aggregation=alternates)))
     assert "at first" in found["is deterministic"]
     assert "one rank divides by" in found["data-parallel ranks"]
 
@@ -268,8 +202,7 @@ def test_what_the_command_line_cannot_use_is_one_sentence(words, message, monkey
     done = tepo("objective", *words)
     assert done.exit_code == 1
     assert done.stderr.count("\n") == 1
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(done.stderr)
+    assert re.search(message, done.stderr)
 
 
 def test_a_kind_whose_fields_have_no_default_is_tried_with_some(tmp_path):
