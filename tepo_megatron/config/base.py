@@ -1,5 +1,5 @@
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -8,8 +8,30 @@ from pydantic.json_schema import GenerateJsonSchema
 
 LARGEST_INTEGER = 2**31 - 1
 
-USER_FUNCTION = re.compile(r"([A-Za-z_]\w*(\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z_]\w*")
+_USER_FUNCTION = re.compile(r"([A-Za-z_]\w*(\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z_]\w*")
 """``package.module:name`` or ``path/file.py:name``."""
+
+_FUNCTION_FORM = "package.module:function or path/file.py:function"
+
+
+def check_known(names: Iterable[str], known: Sequence[str], what: str, form: str) -> None:
+    """Raises ValueError for a name that is neither known nor a user's function, whose signature is ``form``."""
+    for name in names:
+        if name not in known and not _USER_FUNCTION.fullmatch(name):
+            raise ValueError(f"{name!r} is no {what}; known: {', '.join(known)}, or your own {form} as {_FUNCTION_FORM}")
+
+
+def merge_sections(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Field by field; a section of another kind replaces the one below."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            is_other_kind = "kind" in old and value.get("kind", old["kind"]) != old["kind"]
+            value = value if is_other_kind else merge_sections(old, value)
+        merged[key] = value
+    return merged
+
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
 """More than 30 days is no limit, and system clocks overflow."""
@@ -63,6 +85,13 @@ class Section(BaseModel):
         values = {name: value for name, value in values.items() if value != type(self).model_fields[name].default}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
+    def _idle(self, names: Iterable[str], other: str, needed: Any) -> Iterator[str]:
+        """Yields a sentence for each field that is set, and acts only if ``other`` has the value ``needed``."""
+        if getattr(self, other) != needed:
+            for name, value in self._changed(*names).items():
+                actual, remedy = (f"{other} = {_as_yaml(item)}" for item in (getattr(self, other), needed))
+                yield f"{name} = {_as_yaml(value)} does nothing with {actual}; set {remedy}, or leave {name} out"
+
     def _faults(self) -> Iterator[str]:
         """Yields sentences that say what to change in fields that contradict each other; validation reports the first."""
         return iter(())
@@ -72,6 +101,10 @@ class Section(BaseModel):
         for fault in self._faults():
             raise ValueError(fault)
         return self
+
+
+def _as_yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _check_text(text: str) -> None:

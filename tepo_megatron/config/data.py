@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, field_validator
 
-from tepo_megatron.config.base import USER_FUNCTION, Section
+from tepo_megatron.config.base import Section, check_known
 
 _COLUMN = re.compile(r"\{[A-Za-z_][\w.]*\}")
 
@@ -52,6 +52,25 @@ class _PromptsConfig(Section):
         return template
 
 
+class _InheritingConfig(_PromptsConfig):
+    """Unset fields are as in ``data``."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """``builtin:NAME``, a file (JSON lines or Parquet), or a folder (of Hugging Face's ``datasets``, or Parquet files)."""
+
+    chat_template: bool | None = None
+    """As ``data.chat_template``; null: the same."""
+
+    special_tokens: bool | None = None
+    """Overrides ``data.special_tokens``; null: the same."""
+
+    fields: FieldsConfig | None = None
+    """As ``data.fields``; null: the same."""
+
+    split: str | None = None
+    """Names a folder's split, such as ``train``. null: the only one."""
+
+
 BUILTIN = "builtin:"
 
 FILTERS = ("unique", "number")
@@ -61,20 +80,16 @@ ORDERS = ("shuffled", "as_given", "shortest_first")
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,59}")
 
 
-def _known(names: Sequence[str], known: Sequence[str], what: str, form: str) -> None:
-    for name in names:
-        if name not in known and not USER_FUNCTION.fullmatch(name):
-            raise ValueError(
-                f"{name!r} is no {what}; known: {', '.join(known)}, or your own {form} as package.module:function or "
-                "path/file.py:function"
-            )
+def _check_filters(names: tuple[str, ...]) -> tuple[str, ...]:
+    check_known(names, FILTERS, "filter", "(problem) -> bool")
+    return names
 
 
-class SourceConfig(_PromptsConfig):
+_Filters = Annotated[tuple[str, ...], AfterValidator(_check_filters)]
+
+
+class SourceConfig(_InheritingConfig):
     """Unset fields are as in ``data``, or ``reward`` for the verifier."""
-
-    path: Annotated[str, Field(min_length=1)]
-    """``builtin:NAME``, a file (JSON lines or Parquet), or a folder (of Hugging Face's ``datasets``, or Parquet files)."""
 
     name: str | None = None
     """Name in metrics, messages and ids: letters, digits, ``_ . -``. null: the file's name, and ids without it."""
@@ -91,19 +106,7 @@ class SourceConfig(_PromptsConfig):
     verifier_weights: dict[str, float] | None = None
     """As ``reward.weights``, for ``verifier``."""
 
-    chat_template: bool | None = None
-    """As ``data.chat_template``; null: the same."""
-
-    special_tokens: bool | None = None
-    """Overrides ``data.special_tokens``; null: the same."""
-
-    fields: FieldsConfig | None = None
-    """As ``data.fields``; null: the same."""
-
-    split: str | None = None
-    """Names a folder's split, such as ``train``. null: the only one."""
-
-    filter: tuple[str, ...] | None = None
+    filter: _Filters | None = None
     """As ``data.filter``; null: the same for problems to train on."""
 
     @field_validator("name")
@@ -112,12 +115,6 @@ class SourceConfig(_PromptsConfig):
         if name is not None and not _NAME.fullmatch(name):
             raise ValueError("a source's name begins with a letter and has letters, digits, _ . and -, 60 at most")
         return name
-
-    @field_validator("filter")
-    @classmethod
-    def _filters_are_known(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        _known(names or (), FILTERS, "filter", "(problem) -> bool")
-        return names
 
     def _faults(self) -> Iterator[str]:
         if self.verifier is None and (self.verifier_kwargs or self.verifier_weights is not None):
@@ -149,7 +146,7 @@ class DataConfig(_PromptsConfig):
     fields: FieldsConfig = FieldsConfig()
     """Column names of the files."""
 
-    filter: tuple[str, ...] = ()
+    filter: _Filters = ()
     """Filters of training problems; all must keep a problem: ``unique`` (no repeated prompt in a source), ``number`` (the
     answer has a number), or a custom ``(problem) -> bool``, true to keep it, as ``path/file.py:function`` or
     ``package.module:function``.
@@ -175,16 +172,10 @@ class DataConfig(_PromptsConfig):
             raise ValueError(f"two sources are called {twice}, and could not be told apart; give each a name of its own")
         return raw
 
-    @field_validator("filter")
-    @classmethod
-    def _filters_are_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        _known(names, FILTERS, "filter", "(problem) -> bool")
-        return names
-
     @field_validator("order")
     @classmethod
     def _order_is_known(cls, name: str) -> str:
-        _known([name], ORDERS, "order", "(problem) -> float")
+        check_known([name], ORDERS, "order", "(problem) -> float")
         return name
 
     @property
@@ -200,27 +191,22 @@ class DataConfig(_PromptsConfig):
     @property
     def paths(self) -> dict[str, str]:
         """Returns the path of each source by field, such as ``data.train[1].path``."""
-        result = {}
-        for field in ("train", "heldout"):
-            raw = getattr(self, field)
-            if isinstance(raw, str):
-                result[f"data.{field}"] = raw
-            else:
-                result |= {f"data.{field}[{index}].path": source.path for index, source in enumerate(raw or ())}
+        result: dict[str, str] = {}
+        for field, raw in (("train", self.train), ("heldout", self.heldout or ())):
+            named = {f"data.{field}": raw} if isinstance(raw, str) else {}
+            result |= named or {f"data.{field}[{index}].path": source.path for index, source in enumerate(_listed(raw))}
         return result
 
     def with_paths(self, change: dict[str, str]) -> DataConfig:
-        changed: dict[str, Any] = {}
-        for field in ("train", "heldout"):
-            raw = getattr(self, field)
-            if isinstance(raw, str):
-                changed[field] = change[f"data.{field}"]
-            elif raw is not None:
-                paths = [change[f"data.{field}[{index}].path"] for index in range(len(raw))]
-                changed[field] = tuple(
-                    source.model_copy(update={"path": path}) for source, path in zip(raw, paths, strict=True)
-                )
-        return self.model_copy(update=changed)
+        """``change`` has the keys of :attr:`paths`."""
+
+        def moved(field: str, raw: Sources | None) -> Sources | None:
+            if raw is None or isinstance(raw, str):
+                return raw and change[f"data.{field}"]
+            paths = (change[f"data.{field}[{index}].path"] for index in range(len(raw)))
+            return tuple(source.model_copy(update={"path": path}) for source, path in zip(raw, paths, strict=True))
+
+        return self.model_copy(update={"train": moved("train", self.train), "heldout": moved("heldout", self.heldout)})
 
     def complete(self, source: SourceConfig, *, filtered: bool = True) -> SourceConfig:
         """Fills in what the source inherits from this section."""
@@ -253,32 +239,16 @@ class _SetSamplingConfig(Section):
     @property
     def truncation(self) -> dict[str, float | int | None]:
         """In the sampler's form: a ``top_k`` of None is all."""
-        bounds = {"top_p": self.top_p, "min_p": self.min_p}
-        args: dict[str, float | int | None] = {name: value for name, value in bounds.items() if value is not None}
-        return args if self.top_k is None else {**args, "top_k": self.top_k or None}
+        bounds = {name: getattr(self, name) for name in ("top_p", "min_p", "top_k")}
+        return {name: value or None if name == "top_k" else value for name, value in bounds.items() if value is not None}
 
 
-class EvaluationSetConfig(_PromptsConfig):
-    path: Annotated[str, Field(min_length=1)]
-    """Problems, in the form of ``data.heldout``; never trained on."""
-
+class EvaluationSetConfig(_InheritingConfig):
     sha256: Annotated[str | None, Field(pattern="^[0-9a-f]{64}$")] = None
     """Expected digest of the file, from ``tepo data prepare``. null: not checked."""
 
     verifier: str | None = None
     """As ``reward.verifier``, with the limits of ``reward``, without its ``kwargs`` and ``weights``. null: the run's."""
-
-    chat_template: bool | None = None
-    """As ``data.chat_template``. null: the same."""
-
-    special_tokens: bool | None = None
-    """Overrides ``data.special_tokens``. null: the same."""
-
-    fields: FieldsConfig | None = None
-    """As ``data.fields``. null: the same; likewise ``template`` and ``system_prompt``."""
-
-    split: str | None = None
-    """Names a folder's split, such as ``test``. null: the only one."""
 
     every: NonNegativeInt | None = None
     """As ``evaluate.every``. null: the same. ``tepo eval`` ignores it."""
@@ -303,7 +273,7 @@ class EvaluationSetConfig(_PromptsConfig):
     stack_machine, else ``text``. ``none``: no maj@k.
     """
 
-    correct_at: Annotated[float | None, Field(allow_inf_nan=False)] = None
+    correct_at: float | None = None
     """As ``evaluate.correct_at``. null: the same."""
 
     show: NonNegativeInt | None = None
@@ -329,7 +299,7 @@ class EvaluateConfig(Section):
     samples: NonNegativeInt = 4
     """k, samples per problem for avg@k and pass@k, by ``rollout.sampling``; 0: greedy only."""
 
-    correct_at: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    correct_at: float = 1.0
     """Responses with at least this reward are correct. Mean rewards (``heldout/…``) do not depend on it."""
 
     show: NonNegativeInt = 32
@@ -358,19 +328,10 @@ class EvaluateConfig(Section):
         sets = {name: self.sets[name].model_copy(update={"path": path}) for name, path in change.items()}
         return self.model_copy(update={"sets": {**self.sets, **sets}})
 
-    @field_validator("sets")
-    @classmethod
-    def _sets_have_names(cls, sets: Mapping[str, EvaluationSetConfig]) -> Mapping[str, EvaluationSetConfig]:
-        for name in sets:
-            if not _SET_NAME.fullmatch(name):
-                raise ValueError(
-                    f"{name[:60]!r} cannot name a set, whose metrics are eval/NAME/…: a name has letters, digits, - and _, 40 "
-                    "at most"
-                )
-        return sets
-
     def _faults(self) -> Iterator[str]:
         for name, item in self.sets.items():
+            if not _SET_NAME.fullmatch(name):
+                yield f"evaluate.sets: {name[:60]!r} cannot name a set: a name has letters, digits, - and _, 40 at most"
             samples = self.samples if item.samples is None else item.samples
             if not item.greedy and not samples:
                 yield f"evaluate.sets.{name}: greedy = false with evaluate.samples = 0 leaves nothing to answer"

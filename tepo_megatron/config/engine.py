@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from tepo_megatron.config.base import Section
 
@@ -64,10 +64,7 @@ class ParallelConfig(Section):
             yield f"cp_comm_type = {self.cp_comm_type} is for context parallelism, and cp = 1; set cp, or unset it"
         etp, ranks = self.tp if self.etp is None else self.etp, self.tp * self.cp * self.dp
         if ranks % (self.ep * etp):
-            yield (
-                f"ep × etp = {self.ep} × {etp} does not divide the {ranks} ranks of a pipeline stage (tp × cp × dp); "
-                "lower ep, or raise dp"
-            )
+            yield f"ep × etp = {self.ep} × {etp} does not divide the {ranks} ranks of a pipeline stage (tp × cp × dp); lower ep"
         if self.vpp > 1 and self.pp == 1:
             yield f"vpp = {self.vpp} divides pipeline stages further and needs pp > 1; set pp, or vpp = 1"
         for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
@@ -75,10 +72,7 @@ class ParallelConfig(Section):
             if layers is not None and self.pp == 1:
                 yield f"{name} = {layers} needs stages to differ from, and pp = 1; set pp, or leave {name} out"
             if layers is not None and layers % self.vpp:
-                yield (
-                    f"vpp = {self.vpp} does not divide {name} = {layers} into equal chunks; use a multiple of {self.vpp}, or "
-                    "lower vpp"
-                )
+                yield f"vpp = {self.vpp} does not divide {name} = {layers} into equal chunks; use a multiple, or lower vpp"
 
 
 Recipe = Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"]
@@ -121,21 +115,14 @@ class Fp8Config(Section):
             if idle := self._changed(*type(self).model_fields):
                 yield f"{', '.join(idle)} has no effect while recipe = none; choose a recipe, or leave it out"
         elif self.recipe != "delayed":
-            if history := self._changed("amax_history_len", "amax_compute_algo", "margin"):
-                yield (
-                    f"{', '.join(history)} is for recipe = delayed; {self.recipe} computes its scales from the values at hand. "
-                    "Leave it out, or set recipe = delayed"
-                )
+            yield from self._idle(("amax_history_len", "amax_compute_algo", "margin"), "recipe", "delayed")
         elif in_bf16 := self.first_layers_bf16 + self.last_layers_bf16:
             yield (
-                f"{in_bf16} layers in bfloat16 do not go with recipe = delayed, whose history is one for all layers; set "
-                "first_layers_bf16 = last_layers_bf16 = 0, or recipe = tensorwise"
+                f"{in_bf16} layers in bfloat16 do not go with recipe = delayed, with one history for all layers; leave them "
+                "out, or set recipe = tensorwise"
             )
         elif self.params:
-            yield (
-                "params = true does not go with recipe = delayed: a checkpoint carries no history, and weights would be read "
-                "under a scale of 1; set recipe = tensorwise, or params = false"
-            )
+            yield "params = true does not go with recipe = delayed, whose history no checkpoint has; set recipe = tensorwise"
 
 
 class MoeBalanceConfig(Section):
@@ -151,9 +138,8 @@ class MoeBalanceConfig(Section):
     """``expert_bias`` only: change of a bias per update; scores are between 0 and 1. 1e-3 is DeepSeek-V3's."""
 
     def _faults(self) -> Iterator[str]:
-        for name, kind in (("coefficient", "aux_loss"), ("update_rate", "expert_bias")):
-            for value in self._changed(name).values() if self.kind != kind else ():
-                yield f"{name} = {value} does nothing with kind = {self.kind}; set kind = {kind}, or leave it out"
+        yield from self._idle(["coefficient"], "kind", "aux_loss")
+        yield from self._idle(["update_rate"], "kind", "expert_bias")
 
 
 RecomputeModule = Literal["core_attn", "mlp", "moe", "moe_act", "layernorm"]
@@ -225,33 +211,25 @@ class EngineConfig(Section):
     def _faults(self) -> Iterator[str]:
         if self.recompute == "selective" and not self.recompute_modules:
             yield "recompute = selective with no recompute_modules computes nothing again; set recompute = none"
-        for name, value in self._changed("recompute_modules").items() if self.recompute != "selective" else ():
-            yield f"{name} = {value} acts with recompute = selective alone, and recompute = {self.recompute}; leave one out"
+        yield from self._idle(["recompute_modules"], "recompute", "selective")
+        yield from self._idle(["overlap_param_gather", "bucket_size"], "overlap_grad_reduce", True)
         if self.overlap_grad_reduce and self.parallel.dp * self.parallel.cp == 1:
-            yield (
-                "overlap_grad_reduce = true hides a reduction between data-parallel ranks, and with dp × cp = 1 there is none; "
-                "leave it out, or raise parallel.dp"
-            )
-        for name in self._changed("overlap_param_gather", "bucket_size") if not self.overlap_grad_reduce else ():
-            yield f"{name} acts with overlap_grad_reduce = true alone; set it, or leave {name} out"
+            yield "overlap_grad_reduce = true hides a reduction, and with dp × cp = 1 there is none; leave it out, or raise dp"
         if self.cpu_threads is not None and self.platform == "cuda":
             yield f"cpu_threads = {self.cpu_threads} acts where the trainer runs on a CPU, and platform = cuda; leave it out"
         if self.layers == "te" and self.platform == "cpu":
             yield "layers = te needs a GPU, and platform = cpu; set layers = local, or another platform"
-        cp, exchange = self.parallel.cp, self.parallel.cp_comm_type
+        cp, exchange, recipe = self.parallel.cp, self.parallel.cp_comm_type, f"fp8.recipe = {self.fp8.recipe}"
         if self.layers == "local" or self.platform == "cpu":
             instead = "layers = local" if self.layers == "local" else "platform = cpu"
             if self.fp8.enabled:
-                yield (
-                    f"fp8.recipe = {self.fp8.recipe} needs Transformer Engine's layers on a GPU, but {instead}; set fp8.recipe "
-                    "= none, or layers = te on a GPU"
-                )
+                yield f"{recipe} needs Transformer Engine's layers on a GPU, but {instead}; leave it out, or set layers = te"
             if exchange != "p2p":
                 yield f"parallel.cp_comm_type = {exchange} is Transformer Engine's, and {instead} gathers keys; leave it out"
         if cp > 1 and self.fp8.recipe in ("delayed", "tensorwise"):
             yield (
-                f"parallel.cp = {cp} with fp8.recipe = {self.fp8.recipe}: a token that only pads a sequence may have the value "
-                "that scales the tensor; set fp8.recipe = blockwise (on Hopper) or mxfp8 (on Blackwell), or parallel.cp = 1"
+                f"parallel.cp = {cp} with {recipe}: a token of padding may have the value that scales the tensor; set "
+                "fp8.recipe = blockwise (on Hopper) or mxfp8 (on Blackwell), or parallel.cp = 1"
             )
 
 
@@ -289,18 +267,10 @@ class LoraConfig(Section):
     def scale(self) -> float:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
-    @field_validator("dropout")
-    @classmethod
-    def _no_dropout(cls, dropout: float) -> float:
-        if dropout != 0:
-            raise ValueError(
-                "dropout must be 0: nothing in a training step draws random numbers, so that log-probs can be computed twice "
-                "and compared; leave model.lora.dropout out"
-            )
-        return dropout
-
     def _faults(self) -> Iterator[str]:
         names = self.target_modules
+        if self.dropout != 0:
+            yield "dropout must be 0: a training step draws no random numbers, so that log-probs can be compared; leave it out"
         if not names:
             yield "model.lora.target_modules is empty, so that nothing would be trained; name layers, or all-linear"
         if len(set(names)) < len(names):

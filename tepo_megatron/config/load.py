@@ -2,19 +2,20 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import Container, DictConfig, ListConfig, Node, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 
-from tepo_megatron.config.base import Section
+from tepo_megatron.config.base import Section, merge_sections
 from tepo_megatron.config.objective.custom import load_plugin
-from tepo_megatron.config.objective.presets import LARGEST_FILE, beside, is_preset_file, read_preset
+from tepo_megatron.config.objective.presets import LARGEST_FILE, beside, find_preset
 from tepo_megatron.config.run import RunConfig
 from tepo_megatron.config.schema import describe, schema_rows, show, with_plugins
 
@@ -45,9 +46,8 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
     problems: list[str] = []
     values: Any = None
     try:
-        raw = OmegaConf.create() if path is None else _read(Path(path))
-        over = _parse_overrides(overrides, problems)
-        values = _resolve(_merge(raw, over))
+        raw = {} if path is None else _read(Path(path))
+        values = _resolve(merge_sections(raw, _parse_overrides(overrides, problems)))
         config = RunConfig.model_validate(values)
     except RecursionError as error:
         raise ConfigError(source, [*problems, "sections, lists or ${…} are nested too deeply"]) from error
@@ -66,11 +66,10 @@ def _named_plugins(values: Any) -> tuple[str, ...]:
     raw = values.get("objective") if isinstance(values, Mapping) else None
     if not isinstance(raw, Mapping):
         return ()
-    preset, plugins = raw.get("preset"), raw.get("plugins")
+    listed = raw.get("plugins")
     try:
-        inherited = read_preset(preset).plugins if isinstance(preset, str) and is_preset_file(preset) else ()
-        listed = plugins if isinstance(plugins, list | tuple) else ()
-        return tuple(dict.fromkeys(load_plugin(str(item)).name for item in (*inherited, *listed)))
+        plugins = (*find_preset(raw.get("preset", "tepo")).plugins, *(listed if isinstance(listed, list | tuple) else ()))
+        return tuple(dict.fromkeys(load_plugin(str(item)).name for item in plugins))
     except ValueError:
         return ()
 
@@ -100,14 +99,15 @@ def dump_diff(config: RunConfig) -> str:
     return _to_yaml(differing) if differing else ""
 
 
-def _read(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
-    """``above``: the files that named this one."""
+def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """``above``: the files that named this one. ``${…}`` stays unresolved."""
     if path.resolve() in above:
         raise ConfigError(str(above[0]), [f"base: {path} is its own base; remove one of the two"])
     if len(above) == _MOST_BASES:
         raise ConfigError(str(above[0]), [f"base: more than {_MOST_BASES} files, each the base of the one before"])
     try:
-        content = _parse(_read_text(path))
+        text = _read_text(path)
+        content = _parse(lambda: OmegaConf.load(StringIO(text)))
     except yaml.YAMLError as error:
         mark = (error.problem_mark or error.context_mark) if isinstance(error, yaml.MarkedYAMLError) else None
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
@@ -118,24 +118,17 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
         raise ConfigError(str(path), describe(error)) from error
     except OSError as error:
         raise ConfigError(str(path), [f"{path}: cannot be read: {error.strerror or error}"]) from error
-    if not isinstance(content, DictConfig):
+    if not isinstance(content, dict):
         raise ConfigError(str(path), [f"{path}: the top level is a list; it must be sections such as 'train:'"])
-    _make_plugin_paths_absolute(content, path)
-    base = _plain(content).get("base")
+    objective = content.get("objective")
+    if isinstance(objective, dict):
+        objective |= {name: beside(path, objective[name]) for name in ("preset", "plugins") if name in objective}
+    base = content.pop("base", None)
     if base is None:
         return content
     if not isinstance(base, str) or "\0" in base or "${" in base:
         raise ConfigError(str(path), [f"base: got {show(base)}; allowed: the path of one YAML file"])
-    del content["base"]
-    return _merge(_read(path.parent / base, (*above, path.resolve())), content)
-
-
-def _make_plugin_paths_absolute(content: DictConfig, path: Path) -> None:
-    objective = _plain(content).get("objective")
-    if not isinstance(objective, Mapping):
-        return
-    for name in {"preset", "plugins"} & set(objective):
-        content["objective"][name] = beside(path, objective[name])
+    return merge_sections(_read(path.parent / base, (*above, path.resolve())), content)
 
 
 def _read_text(path: Path) -> str:
@@ -146,16 +139,17 @@ def _read_text(path: Path) -> str:
     return data.decode("utf-8")
 
 
-def _parse(text: str) -> DictConfig | ListConfig:
+def _parse(parser: Callable[[], DictConfig | ListConfig]) -> Any:
+    """Raises OmegaConfBaseException or YAMLError."""
     try:
-        parsed = OmegaConf.load(StringIO(text))
+        parsed = OmegaConf.to_container(parser())
+        _check_texts(parsed)
     except OmegaConfBaseException:
         raise
-    except (ValueError, AttributeError) as error:  # text like a number or a time, such as 0x_
+    except (ValueError, AttributeError) as error:  # text like a number or a time, such as 0x_ or !!timestamp 1
         raise yaml.YAMLError(f"a value cannot be read: {error}") from error
     except RecursionError as error:
         raise yaml.YAMLError("sections or lists are nested too deeply") from error
-    _check_texts(OmegaConf.to_container(parsed))
     return parsed
 
 
@@ -177,63 +171,23 @@ def _check_texts(value: Any) -> None:
                 )
 
 
-def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> DictConfig:
-    parsed = OmegaConf.create()
+def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> dict[str, Any]:
+    parsed: dict[str, Any] = {}
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not re.fullmatch(r"[^\s.=-][^\s.=]*(\.[^\s.=]+)*", key):
             problems.append(f"override {show(override)}: write path=value, such as train.steps=10")
             continue
         try:
-            added = OmegaConf.from_dotlist([override])
-            _check_texts(OmegaConf.to_container(added))
-            parsed = _merge(parsed, added)
-        except RecursionError:
-            problems.append(f"override {show(override)}: its value is nested too deeply")
-        except OmegaConfBaseException as error:
+            parsed = merge_sections(parsed, _parse(partial(OmegaConf.from_dotlist, [override])))
+        except (OmegaConfBaseException, yaml.YAMLError) as error:
             problems.append(f"override {show(override)}: {describe(error)[0]}")
-        except yaml.YAMLError as error:
-            problems.append(f"override {show(override)}: its value is {describe(error)[0]}")
-        except (ValueError, AttributeError) as error:  # PyYAML raises the latter for a !!timestamp that is none
-            problems.append(f"override {show(override)}: its value cannot be read: {error}")
     return parsed
 
 
-def _merge(below: DictConfig, above: DictConfig) -> DictConfig:
-    """A section of another kind replaces the one below."""
-    below = below.copy()
-    _drop_other_kinds(below, above)
-    merged = OmegaConf.merge(below, above)
-    assert isinstance(merged, DictConfig)
-    return merged
-
-
-def _drop_other_kinds(below: DictConfig, above: DictConfig) -> None:
-    for key, old in list(below.items_ex(resolve=False)):
-        new = above._get_node(key)
-        if not isinstance(old, DictConfig) or not isinstance(new, DictConfig):
-            if isinstance(old, Container) and isinstance(new, Container):  # a list over a section, which do not merge
-                del below[key]
-            continue
-        kinds = [node._value() for node in (old._get_node("kind"), new._get_node("kind")) if isinstance(node, Node)]
-        if len(kinds) == 2 and kinds[0] != kinds[1]:
-            below[key] = {}
-        else:
-            _drop_other_kinds(old, new)
-
-
-def _resolve(raw: DictConfig) -> Any:
-    defaults = OmegaConf.create(RunConfig().model_dump(mode="json"))
-    merged = _merge(defaults, raw)
-    complete = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-    return _select(complete, OmegaConf.to_container(raw))
-
-
-def _plain(section: DictConfig) -> dict[str, Any]:
-    """``${…}`` stays unresolved."""
-    values = OmegaConf.to_container(section)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+def _resolve(raw: Mapping[str, Any]) -> Any:
+    merged = OmegaConf.create(merge_sections(RunConfig().model_dump(mode="json"), raw))
+    return _select(OmegaConf.to_container(merged, resolve=True, throw_on_missing=True), raw)
 
 
 def _select(values: Any, shape: Any) -> Any:

@@ -1,10 +1,10 @@
 """``reward`` and ``environment``: what scores a response, or answers it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from tepo_megatron.config.base import Section
 
@@ -52,16 +52,10 @@ class RewardConfig(Section):
     max_failed: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Largest share of a step's responses that may fail; above it, or with too few left for a step, the run stops."""
 
-    @field_validator("weights")
-    @classmethod
-    def _components_have_names(cls, weights: Mapping[str, float] | None) -> Mapping[str, float] | None:
-        if weights == {}:
-            raise ValueError("name at least one component, or leave it out")
-        for name in weights or ():
-            fault = component_fault(name)
-            if fault is not None:
-                raise ValueError(fault)
-        return weights
+    def _faults(self) -> Iterator[str]:
+        if self.weights == {}:
+            yield "weights = {} names no component; name one, or leave it out"
+        yield from filter(None, map(component_fault, self.weights or ()))
 
     @property
     def cuts_network(self) -> bool:
@@ -198,21 +192,14 @@ class EnvironmentConfig(Section):
     key_file: Path | None = None
     """``tepo environment serve`` writes this key of ``servers``."""
 
-    @field_validator("servers")
-    @classmethod
-    def _addresses_are_http(cls, servers: tuple[str, ...]) -> tuple[str, ...]:
-        for url in servers:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{url!r} is no address of an environment server; give one such as http://127.0.0.1:8400")
-        return servers
-
     def _faults(self) -> Iterator[str]:
+        for url in self.servers:
+            if not url.startswith(("http://", "https://")):
+                yield f"servers: {url!r} is no address of an environment server; give one such as http://127.0.0.1:8400"
         if self.servers and self.key_file is None:
             yield "environment.servers needs environment.key_file: the file with the key that 'tepo environment serve' wrote"
         if self.name == "python" and not self.run_code:
-            yield (
-                "environment.name = python runs programs that the model writes; set environment.run_code = true if you mean it"
-            )
+            yield "environment.name = python runs the model's programs; set environment.run_code = true if you mean it"
         if self.name == "python" and self.network:
             yield "environment.name = python has no network; leave environment.network out"
         if self.special_tokens and self.adapter == "agent" and self.agent_settings.chat_template:
@@ -228,15 +215,9 @@ class EnvironmentConfig(Section):
             yield "environment.network = false with adapter = agent: an agent reaches the model over this machine's"
         settings = self.agent_settings
         if self.workers > 1 and settings.port:
-            yield (
-                f"environment.workers = {self.workers} cannot share environment.agent.port = {settings.port}; leave one of the "
-                "two out"
-            )
+            yield f"environment.workers = {self.workers} cannot share environment.agent.port = {settings.port}; leave one out"
         if self.name == OUTSIDE and (settings.port == 0 or settings.key_file is None):
-            yield (
-                f"environment.name = {OUTSIDE} needs environment.agent.port and environment.agent.key_file, with which agents "
-                "ask for episodes"
-            )
+            yield f"environment.name = {OUTSIDE} needs environment.agent.port and environment.agent.key_file, for the agents"
 
     @property
     def agent_settings(self) -> AgentConfig:

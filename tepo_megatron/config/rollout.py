@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from tepo_megatron.config.base import USER_FUNCTION, Seconds, Section
+from tepo_megatron.config.base import Seconds, Section, check_known
 
 
 class SpeculativeConfig(Section):
@@ -29,11 +29,9 @@ class SpeculativeConfig(Section):
     """Longest n-gram looked up, in tokens; the longest match counts."""
 
     def _faults(self) -> Iterator[str]:
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            yield (
-                f"prompt_lookup_min = {self.prompt_lookup_min} is above prompt_lookup_max = {self.prompt_lookup_max}, so that "
-                "nothing would be looked for; set it lower"
-            )
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        if least > most:
+            yield f"prompt_lookup_min = {least} is above prompt_lookup_max = {most}, so that nothing is looked for; lower it"
         for name in self._changed("prompt_lookup_max", "prompt_lookup_min") if self.draft_model is not None else ():
             yield f"{name} is for n-grams, and draft_model guesses here; leave one of the two out"
 
@@ -155,24 +153,19 @@ class ServerConfig(Section):
     @classmethod
     def _no_wildcard(cls, host: str) -> str:
         if host in ("", "0.0.0.0", "::"):  # noqa: S104
-            raise ValueError(
-                f"{host!r} is no address that trainer and servers can reach each other at; name one of this machine's"
-            )
+            raise ValueError(f"{host!r} is no address that trainer and servers can reach; name one of this machine's")
         return host
 
     def _faults(self) -> Iterator[str]:
         if self.load_format == "dummy" and self.transfer == "gather":
-            yield (
-                "load_format = dummy needs transfer = reshard, whose plan proves that every parameter is filled; set "
-                "load_format = model"
-            )
+            yield "load_format = dummy needs transfer = reshard, which fills every parameter; set load_format = model"
         if self.quantization != "none" and self.drafts:
             yield f"quantization = {self.quantization} with speculative.draft_model has not been tested; leave one out"
         overrides = next((item for item in self.extra_args if item.replace("_", "-").startswith("--hf-overrides")), None)
         if self.head_dtype != "model" and overrides is not None:
             yield (
-                f"head_dtype = {self.head_dtype} with {overrides.split('=')[0]} in extra_args: vLLM takes one of the two; "
-                'leave head_dtype out, and put "head_dtype": "float32" into the overrides'
+                f"head_dtype = {self.head_dtype} with {overrides.split('=')[0]} in extra_args: vLLM takes one of the two; put "
+                '"head_dtype": "float32" into the overrides'
             )
         if self.load_format == "dummy" and self.drafts:
             yield "load_format = dummy would fill the draft model with dummies too, whose weights no update brings; set auto"
@@ -186,8 +179,8 @@ class ServerConfig(Section):
             yield f"transport = {self.transport} is for transfer = reshard; gather broadcasts over gloo"
         if self.transport == "ipc" and self.placement != "colocated":
             yield (
-                f"transport = ipc needs trainer and servers on the same GPUs, but placement = {self.placement} puts them "
-                "apart; set transport = nccl, or placement = colocated"
+                f"transport = ipc needs trainer and servers on the same GPUs, not placement = {self.placement}; set "
+                "transport = nccl, or placement = colocated"
             )
         if self.transport == "nccl" and self.placement == "colocated":
             yield "transport = nccl needs a GPU for each of its ranks, and placement = colocated has none; set transport = ipc"
@@ -238,33 +231,6 @@ class SamplingConfig(Section):
         return strings
 
 
-def _training_fault(sampling: SamplingConfig, *, speculative: bool, partial: bool) -> str | None:
-    """Returns a sentence if rollouts cannot be drawn, or the trainer cannot score their tokens."""
-    top_k = sampling.top_k
-    if partial and sampling.needs_tokenizer:
-        return (
-            "partial = true with sampling.stop or sampling.bad_words: a string across two parts of a response would not be "
-            "found; leave one of the two out"
-        )
-    if not sampling.truncates:
-        return None
-    if top_k is None:
-        raw = "bad_words" if sampling.bad_words else f"min_p = {sampling.min_p:g}"
-        raw = f"top_p = {sampling.top_p:g}" if sampling.top_p < 1 else raw
-        return (
-            f"sampling.{raw} without sampling.top_k: a server names every token that could have been drawn, and that may be "
-            f"the whole vocabulary; set sampling.top_k = 100, or up to {MOST_KEPT}"
-        )
-    if top_k > MOST_KEPT:
-        return (
-            f"sampling.top_k = {top_k}: a server names every token that could have been drawn, at most {MOST_KEPT} of them; "
-            "set it lower, or leave it out together with top_p, min_p and bad_words"
-        )
-    if speculative:
-        return f"sampling.top_k = {top_k} with server.speculative has not been tested; leave one of the two out"
-    return None
-
-
 NAMED_FILTERS = ("zero_variance", "too_long", "reward_range")
 
 
@@ -294,12 +260,7 @@ class FilterGroupsConfig(Section):
     def _filters_are_known(cls, filters: tuple[str, ...]) -> tuple[str, ...]:
         if not filters:
             raise ValueError("filters is empty, so that nothing is filtered; leave filter_groups out")
-        for name in filters:
-            if name not in NAMED_FILTERS and not USER_FUNCTION.fullmatch(name):
-                raise ValueError(
-                    f"{name!r} is no filter; known: {', '.join(NAMED_FILTERS)}, or your own as package.module:function or "
-                    "path/file.py:function"
-                )
+        check_known(filters, NAMED_FILTERS, "filter", "(group) -> bool")
         names = [name.rpartition(":")[2] for name in filters]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -393,23 +354,14 @@ class RolloutConfig(Section):
         if self.oversample > 1 and self.filter_groups is None and not self.partial:
             yield (
                 f"oversample = {self.oversample:g} begins more groups than a step trains on; set filter_groups or partial, or "
-                "leave oversample out"
+                "leave it out"
             )
         if self.partial and self.oversample == 1:
-            yield (
-                "partial = true, but oversample = 1 begins no more groups than a step needs; set oversample = 1.5, or "
-                "partial = false"
-            )
+            yield "partial = true, but oversample = 1 begins no more groups than a step needs; set oversample = 1.5"
         if self.collect is not None and (self.filter_groups is not None or self.oversample > 1 or self.partial):
-            yield (
-                f"collect = {self.collect} decides itself which responses are trained on; leave filter_groups, oversample and "
-                "partial out"
-            )
+            yield f"collect = {self.collect} decides what is trained on; leave filter_groups, oversample and partial out"
         if self.filter_groups and "zero_variance" in self.filter_groups.filters and self.samples_per_prompt == 1:
-            yield (
-                "filter_groups.filters has zero_variance, which refuses every group of samples_per_prompt = 1; raise it, or "
-                "choose another filter"
-            )
+            yield "filter_groups.filters has zero_variance, which refuses every group of samples_per_prompt = 1; raise it"
         if (self.truncated == "penalise") != (self.overlong is not None):
             yield f"truncated = {self.truncated} and overlong belong together: truncated = penalise needs overlong.buffer"
         if self.overlong is not None and self.overlong.buffer > self.sampling.max_new_tokens:
@@ -417,6 +369,19 @@ class RolloutConfig(Section):
                 f"overlong.buffer = {self.overlong.buffer} is more than sampling.max_new_tokens = "
                 f"{self.sampling.max_new_tokens}, so that even an empty response would be punished; lower it"
             )
-        fault = _training_fault(self.sampling, speculative=self.server.speculative is not None, partial=self.partial)
-        if fault is not None:
-            yield fault
+        if self.partial and self.sampling.needs_tokenizer:
+            yield "partial = true with sampling.stop or sampling.bad_words, which may be in two parts; leave one of the two out"
+        if self.sampling.truncates:
+            yield from self._truncation_faults()
+
+    def _truncation_faults(self) -> Iterator[str]:
+        sampling, top_k = self.sampling, self.sampling.top_k
+        limit = f"a server names every token that could have been drawn, at most {MOST_KEPT}"
+        if top_k is None:
+            field = "bad_words" if sampling.bad_words else f"min_p = {sampling.min_p:g}"
+            field = f"top_p = {sampling.top_p:g}" if sampling.top_p < 1 else field
+            yield f"sampling.{field} without sampling.top_k: {limit}; set sampling.top_k = 100"
+        elif top_k > MOST_KEPT:
+            yield f"sampling.top_k = {top_k}: {limit} of them; lower it, or leave it out with top_p, min_p and bad_words"
+        elif self.server.speculative is not None:
+            yield f"sampling.top_k = {top_k} with server.speculative has not been tested; leave one of the two out"

@@ -2,23 +2,21 @@
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.cluster import ClusterConfig
-from tepo_megatron.config.data import BUILTIN, DataConfig, EvaluateConfig, SourceConfig, Sources
+from tepo_megatron.config.data import BUILTIN, DataConfig, EvaluateConfig, Sources
 from tepo_megatron.config.engine import EngineConfig, ModelConfig
 from tepo_megatron.config.objective.choices import Clip, GDPOAdvantage
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.reward import EnvironmentConfig, RewardConfig
-from tepo_megatron.config.rollout import RolloutConfig
+from tepo_megatron.config.rollout import RolloutConfig, ServerConfig
 from tepo_megatron.config.train import LogConfig, OptimizerConfig, TrainConfig
-
-_ABSENT = object()
 
 _MAX_SERVED_RANK = 512  # vLLM 0.32's limit
 
@@ -72,26 +70,19 @@ class RunConfig(Section):
                 f"{_show_paths(self.data.train)} if you mean them"
             )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _nothing_is_evaluated_without_problems(cls, raw: Any) -> Any:
+    def model_post_init(self, _: Any) -> None:
         """Without held-out problems ``evaluate.every`` is 0; custom training problems bring no built-in ones."""
-        if not isinstance(raw, Mapping):
-            return raw
-        data, evaluate = raw.get("data", {}), raw.get("evaluate", {})
-        heldout = _given(data, "heldout")
-        if heldout is _ABSENT and _is_custom(_given(data, "train")):
-            heldout = None
-            raw = {**raw, "data": _with(data, heldout=None)}
-        has_sets = _given(evaluate, "sets") is not _ABSENT and _given(evaluate, "sets")
-        if heldout is None and _given(evaluate, "every") is _ABSENT and not has_sets:
+        data, evaluate = self.data, self.evaluate
+        if "heldout" not in data.model_fields_set and _is_custom(data.train):
+            data = data.model_copy(update={"heldout": None})
+        if data.heldout is None and "every" not in evaluate.model_fields_set and not evaluate.sets:
+            evaluate = evaluate.model_copy(update={"every": 0})
             warnings.warn(
                 "no held-out problems (data.heldout): nothing is evaluated. Give a file of problems that are not trained on, "
                 "or set evaluate.every = 0 to say that you mean it",
                 stacklevel=2,
             )
-            return {**raw, "evaluate": _with(evaluate, every=0)}
-        return raw
+        self.__dict__.update(data=data, evaluate=evaluate)  # the model is frozen
 
     @field_validator("name")
     @classmethod
@@ -119,30 +110,13 @@ class RunConfig(Section):
         if self.environment is not None and self.rollout.replay is None:
             yield from _environment_faults(self, self.environment)
         if self.model.lora is not None and self.model.lora.serve == "adapter":
-            yield from _adapter_faults(self, self.model.lora.rank)
+            yield from _adapter_faults(self.rollout.server, self.model.lora.rank)
 
 
-def _given(section: Any, field: str) -> Any:
-    """``section`` may be checked or not."""
-    if isinstance(section, Section):
-        return getattr(section, field) if field in section.model_fields_set else _ABSENT
-    return section.get(field, _ABSENT) if isinstance(section, Mapping) else _ABSENT
-
-
-def _with(section: Any, **changes: Any) -> Any:
-    """Later checks report what is no section."""
-    if isinstance(section, Section):
-        return section.model_copy(update=changes)
-    return {**section, **changes} if isinstance(section, Mapping) else section
-
-
-def _is_custom(value: Any) -> bool:
-    """Whether a problem is the user's own; ``value`` is as for ``data.train``, checked or not."""
-    if isinstance(value, str):
-        return not value.startswith(BUILTIN)
-    if isinstance(value, Sequence):
-        return any(_is_custom(source.get("path") if isinstance(source, Mapping) else source) for source in value)
-    return _is_custom(value.path) if isinstance(value, SourceConfig) else False
+def _is_custom(sources: Sources) -> bool:
+    """Whether a problem is the user's own."""
+    paths = [sources] if isinstance(sources, str) else [source.path for source in sources]
+    return not all(path.startswith(BUILTIN) for path in paths)
 
 
 def _show_paths(value: Sources) -> str:
@@ -154,12 +128,9 @@ def _colocated(run: RunConfig) -> bool:
 
 
 def _engine_faults(run: RunConfig) -> Iterator[str]:
-    engine, parallel, fp8, dtype = run.engine, run.engine.parallel, run.engine.fp8, run.model.dtype
-    if engine.moe_balance.kind == "expert_bias" and run.model.lora is not None:
-        yield (
-            "engine.moe_balance.kind = expert_bias moves biases of the model, which model.lora leaves as it is; set kind = "
-            "aux_loss or none, or leave model.lora out"
-        )
+    parallel, fp8, dtype = run.engine.parallel, run.engine.fp8, run.model.dtype
+    if run.engine.moe_balance.kind == "expert_bias" and run.model.lora is not None:
+        yield "engine.moe_balance.kind = expert_bias moves biases of the model, which model.lora leaves as it is; leave one out"
     sequences = run.rollout.prompts_per_step * run.rollout.samples_per_prompt
     if sequences < run.fewest_sequences:
         group = f", {parallel.pp} for each, as engine.parallel.vpp = {parallel.vpp} needs" if parallel.vpp > 1 else ""
@@ -169,64 +140,40 @@ def _engine_faults(run: RunConfig) -> Iterator[str]:
         )
     if fp8.enabled and dtype != "bfloat16":
         yield f"engine.fp8.recipe = {fp8.recipe} with model.dtype = {dtype}: FP8 layers take bfloat16; set that"
+    if fp8.enabled and run.model.lora is not None:
+        yield f"model.lora with engine.fp8.recipe = {fp8.recipe}, which would not quantise merged weights again; leave one out"
     if fp8.params and not run.optimizer.distributed:
         yield "engine.fp8.params = true needs optimizer.distributed = true, whose fp32 masters make FP8 weights; set it"
     if fp8.params and _colocated(run):
-        yield (
-            "engine.fp8.params = true with rollout.server.placement = colocated: FP8 weights cannot leave the GPU for the "
-            "servers' turn; set engine.fp8.params = false, or another placement"
-        )
+        yield f"engine.fp8.params = true with {_COLOCATED}: FP8 weights {_STAY_ON_GPU}; set it to false, or another placement"
+
+
+_COLOCATED = "rollout.server.placement = colocated"
+_STAY_ON_GPU = "cannot leave the GPU for the servers' turn"
 
 
 def _optimizer_faults(run: RunConfig) -> Iterator[str]:
     optimizer, engine, dtype = run.optimizer, run.engine, run.model.dtype
     name = "offload_fraction" if optimizer.offload_fraction else next(iter(optimizer.reduced_fields), "")
     if optimizer.own_masters and engine.fp8.params:
-        yield (
-            f"optimizer.{name} with engine.fp8.params = true: FP8 weights are made from fp32 masters in Megatron's optimizer, "
-            f"and with {name} they are in Adam; leave one of them out"
-        )
+        yield f"optimizer.{name} with engine.fp8.params = true, which needs masters outside of Adam; leave one of them out"
     if optimizer.precision_aware and engine.platform == "cpu":
-        yield (
-            f"optimizer.{name} needs Transformer Engine's Adam on a GPU, and engine.platform = cpu; leave it out, or use "
-            "optimizer.offload_fraction"
-        )
+        yield f"optimizer.{name} needs Transformer Engine's Adam on a GPU, and engine.platform = cpu; leave it out"
     if optimizer.own_masters and dtype != "bfloat16":
-        yield (
-            f"optimizer.{name} with model.dtype = {dtype}: its Adam has fp32 masters, and float32 weights are their own; set "
-            "model.dtype = bfloat16"
-        )
+        yield f"optimizer.{name} with model.dtype = {dtype}: its Adam has fp32 masters of bfloat16 weights; set that dtype"
     if _colocated(run) and "fp8" in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype):
-        yield (
-            "optimizer.exp_avg_dtype or exp_avg_sq_dtype = fp8 with rollout.server.placement = colocated: FP8 cannot leave "
-            "the GPU for the servers' turn; use bfloat16 or float16, or another placement"
-        )
-    if run.model.lora is not None and engine.fp8.enabled:
-        yield (
-            f"model.lora with engine.fp8.recipe = {engine.fp8.recipe}: Transformer Engine would not quantise the weights again "
-            "that each layer merges; set engine.fp8.recipe = none, or leave model.lora out"
-        )
+        yield f"optimizer.exp_avg_dtype or exp_avg_sq_dtype = fp8 with {_COLOCATED}: FP8 {_STAY_ON_GPU}; use bfloat16"
     if engine.overlap_param_gather and not optimizer.distributed:
-        yield (
-            "engine.overlap_param_gather = true gathers weights, and only optimizer.distributed = true shares them; set it, or "
-            "engine.overlap_param_gather = false"
-        )
+        yield "engine.overlap_param_gather = true gathers weights, and only optimizer.distributed = true shares them; set it"
 
 
 def _objective_faults(run: RunConfig) -> Iterator[str]:
-    if "entropy_noise" in run.objective.needs and not run.engine.noise_every:
-        yield (
-            "objective.kl_mask.tolerance = auto takes the rounding noise that the run measures, but engine.noise_every = 0 "
-            "measures none; set engine.noise_every = 50, or a tolerance in nats"
-        )
-    region = run.objective.trust_region
-    if isinstance(region, Clip) and region.is_auto and run.train.minibatches == 1:
-        yield (
-            "objective.trust_region.low or high = auto with train.minibatches = 1: at a step's only update every ratio is 1 "
-            "and has no spread; set train.minibatches = 4, or give numbers"
-        )
-    mask = run.objective.kl_mask
-    if mask is not None and mask.against == "old" and run.train.minibatches == 1:
+    objective, once = run.objective, run.train.minibatches == 1
+    if "entropy_noise" in objective.needs and not run.engine.noise_every:
+        yield "objective.kl_mask.tolerance = auto takes measured noise, and engine.noise_every = 0 measures none; set it to 50"
+    if once and isinstance(objective.trust_region, Clip) and objective.trust_region.is_auto:
+        yield "objective.trust_region has auto bounds, and with one update a step every ratio is 1; set train.minibatches = 4"
+    if once and objective.kl_mask is not None and objective.kl_mask.against == "old":
         warnings.warn(
             "objective.kl_mask adds nothing with train.minibatches = 1: at a step's only update the KL from the policy before "
             "it is 0; 4 is usual",
@@ -235,29 +182,20 @@ def _objective_faults(run: RunConfig) -> Iterator[str]:
 
 
 def _evaluation_faults(run: RunConfig) -> Iterator[str]:
-    train, heldout, evaluate = run.data.train, run.data.heldout, run.evaluate
+    train, heldout, evaluate, log = run.data.train, run.data.heldout, run.evaluate, run.log
     if heldout is None and evaluate.every and not evaluate.sets:
-        yield (
-            f"evaluate.every = {evaluate.every}, but there are no held-out problems; give data.heldout or evaluate.sets, or "
-            "set evaluate.every = 0"
-        )
+        yield f"evaluate.every = {evaluate.every}, but there are no held-out problems; give data.heldout or evaluate.sets"
     if heldout is not None and _is_custom(train) != _is_custom(heldout):
         yield (
             f"data.train = {_show_paths(train)} with data.heldout = {_show_paths(heldout)}: one is your own, the other the "
-            "demonstration's; give both, or data.heldout = null to evaluate nothing"
+            "demonstration's; give both, or data.heldout = null"
         )
     if run.rollout.samples_per_prompt == 1:
-        yield (
-            "rollout.samples_per_prompt = 1: an advantage compares the responses to one prompt, and that of a single one is 0; "
-            "set 2 or more, 8 is usual"
-        )
+        yield "rollout.samples_per_prompt = 1: an advantage compares the responses to one prompt; set 2 or more, 8 is usual"
     if run.train.keep_best is not None:
         yield from _best_faults(run, run.train.keep_best.metric)
-    if run.log.token_samples and run.log.token_samples_every > run.train.steps:
-        yield (
-            f"log.token_samples_every = {run.log.token_samples_every} is more than train.steps = {run.train.steps}; set it to "
-            f"{run.train.steps} or less"
-        )
+    if log.token_samples and log.token_samples_every > run.train.steps:
+        yield f"log.token_samples_every = {log.token_samples_every} is more than train.steps = {run.train.steps}; lower it"
 
 
 def _best_faults(run: RunConfig, metric: str) -> Iterator[str]:
@@ -276,7 +214,7 @@ def _best_faults(run: RunConfig, metric: str) -> Iterator[str]:
 
 
 def _reward_faults(run: RunConfig) -> Iterator[str]:
-    advantage = run.objective.advantage
+    advantage, data = run.objective.advantage, run.data
     if isinstance(advantage, GDPOAdvantage):
         yield from _gdpo_faults(run, advantage.weights, run.reward.weights)
     if run.rollout.truncated == "penalise" and advantage.kind in ("gdpo", "divide_by_mean"):
@@ -287,7 +225,7 @@ def _reward_faults(run: RunConfig) -> Iterator[str]:
         )
     verifiers = {"reward.verifier": run.reward.verifier}
     verifiers |= {f"evaluate.sets.{name}.verifier": item.verifier or "" for name, item in run.evaluate.sets.items()}
-    for item in (*run.data.train_sources, *run.data.heldout_sources):
+    for item in (*data.train_sources, *data.heldout_sources):
         verifiers[f"the verifier of the source {item.called}"] = item.verifier or ""
     field = next((field for field, verifier in verifiers.items() if verifier == "python_tests"), None)
     if field is not None and not run.reward.run_code:
@@ -327,89 +265,61 @@ def _gdpo_faults(run: RunConfig, over: tuple[float, ...] | None, weights: Mappin
 
 
 def _rollout_faults(run: RunConfig) -> Iterator[str]:
-    rollout, server = run.rollout, run.rollout.server
+    rollout, server, overlap = run.rollout, run.rollout.server, run.train.schedule == "overlap"
     uncorrected = run.objective.mismatch is None and not rollout.uncorrected
     remedy = "set objective.mismatch.kind = truncate, or rollout.uncorrected = true to train without a correction"
-    biases = f"which biases the gradient; {remedy}"
     if rollout.oversample > 1 and uncorrected:
-        yield f"rollout.oversample = {rollout.oversample:g} trains on older weights' groups, {biases}"
+        yield (
+            f"rollout.oversample = {rollout.oversample:g} trains on older weights' groups, which biases the gradient; {remedy}"
+        )
     if run.train.rollback is not None and rollout.replay is not None:
         yield "train.rollback with rollout.replay: the same rollouts would be read again; leave one of them out"
-    if run.train.schedule == "overlap":
-        if server.placement == "colocated":
-            yield (
-                "train.schedule = overlap with rollout.server.placement = colocated: trainer and servers take turns on the "
-                "same GPUs; set placement = local or external, or schedule = sync"
-            )
-        if server.cpu_threads == "all" and server.placement == "local":
-            yield (
-                "rollout.server.cpu_threads = all with train.schedule = overlap would leave the trainer no core of its own; "
-                "name the servers' cores, such as cpu_threads = 0"
-            )
-        if uncorrected:
-            yield (
-                f"objective.mismatch = null with train.schedule = overlap: train.max_staleness = {run.train.max_staleness} "
-                f"lets older weights draw the rollouts, which preset {run.objective.preset} does not correct; {remedy}"
-            )
-    dtype = server.served_dtype(run.model.dtype)
-    bfloat16 = "set rollout.server.dtype = bfloat16"
+    if overlap and server.placement == "colocated":
+        yield f"train.schedule = overlap with {_COLOCATED}, whose servers take turns with the trainer; set another placement"
+    if overlap and server.cpu_threads == "all" and server.placement == "local":
+        yield "rollout.server.cpu_threads = all with train.schedule = overlap leaves the trainer no core; name some, such as 0"
+    if overlap and uncorrected:
+        yield (
+            f"objective.mismatch = null with train.schedule = overlap: train.max_staleness = {run.train.max_staleness} lets "
+            f"older weights draw the rollouts, which preset {run.objective.preset} does not correct; {remedy}"
+        )
+    dtype, bfloat16 = server.served_dtype(run.model.dtype), "set rollout.server.dtype = bfloat16"
     if server.head_dtype == dtype:
         head = f"rollout.server.head_dtype = {server.head_dtype}"
         yield f"{head} does nothing for servers in {dtype}; leave it out, or {bfloat16}"
-    if server.quantization != "none":
-        quantization = f"rollout.server.quantization = {server.quantization}"
-        if dtype != "bfloat16":
-            yield f"{quantization} takes servers in bfloat16, not {dtype}; {bfloat16}"
-        if uncorrected:
-            yield f"{quantization} samples from another distribution than the one that is trained, {biases}"
+    quantization = f"rollout.server.quantization = {server.quantization}"
+    if server.quantization != "none" and dtype != "bfloat16":
+        yield f"{quantization} takes servers in bfloat16, not {dtype}; {bfloat16}"
+    if server.quantization != "none" and uncorrected:
+        yield f"{quantization} samples from another distribution, which biases the gradient; {remedy}"
 
 
 def _environment_faults(run: RunConfig, environment: EnvironmentConfig) -> Iterator[str]:
     default, name = RewardConfig(), f"environment.name = {environment.name}"
+    judged = "rewards come from the environment; leave"
     if (run.reward.verifier, run.reward.kwargs) != (default.verifier, default.kwargs):  # resolved.yaml names the default too
-        yield (
-            f"reward.verifier = {run.reward.verifier} with {name}: rewards come from the environment; leave reward.verifier "
-            "and reward.kwargs out, or give them to the environment by its kwargs"
-        )
+        yield f"reward.verifier = {run.reward.verifier} with {name}: {judged} reward.verifier and reward.kwargs out"
     if source := _source_with_verifier(run):
-        yield (
-            f"the source {source} of data.train has a verifier, with {name}: rewards come from the environment; leave the "
-            "verifier out"
-        )
+        yield f"the source {source} of data.train has a verifier, with {name}: {judged} it out"
     if run.rollout.partial:
         yield "rollout.partial = true with environment: an episode cannot be put aside; leave partial out"
     if run.rollout.truncated == "penalise":
-        yield (
-            "rollout.truncated = penalise with environment: rollout.sampling.max_new_tokens bounds a turn, and not the "
-            "episode; have the environment lower rewards, or set rollout.truncated = mask"
-        )
+        yield "rollout.truncated = penalise with environment: max_new_tokens bounds a turn; set rollout.truncated = mask"
     if environment.max_tokens is not None and environment.max_tokens < 2:
         yield "environment.max_tokens = 1 leaves no room for an answer behind a turn; raise it"
     if run.rollout.collect is not None:
         yield f"rollout.collect = {run.rollout.collect} draws single responses, and {name} plays episodes; leave one out"
 
 
-def _adapter_faults(run: RunConfig, rank: int) -> Iterator[str]:
-    server, merged = run.rollout.server, "set model.lora.serve = merged"
+def _adapter_faults(server: ServerConfig, rank: int) -> Iterator[str]:
+    adapter, merged = "model.lora.serve = adapter", "set model.lora.serve = merged"
     if rank > _MAX_SERVED_RANK:
-        yield f"model.lora.serve = adapter takes ranks up to {_MAX_SERVED_RANK}, and model.lora.rank = {rank}; {merged}"
+        yield f"{adapter} takes ranks up to {_MAX_SERVED_RANK}, and model.lora.rank = {rank}; {merged}"
     if server.placement == "colocated":
-        yield (
-            "model.lora.serve = adapter needs servers that keep their weights, and those of rollout.server.placement = "
-            f"colocated free them for the trainer; {merged}"
-        )
+        yield f"{adapter} needs servers that keep their weights, and those of {_COLOCATED} free them; {merged}"
     if server.quantization != "none":
-        yield (
-            "model.lora.serve = adapter is for servers in full precision, and rollout.server.quantization = "
-            f"{server.quantization}; {merged}"
-        )
+        yield f"{adapter} is for full precision, and rollout.server.quantization = {server.quantization}; {merged}"
     if server.drafts:
-        yield (
-            "model.lora.serve = adapter with rollout.server.speculative.draft_model has not been tested; "
-            f"{merged}, or leave the draft model out"
-        )
+        yield f"{adapter} with rollout.server.speculative.draft_model has not been tested; {merged}, or leave the model out"
     if server.load_format == "dummy":
-        yield (
-            "model.lora.serve = adapter never sends the weights under the adapters; servers would have none with "
-            "rollout.server.load_format = dummy; set it to auto"
-        )
+        yield f"{adapter} never sends the weights under the adapters; set rollout.server.load_format = auto instead of dummy"

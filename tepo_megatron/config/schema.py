@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 from omegaconf.errors import OmegaConfBaseException
@@ -46,12 +46,9 @@ class SchemaRow:
     when: str = ""
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Dotted path, node (empty if none), sibling keys."""
-
+class _Place(NamedTuple):
     path: str
-    node: Node
+    node: Node  # empty if there is none
     siblings: tuple[str, ...]
 
 
@@ -282,47 +279,39 @@ def _describe_unknown(place: _Place, raw: Any) -> str:
     return f"{place.path}: unknown key (got {show(raw)}); {hint}"
 
 
-_BY_OTHER_NAMES = {
-    "batch_size": ("rollout.prompts_per_step",),
-    "train_batch_size": ("rollout.prompts_per_step",),
-    "num_generations": ("rollout.samples_per_prompt",),
-    "group_size": ("rollout.samples_per_prompt",),
-    "n": ("rollout.samples_per_prompt", "evaluate.samples"),
-    "learning_rate": ("optimizer.lr",),
-    "max_steps": ("train.steps",),
-    "epochs": ("train.steps",),
-    "num_train_epochs": ("train.steps",),
-    "max_tokens": ("rollout.sampling.max_new_tokens",),
-    "max_completion_length": ("rollout.sampling.max_new_tokens",),
-    "max_prompt_length": ("data.max_prompt_tokens",),
-    "beta": ("objective.kl.coefficient",),
-    "kl_coef": ("objective.kl.coefficient",),
-    "clip_range": ("objective.trust_region.low", "objective.trust_region.high"),
-    "algorithm": ("objective.preset",),
-    "reward_fn": ("reward.verifier",),
-    "reward_function": ("reward.verifier",),
-    "save_steps": ("train.save_every",),
-    "eval_steps": ("evaluate.every",),
-    "output_dir": ("output",),
-    "dataset": ("data.train",),
-    "train_files": ("data.train",),
-    "gradient_clipping": ("optimizer.clip_grad",),
-    "max_grad_norm": ("optimizer.clip_grad",),
-}  # other trainers' field names that spelling alone would not find
+_OTHER_NAMES = {
+    "rollout.prompts_per_step": "batch_size train_batch_size",
+    "rollout.samples_per_prompt": "num_generations group_size n",
+    "rollout.sampling.max_new_tokens": "max_tokens max_completion_length",
+    "optimizer.lr": "learning_rate",
+    "optimizer.clip_grad": "gradient_clipping max_grad_norm",
+    "train.steps": "max_steps epochs num_train_epochs",
+    "train.save_every": "save_steps",
+    "evaluate.every": "eval_steps",
+    "evaluate.samples": "n",
+    "data.train": "dataset train_files",
+    "data.max_prompt_tokens": "max_prompt_length",
+    "objective.preset": "algorithm",
+    "objective.kl.coefficient": "beta kl_coef",
+    "objective.trust_region.low": "clip_range",
+    "objective.trust_region.high": "clip_range",
+    "reward.verifier": "reward_fn reward_function",
+    "output": "output_dir",
+}  # field → names that other trainers give it, which spelling alone would not find
 
 
 def _nearest_fields(place: _Place) -> list[str]:
     """Returns at most three: a typo in its section, the same key elsewhere, another trainer's name, then spelling."""
     parent, _, key = place.path.rpartition(".")
     prefix = f"{parent}." if parent else ""
-    close = [f"{prefix}{name}" for name in difflib.get_close_matches(key, place.siblings, n=1, cutoff=0.75)]
-    paths = list(dict.fromkeys(row.path for row in schema_rows() if ".NAME." not in row.path))
-    same = [path for path in paths if path.rpartition(".")[2] == key]
-    result = close or [*same, *_BY_OTHER_NAMES.get(key, ())]
-    if not result:
-        result = [f"{prefix}{name}" for name in difflib.get_close_matches(key, place.siblings, n=1, cutoff=0.5)]
-    if not result:
-        last = {path.rpartition(".")[2] for path in paths}
-        near = difflib.get_close_matches(key, sorted(last), n=1, cutoff=0.75)
-        result = [path for path in paths if path.rpartition(".")[2] in near]
+    by_key: dict[str, list[str]] = {}
+    for path in dict.fromkeys(row.path for row in schema_rows() if ".NAME." not in row.path):
+        by_key.setdefault(path.rpartition(".")[2], []).append(path)
+
+    def siblings(cutoff: float) -> list[str]:
+        return [f"{prefix}{name}" for name in difflib.get_close_matches(key, place.siblings, n=1, cutoff=cutoff)]
+
+    elsewhere = [*by_key.get(key, ()), *(path for path, names in _OTHER_NAMES.items() if key in names.split())]
+    near = difflib.get_close_matches(key, sorted(by_key), n=1, cutoff=0.75)
+    result = siblings(0.75) or elsewhere or siblings(0.5) or [path for name in near for path in by_key[name]]
     return list(dict.fromkeys(result))[:3]

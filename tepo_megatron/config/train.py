@@ -4,11 +4,9 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from tepo_megatron.config.base import Seconds, Section
-
-_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class RollbackConfig(Section):
@@ -17,10 +15,10 @@ class RollbackConfig(Section):
     metric: str
     """Names a key of the step's row, such as ``loss``, ``grad_norm``, ``mismatch/kl`` or ``ratio/max``."""
 
-    above: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    above: float | None = None
     """Largest value allowed."""
 
-    factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    factor: Annotated[float, Field(gt=1)] | None = None
     """Largest value allowed, as a multiple of the median over the last 20 steps, from the sixth step on."""
 
     max_times: PositiveInt = 3
@@ -71,7 +69,7 @@ class TrainConfig(Section):
     max_skipped: NonNegativeInt = 8
     """Most consecutive skips for a non-finite loss or gradient, kept in ``<output>/skipped``; one more stops the run."""
 
-    hang_timeout_s: Annotated[float, Field(ge=60, allow_inf_nan=False)] = 1800.0
+    hang_timeout_s: Annotated[float, Field(ge=60)] = 1800.0
     """Seconds without progress of a trainer rank before the job ends, with a report in ``<output>/logs/hang-….txt``. Progress:
     a phase, a micro-batch, an answered prompt, a server's tokens; time-outs of awaited servers and verifiers are added. It must
     exceed a micro-batch, a checkpoint, and a rank's start. For a rank stopped by a signal it is 30 seconds.
@@ -83,7 +81,7 @@ class TrainConfig(Section):
     async_save: bool = False
     """A thread writes the checkpoint from host memory (12 bytes a parameter); a kill before its end loses it."""
 
-    save_minutes: float = Field(default=30.0, ge=0, allow_inf_nan=False)
+    save_minutes: NonNegativeFloat = 30.0
     """Minutes after which the next step ends with a checkpoint, whatever ``save_every``. 0: never."""
 
     keep_checkpoints: PositiveInt = 2
@@ -103,10 +101,10 @@ class TrainConfig(Section):
     ``{callback: early_stopping, kwargs: {patience: 3}}`` (docs/guides/from-python.md).
     """
 
-    grace_s: _Seconds = 60.0
+    grace_s: PositiveFloat = 60.0
     """Seconds from SIGTERM to the end, with a checkpoint. At most the time before SIGKILL (Slurm: KillWait, GraceTime)."""
 
-    warning_s: _Seconds = 300.0
+    warning_s: PositiveFloat = 300.0
     """The same for SIGUSR1, Slurm's warning, which ``tepo launch`` requests half a minute earlier."""
 
     rollback: RollbackConfig | None = None
@@ -121,20 +119,11 @@ class TrainConfig(Section):
     def _faults(self) -> Iterator[str]:
         if self.rollback is not None and not self.save_every:
             yield "rollback goes back to a checkpoint, but save_every = 0 writes none on the way; set save_every"
-        if self.schedule == "sync":
-            for name, value in self._changed("max_staleness", "stale", "kv_cache").items():
-                yield f"{name} = {value} does nothing with schedule = sync; set train.schedule = overlap, or leave it out"
+        yield from self._idle(("max_staleness", "stale", "kv_cache"), "schedule", "overlap")
         if self.resume_from is not None and not self.resume:
             yield f"resume_from = {self.resume_from} has no effect without resume; set train.resume = true"
-
-    @field_validator("resume_from")
-    @classmethod
-    def _names_a_checkpoint(cls, name: str | None) -> str | None:
-        if name is not None and not re.fullmatch(r"(.*/)?step_\d{6,}/?", name):
-            raise ValueError(
-                f"{name!r} is no checkpoint; give its name in the output folder, such as step_000040, or a path that ends so"
-            )
-        return name
+        if self.resume_from is not None and not re.fullmatch(r"(.*/)?step_\d{6,}/?", self.resume_from):
+            yield f"resume_from = {self.resume_from!r} is no checkpoint; give a name such as step_000040, or a path to it"
 
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -151,13 +140,13 @@ class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-6
     """Adam's learning rate after the warm-up. The default suits billions of parameters; the tiny example uses 5e-5."""
 
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear rise from 0 to ``lr``."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: ``constant``, or a line or half cosine down to ``min_lr`` at the run's end."""
 
-    min_lr: float = Field(default=0.0, ge=0)
+    min_lr: NonNegativeFloat = 0.0
     """Final learning rate of ``linear`` and ``cosine``; at most ``lr``."""
 
     betas: tuple[Decay, Decay] = (0.9, 0.95)
@@ -166,10 +155,10 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8
     """Adam's ε, added to the root of the mean square."""
 
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay (AdamW), but not of norms and biases. 0, since RL is short and starts from a trained model."""
 
-    clip_grad: float = Field(default=1.0, ge=0)
+    clip_grad: NonNegativeFloat = 1.0
     """Largest norm of the gradient over all weights. 0: no clipping."""
 
     distributed: bool = False
@@ -206,23 +195,17 @@ class OptimizerConfig(Section):
             return
         name = "offload_fraction" if self.offload_fraction else self.reduced_fields[0]
         if not self.distributed:
-            yield (
-                f"{name} = {getattr(self, name)} needs optimizer.distributed = true, also where dp × cp is 1; set it, or leave "
-                f"{name} out"
-            )
+            yield f"{name} = {getattr(self, name)} needs optimizer.distributed = true; set it, or leave {name} out"
         if self.offload_fraction and self.precision_aware:
-            yield (
-                f"{self.reduced_fields[0]} with offload_fraction = {self.offload_fraction:g}: Megatron's optimizer "
-                "on the host keeps all states in fp32; leave one of them out"
-            )
+            yield f"{self.reduced_fields[0]} with offload_fraction, whose states are fp32 on the host; leave one of them out"
         for number, name in enumerate(("exp_avg_dtype", "exp_avg_sq_dtype")):
             dtype: MomentDtype = getattr(self, name)
             lost = 1 - self.betas[number]
             if dtype != "float32" and lost <= STALLS_AT[dtype]:
+                beta = f"betas[{number}]"
                 yield (
-                    f"{name} = {dtype} with betas[{number}] = {self.betas[number]:g}: a step takes {lost:.2g} of the mean, and "
-                    f"{dtype} rounds what is up to {STALLS_AT[dtype]:.2g} away back to it, so that the mean would never fall; "
-                    f"set {name} to more bits, or betas[{number}] below {1 - STALLS_AT[dtype]:g}"
+                    f"{name} = {dtype} with {beta} = {self.betas[number]:g}: {dtype} rounds a step of {lost:.2g} of the mean "
+                    f"away, so that it never falls; set {name} to more bits, or {beta} below {1 - STALLS_AT[dtype]:g}"
                 )
 
     @property
@@ -233,8 +216,6 @@ class OptimizerConfig(Section):
 
 Name = Annotated[str, Field(min_length=1, max_length=250)]
 Tag = Annotated[str, Field(min_length=1, max_length=64)]
-
-_NOT_IN_PROJECTS = "/\\#?%:"
 
 
 class _WandbConfig(Section):
@@ -260,15 +241,9 @@ class _WandbConfig(Section):
     mode: Literal["online", "offline"] = "online"
     """``offline``: in ``OUT/wandb`` until ``wandb sync``. ``online``: sent during the run, offline if W&B is never reached."""
 
-    @field_validator("project")
-    @classmethod
-    def _project_is_taken_by_wandb(cls, project: str) -> str:
-        wrong = [character for character in _NOT_IN_PROJECTS if character in project]
-        if wrong:
-            raise ValueError(
-                f"W&B takes no {' '.join(wrong)} in the name of a project; leave it out, and name a team in entity"
-            )
-        return project
+    def _faults(self) -> Iterator[str]:
+        if wrong := [character for character in "/\\#?%:" if character in self.project]:
+            yield f"W&B takes no {' '.join(wrong)} in the name of a project; leave it out, and name a team in entity"
 
 
 class _MlflowConfig(Section):
@@ -300,13 +275,12 @@ class _MlflowConfig(Section):
             raise ValueError(f"{uri!r} is no address: {error}") from error
         if password is not None:
             raise ValueError(
-                "an address with a password in it would be kept in the run's folder; give the address without it, and the "
-                "password by MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or the whole by MLFLOW_TRACKING_URI"
+                "an address with a password in it would be kept in the run's folder; give the password by "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or the whole by MLFLOW_TRACKING_URI"
             )
         if not parts.scheme or parts.scheme == "file":
             raise ValueError(
-                f"{uri!r} is a folder, which MLflow 3 no longer writes to; give a database (sqlite:////path/mlflow.db) or the "
-                "address of a server, or leave it out"
+                f"{uri!r} is a folder, which MLflow 3 cannot write to; give a database (sqlite:////path/mlflow.db) or a server"
             )
         return uri
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.objective.custom import (
@@ -21,19 +21,20 @@ from tepo_megatron.config.objective.custom import (
     OwnTrustRegion,
 )
 
+_ADVICE = "some are clipped by chance; set it higher, or train in a finer dtype"
+
 
 class _LowHigh(ObjectiveSection):
     @property
     def noise_bounds(self) -> tuple[NoiseBound, ...]:
-        advice = "some are clipped by chance; set it higher, or train in a finer dtype"
         bounds = ((name, getattr(self, name)) for name in ("low", "high"))
-        return tuple(NoiseBound(name, value, "ratio", advice) for name, value in bounds if value is not None)
+        return tuple(NoiseBound(name, value, "ratio", _ADVICE) for name, value in bounds if value is not None)
 
 
 class _Range(_LowHigh):
     """The interval [1 − low, 1 + high] for a ratio."""
 
-    low: NonNegativeFloat
+    low: Annotated[float, Field(ge=0, lt=1)]
     """Clips below 1 − low: about 0.2 for token ratios, 3e-4 for length-normalised sequence ratios."""
 
     high: NonNegativeFloat
@@ -42,20 +43,6 @@ class _Range(_LowHigh):
     @property
     def turning_points(self) -> tuple[float, ...]:
         return self.low, self.high
-
-    @field_validator("low")
-    @classmethod
-    def _low_below_one(cls, low: float) -> float:
-        if low >= 1:
-            raise ValueError(_low_too_wide(low))
-        return low
-
-
-def _low_too_wide(low: float) -> str:
-    return (
-        f"trust_region.low = {low:g} puts the lower bound 1 − low at or below 0; give about 0.2 for a token ratio, 3e-4 for a "
-        "sequence ratio"
-    )
 
 
 class Clip(_LowHigh):
@@ -98,9 +85,8 @@ class Clip(_LowHigh):
     def noise_bounds(self) -> tuple[NoiseBound, ...]:
         if self.scale == "fixed":
             return super().noise_bounds
-        advice = "some are clipped by chance; set it higher, or train in a finer dtype"
-        bounds = zip(("low", "high"), self.bounds(None), strict=True)
-        return tuple(NoiseBound(name, value, "token_ratio", advice) for name, value in bounds)
+        low, high = self.bounds(None)
+        return NoiseBound("low", low, "token_ratio", _ADVICE), NoiseBound("high", high, "token_ratio", _ADVICE)
 
     @property
     def turning_points(self) -> tuple[float, ...]:
@@ -108,12 +94,9 @@ class Clip(_LowHigh):
 
     def _faults(self) -> Iterator[str]:
         if self.scale == "fixed" and self.is_auto:
-            yield (
-                "trust_region.low or high = auto with scale = fixed: a quantile is one of all lengths only where the bound "
-                "follows the length; set trust_region.scale = length, or give numbers"
-            )
+            yield "trust_region.low or high = auto needs bounds that follow the length; set trust_region.scale = length"
         elif self.scale == "fixed" and self.low != "auto" and self.low >= 1:
-            yield _low_too_wide(self.low)
+            yield f"trust_region.low = {self.low:g} puts the lower bound 1 − low at or below 0; give 0.2 for a token ratio"
         for name in ("share", "initial"):
             if getattr(self, name) is not None and not self.is_auto:
                 yield f"trust_region.{name} acts with auto bounds only; set low or high = auto, or leave {name} out"

@@ -77,14 +77,10 @@ class OwnAdvantage(CustomKind):
     defines: ClassVar[str] = "advantages"
 
     def advantages(self, batch: Any) -> Any:
-        """Returns one advantage for each response of a whole rollout batch.
+        """Returns one advantage for each response of a whole rollout batch: float [S], finite, whatever the responses' order.
 
-        Args:
-            batch: `Batch` with ``rewards_S`` fp32, ``groups_S`` int64 (equal numbers make a group), ``loss_mask_T``, and
-                ``reward_parts_SK`` if the verifier returns components.
-
-        Returns:
-            float [S], finite, independent of the responses' order; its gradient is dropped.
+        ``batch``: `Batch` with ``rewards_S`` fp32, ``groups_S`` int64 (equal numbers make a group), ``loss_mask_T``, and
+        ``reward_parts_SK`` if the verifier returns components. The result's gradient is dropped.
         """
         raise NotImplementedError
 
@@ -112,14 +108,10 @@ class OwnTrustRegion(CustomKind):
     defines: ClassVar[str] = "surrogate"
 
     def surrogate(self, ratio_T: Any, values: Any) -> Any:
-        """Value to maximise at each token of a micro-batch, differentiable.
+        """Value to maximise at each token of a micro-batch, [T], differentiable.
 
-        Args:
-            ratio_T: the value of ``objective.ratio``, [T].
-            values: `TokenValues`; ``advantage_T`` is the response's advantage at each of its tokens.
-
-        Returns:
-            [T]; or a `Surrogate`, which also marks active bounds for the metrics ``clip/low`` and ``clip/high``.
+        ``ratio_T``: the value of ``objective.ratio``, [T]. ``values``: `TokenValues`; its ``advantage_T`` is the response's
+        advantage at each of its tokens. A `Surrogate` also marks active bounds, for the metrics ``clip/low`` and ``clip/high``.
         """
         raise NotImplementedError
 
@@ -209,7 +201,7 @@ class OwnPenalty(_CustomTerm):
         raise NotImplementedError
 
 
-CUSTOM_BASES: tuple[type[CustomKind], ...] = (
+_BASES: tuple[type[CustomKind], ...] = (
     OwnAdvantage,
     OwnRatio,
     OwnTrustRegion,
@@ -245,19 +237,19 @@ def load_plugin(name: str) -> Plugin:
         if not kind.__module__.startswith("tepo_megatron.") and not kind.__name__.startswith("_")  # _: the user's own base
     )
     if not kinds:
-        bases = ", ".join(base.__name__ for base in CUSTOM_BASES)
+        bases = ", ".join(base.__name__ for base in _BASES)
         raise ValueError(f"{where} defines no kind; a kind is a subclass of one of {bases} (docs/guides/own-objective.md)")
     for kind in kinds:
         _check_kind(kind, where)
     return Plugin(place, loaded.digest, kinds)
 
 
-def kind_name(kind: type[CustomKind]) -> str:
+def kind_name(kind: type[Section]) -> str:
     return str(kind.model_fields["kind"].default)
 
 
 def _check_kind(kind: type[CustomKind], where: str) -> None:
-    base = next((base for base in CUSTOM_BASES if issubclass(kind, base)), None)
+    base = next((base for base in _BASES if issubclass(kind, base)), None)
     if base is None:
         raise ValueError(f"{where}: {kind.__name__} has to be a subclass of OwnRatio, OwnTrustRegion or another of their like")
     allowed = get_args(kind.model_fields["kind"].annotation)
@@ -270,23 +262,24 @@ def _check_kind(kind: type[CustomKind], where: str) -> None:
         raise ValueError(f"{where}: {kind.__name__} has no method {base.defines}, which a subclass of {base.__name__} defines")
 
 
-def _kinds_of(plugins: Sequence[str], slot: str) -> tuple[type[CustomKind], ...]:
-    kinds: dict[str, tuple[str, type[CustomKind]]] = {}
-    for plugin in map(load_plugin, plugins):
-        for kind in plugin.kinds:
-            name = kind_name(kind)
-            if kind.slot == slot and name in kinds:
-                raise ValueError(
-                    f"objective.plugins: {kinds[name][0]} and {plugin.name} both have a kind {name!r} of objective.{slot}; "
-                    "rename one"
-                )
-            if kind.slot == slot:
-                kinds[name] = plugin.name, kind
-    return tuple(kind for _, kind in kinds.values())
-
-
-_BUILTIN: dict[str, tuple[type, ...]] = {}
+_BUILTIN: dict[str, tuple[type[Section], ...]] = {}
 """The package's own kinds of each slot."""
+
+
+def _kinds_of(plugins: Sequence[str], slot: str) -> tuple[type[Section], ...]:
+    """Returns the package's kinds and, behind them, those of the plugins."""
+    owners = {kind_name(kind): "the package" for kind in _BUILTIN[slot]}
+    kinds = list(_BUILTIN[slot])
+    for plugin in map(load_plugin, plugins):
+        for kind in (item for item in plugin.kinds if item.slot == slot):
+            name = kind_name(kind)
+            if owner := owners.get(name):
+                raise ValueError(
+                    f"objective.plugins: {plugin.name} and {owner} both have a kind {name!r} of objective.{slot}; rename one"
+                )
+            owners[name] = plugin.name
+            kinds.append(kind)
+    return tuple(kinds)
 
 
 @dataclass(frozen=True)
@@ -298,7 +291,7 @@ class CustomSlot:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         members = [member for member in (get_args(source) or (source,)) if not issubclass(member, CustomKind)]
         _BUILTIN[self.slot] = tuple(members)
-        builtin = handler.generate_schema(_union(members)) if members else core_schema.any_schema()
+        builtin = handler.generate_schema(_union(*members)) if members else core_schema.any_schema()
 
         def validate(value: Any, validate_builtin: Any, info: Any) -> Any:
             if isinstance(value, CustomKind):
@@ -307,9 +300,9 @@ class CustomSlot:
                         f"{type(value).__name__} is a kind of objective.{value.slot}, not of objective.{self.slot}"
                     )
                 return value
-            custom = _kinds_of(info.data.get("plugins", ()), self.slot)
-            if custom:
-                return _adapter((*members, *custom), self.slot).validate_python(value)
+            kinds = _kinds_of(info.data.get("plugins", ()), self.slot)
+            if len(kinds) > len(members):
+                return _adapter(kinds).validate_python(value)
             if not members:
                 raise ValueError(
                     "there are no kinds of it but those of plugins; name one in objective.plugins that defines a subclass of "
@@ -317,16 +310,8 @@ class CustomSlot:
                 )
             return validate_builtin(value)
 
-        def serialize(value: Any, serialize_builtin: Any, info: Any) -> Any:
-            if isinstance(value, CustomKind):
-                return value.model_dump(mode=info.mode, exclude_none=info.exclude_none)
-            return serialize_builtin(value)
-
-        return core_schema.with_info_wrap_validator_function(
-            validate,
-            builtin,
-            serialization=core_schema.wrap_serializer_function_ser_schema(serialize, info_arg=True, schema=builtin),
-        )
+        by_its_class = core_schema.simple_ser_schema("any")
+        return core_schema.with_info_wrap_validator_function(validate, builtin, serialization=by_its_class)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return dict(handler(schema["schema"])) or {"type": "object", "additionalProperties": False}
@@ -335,25 +320,19 @@ class CustomSlot:
 def plugin_schemas(plugins: Sequence[str]) -> dict[str, Any]:
     """JSON schemas, with ``$defs``, of the fields with kinds of these plugins."""
     schemas: dict[str, Any] = {"$defs": {}}
-    for slot, members in _BUILTIN.items():
-        custom = _kinds_of(plugins, slot)
-        if custom:
-            node = _adapter((*members, *custom), slot).json_schema(
-                ref_template=f"#/$defs/{slot}.{{model}}", schema_generator=SchemaGenerator
-            )
+    for slot, builtin in _BUILTIN.items():
+        kinds = _kinds_of(plugins, slot)
+        if kinds != builtin:
+            node = _adapter(kinds).json_schema(ref_template=f"#/$defs/{slot}.{{model}}", schema_generator=SchemaGenerator)
             schemas["$defs"] |= {f"{slot}.{name}": definition for name, definition in node.pop("$defs", {}).items()}
             schemas[slot] = node
     return schemas
 
 
 @cache
-def _adapter(members: tuple[type, ...], slot: str) -> TypeAdapter[Any]:
-    names = [str(member.model_fields["kind"].default) for member in members]  # type: ignore[attr-defined]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"objective.plugins: {name!r} is a kind of objective.{slot} already; rename yours")
-    return TypeAdapter(_union(list(members)))
+def _adapter(kinds: tuple[type[Section], ...]) -> TypeAdapter[Any]:
+    return TypeAdapter(_union(*kinds))
 
 
-def _union(members: list[type]) -> Any:
-    return Annotated[Union[tuple(members)], Field(discriminator="kind")] if len(members) > 1 else members[0]  # noqa: UP007
+def _union(*members: type) -> Any:
+    return Annotated[Union[members], Field(discriminator="kind")] if len(members) > 1 else members[0]  # noqa: UP007

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,13 +11,17 @@ LARGEST_FILE = 2**20  # bytes; a configuration has a few thousand
 
 
 class Preset(NamedTuple):
+    """A name of `PRESETS`, or a file, which has a base."""
+
     source: str
     """The paper, and a peer that has values which the paper lacks."""
 
     formula: str
     """Value to maximise at each token, and the divisor of the sum. Notation: docs/reference/tepo.md."""
 
-    changes: Mapping[str, Any]  # sections that differ from TEPO's
+    changes: Mapping[str, Any]  # sections that differ from TEPO's, or from the base's
+    base: str | None = None  # built-in preset under the file
+    plugins: tuple[str, ...] = ()  # of the file: absolute paths, or module names
 
 
 def _token(**changes: Any) -> Mapping[str, Any]:
@@ -163,31 +167,34 @@ CORRECTIONS: Mapping[str, Preset] = {
 }
 """Weights w = π_old / π_sampler for another sampler, by peers' names. Each goes with any preset, a rejection with weights."""
 
-
-SUFFIXES = (".yaml", ".yml")
-
-
-@dataclass(frozen=True)
-class _PresetFile:
-    base: str  # built-in preset under the file
-
-    plugins: tuple[str, ...]  # absolute paths, or module names
-
-    preset: Preset
+_SUFFIXES = (".yaml", ".yml")
 
 
-def is_preset_file(name: str) -> bool:
-    return name.endswith(SUFFIXES)
-
-
-def read_preset(name: str) -> _PresetFile:
+def find_preset(name: Any) -> Preset:
     """A file has the keys of an ``objective`` section, and ``formula`` and ``source`` as text.
 
     Its ``preset`` names the preset below, by default ``tepo``; paths of ``plugins`` are relative to the file.
 
     Raises:
-        ValueError: no such file, other YAML, or an unknown preset below.
+        ValueError: unknown name, no such file, other YAML, or an unknown preset below.
     """
+    if isinstance(name, str) and is_preset_file(name):
+        return _read_preset(name)
+    if not isinstance(name, str) or name not in PRESETS:
+        text = str(name)  # one whose letters are in another order is nearer
+        nearest = max(PRESETS, key=lambda known: (SequenceMatcher(None, text, known).ratio(), sorted(text) == sorted(known)))
+        raise ValueError(
+            f"objective.preset = {text[:60]!r} is unknown; the nearest is {nearest!r}. Known: {', '.join(PRESETS)}, or a "
+            "file of your own, my_preset.yaml"
+        )
+    return PRESETS[name]
+
+
+def is_preset_file(name: str) -> bool:
+    return name.endswith(_SUFFIXES)
+
+
+def _read_preset(name: str) -> Preset:
     path, where = Path(name).expanduser().absolute(), f"objective.preset = {name}"
     try:
         with path.open("rb") as file:
@@ -202,24 +209,20 @@ def read_preset(name: str) -> _PresetFile:
     if isinstance(raw.get("objective"), Mapping):
         raise ValueError(f"{where}: the keys of an objective section are at its top, without 'objective:'; is it a run's file?")
     sections = dict(raw)
-    texts = {key: _text(sections.pop(key, ""), key, where) for key in ("source", "formula")}
+    texts = {key: sections.pop(key, "") for key in ("source", "formula")}
+    for key, value in texts.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{where}: {key} is a text")
     base = sections.pop("preset", "tepo")
     if not isinstance(base, str) or base not in PRESETS:
         raise ValueError(f"{where}: its own preset = {str(base)[:60]!r} must be one of {', '.join(PRESETS)}")
     plugins = beside(path, sections.pop("plugins", ()))
-    plugins = plugins if isinstance(plugins, tuple) else (plugins,)
-    return _PresetFile(base, plugins, Preset(**texts, changes=sections))
+    return Preset(**texts, changes=sections, base=base, plugins=plugins if isinstance(plugins, tuple) else (plugins,))
 
 
 def beside(file: Path, path: Any) -> Any:
     """Makes a preset's or plugin's path, or a list of them, relative to the file; leaves others, ``~`` and ``${`` alone."""
     if isinstance(path, list | tuple):
         return tuple(beside(file, item) for item in path)
-    is_path = isinstance(path, str) and path.endswith((*SUFFIXES, ".py")) and not path.startswith(("~", "${"))
+    is_path = isinstance(path, str) and path.endswith((*_SUFFIXES, ".py")) and not path.startswith(("~", "${"))
     return str(file.absolute().parent / path) if is_path else path
-
-
-def _text(value: Any, key: str, where: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{where}: {key} is a text")
-    return value

@@ -1,13 +1,12 @@
 """The objective: four choices, optional terms, and a preset under them."""
 
-import difflib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import model_validator
 
-from tepo_megatron.config.base import Section
+from tepo_megatron.config.base import Section, merge_sections
 from tepo_megatron.config.objective.choices import (
     Advantage,
     Aggregation,
@@ -15,15 +14,14 @@ from tepo_megatron.config.objective.choices import (
     ClipCov,
     GroupAdvantage,
     LengthClip,
-    PowerMeanRatio,
     Ratio,
     SequenceTokenRatio,
     TokenMean,
     TokenRatio,
     TrustRegion,
 )
-from tepo_megatron.config.objective.custom import CustomKind, Need, ObjectiveSection, OwnRatio, kind_name, load_plugin
-from tepo_megatron.config.objective.presets import PRESETS, is_preset_file, read_preset
+from tepo_megatron.config.objective.custom import CustomKind, Need, ObjectiveSection, OwnRatio, Plugin, kind_name, load_plugin
+from tepo_megatron.config.objective.presets import PRESETS, find_preset
 from tepo_megatron.config.objective.terms import (
     KL,
     EntropyBonus,
@@ -117,69 +115,59 @@ class ObjectiveConfig(Section):
         if not isinstance(raw, Mapping):
             return raw
         name = raw.get("preset", "tepo")
-        file = read_preset(name) if isinstance(name, str) and is_preset_file(name) else None
-        if file is not None:
-            name = file.base
-        if not isinstance(name, str) or name not in PRESETS:
-            nearest = max(PRESETS, key=lambda known: _likeness(str(name), known))
-            raise ValueError(
-                f"objective.preset = {str(name)[:60]!r} is unknown; the nearest is {nearest!r}. Known: "
-                f"{', '.join(PRESETS)}, or a file of your own, my_preset.yaml"
-            )
-        levels = [PRESETS[name].changes, *([] if file is None else [file.preset.changes]), raw]
-        sections = {key: field.default for key, field in cls.model_fields.items() if isinstance(field.default, Section)}
-        merged: dict[str, Any] = {key: section.model_dump() for key, section in sections.items()}
-        for level in levels:
-            if level is not levels[0]:
-                _check_empty_sections(level, merged)
-            merged = _merge(merged, level)
+        preset = find_preset(name)
+        base = preset.base or name
+        defaults = {key: field.default for key, field in cls.model_fields.items() if isinstance(field.default, Section)}
+        merged = merge_sections({key: section.model_dump() for key, section in defaults.items()}, PRESETS[base].changes)
+        for level in (preset.changes, raw) if preset.base else (raw,):
+            _check_empty_sections(level, merged)
+            merged = merge_sections(merged, level)
+        for name, kind in (("entropy", "fixed"), ("mismatch", "truncate")):
+            if isinstance(merged.get(name), Mapping):
+                merged[name] = {"kind": kind, **merged[name]}
         plugins = raw.get("plugins", ())
         if isinstance(plugins, list | tuple) and all(isinstance(item, str) for item in plugins):
-            inherited = () if file is None else file.plugins
-            used = (item for item in inherited if _uses(load_plugin(item).kinds, merged))
+            used = [item for item in preset.plugins if _uses(load_plugin(item), merged)]
             merged["plugins"] = tuple(dict.fromkeys([*used, *(load_plugin(item).name for item in plugins)]))
-        return {**merged, "preset": name}
+        return {**merged, "preset": base}
 
     def _faults(self) -> Iterator[str]:
         for plugin in map(load_plugin, self.plugins):
-            if not _uses(plugin.kinds, self.model_dump()):
+            if not _uses(plugin, self.model_dump()):
                 kinds = ", ".join(f"objective.{kind.slot}.kind = {kind_name(kind)}" for kind in plugin.kinds)
                 yield f"objective.plugins names {plugin.name}, and nothing of it is used; set {kinds}, or leave it out"
-        if isinstance(self.trust_region, LengthClip) and (self.ratio.kind in ("token", "prefix") or _is_normalized(self.ratio)):
+        ratio, region = self.ratio, self.trust_region
+        is_mean = getattr(ratio, "length_normalized", ratio.kind == "power_mean")  # of a response's tokens: stays near 1
+        with_ratio = f"objective.ratio.kind = {ratio.kind!r}"
+        if isinstance(region, LengthClip) and (is_mean or ratio.kind in ("token", "prefix")):
             yield (
-                f"objective.trust_region.kind = 'length_clip' with objective.ratio.kind = {self.ratio.kind!r}: its bound grows "
-                "with the length, as a sum of log-ratios does; set objective.ratio.kind = 'sequence' and "
-                "objective.ratio.length_normalized = false"
+                f"objective.trust_region.kind = 'length_clip' with {with_ratio}: its bound grows as a sum of log-ratios does; "
+                "set objective.ratio.kind = 'sequence' and objective.ratio.length_normalized = false"
             )
-        region = self.trust_region
         if isinstance(region, Clip) and region.scale == "length":
-            yield from self._length_scale_faults(region)
-            return
-        if not isinstance(region, Clip | ClipCov):
-            return
-        widest = max(value for value in (region.low, region.high) if value != "auto")
-        advice = f"objective.ratio.kind = {self.ratio.kind!r} with a trust region of {widest:g}"
-        if _is_normalized(self.ratio) and widest > 0.05:
-            warnings.warn(f"{advice}: such ratios stay within about 1e-3 of 1; 3e-4 is usual, 0.2 hardly clips", stacklevel=2)
-        elif isinstance(self.ratio, TokenRatio) and widest < 0.01:
-            warnings.warn(f"{advice}: token ratios leave that range at once; 0.2 is usual", stacklevel=2)
-
-    def _length_scale_faults(self, region: Clip) -> Iterator[str]:
-        if isinstance(self.ratio, TokenRatio | OwnRatio):
-            yield (
-                f"objective.trust_region.scale = length with objective.ratio.kind = {self.ratio.kind!r}: the spread of a "
-                "token's ratio does not depend on the length; set objective.ratio.kind = sequence_token or prefix, or "
-                "objective.trust_region.scale = fixed"
-            )
-        for name in ("low", "high"):
-            value = getattr(region, name)
-            if value != "auto" and not 0.003 <= value <= 0.5:
-                effect = "hardly anything lies within" if value < 0.003 else "hardly a response reaches it"
-                warnings.warn(
-                    f"objective.trust_region.{name} = {value:g} with scale = length is in units of a token's log-ratio: "
-                    f"{effect}; 0.03 is usual, and auto fits it to the run",
-                    stacklevel=2,
+            if isinstance(ratio, TokenRatio | OwnRatio):
+                yield (
+                    f"objective.trust_region.scale = length with {with_ratio}: a token's ratio does not depend on the length; "
+                    "set objective.ratio.kind = sequence_token or prefix, or objective.trust_region.scale = fixed"
                 )
+            _warn_of_length_bounds(region)
+        elif isinstance(region, Clip | ClipCov):
+            widest = max(value for value in (region.low, region.high) if value != "auto")
+            advice = f"{with_ratio} with a trust region of {widest:g}"
+            if is_mean and widest > 0.05:
+                warnings.warn(f"{advice}: such ratios stay within about 1e-3 of 1; 3e-4 is usual", stacklevel=2)
+            elif isinstance(ratio, TokenRatio) and widest < 0.01:
+                warnings.warn(f"{advice}: token ratios leave that range at once; 0.2 is usual", stacklevel=2)
+
+
+def _warn_of_length_bounds(region: Clip) -> None:
+    for name, value in (("low", region.low), ("high", region.high)):
+        if value != "auto" and not 0.003 <= value <= 0.5:
+            effect = "hardly anything lies within" if value < 0.003 else "hardly a response reaches it"
+            advice = "is in units of a token's log-ratio"
+            warnings.warn(
+                f"objective.trust_region.{name} = {value:g} with scale = length {advice}: {effect}; 0.03 is usual", stacklevel=3
+            )
 
 
 def _check_empty_sections(raw: Mapping[str, Any], preset: Mapping[str, Any]) -> None:
@@ -193,37 +181,8 @@ def _check_empty_sections(raw: Mapping[str, Any], preset: Mapping[str, Any]) -> 
             )
 
 
-def _is_normalized(ratio: Ratio) -> bool:
-    """A mean over a response's tokens stays near 1."""
-    if isinstance(ratio, CustomKind):
-        return False
-    return isinstance(ratio, PowerMeanRatio) or (not isinstance(ratio, TokenRatio) and ratio.length_normalized)
-
-
-def _uses(kinds: Sequence[type[CustomKind]], sections: Mapping[str, Any]) -> bool:
-    used = {(key, section["kind"]) for key, section in sections.items() if isinstance(section, Mapping) and "kind" in section}
-    used |= {(key, section.kind) for key, section in sections.items() if isinstance(section, CustomKind)}
-    return any((kind.slot, kind_name(kind)) in used for kind in kinds)
-
-
-def _likeness(name: str, known: str) -> tuple[float, bool]:
-    return difflib.SequenceMatcher(None, name, known).ratio(), sorted(name) == sorted(known)
-
-
-_KIND_UNLESS_GIVEN = {"entropy": "fixed", "mismatch": "truncate"}
-
-
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections of the same kind merge field by field; another kind replaces the section."""
-    merged = dict(base)
-    for key, value in over.items():
-        below = merged.get(key)
-        if not isinstance(value, Mapping):
-            merged[key] = value
-        elif isinstance(below, Mapping) and value.get("kind", below.get("kind")) == below.get("kind"):
-            merged[key] = _merge(below, value)
-        elif key in _KIND_UNLESS_GIVEN:
-            merged[key] = {"kind": _KIND_UNLESS_GIVEN[key], **value}
-        else:
-            merged[key] = dict(value)
-    return merged
+def _uses(plugin: Plugin, sections: Mapping[str, Any]) -> bool:
+    """``sections`` are mappings, or built kinds."""
+    built = {key: section.kind for key, section in sections.items() if isinstance(section, CustomKind)}
+    used = built | {key: section.get("kind") for key, section in sections.items() if isinstance(section, Mapping)}
+    return any(used.get(kind.slot) == kind_name(kind) for kind in plugin.kinds)

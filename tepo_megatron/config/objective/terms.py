@@ -46,6 +46,10 @@ class KLTerm(ObjectiveSection):
     def needs(self) -> frozenset[Need]:
         return frozenset({"reference"} if self.against == "reference" else ())
 
+    @property
+    def turning_points(self) -> tuple[float, ...]:
+        return (0.2,)  # the pull grows with the ratio, and is 0 at a ratio of 1
+
 
 class KLMask(KLTerm):
     """TEPO's token-level KL mask: a KL penalty only on response tokens with positive advantage and falling entropy."""
@@ -93,16 +97,8 @@ class KLMask(KLTerm):
         advice = "some tokens count as falling by chance; set it to auto, or higher"
         return (NoiseBound("tolerance", self.tolerance, "entropy", advice),)
 
-    @property
-    def turning_points(self) -> tuple[float, ...]:
-        return (0.2,)  # the pull grows with the ratio, and is 0 at a ratio of 1
-
     def _faults(self) -> Iterator[str]:
-        if self.falling != "measured" and self.tolerance != "auto":
-            yield (
-                f"kl_mask.tolerance = {self.tolerance} does nothing beside kl_mask.falling = {self.falling!r}; leave it out, "
-                "or set kl_mask.falling = 'measured'"
-            )
+        yield from self._idle(["tolerance"], "falling", "measured")
 
 
 class KL(KLTerm):
@@ -113,10 +109,6 @@ class KL(KLTerm):
 
     against: Literal["old", "reference"] = "reference"
     """q: ``old`` is π_old, the policy before the update; ``reference`` a frozen copy of the first weights."""
-
-    @property
-    def turning_points(self) -> tuple[float, ...]:
-        return (0.2,)  # the pull grows with the ratio, and is 0 at a ratio of 1
 
 
 class KLCov(KLTerm):

@@ -130,44 +130,6 @@ def test_a_section_of_another_kind_replaces_the_one_below(tmp_path: Path) -> Non
     assert wider.objective.trust_region.model_dump() == {"kind": "clip_weight", "low": None, "high": 3.0}
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("engine.recompute=some", 'engine.recompute: got "some"; allowed: "none", "selective", "full"'),
-        ("optimizer.lr=-1", "optimizer.lr: got -1; allowed: a number > 0"),
-        ("rollout.server.gpu_memory_utilization=1.5", "got 1.5; allowed: a number > 0 and ≤ 1"),
-        ("evaluate.problems=0", "evaluate.problems: got 0; allowed: an integer > 0 or null"),
-        ("log.tensorboard=maybe", 'log.tensorboard: got "maybe"; allowed: true or false'),
-        ("optimizer.betas=[0.9, x]", 'optimizer.betas[1]: got "x"; allowed: a number'),
-        ("engine=3", "engine: got 3; allowed: a section with platform, cpu_threads, layers, fp8, "),
-        ("name=7", "name: got 7; allowed: text (to give a number as text: name='\"7\"')"),
-        ("train.stpes=3", "train.stpes: unknown key (got 3); did you mean train.steps?"),
-        ("lr=3", "lr: unknown key (got 3); did you mean optimizer.lr?"),
-        ("train.zzz=3", "train.zzz: unknown key (got 3); known keys here: steps, minibatches"),
-        ("engine.parallel.sequence_parallel=true", "engine.parallel: sequence_parallel = true needs tp > 1"),
-        ("optimizer.min_lr=1", "optimizer: min_lr = 1 is more than lr = 1e-06; lower min_lr, or raise lr"),
-        ("train.minibatches=1000", "512 rollouts a step cannot fill train.minibatches = 1000"),
-        (
-            "objective.ratio.kind=tokn",
-            'objective.ratio.kind: got "tokn"; allowed: "power_mean", "prefix", "sequence", "sequence_token", "token"',
-        ),
-        (
-            "objective.trust_region.lo=1",
-            "objective.trust_region.lo: unknown key (got 1); did you mean objective.trust_region.low?",
-        ),
-        ("objective.entropy.kind=fixed", "objective.entropy.coefficient: missing; allowed: a number > 0"),
-        ("objective.kl.against=new", 'objective.kl.against: got "new"; allowed: "old", "reference"'),
-        ("steps", 'override "steps": write path=value, such as train.steps=10'),
-        ("--train.steps=1", 'override "--train.steps=1": write path=value'),
-        ("name=[1", 'override "name=[1": its value is not valid YAML: '),
-    ],
-)
-def test_an_error_says_path_value_and_what_is_allowed(override: str, expected: str) -> None:
-    (line,) = problems(None, override)
-    assert expected in line
-    assert "\n" not in line
-
-
 def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
     path = write(tmp_path, "train: {steps: 0, bogus: 1}\n")
     found = problems(path, "steps", "optimizer.lr=fast", "log.progress=loud")

@@ -74,8 +74,8 @@ def test_layers_in_bfloat16_are_the_first_and_the_last(recipe: str, first: int, 
 @pytest.mark.parametrize(
     ("section", "other", "message"),
     [
-        ({"recipe": "blockwise", "amax_history_len": 16}, {}, "amax_history_len is for recipe = delayed; blockwise computes"),
-        ({"recipe": "mxfp8", "amax_compute_algo": "max", "margin": 0}, {}, "amax_compute_algo, margin is for recipe = delayed"),
+        ({"recipe": "blockwise", "amax_history_len": 16}, {}, "amax_history_len = 16 does nothing with recipe = blockwise"),
+        ({"recipe": "mxfp8", "amax_compute_algo": "max", "margin": 0}, {}, "amax_compute_algo = max does nothing with"),
         ({"recipe": "delayed", "first_layers_bf16": 1}, {}, "1 layers in bfloat16 do not go with recipe = delayed"),
         ({"recipe": "delayed", "params": True}, {"optimizer": {"distributed": True}}, "does not go with recipe = delayed"),
         ({"margin": 1}, {}, "margin has no effect while recipe = none"),

@@ -114,7 +114,7 @@ def test_a_failure_within_a_layer_leaves_its_weight_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.lora.dropout=0.1", r"dropout must be 0: nothing in a training step draws random numbers"),
+        ("model.lora.dropout=0.1", r"dropout must be 0: a training step draws no random numbers"),
         ("model.lora.target_modules=[]", r"target_modules is empty"),
         ("model.lora.target_modules=[q_proj,q_proj]", r"names a layer twice"),
         ("model.lora.target_modules=[q_proj,all-linear]", r"all-linear already means every layer"),
@@ -126,7 +126,7 @@ def test_a_failure_within_a_layer_leaves_its_weight_as_it_was() -> None:
         ("model.lora.serve=adapter rollout.server.placement=colocated", r"servers that keep their weights.*serve = merged"),
         (
             "model.lora.serve=adapter rollout.server.load_format=dummy",
-            r"would have none with rollout.server.load_format",
+            r"never sends the weights under the adapters; set rollout.server.load_format = auto",
         ),
         (
             "model.lora.serve=adapter model.dtype=bfloat16 rollout.server.quantization=fp8_per_tensor rollout.uncorrected=true",

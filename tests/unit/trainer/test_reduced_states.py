@@ -85,12 +85,16 @@ BF16 = {"model": {"dtype": "bfloat16"}}
 @pytest.mark.parametrize(
     ("optimizer", "rest", "sentence"),
     [
-        ({"offload_fraction": 0.5, "distributed": False}, BF16, r"needs optimizer.distributed = true, also where dp × cp is 1"),
+        ({"offload_fraction": 0.5, "distributed": False}, BF16, r"offload_fraction = 0.5 needs optimizer.distributed = true"),
         ({"exp_avg_dtype": "bfloat16", "distributed": False}, BF16, r"exp_avg_dtype = bfloat16 needs optimizer.distributed"),
-        ({"offload_fraction": 1, "store_param_remainders": True}, BF16, r"on the host keeps all states in fp32"),
-        ({"exp_avg_sq_dtype": "bfloat16", "betas": (0.9, 0.999)}, BF16, r"takes 0.001 of the mean, and bfloat16 rounds"),
+        (
+            {"offload_fraction": 1, "store_param_remainders": True},
+            BF16,
+            r"with offload_fraction, whose states are fp32",
+        ),
+        ({"exp_avg_sq_dtype": "bfloat16", "betas": (0.9, 0.999)}, BF16, r"bfloat16 rounds a step of 0.001 of the mean away"),
         ({"exp_avg_sq_dtype": "fp8"}, BF16, r"betas\[1\] below 0.9375"),
-        ({"exp_avg_dtype": "bfloat16"}, {}, r"model.dtype = float32: .* float32 weights are their own"),
+        ({"exp_avg_dtype": "bfloat16"}, {}, r"model.dtype = float32: its Adam has fp32 masters of bfloat16 weights"),
         ({"offload_fraction": 1}, {}, r"optimizer.offload_fraction with model.dtype = float32"),
         ({"exp_avg_dtype": "bfloat16"}, {**BF16, "engine": {"platform": "cpu"}}, r"Adam on a GPU, and engine.platform = cpu"),
         (
@@ -101,7 +105,7 @@ BF16 = {"model": {"dtype": "bfloat16"}}
         (
             {"offload_fraction": 1},
             {**BF16, "engine": {"fp8": {"recipe": "blockwise", "params": True}}},
-            r"with offload_fraction they are in Adam",
+            r"offload_fraction with engine.fp8.params = true, which needs masters outside of Adam",
         ),
     ],
 )
@@ -117,7 +121,7 @@ def test_a_mean_that_is_accepted_falls(dtype: str, beta: float, start: float) ->
     mean = torch.tensor(start, dtype=kept)
     if (mean.float() * beta).to(kept) < mean:
         return
-    with pytest.raises(ValueError, match="the mean would never fall"):
+    with pytest.raises(ValueError, match="so that it never falls"):
         OptimizerConfig(distributed=True, betas=(beta, 0.5), exp_avg_dtype=dtype)
 
 
