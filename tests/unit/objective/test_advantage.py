@@ -11,26 +11,16 @@ from hypothesis import strategies as st
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.run import RunConfig
 from tepo_megatron.core.objective.compose import build_objective
-from tepo_megatron.core.types import Batch
-from tests.support.objective_batches import make_batch
+from tests.support.objective_batches import make_batch, plain_step
 
 REWARDS = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.7, 1.0]), st.integers(-2, 2)), min_size=1, max_size=12)
 
 
 def _advantages(rewards, groups, lengths=None, *, parts=None, **choice):
     """Of responses of these lengths, by default one token each."""
-    lengths = torch.ones(len(groups), dtype=torch.int64) if lengths is None else lengths
-    tokens = torch.zeros(int(lengths.sum()), dtype=torch.int64)
-    batch = Batch(
-        tokens_T=tokens,
-        labels_T=tokens,
-        loss_mask_T=torch.ones_like(tokens, dtype=torch.bool),
-        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-        sampler_logprobs_T=tokens.double(),
-        rewards_S=rewards,
-        groups_S=groups,
-        reward_parts_SK=parts,
-    )
+    lengths = [1] * len(groups) if lengths is None else lengths.tolist()
+    batch, _ = plain_step(lengths, torch.zeros(len(lengths)), *[torch.zeros(sum(lengths))] * 2)
+    batch = batch.with_(rewards_S=rewards, groups_S=groups, reward_parts_SK=parts)
     return _objective(tuple(choice.items())).advantages(batch)
 
 
@@ -185,16 +175,13 @@ def test_rewards_that_are_no_numbers_are_refused():
 
 
 def test_overlong_penalty():
-    """Up to 6 nothing, between 6 and 10 a quarter per token, from 10 on everything."""
+    """Up to 6 nothing, between 6 and 10 a quarter per token, from 10 on everything. Only response tokens count."""
     lengths = torch.tensor([0, 6, 7, 8, 10, 99])
-    overlong = {"max_tokens": 10, "buffer_tokens": 4}
+    overlong: dict[str, float] = {"max_tokens": 10, "buffer_tokens": 4}
     config = ObjectiveConfig(advantage={"kind": "no_std", "overlong": overlong})
     batch, _ = make_batch([[True] * length or [False] for length in lengths.tolist()], rewards=[0.0] * 6, groups=[0] * 6)
     penalties = torch.tensor([0.0, 0.0, -0.25, -0.5, -1.0, -1.0])
     torch.testing.assert_close(build_objective(config).advantages(batch), penalties - penalties.mean())
-
-
-def test_overlong_penalty_counts_response_tokens_and_comes_before_the_advantage():
     batch, _ = make_batch([[False, True, True], [True, True, True]], rewards=[1.0, 1.0], groups=[0, 0])
     overlong = {"max_tokens": 3, "buffer_tokens": 1, "penalty": 0.5}
     objective = build_objective(ObjectiveConfig(advantage={"kind": "no_std", "overlong": overlong}))

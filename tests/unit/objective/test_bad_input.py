@@ -46,28 +46,21 @@ def test_shapes_that_differ(step):
         objective.prepare(batch.with_(advantages_S=torch.zeros(1)))
 
 
-@pytest.mark.parametrize(
-    ("missing", "message"),
-    [
+def test_fields_that_are_missing(step):
+    objective, batch, scores = step
+    for missing, message in (
         ("advantages_S", r"objective.advantages\(batch\)"),
         ("old_logprobs_T", "policy before the update"),
         ("reference_logprobs_T", "score it with that model"),
-    ],
-)
-def test_fields_that_are_missing(step, missing, message):
-    objective, batch, _ = step
-    with pytest.raises(ValueError, match=message):
-        objective.prepare(batch.with_(**{missing: None}))
-
-
-def test_a_measured_mask_needs_the_old_entropy(step):
-    objective, batch, scores = step
-    batch = batch.with_(old_entropy_T=None)
+    ):
+        with pytest.raises(ValueError, match=message):
+            objective.prepare(batch.with_(**{missing: None}))
+    without = batch.with_(old_entropy_T=None)
     with pytest.raises(ValueError, match="needs old_entropy_T"):
-        objective(scores, batch, objective.prepare(batch))
+        objective(scores, without, objective.prepare(without))
     adaptive = build_objective(ObjectiveConfig(entropy={"kind": "adaptive", "coefficient": 1.0, "target": 1.0}))
     with pytest.raises(ValueError, match="needs old_entropy_T"):
-        adaptive.prepare(batch)
+        adaptive.prepare(without)
 
 
 def test_a_first_order_mask_needs_the_slope(step):

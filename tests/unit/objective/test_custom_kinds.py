@@ -23,13 +23,11 @@ PLUGIN = str(ROOT / "tests/support/own_kinds.py")
 EXAMPLE = ROOT / "examples/own_objective"
 
 OWN: dict[str, Any] = {"preset": "grpo", "plugins": [PLUGIN]}
+LOG_CLIP = {"kind": "log_clip", "low": 0.1, "high": 0.1}
 COPIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "advantage": ({"advantage": {"kind": "centred"}}, {"advantage": {"kind": "no_std"}}),
     "ratio": ({"ratio": {"kind": "plain"}}, {}),
-    "ratio under log_clip": (
-        {"ratio": {"kind": "plain"}, "trust_region": {"kind": "log_clip", "low": 0.1, "high": 0.1}},
-        {"trust_region": {"kind": "log_clip", "low": 0.1, "high": 0.1}},
-    ),
+    "ratio under log_clip": ({"ratio": {"kind": "plain"}, "trust_region": LOG_CLIP}, {"trust_region": LOG_CLIP}),
     "trust region": ({"trust_region": {"kind": "band", "high": 0.1}}, {"trust_region": {"high": 0.1}}),
     "trust region under a mask": ({"trust_region": {"kind": "band"}, "opsm": {"delta": 0.01}}, {"opsm": {"delta": 0.01}}),
     "aggregation": ({"aggregation": {"kind": "by_response"}}, {}),
@@ -82,22 +80,19 @@ MINE = HEAD + (
     [
         (
             "import torhc\n",
-            r"importing /.*/bad\.py, line 1 raised ModuleNotFoundError: No module named 'torhc'; what it imports",
+            r"importing /.*/bad\.py, line 1 raised ModuleNotFoundError: No module named 'torhc'; what it",
         ),
         ("x = 1\ny = zz\n", r"bad\.py, line 2 raised NameError: name 'zz' is not defined"),
         ("def f(:\n", r"bad\.py, line 1 raised SyntaxError"),
         ("raise SystemExit('gone')\n", "raised SystemExit: gone"),
         ("x = 1\n", "defines no kind; a kind is a subclass of one of OwnAdvantage, OwnRatio"),
-        (
-            HEAD + "class A(OwnRatio):\n    pass\n",
-            r'A does not say what it is called; give it a field such as kind: Literal\["a"\]',
-        ),
+        (HEAD + "class A(OwnRatio):\n    pass\n", r'A does not say what it is called; .* such as kind: Literal\["a"\]'),
         (HEAD + 'class A(OwnRatio):\n    kind: str = "a"\n', "A does not say what it is called"),
         (
             HEAD + 'class A(OwnRatio):\n    kind: Literal["a"] = "a"\n',
-            "A has no method log_ratio, which a subclass of OwnRatio defines",
+            "A has no method log_ratio, which a subclass of",
         ),
-        (MINE.replace('"mine"', '"clip"'), "'clip' is a kind of objective.trust_region already; rename yours"),
+        (MINE.replace('"mine"', '"clip"'), "and the package both have a kind 'clip' of objective.trust_region; rename one"),
         (MINE + MINE.replace("class Mine", "class Other"), "both have a kind 'mine' of objective.trust_region; rename one"),
     ],
 )
@@ -138,26 +133,19 @@ RUN = "objective:\n  preset: grpo\n  plugins: [mine.py]\n  trust_region: {kind: 
 
 
 def test_paths_are_relative_to_the_file_that_names_them(tmp_path, monkeypatch):
+    """Also in what a run writes down, which is the same run."""
     write(tmp_path, "runs/mine.py", MINE)
     run = write(tmp_path, "runs/run.yaml", RUN)
     elsewhere = write(tmp_path, "other/over.yaml", "base: ../runs/run.yaml\nobjective: {trust_region: {tau: 3.0}}\n")
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        monkeypatch.chdir(tmp_path / folder)
-        assert load_run(run).objective.plugins == (str(tmp_path / "runs/mine.py"),)
+    config = load_run(run)
+    assert config.objective.plugins == (str(tmp_path / "runs/mine.py"),)
+    monkeypatch.chdir(tmp_path / "other")
+    assert load_run(run) == load_run(write(tmp_path, "out/resolved.yaml", dump_resolved(config))) == config
     assert load_run(elsewhere).objective.trust_region.model_dump()["tau"] == 3.0
+    assert config.model_copy(update={"seed": 3}).objective.trust_region.kind == "mine"
     monkeypatch.chdir(tmp_path / "runs")  # an override's path is relative to where the command runs
     config = load_run(None, ["objective.preset=grpo", "objective.plugins=[mine.py]", "objective.trust_region={kind: mine}"])
     assert config.objective.trust_region.model_dump()["tau"] == 1.0
-
-
-def test_what_a_run_writes_down_is_the_same_run(tmp_path, monkeypatch):
-    write(tmp_path, "runs/mine.py", MINE)
-    config = load_run(write(tmp_path, "runs/run.yaml", RUN))
-    resolved = write(tmp_path, "out/resolved.yaml", dump_resolved(config))
-    monkeypatch.chdir(tmp_path)
-    assert load_run(resolved) == config
-    assert config.model_copy(update={"seed": 3}).objective.trust_region.kind == "mine"
 
 
 def test_a_preset_of_ones_own_is_laid_over_one_that_is_there(tmp_path):
@@ -198,15 +186,12 @@ def test_a_preset_that_cannot_be_used_is_one_sentence(preset, message, tmp_path)
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (
-            "{kind: mine, tua: 2.0}",
-            r"objective\.trust_region\.tua: unknown key \(got 2\.0\); did you mean objective\.trust_region\.tau",
-        ),
+        ("{kind: mine, tua: 2.0}", r"trust_region\.tua: unknown key \(got 2\.0\); did you mean objective\.trust_region\.tau"),
         ("{kind: mine, tau: high}", r'objective\.trust_region\.tau: got "high"; allowed: a number'),
         ("{kind: mien}", r'objective\.trust_region\.kind: got "mien"; allowed: .*"mine"'),
         (
             "{kind: clip, low: 0.2, high: 0.2}",
-            r"plugins names /.*/mine\.py, and nothing of it is used; set objective\.trust_region",
+            r"plugins names /.*/mine\.py, and nothing of it is used; set objective\.",
         ),
     ],
 )
@@ -244,10 +229,7 @@ def test_an_instance_of_a_class_in_hand_needs_no_file():
         def surrogate(self, ratio_T, values):
             return ratio_T * values.advantage_T / 2
 
-    mine, ours = (
-        ObjectiveConfig(preset="grpo", trust_region=Half()),
-        ObjectiveConfig(preset="grpo", trust_region={"kind": "none"}),
-    )
+    mine, ours = (ObjectiveConfig(preset="grpo", trust_region=region) for region in (Half(), {"kind": "none"}))
     batch, scores = make_batch([[True, True], [True]])
     half, loss = (whole(build_objective(each), batch, scores)[0] for each in (mine, ours))
     torch.testing.assert_close(half, loss / 2)
@@ -260,7 +242,7 @@ def test_an_instance_of_a_class_in_hand_needs_no_file():
     [
         (
             "values.delta_T.sum()",
-            r"Mine.log_ratio gave shape \(\) for 3 tokens; give one value per token, since sums and means are",
+            r"Mine.log_ratio gave shape \(\) for 3 tokens; give one value per token, since sums and",
         ),
         ("values.delta_T[:1]", r"gave shape \(1,\) for 3 tokens"),
         ("1.0", "gave float; give a tensor with one value per token"),
