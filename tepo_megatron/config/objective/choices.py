@@ -320,7 +320,7 @@ class _PrefixRatio(ObjectiveSection):
     """true: the geometric mean of the t token ratios; false: their product."""
 
 
-class PowerMeanRatio(ObjectiveSection):
+class _PowerMeanRatio(ObjectiveSection):
     """One ratio for a response's tokens: the power mean of their ratios, (Σ_t exp(p δ) / T_i)^(1/p) (HölderPO)."""
 
     noise: ClassVar[str] = "ratio"
@@ -362,6 +362,6 @@ Advantage = Annotated[
     | OwnAdvantage,
     CustomSlot("advantage"),
 ]
-BuiltinRatio = TokenRatio | _SequenceRatio | SequenceTokenRatio | _PrefixRatio | PowerMeanRatio
+BuiltinRatio = TokenRatio | _SequenceRatio | SequenceTokenRatio | _PrefixRatio | _PowerMeanRatio
 Ratio = Annotated[BuiltinRatio | OwnRatio, CustomSlot("ratio")]
 Aggregation = Annotated[TokenMean | _SequenceMean | _ConstantSum | OwnAggregation, CustomSlot("aggregation")]

@@ -1,8 +1,5 @@
 """Scores of a vocabulary in one piece: against the dense fp64 oracle, and the pitfalls one by one."""
 
-import os
-import shutil
-
 import pytest
 import torch
 from hypothesis import given
@@ -10,9 +7,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
 from tests.support.dense_scores import dense_logprob_and_entropy
-from tests.support.score_cases import cases, compare, loss
-
-BACKENDS = ["torch", *(["cpp"] if shutil.which(os.environ.get("CXX", "c++")) else [])]
+from tests.support.score_cases import BACKENDS, cases, compare, loss, peak_bytes
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -174,18 +169,13 @@ def test_logits_that_were_overwritten_cannot_be_used_again():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_peak_memory(dtype, inplace, bound, backend):
     """Beyond the logits: 3 % of them in the in-place form, and the gradient otherwise; nothing of their size in fp32."""
-    from torch.profiler import ProfilerActivity, profile
-
     logits, labels = torch.randn(2048, 16_384, dtype=dtype).requires_grad_(), torch.arange(2048)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+
+    def compute():
         scores = logprob_and_entropy(logits.view_as(logits), labels, inplace_backward=inplace, backend=backend)
         torch.autograd.backward((scores.logprob, scores.entropy), (torch.ones(2048), torch.ones(2048)))
-    held, peak = 0, 0
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    assert 0 < peak <= bound * logits.numel() * logits.element_size()
+
+    assert 0 < peak_bytes(compute) <= bound * logits.numel() * logits.element_size()
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from typing import Any
 
 import pytest
@@ -14,8 +12,8 @@ from torch import Tensor
 
 from tepo_megatron.core.scores import fused_linear, fused_linear_logprob_and_entropy
 from tests.support.dense_scores import dense_logprob_and_entropy
+from tests.support.score_cases import BACKENDS, peak_bytes
 
-BACKENDS = ["torch", *(["cpp"] if shutil.which(os.environ.get("CXX", "c++")) else [])]
 FP32_EPSILON = 2.0**-24
 
 
@@ -91,25 +89,6 @@ def test_a_tied_weight_leaves_autograd_to_the_embedding() -> None:
     assert weight.main_grad.abs().sum() > 0  # type: ignore[attr-defined]
 
 
-def test_chunks_in_bfloat16_are_nearer_to_the_exact_sum_than_rounded_chunks() -> None:
-    """The gradient of the logits is rounded to bfloat16 either way; each chunk's product no more."""
-    products: list[tuple[Tensor, Tensor]] = []
-    add = fused_linear._add_product
-
-    def noted(total: Tensor, left: Tensor, right: Tensor) -> None:
-        products.append((left.clone(), right.clone()))
-        add(total, left, right)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_linear, "_add_product", noted)
-        weight = gradients(torch.bfloat16, main_grad=torch.zeros(300, 24))
-    assert len(products) == 4
-    exact = sum((left.double() @ right.double() for left, right in products), torch.zeros(300, 24, dtype=torch.float64))
-    rounded = sum((left @ right for left, right in products), torch.zeros(300, 24))
-    error = (weight.main_grad.double() - exact).norm()  # type: ignore[attr-defined]
-    assert error < 1e-3 * (rounded.double() - exact).norm()
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(
     shape=st.tuples(st.integers(1, 40), st.integers(1, 300), st.integers(1, 40)),
@@ -141,17 +120,12 @@ def test_scores_of_bfloat16_are_those_of_unrounded_logits(
 
 
 def test_a_chunk_of_fp32_logits_and_their_gradient_stays_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.profiler import ProfilerActivity, profile
-
     budget = 16 * 2**20
     monkeypatch.setattr(fused_linear, "_CHUNK_BYTES", {"cpu": budget})
     hidden, head = (torch.randn(n, 8).bfloat16().requires_grad_() for n in (2048, 8192))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+
+    def compute() -> None:
         scores = fused_linear_logprob_and_entropy(hidden, head, torch.arange(2048), backend="torch")
         scores.logprob.sum().backward()
-    held, peak = 0, 0
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    assert budget / 2 < peak < 1.2 * budget
+
+    assert budget / 2 < peak_bytes(compute) < 1.2 * budget
