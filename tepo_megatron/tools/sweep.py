@@ -19,10 +19,10 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, field_
 
 from tepo_megatron.config.base import Section
 from tepo_megatron.run.metrics import read_metrics
-from tepo_megatron.tasks.evaluate.estimators import T_975
+from tepo_megatron.tasks.evaluate.estimators import t_975
 from tepo_megatron.tools.results import markdown
 
-MOST_RUNS = 10_000
+_MOST_RUNS = 10_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 Settings = tuple[str, ...]  # dotted overrides, such as optimizer.lr=5e-5
 
@@ -88,6 +88,23 @@ class SweepFile(Section):
             raise ValueError(f"seeds: {list(self.seeds)} has one of them twice")
         return self
 
+    def figures_of(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+        """``rows`` are those of a run's metrics."""
+        result: dict[str, float | None] = {}
+        for name in self.figures:
+            values = points(rows, name)
+            if name.startswith("time/"):
+                result[f"{name}, median"] = statistics.median(value for step, value in values if step > 0) if values else None
+            else:
+                result[name] = values[-1][1] if values else None
+        for name in self.area:
+            result[f"{name}, area"] = area(points(rows, name))
+        for reach in self.reach:
+            for level in reach.at:
+                arrived = (float(step) for step, value in points(rows, reach.figure) if value >= level)
+                result[f"steps to {reach.figure} {level:g}"] = next(arrived, None)
+        return result
+
 
 @dataclass(frozen=True)
 class SweepRun:
@@ -133,8 +150,8 @@ def runs_of(sweep: SweepFile, output: Path | None = None) -> list[SweepRun]:
     """Seed by seed, so that an interrupted sweep has each choice equally often. Raises ValueError for too many."""
     root = output or sweep.output
     cells = list(_cells(sweep))
-    if not 0 < len(cells) * len(sweep.seeds) <= MOST_RUNS:
-        raise ValueError(f"the sweep has {len(cells) * len(sweep.seeds)} runs; it may have 1 to {MOST_RUNS}")
+    if not 0 < len(cells) * len(sweep.seeds) <= _MOST_RUNS:
+        raise ValueError(f"the sweep has {len(cells) * len(sweep.seeds)} runs; it may have 1 to {_MOST_RUNS}")
     result = []
     for seed, choices in itertools.product(sweep.seeds, cells):
         folder = root / "-".join([*choices.values(), f"seed{seed}"])
@@ -184,8 +201,7 @@ class Spread:
         n = len(self.known)
         if n < 2:
             return math.nan
-        quantile = T_975[n - 2] if n - 2 < len(T_975) else 1.96
-        return quantile * statistics.stdev(self.known) / math.sqrt(n)
+        return t_975(n - 1) * statistics.stdev(self.known) / math.sqrt(n)
 
     def __str__(self) -> str:
         if not self.known:
@@ -197,45 +213,7 @@ class Spread:
         return text if len(self.known) == len(self.values) else f"{text} ({len(self.known)} of {len(self.values)})"
 
 
-@dataclass(frozen=True)
-class _SweepFigures:
-    choices: Mapping[str, str]
-    seeds: tuple[int, ...]
-    figures: Mapping[str, Spread]
-
-
-def find(sweep: SweepFile, runs: Sequence[SweepRun]) -> list[_SweepFigures]:
-    cells: dict[tuple[tuple[str, str], ...], list[SweepRun]] = {}
-    for run in runs:
-        if run.is_done:
-            cells.setdefault(tuple(run.choices.items()), []).append(run)
-    order = list(dict.fromkeys(tuple(run.choices.items()) for run in runs))
-    result = []
-    for choices in (cell for cell in order if cell in cells):
-        measured = [figures_of_run(sweep, read_metrics(run.folder / "metrics.jsonl")) for run in cells[choices]]
-        figures = {column: Spread(tuple(one[column] for one in measured)) for column in measured[0]}
-        result.append(_SweepFigures(dict(choices), tuple(run.seed for run in cells[choices]), figures))
-    return result
-
-
-def figures_of_run(sweep: SweepFile, rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    result: dict[str, float | None] = {}
-    for name in sweep.figures:
-        points = _points(rows, name)
-        if name.startswith("time/"):
-            result[f"{name}, median"] = statistics.median(value for step, value in points if step > 0) if points else None
-        else:
-            result[name] = points[-1][1] if points else None
-    for name in sweep.area:
-        result[f"{name}, area"] = area(_points(rows, name))
-    for reach in sweep.reach:
-        for index in reach.at:
-            arrived = [step for step, value in _points(rows, reach.figure) if value >= index]
-            result[f"steps to {reach.figure} {index:g}"] = float(arrived[0]) if arrived else None
-    return result
-
-
-def _points(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
+def points(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
     return [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
 
 
@@ -248,32 +226,43 @@ def area(points: Sequence[tuple[int, float]]) -> float | None:
     return whole / (points[-1][0] - points[0][0])
 
 
-def table(sweep: SweepFile, result: Sequence[_SweepFigures]) -> tuple[list[str], list[list[str]]]:
-    if not result:
-        return [*sweep.axes, "seeds"], []
-    columns = [*sweep.axes, "seeds", *result[0].figures]
-    rows = [[*one.choices.values(), str(len(one.seeds)), *map(str, one.figures.values())] for one in result]
-    return columns, rows
+class SweepResults:
+    """Figures of the runs that are done."""
 
+    def __init__(self, sweep: SweepFile, runs: Sequence[SweepRun]) -> None:
+        self._axes = list(sweep.axes)
+        self._seeds: dict[tuple[str, ...], dict[int, dict[str, float | None]]] = {
+            tuple(run.choices.values()): {} for run in runs
+        }
+        for run in (run for run in runs if run.is_done):
+            rows = read_metrics(run.folder / "metrics.jsonl")
+            self._seeds[tuple(run.choices.values())][run.seed] = sweep.figures_of(rows)
+        self._seeds = {choices: seeds for choices, seeds in self._seeds.items() if seeds}
+        self._figures = next((list(figures) for seeds in self._seeds.values() for figures in seeds.values()), [])
 
-def write_tables(sweep: SweepFile, result: Sequence[_SweepFigures], folder: Path) -> list[Path]:
-    columns, rows = table(sweep, result)
-    text = StringIO(newline="")
-    out = csv.writer(text)
-    figures = list(result[0].figures) if result else []
-    out.writerow([*sweep.axes, "seed", *figures])
-    records: list[dict[str, Any]] = []
-    for one in result:
-        for index, seed in enumerate(one.seeds):
-            values = [one.figures[name].values[index] for name in figures]
-            out.writerow([*one.choices.values(), seed, *("" if value is None else repr(value) for value in values)])
-            records.append({**one.choices, "seed": seed, **dict(zip(figures, values, strict=True))})
-    written = {
-        "sweep.md": markdown(columns, rows),
-        "sweep.csv": text.getvalue(),
-        "sweep.json": json.dumps(records, indent=1) + "\n",
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in written.items():
-        (folder / name).write_text(content, encoding="utf-8")
-    return [folder / name for name in written]
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Columns and rows: means over the seeds."""
+        rows = []
+        for choices, seeds in self._seeds.items():
+            spreads = [Spread(tuple(figures[name] for figures in seeds.values())) for name in self._figures]
+            rows.append([*choices, str(len(seeds)), *map(str, spreads)])
+        return [*self._axes, "seeds", *self._figures], rows
+
+    def write(self, folder: Path) -> list[Path]:
+        text = StringIO(newline="")
+        out = csv.writer(text)
+        out.writerow([*self._axes, "seed", *self._figures])
+        records: list[dict[str, Any]] = []
+        for choices, seeds in self._seeds.items():
+            for seed, figures in seeds.items():
+                out.writerow([*choices, seed, *("" if value is None else repr(value) for value in figures.values())])
+                records.append({**dict(zip(self._axes, choices, strict=True)), "seed": seed, **figures})
+        written = {
+            "sweep.md": markdown(*self.table()),
+            "sweep.csv": text.getvalue(),
+            "sweep.json": json.dumps(records, indent=1) + "\n",
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in written.items():
+            (folder / name).write_text(content, encoding="utf-8")
+        return [folder / name for name in written]

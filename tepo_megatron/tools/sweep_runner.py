@@ -26,9 +26,10 @@ from tepo_megatron.runtime.job_control import stopped_together
 from tepo_megatron.runtime.machine import available_cores
 from tepo_megatron.runtime.preemption import not_ignored
 from tepo_megatron.runtime.run_lock import RunLock
+from tepo_megatron.tools.report.runs import flat
 from tepo_megatron.tools.sweep import SweepFile, SweepRun
 
-LAST_LINES = 30
+_LAST_LINES = 30
 
 
 @dataclass(frozen=True)
@@ -45,29 +46,19 @@ def check_runs(sweep: SweepFile, runs: Sequence[SweepRun]) -> None:
     """Starts nothing. Raises ValueError for wrong settings or a folder with other ones."""
     for run in runs:
         try:
-            expected = load_run(sweep.run, run.overrides)
+            expected = _compared(load_run(sweep.run, run.overrides))
         except ConfigError as error:
             raise ValueError(f"the run {run.name} cannot begin:\n{error}") from error
-        resolved = run.folder / "resolved.yaml"
-        if resolved.is_file():
-            there = load_run(resolved)
-            other = sorted(_differing(_compared(expected), _compared(there)))
-            if other:
+        if (resolved := run.folder / "resolved.yaml").is_file():
+            there = _compared(load_run(resolved))
+            if other := sorted(path for path in expected.keys() | there.keys() if expected.get(path) != there.get(path)):
                 raise ValueError(
                     f"{run.folder} holds a run of other settings ({', '.join(other[:5])}); give another --output, or remove it"
                 )
 
 
-def _compared(config: RunConfig) -> dict[str, object]:
-    return config.model_dump(mode="json", exclude={"output": True, "train": {"resume", "resume_from"}, "log": True})
-
-
-def _differing(one: object, other: object, path: str = "") -> Iterator[str]:
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in one.keys() | other.keys():
-            yield from _differing(one.get(key), other.get(key), f"{path}.{key}".lstrip("."))
-    elif one != other:
-        yield path
+def _compared(config: RunConfig) -> dict[str, str]:
+    return flat(config.model_dump(mode="json", exclude={"output": True, "train": {"resume", "resume_from"}, "log": True}))
 
 
 def core_shares(cores: Sequence[int], jobs: int) -> list[list[int]]:
@@ -144,8 +135,7 @@ class Sweep:
                 RunLock.check_free(run.folder)
             except ValueError as error:
                 return _RunEnd(run, "failed", str(error))
-            status = self._start(run, log)
-            if status == 0 and run.is_done:
+            if self._start(run, log) == 0 and run.is_done:
                 return _RunEnd(run, "done", seconds=time.monotonic() - start)
             if self._stop is not None:
                 return _RunEnd(run, "stopped")
@@ -198,5 +188,5 @@ def _last_figures(run: SweepRun) -> str:
 
 
 def _error(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
     return next((line for line in lines if line.startswith("error:")), lines[-1] if lines else "it said nothing")

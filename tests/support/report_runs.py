@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import yaml
 
 from tepo_megatron.run.metrics import TokenPrompt, TokenSamples, token_file
+from tests.support.token_values import made_up_tokens
 
 HOSTILE = '</script><img src=x onerror="window.attacked = 1"><script>window.attacked = 2</script>'
 """What a model may write to take over the page that shows it."""
@@ -62,49 +64,27 @@ def skill(step: int) -> float:
 def metrics_row(step: int, draw: np.random.Generator) -> dict[str, Any]:
     """Row 0 is an evaluation alone; every tenth has one; at step 65 a server was lost."""
     row: dict[str, Any] = {"step": step}
-    reward = float(np.clip(skill(step) - 0.06 + draw.normal(0, 0.02), 0, 1))
     if step:
-        row |= {
-            "reward/mean": reward,
-            "entropy/mean": 0.06 + 0.13 * float(np.exp(-step / 30)) + draw.normal(0, 0.004),
-            "mask/fraction": 0.3 - 0.2 * float(np.exp(-step / 10)) + draw.normal(0, 0.01),
-            "kl/mean": abs(draw.normal(4e-4, 1e-4)),
-            "grad_norm": abs(draw.normal(1.8, 0.3)),
-            "lr": 5e-05 * min(1, step / 10),
-            "response_len/mean": 18.5 + draw.normal(0, 0.05),
-            "groups/zero_variance": 0.1 + 0.2 * reward,
-            "mismatch/kl": 1e-13 * draw.random(),
-            "tokens/s": draw.normal(3000, 300),
-            "idle/trainer": float(np.clip(draw.normal(0.32, 0.02), 0, 1)),
-            "idle/servers": float(np.clip(draw.normal(0.67, 0.02), 0, 1)),
-        }
+        usual = {"entropy/mean": 0.1, "mask/fraction": 0.1, "kl/mean": 4e-4, "grad_norm": 1.8, "lr": 5e-5, "tokens/s": 3000.0}
+        usual |= {"response_len/mean": 18.5, "groups/zero_variance": 0.2, "mismatch/kl": 1e-13}
+        usual |= {"idle/trainer": 0.3, "idle/servers": 0.6, "reward/mean": skill(step)}
+        row |= {name: value * draw.uniform(0.8, 1.05) for name, value in usual.items()}
     if step % 10 == 0:
-        row |= {
-            "accuracy/greedy": skill(step),
-            "accuracy/avg@k": skill(step) - 0.15,
-            "accuracy/pass@k": min(1.0, skill(step) + 0.05),
-        }
-    seconds = {f"time/{name}": mean * abs(draw.normal(1, 0.08)) for name, mean in PHASES.items()}
-    seconds["time/eval"] = 2.5 if step % 10 == 0 else 0.0
-    row |= {**seconds, "time/step": sum(seconds.values()) + (0 if step else 9.0)}
+        row |= {"accuracy/greedy": skill(step), "accuracy/avg@k": skill(step) - 0.15, "accuracy/pass@k": skill(step) + 0.05}
+    seconds = {f"time/{name}": mean * draw.uniform(0.9, 1.1) for name, mean in PHASES.items()}
+    row |= {**seconds, "time/eval": 2.5 * (step % 10 == 0), "time/step": sum(seconds.values()) + (0 if step else 9.0)}
     return row | {"servers/restarts": float(step == 65), "lost/server": 9.5 * (step == 65), "update/skipped": 0.0}
 
 
-def heldout(step: int, draw: np.random.Generator, at: int) -> dict[str, Any]:
-    a, b = 10 + 7 * at, 89 - 3 * at
+def heldout(step: int, draw: np.random.Generator, number: int) -> dict[str, Any]:
+    a, b = 10 + 7 * number, 89 - 3 * number
     answers = [response_text(a, b, draw.random() < skill(step), draw) for _ in range(5)]
-    found = [
+    greedy, *sampled = [
         {"response": text, "reward": float(right), "correct": right, "tokens": len(text) + 1, "finish_reason": "stop"}
         for text, right in answers
     ]
-    return {
-        "step": step,
-        "problem": f"{a}+{b}",
-        "prompt": f"{a}+{b}=",
-        "answer": str(a + b),
-        "greedy": found[0],
-        "sampled": found[1:],
-    }
+    question = {"problem": f"{a}+{b}", "prompt": f"{a}+{b}=", "answer": str(a + b)}
+    return {"step": step, **question, "greedy": greedy, "sampled": sampled}
 
 
 def response_text(a: int, b: int, right: bool, draw: np.random.Generator) -> tuple[str, bool]:
@@ -114,7 +94,7 @@ def response_text(a: int, b: int, right: bool, draw: np.random.Generator) -> tup
 
 
 def token_samples(step: int, draw: np.random.Generator, groups: int, samples: int, *, hostile: bool = False) -> TokenSamples:
-    """The tokens of a step's first groups, with values as a TEPO run has them; the end token is ``⟦</s>⟧``."""
+    """The tokens of a step's first groups; the end token is ``⟦</s>⟧``."""
     prompts, texts, rewards = [], [], []
     for _ in range(groups):
         a, b = draw.integers(10, 99, 2).tolist()
@@ -126,43 +106,20 @@ def token_samples(step: int, draw: np.random.Generator, groups: int, samples: in
     if hostile:
         prompts[0] = TokenPrompt(HOSTILE, HOSTILE, source=HOSTILE, problem=HOSTILE)
         texts[0] = [HOSTILE, *texts[0]]
-    number = {piece: at for at, piece in enumerate(sorted({piece for text in texts for piece in text}))}
-    lengths = np.array([len(text) for text in texts], np.int32)
-    of_token = np.repeat(np.arange(len(texts)), lengths)
-    reward = np.array(rewards, np.float32)
-    by_group = reward.reshape(groups, samples)
-    advantage = ((by_group - by_group.mean(1, keepdims=True)) / (by_group.std(1, ddof=1, keepdims=True) + 1e-6)).ravel()
-    tokens = int(lengths.sum())
-    unsure = draw.beta(0.3, 6, tokens)
-    logprob = np.where(draw.random(tokens) < 0.9, np.log1p(-unsure), np.log(unsure + 1e-4))
-    entropy = -(unsure * np.log(unsure + 1e-9) + (1 - unsure) * np.log1p(-unsure + 1e-9))
-    trainer = logprob + draw.normal(0, 2e-7, tokens)
-    update = trainer + draw.normal(0, 0.02, tokens) * np.sqrt(unsure)
-    change = draw.normal(0, 0.02, tokens) * entropy
-    ratio = np.exp(np.array([(update - trainer)[of_token == at].mean() for at in range(len(texts))]))[of_token]
-
-    def floats(values: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
-        return np.asarray(values, np.float32)
-
-    return TokenSamples(
-        step=step,
+    pieces = sorted({piece for text in texts for piece in text})
+    drawn = made_up_tokens(step, [len(text) for text in texts], seed=step, unknown=0)
+    of_prompt = np.repeat(np.arange(groups, dtype=np.int32), samples)
+    return replace(
+        drawn,
         prompts=tuple(prompts),
-        pieces={at: piece for piece, at in number.items()},
-        lengths=lengths,
-        prompt=np.repeat(np.arange(groups, dtype=np.int32), samples),
-        group=np.repeat(np.arange(groups, dtype=np.int32), samples),
-        update=draw.integers(1, 5, len(texts), dtype=np.int32),
-        reward=reward,
-        truncated=np.zeros(len(texts), bool),
-        ids=np.array([number[piece] for text in texts for piece in text], np.int32),
-        loss_mask=np.ones(tokens, bool),
-        version=np.full(tokens, step - 1, np.int32),
-        logprob_sampler=floats(logprob),
-        logprob_trainer=floats(trainer),
-        logprob_update=floats(update),
-        entropy=floats(entropy),
-        entropy_change=floats(change),
-        advantage=floats(advantage[of_token]),
-        ratio=floats(ratio),
-        masked=(change < 0) & (advantage[of_token] > 0),
+        pieces=dict(enumerate(pieces)),
+        prompt=of_prompt,
+        group=of_prompt,
+        reward=np.array(rewards, np.float32),
+        ids=np.array([pieces.index(piece) for text in texts for piece in text], np.int32),
+        logprob_sampler=-np.abs(drawn.logprob_sampler),
+        entropy=np.abs(drawn.entropy),
+        version=np.full_like(drawn.version, step - 1),
+        advantage=np.repeat(draw.normal(size=len(texts)).astype(np.float32), drawn.lengths),
+        ratio=np.repeat(draw.uniform(0.99, 1.01, len(texts)).astype(np.float32), drawn.lengths),
     )

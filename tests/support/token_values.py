@@ -9,14 +9,16 @@ import numpy as np
 from tepo_megatron.run.metrics import TokenPrompt, TokenSamples
 
 
-def made_up_tokens(step: int = 30, lengths: Sequence[int] = (3, 0, 5, 2), *, seed: int = 0) -> TokenSamples:
-    """Responses of these lengths, two to a prompt, with drawn values; a third of the floats are NaN."""
+def made_up_tokens(
+    step: int = 30, lengths: Sequence[int] = (3, 0, 5, 2), *, seed: int = 0, unknown: float = 1 / 3
+) -> TokenSamples:
+    """Responses of these lengths, two to a prompt, with drawn values; this share of the floats is NaN."""
     draw = np.random.default_rng(seed)
     responses, tokens = len(lengths), sum(lengths)
 
     def floats(count: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         values = draw.normal(size=count).astype(np.float32)
-        values[draw.random(count) < 1 / 3] = np.nan
+        values[draw.random(count) < unknown] = np.nan
         return values
 
     groups = np.arange(responses, dtype=np.int32) // 2

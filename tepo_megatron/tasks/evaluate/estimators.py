@@ -77,6 +77,10 @@ T_975 = (
 )  # Student's t at 97.5 % from 1 degree of freedom; beyond 30, 1.96 is at most 4 % too small
 
 
+def t_975(freedom: int) -> float:
+    return T_975[freedom - 1] if freedom <= len(T_975) else 1.96
+
+
 @dataclass(frozen=True)
 class Interval:
     mean: float

@@ -24,15 +24,15 @@ from typing import Any
 
 from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.tasks.evaluate.estimators import T_975
-from tepo_megatron.tools.report.runs import Run, changes, compared, find_runs, groups_of, read_run
-from tepo_megatron.tools.report.samples import FILES, SampleGroup, evenly, pack, read_samples, token_groups
+from tepo_megatron.tools.report.runs import Run, changes, compared, find_runs, run_groups
+from tepo_megatron.tools.report.samples import FILES, SampleGroup, evenly, pack, read_samples
 
 SCRIPTS = (
     *("base", "scales", "plot", "chart", "overview", "curves", "compare", "time", "settings", "faults"),
     *("tokens", "samples", "main"),
 )
 
-TOKENS_A_MEGABYTE, CHARACTERS_A_MEGABYTE = 60_000, 400_000  # room for samples with per-token values, and as text
+_TOKENS_A_MEGABYTE, _CHARACTERS_A_MEGABYTE = 60_000, 400_000  # room for samples with per-token values, and as text
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ class Written:
 
 def write_report(paths: Sequence[Path], output: Path, options: Options) -> Written:
     """Raises ValueError if a path holds no run or a damaged file, or no metric matches."""
-    runs = [read_run(name, folder) for name, folder in find_runs(paths).items()]
+    runs = [Run.read(name, folder) for name, folder in find_runs(paths).items()]
     goes_on = any(run.goes_on for run in runs)
     figures = _runs_data(runs, options, refresh=options.refresh if goes_on else 0)
     samples = _samples_data(runs, options)
-    text = render(figures["title"], figures, samples)
+    text = _render(figures["title"], figures, samples)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, text)
     count = sum(len(group["responses"]) for group in samples["groups"])
     return Written(output, len(text.encode()), len(runs), count, goes_on)
 
 
-def render(title: str, figures: Mapping[str, Any], samples: Mapping[str, Any]) -> str:
+def _render(title: str, figures: Mapping[str, Any], samples: Mapping[str, Any]) -> str:
     web = resources.files("tepo_megatron.tools.report") / "web"
     style = (web / "style.css").read_text(encoding="utf-8")
     script = "\n".join((web / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
@@ -80,14 +80,14 @@ def render(title: str, figures: Mapping[str, Any], samples: Mapping[str, Any]) -
         ),
         "style": style,
         "script": script,
-        "figures": packed(figures),
-        "samples": packed(samples),
+        "figures": _packed(figures),
+        "samples": _packed(samples),
     }
     template = (web / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda result: parts[result[1]], template)
 
 
-def packed(value: Any) -> str:
+def _packed(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode("utf-8", "backslashreplace"), 6, mtime=0)).decode("ascii")
 
@@ -101,14 +101,14 @@ def _runs_data(runs: Sequence[Run], options: Options, refresh: int) -> dict[str,
     shown = [name for name in names if not options.metrics or any(fnmatchcase(name, item) for item in options.metrics)]
     if options.metrics and names and not shown:
         raise ValueError(f"no metric is called {' or '.join(options.metrics)}; there are {', '.join(sorted(names))}")
-    groups = groups_of(runs)
-    place = {index: number for number, group in enumerate(groups) for index in group.runs}
+    groups = run_groups(runs)
+    place = {index: number for number, (_, members) in enumerate(groups) for index in members}
     return {
         "title": options.title or _title(runs),
         "made": round(time.time()),
         "refresh": refresh,
         "metrics": shown,
-        "groups": [{"label": group.label, "runs": group.runs} for group in groups],
+        "groups": [{"label": label, "runs": members} for label, members in groups],
         "runs": [{**_run_data(run, shown), "group": place[index]} for index, run in enumerate(runs)],
         "settings": compared([run.settings for run in runs]),
         "t": T_975,
@@ -152,35 +152,26 @@ def _samples_data(runs: Sequence[Run], options: Options) -> dict[str, Any]:
     chosen: list[SampleGroup] = []
     recorded: dict[str, int] = {}
     for kind in ("tokens", *FILES):
-        per_megabyte = TOKENS_A_MEGABYTE if kind == "tokens" else CHARACTERS_A_MEGABYTE
-        groups = [
-            group
-            for index, run in enumerate(runs)
-            for group in (token_groups(index, run.folder) if kind == "tokens" else read_samples(index, run.folder, kind))
-        ]
+        room = int(options.megabytes * (_TOKENS_A_MEGABYTE if kind == "tokens" else _CHARACTERS_A_MEGABYTE))
+        groups = [group for index, run in enumerate(runs) for group in read_samples(index, run.folder, kind)]
         recorded[kind] = sum(len(group.responses) for group in groups)
-        chosen += evenly(groups, options.samples, int(options.megabytes * per_megabyte))
+        chosen += evenly(groups, options.samples, room)
+    with_tokens = [group for group in chosen if group.kind == "tokens"]
     tokens = {
-        index: pack([group for group in chosen if group.run == index and group.kind == "tokens"])
-        for index in sorted({group.run for group in chosen if group.kind == "tokens"})
+        index: pack([group for group in with_tokens if group.run == index])
+        for index in sorted({group.run for group in with_tokens})
     }
     return {"groups": [_group_data(group) for group in chosen], "recorded": recorded, "tokens": tokens}
 
 
 def _group_data(group: SampleGroup) -> dict[str, Any]:
-    return {
-        "run": group.run,
-        "kind": group.kind,
-        "step": group.step,
-        "problem": group.problem,
-        "prompt": group.prompt,
-        "answer": group.answer,
-        "source": group.source,
-        "responses": [{key: _finite(value) for key, value in item.items()} for item in group.responses],
-    }
+    names = ("run", "kind", "step", "problem", "prompt", "answer", "source")
+    return {name: getattr(group, name) for name in names} | {"responses": _finite(group.responses)}
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
     return _number(value) if isinstance(value, float) else value

@@ -19,7 +19,7 @@ from tepo_megatron.run.output.status import run_status
 
 Settings = Mapping[str, str]  # dotted path → value as JSON text
 
-IDENTITY = ("seed", "output", "name")
+_IDENTITY = ("seed", "output", "name")
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -33,10 +33,6 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return result
 
 
-def _without_identity(settings: Settings) -> dict[str, str]:
-    return {path: value for path, value in settings.items() if path not in IDENTITY}
-
-
 def compared(runs: Sequence[Settings]) -> list[dict[str, Any]]:
     """Settings unknown to another version count as their default."""
     paths = dict.fromkeys(path for run in runs for path in run)
@@ -48,7 +44,7 @@ def compared(runs: Sequence[Settings]) -> list[dict[str, Any]]:
             "path": path,
             "values": [run.get(path) for run in runs],
             "differs": _differ([run.get(path, "" if _was_unknown(path, run) else None) for run in runs], usual[path]),
-            "usual": path in IDENTITY or all(run.get(path) is None or _plain(run[path]) in usual[path] for run in runs),
+            "usual": path in _IDENTITY or all(run.get(path) is None or _plain(run[path]) in usual[path] for run in runs),
         }
         for path in paths
     ]
@@ -82,9 +78,9 @@ def _plain(value: str) -> str:
 
 Row = Mapping[str, Any]
 
-MOST_HANG_TEXT = 20_000
+_MOST_HANG_TEXT = 20_000
 
-BEGINS_S = 300.0  # a run without output may be starting its ranks for this long
+_BEGINS_S = 300.0  # a run without output may be starting its ranks for this long
 
 _EVENTS = {**COUNTED, **LOST, "log/failed": "log files that could not be written"}
 _AGO = re.compile(r",? [\d:.]+(?: s)? ago")
@@ -105,6 +101,35 @@ class Run:
     earlier: Sequence[tuple[str, Settings]] = ()  # (file name, settings) before each resumption that changed some; oldest first
     hangs: Sequence[tuple[str, str]] = ()  # file name, text
 
+    @classmethod
+    def read(cls, name: str, folder: Path) -> Run:
+        """Skips a half-written line. Raises ValueError for a damaged one."""
+        metrics = folder / "metrics.jsonl"
+        rows = read_metrics(metrics) if metrics.is_file() else []
+        resolved = folder / "resolved.yaml"
+        if not resolved.is_file():
+            return cls(name, folder, rows, said="only its metrics are here")
+        settings = _settings(resolved)
+        lines, goes_on = run_status(folder)
+        begins = (
+            not rows and not any((folder / "status").glob("rank-*.json")) and time.time() - resolved.stat().st_mtime < _BEGINS_S
+        )
+        earlier = sorted(folder.glob("resolved.*.yaml"), key=_natural)
+        hangs = [
+            (path.name, path.read_text(encoding="utf-8", errors="replace")[:_MOST_HANG_TEXT])
+            for path in sorted((folder / "logs").glob("hang-*.txt"))
+        ]
+        return cls(
+            name,
+            folder,
+            rows,
+            settings=settings,
+            said="begins" if begins else _AGO.sub("", lines[0].removeprefix(f"{json.loads(settings.get('name', 'null'))}: ")),
+            goes_on=goes_on or begins,
+            earlier=[(path.name, _settings(path)) for path in earlier],
+            hangs=hangs,
+        )
+
     @property
     def faults(self) -> list[str]:
         return fault_lines(self.rows)
@@ -113,12 +138,6 @@ class Run:
     def events(self) -> list[tuple[int, str, float]]:
         """(step, what happened, count or seconds)."""
         return [(row["step"], text, row[key]) for row in self.rows for key, text in _EVENTS.items() if row.get(key)]
-
-
-@dataclass(frozen=True)
-class _RunGroup:
-    label: str
-    runs: tuple[int, ...]
 
 
 def find_runs(paths: Sequence[Path]) -> dict[str, Path]:
@@ -164,34 +183,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return [str(folder.resolve()) for folder in folders]
 
 
-def read_run(name: str, folder: Path) -> Run:
-    """Skips a half-written line. Raises ValueError for a damaged one."""
-    metrics = folder / "metrics.jsonl"
-    rows = read_metrics(metrics) if metrics.is_file() else []
-    resolved = folder / "resolved.yaml"
-    if not resolved.is_file():
-        return Run(name, folder, rows, said="only its metrics are here")
-    settings = _settings(resolved)
-    lines, goes_on = run_status(folder)
-    begins = not rows and not any((folder / "status").glob("rank-*.json")) and time.time() - resolved.stat().st_mtime < BEGINS_S
-    earlier = sorted(folder.glob("resolved.*.yaml"), key=_natural)
-    hangs = [(path.name, _text(path)) for path in sorted((folder / "logs").glob("hang-*.txt"))]
-    return Run(
-        name,
-        folder,
-        rows,
-        settings=settings,
-        said="begins" if begins else _AGO.sub("", lines[0].removeprefix(f"{json.loads(settings.get('name', 'null'))}: ")),
-        goes_on=goes_on or begins,
-        earlier=[(path.name, _settings(path)) for path in earlier],
-        hangs=hangs,
-    )
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")[:MOST_HANG_TEXT]
-
-
 def _settings(path: Path) -> Settings:
     try:
         read = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -202,17 +193,17 @@ def _settings(path: Path) -> Settings:
     return flat(read)
 
 
-def groups_of(runs: Sequence[Run]) -> list[_RunGroup]:
-    """Settings are equal but for the seed; a run without settings is alone."""
+def run_groups(runs: Sequence[Run]) -> list[tuple[str, tuple[int, ...]]]:
+    """(label, indices of runs), whose settings are equal but for the seed; a run without settings is alone."""
     result: dict[tuple[Any, ...], list[int]] = {}
     for index, run in enumerate(runs):
         alone = (index,) if not run.settings else ()
-        result.setdefault((*alone, *sorted(_without_identity(run.settings).items())), []).append(index)
-    members = list(result.values())
-    labels = [_label([runs[index] for index in item]) for item in members]
+        settings = sorted((path, value) for path, value in run.settings.items() if path not in _IDENTITY)
+        result.setdefault((*alone, *settings), []).append(index)
+    labels = [_label([runs[index] for index in members]) for members in result.values()]
     if len(set(labels)) < len(labels):
-        labels = [runs[item[0]].name for item in members]
-    return [_RunGroup(label, tuple(item)) for label, item in zip(labels, members, strict=True)]
+        labels = [runs[members[0]].name for members in result.values()]
+    return [(label, tuple(members)) for label, members in zip(labels, result.values(), strict=True)]
 
 
 def _label(runs: Sequence[Run]) -> str:

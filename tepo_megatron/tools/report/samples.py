@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -28,7 +28,7 @@ class SampleGroup:
     responses: list[dict[str, Any]]
     cost: int
     source: str = ""
-    origin: Any = field(default=None, repr=False)  # for report.tokens
+    origin: Any = field(default=None, repr=False)  # of tokens: the samples, and their numbers
 
 
 def evenly(groups: Sequence[SampleGroup], responses: int, room: int) -> list[SampleGroup]:
@@ -67,38 +67,38 @@ FILES = {"heldout": "samples.jsonl", "train": "train_samples.jsonl"}
 
 
 def read_samples(run: int, folder: Path, kind: str) -> list[SampleGroup]:
-    """Skips a half-written last line. Raises ValueError for an invalid one."""
+    """``kind`` is ``tokens`` or one of FILES. Skips a half-written last line. Raises ValueError for a damaged file."""
+    if kind == "tokens":
+        return _token_groups(run, folder)
     path = folder / FILES[kind]
     if not path.is_file():
         return []
     rows: list[Row] = list(parse_samples(path, read_lines(path)[0]))
     if kind == "heldout":
-        return [_group(run, kind, [row], [*_evaluated(row)]) for row in rows]
+        return [_group(run, kind, [row], _evaluated(row)) for row in rows]
     together = groupby(rows, lambda row: (row.get("step", 0), row.get("group"), row.get("problem")))
     groups = [list(members) for _, members in together]
     return [_group(run, kind, members, [_response(row, "") for row in members]) for members in groups]
 
 
-def _evaluated(row: Row) -> Iterator[dict[str, Any]]:
-    if row.get("greedy"):
-        yield _response(row["greedy"], "greedy")
-    for index, item in enumerate(row.get("sampled") or [], start=1):
-        yield _response(item, f"sample {index}")
+def _evaluated(row: Row) -> list[dict[str, Any]]:
+    greedy = [_response(row["greedy"], "greedy")] if row.get("greedy") else []
+    return greedy + [_response(item, f"sample {index}") for index, item in enumerate(row.get("sampled") or [], start=1)]
 
 
-def _response(given: Row, name: str) -> dict[str, Any]:
+def _response(row: Row, name: str) -> dict[str, Any]:
     result: dict[str, Any] = {
-        "text": str(given.get("response") or ""),
-        "reward": given.get("reward"),
-        "tokens": given.get("tokens"),
-        "finish": given.get("finish_reason"),
+        "text": str(row.get("response") or ""),
+        "reward": row.get("reward"),
+        "tokens": row.get("tokens"),
+        "finish": row.get("finish_reason"),
     }
-    also = {"name": name, "error": given.get("error"), "version": given.get("weights_version"), "correct": given.get("correct")}
+    also = {"name": name, "error": row.get("error"), "version": row.get("weights_version"), "correct": row.get("correct")}
     result |= {key: value for key, value in also.items() if value not in (None, "")}
-    if given.get("turns"):
-        result["turns"] = [[str(turn.get("by")), str(turn.get("text"))] for turn in given["turns"]]
-    if given.get("components"):
-        result["components"] = given["components"]
+    if row.get("turns"):
+        result["turns"] = [[str(turn.get("by")), str(turn.get("text"))] for turn in row["turns"]]
+    if row.get("components"):
+        result["components"] = row["components"]
     return result
 
 
@@ -133,7 +133,7 @@ COLUMNS: Mapping[str, Callable[[TokenSamples], Array]] = {
 }  # float32 [T] per file; ratios minus 1, which rounding would blur
 
 
-def token_groups(run: int, folder: Path) -> list[SampleGroup]:
+def _token_groups(run: int, folder: Path) -> list[SampleGroup]:
     """Raises ValueError for an unreadable file; skips files that a resumed run removes."""
     result: list[SampleGroup] = []
     for path in token_files(folder).values():
@@ -190,10 +190,10 @@ def pack(groups: Sequence[SampleGroup]) -> dict[str, Any]:
         for name, values in of_group.items():
             parts[name] += [values] if name == "id" else [values[item] for item in taken]
     joined = {name: np.concatenate(values) if values else np.zeros(0) for name, values in parts.items()}
-    columns = {name: encode(joined[name], np.dtype(np.uint32)) for name in ("id", "version")}
-    columns["flags"] = encode(joined["flags"], np.dtype(np.uint8))
+    columns = {name: _encode(joined[name], np.dtype(np.uint32)) for name in ("id", "version")}
+    columns["flags"] = _encode(joined["flags"], np.dtype(np.uint8))
     known = [name for name in COLUMNS if np.isfinite(joined[name]).any()]
-    columns |= {name: encode(bfloat16(joined[name]), np.dtype(np.uint16)) for name in known}
+    columns |= {name: _encode(_bfloat16(joined[name]), np.dtype(np.uint16)) for name in known}
     return {"tokens": index, "pieces": list(pieces), "columns": columns}
 
 
@@ -201,14 +201,14 @@ def _texts(samples: TokenSamples, taken: Sequence[slice]) -> list[str]:
     return [samples.pieces[token] for item in taken for token in samples.ids[item].tolist()]
 
 
-def bfloat16(values: Array) -> Array:
+def _bfloat16(values: Array) -> Array:
     """Upper halves of float32, uint16 [N], rounded to nearest; NaN stays NaN."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
-def encode(values: Array, dtype: np.dtype[Any]) -> str:
+def _encode(values: Array, dtype: np.dtype[Any]) -> str:
     """Base64 of little-endian integers, all lowest bytes first, then the next."""
     planes = np.ascontiguousarray(values.astype(dtype.newbyteorder("<"))).view(np.uint8).reshape(len(values), dtype.itemsize)
     return base64.b64encode(planes.T.tobytes()).decode("ascii")

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli import after_run as command
 from tepo_megatron.cli.main import app
-from tepo_megatron.tools.report.page import SCRIPTS, Options, render, write_report
+from tepo_megatron.tools.report.page import SCRIPTS, Options, write_report
 from tests.support.report_runs import HOSTILE, write_run
 
 runner = CliRunner()
@@ -41,7 +41,8 @@ def test_what_models_write_lies_in_the_page_as_base64_alone(tmp_path: Path) -> N
 
 
 def test_the_policy_lets_the_pages_own_script_run_and_nothing_be_loaded(tmp_path: Path) -> None:
-    html = render("a title", {"runs": []}, {"groups": []})
+    write_report([write_run(tmp_path / "run", steps=1)], tmp_path / "page.html", Options())
+    html = (tmp_path / "page.html").read_text()
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)
     assert policy is not None
     assert policy[1].startswith("default-src 'none';")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.tools.report.runs import changes, compared, find_runs, flat, groups_of, read_run
+from tepo_megatron.tools.report.runs import Run, changes, compared, find_runs, flat, run_groups
 from tepo_megatron.tools.report.samples import read_samples
 from tests.support.report_runs import write_run
 
@@ -35,14 +35,14 @@ def test_runs_that_differ_in_their_seed_alone_are_a_group(tmp_path: Path) -> Non
     for seed in (0, 1):
         write_run(tmp_path / f"tepo-seed{seed}", steps=1, seed=seed)
     write_run(tmp_path / "fast-seed0", steps=1, settings={"optimizer": {"lr": 1e-4}})
-    runs = [read_run(name, folder) for name, folder in find_runs([tmp_path]).items()]
-    assert [(group.label, [runs[at].name for at in group.runs]) for group in groups_of(runs)] == [
+    runs = [Run.read(name, folder) for name, folder in find_runs([tmp_path]).items()]
+    assert [(label, [runs[at].name for at in members]) for label, members in run_groups(runs)] == [
         ("fast-seed0", ["fast-seed0"]),
         ("tepo", ["tepo-seed0", "tepo-seed1"]),
     ]
     (tmp_path / "tepo-seed1" / "resolved.yaml").unlink()  # then nothing is known of its settings
-    runs = [read_run(name, folder) for name, folder in find_runs([tmp_path]).items()]
-    assert [group.runs for group in groups_of(runs)] == [(0,), (1,), (2,)]
+    runs = [Run.read(name, folder) for name, folder in find_runs([tmp_path]).items()]
+    assert [members for _, members in run_groups(runs)] == [(0,), (1,), (2,)]
 
 
 def test_a_run_is_read_while_it_writes(tmp_path: Path) -> None:
@@ -51,14 +51,14 @@ def test_a_run_is_read_while_it_writes(tmp_path: Path) -> None:
         with (folder / name).open("a") as file:
             file.write('{"step": 4, "reward/me')
     (folder / "status").mkdir()
-    run = read_run("run", folder)
+    run = Run.read("run", folder)
     assert [row["step"] for row in run.rows] == [0, 1, 2, 3]
     assert len(read_samples(0, folder, "heldout")) == 8
     assert run.said.startswith("ended at step 3 of 90")
     (folder / "metrics.jsonl").write_text("")
-    assert read_run("run", folder).rows == []
+    assert Run.read("run", folder).rows == []
     (folder / "metrics.jsonl").unlink()
-    assert read_run("run", folder).rows == []
+    assert Run.read("run", folder).rows == []
 
 
 def test_a_run_goes_on_as_its_heartbeat_says(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_run_goes_on_as_its_heartbeat_says(tmp_path: Path) -> None:
     beat |= {"phase": "rollout", "since": 4e9, "step": 3, "waits_for": "", "passive": False, "allowance_s": 0.0, "done": 0}
     beat |= {"total": 0, "hang_timeout_s": 1.0, "ended": "", "facts": {}, "host": f"not-{socket.gethostname()}"}
     (folder / "status" / "rank-00000.json").write_text(json.dumps(beat))
-    run = read_run("run", folder)
+    run = Run.read("run", folder)
     assert run.goes_on
     assert run.said.startswith("runs, step 3 of 90 done")
 
@@ -76,9 +76,9 @@ def test_a_run_goes_on_as_its_heartbeat_says(tmp_path: Path) -> None:
 def test_a_run_that_has_said_nothing_yet_begins(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=0)
     (folder / "metrics.jsonl").unlink()
-    assert (read_run("run", folder).said, read_run("run", folder).goes_on) == ("begins", True)
+    assert (Run.read("run", folder).said, Run.read("run", folder).goes_on) == ("begins", True)
     os.utime(folder / "resolved.yaml", (1e9, 1e9))
-    assert not read_run("run", folder).goes_on
+    assert not Run.read("run", folder).goes_on
 
 
 def test_faults_hangs_and_what_a_resumption_changed_are_told(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_faults_hangs_and_what_a_resumption_changed_are_told(tmp_path: Path) -> 
     (folder / "resolved.1.yaml").write_text((folder / "resolved.yaml").read_text().replace("5.0e-05", "1.0e-06"))
     (folder / "logs").mkdir()
     (folder / "logs" / "hang-20260101.txt").write_text("rank 3 waits for rank 0\n")
-    run = read_run("run", folder)
+    run = Run.read("run", folder)
     assert run.events == [(65, "rollout servers started again", 1.0), (65, "until a server was there again", 9.5)]
     assert run.faults == ["1 rollout servers started again", "9.5 s lost until a server was there again"]
     assert run.hangs == [("hang-20260101.txt", "rank 3 waits for rank 0\n")]
@@ -103,7 +103,7 @@ def test_what_is_damaged_is_named(name: str, text: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=1)
     (folder / name).write_text(text)
     with pytest.raises((ValueError, TypeError), match=name):
-        [read_run("run", folder), read_samples(0, folder, "heldout")]
+        [Run.read("run", folder), read_samples(0, folder, "heldout")]
 
 
 def test_settings_beside_each_other_say_what_is_not_the_default() -> None:

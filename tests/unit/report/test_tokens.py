@@ -6,6 +6,7 @@ import base64
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from tepo_megatron.run.metrics import token_file
-from tepo_megatron.tools.report.samples import COLUMNS, SampleGroup, bfloat16, encode, evenly, pack, token_groups
+from tepo_megatron.tools.report.samples import COLUMNS, SampleGroup, evenly, pack, read_samples
 from tests.support.report_runs import write_run
 from tests.support.token_values import made_up_tokens
 
@@ -30,26 +31,32 @@ def as_floats(text: str) -> np.ndarray[Any, np.dtype[np.float32]]:
     return (decode(text, 2) << 16).view(np.float32)
 
 
-@given(arrays.arrays(np.uint32, st.integers(1, 20)))
-def test_integers_come_back(values: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
-    assert decode(encode(values, np.dtype(np.uint32)), 4).tolist() == values.tolist()
+def packed(folder: Path, **values: Any) -> dict[str, Any]:
+    """Columns of six tokens with these values in place of made-up ones."""
+    samples = made_up_tokens(10, [2, 4])
+    for name, value in values.items():
+        getattr(samples, name)[:] = value
+    token_file(folder, 10).parent.mkdir(exist_ok=True)
+    token_file(folder, 10).write_bytes(samples.encode())
+    return pack(read_samples(0, folder, "tokens"))["columns"]
 
 
 FLOATS = st.floats(-(2.0**99), 2.0**99, width=32, allow_subnormal=False)
 
 
-@given(arrays.arrays(np.float32, st.integers(1, 20), elements=FLOATS))
+@given(arrays.arrays(np.float32, 6, elements=FLOATS))
 def test_floats_come_back_to_two_digits(values: np.ndarray[Any, np.dtype[np.float32]]) -> None:
-    found = as_floats(encode(bfloat16(values), np.dtype(np.uint16)))
+    with TemporaryDirectory() as folder:
+        found = as_floats(packed(Path(folder), entropy=values)["entropy"])
     assert (np.abs(found - values) <= 2.0**-8 * np.abs(values)).all()
 
 
-def test_what_is_not_a_number_stays_so() -> None:
-    given_ = np.array([np.nan, np.inf, -np.inf, 0.0], np.float32)
+def test_what_is_not_a_number_stays_so(tmp_path: Path) -> None:
+    given_ = np.array([np.nan, np.inf, -np.inf, 0.0, 1.0, 2.0], np.float32)
     given_[:1].view(np.uint32)[0] = 0x7FFFFFFF  # a NaN that rounding would carry over into −0
-    found = as_floats(encode(bfloat16(given_), np.dtype(np.uint16)))
+    found = as_floats(packed(tmp_path, entropy=given_)["entropy"])
     assert np.isnan(found[0])
-    assert found[1:].tolist() == [np.inf, -np.inf, 0.0]
+    assert found[1:].tolist() == [np.inf, -np.inf, 0.0, 1.0, 2.0]
 
 
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=7), seed=st.integers(0, 99), chosen=st.integers(1, 2**7))
@@ -60,35 +67,30 @@ def test_the_tokens_of_chosen_groups_lie_where_the_page_looks(
     folder = tmp_path_factory.mktemp("run")
     token_file(folder, 30).parent.mkdir()
     token_file(folder, 30).write_bytes(samples.encode())
-    groups = [group for at, group in enumerate(token_groups(3, folder)) if chosen >> at & 1]
-    packed = pack(groups)
-    assert packed["tokens"] == sum(group.cost for group in groups)
-    ids = decode(packed["columns"]["id"], 4)
-    flags, versions = decode(packed["columns"]["flags"], 1), decode(packed["columns"]["version"], 4)
+    groups = [group for at, group in enumerate(read_samples(3, folder, "tokens")) if chosen >> at & 1]
+    columns = pack(groups)
+    assert columns["tokens"] == sum(group.cost for group in groups)
+    ids = decode(columns["columns"]["id"], 4)
+    flags, versions = decode(columns["columns"]["flags"], 1), decode(columns["columns"]["version"], 4)
     for group in groups:
         for response, at in zip(group.responses, group.origin[1], strict=True):
             there, here = samples.tokens_of(at), slice(response["at"], response["at"] + response["tokens"])
-            assert "".join(packed["pieces"][piece] for piece in ids[here]) == samples.text_of(at)
+            assert "".join(columns["pieces"][piece] for piece in ids[here]) == samples.text_of(at)
             assert (flags[here] & 1).astype(bool).tolist() == samples.loss_mask[there].tolist()
             assert (flags[here] >> 1).astype(bool).tolist() == samples.masked[there].tolist()
             assert versions[here].tolist() == samples.version[there].tolist()
             assert response["reward"] == float(samples.reward[at])
             for name, column in COLUMNS.items():
                 wanted = column(samples)[there]
-                if name in packed["columns"]:
-                    np.testing.assert_allclose(as_floats(packed["columns"][name])[here], wanted, rtol=2**-7)
+                if name in columns["columns"]:
+                    np.testing.assert_allclose(as_floats(columns["columns"][name])[here], wanted, rtol=2**-7)
                 else:
                     assert np.isnan(wanted).all()
 
 
 def test_small_differences_survive_the_rounding(tmp_path: Path) -> None:
     """A gap of 1e-6 between log-probs of −1, a sequence ratio of 1.0003: rounded first, both would be nothing."""
-    samples = made_up_tokens(10, [2, 2])
-    for name, values in {"logprob_sampler": -1.0, "logprob_trainer": -1.0 + 1e-6, "ratio": 1.0003}.items():
-        getattr(samples, name)[:] = values
-    token_file(tmp_path, 10).parent.mkdir()
-    token_file(tmp_path, 10).write_bytes(samples.encode())
-    columns = pack(token_groups(0, tmp_path))["columns"]
+    columns = packed(tmp_path, logprob_sampler=-1.0, logprob_trainer=-1.0 + 1e-6, ratio=1.0003)
     np.testing.assert_allclose(as_floats(columns["gap"]), 1e-6, rtol=0.1)
     np.testing.assert_allclose(as_floats(columns["ratio"]), 3e-4, rtol=0.01)
 
@@ -97,7 +99,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     write_run(tmp_path, steps=1, recorded=[1])
     token_file(tmp_path, 1).write_bytes(b"PK\x03\x04 and no more")
     with pytest.raises(ValueError, match=r"step_0000001\.npz"):
-        token_groups(0, tmp_path)
+        read_samples(0, tmp_path, "tokens")
 
 
 def group(step: int, responses: int, cost: int) -> SampleGroup:
