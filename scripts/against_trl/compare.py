@@ -25,7 +25,7 @@ from sizes import SIZES, WARM_UP, Size  # type: ignore[import-not-found]  # besi
 
 from tepo_megatron.tasks.data.addition import train_problems
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.tools.results import markdown, write_report
+from tepo_megatron.tools.results import Report, Table, markdown, median_and_range
 from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.storage.hf_folder import write_model
 from tepo_megatron.weights.table import tensor_shapes
@@ -117,27 +117,23 @@ def medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return {phase: statistics.median(row.get(phase, math.nan) for row in counted) for phase in PHASES}
 
 
-def summary(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
-
-
-def table(found: dict[str, list[dict[str, dict[str, float]]]]) -> str:
+def table(found: dict[str, list[dict[str, dict[str, float]]]]) -> Table:
     rows = []
     for name, rounds in found.items():
         for side in (side for side in rounds[0] if counts(side, SIZES[name])):
             took = {phase: statistics.median(one[side][phase] for one in rounds) for phase in PHASES}
             phases = ["–" if math.isnan(took[phase]) else f"{took[phase]:.2f}" for phase in PHASES]
             ratios = [one[side]["step"] / one["TRL"]["step"] for one in rounds]
-            rows.append([name, side, *phases, "1" if side == "TRL" else summary(ratios)])
+            rows.append([name, side, *phases, "1" if side == "TRL" else median_and_range(ratios)])
     columns = ["size", "side", "step, s", "rollout", "score", "update", "sync", "step ÷ TRL's (lowest–highest)"]
-    return markdown(columns, rows)
+    return Table(columns, rows)
 
 
-def write(folder: Path, trl: str, found: dict[str, list[dict[str, dict[str, float]]]]) -> tuple[Path, Path]:
+def write(folder: Path, trl: str, found: dict[str, list[dict[str, dict[str, float]]]]) -> str:
     """After every round, so that an interrupted comparison leaves the rounds that it made."""
     described = "; ".join(f"{name}: {SIZES[name].description}, rounds: {len(rounds)}" for name, rounds in found.items())
     note = f"TRL {trl} with its own sampler, ours with one trainer rank and one vLLM server; {described}"
-    return write_report(folder, "against-trl", {"note": note, "rounds": found}, table(found), note=note)
+    return Report("against-trl", {"note": note, "rounds": found}, [table(found)], note).write(folder)
 
 
 def main() -> None:
@@ -169,8 +165,8 @@ def main() -> None:
                 found.setdefault(name, []).append(one)
                 took = ", ".join(f"{side} {values['step']:.2f} s" for side, values in one.items())
                 print(f"{name}, round {number + 1} of {args.rounds}: {took}", flush=True)
-                paths = write(args.output, trl, found)
-    print(f"{table(found)}\nwrote {' and '.join(map(str, paths))}")
+                written = write(args.output, trl, found)
+    print(f"{markdown(*table(found)[:2])}\n{written}")
 
 
 if __name__ == "__main__":

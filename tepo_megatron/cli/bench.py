@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import datetime
+import itertools
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -10,7 +10,23 @@ from typer import Argument, Option
 from tepo_megatron.cli.console import AsJson, show_table, user_errors
 from tepo_megatron.runtime.text import echo
 
+if TYPE_CHECKING:
+    from tepo_megatron.tools.results import Report
+
 app = typer.Typer()
+
+OutputFolder = Annotated[Path, Option(help="Folder for the results.")]
+_RESULTS = Path("docs/results/data")
+
+
+def _say(line: str) -> None:
+    echo(line, err=True)
+
+
+def _finish(report: Report, output: Path, as_json: bool) -> None:
+    for table in report.tables:
+        show_table(table.columns, table.rows, as_json=as_json)
+    echo(report.write(output), err=as_json)
 
 
 @app.command("scores")
@@ -22,7 +38,7 @@ def _scores_command(
     vocab: Annotated[str, Option(help="V, with commas. Default: 32000,128256; cuda: 16032,32064,64128,128256.")] = "",
     dtype: Annotated[str, Option(help="bf16, fp32, with commas. Default: both; cuda: bf16.")] = "",
     repeats: Annotated[int, Option(help="The best counts.")] = 5,
-    output: Annotated[Path, Option(help="Folder for the results.")] = Path("docs/results/data"),
+    output: OutputFolder = _RESULTS,
     as_json: AsJson = False,
 ) -> None:
     """Time and peak memory of log-prob and entropy with backward, over logits that are sharded over the vocabulary.
@@ -41,20 +57,12 @@ def _scores_command(
         raise ValueError(f"--device {device} is unknown; give cpu or cuda")
     options = {"tp": tp, "tokens": tokens, "vocab": vocab, "dtype": dtype}
     grid: dict[str, Any] = {name: value or scores.DEFAULTS[device][name] for name, value in options.items()}
-    sizes = [(int(t), int(v)) for v in grid["vocab"].split(",") for t in grid["tokens"].split(",")]
+    setting = scores.ScoreSetting(grid["tp"], device, repeats)
     results: list[scores.ScoreMeasurement] = []
-    table: list[tuple[str, ...]] = []
-    for shape in [(*size, name) for name in grid["dtype"].split(",") for size in sizes]:
-        measured = scores.run(tp=grid["tp"], device=device, shapes=[shape], repeats=repeats)
-        name, rows = scores.shape_name(measured[0]), [scores.cells(row, measured) for row in measured]
-        if not as_json:
-            show_table(scores.COLUMNS, rows, title=name)
-        table += [(name, *row) for row in rows]
-        results += measured
-    if as_json:
-        show_table(("shape", *scores.COLUMNS), table, as_json=True)
-    paths = scores.write_results(results, output, tp=grid["tp"], device=device, repeats=repeats)
-    echo(f"wrote {' and '.join(str(path) for path in paths)}", err=as_json)
+    for name, v, t in itertools.product(grid["dtype"].split(","), grid["vocab"].split(","), grid["tokens"].split(",")):
+        _say(f"T {t}, V {v}, {name}")
+        results += setting.run([(int(t), int(v), name)])
+    _finish(setting.report(results), output, as_json)
 
 
 @app.command("reshard")
@@ -67,7 +75,7 @@ def _reshard_command(
     layers: Annotated[int, Option(help="12 make 206 M parameters.")] = 12,
     dtype: Annotated[str, Option(help="float32 or bfloat16.")] = "bfloat16",
     repeats: Annotated[int, Option(help="The best counts.")] = 5,
-    output: Annotated[Path, Option(help="Folder for the results.")] = Path("docs/results/data"),
+    output: OutputFolder = _RESULTS,
     as_json: AsJson = False,
 ) -> None:
     """Time, bytes and memory of a weight update between processes of this machine, over gloo; the servers are without vLLM.
@@ -80,10 +88,7 @@ def _reshard_command(
     from tepo_megatron.tools.bench import reshard
 
     setting = reshard.ReshardSetting(tp, pp, server_tp, servers, layers, dtype)
-    results = reshard.run(setting, repeats)
-    show_table(reshard.COLUMNS, reshard.table(results), as_json=as_json)
-    paths = reshard.write_results(results, output, setting, repeats)
-    echo(f"wrote {' and '.join(str(path) for path in paths)}", err=as_json)
+    _finish(setting.report(setting.run(repeats), repeats), output, as_json)
 
 
 @app.command("recipes")
@@ -98,7 +103,7 @@ def _recipes_command(
     length: Annotated[int, Option(help="Tokens of each response.", min=1)] = 1024,
     dtype: Annotated[str, Option(help="bfloat16 or float32.")] = "bfloat16",
     micro_batch_tokens: Annotated[int, Option(help="As engine.micro_batch_tokens.")] = 8192,
-    output: Annotated[Path, Option(help="Folder for the results.")] = Path("docs/results/data"),
+    output: OutputFolder = _RESULTS,
     as_json: AsJson = False,
 ) -> None:
     """Time and memory of scoring and updating a random model, by recipe, and how far the policies differ.
@@ -112,10 +117,7 @@ def _recipes_command(
     from tepo_megatron.tools.bench import recipes
 
     setting = recipes.RecipeSetting(size, steps, sequences, length, dtype, micro_batch_tokens)
-    results = recipes.run(setting, chosen.split(","))
-    show_table(recipes.COLUMNS, recipes.table(results, setting), as_json=as_json)
-    paths = recipes.write_results(results, output, setting)
-    echo(f"wrote {' and '.join(str(path) for path in paths)}", err=as_json)
+    _finish(setting.report(setting.run(chosen.split(","))), output, as_json)
 
 
 @app.command("step")
@@ -135,7 +137,7 @@ def _step_command(
     mean_length: Annotated[int, Option(help="Mean tokens of a sequence.", min=8)] = 128,
     micro_batch_tokens: Annotated[int, Option(help="As engine.micro_batch_tokens.")] = 1280,
     repeats: Annotated[int, Option(help="Steps of each, in turn; the median counts.", min=1)] = 5,
-    output: Annotated[Path, Option(help="Folder for the results.")] = Path("docs/results/data"),
+    output: OutputFolder = _RESULTS,
     as_json: AsJson = False,
 ) -> None:
     """Tokens/s and memory of a training step on this machine's CPU, compared with Megatron-Core's own and an older state.
@@ -159,10 +161,7 @@ def _step_command(
         micro_batch_tokens=micro_batch_tokens,
         repeats=repeats,
     )
-    results = step.run(setting, before, say=lambda line: echo(line, err=True))
-    show_table(step.COLUMNS, step.table(results), as_json=as_json)
-    paths = step.write_results(results, output, setting, before)
-    echo(f"wrote {' and '.join(str(path) for path in paths)}", err=as_json)
+    _finish(setting.report(setting.run(before, say=_say), before), output, as_json)
 
 
 @app.command("rollouts")
@@ -175,7 +174,7 @@ def _rollouts_command(
     repeats: Annotated[int, Option(help="Draws of each side, in turn; the median counts.", min=1)] = 5,
     responses: Annotated[int, Option(help="Responses of a step, for rank 0's part.", min=1)] = 1024,
     length: Annotated[int, Option(help="Tokens of each of them.", min=1)] = 32768,
-    output: Annotated[Path, Option(help="Folder for the results.")] = Path("docs/results/data"),
+    output: OutputFolder = _RESULTS,
     as_json: AsJson = False,
 ) -> None:
     """Tokens/s of a rollout server and its client next to vLLM's offline engine, and what a step's responses cost rank 0.
@@ -190,11 +189,7 @@ def _rollouts_command(
     from tepo_megatron.tools.bench import rollouts
 
     setting = rollouts.RolloutSetting(size, prompts, samples, new_tokens, repeats, responses, length)
-    draws, rank0 = rollouts.run(setting, say=lambda line: echo(line, err=True))
-    show_table(rollouts.COLUMNS, rollouts.table(draws), as_json=as_json)
-    show_table(rank0.COLUMNS, rank0.table(), as_json=as_json)
-    paths = rollouts.write_results(draws, rank0, output, setting)
-    echo(f"wrote {' and '.join(str(path) for path in paths)}", err=as_json)
+    _finish(setting.run(_say), output, as_json)
 
 
 @app.command("report")
@@ -220,8 +215,8 @@ def _report_command(
 
     written = write_report(outputs, page, Options())
     parts = ("overview", "curves", "time", "settings", "faults", "samples")
-    loads = chromium.measure(page, parts, repeats, state=state, pictures=pictures)
-    show_table(chromium.COLUMNS, [chromium.cells(load) for load in loads], as_json=as_json)
+    table = chromium.measure(page, parts, repeats, state=state, pictures=pictures)
+    show_table(table.columns, table.rows, as_json=as_json)
     echo(f"{written.path}: {written.bytes / 1e6:.2f} MB, {written.samples} samples of {written.runs} runs", err=as_json)
 
 
@@ -229,7 +224,7 @@ def _report_command(
 @user_errors()
 def _gpu_command(
     only: Annotated[str, Option(help="Parts, separated by commas; default: all.")] = "",
-    output: Annotated[Path, Option(help="Folder for the results.")] = Path("docs/results/data"),
+    output: OutputFolder = _RESULTS,
     as_json: AsJson = False,
 ) -> None:
     """Tests, kernels, FP8 training steps and a weight sync on this machine's GPU; parts without their packages are reported as
@@ -248,11 +243,6 @@ def _gpu_command(
     if isinstance(result, str):
         echo(f"gpu check: {result}; nothing was checked", err=True)
         raise typer.Exit(gpu.NO_GPU)
-    started, outcomes = datetime.datetime.now(datetime.UTC), list[gpu.PartOutcome]()
-    for part in parts:
-        outcomes.append(gpu.run_part(part, result, say=lambda line: echo(line, err=True)))
-        # after each part: its results survive if the machine is taken away
-        paths = gpu.write_results(outcomes, result, output, started)
-    show_table(gpu.COLUMNS, [gpu.cells(outcome) for outcome in outcomes], as_json=as_json)
-    echo(f"wrote {' and '.join(str(path) for path in paths)}", err=as_json)
-    raise typer.Exit(int(any(outcome.state == "failed" for outcome in outcomes)))
+    report, passed = gpu.check(parts, result, output, _say)
+    _finish(report, output, as_json)
+    raise typer.Exit(int(not passed))

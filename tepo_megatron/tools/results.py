@@ -7,39 +7,132 @@ import datetime
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 
-def in_processes(worker: Callable[..., None], count: int, *arguments: Any) -> Any:
-    """Runs ``worker(rank, *arguments, inbox)``; returns the JSON that rank 0 put into the inbox."""
-    import torch.multiprocessing as mp
+def in_processes(worker: Callable[..., Any], count: int, *arguments: Any, backend: str = "") -> Any:
+    """Runs ``worker(rank, *arguments)``, in a process group if ``backend`` is given; returns rank 0's result, as JSON."""
     from torch.multiprocessing.spawn import start_processes
 
-    inbox = mp.get_context("spawn").SimpleQueue()
-    processes = start_processes(worker, args=(*arguments, inbox), nprocs=count, join=False, start_method="spawn")
-    assert processes is not None
-    while not processes.join():
-        pass
-    return json.loads(inbox.get())
+    with tempfile.TemporaryDirectory() as folder:
+        shared = (worker, count, arguments, backend, Path(folder))
+        processes = start_processes(_run_worker, args=shared, nprocs=count, join=False, start_method="spawn")
+        assert processes is not None
+        while not processes.join():
+            pass
+        return json.loads((Path(folder) / "result.json").read_text())
 
 
-def resident_bytes(key: str = "VmRSS") -> int:
-    """On Linux; ``VmHWM`` is the peak since :func:`reset_peak`."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) * 1024
+def _run_worker(
+    rank: int, worker: Callable[..., Any], count: int, arguments: Sequence[Any], backend: str, folder: Path
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if backend:
+        if backend == "gloo":
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+            torch.set_num_threads(1)
+        else:
+            torch.cuda.set_device(rank)
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count)}
+        store = dist.FileStore(str(folder / "store"), count)  # type: ignore[attr-defined] # torch exports it without saying so
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count)
+    result = worker(rank, *arguments)
+    if rank == 0:
+        (folder / "result.json").write_text(json.dumps(result))
+    if backend:
+        dist.barrier()
+        dist.destroy_process_group()  # an interpreter that exits while gloo's threads run may abort
 
 
-def reset_peak() -> int:
-    Path("/proc/self/clear_refs").write_text("5")
-    return resident_bytes()
+class Child:
+    """A Python process that answers each line of JSON with another one; its other output is appended to ``log``."""
+
+    def __init__(self, arguments: Sequence[str], log: Path, **environment: str) -> None:
+        self._log = log
+        with log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+
+    def send(self, request: Any) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # receive() says why
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+
+    def receive(self) -> Any:
+        """Raises RuntimeError with the last line of its log if it has ended."""
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        code, lines = self._process.wait(), self._log.read_text(errors="replace").strip().splitlines()
+        raise RuntimeError(f"ended with exit code {code}: {lines[-1] if lines else 'it wrote nothing'}")
+
+    def ask(self, request: Any) -> Any:
+        self.send(request)
+        return self.receive()
+
+    def close(self, patience_s: float = 60.0) -> None:
+        """The end of its input ends the process; one that waits longer is killed."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(60.0 if kind is None else 0.0)
 
 
-def study_parser(description: str | None) -> argparse.ArgumentParser:
+@contextmanager
+def resident_peak(into: list[int]) -> Iterator[None]:
+    """Appends the bytes by which this process's resident memory grew at most; Linux only, and nothing elsewhere."""
+    reset, before = Path("/proc/self/clear_refs"), resident_bytes("VmRSS")
+    if reset.exists():
+        reset.write_text("5")
+    yield
+    if reset.exists():
+        into.append(max(0, resident_bytes("VmHWM") - before))
+
+
+def resident_bytes(key: str, pid: int | None = None) -> int:
+    """Of ``VmRSS``, or of ``VmHWM``, the peak; 0 where Linux does not tell it, or without the process."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid or 'self'}/status").read_text().splitlines():
+            if line.startswith(key):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def study_parser(description: str | None, **numbers: tuple[float, str]) -> argparse.ArgumentParser:
+    """``numbers``: option → default and help."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("docs/results/data"), help="folder for the results")
+    for name, (default, text) in numbers.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=type(default), default=default, help=f"{text} (default {default:g})")
     return parser
 
 
@@ -56,26 +149,41 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
 
 
-def write_report(
-    folder: Path,
-    stem: str,
-    record: Mapping[str, Any],
-    table: str,
-    *,
-    note: str,
-    packages: Sequence[str] = ("torch", "tepo-megatron"),
-) -> tuple[Path, Path]:
-    """Writes ``<stem>.json`` and ``<stem>.md`` with date, machine and versions."""
-    folder.mkdir(parents=True, exist_ok=True)
-    head: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(),
-        "versions": {name: version(name) for name in packages} | {"python": platform.python_version()},
-    }
-    paths = folder / f"{stem}.json", folder / f"{stem}.md"
-    paths[0].write_text(json.dumps({**head, **record}, indent=1) + "\n")
-    paths[1].write_text(" · ".join([head["date"], head["machine"], str(head["versions"]), note]) + "\n\n" + table)
-    return paths
+class Table(NamedTuple):
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A measurement's results. ``stem`` names its two files, ``packages`` are those with their versions in them."""
+
+    stem: str
+    record: Mapping[str, Any]
+    tables: Sequence[Table]
+    note: str
+    packages: Sequence[str] = ("torch", "tepo-megatron")
+
+    def write(self, folder: Path) -> str:
+        """Writes ``<stem>.json`` and ``<stem>.md`` with date, machine and versions; returns a sentence."""
+        head: dict[str, Any] = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "machine": describe_machine(),
+            "versions": {name: version(name) for name in self.packages} | {"python": platform.python_version()},
+        }
+        parts = [" · ".join([head["date"], head["machine"], str(head["versions"]), self.note]) + "\n"]
+        for table in self.tables:
+            parts += [f"{table.title}\n"] * bool(table.title) + [markdown(table.columns, table.rows)]
+        record, page = folder / f"{self.stem}.json", folder / f"{self.stem}.md"
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps({**head, **self.record}, indent=1) + "\n")
+        page.write_text("\n".join(parts))
+        return f"wrote {record} and {page}"
+
+
+def median_and_range(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
 
 
 def describe_machine() -> str:

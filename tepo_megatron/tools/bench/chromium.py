@@ -16,21 +16,18 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tepo_megatron.tools.results import Table
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-TIMEOUT_S = 300.0
+_TIMEOUT_S = 300.0
 
 _START = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 """The browser reads from file descriptor 3 and writes to 4."""
 
 _LOWEST_FD = 20  # keeps the pipes' own descriptors off 3 and 4
-
-
-def find_chromium() -> str | None:
-    return next((results for name in NAMES if (results := shutil.which(name))), None)
 
 
 class _NavigatedError(RuntimeError):
@@ -72,7 +69,7 @@ class Tab:
         return result["result"].get("value")
 
     def wait_for(self, expression: str) -> Any:
-        end = time.monotonic() + TIMEOUT_S
+        end = time.monotonic() + _TIMEOUT_S
         while time.monotonic() < end:
             with suppress(_NavigatedError):
                 if value := self.evaluate(expression):
@@ -80,21 +77,10 @@ class Tab:
             time.sleep(0.02)
         raise RuntimeError(f"the page never came to {expression}; its problems: {self.problems}")
 
-    def press(self, key: str) -> None:
-        text = {"text": key} if len(key) == 1 else {}
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **text)
-        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
-
-    def point(self, selector: str, share: float = 0.5) -> None:
-        """``share`` is of the element's width."""
-        box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
-        x, y = self.evaluate(f"(b => [b.left + {share} * b.width, b.top + b.height / 2])({box})")
-        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def resize(self, width: int, height: int, *, dark: bool = False, scale: float = 1.0) -> None:
+    def resize(self, width: int, height: int, *, dark: bool = False) -> None:
         """In CSS pixels."""
         phone = width < 600
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone)
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1.0, mobile=phone)
         preferred = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[preferred])
 
@@ -116,8 +102,8 @@ class Tab:
 
 
 @contextmanager
-def chromium(program: str | None = None) -> Iterator[Tab]:
-    program = program or find_chromium()
+def chromium() -> Iterator[Tab]:
+    program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
         raise RuntimeError(f"no Chromium is installed (looked for {', '.join(NAMES)}); on Debian: apt-get install chromium")
     with tempfile.TemporaryDirectory(prefix="tepo-chromium-", ignore_cleanup_errors=True) as profile:
@@ -192,52 +178,37 @@ class _Pipes:
 
     def receive(self) -> dict[str, Any]:
         while not self._messages:
-            ready, _, _ = select.select([self._in], [], [], TIMEOUT_S)
+            ready, _, _ = select.select([self._in], [], [], _TIMEOUT_S)
             data = os.read(self._in, 2**20) if ready else b""
             if not data:
-                raise RuntimeError("Chromium has ended" if ready else f"Chromium said nothing for {TIMEOUT_S:.0f} s")
+                raise RuntimeError("Chromium has ended" if ready else f"Chromium said nothing for {_TIMEOUT_S:.0f} s")
             *whole, self._buffer = (self._buffer + data).split(b"\0")
             self._messages += [json.loads(item) for item in whole]
         return self._messages.pop(0)
 
 
-COLUMNS = ("part", "window", "drawn after, ms", "of which after the file was read, ms")
-
-WINDOWS = {"desktop": (1280, 800), "phone": (390, 844)}
+_WINDOWS = {"desktop": (1280, 800), "phone": (390, 844)}
 
 
-@dataclass(frozen=True)
-class _Load:
-    """Medians, from the start of loading and from the parsed HTML."""
-
-    part: str
-    window: str
-    drawn_ms: float
-    after_parse_ms: float
-
-
-def measure(html: Path, parts: Sequence[str], repeats: int, *, state: str = "", pictures: Path | None = None) -> list[_Load]:
-    """``state``: more of the address, such as ``colour=entropy``. ``pictures``: a folder for screenshots."""
-    results = []
+def measure(html: Path, parts: Sequence[str], repeats: int, *, state: str = "", pictures: Path | None = None) -> Table:
+    """Medians. ``state``: more of the address, such as ``colour=entropy``. ``pictures``: a folder for screenshots."""
+    rows = []
     with chromium() as page:
-        for window, (width, height) in WINDOWS.items():
+        for window, (width, height) in _WINDOWS.items():
             for part in parts:
                 page.resize(width, height)
                 loads = [_load(page, html, f"tab={part}&{state}") for _ in range(repeats)]
                 drawn, parsed = (statistics.median(item) for item in zip(*loads, strict=True))
-                results.append(_Load(part, window, drawn, drawn - parsed))
+                rows.append((part, window, f"{drawn:.0f}", f"{drawn - parsed:.0f}"))
                 for theme in ("light", "dark") if pictures is not None else ():
                     page.resize(width, height, dark=theme == "dark")
                     page.open(html, f"tab={part}&{state}")
                     page.screenshot((pictures or Path()) / f"report-{part}-{window}-{theme}.png")
-    return results
-
-
-def cells(load: _Load) -> tuple[str, ...]:
-    return load.part, load.window, f"{load.drawn_ms:.0f}", f"{load.after_parse_ms:.0f}"
+    return Table(("part", "window", "drawn after, ms", "of which after the file was read, ms"), rows)
 
 
 def _load(page: Tab, html: Path, state: str) -> tuple[float, float]:
+    """Milliseconds from the start of loading until the page was drawn, and until its HTML was parsed."""
     page.open(html, state)
     if failed := page.evaluate("document.body.dataset.failed"):
         raise RuntimeError(f"{html} cannot be shown: {failed}")

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from tepo_megatron.tools.bench.recipes import RecipeMeasurement
 from tepo_megatron.tools.bench.scores import ScoreMeasurement
-from tepo_megatron.tools.results import markdown, select_names, write_report
+from tepo_megatron.tools.results import Report, Table, select_names
 from tepo_megatron.versions import installed_version
 
 NO_GPU = 3  # exit status without a GPU
@@ -37,9 +37,34 @@ class Part:
     memory_gib: float = 0
     limit_s: int = 600
 
+    def run(self, gpu: Gpu, say: Callable[[str], None]) -> _Outcome:
+        """Any failure becomes the outcome."""
+        missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
+        reason = f"{' and '.join(missing)} not installed (docs/reference/gpu.md)" if missing else ""
+        if not missing and self.memory_gib > gpu.memory_gib:
+            reason = f"needs about {self.memory_gib:.0f} GiB, this GPU has {gpu.memory_gib:.0f}"
+        if reason:
+            say(f"{self.name}: not run, {reason}")
+            return _Outcome(self.name, self.what, "not run", reason=reason)
+        say(f"{self.name}: {self.what} …")
+        with tempfile.TemporaryDirectory() as folder:
+            start = time.monotonic()
+            printed, reason = _run([argument.replace("{out}", folder) for argument in self.command], self.limit_s)
+            seconds = time.monotonic() - start
+            figures: Mapping[str, Any] = {}
+            if not reason:
+                try:
+                    figures = self.figures(Path(folder), printed)
+                except (ValueError, KeyError, OSError) as error:
+                    reason = f"its results cannot be read: {error!r}"
+        say(f"{self.name}: {'failed' if reason else 'passed'} after {seconds:.0f} s")
+        if reason:
+            return _Outcome(self.name, self.what, "failed", seconds, figures, f"{reason}\n{printed[-2000:]}".strip())
+        return _Outcome(self.name, self.what, "passed", seconds, figures)
+
 
 @dataclass(frozen=True)
-class PartOutcome:
+class _Outcome:
     """``reason``: why the part was not run, or the end of its output."""
 
     name: str
@@ -76,32 +101,6 @@ def find_gpu() -> Gpu | str:
     return Gpu(properties.name, properties.total_memory / 2**30, capability, torch.version.cuda)
 
 
-def run_part(part: Part, gpu: Gpu, *, say: Callable[[str], None]) -> PartOutcome:
-    """Any failure becomes the outcome."""
-    missing = [name for name in part.packages if importlib.util.find_spec(name) is None]
-    reason = f"{' and '.join(missing)} not installed (docs/reference/gpu.md)" if missing else ""
-    if not missing and part.memory_gib > gpu.memory_gib:
-        reason = f"needs about {part.memory_gib:.0f} GiB, this GPU has {gpu.memory_gib:.0f}"
-    if reason:
-        say(f"{part.name}: not run, {reason}")
-        return PartOutcome(part.name, part.what, "not run", reason=reason)
-    say(f"{part.name}: {part.what} …")
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.monotonic()
-        printed, reason = _run([argument.replace("{out}", folder) for argument in part.command], part.limit_s)
-        seconds = time.monotonic() - start
-        figures: Mapping[str, Any] = {}
-        if not reason:
-            try:
-                figures = part.figures(Path(folder), printed)
-            except (ValueError, KeyError, OSError) as error:
-                reason = f"its results cannot be read: {error!r}"
-    say(f"{part.name}: {'failed' if reason else 'passed'} after {seconds:.0f} s")
-    if reason:
-        return PartOutcome(part.name, part.what, "failed", seconds, figures, f"{reason}\n{printed[-2000:]}".strip())
-    return PartOutcome(part.name, part.what, "passed", seconds, figures)
-
-
 def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
     process = subprocess.Popen(
         [sys.executable, "-m", *command],
@@ -114,31 +113,35 @@ def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
         printed, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        printed, _ = process.communicate()
-        return printed, f"not done after {limit_s} s"
+        return process.communicate()[0], f"not done after {limit_s} s"
     return printed, f"ended with status {process.returncode}" if process.returncode else ""
 
 
-COLUMNS = ("part", "state", "seconds", "figures, or why not")
+def check(parts: Sequence[Part], gpu: Gpu, output: Path, say: Callable[[str], None]) -> tuple[Report, bool]:
+    """Writes the report after each part, so that it survives if the machine is taken away. False if a part failed."""
+    started, outcomes = datetime.datetime.now(datetime.UTC), list[_Outcome]()
+    for part in parts:
+        outcomes.append(part.run(gpu, say))
+        _report(outcomes, gpu, started).write(output)
+    return _report(outcomes, gpu, started), all(outcome.state != "failed" for outcome in outcomes)
 
 
-def write_results(outcomes: Sequence[PartOutcome], gpu: Gpu, output: Path, started: datetime.datetime) -> tuple[Path, Path]:
-    folder = output / re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
+def _report(outcomes: Sequence[_Outcome], gpu: Gpu, started: datetime.datetime) -> Report:
+    rows = []
+    for outcome in outcomes:
+        shown = outcome.reason.splitlines()[0] if outcome.reason else json.dumps(outcome.figures, ensure_ascii=False)
+        seconds = "–" if outcome.state == "not run" else f"{outcome.seconds:.0f}"
+        rows.append((outcome.name, outcome.state, seconds, shown.replace("|", "/")))
+    folder = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
     record = {"gpu": asdict(gpu), "parts": [asdict(outcome) for outcome in outcomes]}
-    table = markdown(COLUMNS, [cells(outcome) for outcome in outcomes])
     note = f"{gpu.name}, {gpu.memory_gib:.0f} GiB, compute capability {gpu.capability}, CUDA {gpu.cuda}"
     known = ("torch", "tepo-megatron", "megatron-core", "transformer-engine", "triton", "vllm", "apex")
     packages = [name for name in known if installed_version(name)]
-    return write_report(folder, started.strftime("%Y-%m-%dT%H%MZ"), record, table, note=note, packages=packages)
+    table = Table(("part", "state", "seconds", "figures, or why not"), rows)
+    return Report(f"{folder}/{started:%Y-%m-%dT%H%MZ}", record, [table], note, packages)
 
 
-def cells(outcome: PartOutcome) -> tuple[str, ...]:
-    shown = outcome.reason.splitlines()[0] if outcome.reason else json.dumps(outcome.figures, ensure_ascii=False)
-    seconds = "–" if outcome.state == "not run" else f"{outcome.seconds:.0f}"
-    return (outcome.name, outcome.state, seconds, shown.replace("|", "/"))
-
-
-def pytest_figures(_: Path, printed: str) -> Mapping[str, Any]:
+def _pytest_figures(_: Path, printed: str) -> Mapping[str, Any]:
     """Raises ValueError if no test passed."""
     counts = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|error|errors|skipped)\b", printed)}
     if not counts.get("passed"):
@@ -154,7 +157,7 @@ def _read(folder: Path, pattern: str) -> dict[str, Any]:
     return record
 
 
-def score_figures(folder: Path, _: str) -> Mapping[str, Any]:
+def _score_figures(folder: Path, _: str) -> Mapping[str, Any]:
     figures = {}
     for row in (ScoreMeasurement(**row) for row in _read(folder, "scores-cuda*.json")["results"]):
         if "triton" in row.method.lower() and row.copy_gbps:
@@ -165,7 +168,7 @@ def score_figures(folder: Path, _: str) -> Mapping[str, Any]:
     return figures
 
 
-def step_figures(folder: Path, _: str) -> Mapping[str, Any]:
+def _step_figures(folder: Path, _: str) -> Mapping[str, Any]:
     results = [RecipeMeasurement(**row) for row in _read(folder, "recipes-*-cuda.json")["results"]]
     return {
         row.recipe: {
@@ -187,7 +190,7 @@ def _run_figures(folder: Path, _: str) -> Mapping[str, Any]:
 def _steps(size: str, recipes: str, memory_gib: float) -> Part:
     command = ("tepo_megatron", "bench", "recipes", "--size", size, "--recipes", recipes, "--steps", "50", "--output", "{out}")
     what = f"50 optimizer steps of a {size.upper()} Llama, bf16 beside FP8"
-    return Part(f"step {size}", what, command, step_figures, ("transformer_engine",), memory_gib, limit_s=900)
+    return Part(f"step {size}", what, command, _step_figures, ("transformer_engine",), memory_gib, limit_s=900)
 
 
 _TINY_ON_GPU = (
@@ -206,7 +209,7 @@ PARTS = (
         "tests",
         "pytest -m gpu",
         ("pytest", "-m", "gpu", "-q", "tests/gpu"),
-        pytest_figures,
+        _pytest_figures,
         ("pytest", "hypothesis"),
         limit_s=1800,
     ),
@@ -214,14 +217,14 @@ PARTS = (
         "kernels",
         "log-prob and entropy, bytes moved over the bandwidth of a copy",
         ("tepo_megatron", "bench", "scores", "--device", "cuda", "--output", "{out}"),
-        score_figures,
+        _score_figures,
         ("triton",),
     ),
     Part(
         "experts",
         "experts in Transformer Engine's grouped products in bf16 and FP8, and split over two GPUs where there are two",
         ("pytest", "-m", "gpu", "-q", "tests/gpu/test_experts_gpu.py"),
-        pytest_figures,
+        _pytest_figures,
         ("pytest", "transformers", "transformer_engine"),
         limit_s=900,
     ),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.tools.results import in_processes, markdown, write_report
+from tepo_megatron.tools.results import Report, Table, in_processes
 from tepo_megatron.weights.architecture import ModelSpec, model_spec
 from tepo_megatron.weights.storage.hf_folder import write_model
 from tepo_megatron.weights.table import tensor_shapes
@@ -96,6 +96,41 @@ class RecipeSetting:
         engine = {"micro_batch_tokens": self.micro_batch_tokens, "fp8": {"recipe": recipe}}
         return RunConfig.model_validate({"model": {"dtype": self.dtype}, "engine": engine, "optimizer": {"lr": 1e-5}})
 
+    def run(self, recipes: Sequence[str]) -> list[RecipeMeasurement]:
+        """Raises ValueError for a refused recipe."""
+        if self.size not in SIZES:
+            raise ValueError(f"--size {self.size} is unknown; known: {', '.join(SIZES)}")
+        if self.sequences % GROUP:
+            raise ValueError(f"--sequences {self.sequences} must be a multiple of {GROUP}, the size of a group")
+        for recipe in recipes:
+            self.run_config(recipe)
+        with tempfile.TemporaryDirectory() as scratch:
+            model = Path(scratch) / "model"
+            make_model(model, SIZES[self.size])
+            return [RecipeMeasurement(**in_processes(_measure, 1, self, recipe, model)) for recipe in recipes]
+
+    def report(self, results: Sequence[RecipeMeasurement]) -> Report:
+        first = results[0]
+        columns = (
+            *("recipe", "s / step", "× first", "tokens/s", "peak GiB"),
+            *("log-prob, first → last step", "largest difference, nats"),
+        )
+        rows = [
+            (
+                row.recipe,
+                f"{row.seconds:.3f}",
+                f"{row.seconds / first.seconds:.2f}",
+                f"{self.sequences * self.length / row.seconds:.0f}",
+                f"{row.peak_bytes / 2**30:.2f}",
+                f"{row.logprobs[0]:.4f} → {row.logprobs[-1]:.4f}",
+                "–" if row is first else f"{row.drift(first):.1e}",
+            )
+            for row in results
+        ]
+        record = {"setting": asdict(self), "results": [asdict(row) for row in results]}
+        stem = f"recipes-{self.size}-{first.platform}"
+        return Report(stem, record, [Table(columns, rows)], f"{self.steps} steps")
+
 
 @dataclass(frozen=True)
 class RecipeMeasurement:
@@ -119,21 +154,7 @@ class RecipeMeasurement:
         return max(abs(a - b) for a, b in zip(self.logprobs, other.logprobs, strict=True))
 
 
-def run(setting: RecipeSetting, recipes: Sequence[str]) -> list[RecipeMeasurement]:
-    """Raises ValueError for a refused recipe."""
-    if setting.size not in SIZES:
-        raise ValueError(f"--size {setting.size} is unknown; known: {', '.join(SIZES)}")
-    if setting.sequences % GROUP:
-        raise ValueError(f"--sequences {setting.sequences} must be a multiple of {GROUP}, the size of a group")
-    for recipe in recipes:
-        setting.run_config(recipe)
-    with tempfile.TemporaryDirectory() as scratch:
-        model = Path(scratch) / "model"
-        make_model(model, SIZES[setting.size])
-        return [RecipeMeasurement(**in_processes(_worker, 1, setting, recipe, model)) for recipe in recipes]
-
-
-def _worker(_: int, setting: RecipeSetting, recipe: str, folder: Path, inbox: Any) -> None:
+def _measure(_: int, setting: RecipeSetting, recipe: str, folder: Path) -> dict[str, Any]:
     from tepo_megatron.trainer.megatron.engine import Engine
 
     engine = Engine(setting.run_config(recipe), folder)
@@ -151,7 +172,7 @@ def _worker(_: int, setting: RecipeSetting, recipe: str, folder: Path, inbox: An
     engine.close()
     on_gpu = platform == "cuda"
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    inbox.put(json.dumps({**asdict(result), "peak_bytes": peak}))
+    return {**asdict(result), "peak_bytes": peak}
 
 
 def _timed(work: Any) -> tuple[Any, float]:
@@ -160,28 +181,3 @@ def _timed(work: Any) -> tuple[Any, float]:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return result, time.perf_counter() - start
-
-
-COLUMNS = ("recipe", "s / step", "× first", "tokens/s", "peak GiB", "log-prob, first → last step", "largest difference, nats")
-
-
-def table(results: Sequence[RecipeMeasurement], setting: RecipeSetting) -> list[tuple[str, ...]]:
-    first = results[0]
-    return [
-        (
-            row.recipe,
-            f"{row.seconds:.3f}",
-            f"{row.seconds / first.seconds:.2f}",
-            f"{setting.sequences * setting.length / row.seconds:.0f}",
-            f"{row.peak_bytes / 2**30:.2f}",
-            f"{row.logprobs[0]:.4f} → {row.logprobs[-1]:.4f}",
-            "–" if row is first else f"{row.drift(first):.1e}",
-        )
-        for row in results
-    ]
-
-
-def write_results(results: Sequence[RecipeMeasurement], folder: Path, setting: RecipeSetting) -> tuple[Path, Path]:
-    record = {"setting": asdict(setting), "results": [asdict(row) for row in results]}
-    stem = f"recipes-{setting.size}-{results[0].platform}"
-    return write_report(folder, stem, record, markdown(COLUMNS, table(results, setting)), note=f"{setting.steps} steps")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.tools.results import in_processes, markdown, reset_peak, resident_bytes, write_report
+from tepo_megatron.tools.results import Report, Table, in_processes, resident_peak
 from tepo_megatron.trainer.megatron.collectives import broadcast_json
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.geometry import ReshardPlan, ShardLayout
@@ -29,7 +27,7 @@ from tepo_megatron.weights.transfer.transport import connect, listen
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 
 _HOST, _TIMEOUT_S = "127.0.0.1", 120.0
-_GATHER, _RAW = "gather and broadcast", "raw point-to-point copy"
+_OURS, _RAW, _GATHER = "shard to shard", "raw point-to-point copy", "gather and broadcast"
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,30 @@ class ReshardSetting:
     def plan(self) -> ReshardPlan:
         return reshard_plan(self.spec, *self.splits)
 
+    def run(self, repeats: int) -> list[_ReshardMeasurement]:
+        """Raises ValueError for an impossible split, RuntimeError if two methods leave different weights."""
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"--dtype {self.dtype} is unknown; give float32 or bfloat16")
+        world = self.plan.num_sources + self.plan.num_destinations
+        return [_ReshardMeasurement(**row) for row in in_processes(_measure, world, self, repeats, backend="gloo")]
+
+    def report(self, results: Sequence[_ReshardMeasurement], repeats: int) -> Report:
+        columns = (
+            *("method", "seconds", "× gather", "× raw", "MB on the wire", "MB into the busiest rank"),
+            *("peak MB, trainer / server", "of it digests, s"),
+        )
+        seconds = {row.method: row.seconds for row in results}
+        rows = []
+        for row in results:
+            ratios = (f"{row.seconds / seconds[method]:.2f}" for method in (_GATHER, _RAW))
+            peaks = ("–" if peak is None else f"{peak / 1e6:.0f}" for peak in (row.peak_source, row.peak_destination))
+            moved = (f"{row.wire_bytes / 1e6:.1f}", f"{row.largest_link / 1e6:.1f}")
+            digests = f"{row.digest_seconds:.3f}" if row.digest_seconds else "–"
+            rows.append((row.method, f"{row.seconds:.3f}", *ratios, *moved, " / ".join(peaks), digests))
+        record = {"setting": asdict(self), "repeats": repeats, "results": [asdict(row) for row in results]}
+        stem = f"reshard-tp{self.tp}pp{self.pp}-to-{self.servers}xtp{self.server_tp}-{self.dtype}"
+        return Report(stem, record, [Table(columns, rows)], f"best of {repeats}")
+
 
 @dataclass(frozen=True)
 class _ReshardMeasurement:
@@ -81,120 +103,87 @@ class _ReshardMeasurement:
     digest_seconds: float  # processor seconds of the busiest rank
 
 
-def run(setting: ReshardSetting, repeats: int) -> list[_ReshardMeasurement]:
-    """Raises ValueError for an impossible split, RuntimeError if two methods leave different weights."""
-    if setting.dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"--dtype {setting.dtype} is unknown; give float32 or bfloat16")
-    plan = setting.plan
-    _, place = listen(_HOST)
-    rows = in_processes(_worker, plan.num_sources + plan.num_destinations, setting, place, repeats)
-    return [_ReshardMeasurement(**row) for row in rows]
-
-
-@dataclass
 class _Rank:
-    rank: int
-    plan: ReshardPlan
-    layouts: list[ShardLayout]  # of the source ranks
-    params: dict[str, Tensor]
-    queues: move.Queues
-    pairs: GlooGroup
-    star: GlooGroup | None  # trainer's rank 0 and the destinations; None on other trainer ranks
-    local: ShardLayout
-    copies: int
-    digest_seconds: float = 0.0
+    """Its shards, and the ways to send or receive them."""
 
-    @property
-    def is_source(self) -> bool:
-        return self.rank < self.plan.num_sources
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(iter(self.params.values())).dtype
-
-    def reshard(self) -> None:
-        step = move.send if self.is_source else move.receive
-        step(self.pairs, self.queues, self.params, self.dtype)
-
-    def reshard_timed(self) -> None:
+    def __init__(self, setting: ReshardSetting, rank: int) -> None:
+        source, destination = setting.splits
+        self.plan, self.rank, self._copies = setting.plan, rank, setting.servers
+        self._layouts = megatron_ranks(setting.spec, source)
+        self._layout: ShardLayout = (self._layouts + vllm_ranks(setting.spec, destination))[rank]
+        self._dtype: torch.dtype = getattr(torch, setting.dtype)
+        self.is_source = rank < self.plan.num_sources
+        self.params = {name: torch.zeros(shape, dtype=self._dtype) for name, shape in self._layout.params.items()}
+        for number, param in enumerate(self.params.values()):
+            generator = torch.Generator().manual_seed(1000 * rank + number)
+            if self.is_source and param.dim() > 1:
+                param.normal_(generator=generator)
+            else:
+                param.fill_(1.0)
+        plan = self.plan
+        self._queues = move.queues(move.move_ends(plan, rank), itemsize=self._dtype.itemsize, limit=move.message_bytes(plan))
+        world = list(range(plan.num_sources + plan.num_destinations))
+        self._pairs = _group(world, rank)
+        self._star = _group([0, *world[plan.num_sources :]], rank)  # the trainer's rank 0 and the destinations
         self.digest_seconds = 0.0
 
-        def timed(data: Tensor) -> Tensor:
-            start = time.thread_time()
-            result = verification.digest(data)
-            self.digest_seconds += time.thread_time() - start
-            return result
+    def close(self) -> None:
+        assert self._pairs is not None
+        self._pairs.close()
 
-        with mock.patch.object(move, "digest", timed):
-            self.reshard()
+    def reshard(self, digest: Callable[[Tensor], Tensor]) -> None:
+        assert self._pairs is not None
+        step = move.send if self.is_source else move.receive
+        with mock.patch.object(move, "digest", digest):
+            step(self._pairs, self._queues, self.params, self._dtype)
 
-    def reshard_unverified(self) -> None:
-        with mock.patch.object(move, "digest", return_value=torch.zeros((), dtype=torch.int64)):
-            self.reshard()
+    def timed_digest(self, data: Tensor) -> Tensor:
+        start = time.thread_time()
+        result = verification.digest(data)
+        self.digest_seconds += time.thread_time() - start
+        return result
 
     def gather_and_broadcast(self) -> None:
-        shapes = self.local.shapes
-        manifest = [(name, shape, str(self.dtype).removeprefix("torch.")) for name, shape in shapes.items()]
+        shapes = self._layout.shapes
+        manifest = [(name, shape, str(self._dtype).removeprefix("torch.")) for name, shape in shapes.items()]
         if self.is_source:
-            stream = GatherPlan(self.layouts).gather_to_root(self.params)
-            if self.star is None:
+            stream = GatherPlan(self._layouts).gather_to_root(self.params)
+            if self._star is None:
                 for _ in stream:
                     continue
             else:
-                broadcast.send(self.star, manifest, (tensor for _, tensor in stream if tensor is not None))
+                broadcast.send(self._star, manifest, (tensor for _, tensor in stream if tensor is not None))
             return
-        assert self.star is not None
+        assert self._star is not None
         expected: dict[str, list[Any]] = {}
-        for shard in self.local.shards:
+        for shard in self._layout.shards:
             expected.setdefault(shard.tensor, []).append(shard)
-        for name, tensor in broadcast.receive(self.star, manifest):
+        for name, tensor in broadcast.receive(self._star, manifest):
             for shard in expected.get(name, ()):
                 self.params[shard.param][shard.param_box.slices] = tensor[shard.box.slices]
 
     def raw_copy(self) -> None:
         """As large as the messages, but without digests."""
-        largest = max(move.numel_of(message) for queue in self.queues.values() for message in queue)
-        slots = {(peer, slot): torch.zeros(largest, dtype=self.dtype) for peer in self.queues for slot in range(move.WINDOW)}
-        start = self.pairs.send if self.is_source else self.pairs.receive
-        for number in range(max(map(len, self.queues.values())) + move.WINDOW):
-            for peer, queue in self.queues.items():
+        assert self._pairs is not None
+        queues, start = self._queues, self._pairs.send if self.is_source else self._pairs.receive
+        largest = max(move.numel_of(message) for queue in queues.values() for message in queue)
+        slots = {(peer, slot): torch.zeros(largest, dtype=self._dtype) for peer in queues for slot in range(move.WINDOW)}
+        for number in range(max(map(len, queues.values())) + move.WINDOW):
+            for peer, queue in queues.items():
                 if 0 <= number - move.WINDOW < len(queue):
-                    self.pairs.wait(peer, number - move.WINDOW)
+                    self._pairs.wait(peer, number - move.WINDOW)
                 if number < len(queue):
                     numel = move.numel_of(queue[number])
                     start(slots[peer, number % move.WINDOW][:numel], peer, number)
 
-    def received(self, method: str) -> int:
-        if method == _GATHER:
-            everything = sum(planned.numel for planned in self.plan.moves) // self.copies
-            if self.is_source:
-                everything = everything - sum(tensor.numel() for tensor in self.params.values()) if self.rank == 0 else 0
-            return everything * self.dtype.itemsize
-        if self.is_source:
-            return 0
-        elements = sum(move.numel_of(message) for queue in self.queues.values() for message in queue)
-        return elements * self.dtype.itemsize
-
-
-def _make_rank(setting: ReshardSetting, rank: int) -> _Rank:
-    plan, spec, (source, destination) = setting.plan, setting.spec, setting.splits
-    layouts = megatron_ranks(spec, source)
-    local = (layouts + vllm_ranks(spec, destination))[rank]
-    dtype: torch.dtype = getattr(torch, setting.dtype)
-    params = {name: torch.zeros(shape, dtype=dtype) for name, shape in local.params.items()}
-    is_source = rank < plan.num_sources
-    for number, param in enumerate(params.values()):
-        generator = torch.Generator().manual_seed(1000 * rank + number)
-        if is_source and param.dim() > 1:
-            param.normal_(generator=generator)
-        else:
-            param.fill_(1.0)
-    queues = move.queues(move.move_ends(plan, rank), itemsize=dtype.itemsize, limit=move.message_bytes(plan))
-    world = list(range(plan.num_sources + plan.num_destinations))
-    pairs = _group(world, rank)
-    assert pairs is not None
-    star = _group([0, *world[plan.num_sources :]], rank)
-    return _Rank(rank, plan, layouts, params, queues, pairs, star, local, setting.servers)
+    def received_bytes(self, method: str) -> int:
+        elements = 0
+        if method == _GATHER and (not self.is_source or self.rank == 0):
+            elements = sum(planned.numel for planned in self.plan.moves) // self._copies
+            elements -= sum(tensor.numel() for tensor in self.params.values()) if self.is_source else 0
+        elif method != _GATHER and not self.is_source:
+            elements = sum(move.numel_of(message) for queue in self._queues.values() for message in queue)
+        return elements * self._dtype.itemsize
 
 
 def _group(members: list[int], rank: int) -> GlooGroup | None:
@@ -207,24 +196,12 @@ def _group(members: list[int], rank: int) -> GlooGroup | None:
     return GlooGroup(store, _HOST, members.index(rank), len(members), _TIMEOUT_S)
 
 
-def _worker(rank: int, setting: ReshardSetting, place: str, repeats: int, inbox: Any) -> None:
-    torch.set_num_threads(1)
-    world = setting.plan.num_sources + setting.plan.num_destinations
-    dist.init_process_group("gloo", store=connect(_HOST, place, _TIMEOUT_S), rank=rank, world_size=world)
-    with torch.no_grad():
-        local = _make_rank(setting, rank)
-        rows = _measure(local, repeats)
-    if rank == 0:
-        inbox.put(json.dumps(rows))
-    dist.barrier()
-    local.pairs.close()
-    dist.destroy_process_group()  # an interpreter that exits while gloo's threads run may abort
-
-
-def _measure(local: _Rank, repeats: int) -> list[dict[str, Any]]:
+@torch.no_grad()
+def _measure(rank: int, setting: ReshardSetting, repeats: int) -> list[dict[str, Any]]:
+    local = _Rank(setting, rank)
     methods: dict[str, Callable[[], None]] = {
-        "shard to shard": local.reshard_timed,
-        "shard to shard, no digests": local.reshard_unverified,
+        _OURS: partial(local.reshard, local.timed_digest),
+        "shard to shard, no digests": partial(local.reshard, lambda data: torch.zeros((), dtype=torch.int64)),
         _RAW: local.raw_copy,
         _GATHER: local.gather_and_broadcast,
     }
@@ -234,28 +211,30 @@ def _measure(local: _Rank, repeats: int) -> list[dict[str, Any]]:
     peaks: dict[str, list[int]] = {name: [] for name in methods}
     for _ in range(repeats):  # in turn, so that a busy moment of the machine affects all methods
         for name, work in methods.items():
-            with _peak(peaks[name]):
+            local.digest_seconds = 0.0
+            with resident_peak(peaks[name]):
                 dist.barrier()
                 start = time.perf_counter()
                 work()
                 seconds[name].append(_greatest(time.perf_counter() - start))
-            if name == "shard to shard":
+            if name == _OURS:
                 digest_seconds.append(local.digest_seconds)
             if not local.is_source and name != _RAW:
                 outcomes.add(hash(tuple(int(verification.digest(tensor)) for tensor in local.params.values())))
                 for tensor in local.params.values():
                     tensor.zero_()
     if len(outcomes) > 1:
-        raise RuntimeError(f"rank {local.rank} got different weights by different ways; the measurement is void")
+        raise RuntimeError(f"rank {rank} got different weights by different ways; the measurement is void")
     rows = []
     for name in methods:
-        digest_s = _greatest(min(digest_seconds)) if name == "shard to shard" else 0.0
+        digest_s = _greatest(min(digest_seconds)) if name == _OURS else 0.0
         rows.append({**_row(local, name, min(seconds[name]), max(peaks[name], default=-1)), "digest_seconds": digest_s})
+    local.close()
     return rows
 
 
 def _row(local: _Rank, method: str, seconds: float, peak: int) -> dict[str, Any]:
-    figures = torch.tensor([local.received(method), peak])
+    figures = torch.tensor([local.received_bytes(method), peak])
     gathered = [torch.zeros_like(figures) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, figures)
     received, peaks = torch.stack(gathered).T.tolist()
@@ -274,39 +253,3 @@ def _greatest(value: float) -> float:
     result = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(result, dist.ReduceOp.MAX)
     return float(result)
-
-
-@contextmanager
-def _peak(into: list[int]) -> Iterator[None]:
-    if not Path("/proc/self/clear_refs").exists():
-        yield
-        return
-    before = reset_peak()
-    yield
-    into.append(max(0, resident_bytes("VmHWM") - before))
-
-
-COLUMNS = (
-    *("method", "seconds", "× gather", "× raw", "MB on the wire", "MB into the busiest rank"),
-    *("peak MB, trainer / server", "of it digests, s"),
-)
-
-
-def table(results: Sequence[_ReshardMeasurement]) -> list[tuple[str, ...]]:
-    seconds = {row.method: row.seconds for row in results}
-    rows = []
-    for row in results:
-        ratios = (f"{row.seconds / seconds[method]:.2f}" for method in (_GATHER, _RAW))
-        peaks = ("–" if peak is None else f"{peak / 1e6:.0f}" for peak in (row.peak_source, row.peak_destination))
-        moved = (f"{row.wire_bytes / 1e6:.1f}", f"{row.largest_link / 1e6:.1f}")
-        digests = f"{row.digest_seconds:.3f}" if row.digest_seconds else "–"
-        rows.append((row.method, f"{row.seconds:.3f}", *ratios, *moved, " / ".join(peaks), digests))
-    return rows
-
-
-def write_results(
-    results: Sequence[_ReshardMeasurement], folder: Path, setting: ReshardSetting, repeats: int
-) -> tuple[Path, Path]:
-    record = {"setting": asdict(setting), "repeats": repeats, "results": [asdict(row) for row in results]}
-    stem = f"reshard-tp{setting.tp}pp{setting.pp}-to-{setting.servers}xtp{setting.server_tp}-{setting.dtype}"
-    return write_report(folder, stem, record, markdown(COLUMNS, table(results)), note=f"best of {repeats}")

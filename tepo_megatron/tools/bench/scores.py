@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,7 @@ from torch import Tensor
 from tepo_megatron.core.scores.backend import get_backend
 from tepo_megatron.tools.bench.score_methods import AREAL, DENSE, FLOOR, MEGATRON, SLOPE, VERL, Method, Outputs, methods
 from tepo_megatron.tools.bench.step_rank import peak_bytes
-from tepo_megatron.tools.results import in_processes, markdown, write_report
-from tepo_megatron.weights.transfer.transport import connect, listen
+from tepo_megatron.tools.results import Report, Table, in_processes
 
 R = TypeVar("R")
 Shape = tuple[int, int, str]  # tokens, vocabulary, bf16 or fp32
@@ -31,9 +29,46 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {"tp": 1, "tokens": "8192", "vocab": "16032,32064,64128,128256", "dtype": "bf16"},
 }
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_HOST, _TIMEOUT_S = "127.0.0.1", 120.0
 _CPU_COPY_BYTES = 2**28
 _SCRATCH_BYTES = 2**30  # written before timing on a GPU: empties its cache, and the CPU can launch ahead
+
+
+@dataclass(frozen=True)
+class ScoreSetting:
+    """``tp`` ranks, on ``cpu`` or ``cuda``; the best of ``repeats`` counts."""
+
+    tp: int
+    device: str
+    repeats: int
+
+    def run(self, shapes: Sequence[Shape]) -> list[ScoreMeasurement]:
+        """Raises ValueError for an impossible setting."""
+        if self.device == "cuda" and torch.cuda.device_count() < self.tp:
+            gpus = torch.cuda.device_count()
+            raise ValueError(f"--device cuda --tp {self.tp} needs {self.tp} GPUs, torch sees {gpus}; lower --tp")
+        if self.device == "cuda":
+            get_backend("triton", torch.device("cuda"))
+        for _, size, dtype in shapes:
+            if dtype not in _DTYPES:
+                raise ValueError(f"--dtype {dtype} is unknown; give bf16, fp32 or both")
+            if size % self.tp:
+                raise ValueError(f"--vocab {size} cannot be split into {self.tp} equal shards; give a multiple of --tp")
+        backend = "gloo" if self.device == "cpu" else "nccl"
+        return [ScoreMeasurement(**row) for row in in_processes(_measure, self.tp, self, shapes, backend=backend)]
+
+    def report(self, results: Sequence[ScoreMeasurement]) -> Report:
+        columns = (
+            *("shape", "method", "forward ms", "backward ms", "total ms", "× Megatron", "× best peer", "× floor"),
+            *("× without slope", "peak extra", "collectives", "GB/s forward / backward", "of a copy's"),
+        )
+        rows = [_cells(row, [peer for peer in results if peer.shape == row.shape]) for row in results]
+        record: dict[str, Any] = {"arguments": asdict(self), "results": [asdict(row) for row in results]}
+        note, packages = f"best of {self.repeats}", ["torch", "megatron-core", "tepo-megatron"]
+        if self.device == "cuda":
+            record["gpu"] = torch.cuda.get_device_name()
+            note = f"{record['gpu']} · {note}"
+            packages.append("triton")
+        return Report(f"scores-{self.device}-tp{self.tp}", record, [Table(columns, rows)], note, packages)
 
 
 @dataclass(frozen=True)
@@ -51,6 +86,10 @@ class ScoreMeasurement:
     copy_gbps: float  # of a large copy in the same run, 1e9 bytes/s read and written
 
     @property
+    def shape(self) -> str:
+        return f"T {self.tokens}, V {self.vocab}, {self.dtype}"
+
+    @property
     def total_ms(self) -> float:
         return self.forward_ms + self.backward_ms
 
@@ -60,39 +99,13 @@ class ScoreMeasurement:
         return self.shard_bytes / self.forward_ms / 1e6, 2 * self.shard_bytes / self.backward_ms / 1e6
 
 
-def run(*, tp: int, device: str, shapes: Sequence[Shape], repeats: int) -> list[ScoreMeasurement]:
-    """Raises ValueError for an impossible setting."""
-    if device == "cuda" and torch.cuda.device_count() < tp:
-        raise ValueError(f"--device cuda --tp {tp} needs {tp} GPUs, torch sees {torch.cuda.device_count()}; lower --tp")
-    if device == "cuda":
-        get_backend("triton", torch.device("cuda"))
-    for _, size, dtype in shapes:
-        if dtype not in _DTYPES:
-            raise ValueError(f"--dtype {dtype} is unknown; give bf16, fp32 or both")
-        if size % tp:
-            raise ValueError(f"--vocab {size} cannot be split into {tp} equal shards; give a multiple of --tp")
-    _, place = listen(_HOST)
-    rows = in_processes(_worker, tp, tp, place, device, list(shapes), repeats)
-    return [ScoreMeasurement(**row) for row in rows]
-
-
-def _worker(rank: int, tp: int, place: str, device: str, shapes: Sequence[Shape], repeats: int, inbox: Any) -> None:
+def _measure(_: int, setting: ScoreSetting, shapes: Sequence[Shape]) -> list[dict[str, Any]]:
     warnings.simplefilter("ignore")  # Megatron's, about accelerators that are not measured here
     os.environ["KINETO_LOG_LEVEL"] = "99"
-    if device == "cpu":
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
-        torch.set_num_threads(1)
-    else:
-        torch.cuda.set_device(rank)
-    store = connect(_HOST, place, _TIMEOUT_S)
-    dist.init_process_group("gloo" if device == "cpu" else "nccl", store=store, rank=rank, world_size=tp)
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
-    rows = [row for shape in shapes for row in _measure_shape(shape, tp, device, repeats)]
-    if rank == 0:
-        inbox.put(json.dumps(rows))
-    dist.destroy_process_group()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=setting.tp)
+    return [row for shape in shapes for row in _measure_shape(shape, setting.tp, setting.device, setting.repeats)]
 
 
 def _measure_shape(shape: Shape, tp: int, device: str, repeats: int) -> list[dict[str, Any]]:
@@ -189,45 +202,22 @@ def _peak_extra(method: Method, logits: Tensor, labels: Tensor, gradients: Tenso
 
 
 def _count_collectives(method: Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> tuple[int, int]:
-    originals = {name: getattr(dist, name) for name in dir(dist) if name.startswith(("all_", "reduce_scatter", "broadcast"))}
-    count = 0
-
-    def counting(original: Callable[..., Any]) -> Callable[..., Any]:
-        def collective(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            return original(*args, **kwargs)
-
-        return collective
-
-    for name, original in originals.items():
-        setattr(dist, name, counting(original))
-    try:
+    names = [name for name in dir(dist) if name.startswith(("all_", "reduce_scatter", "broadcast"))]
+    with ExitStack() as stack:
+        collectives = [stack.enter_context(mock.patch.object(dist, name, wraps=getattr(dist, name))) for name in names]
         outputs = method((leaf := logits.clone().requires_grad_()).view_as(leaf), labels)
-        forward = count
+        forward = sum(collective.call_count for collective in collectives)
         torch.autograd.backward(outputs, _of_outputs(gradients, outputs))
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-    return forward, count - forward
+        return forward, sum(collective.call_count for collective in collectives) - forward
 
 
-COLUMNS = (
-    *("method", "forward ms", "backward ms", "total ms", "× Megatron", "× best peer", "× floor", "× without slope"),
-    *("peak extra", "collectives", "GB/s forward / backward", "of a copy's"),
-)
-
-
-def shape_name(row: ScoreMeasurement) -> str:
-    return f"T {row.tokens}, V {row.vocab}, {row.dtype}"
-
-
-def cells(row: ScoreMeasurement, peers: Sequence[ScoreMeasurement]) -> tuple[str, ...]:
+def _cells(row: ScoreMeasurement, peers: Sequence[ScoreMeasurement]) -> tuple[str, ...]:
     def times(*names: str) -> str:
         reference = min((peer.total_ms for peer in peers if peer.method in names), default=None)
         return "–" if reference is None else f"{row.total_ms / reference:.2f}"
 
     return (
+        row.shape if row is peers[0] else "",
         row.method,
         *(f"{ms:.1f}" if ms >= 10 else f"{ms:.3f}" for ms in (row.forward_ms, row.backward_ms, row.total_ms)),
         times(MEGATRON),
@@ -239,18 +229,3 @@ def cells(row: ScoreMeasurement, peers: Sequence[ScoreMeasurement]) -> tuple[str
         " / ".join(f"{x:.0f}" if x >= 10 else f"{x:.1f}" for x in row.gbps),
         " / ".join(f"{x / row.copy_gbps:.0%}" for x in row.gbps),
     )
-
-
-def write_results(results: Sequence[ScoreMeasurement], folder: Path, **arguments: Any) -> tuple[Path, Path]:
-    rows = []
-    for row in results:
-        peers = [peer for peer in results if shape_name(peer) == shape_name(row)]
-        rows.append((shape_name(row) if row is peers[0] else "", *cells(row, peers)))
-    record = {"arguments": arguments, "results": [asdict(row) for row in results]}
-    note, packages = f"best of {arguments['repeats']}", ["torch", "megatron-core", "tepo-megatron"]
-    if arguments["device"] == "cuda":
-        record["gpu"] = torch.cuda.get_device_name()
-        note = f"{record['gpu']} · {note}"
-        packages.append("triton")
-    stem = f"scores-{arguments['device']}-tp{arguments['tp']}"
-    return write_report(folder, stem, record, markdown(("shape", *COLUMNS), rows), note=note, packages=packages)

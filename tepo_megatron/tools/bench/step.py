@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import random
 import re
 import statistics
@@ -14,16 +13,15 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import NormalDist
-from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, Self
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.tools.bench.recipes import llama, make_model
-from tepo_megatron.tools.results import markdown, write_report
+from tepo_megatron.tools.results import Child, Report, Table, median_and_range
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,8 +41,6 @@ _GROUP, _PROMPT = 4, 4
 
 _WIDEST = 20.0  # standard deviation of logarithms; beyond it one sequence has nearly all tokens
 
-_END_S = 20.0
-
 
 @dataclass(frozen=True)
 class StepSetting:
@@ -57,6 +53,106 @@ class StepSetting:
     mean_length: int
     micro_batch_tokens: int
     repeats: int
+
+    def run(self, before: str, *, say: Callable[[str], None] = lambda line: None) -> list[StepMeasurement]:
+        """Methods alternate on the same weights and tokens. ``before``: see :func:`source_of`. Raises ValueError for an invalid
+        self, RuntimeError if a rank fails or log-probs differ.
+        """
+        if self.size not in SIZES:
+            raise ValueError(f"--size {self.size} is unknown; known: {', '.join(SIZES)}")
+        for layout in self.layouts:
+            RunConfig.model_validate(self.rank_arguments(layout)["config"])
+        results = []
+        with tempfile.TemporaryDirectory() as scratch, source_of(before) as older:
+            model = Path(scratch) / "model"
+            make_model(model, SIZES[self.size])
+            for layout in self.layouts:
+                with ExitStack() as stack:  # ranks of one version wait while those of the other compute
+                    worlds = dict.fromkeys((OURS, PACKED, ROWS), stack.enter_context(World(ROOT, model, self, layout)))
+                    if older is not None:
+                        worlds[OLDER] = stack.enter_context(World(older, model, self, layout))
+                    for ratio in self.ratios:
+                        say(f"{layout}, longest/mean {ratio:g}")
+                        results += self.compare(layout, ratio, worlds)
+        return results
+
+    def compare(self, layout: str, ratio: float, worlds: Mapping[str, Any]) -> list[StepMeasurement]:
+        lengths = self.draw_lengths(ratio)
+        actual = round(max(lengths) * len(lengths) / sum(lengths), 2)
+        rows: dict[str, StepMeasurement] = {}
+        for method, world in worlds.items():  # the first step of each allocates: its memory counts, its time does not
+            peak = world.step(method, ratio, memory=True)["peak_bytes"]
+            rows[method] = StepMeasurement(layout, actual, method, sum(lengths), [], [], [], int(peak))
+        names = list(worlds)
+        for repeat in range(self.repeats):
+            shift = repeat % len(names)
+            for method in (*names[shift:], *names[:shift]):
+                figures = worlds[method].step(method, ratio, memory=False)
+                rows[method].score_s.append(figures["score_s"])
+                rows[method].update_s.append(figures["update_s"])
+                rows[method].losses.append(figures["loss"])
+        first = rows[OURS].losses[0]
+        for row in rows.values():
+            if any(abs(loss - first) > _AGREEMENT for loss in row.losses):
+                raise RuntimeError(
+                    f"{layout}, longest/mean {ratio:g}: {row.method} has the mean log-probs {row.losses}, {OURS} {first}; they "
+                    "do not compute the same, and their times say nothing"
+                )
+        return list(rows.values())
+
+    def draw_lengths(self, ratio: float) -> list[int]:
+        """Lognormal quantiles (tokens with prompt) in a fixed random order; the longest is ``ratio`` times the mean. Raises
+        ValueError for a ratio out of reach.
+        """
+        count = self.sequences
+        if count % _GROUP:
+            raise ValueError(f"--sequences {count} must be a multiple of {_GROUP}, the size of a group")
+        low, high = 0.0, _WIDEST
+        if not 1 <= ratio < max(_shares(count, high)):
+            raise ValueError(
+                f"--ratios {ratio:g} is no longest length over the mean of {count} sequences; give at least 1 and less "
+                "than --sequences"
+            )
+        while high - low > 1e-9:
+            middle = (low + high) / 2
+            low, high = (middle, high) if max(_shares(count, middle)) < ratio else (low, middle)
+        lengths = [max(_PROMPT + 1, round(self.mean_length * share)) for share in _shares(count, high)]
+        random.Random(0).shuffle(lengths)
+        return lengths
+
+    def rank_arguments(self, layout: str) -> dict[str, Any]:
+        sizes = re.findall(r"(tp|pp|dp|cp)(\d+)", layout)
+        if not sizes or "".join(name + size for name, size in sizes) != layout:
+            raise ValueError(f"--layouts {layout} is not made of sizes such as tp2, pp2, dp2 or tp2pp2")
+        parallel = {name: int(size) for name, size in sizes}
+        config = {
+            "model": {"dtype": "float32"},
+            "engine": {"platform": "cpu", "micro_batch_tokens": self.micro_batch_tokens, "parallel": parallel},
+            # So small that the weights do not change: every repeat and every method computes on the same weights.
+            "optimizer": {"lr": 1e-12, "warmup_steps": 0},
+        }
+        lengths = {f"{ratio:g}": self.draw_lengths(ratio) for ratio in self.ratios}
+        return {"config": config, "lengths": lengths, "group": _GROUP, "prompt": _PROMPT}
+
+    def report(self, results: Sequence[StepMeasurement], before: str) -> Report:
+        columns = (
+            *("ranks", "longest / mean", "method", "update, tokens/s", "scores + update, tokens/s"),
+            *("ours ÷ it, update", "ours ÷ it, scores + update", "ours with scores ÷ its update", "peak MiB"),
+        )
+        rows: list[tuple[str, ...]] = []
+        for row in results:
+            ours = next(r for r in results if (r.layout, r.ratio, r.method) == (row.layout, row.ratio, OURS))
+            place = (row.layout, f"{row.ratio:g}") if row is ours else ("", "")
+            rates = (f"{row.tokens / statistics.median(seconds):.0f}" for seconds in (row.update_s, row.both_s))
+            pairs = ((row.update_s, ours.update_s), (row.both_s, ours.both_s)) if row is not ours else ()
+            ratios = [_ratios(*pair) for pair in pairs] or ["", ""]
+            rows.append(
+                (*place, row.method, *rates, *ratios, _ratios(row.update_s, ours.both_s), f"{row.peak_bytes / 2**20:.1f}")
+            )
+        record = {"setting": asdict(self), "before": before, "results": [asdict(row) for row in results]}
+        note = f"median of {self.repeats}, least and greatest in brackets · before: {before[:9]}"
+        packages = ("torch", "megatron-core", "tepo-megatron")
+        return Report(f"step-{self.size}", record, [Table(columns, rows)], note, packages)
 
 
 @dataclass(frozen=True)
@@ -75,29 +171,6 @@ class StepMeasurement:
     @property
     def both_s(self) -> list[float]:
         return [score + update for score, update in zip(self.score_s, self.update_s, strict=True)]
-
-
-def run(setting: StepSetting, before: str, *, say: Callable[[str], None] = lambda line: None) -> list[StepMeasurement]:
-    """Methods alternate on the same weights and tokens. ``before``: see :func:`source_of`. Raises ValueError for an invalid
-    setting, RuntimeError if a rank fails or log-probs differ.
-    """
-    if setting.size not in SIZES:
-        raise ValueError(f"--size {setting.size} is unknown; known: {', '.join(SIZES)}")
-    for layout in setting.layouts:
-        RunConfig.model_validate(_rank_arguments(setting, layout)["config"])
-    results = []
-    with tempfile.TemporaryDirectory() as scratch, source_of(before) as older:
-        model = Path(scratch) / "model"
-        make_model(model, SIZES[setting.size])
-        for layout in setting.layouts:
-            with ExitStack() as stack:  # ranks of one version wait while those of the other compute
-                worlds = dict.fromkeys((OURS, PACKED, ROWS), stack.enter_context(World(ROOT, model, setting, layout)))
-                if older is not None:
-                    worlds[OLDER] = stack.enter_context(World(older, model, setting, layout))
-                for ratio in setting.ratios:
-                    say(f"{layout}, longest/mean {ratio:g}")
-                    results += measure_ratio(setting, layout, ratio, worlds)
-    return results
 
 
 @contextmanager
@@ -140,27 +213,6 @@ def _archive(revision: str) -> bytes:
     return result.stdout
 
 
-def draw_lengths(setting: StepSetting, ratio: float) -> list[int]:
-    """Lognormal quantiles (tokens with prompt) in a fixed random order; the longest is ``ratio`` times the mean. Raises
-    ValueError for a ratio out of reach.
-    """
-    count = setting.sequences
-    if count % _GROUP:
-        raise ValueError(f"--sequences {count} must be a multiple of {_GROUP}, the size of a group")
-    low, high = 0.0, _WIDEST
-    if not 1 <= ratio < max(_shares(count, high)):
-        raise ValueError(
-            f"--ratios {ratio:g} is no longest length over the mean of {count} sequences; give at least 1 and less "
-            "than --sequences"
-        )
-    while high - low > 1e-9:
-        middle = (low + high) / 2
-        low, high = (middle, high) if max(_shares(count, middle)) < ratio else (low, middle)
-    lengths = [max(_PROMPT + 1, round(setting.mean_length * share)) for share in _shares(count, high)]
-    random.Random(0).shuffle(lengths)
-    return lengths
-
-
 def _shares(count: int, sigma: float) -> list[float]:
     logs = [sigma * NormalDist().inv_cdf((index + 0.5) / count) for index in range(count)]
     values = [math.exp(log - max(logs)) for log in logs]
@@ -168,164 +220,46 @@ def _shares(count: int, sigma: float) -> list[float]:
     return [value / mean for value in values]
 
 
-def _rank_arguments(setting: StepSetting, layout: str) -> dict[str, Any]:
-    sizes = re.findall(r"(tp|pp|dp|cp)(\d+)", layout)
-    if not sizes or "".join(name + size for name, size in sizes) != layout:
-        raise ValueError(f"--layouts {layout} is not made of sizes such as tp2, pp2, dp2 or tp2pp2")
-    parallel = {name: int(size) for name, size in sizes}
-    config = {
-        "model": {"dtype": "float32"},
-        "engine": {"platform": "cpu", "micro_batch_tokens": setting.micro_batch_tokens, "parallel": parallel},
-        # So small that the weights do not change: every repeat and every method computes on the same weights.
-        "optimizer": {"lr": 1e-12, "warmup_steps": 0},
-    }
-    lengths = {f"{ratio:g}": draw_lengths(setting, ratio) for ratio in setting.ratios}
-    return {"config": config, "lengths": lengths, "group": _GROUP, "prompt": _PROMPT}
-
-
 class World:
-    """Ranks have one thread each (``step_rank.py``)."""
+    """Ranks have one thread each (``step_rank.py``). Use it in a ``with`` statement."""
 
     def __init__(self, root: Path, model: Path, setting: StepSetting, layout: str) -> None:
         self._layout = layout
-        self._stack = ExitStack()
-        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tepo-step-")))
-        arguments = _rank_arguments(setting, layout)
+        arguments = setting.rank_arguments(layout)
         world = RunConfig.model_validate(arguments["config"]).engine.parallel.world_size
-        arguments |= {"model": str(model), "store": str(self._folder / "store")}
-        self._ranks: list[subprocess.Popen[str]] = []
-        self._replies: list[TextIO] = []
-        try:
-            for rank in range(world):
-                self._start(root, rank, world, json.dumps(arguments))
-        except BaseException:
-            self.close()
-            raise
-
-    def _start(self, root: Path, rank: int, world: int, arguments: str) -> None:
-        reading, writing = os.pipe()
-        self._replies.append(self._stack.enter_context(os.fdopen(reading)))
-        log = self._stack.enter_context(self._log(rank).open("w"))
-        environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-        if sys.platform == "linux":
-            environment["GLOO_SOCKET_IFNAME"] = "lo"
-        script = Path(__file__).with_name("step_rank.py")
-        try:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tepo-step-")))
+            text = json.dumps({**arguments, "model": str(model), "store": str(folder / "store")})
+            environment = {"WORLD_SIZE": str(world), "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+            if sys.platform == "linux":
+                environment["GLOO_SOCKET_IFNAME"] = "lo"
             # -P: do not import from the script's folder, since the package may be another checkout's
-            process = subprocess.Popen(
-                [sys.executable, "-P", str(script), arguments, str(writing)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                text=True,
-                pass_fds=[writing],
-                env=os.environ | environment,
-            )
-        finally:
-            os.close(writing)
-        self._ranks.append(process)
-
-    def _log(self, rank: int) -> Path:
-        return self._folder / f"rank{rank}.log"
+            command = ["-P", str(Path(__file__).with_name("step_rank.py")), text]
+            self._ranks = [
+                stack.enter_context(Child(command, folder / f"rank{rank}.log", RANK=str(rank), **environment))
+                for rank in range(world)
+            ]
+            self._stack = stack.pop_all()
 
     def step(self, method: str, ratio: float, *, memory: bool) -> dict[str, float]:
         """Returns the largest figures of all ranks. Raises RuntimeError with the last line of a rank that ended."""
-        request = json.dumps({"method": method, "ratio": f"{ratio:g}", "memory": memory})
-        for rank, process in enumerate(self._ranks):
-            assert process.stdin is not None
-            try:
-                process.stdin.write(request + "\n")
-                process.stdin.flush()
-            except BrokenPipeError:
-                raise self._failure(rank) from None
+        for child in self._ranks:
+            child.send({"method": method, "ratio": f"{ratio:g}", "memory": memory})
         answers = []
-        for rank, reply in enumerate(self._replies):
-            line = reply.readline()
-            if not line:
-                raise self._failure(rank)
-            answers.append(json.loads(line))
+        for rank, child in enumerate(self._ranks):
+            try:
+                answers.append(child.receive())
+            except RuntimeError as error:
+                raise RuntimeError(f"{self._layout}: rank {rank} {error}") from error
         names = answers[-1]  # the last rank is in the last pipeline stage, and only that stage knows the loss
         return {name: max(answer[name] for answer in answers if name in answer) for name in names}
 
-    def _failure(self, rank: int) -> RuntimeError:
-        code = self._ranks[rank].wait()
-        lines = self._log(rank).read_text().strip().splitlines() or ["it wrote nothing"]
-        return RuntimeError(f"{self._layout}: rank {rank} ended with exit code {code}: {lines[-1]}")
-
-    def close(self) -> None:
-        for process in self._ranks:
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):  # the rank has ended
-                process.stdin.close()
-        for process in self._ranks:
-            try:
-                process.wait(_END_S)
-            except subprocess.TimeoutExpired:  # its peer failed, and it waits in a collective
-                process.kill()
-                process.wait()
-        self._stack.close()
-
-    def __enter__(self) -> World:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None:
-            for process in self._ranks:
-                process.kill()
-        self.close()
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
 
-def measure_ratio(setting: StepSetting, layout: str, ratio: float, worlds: Mapping[str, Any]) -> list[StepMeasurement]:
-    lengths = draw_lengths(setting, ratio)
-    actual = round(max(lengths) * len(lengths) / sum(lengths), 2)
-    rows: dict[str, StepMeasurement] = {}
-    for method, world in worlds.items():  # the first step of each allocates: its memory counts, its time does not
-        peak = world.step(method, ratio, memory=True)["peak_bytes"]
-        rows[method] = StepMeasurement(layout, actual, method, sum(lengths), [], [], [], int(peak))
-    names = list(worlds)
-    for repeat in range(setting.repeats):
-        shift = repeat % len(names)
-        for method in (*names[shift:], *names[:shift]):
-            figures = worlds[method].step(method, ratio, memory=False)
-            rows[method].score_s.append(figures["score_s"])
-            rows[method].update_s.append(figures["update_s"])
-            rows[method].losses.append(figures["loss"])
-    first = rows[OURS].losses[0]
-    for row in rows.values():
-        if any(abs(loss - first) > _AGREEMENT for loss in row.losses):
-            raise RuntimeError(
-                f"{layout}, longest/mean {ratio:g}: {row.method} has the mean log-probs {row.losses}, {OURS} {first}; they do "
-                "not compute the same, and their times say nothing"
-            )
-    return list(rows.values())
-
-
-COLUMNS = (
-    *("ranks", "longest / mean", "method", "update, tokens/s", "scores + update, tokens/s"),
-    *("ours ÷ it, update", "ours ÷ it, scores + update", "ours with scores ÷ its update", "peak MiB"),
-)
-
-
-def table(results: Sequence[StepMeasurement]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for row in results:
-        ours = next(r for r in results if (r.layout, r.ratio, r.method) == (row.layout, row.ratio, OURS))
-        place = (row.layout, f"{row.ratio:g}") if row is ours else ("", "")
-        rates = (f"{row.tokens / statistics.median(seconds):.0f}" for seconds in (row.update_s, row.both_s))
-        pairs = ((row.update_s, ours.update_s), (row.both_s, ours.both_s)) if row is not ours else ()
-        ratios = [_spread(*pair) for pair in pairs] or ["", ""]
-        with_scores = _spread(row.update_s, ours.both_s)
-        rows.append((*place, row.method, *rates, *ratios, with_scores, f"{row.peak_bytes / 2**20:.1f}"))
-    return rows
-
-
-def _spread(theirs: Sequence[float], ours: Sequence[float]) -> str:
-    ratios = [their / our for their, our in zip(theirs, ours, strict=True)]
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
-
-
-def write_results(results: Sequence[StepMeasurement], folder: Path, setting: StepSetting, before: str) -> tuple[Path, Path]:
-    record = {"setting": asdict(setting), "before": before, "results": [asdict(row) for row in results]}
-    note = f"median of {setting.repeats}, least and greatest in brackets · before: {before[:9]}"
-    packages = ("torch", "megatron-core", "tepo-megatron")
-    return write_report(folder, f"step-{setting.size}", record, markdown(COLUMNS, table(results)), note=note, packages=packages)
+def _ratios(theirs: Sequence[float], ours: Sequence[float]) -> str:
+    return median_and_range([their / our for their, our in zip(theirs, ours, strict=True)])

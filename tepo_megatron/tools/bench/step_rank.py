@@ -1,7 +1,6 @@
 """One rank of ``tepo bench step``, as a script: its package may be another checkout's.
 
-It uses only what both versions have. Requests are JSON lines on standard input; answers go to the file descriptor in its second
-argument.
+It uses only what both versions have. Requests are JSON lines on standard input, answers those on standard output.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,23 +23,15 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 
 if TYPE_CHECKING:
+    from tepo_megatron.tools.bench.megatron_step import MegatronStep
     from tepo_megatron.trainer.megatron.engine import Engine
 
 R = TypeVar("R")
 
 
-class Method(Protocol):
-    """Every rank calls; ``data`` comes from ``load``."""
-
-    def load(self, rollouts: list[Rollout]) -> Any: ...
-
-    def score(self, data: Any) -> tuple[Any, float | None]:
-        """Returns the input of ``update``, and the mean negative log-prob of response tokens if known."""
-
-    def update(self, scored: Any) -> None: ...
-
-
 class _Ours:
+    """A method, as :class:`MegatronStep`: every rank calls, and ``data`` comes from ``load``."""
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
@@ -48,6 +39,7 @@ class _Ours:
         return self.engine.batch_from_root(rollouts)
 
     def score(self, data: Any) -> tuple[Any, float | None]:
+        """Returns the input of ``update``, and the mean negative log-prob of response tokens if known."""
         scored = self.engine.score(data)
         assert scored.old_logprobs_T is not None
         return scored, -float(scored.old_logprobs_T[scored.loss_mask_T].double().mean())
@@ -90,14 +82,14 @@ def peak_bytes(work: Callable[[], object]) -> int:
     return peak
 
 
-def timed(work: Callable[[], R]) -> tuple[R, float]:
+def _timed(work: Callable[[], R]) -> tuple[R, float]:
     dist.barrier()
     start = time.perf_counter()
     result = work()
     return result, time.perf_counter() - start
 
 
-def _make_method(name: str, engine: Engine) -> Method:
+def _make_method(name: str, engine: Engine) -> _Ours | MegatronStep:
     if name.startswith("tepo_megatron"):
         return _Ours(engine)
     from tepo_megatron.tools.bench.megatron_step import MegatronStep  # an older checkout does not have it
@@ -105,7 +97,9 @@ def _make_method(name: str, engine: Engine) -> Method:
     return MegatronStep(engine, rows="rows" in name)
 
 
-def main(arguments: dict[str, Any], reply: int) -> None:
+def _main(arguments: dict[str, Any]) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # output of libraries goes to the log
     warnings.simplefilter("ignore")  # Megatron's, about accelerators that are not measured here
     from tepo_megatron.trainer.megatron.engine import Engine
 
@@ -115,31 +109,29 @@ def main(arguments: dict[str, Any], reply: int) -> None:
     store = dist.FileStore(arguments["store"], world)  # type: ignore[attr-defined] # torch exports it without saying so
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     engine = Engine(RunConfig.model_validate(arguments["config"]), Path(arguments["model"]))
-    methods: dict[str, Method] = {}
+    methods: dict[str, _Ours | MegatronStep] = {}
     loaded: dict[tuple[str, str], Any] = {}
-    with os.fdopen(reply, "w") as answers:
-        for line in sys.stdin:
-            request = json.loads(line)
-            name, ratio = request["method"], request["ratio"]
-            if name not in methods:
-                methods[name] = _make_method(name, engine)
-            if (name, ratio) not in loaded:
-                sizes = {name: arguments[name] for name in ("group", "prompt")}
-                rollouts = _make_rollouts(arguments["lengths"][ratio], engine.spec.vocab_size, **sizes)
-                loaded[name, ratio] = methods[name].load(rollouts)
-            answers.write(json.dumps(_step(methods[name], loaded[name, ratio], memory=request["memory"])) + "\n")
-            answers.flush()
+    for line in sys.stdin:
+        request = json.loads(line)
+        name, ratio = request["method"], request["ratio"]
+        if name not in methods:
+            methods[name] = _make_method(name, engine)
+        if (name, ratio) not in loaded:
+            sizes = {name: arguments[name] for name in ("group", "prompt")}
+            rollouts = _make_rollouts(arguments["lengths"][ratio], engine.spec.vocab_size, **sizes)
+            loaded[name, ratio] = methods[name].load(rollouts)
+        print(json.dumps(_step(methods[name], loaded[name, ratio], memory=request["memory"])), file=answers, flush=True)
     engine.close()
 
 
-def _step(method: Method, data: Any, *, memory: bool) -> dict[str, float]:
+def _step(method: _Ours | MegatronStep, data: Any, *, memory: bool) -> dict[str, float]:
     if memory:
         method.update(method.score(data)[0])  # allocates what stays: optimizer states, buffers of collectives
         return {"peak_bytes": peak_bytes(lambda: method.update(method.score(data)[0]))}
-    (scored, loss), score_s = timed(lambda: method.score(data))
-    _, update_s = timed(lambda: method.update(scored))
+    (scored, loss), score_s = _timed(lambda: method.score(data))
+    _, update_s = _timed(lambda: method.update(scored))
     return {"score_s": score_s, "update_s": update_s} | ({} if loss is None else {"loss": loss})
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), int(sys.argv[2]))
+    _main(json.loads(sys.argv[1]))

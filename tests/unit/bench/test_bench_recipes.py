@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tepo_megatron.tools.bench.recipes import SIZES, RecipeSetting, run
+from tepo_megatron.tools.bench.recipes import SIZES, RecipeSetting
 from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.table import tensor_shapes
 
@@ -18,7 +18,7 @@ def setting(**changes: object) -> RecipeSetting:
 
 @pytest.mark.slow
 def test_a_recipe_repeated_gives_the_same_policy() -> None:
-    first, second = run(setting(), ["none", "none"])
+    first, second = setting().run(["none", "none"])
     assert first.drift(second) == 0
     assert first.grad_norms == second.grad_norms
     # small random weights: every token is about as likely as any other
@@ -36,7 +36,7 @@ def test_a_recipe_repeated_gives_the_same_policy() -> None:
 )
 def test_bad_input(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        run(setting(**changes), ["none"])
+        setting(**changes).run(["none"])
 
 
 @pytest.mark.parametrize(("size", "parameters"), [("1b", 1_235_814_400), ("8b", 8_030_261_248)])

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli.bench import app
 from tepo_megatron.tools.bench.score_methods import FLOOR, MEGATRON, SLOPE
-from tepo_megatron.tools.bench.scores import COLUMNS, ScoreMeasurement, cells, run
+from tepo_megatron.tools.bench.scores import ScoreMeasurement, ScoreSetting
 
 
 @pytest.mark.slow
@@ -29,33 +29,39 @@ def test_a_small_run(tmp_path):
     assert MEGATRON in rows
 
 
+def cells(*rows: ScoreMeasurement) -> list[dict[str, str]]:
+    (table,) = ScoreSetting(1, "cpu", repeats=1).report(rows).tables
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+
+
 def test_share_of_a_copys_bandwidth():
     """2 GB read in 1 ms; 2 GB read and as much written in 2.5 ms; a copy moves 4 000 GB/s."""
-    row = ScoreMeasurement(8192, 16032, "bf16", "Triton", 1.0, 2.5, 0.004, 1, 0, shard_bytes=2 * 10**9, copy_gbps=4000.0)
-    assert row.gbps == (2000.0, 1600.0)
-    assert cells(row, [row])[-2:] == ("2000 / 1600", "50% / 40%")
+    (shown,) = cells(ScoreMeasurement(8192, 16032, "bf16", "Triton", 1.0, 2.5, 0.004, 1, 0, 2 * 10**9, copy_gbps=4000.0))
+    assert (shown["GB/s forward / backward"], shown["of a copy's"]) == ("2000 / 1600", "50% / 40%")
 
 
 def test_ratios_are_to_the_methods_of_the_same_shape():
     """Total times of 4 ms without the slope, 5 ms with it, 10 ms for Megatron and 2 ms for the floor; no such peer: a dash."""
 
-    def row(method, total):
-        return ScoreMeasurement(64, 512, "fp32", method, total / 2, total / 2, 0.0, 1, 0, shard_bytes=10**6, copy_gbps=10.0)
+    def row(method, total, tokens=64):
+        return ScoreMeasurement(tokens, 512, "fp32", method, total / 2, total / 2, 0.0, 1, 0, 10**6, copy_gbps=10.0)
 
-    peers = [row("own", 4.0), row("own" + SLOPE, 5.0), row(MEGATRON, 10.0), row(FLOOR, 2.0)]
-    named = dict(zip(COLUMNS, cells(peers[1], peers), strict=True))
-    assert (named["× Megatron"], named["× floor"], named["× without slope"]) == ("0.50", "2.50", "1.25")
-    assert dict(zip(COLUMNS, cells(peers[0], peers[:1]), strict=True))["× floor"] == "–"
-    assert dict(zip(COLUMNS, cells(peers[0], peers), strict=True))["× without slope"] == ""
+    first, second, *_, alone = cells(
+        row("own", 4.0), row("own" + SLOPE, 5.0), row(MEGATRON, 10.0), row(FLOOR, 2.0), row("own", 4.0, tokens=8)
+    )
+    assert (second["× Megatron"], second["× floor"], second["× without slope"]) == ("0.50", "2.50", "1.25")
+    assert (alone["shape"], alone["× floor"]) == ("T 8, V 512, fp32", "–")
+    assert (first["shape"], first["× without slope"], second["shape"]) == ("T 64, V 512, fp32", "", "")
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("setting", "shape", "message"),
     [
-        ({"shapes": [(8, 7, "bf16")]}, "--vocab 7 cannot be split into 2 equal shards"),
-        ({"device": "cuda", "tp": 99}, "99 GPUs"),
+        (ScoreSetting(2, "cpu", 1), (8, 7, "bf16"), "--vocab 7 cannot be split into 2 equal shards"),
+        (ScoreSetting(2, "cpu", 1), (8, 8, "fp8"), "--dtype fp8 is unknown; give bf16, fp32 or both"),
+        (ScoreSetting(99, "cuda", 1), (8, 8, "bf16"), "99 GPUs"),
     ],
 )
-def test_impossible_grids_are_refused(changes, message):
+def test_impossible_grids_are_refused(setting, shape, message):
     with pytest.raises(ValueError, match=message):
-        run(**{"tp": 2, "device": "cpu", "shapes": [(8, 8, "bf16")], "repeats": 1} | changes)
+        setting.run([shape])

@@ -13,7 +13,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.tools.bench.recipes import SIZES, make_model, random_rollouts
-from tepo_megatron.tools.bench.studies.compare_masks import by_entropy, describe
+from tepo_megatron.tools.bench.studies.compare_masks import by_entropy
 
 ROOT = Path(__file__).parents[3]
 CHOSEN = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)
@@ -21,7 +21,7 @@ ENTROPY = torch.tensor([0.3, 0.1, 0.4, 0.2])
 
 
 def test_shares_by_hand():
-    found = describe(CHOSEN, ENTROPY)
+    (found,) = by_entropy(CHOSEN, ENTROPY, 1)
     assert (found["tokens"], found["entropy"]) == (4, pytest.approx([0.1, 0.4]))
     assert found["masked"] == {"measured": 0.25, "covariance": 0.5, "first_order": 0.75}
     pairs = ("measured / covariance", "measured / first_order", "covariance / first_order")

@@ -7,44 +7,26 @@ import math
 import re
 import shutil
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import matplotlib.figure
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tepo_megatron.tasks.evaluate.estimators import t_975
 from tepo_megatron.tools.bench import evidence_figures
-from tepo_megatron.tools.bench.evidence import MOST_BYTES, SWEEPS, evidence_of, fill, frontier, make, mean_curve, shown
+from tepo_megatron.tools.bench.evidence import frontier, make, page_text
 from tepo_megatron.tools.bench.evidence_figures import (
-    COLUMNS,
     FIGURES,
     Estimate,
     Evidence,
     Figures,
-    collect,
-    holm,
-    interval,
-    jitter,
-    largest_fall,
-    p_value,
-    paired,
-    read,
 )
-from tepo_megatron.tools.bench.evidence_tables import (
-    CLAIMS,
-    NOT_HALF,
-    _effects,
-    comparison,
-    corrected,
-    half_the_time,
-    judged,
-    less,
-    make_tables,
-    more,
-)
+from tepo_megatron.tools.bench.evidence_tables import CLAIMS, NOT_HALF, comparison, corrected, effects, holm
 from tepo_megatron.tools.sweep import read_sweep, runs_of
 
 ROOT = Path(__file__).parents[3]
@@ -116,28 +98,31 @@ def test_figures_of_a_run_by_hand() -> None:
 def test_the_largest_fall_is_that_of_every_pair(values: list[float]) -> None:
     means = [sum(values[at : at + 3]) / 3 for at in range(len(values) - 2)]
     pairs = [means[i] - means[j] for i in range(len(means)) for j in range(i, len(means))]
-    assert largest_fall(values) == pytest.approx(max(pairs), abs=1e-12)
+    assert FIGURES["fall"].of(rows_with("accuracy/greedy", values)) == pytest.approx(max(pairs), abs=1e-12)
+
+
+def rows_with(name: str, values: Iterable[float]) -> list[dict[str, float]]:
+    return [{"step": step, name: value} for step, value in enumerate(values)]
 
 
 def test_the_jitter_of_noise_is_its_deviation_and_a_trend_is_none() -> None:
-    random = np.random.default_rng(0)
-    noise = 0.3 * random.normal(size=20_000)
-    assert jitter(list(noise + 0.01 * np.arange(20_000))) == pytest.approx(0.3, rel=0.03)
-    assert jitter([0.1 * step for step in range(9)]) == pytest.approx(0, abs=1e-12)
+    noise = 0.3 * np.random.default_rng(0).normal(size=20_000)
+    jitter = FIGURES["jitter"].of
+    assert jitter(rows_with("reward/mean", noise + 0.01 * np.arange(20_000))) == pytest.approx(0.3, rel=0.03)
+    assert jitter(rows_with("reward/mean", [0.1 * step for step in range(9)])) == pytest.approx(0, abs=1e-12)
 
 
-def test_pairs_are_of_the_seeds_that_both_have() -> None:
-    one, other = {0: 0.9, 1: 0.8, 2: 0.7, 4: None}, {1: 0.6, 2: 0.6, 3: 0.1, 4: 0.5}
-    found = paired(FIGURES["area"], one, other, 60)
+def test_pairs_are_differences_or_ratios() -> None:
+    found = Estimate.paired(FIGURES["area"], [(0.8, 0.6), (0.7, 0.6), (None, 0.5)], 60)
     assert found.seeds == 2
     assert found.mean == pytest.approx(0.15)
     assert found.high - found.mean == pytest.approx(12.706 * statistics.stdev([0.2, 0.1]) / math.sqrt(2))
-    ratio = paired(FIGURES["80"], {0: 10, 1: 20}, {0: 20, 1: 10}, 60)
+    ratio = Estimate.paired(FIGURES["80"], [(10, 20), (20, 10)], 60)
     assert [ratio.mean, ratio.low * ratio.high] == pytest.approx([1, 1])
 
 
 def test_a_run_that_never_got_there_counts_with_the_budget_and_is_said() -> None:
-    found = paired(FIGURES["90"], {0: 20, 1: 30, 2: None, 3: None}, {0: None, 1: None, 2: 30, 3: None}, 60)
+    found = Estimate.paired(FIGURES["90"], [(20, None), (30, None), (None, 30), (None, None)], 60)
     assert (found.seeds, found.at_most, found.at_least) == (3, 2, 1)
     assert found.mean == pytest.approx((20 / 60 * 30 / 60 * 60 / 30) ** (1 / 3))
     assert "[≤ in 2, ≥ in 1]" in found.text(FIGURES["90"], ratio=True)
@@ -145,11 +130,9 @@ def test_a_run_that_never_got_there_counts_with_the_budget_and_is_said() -> None
 
 @given(st.lists(st.tuples(*[st.floats(-5, 5)] * 4), min_size=2, max_size=6))
 def test_the_two_parts_are_the_least_squares_of_their_design(values: list[tuple[float, ...]]) -> None:
-    corners = [(True, True), (True, False), (False, True), (False, False)]
-    effects = _effects([dict(zip(corners, each, strict=True)) for each in values])
     design = np.array([[1, a / 2, b / 2, a * b / 4] for a, b in [(1, 1), (1, -1), (-1, 1), (-1, -1)]])
     fitted = np.linalg.lstsq(np.tile(design, (len(values), 1)), np.array(values).ravel(), rcond=None)[0]
-    assert [each.mean for each in effects] == pytest.approx(list(fitted[1:]), abs=1e-9)
+    assert [each.mean for each in effects(values)] == pytest.approx(list(fitted[1:]), abs=1e-9)
 
 
 # -- intervals
@@ -189,42 +172,43 @@ def test_the_coverage_of_skewed_values_is_what_the_page_says() -> None:
 
 
 def coverage(values: np.ndarray, true: float) -> float:
-    found = [interval(list(seeds)) for seeds in values]
+    found = [Estimate.of(list(seeds)) for seeds in values]
     return statistics.fmean(each.low <= true <= each.high for each in found)
 
 
 # -- claims
 
 
+def claim_of(figure: str) -> Any:
+    return next(claim for claim in CLAIMS if claim.figure == figure)
+
+
 @pytest.mark.parametrize(
-    ("low", "high", "said"),
+    ("figure", "estimate", "said"),
     [
-        (0.2, 0.45, "holds"),
-        (0.3, 0.8, "faster; half is within the interval"),
-        (0.45, 0.55, "faster; half is within the interval"),
-        (0.6, 0.8, "faster, by less than half"),
-        (0.4, 1.1, "undecided"),
-        (0.6, 1.1, NOT_HALF),
-        (1.1, 1.4, "the opposite"),
+        ("80", Estimate(0.3, 0.2, 0.45, 5), "holds"),
+        ("80", Estimate(0.5, 0.3, 0.8, 5), "faster; half is within the interval"),
+        ("80", Estimate(0.5, 0.45, 0.55, 5), "faster; half is within the interval"),
+        ("80", Estimate(0.7, 0.6, 0.8, 5), "faster, by less than half"),
+        ("80", Estimate(0.7, 0.4, 1.1, 5), "undecided"),
+        ("80", Estimate(0.8, 0.6, 1.1, 5), NOT_HALF),
+        ("80", Estimate(1.2, 1.1, 1.4, 5), "the opposite"),
+        *[("avg", Estimate(0, *ends, 5), said) for ends, said in (((1, 2), "holds"), ((-1, 1), "undecided"))],
+        ("avg", Estimate(0, -2, -1, 5), "the opposite"),
+        ("fall", Estimate(0, 1, 2, 5), "the opposite"),
+        ("fall", Estimate(0, -2, -1, 5), "holds"),
+        # One pair or two are no verdict, and a run that never got there is none in favour of it.
+        ("80", Estimate.of([0.5]), "too few for a verdict"),
+        ("80", Estimate.of([0.5, 0.5]), "too few for a verdict"),
+        ("80", Estimate.of([0.4, 0.4, 0.4]), "holds"),
+        ("80", Estimate(0.3, 0.2, 0.4, 5, at_least=1), "undecided: TEPO never got there in 1"),
+        ("80", Estimate(0.8, 0.6, 1.2, 5, at_least=1), NOT_HALF),
+        ("80", Estimate(2, 1.5, 3, 5, at_most=2), "undecided: the other never got there in 2"),
+        ("80", Estimate(0.8, 0.6, 1.2, 5, at_most=2), "undecided: the other never got there in 2"),
     ],
 )
-def test_half_the_time(low: float, high: float, said: str) -> None:
-    assert half_the_time(Estimate((low + high) / 2, low, high, 5), 1.0) == said
-
-
-def test_what_is_claimed_has_to_be_on_its_side_of_nothing() -> None:
-    sides = [Estimate(0, low, high, 5) for low, high in ((1, 2), (-1, 1), (-2, -1))]
-    assert [more(each, 0) for each in sides] == ["holds", "undecided", "the opposite"]
-    assert [less(each, 0) for each in sides] == ["the opposite", "undecided", "holds"]
-
-
-def test_one_pair_is_no_verdict_and_a_run_that_never_got_there_none_in_favour_of_it() -> None:
-    assert judged(CLAIMS[0], interval([0.5])) == judged(CLAIMS[0], interval([0.5, 0.5])) == "too few for a verdict"
-    assert judged(CLAIMS[0], interval([0.4, 0.4, 0.4])) == "holds"
-    assert judged(CLAIMS[0], Estimate(0.3, 0.2, 0.4, 5, at_least=1)) == "undecided: TEPO never got there in 1"
-    assert judged(CLAIMS[0], Estimate(0.8, 0.6, 1.2, 5, at_least=1)) == NOT_HALF
-    assert judged(CLAIMS[0], Estimate(2, 1.5, 3, 5, at_most=2)) == "undecided: the other never got there in 2"
-    assert judged(CLAIMS[0], Estimate(0.8, 0.6, 1.2, 5, at_most=2)) == "undecided: the other never got there in 2"
+def test_a_claim_is_judged_by_its_interval(figure: str, estimate: Estimate, said: str) -> None:
+    assert claim_of(figure).judge(estimate) == said
 
 
 # -- many comparisons
@@ -250,12 +234,11 @@ def test_holm_rejects_what_the_procedure_of_its_definition_rejects(values: list[
 
 @pytest.mark.parametrize("seeds", range(2, 32))
 def test_the_p_value_at_the_end_of_the_interval_is_5_percent(seeds: int) -> None:
-    values = list(np.random.default_rng(seeds).normal(size=seeds))
-    result = interval(values)
-    assert [p_value(result, edge, ratio=False) for edge in (result.low, result.high)] == pytest.approx([0.05] * 2, abs=2e-4)
-    assert p_value(result, result.mean, ratio=False) == 1.0
+    result = Estimate.of(list(np.random.default_rng(seeds).normal(size=seeds)))
+    assert [result.p_value(edge, ratio=False) for edge in (result.low, result.high)] == pytest.approx([0.05] * 2, abs=2e-4)
+    assert result.p_value(result.mean, ratio=False) == 1.0
     factor = Estimate(math.exp(result.mean), math.exp(result.low), math.exp(result.high), seeds)
-    assert p_value(factor, 1.0, ratio=True) == pytest.approx(p_value(result, 0.0, ratio=False))
+    assert factor.p_value(1.0, ratio=True) == pytest.approx(result.p_value(0.0, ratio=False))
 
 
 @given(st.floats(-30, 30), st.integers(1, 40))
@@ -263,9 +246,9 @@ def test_the_p_value_is_that_of_student(t: float, freedom: int) -> None:
     """Its density integrated: with t = √freedom tan x it is cos x to the power freedom − 1, up to a factor."""
     end = math.atan(abs(t) / math.sqrt(freedom))
     outside, whole = (_integral(np.cos(np.linspace(start, math.pi / 2, 4001)) ** (freedom - 1)) for start in (end, 0.0))
-    assert evidence_figures.student(t, freedom) == pytest.approx(
-        outside * (math.pi / 2 - end) / (whole * math.pi / 2), abs=1e-7
-    )
+    half = t_975(freedom)  # so that the standard error is one
+    found = Estimate(t, t - half, t + half, freedom + 1).p_value(0.0, ratio=False)
+    assert found == pytest.approx(outside * (math.pi / 2 - end) / (whole * math.pi / 2), abs=1e-6)
 
 
 def _integral(values: np.ndarray) -> float:
@@ -275,16 +258,16 @@ def _integral(values: np.ndarray) -> float:
 
 def test_a_verdict_that_holds_alone_may_not_hold_among_many() -> None:
     """p = 0.027 against 0: enough alone, not as one of three; p = 0.0003 is enough."""
-    weak, strong = interval([0.1, 0.2, 0.35, 0.1, 0.05]), interval([1.0, 1.1, 1.2, 1.0, 1.1])
-    claim = next(claim for claim in CLAIMS if claim.figure == "avg")
-    assert [judged(claim, result) for result in (weak, strong)] == ["holds", "holds"]
+    weak, strong = Estimate.of([0.1, 0.2, 0.35, 0.1, 0.05]), Estimate.of([1.0, 1.1, 1.2, 1.0, 1.1])
+    claim = claim_of("avg")
+    assert [claim.judge(result) for result in (weak, strong)] == ["holds", "holds"]
     assert corrected([(claim, weak)]) == ["holds"]
     assert corrected([(claim, weak), (claim, strong), (claim, weak)]) == ["undecided", "holds", "undecided"]
-    assert corrected([(claim, interval([0.5, 0.5]))]) == ["too few for a verdict"]
+    assert corrected([(claim, Estimate.of([0.5, 0.5]))]) == ["too few for a verdict"]
 
 
 def test_half_the_time_has_two_edges_to_be_corrected_for() -> None:
-    quick, slow = interval([0.1, 0.11, 0.12, 0.1]), interval([3.0, 3.1, 3.2, 3.0])
+    quick, slow = Estimate.of([0.1, 0.11, 0.12, 0.1]), Estimate.of([3.0, 3.1, 3.2, 3.0])
     claim = CLAIMS[0]
     factors = [Estimate(item.mean, item.low, item.high, item.seeds) for item in (quick, slow)]
     assert corrected([(claim, item) for item in factors]) == ["holds", "the opposite"]
@@ -315,17 +298,13 @@ def test_verdicts_are_counted_by_claim(root: Path, tmp_path: Path) -> None:
 
 def test_the_page_is_what_the_command_makes_of_the_metrics_that_are_kept() -> None:
     """No number of a table was put in by hand."""
-    sweeps = [evidence_of(ROOT, name) for name in SWEEPS]
-    tables = make_tables(*sweeps)
-    page = (ROOT / "docs/results/evidence.md").read_text()
-    assert page == fill(page, {**tables, **shown(*sweeps)})
-    kept = [path for path in (ROOT / "docs/results/data/evidence").rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in kept) < MOST_BYTES
+    assert (ROOT / "docs/results/evidence.md").read_text() == page_text(ROOT)
 
 
 def test_an_unfinished_sweep_makes_the_page_and_a_second_one_adds_to_it(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path, **_: path.touch())  # others draw
     first, second = tmp_path / "first", tmp_path / "second"
     rates = {"tepo": 0.15, "grpo": 0.05}
     file = root / "examples/evidence/tiny.yaml"
@@ -343,8 +322,7 @@ def test_an_unfinished_sweep_makes_the_page_and_a_second_one_adds_to_it(
     assert {path.name for path in (root / "docs/images").iterdir()} == {
         f"evidence-{name}.png" for name in ("learning", "frontier", "entropy", "chosen", "others", "gradient", "mask", "kl")
     }
-    assert make(root, {})[0].startswith("wrote")
-    assert (root / "docs/results/evidence.md").read_text() == page
+    assert page_text(root) == page
 
     # Another machine's folder has the third seed only; what was collected stays, as what ran elsewhere.
     assert re.search(r"Collected on \d+ × .*, torch .*, python [\d.]+\.\n", page)
@@ -358,7 +336,7 @@ def test_an_unfinished_sweep_makes_the_page_and_a_second_one_adds_to_it(
     make(root, {"tiny": second})
     state = (root / "docs/results/evidence.md").read_text().split("<!-- state -->")[1].split("<!-- end -->")[0]
     assert re.search(r"Collected on .*\(10 runs\); 64 × another, torch .*\(4 runs\)\.", state)
-    tiny = evidence_of(root, "tiny")
+    tiny = Evidence.read(file, root / "docs/results/data/evidence/tiny")
     assert tiny.seeds(("tepo", "usual")) == [0, 1, 2]
     figures = Figures(tiny)
     ratio = figures.against("80", ("tepo", "usual"), ("grpo", "usual"))
@@ -366,7 +344,7 @@ def test_an_unfinished_sweep_makes_the_page_and_a_second_one_adds_to_it(
     assert ratio.high < 1
     lines = (root / "docs/results/evidence.md").read_text().splitlines()
     cells = next(line for line in lines if "half the time" in line and "80 %" in line and "| grpo |" in line).split(" | ")
-    assert cells[3] == f"{ratio.text(FIGURES['80'], ratio=True)}, 3 pairs: **{half_the_time(ratio, 1.0)}**"
+    assert cells[3] == f"{ratio.text(FIGURES['80'], ratio=True)}, 3 pairs: **{claim_of('80').judge(ratio)}**"
     assert "holds" in cells[3] or "faster" in cells[3]
 
 
@@ -393,15 +371,8 @@ def test_a_run_without_all_its_rows_and_a_page_without_a_place_are_refused(root:
         make(root, {})
 
 
-def test_the_curve_of_several_runs_is_over_the_steps_that_all_have() -> None:
-    steps, values = mean_curve([[(1, 1.0), (2, 2.0), (3, 6.0)], [(2, 4.0), (3, 8.0), (4, 9.0)]])
-    assert steps.tolist() == [2, 3]
-    assert values.tolist() == [[3, 7], [2, 6], [4, 8]]
-    assert mean_curve([[(1, 0.0), (2, 3.0), (3, 6.0)]], window=3)[1][0].tolist() == [1.5, 3, 4.5]
-
-
 def test_the_frontier_has_the_entropy_at_every_evaluation() -> None:
-    """Smoothing a straight line changes it at its ends only; the first step has no entropy, as it trained nothing."""
+    """Smoothing a straight line changes it at its ends only; the first step has no entropy, and the last is of one run."""
     sweep = read_sweep(ROOT / "examples/evidence/tiny.yaml")
     rows = [
         {
@@ -411,7 +382,9 @@ def test_the_frontier_has_the_entropy_at_every_evaluation() -> None:
         }
         for step in range(31)
     ]
-    path = frontier(Evidence(sweep, {("tepo", "usual"): {0: rows, 1: rows}}), ("tepo", "usual"))
+    path = frontier(
+        Evidence(sweep, {("tepo", "usual"): {0: rows, 1: [*rows, {"step": 31, "entropy/mean": 9.0}]}}), ("tepo", "usual")
+    )
     assert path.shape == (15, 2)
     inner = np.arange(6, 26, 2)
     assert path[2:12] == pytest.approx(np.stack([1 - inner / 50, inner / 100], 1))
@@ -423,8 +396,8 @@ def test_the_comparison_of_the_second_round_is_collected_with_the_same_tables(ro
     file = root / "examples/evidence/second/compare-tiny.yaml"
     rates = {"tepo": 0.15, "grpo": 0.05}
     write_runs(file, tmp_path / "out", dict.fromkeys(rates, 14), lambda objective, seed: rates.get(objective, 0.1))
-    assert len(collect(file, tmp_path / "out", tmp_path / "kept")) == 8
-    evidence = read(file, tmp_path / "kept")
+    assert Evidence.collect(file, tmp_path / "out", tmp_path / "kept") == 8
+    evidence = Evidence.read(file, tmp_path / "kept")
     assert evidence.rate("tuned") == "tuned"
     claims = comparison(Figures(evidence))["claims"].splitlines()
     assert "after Holm's correction" in claims[0]
@@ -432,9 +405,3 @@ def test_the_comparison_of_the_second_round_is_collected_with_the_same_tables(ro
     assert speed.count("4 pairs: **holds**") == 2
     assert speed.endswith("**holds** |")
     assert len(frontier(evidence, ("tepo", "tuned"))) == 30
-
-
-def test_what_is_kept_is_explained() -> None:
-    explained = (ROOT / "docs/reference/metrics.md").read_text()
-    own = {name for name in COLUMNS if not name.startswith("eval/")}
-    assert not [name for name in own if f"`{name}`" not in explained]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
+import re
 import subprocess
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,11 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli.bench import app
 from tepo_megatron.runtime.proc import Process
-from tepo_megatron.tools.bench.gpu import (
-    PARTS,
-    Gpu,
-    Part,
-    find_gpu,
-    pytest_figures,
-    run_part,
-    score_figures,
-    select,
-    step_figures,
-    write_results,
-)
+from tepo_megatron.tools.bench.gpu import PARTS, Gpu, Part, check, find_gpu, select
 from tests.support.programs import TIMEOUT_S
 
 ROOT = Path(__file__).parents[3]
+NAMED = {part.name: part for part in PARTS}
 H200 = Gpu("NVIDIA H200", 139.8, "9.0", "13.0")
 
 
@@ -39,7 +28,7 @@ def part(*command: str, figures: Any = lambda folder, printed: {"printed": print
 
 
 def run(what: Part) -> Any:
-    return run_part(what, H200, say=lambda line: None)
+    return what.run(H200, say=lambda line: None)
 
 
 def without_gpu(tmp_path: Path) -> dict[str, str]:
@@ -68,63 +57,54 @@ def test_so_does_the_command(tmp_path: Path) -> None:
 
 def test_a_part_that_ends_well_passes_with_its_figures() -> None:
     outcome = run(part("base64", "-t"))  # its self-test prints three lines
-    assert outcome.state == "passed"
-    assert "Aladdin" in outcome.figures["printed"]
+    assert (outcome.state, "Aladdin" in outcome.figures["printed"]) == ("passed", True)
+    command = ("zipfile", "-c", "{out}/archive.zip", __file__)
+    outcome = run(part(*command, figures=lambda folder, _: {"size": (folder / "archive.zip").stat().st_size}))
+    assert outcome.figures["size"] > 100  # the output folder is the part's own
 
 
-def test_output_folder_is_the_part_s_own() -> None:
-    def figures(folder: Path, _: str) -> Mapping[str, Any]:
-        return {"size": (folder / "archive.zip").stat().st_size}
-
-    outcome = run(part("zipfile", "-c", "{out}/archive.zip", __file__, figures=figures))
-    assert outcome.figures["size"] > 100
-
-
-def test_a_part_that_fails_is_failed_and_says_how() -> None:
-    outcome = run(part("json.tool", "/nonexistent"))
-    assert outcome.state == "failed"
-    assert outcome.reason.startswith("ended with status")
-    assert "/nonexistent" in outcome.reason
-
-
-def test_a_part_without_results_is_failed() -> None:
-    outcome = run(part("base64", "-t", figures=step_figures))
-    assert outcome.state == "failed"
-    assert "wrote no recipes-*-cuda.json" in outcome.reason
+@pytest.mark.parametrize(
+    ("what", "state", "reason"),
+    [
+        (part("json.tool", "/nonexistent"), "failed", r"ended with status \d+\n[\s\S]*/nonexistent"),
+        (part("base64", "-t", figures=NAMED["step 1b"].figures), "failed", "[\\s\\S]*wrote no recipes-"),
+        (part("base64", packages=("json", "no_such_package")), "not run", "no_such_package not installed"),
+        (part("base64", "-t", memory_gib=160), "not run", "needs about 160 GiB, this GPU has 140"),
+    ],
+)
+def test_a_part_that_fails_or_cannot_run_says_why(what: Part, state: str, reason: str) -> None:
+    outcome = run(what)
+    assert outcome.state == state
+    assert re.match(reason, outcome.reason)
 
 
 def test_a_part_that_hangs_is_failed_and_its_children_end(tmp_path: Path) -> None:
     child = tmp_path / "pid"
     code = "import pathlib, subprocess; child = subprocess.Popen(['sleep', '60']); "
     code += f"pathlib.Path({str(child)!r}).write_text(str(child.pid)); child.wait()"
-    outcome = run(part("timeit", "-n1", "-r1", code, limit_s=10))
-    assert (outcome.state, outcome.reason) == ("failed", "not done after 10 s")
+    outcome = run(part("timeit", "-n1", "-r1", code, limit_s=4))
+    assert (outcome.state, outcome.reason) == ("failed", "not done after 4 s")
     started, deadline = int(child.read_text()), time.monotonic() + TIMEOUT_S
     while (state := Process.read(started)) is not None and state.alive:  # the kernel takes a moment
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def test_what_cannot_run_here_is_not_run() -> None:
-    missing = run(part("base64", "-t", packages=("json", "no_such_package")))
-    assert (missing.state, missing.reason) == ("not run", "no_such_package not installed (docs/reference/gpu.md)")
-    large = run(part("base64", "-t", memory_gib=160))
-    assert (large.state, large.reason) == ("not run", "needs about 160 GiB, this GPU has 140")
-
-
 def test_a_run_of_skipped_tests_shows_nothing() -> None:
-    assert pytest_figures(Path(), "....\n3 passed, 1 skipped in 2.00s") == {"passed": 3, "skipped": 1}
-    with pytest.raises(ValueError, match="no test passed"):
-        pytest_figures(Path(), "5 skipped in 0.10s")
-    with pytest.raises(ValueError, match="no counts"):
-        pytest_figures(Path(), "Segmentation fault")
+    figures = NAMED["tests"].figures
+    assert figures(Path(), "....\n3 passed, 1 skipped in 2.00s") == {"passed": 3, "skipped": 1}
+    for printed, message in (("5 skipped in 0.10s", "no test passed"), ("Segmentation fault", "no counts")):
+        with pytest.raises(ValueError, match=message):
+            figures(Path(), printed)
 
 
 def test_the_report_tells_what_was_not_run(tmp_path: Path) -> None:
-    outcomes = [run(part("base64", "-t")), run(part("base64", packages=("no_such_package",)))]
-    started = datetime.datetime(2026, 11, 20, 9, 5, tzinfo=datetime.UTC)
-    written, _ = write_results(outcomes, H200, tmp_path, started)
-    assert written == tmp_path / "nvidia-h200" / "2026-11-20T0905Z.json"
+    parts = [part("base64", "-t"), part("base64", packages=("no_such_package",))]
+    report, passed = check(parts, H200, tmp_path, say=lambda line: None)
+    assert passed
+    assert not check([part("json.tool", "/nonexistent")], H200, tmp_path / "other", say=lambda line: None)[1]
+    (written,) = (tmp_path / "nvidia-h200").glob("20*Z.json")  # it is there without the caller
+    assert f"nvidia-h200/{written.stem}" == report.stem
     record = json.loads(written.read_text())
     assert [entry["state"] for entry in record["parts"]] == ["passed", "not run"]
     assert record["gpu"] == {"name": "NVIDIA H200", "memory_gib": 139.8, "capability": "9.0", "cuda": "13.0"}
@@ -144,7 +124,7 @@ def test_kernels_are_judged_by_a_copy_s_bandwidth(tmp_path: Path) -> None:
     row |= {"backward_collectives": 0, "shard_bytes": 4e9, "copy_gbps": 4000.0, "forward_ms": 1.25, "backward_ms": 2.5}
     other = {**row, "method": "dense torch", "copy_gbps": 4000.0}
     (tmp_path / "scores-cuda-tp1.json").write_text(json.dumps({"results": [{**row, "method": "triton"}, other]}))
-    assert score_figures(tmp_path, "") == {"V 16032, triton": {"of a copy": [0.8, 0.8], "peak extra": 0.004}}
+    assert NAMED["kernels"].figures(tmp_path, "") == {"V 16032, triton": {"of a copy": [0.8, 0.8], "peak extra": 0.004}}
     (tmp_path / "scores-cuda-tp1.json").write_text(json.dumps({"results": [other]}))
     with pytest.raises(ValueError, match="no Triton kernels"):
-        score_figures(tmp_path, "")
+        NAMED["kernels"].figures(tmp_path, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from tepo_megatron.run.metrics import read_tokens, token_file
-from tepo_megatron.tools.bench.chromium import Tab, chromium, find_chromium
+from tepo_megatron.tools.bench.chromium import NAMES, Tab, chromium
 from tepo_megatron.tools.report import runs
 from tepo_megatron.tools.report.page import Options, write_report
 from tepo_megatron.tools.sweep import Spread, area
@@ -20,7 +21,7 @@ from tests.support.report_runs import HOSTILE, write_run
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed (Debian: apt-get install chromium)"),
+    pytest.mark.skipif(not any(map(shutil.which, NAMES)), reason="no Chromium is installed (Debian: apt-get install chromium)"),
 ]
 TABS = ("overview", "curves", "compare", "time", "settings", "faults", "samples")
 
@@ -64,6 +65,12 @@ def set_field(page: Tab, selector: str, value: str) -> None:
     page.evaluate(f"(field => {{ {setting} }})(document.querySelector({json.dumps(selector)}))")
 
 
+def press(page: Tab, key: str) -> None:
+    text = {"text": key} if len(key) == 1 else {}
+    page.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **text)
+    page.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
+
+
 def strengths(page: Tab) -> list[float]:
     """How strong the colour of each token of the first response is, 0 for none."""
     opacity = "Number(each.style.backgroundColor.match(/, ([\\d.]+)\\)$/)?.[1] ?? 0)"
@@ -104,21 +111,23 @@ def test_a_curve_is_read_by_mouse_and_keys_and_zoomed(page: Tab, html: Path) -> 
     page.open(html, "tab=curves&find=entropy/mean&smooth=0&by=each")
     chart = '[data-chart="entropy/mean"] svg'
     page.wait_for(f"document.querySelectorAll('{chart.replace(chr(34), chr(92) + chr(34))} path').length")
-    page.point(chart, 0.5)
+    box = f"document.querySelector({json.dumps(chart)}).getBoundingClientRect()"
+    x, y = page.evaluate(f"(b => [b.left + 0.5 * b.width, b.top + b.height / 2])({box})")
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     tip = page.evaluate("document.getElementById('tip').innerText")
     assert "entropy/mean · step" in tip
     assert all(name in tip for name in ("tepo-seed0", "tepo-seed1", "grpo-seed0"))
     page.evaluate(f"document.querySelector({json.dumps(chart)}).focus()")
-    page.press("Home")
+    press(page, "Home")
     row = json.loads((html.parent / "runs" / "tepo-seed0" / "metrics.jsonl").read_text().splitlines()[1])
     tip = page.evaluate("document.getElementById('tip').innerText")
     assert "step 1" in tip
     assert f"{row['entropy/mean']:.4g}" in tip
-    page.press("Escape")
+    press(page, "Escape")
     assert page.evaluate("document.getElementById('tip').hidden")
     page.evaluate("zoomTo(10, 20)")
     assert page.evaluate("charts.values().next().value.low") == 10
-    page.press("Escape")
+    press(page, "Escape")
     assert page.evaluate("drawing.from") is None
 
 
@@ -166,24 +175,14 @@ def test_one_kind_stands_beside_another_seed_by_seed(page: Tab, tmp_path: Path) 
         return [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
 
     pairs = [(rows("grpo", seed, steps), rows("tepo", seed, steps)) for seed, steps in ((1, 70), (2, 40))]
-    areas = Spread(
-        tuple((area(values(a, "accuracy/greedy")) or 0) - (area(values(b, "accuracy/greedy")) or 0) for a, b in pairs)
-    )
-    half = areas.half_width
-    np.testing.assert_allclose(
-        spread_of(found["area"]), [areas.mean, areas.mean - half, areas.mean + half], rtol=1e-3, atol=1e-5
-    )
-    lasts = Spread(tuple(a[-1]["kl/mean"] - b[-1]["kl/mean"] for a, b in pairs))
-    half = lasts.half_width
-    np.testing.assert_allclose(
-        spread_of(found["kl/mean"]), [lasts.mean, lasts.mean - half, lasts.mean + half], rtol=1e-3, atol=1e-9
-    )
+    areas = [(area(values(a, "accuracy/greedy")) or 0) - (area(values(b, "accuracy/greedy")) or 0) for a, b in pairs]
+    lasts = [a[-1]["kl/mean"] - b[-1]["kl/mean"] for a, b in pairs]
     norms = [[np.mean([value for _, value in values(each, "grad_norm")[-10:]]) for each in pair] for pair in pairs]
-    ratios = Spread(tuple(math.log(a / b) for a, b in norms))
-    half = ratios.half_width
-    np.testing.assert_allclose(
-        spread_of(found["grad norm"]), np.exp([ratios.mean, ratios.mean - half, ratios.mean + half]), rtol=1e-3
-    )
+    ratios = [math.log(a / b) for a, b in norms]
+    for name, differences, shown in (("area", areas, np.array), ("kl/mean", lasts, np.array), ("grad norm", ratios, np.exp)):
+        spread = Spread(tuple(differences))
+        expected = shown([spread.mean, spread.mean - spread.half_width, spread.mean + spread.half_width])
+        np.testing.assert_allclose(spread_of(found[name]), expected, rtol=1e-3, atol=1e-9 if name == "kl/mean" else 1e-5)
     assert {each["n"] for each in found.values()} <= {0, 2}
     assert len(texts(page, '[data-table="against"] tbody tr')) == 1
     assert texts(page, '[data-table="against"] tbody tr td')[0] == "2"
@@ -247,8 +246,8 @@ def test_tokens_have_the_colours_and_values_of_the_run(page: Tab, html: Path) ->
     assert int(np.argmax(drawn)) == int(np.argmin(logprobs))
     assert drawn[int(np.argmax(logprobs))] < 0.4 < max(drawn)
     page.evaluate("document.querySelector('.response .text').focus()")
-    page.press("ArrowRight")
-    page.press("ArrowRight")
+    press(page, "ArrowRight")
+    press(page, "ArrowRight")
     tip: str = page.evaluate("document.getElementById('tip').innerText")
     values = dict(line.rsplit("\t", 1) for line in tip.splitlines() if "\t" in line)
     assert values["token"] == "2"
@@ -259,13 +258,13 @@ def test_tokens_have_the_colours_and_values_of_the_run(page: Tab, html: Path) ->
     page.evaluate("document.activeElement.blur()")
     seen = [page.evaluate("colouring()")]
     while seen[-1] != "none":
-        page.press("c")
+        press(page, "c")
         seen.append(page.evaluate("colouring()"))
         if seen[-1] == "masked":
             marked = np.array(strengths(page)) > 0
             assert marked.tolist() == samples.masked[there].tolist()
     assert len(seen) == 10
-    page.press("j")
+    press(page, "j")
     assert page.evaluate("finder.at") == 2
 
 

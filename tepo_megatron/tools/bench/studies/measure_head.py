@@ -10,12 +10,8 @@ memory at once), of the allocator on a GPU. Writes Markdown and JSON to --output
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -30,12 +26,12 @@ from torch import Tensor
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.types import Batch, TokenScores
 from tepo_megatron.tools.bench.recipes import llama, make_model, random_rollouts
-from tepo_megatron.tools.results import markdown, reset_peak, resident_bytes, study_parser, write_report
+from tepo_megatron.tools.results import Report, Table, in_processes, markdown, resident_peak, study_parser
 
-HEADS = ("logits", "fused")
-PASSES = ("score", "forward and backward")
-SEQUENCES = 16
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+_HEADS = ("logits", "fused")
+_PASSES = ("score", "forward and backward")
+_SEQUENCES = 16
+_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -51,22 +47,23 @@ class _Setting:
 
 
 def _measure(work: Callable[[], object]) -> dict[str, float]:
-    on_gpu = torch.cuda.is_available()
     gc.collect()
-    if on_gpu:
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if on_gpu else reset_peak()
-    clock = time.perf_counter if on_gpu else time.process_time  # the thread's own time, whoever else uses the CPU
-    start = clock()
-    work()
-    if on_gpu:
+        before, start = torch.cuda.memory_allocated(), time.perf_counter()
+        work()
         torch.cuda.synchronize()
-    seconds = clock() - start
-    return {"seconds": seconds, "peak": (torch.cuda.max_memory_allocated() if on_gpu else resident_bytes("VmHWM")) - before}
+        return {"seconds": time.perf_counter() - start, "peak": torch.cuda.max_memory_allocated() - before}
+    peaks: list[int] = []
+    with resident_peak(peaks):
+        start = time.process_time()  # the thread's own time, whoever else uses the CPU
+        work()
+        seconds = time.process_time() - start
+    return {"seconds": seconds, "peak": peaks[0]}
 
 
-def _child(setting: _Setting, head: str, model: Path) -> dict[str, dict[str, float]]:
+def _measure_head(_: int, setting: _Setting, head: str, model: Path) -> dict[str, dict[str, float]]:
     from tepo_megatron.trainer.megatron.engine import Engine
 
     warnings.filterwarnings("ignore")
@@ -76,8 +73,8 @@ def _child(setting: _Setting, head: str, model: Path) -> dict[str, dict[str, flo
     engine = Engine(RunConfig.model_validate(config), model)
 
     def batch_of(tokens: int) -> Batch:
-        length = tokens // SEQUENCES - 1
-        return engine.batch_from_root(random_rollouts(SEQUENCES, length, setting.vocab, prompt=1, logprob=-9.0))
+        length = tokens // _SEQUENCES - 1
+        return engine.batch_from_root(random_rollouts(_SEQUENCES, length, setting.vocab, prompt=1, logprob=-9.0))
 
     batch, forward, policy = batch_of(setting.tokens), engine.forward, engine.policy
 
@@ -89,39 +86,37 @@ def _child(setting: _Setting, head: str, model: Path) -> dict[str, dict[str, flo
             chunk.zero_grad_buffer()
         forward.run(policy.ddp, batch, forward.micro_batches(batch), loss, train=True)
 
-    small = batch_of(SEQUENCES * 16)
+    small = batch_of(_SEQUENCES * 16)
     engine.score(small)
     forward.run(policy.ddp, small, forward.micro_batches(small), loss, train=True)
-    result = {PASSES[0]: _measure(lambda: engine.score(batch)), PASSES[1]: _measure(train)}
+    result = {_PASSES[0]: _measure(lambda: engine.score(batch)), _PASSES[1]: _measure(train)}
     engine.close()
     return result
 
 
 def _measure_heads(setting: _Setting, repeats: int) -> dict[str, dict[str, dict[str, float]]]:
-    result: dict[str, list[dict[str, dict[str, float]]]] = {head: [] for head in HEADS}
+    result: dict[str, list[dict[str, dict[str, float]]]] = {head: [] for head in _HEADS}
     with tempfile.TemporaryDirectory() as folder:
         heads = (setting.hidden // 64, 1)
         more = {"max_position_embeddings": setting.tokens, "tie_word_embeddings": False}
-        shape = llama(1, setting.hidden, 2 * setting.hidden, setting.vocab, *heads, **more)
-        make_model(Path(folder) / "model", shape)
+        model = Path(folder) / "model"
+        make_model(model, llama(1, setting.hidden, 2 * setting.hidden, setting.vocab, *heads, **more))
+        os.environ.update(_ENVIRONMENT)  # for the processes
         for _ in range(repeats):
-            for head in HEADS:
-                case = json.dumps({**asdict(setting), "head": head, "model": f"{folder}/model"})
-                command = [sys.executable, __file__, "--child", case]
-                done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, text=True, check=True)
-                result[head].append(json.loads(done.stdout.splitlines()[-1]))
+            for head in _HEADS:
+                result[head].append(in_processes(_measure_head, 1, setting, head, model))
     return {
-        head: {name: {kind: min(run[name][kind] for run in runs) for kind in ("seconds", "peak")} for name in PASSES}
+        head: {name: {kind: min(run[name][kind] for run in runs) for kind in ("seconds", "peak")} for name in _PASSES}
         for head, runs in result.items()
     }
 
 
 def _rows(setting: _Setting, result: dict[str, dict[str, dict[str, float]]]) -> list[tuple[str, ...]]:
     cells = []
-    for name in PASSES:
-        plain, fused = (result[head][name] for head in HEADS)
+    for name in _PASSES:
+        plain, fused = (result[head][name] for head in _HEADS)
         less = plain["peak"] - fused["peak"]
-        shape = f"T {setting.tokens}, V {setting.vocab}, H {setting.hidden}, {setting.dtype}" if name is PASSES[0] else ""
+        shape = f"T {setting.tokens}, V {setting.vocab}, H {setting.hidden}, {setting.dtype}" if name is _PASSES[0] else ""
         peaks = (f"{value / 2**20:.0f}" for value in (setting.logits, plain["peak"], fused["peak"], less))
         seconds = (f"{value:.2f}" for value in (plain["seconds"], fused["seconds"], fused["seconds"] / plain["seconds"]))
         cells.append((shape, name, *peaks, f"{less / setting.logits:.2f}", *seconds))
@@ -134,33 +129,29 @@ _COLUMNS = (
 )
 
 
-def main() -> None:
-    parser = study_parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--vocab", type=int, default=128256)
-    parser.add_argument("--hidden", type=int, default=128, help="a multiple of 64 (default 128)")
+def _main() -> None:
+    parser = study_parser(
+        __doc__,
+        tokens=(8192, "tokens of the micro-batch"),
+        vocab=(128256, "tokens of the vocabulary"),
+        hidden=(128, "a multiple of 64"),
+        repeats=(2, "of each; the best counts"),
+    )
     parser.add_argument("--dtypes", default="bfloat16,float32", help="separated by commas")
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        case = json.loads(args.child)
-        head, model = case.pop("head"), Path(case.pop("model"))
-        print(json.dumps(_child(_Setting(**case), head, model)))
-        return
     note, device = f"best of {args.repeats}, one thread, CPU seconds", "cpu"
     if torch.cuda.is_available():
         note, device = f"{torch.cuda.get_device_name()} · best of {args.repeats}", "cuda"
-    table, results, packages = [], [], ["torch", "megatron-core", "tepo-megatron"]
+    rows, results, packages = [], [], ["torch", "megatron-core", "tepo-megatron"]
     for dtype in args.dtypes.split(","):
         setting = _Setting(args.tokens, args.vocab, args.hidden, dtype)
         result = _measure_heads(setting, args.repeats)
-        table += _rows(setting, result)
+        rows += _rows(setting, result)
         results.append({**asdict(setting), "logits_bytes": setting.logits, "results": result})
-        record, text = {"repeats": args.repeats, "results": results}, markdown(_COLUMNS, table)
-        paths = write_report(args.output, f"head-{device}", record, text, note=note, packages=packages)  # after each dtype
-        print(f"{text}wrote {' and '.join(str(path) for path in paths)}")
+        record = {"repeats": args.repeats, "results": results}
+        print(markdown(_COLUMNS, rows))
+        print(Report(f"head-{device}", record, [Table(_COLUMNS, rows)], note, packages).write(args.output))  # after each dtype
 
 
 if __name__ == "__main__":
-    main()
+    _main()

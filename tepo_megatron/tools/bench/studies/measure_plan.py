@@ -8,10 +8,8 @@ one core. Writes Markdown and JSON to --output.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-import sys
 import tempfile
 import time
 import warnings
@@ -24,12 +22,11 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.plan.memory import BATCH_BYTES_PER_TOKEN, TrainingRanks
 from tepo_megatron.plan.shapes import resolve_spec
 from tepo_megatron.plan.time import DIGEST_SECONDS_PER_BYTE, PACK_SECONDS_PER_TOKEN
 from tepo_megatron.tools.bench.recipes import llama, make_model, random_rollouts
-from tepo_megatron.tools.results import markdown, study_parser, write_report
+from tepo_megatron.tools.results import Report, Table, in_processes, markdown, study_parser
 from tepo_megatron.trainer.packing import pack
 
 _SEQUENCES, _TOKENS, _VOCAB = 8, 32, 1024
@@ -78,10 +75,6 @@ def _held(tensors: Iterable[Tensor]) -> int:
     return sum({item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in tensors}.values())
 
 
-def _draw_rollouts(sequences: int, tokens: int) -> list[Rollout]:
-    return random_rollouts(sequences, tokens - 1, _VOCAB, prompt=1, logprob=-6.0)
-
-
 def counts(config: RunConfig, folder: Path) -> dict[str, int]:
     """Every rank calls, in an existing process group."""
     from megatron.core import parallel_state
@@ -90,7 +83,7 @@ def counts(config: RunConfig, folder: Path) -> dict[str, int]:
     from tepo_megatron.trainer.megatron.optimizer_states import adam_tensors
 
     engine = Engine(config, Path(config.model.path))
-    rollouts = _draw_rollouts(_SEQUENCES, _TOKENS) if engine.ranks.rank == 0 else None
+    rollouts = random_rollouts(_SEQUENCES, _TOKENS - 1, _VOCAB, prompt=1, logprob=-6.0) if engine.ranks.rank == 0 else None
     batch = engine.score(engine.batch_from_root(rollouts))
     engine.update(batch)
     policy, lora = engine.policy, engine.policy.lora
@@ -132,7 +125,7 @@ def _worst(terms: list[_Term]) -> list[_Term]:
 
 def _rates() -> Iterator[tuple[str, float, float]]:
     """(name, planned, measured), on one core."""
-    rollouts, raw = _draw_rollouts(256, 512), bytes(2**27)
+    rollouts, raw = random_rollouts(256, 511, _VOCAB, prompt=1, logprob=-6.0), bytes(2**27)
     packed = sum(len(item.response_ids) for item in rollouts)
     yield "packing a sampled token, µs", PACK_SECONDS_PER_TOKEN * 1e6, _best(lambda: pack(rollouts)) / packed * 1e6
     digest = _best(lambda: hashlib.sha256(raw).digest()) / len(raw)
@@ -158,34 +151,22 @@ def _best(work: Callable[[], object], repeats: int = 3) -> float:
     return min(result)
 
 
-def _rank_main(folder: Path) -> None:
-    import torch.distributed as dist
-
+def _measure_rank(rank: int, folder: Path) -> None:
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
     result = {name: counts(config, folder / name) for name, config in configs(folder / "model").items()}
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
+    (folder / f"rank{rank}.json").write_text(json.dumps(result))
 
 
-def main() -> None:
-    parser = study_parser(__doc__)
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.rank is not None:
-        _rank_main(arguments.rank)
-        return
-    from tepo_megatron.runtime.torchrun import run_ranks
-
+def _main() -> None:
+    arguments = study_parser(__doc__).parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         make_model(folder / "model", MODEL)
-        code, message = run_ranks(["--rank", str(folder)], 2, module="tepo_megatron.tools.bench.studies.measure_plan")
-        if code:
-            sys.exit(message or code)
+        in_processes(_measure_rank, 2, folder, backend="gloo")
         ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
-        given = configs(folder / "model")
-        terms = [term for name, config in given.items() for term in compare(name, config, [rank[name] for rank in ranks])]
+        runs = configs(folder / "model")
+        terms = [term for name, config in runs.items() for term in compare(name, config, [rank[name] for rank in ranks])]
     measured = list(_rates())
     rows = [
         (item.term, item.run, f"{item.planned:,.0f}", f"{item.counted:,.0f}", f"{item.error:+.1%}") for item in _worst(terms)
@@ -193,12 +174,16 @@ def main() -> None:
     rows += [
         (what, "one core", f"{planned:.2f}", f"{seen:.2f}", f"{planned / seen - 1:+.0%}") for what, planned, seen in measured
     ]
-    table = markdown(("term", "run with the largest error", "planned", "measured", "error"), rows)
+    columns = ("term", "run with the largest error", "planned", "measured", "error")
     record = {"terms": [{**asdict(item), "error": item.error} for item in terms], "rates": measured}
-    print(table)
-    packages = ["torch", "megatron-core", "tepo-megatron"]
-    write_report(arguments.output, "plan-cpu", record, table, note="bytes after an update; CPU seconds", packages=packages)
+    packages = ("torch", "megatron-core", "tepo-megatron")
+    print(markdown(columns, rows))
+    print(
+        Report("plan-cpu", record, [Table(columns, rows)], "bytes after an update; CPU seconds", packages).write(
+            arguments.output
+        )
+    )
 
 
 if __name__ == "__main__":
-    main()
+    _main()
