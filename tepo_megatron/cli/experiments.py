@@ -37,7 +37,7 @@ def sweep(
     """
     outlive_readers()
     with user_errors():
-        from tepo_megatron.tools.sweep import find, read_sweep, runs_of, shard, table, write_tables
+        from tepo_megatron.tools.sweep import SweepResults, read_sweep, runs_of, shard
         from tepo_megatron.tools.sweep_runner import Sweep, check_runs
 
         grid = read_sweep(file)
@@ -51,13 +51,13 @@ def sweep(
             echo(f"{len(mine)} runs of {grid.run}; shared: {' '.join(shared) or '–'}", err=True)
             return
         outcomes = [] if table_only else Sweep(grid, mine, say=lambda line: echo(line, err=True), jobs=jobs).run()
-        result = find(grid, runs)
+        result = SweepResults(grid, runs)
         if as_json:
             failed = [{"run": one.run.name, "said": one.said} for one in outcomes if one.outcome == "failed"]
-            print_json({"found": as_records(*table(grid, result)), "failed": failed})
+            print_json({"found": as_records(*result.table()), "failed": failed})
         else:
-            show_table(*table(grid, result))
-        for path in write_tables(grid, result, output or grid.output):
+            show_table(*result.table())
+        for path in result.write(output or grid.output):
             echo(f"wrote {path}", err=as_json)
         for one in outcomes:
             if one.outcome == "failed":
@@ -91,16 +91,16 @@ def faults(
 
         folder = output or Path("out") / f"faults-{seed}{'-quick' * quick}"
         record = harness.run(harness.select(only), folder, seed=seed, quick=quick, say=lambda line: echo(line, err=True))
-        silent = harness.silent_table(record)
+        summary = harness.Summary(record)
+        tables = {"faults": summary.table(), "silent": summary.silent_table()}
         if as_json:
-            faults, caught = as_records(harness.COLUMNS, harness.table(record)), as_records(harness.SILENT_COLUMNS, silent)
-            print_json({"faults": faults, "silent": caught, "lost": list(harness.lost(record))})
+            print_json({name: as_records(*table[:2]) for name, table in tables.items()} | {"lost": summary.lost})
         else:
-            show_table(harness.COLUMNS, harness.table(record))
-            if silent:
-                show_table(harness.SILENT_COLUMNS, silent)
-            for line in harness.lost(record):
+            for table in tables.values():
+                if table.rows:
+                    show_table(*table[:2])
+            for line in summary.lost:
                 echo(f"lost: {line}")
         words = ["tepo faults", f"--seed {seed}", *(["--quick"] if quick else []), *([f"--only {only}"] if only else [])]
-        echo(f"wrote {harness.write_markdown(record, folder / 'faults.md', command=' '.join(words))}", err=as_json)
-    raise typer.Exit(int(bool(harness.lost(record))))
+        echo(f"wrote {summary.write_markdown(folder / 'faults.md', command=' '.join(words))}", err=as_json)
+    raise typer.Exit(int(bool(summary.lost)))

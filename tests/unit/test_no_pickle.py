@@ -47,8 +47,7 @@ ALLOWED = {
         "all_gather_object",
     ): "is exchanged for one that sends JSON, for Megatron",
     ("tepo_megatron/tools/results.py", "torch.multiprocessing"): _PIPES,
-    ("tepo_megatron/tools/faults/input_faults.py", "multiprocessing"): _PIPES,
-    ("tepo_megatron/tools/faults/strangers.py", "multiprocessing"): _PIPES,
+    ("tepo_megatron/tools/faults/processes.py", "multiprocessing"): _PIPES,
     ("tepo_megatron/tasks/reward/run_tests.py", "exec"): _PROGRAMS,
     ("tepo_megatron/tasks/reward/run_tests.py", "compile"): _PROGRAMS,
 }

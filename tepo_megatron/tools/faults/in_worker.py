@@ -92,10 +92,7 @@ def _wrong(kind: str, rank: int, arrived: Tensor, stale: Tensor) -> Tensor:
     if kind in ("stale", "one behind", "no label") or (kind == "stale in worker 1" and rank == 1):
         return stale
     wrong = arrived.clone()
-    half, head = (
-        arrived.shape[0] // 2,
-        arrived.shape[0] // 8,
-    )  # of query, key and value rows: heads of the model of this package
+    half, head = arrived.shape[0] // 2, arrived.shape[0] // 8  # rows; a head of the built-in model, with keys and values
     if kind == "swap halves":
         wrong = torch.cat([arrived[half:], arrived[:half]])
     elif kind == "swap halves of an expert":

@@ -7,13 +7,11 @@ each configuration in one sentence, quickly, in little memory.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import resource
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,8 +26,10 @@ from tepo_megatron.errors import is_ours
 from tepo_megatron.runtime.proc import Process
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.pool import RewardPool
-from tepo_megatron.tools.faults.processes import descendants
+from tepo_megatron.tools.faults.processes import descendants, in_fork
 from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
+from tepo_megatron.tools.report.runs import flat
+from tepo_megatron.tools.results import resident_bytes
 
 _MEGABYTE = 10**6
 
@@ -48,8 +48,7 @@ class _HostileAnswer:
 def hostile_answers() -> list[_HostileAnswer]:
     """Every call returns the same order."""
     singles = [_HostileAnswer(f"{group}/{name}", text) for group, texts in _ANSWERS.items() for name, text in texts.items()]
-    compared = [_HostileAnswer(f"compared/{name}", response, answer) for name, (answer, response) in _pairs().items()]
-    return [*singles, *compared]
+    return [*singles, *(_HostileAnswer(f"compared/{name}", text, answer) for name, (answer, text) in _COMPARED.items())]
 
 
 def _nested(opening: str, core: str, closing: str, depth: int) -> str:
@@ -75,16 +74,12 @@ _ANSWERS: dict[str, dict[str, str]] = {
     },
     "large": {
         "tower of nines": r"\boxed{9^{9^{9}}}",
-        "tower of four nines": r"\boxed{9^{9^{9^{9}}}}",
         "tower as code": "9**9**9",
-        "ten to ten to ten": r"\boxed{10^{10^{10}}}",
         "two to a billion": r"$2^{1000000000}$",
         "decimal to a billion": r"$1.1^{1000000000}$",
         "root of a tower": r"\boxed{\sqrt{7^{7^{7^{7}}}}}",
         "factorial": r"\boxed{10000000!}",
-        "factorial of factorials": r"\boxed{((9!)!)!}",
         "binomial": r"\boxed{\binom{1000000000}{500000000}}",
-        "hundred thousand digits": "9" * 100_000,
         "million digits": r"\boxed{" + "9" * _MEGABYTE + "}",
         "many decimals": "$0." + "3" * 100_000 + "$",
         "exponent": "1e999999999",
@@ -115,7 +110,6 @@ _ANSWERS: dict[str, dict[str, str]] = {
         "dollars": "$" * 10_001,
         "fraction": r"$\frac{1}{",
         "environments": r"\begin{pmatrix}" * 1000,
-        "lefts": r"\left(" * 5000,
         "closing only": "}" * 10_000,
         "mixed": r"\boxed{(]}[)$\[" * 1000,
     },
@@ -156,7 +150,6 @@ _ANSWERS: dict[str, dict[str, str]] = {
         "definition": r"$\def\x{\x\x}\x$",
         "loop": r"$\loop\iftrue\repeat$",
         "system": "__import__('os').system('touch hostile')",
-        "system in a box": r"\boxed{__import__('os').system('touch hostile')}",
         "kill": "import os; os.kill(os.getpid(), 9)",
         "subclasses": r"\boxed{().__class__.__bases__[0].__subclasses__()}",
         "eval": "$eval(compile('while 1: pass', '', 'exec'))$",
@@ -169,21 +162,18 @@ _ANSWERS: dict[str, dict[str, str]] = {
 }  # group → name → response
 
 
-def _pairs() -> dict[str, tuple[str, str]]:
-    roots = "+".join(rf"\sqrt{{{number}}}" for number in range(2, 60))
-    return {
-        "polynomial": ("$(x+1)^{20}$", r"\boxed{(x+1)^{2000} + 1}"),
-        "nested radicals": (r"$\sqrt{2}+\sqrt{3}$", rf"\boxed{{{roots}}}"),
-        "trigonometry": (r"$\sin(x)$", r"\boxed{\sin(x)^{100}\cos(x)^{100}\tan(x)^{100}}"),
-        "set": (r"$\{1,2,3\}$", r"\boxed{\{" + ",".join(map(str, range(3000))) + r"\}}"),
-        "tuple": ("$(1,2)$", r"\boxed{(" + ",".join(map(str, range(3000))) + ")}"),
-        "interval": ("$(0,1)$", r"\boxed{" + r"\cup".join(f"({n},{n + 1})" for n in range(1, 300)) + "}"),
-        "matrix": (
-            r"$\begin{pmatrix}1&2\\3&4\end{pmatrix}$",
-            r"\boxed{\begin{pmatrix}" + r"\\".join(["9^{9^{9}} & 2"] * 50) + r"\end{pmatrix}}",
-        ),
-        "symbolic tower": ("$x$", r"\boxed{x^{x^{x^{x^{x^{9^{9^{9}}}}}}}}"),
-    }
+_COMPARED = {
+    "polynomial": ("$(x+1)^{20}$", r"\boxed{(x+1)^{2000} + 1}"),
+    "nested radicals": (r"$\sqrt{2}+\sqrt{3}$", r"\boxed{" + "+".join(rf"\sqrt{{{n}}}" for n in range(2, 60)) + "}"),
+    "trigonometry": (r"$\sin(x)$", r"\boxed{\sin(x)^{100}\cos(x)^{100}\tan(x)^{100}}"),
+    "set": (r"$\{1,2,3\}$", r"\boxed{\{" + ",".join(map(str, range(3000))) + r"\}}"),
+    "interval": ("$(0,1)$", r"\boxed{" + r"\cup".join(f"({n},{n + 1})" for n in range(1, 300)) + "}"),
+    "matrix": (
+        r"$\begin{pmatrix}1&2\\3&4\end{pmatrix}$",
+        r"\boxed{\begin{pmatrix}" + r"\\".join(["9^{9^{9}} & 2"] * 50) + r"\end{pmatrix}}",
+    ),
+    "symbolic tower": ("$x$", r"\boxed{x^{x^{x^{x^{x^{9^{9^{9}}}}}}}}"),
+}  # name → the problem's answer, the response
 
 
 TIMEOUT_S = 2.0  # a third of the answers takes this long
@@ -192,7 +182,7 @@ ATTEMPTS = 3  # a loaded machine may delay an honest answer; a blocking one dela
 _LARGEST_GIB = 2.0
 
 
-class HostileAnswers(FaultClass):
+class _HostileAnswers(FaultClass):
     name = "answers"
     title = "hostile answers to the math verifier"
     whole, quick = 60, 6
@@ -205,7 +195,7 @@ class HostileAnswers(FaultClass):
         hostile = answers[number * len(answers) // self.count(quick=self.workshop.is_quick)]  # spread over all groups
         right, wrong = Problem("right", "1+1=", "2"), Problem("wrong", "1+2=", "3")
         neighbours = [(right, r"\boxed{2}"), (hostile.problem, hostile.response), (wrong, r"\boxed{4}"), (right, "$2$")]
-        results = score(self._pool, neighbours)
+        results = _score(self._pool, neighbours)
         rewards = [result.reward for result in results]
         if [rewards[0], *rewards[2:]] != [1.0, 0.0, 1.0]:
             errors = [result.error for result in results if result.error]
@@ -222,7 +212,7 @@ class HostileAnswers(FaultClass):
             self._pool = None
 
 
-def score(pool: RewardPool, neighbours: Sequence[tuple[Problem, str]]) -> list[RewardResult]:
+def _score(pool: RewardPool, neighbours: Sequence[tuple[Problem, str]]) -> list[RewardResult]:
     """Repeats while an honest answer times out."""
     for _ in range(ATTEMPTS):
         results = pool.score(neighbours)
@@ -232,14 +222,8 @@ def score(pool: RewardPool, neighbours: Sequence[tuple[Problem, str]]) -> list[R
 
 
 def _largest_worker_gib() -> float:
-    largest = 0.0
-    for pid in descendants(os.getpid()):
-        if "tepo_megatron.tasks.reward.worker" in Process.command_line(pid):
-            with suppress(OSError):  # a new worker has just replaced it
-                for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-                    if line.startswith("VmHWM"):
-                        largest = max(largest, int(line.split()[1]) / 2**20)
-    return largest
+    workers = [pid for pid in descendants(os.getpid()) if "tepo_megatron.tasks.reward.worker" in Process.command_line(pid)]
+    return max((resident_bytes("VmHWM", pid) / 2**30 for pid in workers), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -265,25 +249,8 @@ def malformed_configs(count: int, seed: int) -> Iterator[_MalformedConfig]:
 
 
 def _sound(random: Random) -> bytes:
-    return _dump(dict(random.sample(list(_fields()), 5)))
-
-
-@cache
-def _fields() -> tuple[tuple[str, Any], ...]:
-    return tuple(_leaves(RunConfig().model_dump(mode="json"), ""))
-
-
-def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in section.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _dump(values: Mapping[str, Any]) -> bytes:
     nested: dict[str, Any] = {}
-    for path, value in values.items():
+    for path, value in random.sample(list(_fields().items()), 5):
         *parents, last = path.split(".")
         section = nested
         for parent in parents:
@@ -292,8 +259,13 @@ def _dump(values: Mapping[str, Any]) -> bytes:
     return json.dumps(nested).encode()
 
 
+@cache
+def _fields() -> Mapping[str, Any]:
+    return {path: json.loads(text) for path, text in flat(RunConfig().model_dump(mode="json")).items()}
+
+
 def _with_value(kind: str, value: str, random: Random) -> _MalformedConfig:
-    path = random.choice([path for path, _ in _fields()] + list(RunConfig.model_fields))
+    path = random.choice([*_fields(), *RunConfig.model_fields])
     if random.random() < 0.5:
         return _MalformedConfig(kind, _sound(random), (f"{path}={value}",))
     *parents, last = path.split(".")
@@ -302,7 +274,7 @@ def _with_value(kind: str, value: str, random: Random) -> _MalformedConfig:
 
 
 def _slip(random: Random) -> str:
-    path = random.choice(_fields())[0]
+    path = random.choice([*_fields()])
     index = random.randrange(len(path))
     slipped = f"{path[:index]}{random.choice('xyz_ -')}{path[index + 1 :]}: 1"
     return slipped.replace(".", ": {", 1) + ("}" if "." in path else "")
@@ -350,19 +322,8 @@ _ONE_VALUE: dict[str, Sequence[str]] = {
         *("${train.${name}}", "${oc.decode:[1]}", "'${name}${name}${'", "${" * 500, "${train.steps[0]}", "???"),
     ],
     "a name": [
-        *(
-            "a/b",
-            '"a\\nb"',
-            '"\\x1b[2J"',
-            '"\\u202e"',
-            '"\\0"',
-            "' '",
-            "x" * 300,
-            "../..",
-            "/proc/self/mem",
-            "/dev/null",
-            "/sys",
-        )
+        *("a/b", '"a\\nb"', '"\\x1b[2J"', '"\\u202e"', '"\\0"', "' '", "x" * 300, "../.."),
+        *("/proc/self/mem", "/dev/null", "/sys"),
     ],
     "long": [text * count for text in ("a", "é", "\U0001f926", "1 ") for count in (1000, 30_000)],
     "strange": [*('"\\ud800"', "'\ufeff'", "'\u2028'", "\u0669", '"\\U0001F926"', "'\x7f'", "\x85", "@", "`", "%", "&", "*")],
@@ -391,7 +352,7 @@ _LIMIT_S = 20
 _MEMORY_BYTES = 2 * 2**30
 
 
-class MalformedConfigs(FaultClass):
+class _MalformedConfigs(FaultClass):
     name = "configs"
     title = "malformed configurations"
     whole, quick = 200, 30
@@ -402,31 +363,15 @@ class MalformedConfigs(FaultClass):
         path.write_bytes(config.text)
         name = f"{config.kind}: {list(config.overrides) or config.text[:60].decode(errors='replace')}"
         before = sorted(self.folder.iterdir())
-        answer = _in_a_fork(path, config.overrides)
+        answer = in_fork(_read, path, config.overrides, limit_s=10 * _LIMIT_S)  # wall-clock seconds: the machine may be busy
         if made := [item.name for item in sorted(self.folder.iterdir()) if item not in before]:
             return FaultOutcome(name, "lost", f"reading it made files: {made}")
-        if answer is None:
-            limits = f"{_LIMIT_S} s of processor time and {_MEMORY_BYTES / 2**30:g} GiB"
-            return FaultOutcome(name, "lost", f"no answer within {limits}")
-        kind, said = answer
-        if kind == "raised":
-            return FaultOutcome(name, "lost", said)
-        return FaultOutcome(name, "refused" if kind == "refused" else "survived", said)
+        limits = f"{_LIMIT_S} s of processor time and {_MEMORY_BYTES / 2**30:g} GiB"
+        return FaultOutcome(name, *(answer or ("lost", f"no answer within {limits}")))
 
 
-def _in_a_fork(path: Path, overrides: Sequence[str]) -> list[str] | None:
-    context = multiprocessing.get_context("fork")
-    answers = context.SimpleQueue()
-    child = context.Process(target=_read, args=(answers, path, overrides))
-    child.start()
-    child.join(10 * _LIMIT_S)  # wall-clock seconds: the machine may be busy
-    if child.is_alive():
-        child.kill()
-    child.join()
-    return None if answers.empty() else json.loads(answers.get())
-
-
-def _read(answers: Any, path: Path, overrides: Sequence[str]) -> None:
+def _read(path: Path, overrides: Sequence[str]) -> tuple[str, str]:
+    """The outcome, and what was said."""
     os.chdir(path.parent)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
@@ -434,11 +379,13 @@ def _read(answers: Any, path: Path, overrides: Sequence[str]) -> None:
     warnings.simplefilter("ignore")
     try:
         load_run(path, overrides)
-        answers.put(json.dumps(["accepted", ""]))
     except Exception as error:  # the answer is the kind of error
         said = str(error).replace("\n", " ")[:300]
         if is_ours(error):
-            answers.put(json.dumps(["refused", said]))
-        else:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            answers.put(json.dumps(["raised", f"{type(error).__name__} at {last.name}, line {last.lineno}: {said}"]))
+            return "refused", said
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return "lost", f"{type(error).__name__} at {last.name}, line {last.lineno}: {said}"
+    return "survived", ""
+
+
+FAULTS: tuple[type[FaultClass], ...] = (_MalformedConfigs, _HostileAnswers)

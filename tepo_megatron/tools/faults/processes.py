@@ -1,7 +1,9 @@
-"""The processes of a run started here, by role; only those are ever signalled."""
+"""The processes of a run started here, by role; only those are ever signalled. And forks that answer one question."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,14 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tepo_megatron.runtime.proc import Process
 
 T = TypeVar("T")
 
-POLL_S = 0.02
-ROLES = {
+_POLL_S = 0.02
+_ROLES = {
     "API server": "vllm.entrypoints.openai.api_server",
     "engine core": "VLLM::EngineCore",
     "vLLM worker": "VLLM::Worker",
@@ -29,18 +31,14 @@ def descendants(root: int) -> list[int]:
     return [root, *(state.pid for state in Process.below(root) if state.alive)]
 
 
-def alive(pid: int) -> bool:
-    return Process.start_time(pid) > 0
-
-
 def by_role(root: int, module: str) -> dict[str, list[int]]:
     """Adds ``parent``, ``rank 0`` … ``module`` is what ranks run."""
     result: dict[str, list[int]] = {"parent": [root]}
     for pid in descendants(root)[1:]:
         line = Process.command_line(pid)
-        for role, words in ROLES.items():
+        for role, words in _ROLES.items():
             # The supervisor's line names the server's command, and the engine core of one worker may be a fork of the server.
-            if words in line and not (role == "API server" and ROLES["supervisor"] in line):
+            if words in line and not (role == "API server" and _ROLES["supervisor"] in line):
                 result.setdefault(role, []).append(pid)
                 break
         else:
@@ -55,15 +53,15 @@ def wait_until(ready: Callable[[], T], timeout_s: float, what: str) -> T:
     while not (value := ready()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {timeout_s:g} s: {what}")
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
     return value
 
 
 def wait_gone(pids: Sequence[int], timeout_s: float) -> list[int]:
     """Returns the processes still running."""
     with suppress(TimeoutError):
-        wait_until(lambda: not any(map(alive, pids)), timeout_s, "")
-    return [pid for pid in pids if alive(pid)]
+        wait_until(lambda: not any(map(Process.start_time, pids)), timeout_s, "")
+    return [pid for pid in pids if Process.start_time(pid)]
 
 
 def end_tree(process: subprocess.Popen[bytes], others: Sequence[int] = ()) -> None:
@@ -99,3 +97,16 @@ def listening(pids: Sequence[int]) -> Iterator[tuple[int, str, int]]:
                 target = os.readlink(fd)
                 if target.startswith("socket:[") and target[8:-1] in sockets:
                     yield (pid, *sockets[target[8:-1]])
+
+
+def in_fork(work: Callable[..., Any], *arguments: Any, limit_s: float) -> Any:
+    """Returns ``work(*arguments)``, as JSON, of a fork of this process; None if it did not finish."""
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    child = context.Process(target=lambda: answers.put(json.dumps(work(*arguments))))
+    child.start()
+    child.join(limit_s)
+    if child.is_alive():
+        child.kill()
+    child.join()
+    return None if answers.empty() else json.loads(answers.get())

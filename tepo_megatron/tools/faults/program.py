@@ -29,14 +29,6 @@ def slow_last_word(problem: Problem, response: str) -> float:
     return last_word(problem, response)
 
 
-def arm(folder: Path, phase: str) -> None:
-    """``phase`` is one of the stopwatch's, or ``save``."""
-    for name in ("armed", "reached"):
-        (folder / name).unlink(missing_ok=True)
-    (folder / "draft").write_text(phase)
-    (folder / "draft").replace(folder / "armed")
-
-
 def _announce(folder: Path, phase: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         if (folder / "armed").read_text() == phase:

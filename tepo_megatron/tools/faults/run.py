@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import random
 import re
 import signal
 import statistics
@@ -17,33 +18,22 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.runtime.text import echo
-from tepo_megatron.tools.faults.input_faults import HostileAnswers, MalformedConfigs
+from tepo_megatron.tools.faults import input_faults, silent, strangers
 from tepo_megatron.tools.faults.processes import end_tree, wait_until
-from tepo_megatron.tools.faults.run_faults import CheckpointDamage, FullDisks, Hangs, Kills
-from tepo_megatron.tools.faults.silent import CHECKS, SilentFaults
-from tepo_megatron.tools.faults.strangers import Strangers
-from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, OutcomeLog, Workshop, fault_rng
-from tepo_megatron.tools.results import describe_machine, markdown, select_names
+from tepo_megatron.tools.faults.run_faults import LIVE, REPLAYED
+from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, OutcomeLog, Workshop
+from tepo_megatron.tools.results import Table, describe_machine, markdown, select_names
 
 FaultClasses = Sequence[type[FaultClass]]
 Say = Callable[[str], None]
 
-CLASSES: FaultClasses = (
-    MalformedConfigs,
-    HostileAnswers,
-    CheckpointDamage,
-    SilentFaults,
-    Kills,
-    FullDisks,
-    Strangers,
-    Hangs,
-)
+CLASSES: FaultClasses = (*input_faults.FAULTS, *REPLAYED, *silent.FAULTS, *LIVE, *strangers.FAULTS)
 _ENDING = "ending"
 
 
-def lanes(*, quick: bool) -> dict[str, FaultClasses]:
+def _lanes(*, quick: bool) -> dict[str, FaultClasses]:
     """With ``quick`` one live run serves both: a second costs more than it saves."""
-    first = (Kills, Strangers, Hangs) if quick else (Kills,)
+    first = (*LIVE, *strangers.FAULTS) if quick else LIVE[:1]
     return {"first": first, "second": [kind for kind in CLASSES if kind not in first]}
 
 
@@ -55,8 +45,8 @@ def select(only: str) -> list[type[FaultClass]]:
 def run(classes: FaultClasses, folder: Path, *, seed: int, quick: bool, say: Say) -> OutcomeLog:
     """Raises ValueError if the record has another seed, RuntimeError if a lane ends early."""
     record = OutcomeLog(folder, seed=seed, quick=quick)
-    chosen = {name: [kind for kind in classes if kind in members] for name, members in lanes(quick=quick).items()}
-    chosen = {name: kinds for name, kinds in chosen.items() if kinds}
+    lanes = {name: [kind for kind in classes if kind in members] for name, members in _lanes(quick=quick).items()}
+    chosen = {name: kinds for name, kinds in lanes.items() if kinds}
     if len(chosen) < 2:
         _run_lane(next(iter(chosen), "first"), classes, record, folder, seed=seed, quick=quick, say=say)
         return record
@@ -100,7 +90,7 @@ def _inject(faults: FaultClass, numbers: Sequence[int], record: OutcomeLog, seed
         for number in numbers:
             start = time.monotonic()
             try:
-                outcome = faults.inject(number, fault_rng(seed, faults.name, number))
+                outcome = faults.inject(number, random.Random(f"{seed}/{faults.name}/{number}"))
             except Exception as error:  # any error counts as a lost fault; try the next one
                 traceback.print_exc()
                 said = f"the harness came to no end: {type(error).__name__}: {error}"
@@ -110,103 +100,96 @@ def _inject(faults: FaultClass, numbers: Sequence[int], record: OutcomeLog, seed
             say(f"  {faults.name} {number + 1}: {outcome.fault}: {outcome.result} after {seconds:.0f} s. {outcome.said[:200]}")
 
 
-COLUMNS = ("faults", "injected", "survived", "refused", "lost", "recovery, median", "longest")
-SILENT_COLUMNS = ("silent fault", "caught by", "prompt", "cache", "rollouts", "smallest error caught, as a share of the whole")
 _LONGEST = 64
 
 _INTRODUCTION = """# Faults, injected
 
-The command `tepo faults` injects faults into tiny runs: the model of this package, two trainer ranks and a server with two
-workers on a CPU, or one rank that replays rollouts; in two lanes side by side, of which one has the kills. It wrote this
-page. *survived*: the run went on, or was resumed, and its metrics, rollouts and weights are those of a run that nothing
-disturbed, to the last bit. *refused*: it stopped, or did not begin, with a sentence, and nothing is damaged. *lost*: anything
-else, also a traceback, or a process that is left. What a user sees of each fault, and what to do, is in
+`tepo faults` wrote this page. *survived*: the run went on, or was resumed, and its metrics, rollouts and weights are those of
+an undisturbed run, to the last bit. *refused*: it stopped, or did not begin, with a sentence, and nothing is damaged. *lost*:
+anything else, also a traceback, or a process that is left. What a user sees of each fault, and what to do, is in
 [operations](../guides/operations.md).
 """
 _SILENT_INTRODUCTION = """## Silent faults
 
-Digests see what happens to weights on their way. These faults come after them: inside a vLLM worker, between the arrival
-of a parameter and its use, or in what is no parameter at all. Three canaries can see them ([numerics](numerics.md)): the
-fixed *prompt*, the prompt through the prefix *cache*, and the *rollouts* that are trained on; and the *version* that a
-server says with every response. In the columns, in nats: the worst token of the prompt, the difference through the cache,
-the mean difference in the worst group of rollouts, all with the whole error. An error of size s is right + s · (wrong −
-right), of weights, buffers or temperature; sizes were tried from 1 down by tens until none was seen. What is stale is one
-optimizer step old, on 32 responses at a learning rate of 5e-5: the nats depend on how far a step goes. A false alarm would
-be a line without a fault that was caught.
+They come after the digests: in a vLLM worker, between the arrival of a parameter and its use, or in what is no parameter at
+all. The fixed *prompt*, the prompt through the prefix *cache*, the *rollouts*, and the *version* that a server says with every
+response can show them ([numerics](numerics.md)). In the columns, in nats: the worst token of the prompt, the difference through
+the cache, the mean difference in the worst group of rollouts, all with the whole error. An error of size s is right +
+s · (wrong − right); sizes were tried from 1 down by tens until none was seen. What is stale is one optimizer step old. A false
+alarm would be a line without a fault that was caught.
 """
 _ESCAPED = str.maketrans({"|": "\\|", "<": "&lt;", "`": "'", "*": "\\*", "_": "\\_", "[": "\\[", "]": "\\]"})
 
 
-def table(record: OutcomeLog) -> list[tuple[str, ...]]:
-    titles = {kind.name: f"{kind.name}: {kind.title}" for kind in CLASSES}
-    titles[_ENDING] = "the end of the live run after all of them: weights and metrics, bit for bit"
-    outcomes = {name: list(record.outcomes(name)) for name in titles}
-    rows = [_row(titles[name], entries) for name, entries in outcomes.items() if entries]
-    return [*rows, _row("all", [entry for entries in outcomes.values() for entry in entries])]
+class Summary:
+    """What became of the faults of a record."""
 
+    def __init__(self, record: OutcomeLog) -> None:
+        self._folder = record.path.parent
+        self._titles = {kind.name: f"{kind.name}: {kind.title}" for kind in CLASSES}
+        self._titles[_ENDING] = "the end of the live run after all of them: weights and metrics, bit for bit"
+        self._outcomes = {name: entries for name in self._titles if (entries := record.outcomes(name))}
 
-def lost(record: OutcomeLog) -> list[str]:
-    names = [*(kind.name for kind in CLASSES), _ENDING]
-    entries = [(name, entry) for name in names for entry in record.outcomes(name)]
-    return [f"{name}: {entry['fault']}: {entry['said']}" for name, entry in entries if entry["result"] == "lost"]
+    @property
+    def lost(self) -> list[str]:
+        entries = [(name, entry) for name, outcomes in self._outcomes.items() for entry in outcomes]
+        return [f"{name}: {entry['fault']}: {entry['said']}" for name, entry in entries if entry["result"] == "lost"]
+
+    def table(self) -> Table:
+        rows = [_row(self._titles[name], entries) for name, entries in self._outcomes.items()]
+        rows.append(_row("all", [entry for entries in self._outcomes.values() for entry in entries]))
+        return Table(("faults", "injected", "survived", "refused", "lost", "recovery, median", "longest"), rows)
+
+    def silent_table(self) -> Table:
+        rows = []
+        for entry in (entry for entry in self._outcomes.get("silent", ()) if entry["details"]):
+            whole, figures = entry["details"]["found"][0], entry["details"]["found"][0].get("figures", {})
+            caught = [check for check in silent.CHECKS if check in whole["caught"]]
+            cells = [f"{figures[name]:.1e}" if name in figures else "–" for name in ("prompt", "cache", "rollouts")]
+            smallest = [f"{check} {size:g}" for check, size in entry["details"]["smallest"].items() if size is not None]
+            rows.append((entry["fault"], ", ".join(caught) or "–", *cells, ", ".join(smallest) or "–"))
+        columns = ("silent fault", "caught by", "prompt", "cache", "rollouts", "smallest error caught, as a share of the whole")
+        return Table(columns, rows)
+
+    def write_markdown(self, path: Path, *, command: str) -> Path:
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
+        parts = [_INTRODUCTION, f"`{command}`, {date}, {describe_machine()}.", "", markdown(*self.table()[:2])]
+        if missing := [kind.name for kind in CLASSES if kind.name not in self._outcomes]:
+            parts += [f"Not injected in this record: {', '.join(missing)}.", ""]
+        if self.lost:
+            parts += ["Lost:", "", *(f"- {self._shown(line)}" for line in self.lost), ""]
+        if (table := self.silent_table()).rows:
+            parts += [_SILENT_INTRODUCTION, markdown(*table[:2])]
+        parts += ["## Every fault", ""]
+        for name, entries in self._outcomes.items():
+            if name != _ENDING:
+                is_long = len(entries) > _LONGEST
+                parts += [f"### {name}", "", *([f"Of {len(entries)} those that were lost."] if is_long else []), ""]
+                shown = [entry for entry in entries if entry["result"] == "lost" or not is_long]
+                rows = [
+                    (self._shown(entry["fault"]), entry["result"], _seconds(entry["recovery_s"]), self._shown(entry["said"]))
+                    for entry in shown
+                ]
+                parts.append(markdown(("fault", "result", "recovery", "what was said"), rows))
+        path.write_text("\n".join(parts), encoding="utf-8")
+        return path
+
+    def _shown(self, text: str) -> str:
+        for folder, name in ((self._folder, "OUT"), (Path(__file__).parents[2], "tepo_megatron")):
+            for form in (str(folder.resolve()), str(folder)):
+                text = text.replace(form, name)
+        return re.sub(r"\s+", " ", text)[:240].translate(_ESCAPED)
 
 
 def _row(name: str, entries: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     results = Counter(entry["result"] for entry in entries)
     seconds = [entry["recovery_s"] for entry in entries if entry["recovery_s"] is not None]
-    times = (f"{statistics.median(seconds):.1f} s", f"{max(seconds):.1f} s") if seconds else ("–", "–")
-    counts = (str(results[result]) for result in ("survived", "refused", "lost"))
-    return (name, str(len(entries)), *counts, *times)
+    times = (_seconds(statistics.median(seconds)), _seconds(max(seconds))) if seconds else ("–", "–")
+    return (name, str(len(entries)), *(str(results[result]) for result in ("survived", "refused", "lost")), *times)
 
 
-def silent_table(record: OutcomeLog) -> list[tuple[str, ...]]:
-    rows = []
-    for entry in record.outcomes("silent"):
-        details = entry["details"]
-        if not details:
-            continue
-        whole = details["found"][0]
-        figures = whole.get("figures", {})
-        caught = [check for check in CHECKS if check in whole["caught"]]
-        cells = [f"{figures[name]:.1e}" if name in figures else "–" for name in ("prompt", "cache", "rollouts")]
-        smallest = [f"{check} {size:g}" for check, size in details["smallest"].items() if size is not None]
-        rows.append((entry["fault"], ", ".join(caught) or "–", *cells, ", ".join(smallest) or "–"))
-    return rows
-
-
-def write_markdown(record: OutcomeLog, path: Path, *, command: str) -> Path:
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
-    parts = [_INTRODUCTION, f"`{command}`, {date}, {describe_machine()}.", "", markdown(COLUMNS, table(record))]
-    if missing := [kind.name for kind in CLASSES if not any(record.outcomes(kind.name))]:
-        parts += [f"Not injected in this record: {', '.join(missing)}.", ""]
-    if rows := lost(record):
-        parts += ["Lost:", "", *(f"- {_shown(row, record)}" for row in rows), ""]
-    if silent := silent_table(record):
-        parts += [_SILENT_INTRODUCTION, markdown(SILENT_COLUMNS, silent)]
-    parts += ["## Every fault", ""]
-    for kind in CLASSES:
-        if entries := list(record.outcomes(kind.name)):
-            is_long = len(entries) > _LONGEST
-            shown = [entry for entry in entries if entry["result"] == "lost"] if is_long else entries
-            parts += [f"### {kind.name}", "", *([f"Of {len(entries)} those that were lost."] if is_long else []), ""]
-            cells = [
-                (_shown(entry["fault"], record), entry["result"], _seconds(entry), _shown(entry["said"], record))
-                for entry in shown
-            ]
-            parts.append(markdown(("fault", "result", "recovery", "what was said"), cells))
-    path.write_text("\n".join(parts), encoding="utf-8")
-    return path
-
-
-def _shown(text: str, record: OutcomeLog) -> str:
-    for folder, name in ((record.path.parent, "OUT"), (Path(__file__).parents[2], "tepo_megatron")):
-        for form in (str(folder.resolve()), str(folder)):
-            text = text.replace(form, name)
-    return re.sub(r"\s+", " ", text)[:240].translate(_ESCAPED)
-
-
-def _seconds(entry: dict[str, Any]) -> str:
-    return "–" if entry["recovery_s"] is None else f"{entry['recovery_s']:.1f} s"
+def _seconds(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds:.1f} s"
 
 
 def _main(text: str) -> None:

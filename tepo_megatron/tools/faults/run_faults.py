@@ -14,23 +14,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tepo_megatron.runtime.proc import Process
 from tepo_megatron.tools.faults import tiny
-from tepo_megatron.tools.faults.processes import alive, wait_gone
-from tepo_megatron.tools.faults.tiny import SAVED, STEPS, LiveRun
+from tepo_megatron.tools.faults.tiny import SAVED, STEPS
 from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
 
 WITHIN_S = {"rollout": 0.3, "reward": 0.05, "score": 0.15, "update": 0.2, "save": 0.03, "sync": 0.3, "eval": 0.2}
 """Maps a phase to the longest delay from its start to the fault."""
 
-_GONE_S = 240.0  # to exit: seconds, ten times more on a busy machine
-
-_LIMIT_S = 1800.0
-
 
 class _LiveFaults(FaultClass):
     sends: ClassVar[signal.Signals]
 
-    def disturb(self, role: str, phase: str, rng: random.Random) -> FaultOutcome:
+    def _disturb(self, role: str, phase: str, rng: random.Random) -> FaultOutcome:
         name = f"{self.sends.name} to {role} in {phase}"
         run = self.workshop.live_run()
         run.reach(phase)
@@ -40,46 +36,30 @@ class _LiveFaults(FaultClass):
             self.workshop.close()
             return FaultOutcome(name, "lost", f"the run has no process that is its {role}, but only {', '.join(roles)}")
         victim = rng.choice(roles[role])
-        step = tiny.last_step(run.out)
+        step = run.last_step + 2
         start = time.monotonic()
         os.kill(victim, self.sends)
         try:
-            result, said = self._follow(run, before, step)
-            seconds = time.monotonic() - start if result == "survived" else None
-            outcome = FaultOutcome(name, result, said, seconds)
+            lost, said = run.continue_to(step, before)
         except TimeoutError as error:
-            outcome = FaultOutcome(name, "lost", f"{error}; the run said: {run.said()}")
+            lost, said = f"{error}; the run said: {run.said()}", ""
         finally:
-            if self.sends == signal.SIGSTOP and alive(victim):
+            if self.sends == signal.SIGSTOP and Process.start_time(victim):
                 with suppress(ProcessLookupError):
                     os.kill(victim, signal.SIGCONT)
-        if outcome.result == "lost":
+        if not lost and (wrong := tiny.differences(run.out, self.workshop.reference())):
+            lost = f"after {'resuming' if said else 'going on'}: {wrong}"
+        if lost:
             self.workshop.close()
-        return outcome
-
-    def _follow(self, run: LiveRun, before: list[int], step: int) -> tuple[Any, str]:
-        continued = run.wait_for_row(step + 2, _LIMIT_S)
-        said = ""
-        if not continued:
-            said = run.said()
-            code = run.wait_end()
-            if left := wait_gone(before, _GONE_S):
-                return "lost", f"{len(left)} processes were still there {_GONE_S:g} s after the run had ended ({said})"
-            if "Traceback" in run.printed() and code == 1:
-                return "lost", f"the run ended with a traceback: {said}"
-            run.start()
-            if not run.wait_for_row(step + 2, _LIMIT_S):
-                return "lost", f"it could not be resumed: {run.said()}"
-        if wrong := tiny.differences(run.out, self.workshop.reference()):
-            return "lost", f"after {'going on' if continued else 'resuming'}: {wrong}"
-        return "survived", said and f"ended and resumed: {said}"
+            return FaultOutcome(name, "lost", lost)
+        return FaultOutcome(name, "survived", said and f"ended and resumed: {said}", time.monotonic() - start)
 
 
 ROLES = ("engine core", "parent", "reward worker", "rank 1", "API server", "rank 0", "vLLM worker", "supervisor")
 PHASES = tuple(WITHIN_S)
 
 
-class Kills(_LiveFaults):
+class _Kills(_LiveFaults):
     """Each round of roles shifts the phases by one, so that all pairs come up."""
 
     name = "kills"
@@ -89,7 +69,7 @@ class Kills(_LiveFaults):
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         phase = PHASES[(number + number // len(ROLES)) % len(PHASES)]
-        return self.disturb(ROLES[number % len(ROLES)], phase, rng)
+        return self._disturb(ROLES[number % len(ROLES)], phase, rng)
 
 
 HANGS = (
@@ -104,18 +84,18 @@ HANGS = (
 )
 
 
-class Hangs(_LiveFaults):
+class _Hangs(_LiveFaults):
     name = "hangs"
     title = "SIGSTOP of engine core, vLLM worker, rank, reward worker, live"
     whole, quick = len(HANGS), 1
     sends = signal.SIGSTOP
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
-        return self.disturb(*HANGS[number % len(HANGS)], rng)
+        return self._disturb(*HANGS[number % len(HANGS)], rng)
 
 
 _DISKS = ("save", "record", "export", "log")
-_SIZES_KIB = {"save": 17_000, "export": 22_400}
+_SIZES_KIB = {"save": 17_000, "export": 22_400, "log": 4}
 """A checkpoint takes 7.1 MiB, an export 2.3: two of three checkpoints fit, or all without the export."""
 
 
@@ -136,63 +116,54 @@ def _small_disk(folder: Path, kib: int) -> Iterator[None]:
     retained.rename(folder)
 
 
-class FullDisks(FaultClass):
+class _FullDisks(FaultClass):
     name = "disks"
     title = "the disk is full: at save, log, record, export"
     whole, quick = len(_DISKS), 1
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         place = _DISKS[number % len(_DISKS)]
-        lost, said, start = self._record() if place == "record" else self._replay(place, self.folder / f"{number:02d}")
+        start = time.monotonic()
+        lost, said = self._record() if place == "record" else self._replay(place, self.folder / f"{number:02d}")
         if lost:
             return FaultOutcome(f"full at {place}", "lost", lost)
         said = said and f"ended, and resumed with room: {said}"
         return FaultOutcome(f"full at {place}", "survived", said, time.monotonic() - start)
 
-    def _replay(self, place: str, folder: Path) -> tuple[str, str, float]:
+    def _replay(self, place: str, folder: Path) -> tuple[str, str]:
         base = tiny.undisturbed(self.workshop.folder / "replayed")
-        rollouts = base / "rollouts"
         shutil.rmtree(folder, ignore_errors=True)
-        start = time.monotonic()
-        if place == "log":
-            # TensorBoard's files; a link instead of metrics.jsonl would count as an existing run
-            with _small_disk(folder / "out/tensorboard", 4):
-                (folder / "out/tensorboard/filler").write_bytes(bytes(4096))
-                result = tiny.replay(folder, rollouts, SAVED, "log.tensorboard=true")
-        else:
-            with _small_disk(folder / "out", _SIZES_KIB[place]):
-                result = tiny.replay(folder, rollouts, SAVED)
+        # TensorBoard's files for log; a link instead of metrics.jsonl would count as an existing run
+        disk = folder / ("out/tensorboard" if place == "log" else "out")
+        with _small_disk(disk, _SIZES_KIB[place]):
+            if place == "log":
+                (disk / "filler").write_bytes(bytes(4096))
+            more = ("log.tensorboard=true",) if place == "log" else ()
+            result = tiny.replay(folder, base / "rollouts", SAVED, *more)
         if result.has_traceback:
-            return f"a traceback: {result.said}", "", start
+            return f"a traceback: {result.said}", ""
         said = result.said if result.code else ""
         if result.code:
-            result = tiny.replay(folder, rollouts, SAVED, resume=True)
+            result = tiny.replay(folder, base / "rollouts", SAVED, resume=True)
             if result.code:
-                return f"it ended ({said}) and with room again it could not be resumed: {result.said}", said, start
-        return tiny.differences(folder / "out", base / "saved/out"), said, start
+                return f"it ended ({said}) and with room again it could not be resumed: {result.said}", said
+        return tiny.differences(folder / "out", base / "saved/out"), said
 
-    def _record(self) -> tuple[str, str, float]:
+    def _record(self) -> tuple[str, str]:
         run = self.workshop.live_run()
-        step = tiny.last_step(run.out) + 2
+        step = run.last_step + 2
         link = run.out / "journal" / f"step_{step:07d}.jsonl.partial"  # written first; the record is a link to it
         link.parent.mkdir(exist_ok=True)
-        start = time.monotonic()
         link.symlink_to("/dev/full")
         try:
-            continued = run.wait_for_row(step + 1)
+            run.wait_for_row(step + 1)
         finally:
             link.unlink(missing_ok=True)
-        said = "" if continued else run.said()
-        if not continued:
-            if "Traceback" in run.printed():
-                self.workshop.close()
-                return f"a traceback: {said}", said, start
-            run.start()
-            if not run.wait_for_row(step + 1):
-                return f"it could not be resumed: {run.said()}", said, start
-        if wrong := tiny.differences(run.out, self.workshop.reference()):
+        lost, said = run.continue_to(step + 1)
+        lost = lost or tiny.differences(run.out, self.workshop.reference())
+        if lost:
             self.workshop.close()
-        return wrong, said, start
+        return lost, said
 
 
 Damage = Callable[[Path, random.Random], None]
@@ -264,7 +235,7 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
-class CheckpointDamage(FaultClass):
+class _CheckpointDamage(FaultClass):
     name = "damage"
     title = "damage to the newest checkpoint, then --resume"
     whole, quick = len(DAMAGES), 2
@@ -287,3 +258,7 @@ class CheckpointDamage(FaultClass):
         messages = [line for line in result.printed.splitlines() if "step_" in line]
         shutil.rmtree(folder, ignore_errors=True)
         return FaultOutcome(name, "survived", messages[0].strip()[:300] if messages else "", seconds)
+
+
+LIVE: tuple[type[FaultClass], ...] = (_Kills, _Hangs)
+REPLAYED: tuple[type[FaultClass], ...] = (_CheckpointDamage, _FullDisks)

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
+from tepo_megatron.tools.results import Child
 from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.storage.hf_folder import write_model
 from tepo_megatron.weights.table import tensor_shapes
@@ -81,83 +81,56 @@ _ROUNDING = 3.0  # multiple of bfloat16's rounding below which an error counts a
 CHECKS = ("transfer", "prompt", "version", "cache", "rollouts")
 
 
-class SilentFaults(FaultClass):
+class _SilentFaults(FaultClass):
     name = "silent"
     title = "wrong weights, buffers, caches or temperature in a vLLM worker, behind the digests"
     whole, quick = len(ALL), 4
-    _world: subprocess.Popen[str] | None = None
+    _world: Child | None = None
     _server = ""
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         fault = ALL[number % len(ALL)]
-        sizes = _SIZES if fault.scales and not self.workshop.is_quick else _SIZES[:1]
-        return judge(fault, self._ask(fault, sizes))
-
-    def _ask(self, fault: _SilentFault, sizes: Sequence[float]) -> list[dict[str, Any]]:
         if self._world is None or self._server != fault.server:
-            self._start(fault.server)
-        world = self._world
-        assert world is not None
-        assert world.stdin is not None
-        assert world.stdout is not None
-        world.stdin.write(json.dumps({**asdict(fault), "sizes": list(sizes)}) + "\n")
-        world.stdin.flush()
-        answer = world.stdout.readline()
-        if not answer:
             self.close()
-            raise RuntimeError(f"the trainer and its server ended; {self.folder / 'log.txt'} says why")
-        result: list[dict[str, Any]] = json.loads(answer)
-        return result
-
-    def _start(self, server: str) -> None:
-        self.close()
-        self.workshop.say(f"a trainer and a server: {server} …")
-        with (self.folder / "log.txt").open("ab") as log:
-            self._world = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(self.folder), server],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
-        self._server = server
+            self.workshop.say(f"a trainer and a server: {fault.server} …")
+            arguments = ["-m", __name__, str(self.folder), fault.server]
+            self._world, self._server = Child(arguments, self.folder / "log.txt", OMP_NUM_THREADS="1"), fault.server
+        sizes = _SIZES if fault.scales and not self.workshop.is_quick else _SIZES[:1]
+        try:
+            return judge(fault, self._world.ask({**asdict(fault), "sizes": sizes}))
+        except RuntimeError as error:
+            self.close()
+            raise RuntimeError(f"the trainer and its server {error}; {self.folder / 'log.txt'} says more") from error
 
     def close(self) -> None:
-        world, self._world = self._world, None
-        if world is not None:
-            assert world.stdin is not None
-            world.stdin.close()  # ends the world, and with it the server
-            try:
-                world.wait(60)
-            except subprocess.TimeoutExpired:
-                world.kill()
-                world.wait()
+        if self._world is not None:
+            self._world.close()  # ends the server too
+            self._world = None
 
 
 def judge(fault: _SilentFault, result: Sequence[dict[str, Any]]) -> FaultOutcome:
     smallest = {check: min((item["size"] for item in result if check in item["caught"]), default=None) for check in CHECKS}
-    details = {"smallest": smallest, "found": result}
+    word, said = _verdict(fault, result[0])
+    return FaultOutcome(fault.name, word, said, details={"smallest": smallest, "found": result})
 
-    def outcome(word: Literal["survived", "refused", "lost"], said: str = "") -> FaultOutcome:
-        return FaultOutcome(fault.name, word, said, details=details)
 
-    whole = result[0]
+def _verdict(fault: _SilentFault, whole: dict[str, Any]) -> tuple[Literal["survived", "refused", "lost"], str]:
     caught = whole["caught"]
     if "transfer" in caught:  # these faults come after the transfer
-        return outcome("lost", f"the weight update itself failed: {caught['transfer']}")
+        return "lost", f"the weight update itself failed: {caught['transfer']}"
     if fault.kind == "none":
-        return outcome("lost", f"a false alarm: {'; '.join(caught.values())}") if caught else outcome("survived")
+        return ("lost", f"a false alarm: {'; '.join(caught.values())}") if caught else ("survived", "")
     if caught:
         by = ", ".join(check for check in CHECKS if check in caught)
-        return outcome("refused", f"caught by {by}: {next(iter(caught.values()))[:300]}")
+        return "refused", f"caught by {by}: {next(iter(caught.values()))[:300]}"
     clean, values = whole["clean"], whole["figures"]
     figures = ", ".join(f"{name} {value:.1e} (without a fault {clean[name]:.1e})" for name, value in values.items())
     if fault.server == "dense bf16" and all(value <= _ROUNDING * clean[name] for name, value in values.items()):
-        return outcome("survived", f"no larger than bfloat16's rounding, and not seen: {figures}")
-    return outcome("lost", f"no check saw it: {figures}")
+        return "survived", f"no larger than bfloat16's rounding, and not seen: {figures}"
+    return "lost", f"no check saw it: {figures}"
 
+
+FAULTS: tuple[type[FaultClass], ...] = (_SilentFaults,)
 
 _EXPERTS = {
     **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu", "rms_norm_eps": 1e-5},
@@ -170,7 +143,7 @@ _SAMPLES, _NEW_TOKENS = 4, 24
 _RANDOM_STD = 0.12
 
 
-class World:
+class _World:
     def __init__(self, folder: Path, server: str) -> None:
         from tepo_megatron.trainer.megatron.engine import Engine
 
@@ -204,17 +177,13 @@ class World:
         self.weights = [self._copy()]
         self.fault("none")
         self._update(0)
-        self._train()
+        self.engine.update(self._sample())
         self.weights.append(self._copy())
         self._update(1)
         self.clean: dict[str, float] = self._ask(Canary(Tolerances.of(self.config).token))["figures"]
 
     def _copy(self) -> dict[str, torch.Tensor]:
         return {name: param.detach().clone() for name, param in self.engine.policy.params.items()}
-
-    def _train(self) -> None:
-        for part in self._sample():
-            self.engine.update(part)
 
     def _update(self, which: int) -> None:
         with torch.no_grad():
@@ -228,7 +197,7 @@ class World:
             fault = json.dumps({"kind": kind, "param": param, "scale": scale})
             client._post("/collective_rpc", {"method": "tepo_fault", "args": [fault]})
 
-    def _sample(self) -> list[Batch]:
+    def _sample(self) -> Batch:
         sampling = self.config.rollout.sampling
         groups = self.fleet.generate(
             self.prompts, n=_SAMPLES, temperature=sampling.temperature, max_new_tokens=_NEW_TOKENS, seed=self.updates
@@ -247,7 +216,7 @@ class World:
             for group, responses in enumerate(groups)
             for index, response in enumerate(responses)
         ]
-        return [self.engine.score(self.engine.batch_from_root(rollouts))]
+        return self.engine.score(self.engine.batch_from_root(rollouts))
 
     def measure(self, fault: Mapping[str, Any], size: float) -> dict[str, Any]:
         canary = Canary(Tolerances.of(self.config).token)
@@ -300,7 +269,7 @@ class World:
             figures["cache"] = max(abs(a - b) for pair in through.values() for a, b in zip(*pair, strict=True))
             with _noting(caught, "cache"):
                 canary.check_cache(step, through)
-            parts = self._sample()
+            parts = [self._sample()]
             result = check_agreement(step, parts, tolerance=math.inf, token_tolerance=0.0)
             figures["rollouts"] = result["canary/rollouts_worst_group"]
             figures["rollouts, worst token"] = result["canary/rollouts_max_gap"]
@@ -337,17 +306,15 @@ def _main() -> None:
     os.dup2(2, 1)  # output of libraries goes to the log
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    world = World(Path(sys.argv[1]), sys.argv[2])
+    world = _World(Path(sys.argv[1]), sys.argv[2])
     try:
-        for line in sys.stdin:
-            fault = json.loads(line)
+        for fault in map(json.loads, sys.stdin):
             result = []
             for size in fault["sizes"]:
                 result.append(world.measure(fault, size))
                 if not result[-1]["caught"]:
                     break  # smaller ones are not seen either
-            replies.write(json.dumps(result) + "\n")
-            replies.flush()
+            print(json.dumps(result), file=replies, flush=True)
     finally:
         world.fleet.stop()
         world.engine.close()

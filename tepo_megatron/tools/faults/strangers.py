@@ -7,14 +7,12 @@ import datetime
 import encodings.idna  # noqa: F401  # sockets need it, and a stranger may not be able to read this Python
 import http.client
 import itertools
-import json
-import multiprocessing
 import os
 import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exp
 
 from tepo_megatron.runtime.proc import Process
 from tepo_megatron.tools.faults import tiny
-from tepo_megatron.tools.faults.processes import listening
+from tepo_megatron.tools.faults.processes import in_fork, listening
 from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
 
 T = TypeVar("T")
@@ -107,10 +105,6 @@ def _send_to_all(ports: Sequence[int], payload: bytes) -> None:
     _at_every_port(send, ports)
 
 
-def _can_read(path: Path) -> bool:
-    return bool(_content(path))
-
-
 def plain_files(folder: Path) -> Iterator[Path]:
     """Skips files that are removed meanwhile (``Path.rglob`` would raise)."""
     for parent, _, names in os.walk(folder):
@@ -123,41 +117,38 @@ def _content(path: Path) -> bytes:
     return b""
 
 
+def _has_content(path: Path) -> bool:
+    return bool(_content(path))
+
+
 def _mode(path: Path) -> int:
     with contextlib.suppress(OSError):
         return path.stat().st_mode
     return 0
 
 
-def _child(answers: Any, work: Callable[..., Any], arguments: Sequence[Any]) -> None:
+def _become_nobody(work: Callable[..., T], *arguments: Any) -> T:
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid(_NOBODY)
         os.setuid(_NOBODY)
-    answers.put(json.dumps(work(*arguments)))
+    return work(*arguments)
 
 
 def _as_stranger(work: Callable[..., T], *arguments: Any) -> T | None:
-    """None if it did not finish."""
-    context = multiprocessing.get_context("fork")  # another user may not be able to read this Python
-    answers = context.SimpleQueue()
-    child = context.Process(target=_child, args=(answers, work, arguments))
-    child.start()
-    child.join(120)
-    if child.is_alive():
-        child.kill()
-    child.join()
-    return None if answers.empty() else json.loads(answers.get())
+    """In a fork, since another user may not be able to read this Python. None if it did not finish."""
+    return in_fork(_become_nobody, work, *arguments, limit_s=120)
 
 
-class Strangers(FaultClass):
+class _Strangers(FaultClass):
     name = "strangers"
     title = "another user at every port, route, file and environment of a live run"
     whole, quick = len(_ROUTES) + 8, 6
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         run = self.workshop.live_run()
-        run.wait_for_row(tiny.last_step(run.out))
+        run.wait_for_row(run.last_step)
+        self._pids, self._run = run.pids(), run
         others: dict[str, Callable[[], str]] = {
             "the run's key in the environment of its processes": self._environments,
             "the run's key on command lines": self._command_lines,
@@ -178,11 +169,8 @@ class Strangers(FaultClass):
             return FaultOutcome(what, "lost", wrong)
         return FaultOutcome(what, "refused", "nothing was answered, changed or read")
 
-    def _pids(self) -> list[int]:
-        return self.workshop.live_run().pids()
-
     def _route(self, route: str) -> str:
-        servers = {port for pid, _, port in listening(self._pids()) if "api_server" in Process.command_line(pid)}
+        servers = {port for pid, _, port in listening(self._pids) if "api_server" in Process.command_line(pid)}
         for port, key in itertools.product(servers, ("", "wrong", "Bearer")):
             codes = _as_stranger(_request, port, route, key)
             if not codes or any(200 <= code < 300 for code in codes):
@@ -191,41 +179,36 @@ class Strangers(FaultClass):
 
     def _send(self, payload: bytes) -> str:
         _as_stranger(_send_to_all, self._ports(), payload)
-        run = self.workshop.live_run()
-        step = tiny.last_step(run.out)
-        return "" if run.wait_for_row(min(step + 1, run.steps)) else f"the run ended: {run.said()}"
+        step = self._run.last_step
+        return "" if self._run.wait_for_row(min(step + 1, self._run.steps)) else f"the run ended: {self._run.said()}"
 
     def _ports(self) -> list[int]:
-        return sorted({port for _, _, port in listening(self._pids())})
+        return sorted({port for _, _, port in listening(self._pids)})
 
     def _keys(self) -> set[str]:
         names = ("VLLM_API_KEY", "TEPO_RUN_KEY", "TEPO_KEY")
-        return {
-            result[name] for pid in self._pids() for result in [Process.environment(pid)] for name in names if result.get(name)
-        }
+        return {result[name] for result in map(Process.environment, self._pids) for name in names if result.get(name)}
 
     def _environments(self) -> str:
         if os.geteuid() != 0:
             return ""  # this user may read its own files
-        readable = (pid for pid in self._pids() if _as_stranger(_can_read, Path(f"/proc/{pid}/environ")))
-        return _first(f"the environment of process {pid} can be read" for pid in readable)
+        readable = (pid for pid in self._pids if _as_stranger(_has_content, Path(f"/proc/{pid}/environ")))
+        return next((f"the environment of process {pid} can be read" for pid in readable), "")
 
     def _command_lines(self) -> str:
         keys = self._keys()
-        return _first(
-            f"process {pid} shows it" for pid in self._pids() if any(key in Process.command_line(pid) for key in keys)
-        )
-
-    def _run_files(self) -> Iterator[Path]:
-        return plain_files(self.workshop.live_run().out)
+        holders = (pid for pid in self._pids if any(key in Process.command_line(pid) for key in keys))
+        return next((f"process {pid} shows it" for pid in holders), "")
 
     def _writable(self) -> str:
-        return _first(f"{path} may be written by others" for path in self._run_files() if _mode(path) & 0o002)
+        writable = (path for path in plain_files(self._run.out) if _mode(path) & 0o002)
+        return next((f"{path} may be written by others" for path in writable), "")
 
     def _files(self) -> str:
         keys = [key.encode() for key in self._keys()]
-        holders = (path for path in self._run_files() if any(key in _content(path) for key in keys))
-        return _first(f"{path} holds it, with mode {_mode(path) & 0o777:o}" for path in holders if _mode(path) & 0o077)
+        readable = (path for path in plain_files(self._run.out) if _mode(path) & 0o077)
+        holders = (path for path in readable if any(key in _content(path) for key in keys))
+        return next((f"{path} holds it, with mode {_mode(path) & 0o777:o}" for path in holders), "")
 
     def _stores(self, *, runs_code: bool) -> str:
         proof = Path("/tmp") / f"tepo-stranger-{os.getpid()}"  # noqa: S108  # a place that any user may write to
@@ -233,13 +216,11 @@ class Strangers(FaultClass):
         written = _as_stranger(write_to_stores, self._ports(), proof, runs_code)
         if written is None:
             return "the stranger came to no end at the stores"
-        run = self.workshop.live_run()
-        run.wait_for_row(min(tiny.last_step(run.out) + 1, run.steps))
+        self._run.wait_for_row(min(self._run.last_step + 1, self._run.steps))
         if proof.exists():
             proof.unlink()
             return "a stranger's code ran as the run's user"
         return f"the stores at the ports {written} took a stranger's value" if written else ""
 
 
-def _first(results: Iterable[str]) -> str:
-    return next(iter(results), "")
+FAULTS: tuple[type[FaultClass], ...] = (_Strangers,)

@@ -11,8 +11,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.sampler.rollout_file import write_rollouts
@@ -20,9 +21,10 @@ from tepo_megatron.tasks.data.addition import supervised_examples
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.tools.faults import program
-from tepo_megatron.tools.faults.processes import by_role, descendants, end_tree, wait_until
+from tepo_megatron.tools.faults.processes import by_role, descendants, end_tree, wait_gone, wait_until
 
-PATIENCE_S = 1800.0  # only a hang exceeds it, even on a busy machine
+_GONE_S = 240.0  # to exit: seconds, ten times more on a busy machine
+_PATIENCE_S = 1800.0  # only a hang exceeds it, even on a busy machine
 
 _SHARED = (
     "rollout.prompts_per_step=4",
@@ -69,11 +71,6 @@ def _rows(out: Path) -> list[dict[str, Any]]:
     path = out / "metrics.jsonl"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1] if line]
-
-
-def last_step(out: Path) -> int:
-    rows = _rows(out)
-    return rows[-1]["step"] if rows else -1
 
 
 def differences(out: Path, reference: Path) -> str:
@@ -129,6 +126,11 @@ class LiveRun:
     def finished(self) -> bool:
         return (self.out / "model" / "model.safetensors").exists()
 
+    @property
+    def last_step(self) -> int:
+        rows = _rows(self.out)
+        return rows[-1]["step"] if rows else -1
+
     def start(self) -> None:
         resume = any((self.out / "checkpoints").glob("step_*/state.json"))
         if not resume:
@@ -153,19 +155,36 @@ class LiveRun:
         return descendants(self.pid)
 
     def reach(self, phase: str) -> None:
-        """Raises RuntimeError if the run ends first."""
-        program.arm(self.folder, phase)
+        """``phase`` is one of the stopwatch's, or ``save``. Raises RuntimeError if the run ends first."""
         reached = self.folder / "reached"
-        wait_until(lambda: reached.exists() or not self.running, PATIENCE_S, f"the phase {phase}")
+        for name in ("armed", "reached"):
+            (self.folder / name).unlink(missing_ok=True)
+        (self.folder / "draft").write_text(phase)
+        (self.folder / "draft").replace(self.folder / "armed")
+        wait_until(lambda: reached.exists() or not self.running, _PATIENCE_S, f"the phase {phase}")
         if not reached.exists():
             raise RuntimeError(f"the run ended before it came to {phase}: {self.said()}")
 
-    def wait_for_row(self, step: int, timeout_s: float = PATIENCE_S) -> bool:
+    def wait_for_row(self, step: int) -> bool:
         """False if the run ended before."""
-        wait_until(lambda: last_step(self.out) >= step or not self.running, timeout_s, f"the row of step {step}")
-        return last_step(self.out) >= step
+        wait_until(lambda: self.last_step >= step or not self.running, _PATIENCE_S, f"the row of step {step}")
+        return self.last_step >= step
 
-    def wait_end(self, timeout_s: float = PATIENCE_S) -> int:
+    def continue_to(self, step: int, pids: Sequence[int] = ()) -> tuple[str, str]:
+        """Waits for the row of ``step``; resumes a run that ends first, once ``pids`` are gone. Returns what was lost, and the
+        sentence of a run that ended.
+        """
+        if self.wait_for_row(step):
+            return "", ""
+        said, code = self.said(), self.wait_end()
+        if left := wait_gone(pids, _GONE_S):
+            return f"{len(left)} processes were still there {_GONE_S:g} s after the run had ended ({said})", said
+        if "Traceback" in self.printed() and code == 1:
+            return f"the run ended with a traceback: {said}", said
+        self.start()
+        return "" if self.wait_for_row(step) else f"it could not be resumed: {self.said()}", said
+
+    def wait_end(self, timeout_s: float = _PATIENCE_S) -> int:
         wait_until(lambda: not self.running, timeout_s, "the end of the run")
         assert self._process is not None
         return self._process.returncode
@@ -183,55 +202,58 @@ class LiveRun:
             end_tree(self._process)
             self._process = None
 
-
-def reference(folder: Path, steps: int, overrides: tuple[str, ...] = ()) -> Path:
-    """Made if missing. Raises RuntimeError if it fails."""
-    run = LiveRun(folder, steps, overrides)
-    if not run.finished:
-        shutil.rmtree(run.out, ignore_errors=True)
-        run.start()
-        try:
-            if run.wait_end(10 * PATIENCE_S):
-                raise RuntimeError(f"the run that is not disturbed ended with {run.said()}")
-        finally:
-            run.stop()
-    return run.out
+    def complete(self) -> Path:
+        """Runs undisturbed if it has not. Returns its output. Raises RuntimeError if it fails."""
+        if not self.finished:
+            shutil.rmtree(self.out, ignore_errors=True)
+            self.start()
+            try:
+                if self.wait_end(10 * _PATIENCE_S):
+                    raise RuntimeError(f"the run that is not disturbed ended with {self.said()}")
+            finally:
+                self.stop()
+        return self.out
 
 
 SAVED, STEPS = 3, 4  # last steps of the two undisturbed replayed runs; the second resumes the first
 
 
-class _ReplayEnd:
-    def __init__(self, code: int, printed: str) -> None:
-        self.code, self.printed, self.said = code, printed, _last_sentence(printed)
-        self.has_traceback = "Traceback (most recent call last)" in printed
+class _ReplayEnd(NamedTuple):
+    code: int
+    printed: str
+
+    @property
+    def said(self) -> str:
+        return _last_sentence(self.printed)
+
+    @property
+    def has_traceback(self) -> bool:
+        return "Traceback (most recent call last)" in self.printed
 
 
-def make_rollouts(folder: Path, steps: int, prompts: int = 4, samples: int = 4) -> Path:
-    """Some solutions have an error and no reward."""
+def make_rollouts(folder: Path, steps: int) -> Path:
+    """Four prompts with four samples each. Some solutions have an error and no reward."""
     tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"))
     rng = random.Random(0)
     for step in range(steps):
-        examples = supervised_examples(prompts * samples, 0.5, seed=step)
         rollouts = []
-        for group in range(prompts):
-            pairs = examples[group * samples : (group + 1) * samples]
-            prompt = pairs[0][0]
-            for _, response in pairs:
-                ids = (*tokenizer.encode(response), tokenizer.eos_ids[0])
-                rollouts.append(
-                    Rollout(
-                        problem_id=prompt.removesuffix("="),
-                        group=group,
-                        prompt_ids=tuple(tokenizer.prompt_ids(prompt)),
-                        response_ids=ids,
-                        sampler_logprobs=tuple(-rng.random() for _ in ids),
-                        finish_reason="stop",
-                        versions=WeightsVersion(step),
-                        text=response,
-                        reward=float(rng.random() < 0.5),
-                    )
+        examples = supervised_examples(16, 0.5, seed=step)
+        for number, (_, response) in enumerate(examples):
+            prompt = examples[number // 4 * 4][0]
+            ids = (*tokenizer.encode(response), tokenizer.eos_ids[0])
+            rollouts.append(
+                Rollout(
+                    problem_id=prompt.removesuffix("="),
+                    group=number // 4,
+                    prompt_ids=tuple(tokenizer.prompt_ids(prompt)),
+                    response_ids=ids,
+                    sampler_logprobs=tuple(-rng.random() for _ in ids),
+                    finish_reason="stop",
+                    versions=WeightsVersion(step),
+                    text=response,
+                    reward=float(rng.random() < 0.5),
                 )
+            )
         write_rollouts(folder, step, rollouts)
     return folder
 
@@ -245,7 +267,7 @@ def replay(folder: Path, rollouts: Path, steps: int, *overrides: str, resume: bo
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=PATIENCE_S,
+        timeout=_PATIENCE_S,
         start_new_session=True,
         check=False,
     )

@@ -7,10 +7,9 @@ import json
 import os
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
 
 from tepo_megatron.tools.faults import tiny
@@ -33,13 +32,13 @@ class Workshop:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / "reference.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                self._reference = tiny.reference(self.folder / "reference", self.steps, self._overrides)
+                self._reference = LiveRun(self.folder / "reference", self.steps, self._overrides).complete()
         return self._reference
 
     def live_run(self) -> LiveRun:
         """It has at least four steps left. Raises RuntimeError if the previous one ended unlike the undisturbed run."""
         self.reference()
-        if self._run is not None and tiny.last_step(self._run.out) > self.steps - 5 and (wrong := self.finish_run()):
+        if self._run is not None and self._run.last_step > self.steps - 5 and (wrong := self.finish_run()):
             raise RuntimeError(f"the run before, which survived its faults, ended with a difference: {wrong}")
         if self._run is None:
             self._runs += 1
@@ -110,12 +109,8 @@ class FaultClass(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def fault_rng(seed: int, name: str, number: int) -> random.Random:
-    return random.Random(f"{seed}/{name}/{number}")
 
 
 class OutcomeLog:
@@ -132,15 +127,14 @@ class OutcomeLog:
             self._append(self._head)
 
     def _read(self) -> None:
-        lines = [line for line in self.path.read_text(encoding="utf-8").split("\n") if line]
-        whole = [line for line in lines if line.endswith("}")]  # the last line may be cut off
-        if not whole or json.loads(whole[0]) != self._head:
+        lines = self.path.read_text(encoding="utf-8").split("\n")
+        lines = [line for line in lines if line.endswith("}")]  # the last may be cut off
+        if not lines or json.loads(lines[0]) != self._head:
             raise ValueError(
-                f"{self.path} holds the outcomes of {whole[0] if whole else 'nothing'}, and {json.dumps(self._head)} was asked "
+                f"{self.path} holds the outcomes of {lines[0] if lines else 'nothing'}, and {json.dumps(self._head)} was asked "
                 "for; give another --output, or remove the folder"
             )
-        for line in whole[1:]:
-            entry = json.loads(line)
+        for entry in map(json.loads, lines[1:]):
             self._done[entry["class"], entry["number"]] = entry
         if not self.path.read_bytes().endswith(b"\n"):
             with self.path.open("ab") as file:
@@ -154,10 +148,9 @@ class OutcomeLog:
         self._append(entry)
         self._done[name, number] = entry
 
-    def outcomes(self, name: str) -> Iterator[dict[str, Any]]:
-        for (kind, _), entry in sorted(self._done.items()):
-            if kind == name:
-                yield entry
+    def outcomes(self, name: str) -> list[dict[str, Any]]:
+        """In the order of their numbers."""
+        return [self._done[key] for key in sorted(self._done) if key[0] == name]
 
     def _append(self, entry: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:

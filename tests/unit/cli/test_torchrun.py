@@ -16,9 +16,9 @@ from tepo_megatron import errors
 from tepo_megatron.config.load import load_run
 from tepo_megatron.runtime.proc import STOPPED, Process
 from tepo_megatron.tools.faults.processes import wait_gone, wait_until
-from tepo_megatron.tools.faults.terminal import CTRL_Z, Terminal
 from tepo_megatron.versions import in_range
 from tests.support.programs import TIMEOUT_S
+from tests.support.shell import CTRL_Z, Terminal
 
 RANK = """
 import os, signal, subprocess, sys, time

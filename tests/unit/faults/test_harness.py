@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,13 +16,13 @@ from typing import Any, cast
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
 
+from tepo_megatron.runtime.proc import Process
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tools.faults import input_faults, run, strangers, tiny, workshop
-from tepo_megatron.tools.faults.processes import alive, by_role, descendants, end_tree, listening, wait_until
-from tepo_megatron.tools.faults.run import CLASSES, lanes
+from tepo_megatron.tools.faults.processes import by_role, descendants, end_tree, listening, wait_until
 from tepo_megatron.tools.faults.run_faults import DAMAGES, HANGS, PHASES, ROLES
 from tepo_megatron.tools.faults.silent import ALL, SILENT_FAULTS, judge
-from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, OutcomeLog, fault_rng
+from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, OutcomeLog
 from tests.support.programs import TIMEOUT_S
 
 
@@ -55,6 +54,7 @@ def test_a_rerun_goes_on_with_what_is_missing_and_the_same_random_numbers(tmp_pa
     sample.injected.clear()
     record = run.run([sample], tmp_path, seed=3, quick=False, say=lambda line: None)
     assert sample.injected == first[2:]
+    assert len({drawn for _, drawn in first}) == 5  # every fault has random numbers of its own
     assert [entry["number"] for entry in record.outcomes("sample")] == [0, 1, 2, 3, 4]
     again = OutcomeLog(tmp_path, seed=3, quick=False)  # what was cut off has not spoilt the line after it
     assert [entry["number"] for entry in again.outcomes("sample")] == [0, 1, 2, 3, 4]
@@ -63,9 +63,10 @@ def test_a_rerun_goes_on_with_what_is_missing_and_the_same_random_numbers(tmp_pa
 def test_what_the_harness_breaks_at_is_lost_and_the_rest_is_tried(tmp_path: Path, sample: type[Sample]) -> None:
     record = run.run([sample], tmp_path, seed=3, quick=False, say=lambda line: None)
     assert [entry["result"] for entry in record.outcomes("sample")] == ["survived"] * 3 + ["lost", "survived"]
-    assert run.lost(record) == ["sample: number 3: the harness came to no end: OSError: the harness broke"]
-    assert run.table(record)[0][1:] == ("5", "4", "0", "1", "1.5 s", "4.0 s")
-    page = run.write_markdown(record, tmp_path / "faults.md", command="tepo faults").read_text()
+    summary = run.Summary(record)
+    assert summary.lost == ["sample: number 3: the harness came to no end: OSError: the harness broke"]
+    assert summary.table().rows[0][1:] == ("5", "4", "0", "1", "1.5 s", "4.0 s")
+    page = summary.write_markdown(tmp_path / "faults.md", command="tepo faults").read_text()
     assert "the harness broke" in page
 
 
@@ -94,22 +95,6 @@ def test_there_are_as_many_faults_as_were_promised() -> None:
     assert len(set(HANGS)) == len(HANGS)
 
 
-@pytest.mark.parametrize("quick", [False, True])
-def test_every_class_is_in_one_lane(quick: bool) -> None:
-    assert sorted(kind.name for kinds in lanes(quick=quick).values() for kind in kinds) == sorted(kind.name for kind in CLASSES)
-
-
-@pytest.mark.slow
-def test_a_lane_that_ends_early_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"not all faults were injected: the lane first \(exit code 1\) ended early"):
-        run._side_by_side({"first": [Sample]}, tmp_path, seed=1, quick=True)  # no lane's process knows this class
-
-
-def test_every_fault_has_random_numbers_of_its_own() -> None:
-    drawn = {fault_rng(seed, name, number).random() for seed in (1, 2) for name in ("a", "b") for number in range(3)}
-    assert len(drawn) == 12
-
-
 def test_processes_are_found_by_role_and_ended() -> None:
     """A parent with a child that looks like a rank, and one that looks like a reward worker and listens."""
     wait = "import socket, time; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); time.sleep(600)"
@@ -130,7 +115,7 @@ def test_processes_are_found_by_role_and_ended() -> None:
         os.kill(roles["rank 1"][0], signal.SIGSTOP)
     finally:
         end_tree(process)
-    assert not any(map(alive, pids))
+    assert not any(map(Process.start_time, pids))
 
 
 def write_run(folder: Path, **changes: Any) -> Path:
@@ -176,14 +161,6 @@ def test_a_silent_fault_that_no_check_saw_is_lost_and_a_false_alarm_too() -> Non
     assert judge(control, [small]).result == "survived"
 
 
-def test_the_stand_in_for_a_clients_requests_takes_what_they_take() -> None:
-    from tepo_megatron.sampler.vllm.client import Client
-    from tepo_megatron.tools.faults.silent import World
-
-    _self, _kind, _post, *taken = signature(World._post_with_fault).parameters
-    assert taken == [*signature(Client._post).parameters][1:]
-
-
 def test_a_stranger_finds_the_open_store_among_ports_that_never_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(strangers, "PATIENCE_S", 6.0)
     silent = [socket.create_server(("127.0.0.1", 0)) for _ in range(20)]
@@ -201,15 +178,14 @@ def test_a_call_that_goes_on_takes_live_runs_of_its_own(monkeypatch: pytest.Monk
 
     def start(folder: Path, *_: Any) -> Any:
         made.append(folder)
-        return SimpleNamespace(running=True)
+        return SimpleNamespace(running=True, complete=lambda: folder)
 
     monkeypatch.setattr(workshop, "LiveRun", start)
-    monkeypatch.setattr(tiny, "reference", lambda folder, *_: folder)
     for name in ("first-run-01", "second-run-01", "second-run-02"):
         (tmp_path / name).mkdir()
     for lane in ("first", "second"):
         workshop.Workshop(tmp_path, lane=lane, quick=True, say=lambda _: None).live_run()
-    assert made == [tmp_path / "first-run-02", tmp_path / "second-run-03"]
+    assert made == [tmp_path / name for name in ("reference", "first-run-02", "reference", "second-run-03")]
 
 
 LATE = RewardResult(None, error=f"problem 'wrong': {input_faults.TOOK_TOO_LONG}")
@@ -232,9 +208,9 @@ HOSTILE = RewardResult(None, error=input_faults.TOOK_TOO_LONG)
 def test_an_honest_answer_may_be_late_but_not_each_time(
     scores: list[list[RewardResult]], result: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(input_faults, "_largest_worker_gib", lambda: 0.0)
-    fault = input_faults.HostileAnswers(cast(Any, SimpleNamespace(is_quick=True, folder=tmp_path)))
     calls = iter(scores)
-    fault._pool = cast(Any, SimpleNamespace(score=lambda items: next(calls)))
+    monkeypatch.setattr(input_faults, "RewardPool", lambda config: SimpleNamespace(score=lambda items: next(calls)))
+    (answers,) = run.select("answers")
+    fault = answers(cast(Any, SimpleNamespace(is_quick=True, folder=tmp_path)))
     assert fault.inject(0, random.Random(0)).result == result
     assert next(calls, None) is None

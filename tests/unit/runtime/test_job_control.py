@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.runtime.proc import STOPPED, Process
-from tepo_megatron.tools.faults.processes import alive, descendants, wait_until
-from tepo_megatron.tools.faults.terminal import CTRL_C, CTRL_Z, Terminal
+from tepo_megatron.tools.faults.processes import descendants, wait_until
 from tests.support.programs import TIMEOUT_S
+from tests.support.shell import CTRL_C, CTRL_Z, Terminal
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
@@ -51,7 +51,7 @@ def job(terminal: Terminal) -> Iterator[list[int]]:
     pids = descendants(first.pid)
     yield pids
     for pid in pids:
-        if alive(pid):
+        if Process.start_time(pid):
             os.kill(pid, signal.SIGKILL)
 
 
@@ -107,4 +107,4 @@ def test_the_others_continue_if_the_stopped_job_is_killed(terminal: Terminal, jo
     terminal.wait_for("Stopped", TIMEOUT_S)
     os.kill(job[0], signal.SIGKILL)
     wait_stopped(job[1:], stopped=False)
-    assert all(alive(pid) for pid in job[1:])
+    assert all(Process.start_time(pid) for pid in job[1:])

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.tools.faults.processes import wait_until
-from tepo_megatron.tools.faults.terminal import Terminal
 from tests.support.programs import TIMEOUT_S
+from tests.support.shell import Terminal
 
 WORK = """
 import os, subprocess, sys, time

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-CTRL_C, CTRL_Z, CTRL_BACKSLASH = "\x03", "\x1a", "\x1c"
+CTRL_C, CTRL_Z = "\x03", "\x1a"
 
 
 class Terminal:
