@@ -1,1 +1,1 @@
-"""Benchmarks, injected faults, reports and sweeps. They depend on ``run``."""
+"""Benchmarks, injected faults, reports and sweeps."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self
 
 
 def in_processes(worker: Callable[..., Any], count: int, *arguments: Any, backend: str = "") -> Any:
-    """Runs ``worker(rank, *arguments)``, in a process group if ``backend`` is given; returns rank 0's result, as JSON."""
+    """Returns rank 0's result, as JSON. With a ``backend`` the processes are a group."""
     from torch.multiprocessing.spawn import start_processes
 
     with tempfile.TemporaryDirectory() as folder:
@@ -56,7 +56,7 @@ def _run_worker(
 
 
 class Child:
-    """A Python process that answers each line of JSON with another one; its other output is appended to ``log``."""
+    """A Python process that answers lines of JSON; its other output goes to ``log``."""
 
     def __init__(self, arguments: Sequence[str], log: Path, **environment: str) -> None:
         self._log = log
@@ -89,7 +89,6 @@ class Child:
         return self.receive()
 
     def close(self, patience_s: float = 60.0) -> None:
-        """The end of its input ends the process; one that waits longer is killed."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -108,7 +107,7 @@ class Child:
 
 @contextmanager
 def resident_peak(into: list[int]) -> Iterator[None]:
-    """Appends the bytes by which this process's resident memory grew at most; Linux only, and nothing elsewhere."""
+    """Appends by how many bytes resident memory grew at most; on Linux only."""
     reset, before = Path("/proc/self/clear_refs"), resident_bytes("VmRSS")
     if reset.exists():
         reset.write_text("5")
@@ -118,7 +117,7 @@ def resident_peak(into: list[int]) -> Iterator[None]:
 
 
 def resident_bytes(key: str, pid: int | None = None) -> int:
-    """Of ``VmRSS``, or of ``VmHWM``, the peak; 0 where Linux does not tell it, or without the process."""
+    """``VmHWM`` is the peak of ``VmRSS``. Returns 0 if unknown."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid or 'self'}/status").read_text().splitlines():
             if line.startswith(key):
@@ -157,7 +156,7 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """A measurement's results. ``stem`` names its two files, ``packages`` are those with their versions in them."""
+    """``stem`` names the two files; ``packages`` are those with their versions in them."""
 
     stem: str
     record: Mapping[str, Any]
@@ -166,7 +165,7 @@ class Report:
     packages: Sequence[str] = ("torch", "tepo-megatron")
 
     def write(self, folder: Path) -> str:
-        """Writes ``<stem>.json`` and ``<stem>.md`` with date, machine and versions; returns a sentence."""
+        """Returns a sentence."""
         head: dict[str, Any] = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": describe_machine(),

@@ -89,7 +89,6 @@ class SweepFile(Section):
         return self
 
     def figures_of(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-        """``rows`` are those of a run's metrics."""
         result: dict[str, float | None] = {}
         for name in self.figures:
             values = points(rows, name)
@@ -227,8 +226,6 @@ def area(points: Sequence[tuple[int, float]]) -> float | None:
 
 
 class SweepResults:
-    """Figures of the runs that are done."""
-
     def __init__(self, sweep: SweepFile, runs: Sequence[SweepRun]) -> None:
         self._axes = list(sweep.axes)
         self._seeds: dict[tuple[str, ...], dict[int, dict[str, float | None]]] = {
@@ -241,7 +238,7 @@ class SweepResults:
         self._figures = next((list(figures) for seeds in self._seeds.values() for figures in seeds.values()), [])
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Columns and rows: means over the seeds."""
+        """Means over the seeds."""
         rows = []
         for choices, seeds in self._seeds.items():
             spreads = [Spread(tuple(figures[name] for figures in seeds.values())) for name in self._figures]

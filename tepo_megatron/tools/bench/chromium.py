@@ -208,7 +208,7 @@ def measure(html: Path, parts: Sequence[str], repeats: int, *, state: str = "", 
 
 
 def _load(page: Tab, html: Path, state: str) -> tuple[float, float]:
-    """Milliseconds from the start of loading until the page was drawn, and until its HTML was parsed."""
+    """Milliseconds until the page was drawn, and until its HTML was parsed."""
     page.open(html, state)
     if failed := page.evaluate("document.body.dataset.failed"):
         raise RuntimeError(f"{html} cannot be shown: {failed}")

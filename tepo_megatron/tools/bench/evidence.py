@@ -34,7 +34,7 @@ _MOST_BYTES = 5_000_000  # all data kept of the runs
 
 
 def make(root: Path, folders: Mapping[str, Path]) -> list[str]:
-    """``folders`` maps a sweep to its output. Returns lines of progress. Raises ValueError for unsuitable data or page."""
+    """Returns lines of progress. Raises ValueError for unsuitable data or page."""
     said = []
     data = root / "docs/results/data/evidence"
     for name, folder in folders.items():
@@ -124,7 +124,7 @@ def frontier(evidence: Evidence, key: Key) -> np.ndarray:
 
 
 def _grid(evidence: Evidence, label: str, below: str, draw: Callable[[Axes, str, str, str], None]) -> Figure:
-    """A row for each learning rate: what TEPO is compared with, and its parts. ``draw``: axes, objective, rate, colour."""
+    """A row for each learning rate. ``draw``: axes, objective, rate, colour."""
     figure = _figure(12.0, 3.9 * len(evidence.rates))
     for row, rate in enumerate(evidence.rates):
         for column, (title, objectives) in enumerate((("what it is compared with", _BASELINES), ("its parts", _ABLATIONS))):
@@ -206,8 +206,6 @@ def _plain(axes: Axes, title: str, label: str) -> None:
 
 @dataclass(frozen=True)
 class _Picture:
-    """``column`` is one of metrics.jsonl."""
-
     stem: str
     said: str
     column: str

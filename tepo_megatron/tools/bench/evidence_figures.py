@@ -46,7 +46,6 @@ class Evidence:
 
     @classmethod
     def read(cls, file: Path, results: Path) -> Evidence:
-        """What was collected of the sweep ``file``."""
         sweep, head = read_sweep(file), _read_head(results)
         if head is None:
             return cls(sweep, {})
@@ -57,9 +56,7 @@ class Evidence:
 
     @classmethod
     def collect(cls, file: Path, folder: Path, results: Path) -> int:
-        """Copies metrics of finished runs into ``results`` and counts them. Raises ValueError if ``results`` holds other
-        settings, or rows lack steps.
-        """
+        """Adds finished runs to ``results`` and counts them. Raises ValueError for other settings, or if rows lack steps."""
         evidence = cls.read(file, results)
         sweep, runs = evidence.sweep, dict(evidence.runs)
         volatile = ("seed=", "output=")  # all other settings must be equal for the seeds of one combination
@@ -218,7 +215,7 @@ def _mean_of(column: str, last: int = 0) -> Callable[[_Rows], float | None]:
 
 
 def _seconds(name: str, column: str, digits: int) -> _Figure:
-    """The median, without evaluation and the first step, which warms caches."""
+    """The median, without evaluation and the first step."""
 
     def figure(rows: _Rows) -> float | None:
         other = "time/eval" if column == "time/step" else ""
@@ -274,7 +271,7 @@ class Estimate:
 
     @classmethod
     def paired(cls, figure: _Figure, pairs: Sequence[tuple[float | None, float | None]], budget: float) -> Estimate:
-        """Mean of one − other, or geometric mean of one / other. ``budget`` replaces missing values, and the pair counts as a
+        """Of the differences, or of the ratios. ``budget`` replaces missing values, and the pair counts as a
         bound.
         """
         known = [pair for pair in pairs if pair != (None, None) and (figure.reached or None not in pair)]
@@ -295,7 +292,7 @@ class Estimate:
         return shown + (f" [{', '.join(notes)}]" if notes else "")
 
     def p_value(self, edge: float, *, ratio: bool) -> float:
-        """Of the hypothesis that the true value is ``edge``, for two or more seeds."""
+        """It needs two or more seeds."""
         values = (self.mean, self.low, self.high, edge)
         mean, low, high, null = map(math.log, values) if ratio else values
         error = (high - low) / 2 / t_975(self.seeds - 1)
@@ -303,7 +300,6 @@ class Estimate:
 
 
 def _signless(value: float, digits: int) -> str:
-    """Without a sign if it is rounded to zero."""
     text = f"{value:.{digits}f}"
     return text.lstrip("-") if text.strip("-0.") == "" else text.replace("-", "−")
 
@@ -339,6 +335,5 @@ class Figures:
         return f"{text} [{len(known)} of {len(values)}]" if known else "never" if FIGURES[name].reached else "–"
 
     def against(self, name: str, one: Key, other: Key) -> Estimate:
-        """Over the seeds of both."""
         mine, theirs = self.of(name, one), self.of(name, other)
         return Estimate.paired(FIGURES[name], [(mine[seed], theirs[seed]) for seed in mine if seed in theirs], self._budget)

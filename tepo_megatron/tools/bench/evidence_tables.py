@@ -87,7 +87,7 @@ _VERDICTS = ("holds", "faster", NOT_HALF, "undecided", "the opposite", "too few"
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number: the chance of one or more false rejections is at most the level (Holm 1979)."""
+    """p-values are corrected for their number (Holm 1979)."""
     result = [1.0] * len(values)
     highest = 0.0
     for rank, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
@@ -100,7 +100,7 @@ _LEVEL = 0.05
 
 
 def corrected(comparisons: Sequence[tuple[_Claim, Estimate]]) -> list[str]:
-    """Verdicts as :meth:`_Claim.judge`, with Holm's correction over all edges of all comparisons that have pairs enough."""
+    """Verdicts with Holm's correction over all edges of all comparisons."""
     tests = [
         (number, edge)
         for number, (claim, result) in enumerate(comparisons)
@@ -123,7 +123,6 @@ def corrected(comparisons: Sequence[tuple[_Claim, Estimate]]) -> list[str]:
 
 
 def make_tables(tiny: Evidence, second: Evidence, overhead: Evidence) -> dict[str, str]:
-    """Name of a table's place on the page → Markdown."""
     figures = Figures(tiny)
     result = {"state": _state({"tiny": tiny, "stack_machine": second, "overhead": overhead}), **comparison(figures)}
     for rate in tiny.rates:
@@ -259,7 +258,7 @@ def _parts(figures: Figures) -> str:
 
 
 def effects(values: Sequence[Sequence[float]]) -> tuple[Estimate, Estimate, Estimate]:
-    """The mean effects of likelihood and mask, and their interaction. A value of each: both, likelihood, mask, neither."""
+    """Of likelihood and mask, and their interaction. Values are with both, likelihood, mask, neither."""
     first = [(both + likelihood - mask - neither) / 2 for both, likelihood, mask, neither in values]
     second = [(both + mask - likelihood - neither) / 2 for both, likelihood, mask, neither in values]
     together = [both - likelihood - mask + neither for both, likelihood, mask, neither in values]
@@ -279,6 +278,5 @@ _NOT_RUN = "Not run yet.\n"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Without columns that are empty in every row."""
     used = [index for index in range(len(columns)) if any(row[index] != "–" for row in rows)]
     return markdown([columns[index] for index in used], [[row[index] for index in used] for row in rows]) if rows else _NOT_RUN

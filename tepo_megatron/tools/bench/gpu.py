@@ -118,7 +118,7 @@ def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
 
 
 def check(parts: Sequence[Part], gpu: Gpu, output: Path, say: Callable[[str], None]) -> tuple[Report, bool]:
-    """Writes the report after each part, so that it survives if the machine is taken away. False if a part failed."""
+    """Writes after each part, since the machine may be taken away. False if a part failed."""
     started, outcomes = datetime.datetime.now(datetime.UTC), list[_Outcome]()
     for part in parts:
         outcomes.append(part.run(gpu, say))
@@ -142,7 +142,6 @@ def _report(outcomes: Sequence[_Outcome], gpu: Gpu, started: datetime.datetime) 
 
 
 def _pytest_figures(_: Path, printed: str) -> Mapping[str, Any]:
-    """Raises ValueError if no test passed."""
     counts = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|error|errors|skipped)\b", printed)}
     if not counts.get("passed"):
         raise ValueError(f"no test passed: {counts or 'pytest printed no counts'}")

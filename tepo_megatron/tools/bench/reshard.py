@@ -104,8 +104,6 @@ class _ReshardMeasurement:
 
 
 class _Rank:
-    """Its shards, and the ways to send or receive them."""
-
     def __init__(self, setting: ReshardSetting, rank: int) -> None:
         source, destination = setting.splits
         self.plan, self.rank, self._copies = setting.plan, rank, setting.servers

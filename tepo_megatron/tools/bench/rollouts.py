@@ -47,13 +47,13 @@ class RolloutSetting:
     length: int
 
     def run(self, say: Callable[[str], None]) -> Report:
-        """Raises RuntimeError if the two sides drew different tokens: their times are not comparable."""
+        """Raises RuntimeError if the two sides drew different tokens."""
         rank0 = self.measure_rank0(say)
         with tempfile.TemporaryDirectory() as scratch:
             return self.report(_measure_draws(self, Path(scratch), say), rank0)
 
     def measure_rank0(self, say: Callable[[str], None]) -> dict[str, float]:
-        """Returns seconds by name; those for JSON are extrapolated from ``_SAMPLE`` responses."""
+        """Returns seconds; JSON's are extrapolated from ``_SAMPLE`` responses."""
         responses, length = self.responses, self.length
         say(f"rank 0: {responses} responses of {length} tokens")
         rollouts, read_s = _timed(lambda: _receive(responses, length))

@@ -65,7 +65,6 @@ def _ours(logits: Tensor, labels: Tensor, **options: Any) -> Outputs:
 
 
 def _kernels(logits: Tensor, labels: Tensor, *, entropy_slope: bool = False) -> Method:
-    """Measures the two passes alone."""
     group, backend = dist.group.WORLD, get_backend("triton", logits.device)
     tokens, width = logits.shape
     options: dict[str, Any] = {"temperature": 1.0, "vocab_size": None, "mask_T": None, "entropy_slope": entropy_slope}

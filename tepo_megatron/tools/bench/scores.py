@@ -35,8 +35,6 @@ _SCRATCH_BYTES = 2**30  # written before timing on a GPU: empties its cache, and
 
 @dataclass(frozen=True)
 class ScoreSetting:
-    """``tp`` ranks, on ``cpu`` or ``cuda``; the best of ``repeats`` counts."""
-
     tp: int
     device: str
     repeats: int

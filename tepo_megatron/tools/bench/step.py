@@ -56,7 +56,7 @@ class StepSetting:
 
     def run(self, before: str, *, say: Callable[[str], None] = lambda line: None) -> list[StepMeasurement]:
         """Methods alternate on the same weights and tokens. ``before``: see :func:`source_of`. Raises ValueError for an invalid
-        self, RuntimeError if a rank fails or log-probs differ.
+        setting, RuntimeError if a rank fails or log-probs differ.
         """
         if self.size not in SIZES:
             raise ValueError(f"--size {self.size} is unknown; known: {', '.join(SIZES)}")
@@ -221,7 +221,7 @@ def _shares(count: int, sigma: float) -> list[float]:
 
 
 class World:
-    """Ranks have one thread each (``step_rank.py``). Use it in a ``with`` statement."""
+    """Ranks have one thread each (``step_rank.py``)."""
 
     def __init__(self, root: Path, model: Path, setting: StepSetting, layout: str) -> None:
         self._layout = layout
@@ -242,7 +242,7 @@ class World:
             self._stack = stack.pop_all()
 
     def step(self, method: str, ratio: float, *, memory: bool) -> dict[str, float]:
-        """Returns the largest figures of all ranks. Raises RuntimeError with the last line of a rank that ended."""
+        """The largest of all ranks. Raises RuntimeError with the last line of a rank that ended."""
         for child in self._ranks:
             child.send({"method": method, "ratio": f"{ratio:g}", "memory": memory})
         answers = []

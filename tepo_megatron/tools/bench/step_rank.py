@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 
 class _Ours:
-    """A method, as :class:`MegatronStep`: every rank calls, and ``data`` comes from ``load``."""
+    """It has the methods of :class:`MegatronStep`; every rank calls."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

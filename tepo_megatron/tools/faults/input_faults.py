@@ -46,7 +46,6 @@ class _HostileAnswer:
 
 
 def hostile_answers() -> list[_HostileAnswer]:
-    """Every call returns the same order."""
     singles = [_HostileAnswer(f"{group}/{name}", text) for group, texts in _ANSWERS.items() for name, text in texts.items()]
     return [*singles, *(_HostileAnswer(f"compared/{name}", text, answer) for name, (answer, text) in _COMPARED.items())]
 

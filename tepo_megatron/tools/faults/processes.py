@@ -1,4 +1,4 @@
-"""The processes of a run started here, by role; only those are ever signalled. And forks that answer one question."""
+"""The processes of a run started here, by role; only those are ever signalled."""
 
 from __future__ import annotations
 

@@ -122,8 +122,6 @@ _ESCAPED = str.maketrans({"|": "\\|", "<": "&lt;", "`": "'", "*": "\\*", "_": "\
 
 
 class Summary:
-    """What became of the faults of a record."""
-
     def __init__(self, record: OutcomeLog) -> None:
         self._folder = record.path.parent
         self._titles = {kind.name: f"{kind.name}: {kind.title}" for kind in CLASSES}

@@ -1,7 +1,7 @@
 """Faults in a vLLM worker that no digest sees: which check stops the run, and at which size of error.
 
-The program (``… FOLDER SERVER``) is a trainer and a server with a faulty worker. Input lines are JSON with a ``SilentFault``'s
-fields and ``sizes``; the answer lists, for each size, what checks measured and which stopped the run.
+The program (``… FOLDER SERVER``) is a trainer and a server with a
+faulty worker; it answers lines of JSON.
 """
 
 from __future__ import annotations

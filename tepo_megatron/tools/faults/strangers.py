@@ -136,7 +136,7 @@ def _become_nobody(work: Callable[..., T], *arguments: Any) -> T:
 
 
 def _as_stranger(work: Callable[..., T], *arguments: Any) -> T | None:
-    """In a fork, since another user may not be able to read this Python. None if it did not finish."""
+    """In a fork: another user may not be able to read this Python."""
     return in_fork(_become_nobody, work, *arguments, limit_s=120)
 
 

@@ -171,9 +171,7 @@ class LiveRun:
         return self.last_step >= step
 
     def continue_to(self, step: int, pids: Sequence[int] = ()) -> tuple[str, str]:
-        """Waits for the row of ``step``; resumes a run that ends first, once ``pids`` are gone. Returns what was lost, and the
-        sentence of a run that ended.
-        """
+        """Resumes a run that ends before the row of ``step``, once ``pids`` are gone. Returns (lost, said)."""
         if self.wait_for_row(step):
             return "", ""
         said, code = self.said(), self.wait_end()
@@ -203,7 +201,7 @@ class LiveRun:
             self._process = None
 
     def complete(self) -> Path:
-        """Runs undisturbed if it has not. Returns its output. Raises RuntimeError if it fails."""
+        """Runs to the end unless it has. Raises RuntimeError if it fails."""
         if not self.finished:
             shutil.rmtree(self.out, ignore_errors=True)
             self.start()
@@ -232,7 +230,7 @@ class _ReplayEnd(NamedTuple):
 
 
 def make_rollouts(folder: Path, steps: int) -> Path:
-    """Four prompts with four samples each. Some solutions have an error and no reward."""
+    """Some solutions have an error and no reward."""
     tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"))
     rng = random.Random(0)
     for step in range(steps):

@@ -149,7 +149,6 @@ class OutcomeLog:
         self._done[name, number] = entry
 
     def outcomes(self, name: str) -> list[dict[str, Any]]:
-        """In the order of their numbers."""
         return [self._done[key] for key in sorted(self._done) if key[0] == name]
 
     def _append(self, entry: dict[str, Any]) -> None:

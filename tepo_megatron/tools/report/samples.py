@@ -67,7 +67,7 @@ FILES = {"heldout": "samples.jsonl", "train": "train_samples.jsonl"}
 
 
 def read_samples(run: int, folder: Path, kind: str) -> list[SampleGroup]:
-    """``kind`` is ``tokens`` or one of FILES. Skips a half-written last line. Raises ValueError for a damaged file."""
+    """Skips a half-written last line. Raises ValueError for a damaged file."""
     if kind == "tokens":
         return _token_groups(run, folder)
     path = folder / FILES[kind]

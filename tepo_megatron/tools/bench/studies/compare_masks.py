@@ -4,7 +4,7 @@
     python -m tepo_megatron.tools.bench.studies.compare_masks out/tiny --steps 10
 
 It repeats the run's first steps on one rank without servers. At every update all three ways of `objective.kl_mask.falling`
-choose tokens. Shares are of tokens with a positive advantage, the only candidates. Writes Markdown and JSON to --output.
+choose tokens. Shares are of tokens with a positive advantage, the only candidates.
 """
 
 from __future__ import annotations

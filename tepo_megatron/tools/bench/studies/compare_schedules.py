@@ -3,8 +3,8 @@
     python -m tepo_megatron.tools.bench.studies.compare_schedules --repeats 3
 
 A constructed model ends a response with a probability set by the prompt's first digit: one prompt in ten has responses twenty
-times as long. Schedules alternate with equal problems and steps; the learning rate leaves the model as it is. Equal work means
-equal tokens: an overlapped run's unfinished samples are time without tokens. Writes Markdown and JSON to --output.
+times as long. Schedules alternate with equal problems and steps. Equal work means
+equal tokens: an overlapped run's unfinished samples are time without tokens.
 """
 
 from __future__ import annotations

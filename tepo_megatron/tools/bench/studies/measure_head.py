@@ -5,7 +5,7 @@
 
 The engine scores and differentiates a random one-layer Llama, all tokens in one micro-batch. Each head runs in its own
 process, in turn; the best repeat counts. Peaks are memory that a pass adds: of the resident set on a CPU (malloc returns freed
-memory at once), of the allocator on a GPU. Writes Markdown and JSON to --output.
+memory at once), of the allocator on a GPU.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m tepo_megatron.tools.bench.studies.measure_plan     # two ranks, a minute
 
 Bytes are counted by tensor after one update, and by file after a checkpoint; they do not depend on the machine. Rates are of
-one core. Writes Markdown and JSON to --output.
+one core.
 """
 
 from __future__ import annotations
