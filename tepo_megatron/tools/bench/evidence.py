@@ -17,13 +17,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tepo_megatron.tools.bench.evidence_figures import FIGURES, Evidence, Figures, Key
+from tepo_megatron.tools.bench.evidence_figures import FIGURES, Evidence, Key
 from tepo_megatron.tools.bench.evidence_tables import BASELINE, make_tables
-from tepo_megatron.tools.sweep import points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,6 +34,8 @@ _MOST_BYTES = 5_000_000  # all data kept of the runs
 
 def make(root: Path, folders: Mapping[str, Path]) -> list[str]:
     """Returns lines of progress. Raises ValueError for unsuitable data or page."""
+    from matplotlib import rc_context
+
     said = []
     data = root / "docs/results/data/evidence"
     for name, folder in folders.items():
@@ -48,7 +49,8 @@ def make(root: Path, folders: Mapping[str, Path]) -> list[str]:
     sweeps = _read_all(root)
     for picture in (picture for picture in _PICTURES if any(sweeps[picture.sweep].runs.values())):
         written.append(root / f"docs/images/{picture.stem}.png")
-        picture.draw(sweeps[picture.sweep], picture).savefig(written[-1], format="png", metadata={"Software": None})
+        with rc_context(_STYLE):
+            picture.draw(sweeps[picture.sweep], picture).savefig(written[-1], format="png", metadata={"Software": None})
     size = sum(path.stat().st_size for path in data.rglob("*") if path.is_file())
     if size > _MOST_BYTES:
         raise ValueError(f"{data} has {size} bytes, more than {_MOST_BYTES}; keep fewer columns")
@@ -82,16 +84,30 @@ def page_text(root: Path) -> str:
     )
 
 
-_INK, _FAINT = "#22303c", "#d9dfe5"
+_INK = "#22303c"
+_STYLE: dict[Any, Any] = {
+    **{"figure.dpi": 110, "figure.constrained_layout.use": True, "figure.constrained_layout.w_pad": 0.10},
+    **{f"figure.constrained_layout.{name}": value for name, value in (("h_pad", 0.08), ("hspace", 0.03), ("wspace", 0.03))},
+    **{"axes.titlelocation": "left", "axes.titlesize": 11, "axes.titlecolor": _INK, "axes.titlepad": 8, "axes.labelsize": 10},
+    **{"axes.labelcolor": _INK, "axes.edgecolor": "#aab4be", "axes.spines.top": False, "axes.spines.right": False},
+    **{"axes.axisbelow": True, "axes.grid": True, "grid.color": "#d9dfe5", "grid.linewidth": 0.7, "grid.alpha": 0.8},
+    **{f"{axis}tick.{name}": value for axis in "xy" for name, value in (("labelsize", 9), ("major.size", 3))},
+    **{"xtick.color": "#52606d", "ytick.color": "#52606d", "legend.fontsize": 8.5, "legend.framealpha": 0.85},
+    **{"legend.edgecolor": "none", "legend.labelcolor": _INK},
+}
 _COLOURS = ("#d9480f", "#2b6cb0", "#2f9e44", "#9c6ade", "#b08900", "#0b7285", "#c2255c", "#495057")  # TEPO is always the first
-_BASELINES = ("tepo", "grpo", "dapo", "gspo", "luspo", "cispo")
-_ABLATIONS = ("tepo", "no-mask", "no-likelihood", "neither", "tepo-covariance", "tepo-first-order", "sequence-mean", "constant")
+_COLUMNS = {
+    "what it is compared with": ("tepo", "grpo", "dapo", "gspo", "luspo", "cispo"),
+    "its parts": (
+        *("tepo", "no-mask", "no-likelihood", "neither", "tepo-covariance", "tepo-first-order", "sequence-mean", "constant"),
+    ),
+}
 _SMOOTHED = 5
 
 
 def _mean_curve(runs: Sequence[Sequence[tuple[int, float]]], window: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Steps [N], and [3, N] with mean, minimum and maximum, smoothed by a centred mean over ``window`` points."""
-    common = sorted(set.intersection(*(({step for step, _ in run}) for run in runs))) if runs else []
+    common = sorted(set.intersection(*(set(dict(run)) for run in runs))) if runs else []
     if not common:
         return np.empty(0), np.empty((3, 0))
     values = np.array([[dict(run)[step] for step in common] for run in runs])
@@ -101,46 +117,36 @@ def _mean_curve(runs: Sequence[Sequence[tuple[int, float]]], window: int = 1) ->
     return np.array(common), np.stack([smooth.mean(0), smooth.min(0), smooth.max(0)])
 
 
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    layout = ConstrainedLayoutEngine(w_pad=0.10, h_pad=0.08, hspace=0.03, wspace=0.03)
-    figure = Figure(figsize=(width, height), dpi=110, layout=layout, facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def frontier(evidence: Evidence, key: Key) -> np.ndarray:
     """[N, 2]: entropy and greedy accuracy at each evaluated step, smoothed as in the curves and averaged over seeds."""
-    entropies, accuracies = (
-        _mean_curve([curve for rows in evidence.rows(key) if (curve := points(rows, column))], _SMOOTHED)
-        for column in ("entropy/mean", "accuracy/greedy")
+    entropy, accuracy = (
+        dict(zip(steps.tolist(), values[0], strict=True))
+        for steps, values in (
+            _mean_curve(evidence.curves(key, name), _SMOOTHED) for name in ("entropy/mean", "accuracy/greedy")
+        )
     )
-    steps = [step for step in accuracies[0] if step in entropies[0]]
-    rows = [[values[0][list(known).index(step)] for known, values in (entropies, accuracies)] for step in steps]
-    return np.array(rows).reshape(-1, 2)
+    return np.array([(entropy[step], accuracy[step]) for step in accuracy if step in entropy]).reshape(-1, 2)
 
 
 def _grid(evidence: Evidence, label: str, below: str, draw: Callable[[Axes, str, str, str], None]) -> Figure:
     """A row for each learning rate. ``draw``: axes, objective, rate, colour."""
-    figure = _figure(12.0, 3.9 * len(evidence.rates))
-    for row, rate in enumerate(evidence.rates):
-        for column, (title, objectives) in enumerate((("what it is compared with", _BASELINES), ("its parts", _ABLATIONS))):
-            axes = figure.add_subplot(len(evidence.rates), 2, 2 * row + column + 1)
-            _plain(axes, f"TEPO and {title}, lr {evidence.rate(rate)}", label)
-            axes.set_xlabel(below, fontsize=10, color=_INK)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.0, 3.9 * len(evidence.rates)))
+    grid = figure.subplots(len(evidence.rates), len(_COLUMNS), squeeze=False)
+    for row, rate in zip(grid, evidence.rates, strict=True):
+        for axes, (title, objectives) in zip(row, _COLUMNS.items(), strict=True):
+            axes.set(title=f"TEPO and {title}, lr {evidence.rate(rate)}", ylabel=label, xlabel=below)
             for name, colour in zip(objectives, _COLOURS, strict=False):
                 draw(axes, name, rate, colour)
             if axes.get_legend_handles_labels()[0]:
-                axes.legend(fontsize=8.5, framealpha=0.85, edgecolor="none", labelcolor=_INK, ncols=2)
+                axes.legend(ncols=2)
     return figure
 
 
 def _curves(evidence: Evidence, picture: _Picture) -> Figure:
     def curve(axes: Axes, name: str, rate: str, colour: str) -> None:
-        runs = [run for rows in evidence.rows((name, rate)) if (run := points(rows, picture.column))]
+        runs = evidence.curves((name, rate), picture.column)
         steps, values = _mean_curve(runs, _SMOOTHED if picture.smooth else 1)
         if not steps.size:
             return
@@ -171,37 +177,24 @@ def _frontiers(evidence: Evidence, picture: _Picture) -> Figure:
 
 
 def _times(evidence: Evidence, picture: _Picture) -> Figure:
-    figures = Figures(evidence)
+    from matplotlib.figure import Figure
+
     objectives = [item for item in evidence.objectives if item != BASELINE and evidence.seeds((item,))]
-    figure = _figure(8.0, 1.2 + 0.6 * max(1, len(objectives)))
-    axes = figure.add_subplot(1, 1, 1)
-    _plain(axes, "Time of a step, as a ratio to GRPO's with the same seed", picture.label)
+    figure = Figure(figsize=(8.0, 1.2 + 0.6 * max(1, len(objectives))))
+    axes = figure.subplots()
     axes.axvline(1.0, color=_INK, linewidth=1)
     for index, name in enumerate(objectives):
-        other = figures.of("step", (BASELINE,))
-        ratios = [value / other[s] for s, value in figures.of("step", (name,)).items() if value and other.get(s)]  # type: ignore[operator]
-        result = figures.against("step", (name,), (BASELINE,))
+        other = evidence.values("step", (BASELINE,))
+        ratios = [value / other[s] for s, value in evidence.values("step", (name,)).items() if value and other.get(s)]  # type: ignore[operator]
+        result = evidence.against("step", (name,), (BASELINE,))
         axes.plot(ratios, [index + 0.14] * len(ratios), "o", color=_COLOURS[1], markersize=5, alpha=0.6)
         if not math.isnan(result.low):
             axes.plot([result.low, result.high], [index - 0.1] * 2, color=_COLOURS[0], linewidth=2)
         axes.plot([result.mean], [index - 0.1], "s", color=_COLOURS[0], markersize=7)
     axes.set_yticks(range(len(objectives)), objectives)
-    axes.set_ylim(len(objectives) - 0.5, -0.5)
-    label = f"{FIGURES['step'].name}, ratio: seeds (round), mean and its 95 % interval (square)"
-    axes.set_xlabel(label, fontsize=10, color=_INK)
+    axes.set(title="Time of a step, as a ratio to GRPO's with the same seed", ylim=(len(objectives) - 0.5, -0.5))
+    axes.set_xlabel(f"{FIGURES['step'].name}, ratio: seeds (round), mean and its 95 % interval (square)")
     return figure
-
-
-def _plain(axes: Axes, title: str, label: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11, color=_INK, pad=8)
-    axes.set_ylabel(label, fontsize=10, color=_INK)
-    axes.grid(True, color=_FAINT, linewidth=0.7, alpha=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#aab4be")
-    axes.tick_params(colors="#52606d", labelsize=9, length=3)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import datetime
-import functools
 import itertools
 import json
 import math
@@ -50,23 +49,21 @@ class Evidence:
         if head is None:
             return cls(sweep, {})
         paths = {key: results / f"{'-'.join(key)}.csv" for key in map(_key_of, runs_of(sweep))}
-        runs = {key: _from_csv(path.read_text(encoding="utf-8")) for key, path in paths.items() if path.is_file()}
+        runs = {key: _read_csv(path) for key, path in paths.items() if path.is_file()}
         machines = {name: machine for machine, names in head["machines"].items() for name in names}
         return cls(sweep, runs, head["dates"], machines)
 
     @classmethod
     def collect(cls, file: Path, folder: Path, results: Path) -> int:
         """Adds finished runs to ``results`` and counts them. Raises ValueError for other settings, or if rows lack steps."""
-        evidence = cls.read(file, results)
-        sweep, runs = evidence.sweep, dict(evidence.runs)
+        evidence, head = cls.read(file, results), _read_head(results)
+        sweep, runs, dates, machines = evidence.sweep, dict(evidence.runs), dict(evidence.dates), dict(evidence.machines)
         volatile = ("seed=", "output=")  # all other settings must be equal for the seeds of one combination
         settings = {
             "-".join(_key_of(run)): [item for item in run.overrides if not item.startswith(volatile)] for run in runs_of(sweep)
         }
-        head = _read_head(results)
         if head and head["settings"] != settings:
             raise ValueError(f"{results} holds runs of other settings than {file} has; remove that folder to start again")
-        dates, machines = dict(evidence.dates), dict(evidence.machines)
         versions = {name: version(name) for name in ("torch", "megatron-core", "tepo-megatron")}
         versions["python"] = platform.python_version()
         here = ", ".join([describe_machine().partition(", load")[0], *(f"{name} {value}" for name, value in versions.items())])
@@ -80,13 +77,12 @@ class Evidence:
             if [row["step"] for row in rows] != list(range(len(rows))) or len(rows) < 2:
                 raise ValueError(f"{source}: its rows are not those of the steps from 0 on; remove the run and repeat it")
             runs[_key_of(run)] = {**runs.get(_key_of(run), {}), run.seed: rows}
-            finished = datetime.datetime.fromtimestamp(source.stat().st_mtime, datetime.UTC)
-            date = finished.isoformat(timespec="minutes").removesuffix("+00:00") + "Z"
+            date = f"{datetime.datetime.fromtimestamp(source.stat().st_mtime, datetime.UTC):%Y-%m-%dT%H:%MZ}"
             if dates.get(run.name) != date:  # else it was collected earlier, on the machine where it ran
                 dates[run.name], machines[run.name] = date, here
         results.mkdir(parents=True, exist_ok=True)
         for key, of_key in runs.items():
-            (results / f"{'-'.join(key)}.csv").write_text(_as_csv(of_key), encoding="utf-8")
+            _write_csv(results / f"{'-'.join(key)}.csv", of_key)
         named: dict[str, list[str]] = {}
         for name, machine in sorted(machines.items()):
             named.setdefault(machine, []).append(name)
@@ -109,12 +105,31 @@ class Evidence:
     def seeds(self, key: Key) -> list[int]:
         return [seed for seed in self.sweep.seeds if seed in self.runs.get(key, {})]
 
-    def rows(self, key: Key) -> list[_Rows]:
-        return [self.runs[key][seed] for seed in self.seeds(key)]
+    def curves(self, key: Key, name: str) -> list[list[tuple[int, float]]]:
+        """(step, value) of each seed that has any."""
+        curves = (points(self.runs[key][seed], name) for seed in self.seeds(key))
+        return [curve for curve in curves if curve]
 
     def rate(self, name: str) -> str:
         settings = self.sweep.axes["lr"][name]
         return settings[0].partition("=")[2] if settings else name
+
+    def values(self, name: str, key: Key) -> dict[int, float | None]:
+        """A figure of FIGURES by seed."""
+        return {seed: FIGURES[name].of(self.runs[key][seed]) for seed in self.seeds(key)}
+
+    def cell(self, name: str, key: Key) -> str:
+        values = self.values(name, key)
+        known = [value for value in values.values() if value is not None]
+        text = Estimate.of(known).text(FIGURES[name])
+        if len(known) == len(values):
+            return text
+        return f"{text} [{len(known)} of {len(values)}]" if known else "never" if FIGURES[name].reached else "–"
+
+    def against(self, name: str, one: Key, other: Key) -> Estimate:
+        mine, theirs = self.values(name, one), self.values(name, other)
+        budget = float(max((rows[-1]["step"] for runs in self.runs.values() for rows in runs.values()), default=0))
+        return Estimate.paired(FIGURES[name], [(mine[seed], theirs[seed]) for seed in mine if seed in theirs], budget)
 
 
 def _key_of(run: SweepRun) -> Key:
@@ -126,27 +141,24 @@ def _read_head(results: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def _as_csv(runs: Mapping[int, _Rows]) -> str:
-    used = [name for name in COLUMNS if any(name in row for rows in runs.values() for row in rows)]
-    text = StringIO(newline="")
-    out = csv.writer(text, lineterminator="\n")
-    out.writerow(["seed", "step", *used])
-    for seed in sorted(runs):
-        for row in runs[seed]:
-            out.writerow([seed, row["step"], *(f"{row[name]:.6g}" if name in row else "" for name in used)])
-    return text.getvalue()
-
-
-def _from_csv(text: str) -> dict[int, _Rows]:
-    result: dict[int, list[Mapping[str, float]]] = {}
-    for line in csv.DictReader(StringIO(text)):
-        seed = int(line.pop("seed"))
+def _read_csv(path: Path) -> Mapping[int, _Rows]:
+    runs: dict[int, list[Mapping[str, float]]] = {}
+    for line in csv.DictReader(StringIO(path.read_text(encoding="utf-8"))):
         row = {name: int(value) if name == "step" else float(value) for name, value in line.items() if value}
-        result.setdefault(seed, []).append(row)
-    return dict(result)
+        runs.setdefault(int(row.pop("seed")), []).append(row)
+    return dict(runs)
 
 
-def _values(rows: _Rows, name: str) -> list[float]:
+def _write_csv(path: Path, runs: Mapping[int, _Rows]) -> None:
+    used = [name for name in COLUMNS if any(name in row for rows in runs.values() for row in rows)]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow(["seed", "step", *used])
+        for seed, rows in sorted(runs.items()):
+            out.writerows([seed, row["step"], *(f"{row[name]:.6g}" if name in row else "" for name in used)] for row in rows)
+
+
+def _column(rows: _Rows, name: str) -> list[float]:
     return [row[name] for row in rows if name in row]
 
 
@@ -177,7 +189,7 @@ def _largest_fall(values: Sequence[float], window: int = 3) -> float | None:
 
 
 def _largest_gradient(rows: _Rows) -> float | None:
-    norms = _values(rows, "grad_norm")
+    norms = _column(rows, "grad_norm")
     return max(norms) / statistics.median(norms) if norms else None
 
 
@@ -211,7 +223,7 @@ def _percent(name: str, of: Callable[[_Rows], float | None], digits: int = 1) ->
 
 def _mean_of(column: str, last: int = 0) -> Callable[[_Rows], float | None]:
     """Of the ``last`` values, or of all."""
-    return lambda rows: _mean(_values(rows, column)[-last:])
+    return lambda rows: _mean(_column(rows, column)[-last:])
 
 
 def _seconds(name: str, column: str, digits: int) -> _Figure:
@@ -243,8 +255,8 @@ FIGURES: Mapping[str, _Figure] = {
     "mask": _percent("chosen tokens", _mean_of("mask/fraction")),
     "kl": _Figure("KL, 10⁻³", _mean_of("kl/mean"), digits=2, scale=1e3, ratio=True),
     "clipped": _percent("clipped tokens", _clipped),
-    "jitter": _Figure("reward's jitter", lambda rows: _jitter(_values(rows, "reward/mean")), digits=4, ratio=True),
-    "fall": _percent("largest fall of greedy", lambda rows: _largest_fall(_values(rows, "accuracy/greedy")), digits=2),
+    "jitter": _Figure("reward's jitter", lambda rows: _jitter(_column(rows, "reward/mean")), digits=4, ratio=True),
+    "fall": _percent("largest fall of greedy", lambda rows: _largest_fall(_column(rows, "accuracy/greedy")), digits=2),
     "step": _seconds("s a step", "time/step", 2),
     "rollout": _seconds("rollout, s", "time/rollout", 2),
     "score": _seconds("score, s", "time/score", 3),
@@ -315,25 +327,3 @@ def _student(t: float, freedom: int) -> float:
         term *= math.cos(angle) ** 2 * (2 * index + 1 + odd) / (2 * index + 2 + odd)
     inside = math.sin(angle) * total
     return max(0.0, 1 - (2 / math.pi * (angle + inside) if odd else inside))
-
-
-class Figures:
-    def __init__(self, evidence: Evidence) -> None:
-        self.evidence = evidence
-        self._budget = float(max((rows[-1]["step"] for runs in evidence.runs.values() for rows in runs.values()), default=0))
-        self.of = functools.cache(self._of)
-
-    def _of(self, name: str, key: Key) -> Mapping[int, float | None]:
-        return {seed: FIGURES[name].of(self.evidence.runs[key][seed]) for seed in self.evidence.seeds(key)}
-
-    def cell(self, name: str, key: Key) -> str:
-        values = self.of(name, key)
-        known = [value for value in values.values() if value is not None]
-        text = Estimate.of(known).text(FIGURES[name])
-        if len(known) == len(values):
-            return text
-        return f"{text} [{len(known)} of {len(values)}]" if known else "never" if FIGURES[name].reached else "–"
-
-    def against(self, name: str, one: Key, other: Key) -> Estimate:
-        mine, theirs = self.of(name, one), self.of(name, other)
-        return Estimate.paired(FIGURES[name], [(mine[seed], theirs[seed]) for seed in mine if seed in theirs], self._budget)

@@ -10,36 +10,21 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tepo_megatron.tools.bench.evidence_figures import FIGURES, Estimate, Evidence, Figures
+from tepo_megatron.tools.bench.evidence_figures import FIGURES, Estimate, Evidence
 from tepo_megatron.tools.results import markdown
 
-BEST = "best of each"  # each objective's learning rate with the largest area under the greedy curve
+_BEST = "best of each"  # each objective's learning rate with the largest area under the greedy curve
 BASELINE = "grpo"
 NOT_HALF = "not half; undecided whether faster"
 
-Verdict = Callable[[Estimate, float], str]
-
-
-def _half_the_time(result: Estimate, nothing: float) -> str:
-    bound = f" (at least: the other never got there in {result.at_most})" if result.at_most else ""
-    if result.high < nothing and result.low > 0.5:
-        return "faster, by less than half" + bound
-    if result.high < nothing:
-        return "holds" if result.high <= 0.5 else "faster; half is within the interval" + bound
-    if result.low > nothing:
-        return "the opposite"
-    return NOT_HALF if result.low > 0.5 else "undecided"
-
-
-def _sides(above: str, below: str, neither: str = "undecided") -> Verdict:
-    return lambda result, nothing: above if result.low > nothing else below if result.high < nothing else neither
-
-
-_more, _less = _sides("holds", "the opposite"), _sides("the opposite", "holds")
-_difference = _sides("more", "less", "no difference seen")
+_Words = tuple[str, str, str]  # of an interval above no effect, below it, and around it
+_HALF: _Words = ("the opposite", "faster", "undecided")
+_MORE: _Words = ("holds", "the opposite", "undecided")
+_LESS: _Words = ("the opposite", "holds", "undecided")
+_DIFFERENCE: _Words = ("more", "less", "no difference seen")
 _FEWEST_PAIRS = 3  # two differences of a discrete figure are often equal: a point as interval
 
 
@@ -50,40 +35,52 @@ class _Claim:
     said: str
     figure: str
     others: tuple[str, ...]
-    verdict: Verdict
+    words: _Words
 
     @property
     def edges(self) -> tuple[float, ...]:
         """Values that a verdict compares the interval with."""
-        return (0.5, 1.0) if self.verdict is _half_the_time else (FIGURES[self.figure].no_effect,)
+        return (0.5, 1.0) if self.words is _HALF else (FIGURES[self.figure].no_effect,)
 
     def judge(self, result: Estimate) -> str:
-        """None if a ratio that is a bound could change the verdict."""
+        """Undecided if a ratio that is a bound could change the verdict."""
         if result.seeds < _FEWEST_PAIRS or math.isnan(result.low):
             return "too few for a verdict"
-        verdict = self.verdict(result, FIGURES[self.figure].no_effect)
+        nothing = self.edges[-1]
+        verdict = self.words[0 if result.low > nothing else 1 if result.high < nothing else 2]
+        if self.words is _HALF:
+            verdict = self._of_half(verdict, result)
         if result.at_least and verdict not in ("undecided", "the opposite", NOT_HALF):
             return f"undecided: TEPO never got there in {result.at_least}"
         if result.at_most and verdict in ("the opposite", NOT_HALF):
             return f"undecided: the other never got there in {result.at_most}"
         return verdict
 
+    def _of_half(self, verdict: str, result: Estimate) -> str:
+        bound = f" (at least: the other never got there in {result.at_most})" if result.at_most else ""
+        if verdict == "faster" and result.high <= 0.5:
+            return "holds"
+        if verdict == "faster":
+            return ("faster, by less than half" if result.low > 0.5 else "faster; half is within the interval") + bound
+        return NOT_HALF if verdict == "undecided" and result.low > 0.5 else verdict
+
 
 CLAIMS = (
-    _Claim("convergence in half the time of GRPO and DAPO (P2)", "80", ("grpo", "dapo"), _half_the_time),
-    _Claim("convergence in half the time of GRPO and DAPO (P2)", "90", ("grpo", "dapo"), _half_the_time),
-    _Claim("higher accuracy than GRPO (P1: +1.74 points)", "avg", ("grpo", "dapo", "gspo"), _more),
-    _Claim("steadier rewards (P2)", "jitter", ("grpo", "neither"), _less),
-    _Claim("steadier rewards (P2)", "fall", ("grpo", "dapo"), _less),
-    _Claim("higher gradient norms (P2)", "gradient", ("grpo", "dapo"), _more),
-    _Claim("no collapse of the entropy (P2)", "entropy", ("grpo", "dapo"), _more),
-    _Claim("no collapse of the entropy (P2)", "entropy90", ("grpo", "dapo"), _more),
-    _Claim("asked by reviewers: what the mask alone does", "area", ("no-mask",), _difference),
-    _Claim("asked by reviewers: what the mask alone does", "entropy", ("no-mask",), _difference),
-    _Claim("asked by reviewers: what the likelihood alone does", "area", ("no-likelihood",), _difference),
-    _Claim("asked by reviewers: beside GSPO, whose ratio it has", "area", ("gspo",), _difference),
+    _Claim("convergence in half the time of GRPO and DAPO (P2)", "80", ("grpo", "dapo"), _HALF),
+    _Claim("convergence in half the time of GRPO and DAPO (P2)", "90", ("grpo", "dapo"), _HALF),
+    _Claim("higher accuracy than GRPO (P1: +1.74 points)", "avg", ("grpo", "dapo", "gspo"), _MORE),
+    _Claim("steadier rewards (P2)", "jitter", ("grpo", "neither"), _LESS),
+    _Claim("steadier rewards (P2)", "fall", ("grpo", "dapo"), _LESS),
+    _Claim("higher gradient norms (P2)", "gradient", ("grpo", "dapo"), _MORE),
+    _Claim("no collapse of the entropy (P2)", "entropy", ("grpo", "dapo"), _MORE),
+    _Claim("no collapse of the entropy (P2)", "entropy90", ("grpo", "dapo"), _MORE),
+    _Claim("asked by reviewers: what the mask alone does", "area", ("no-mask",), _DIFFERENCE),
+    _Claim("asked by reviewers: what the mask alone does", "entropy", ("no-mask",), _DIFFERENCE),
+    _Claim("asked by reviewers: what the likelihood alone does", "area", ("no-likelihood",), _DIFFERENCE),
+    _Claim("asked by reviewers: beside GSPO, whose ratio it has", "area", ("gspo",), _DIFFERENCE),
 )
 _VERDICTS = ("holds", "faster", NOT_HALF, "undecided", "the opposite", "too few")
+_LEVEL = 0.05
 
 
 def holm(values: Sequence[float]) -> list[float]:
@@ -96,21 +93,15 @@ def holm(values: Sequence[float]) -> list[float]:
     return result
 
 
-_LEVEL = 0.05
-
-
 def corrected(comparisons: Sequence[tuple[_Claim, Estimate]]) -> list[str]:
     """Verdicts with Holm's correction over all edges of all comparisons."""
-    tests = [
-        (number, edge)
+    tests = {
+        (number, edge): result.p_value(edge, ratio=FIGURES[claim.figure].ratio)
         for number, (claim, result) in enumerate(comparisons)
         if not claim.judge(result).startswith("too few")
         for edge in claim.edges
-    ]
-    values = [
-        comparisons[number][1].p_value(edge, ratio=FIGURES[comparisons[number][0].figure].ratio) for number, edge in tests
-    ]
-    rejected = {test for test, value in zip(tests, holm(values), strict=True) if value <= _LEVEL}
+    }
+    rejected = {test for test, value in zip(tests, holm([*tests.values()]), strict=True) if value <= _LEVEL}
     verdicts = []
     for number, (claim, result) in enumerate(comparisons):
         if (number, claim.edges[0]) in tests:
@@ -123,33 +114,30 @@ def corrected(comparisons: Sequence[tuple[_Claim, Estimate]]) -> list[str]:
 
 
 def make_tables(tiny: Evidence, second: Evidence, overhead: Evidence) -> dict[str, str]:
-    figures = Figures(tiny)
-    result = {"state": _state({"tiny": tiny, "stack_machine": second, "overhead": overhead}), **comparison(figures)}
+    result = {"state": _state({"tiny": tiny, "stack_machine": second, "overhead": overhead}), **comparison(tiny)}
     for rate in tiny.rates:
-        result[f"against-{rate}"] = _against(figures, rate)
-        result[f"dynamics-{rate}"] = _by_objective(figures, rate, _DYNAMICS)
-    result["overhead"] = _overhead(Figures(overhead))
-    result["time"] = _by_objective(figures, tiny.rates[0], _TIMES)
-    return result | {f"second-{name}": table for name, table in comparison(Figures(second)).items()}
+        result[f"against-{rate}"] = _against(tiny, rate)
+        result[f"dynamics-{rate}"] = _by_objective(tiny, _DYNAMICS, rate)
+    result["overhead"] = _by_objective(overhead, ("score", "update", "rollout", "step"), ratio=True)
+    result["time"] = _by_objective(tiny, ("rollout", "score", "update", "step", "drawn"), tiny.rates[0])
+    return result | {f"second-{name}": table for name, table in comparison(second).items()}
 
 
 _LEARNING = ("70", "80", "90", "area", "greedy", "avg", "pass4", "pass16")
 _DYNAMICS = ("entropy", "entropy90", "masked", "unmasked", "mask", "kl", "gradient", "spike", "clipped", "jitter", "fall")
 _COMPARED = ("80", "90", "area", "greedy", "avg", "entropy", "gradient")
-_TIMES = ("rollout", "score", "update", "step", "drawn")
-_OVERHEAD = ("score", "update", "rollout", "step")
 
 
-def comparison(figures: Figures) -> dict[str, str]:
-    learning = {f"learning-{rate}": _by_objective(figures, rate, _LEARNING) for rate in figures.evidence.rates}
-    return {"summary": _summary(figures), "claims": _claims(figures), **learning, "parts": _parts(figures)}
+def comparison(evidence: Evidence) -> dict[str, str]:
+    learning = {f"learning-{rate}": _by_objective(evidence, _LEARNING, rate) for rate in evidence.rates}
+    return {"summary": _summary(evidence), "claims": _claims(evidence), **learning, "parts": _parts(evidence)}
 
 
-def _summary(figures: Figures) -> str:
+def _summary(evidence: Evidence) -> str:
     counts: dict[str, Counter[str]] = {}
-    for claim in [item for item in CLAIMS if item.verdict is not _difference]:
-        for other, rate in itertools.product(claim.others, figures.evidence.rates):
-            result = figures.against(claim.figure, ("tepo", rate), (other, rate))
+    for claim in [item for item in CLAIMS if item.words is not _DIFFERENCE]:
+        for other, rate in itertools.product(claim.others, evidence.rates):
+            result = evidence.against(claim.figure, ("tepo", rate), (other, rate))
             if result.seeds:
                 verdict = claim.judge(result)
                 counts.setdefault(claim.said, Counter())[next(item for item in _VERDICTS if verdict.startswith(item))] += 1
@@ -158,44 +146,35 @@ def _summary(figures: Figures) -> str:
     return _table(["claim", "comparisons", *used], rows)
 
 
-def _claims(figures: Figures) -> str:
-    rates = figures.evidence.rates
+def _claims(evidence: Evidence) -> str:
     rows, best = [], []
-    for claim, other in [(item, other) for item in CLAIMS for other in item.others]:
-        compared = {rate: _compared(figures, claim, other, rate) for rate in (*rates, BEST)}
-        if any(compared.values()):
-            figure, cells = FIGURES[claim.figure], (_claim_cell(claim, rate, result) for rate, result in compared.items())
+    for claim, other in ((item, other) for item in CLAIMS for other in item.others):
+        cells, result = ["–"] * (len(evidence.rates) + 1), None
+        figure = FIGURES[claim.figure]
+        for index, rate in enumerate([*evidence.rates, None]):
+            mine, theirs = (rate or _best_rate(evidence, item) for item in ("tepo", other))
+            if mine is None or theirs is None:
+                continue
+            compared = evidence.against(claim.figure, ("tepo", mine), (other, theirs))
+            if compared.seeds:
+                place = "" if rate else f"{evidence.rate(mine)} beside {evidence.rate(theirs)}: "
+                pairs = f"{compared.seeds} {'pair' if compared.seeds == 1 else 'pairs'}"
+                cells[index] = f"{place}{compared.text(figure, ratio=figure.ratio)}, {pairs}: **{claim.judge(compared)}**"
+                result = compared if rate is None else None
+        if set(cells) != {"–"}:
             rows.append([claim.said, f"{figure.name}, {'ratio' if figure.ratio else 'difference'}", other, *cells])
-            best.append((claim, compared[BEST]))
-    verdicts = iter(corrected([(claim, result[0]) for claim, result in best if result]))
+            best.append((claim, result))
+    verdicts = iter(corrected([(claim, result) for claim, result in best if result]))
     rows = [[*row, f"**{next(verdicts)}**" if result else "–"] for row, (_, result) in zip(rows, best, strict=True)]
-    heads = [f"lr {figures.evidence.rate(rate)}" for rate in rates]
-    columns = ["claim", "figure", "beside", *heads, BEST, f"{BEST}, after Holm's correction"]
+    heads = [f"lr {evidence.rate(rate)}" for rate in evidence.rates]
+    columns = ["claim", "figure", "beside", *heads, _BEST, f"{_BEST}, after Holm's correction"]
     return markdown(columns, rows) if rows else _NOT_RUN
 
 
-def _compared(figures: Figures, claim: _Claim, other: str, rate: str) -> tuple[Estimate, str] | None:
-    """With TEPO's and the other's learning rate, as text."""
-    mine, theirs = (_best_rate(figures, item) if rate == BEST else rate for item in ("tepo", other))
-    if mine is None or theirs is None:
-        return None
-    result = figures.against(claim.figure, ("tepo", mine), (other, theirs))
-    return (result, f"{figures.evidence.rate(mine)} beside {figures.evidence.rate(theirs)}") if result.seeds else None
-
-
-def _claim_cell(claim: _Claim, rate: str, compared: tuple[Estimate, str] | None) -> str:
-    if compared is None:
-        return "–"
-    result, which = compared
-    figure, pairs = FIGURES[claim.figure], f"{result.seeds} {'pair' if result.seeds == 1 else 'pairs'}"
-    place = f"{which}: " if rate == BEST else ""
-    return f"{place}{result.text(figure, ratio=figure.ratio)}, {pairs}: **{claim.judge(result)}**"
-
-
-def _best_rate(figures: Figures, objective: str) -> str | None:
+def _best_rate(evidence: Evidence, objective: str) -> str | None:
     """None if the rates do not have equally many runs."""
-    rates = figures.evidence.rates
-    areas = {rate: [area for area in figures.of("area", (objective, rate)).values() if area is not None] for rate in rates}
+    rates = evidence.rates
+    areas = {rate: [area for area in evidence.values("area", (objective, rate)).values() if area is not None] for rate in rates}
     if len({len(item) for item in areas.values()}) != 1 or not all(areas.values()):
         return None
     return max(rates, key=lambda item: statistics.fmean(areas[item]))
@@ -205,73 +184,69 @@ def _state(sweeps: Mapping[str, Evidence]) -> str:
     parts, counts = [], []
     for name, evidence in sweeps.items():
         keys, seeds = evidence.keys, len(evidence.sweep.seeds)
-        done, of = sum(len(evidence.seeds(key)) for key in keys), len(keys) * seeds
+        count = {key: len(evidence.seeds(key)) for key in keys}
+        done, of = sum(count.values()), len(keys) * seeds
         missing = "all are done" if done == of else f"**{of - done} are missing**, and the same commands go on with them"
         when = f" Ended from {min(evidence.dates.values())} to {max(evidence.dates.values())}." if evidence.dates else ""
         machines = Counter(evidence.machines.values())
-        counted = (f"{machine} ({count} runs)" if len(machines) > 1 else machine for machine, count in machines.most_common())
+        counted = (f"{machine} ({runs} runs)" if len(machines) > 1 else machine for machine, runs in machines.most_common())
         where = f" Collected on {'; '.join(counted)}." if machines else ""
         listed = ", ".join(map(str, evidence.sweep.seeds))
         parts.append(f"`examples/evidence/{name}.yaml`: {done} of {of} runs, seeds {listed}; {missing}.{when}{where}\n")
-        if done < of:
-            counts += [[name, objective, _done(evidence, objective)] for objective in dict.fromkeys(key[0] for key in keys)]
+        for objective in dict.fromkeys(key[0] for key in keys) if done < of else ():
+            of_rates = [
+                "".join([*(f"lr {evidence.rate(rate)}: " for rate in key[1:]), f"{count[key]} of {seeds}"])
+                for key in keys
+                if key[0] == objective
+            ]
+            counts.append([name, objective, ", ".join(of_rates)])
     if counts:
         parts.append(markdown(["sweep", "objective", "seeds done"], counts))
     return "\n".join(parts)
 
 
-def _done(evidence: Evidence, objective: str) -> str:
-    seeds = len(evidence.sweep.seeds)
-    done = {key: f"{len(evidence.seeds(key))} of {seeds}" for key in evidence.keys if key[0] == objective}
-    return ", ".join(f"lr {evidence.rate(key[1])}: {text}" if key[1:] else text for key, text in done.items())
-
-
-def _by_objective(figures: Figures, rate: str, names: Sequence[str]) -> str:
-    keys = ((objective, rate) for objective in figures.evidence.objectives)
-    known = [(key, len(seeds)) for key in keys if (seeds := figures.evidence.seeds(key))]
-    rows = [[key[0], str(count), *(figures.cell(name, key) for name in names)] for key, count in known]
-    return _table(["objective", "seeds", *(FIGURES[name].name for name in names)], rows)
-
-
-def _against(figures: Figures, rate: str) -> str:
+def _by_objective(evidence: Evidence, names: Sequence[str], *rate: str, ratio: bool = False) -> str:
     rows = []
-    for objective in figures.evidence.objectives:
-        result = [figures.against(name, (objective, rate), (BASELINE, rate)) for name in _COMPARED]
-        if objective != BASELINE and any(item.seeds for item in result):
-            cells = [item.text(FIGURES[name], ratio=FIGURES[name].ratio) for name, item in zip(_COMPARED, result, strict=True)]
-            rows.append([objective, str(max(item.seeds for item in result)), *cells])
-    heads = [f"{FIGURES[name].name}{', ratio' if FIGURES[name].ratio else ', difference'}" for name in _COMPARED]
+    for key in ((objective, *rate) for objective in evidence.objectives if evidence.seeds((objective, *rate))):
+        cells = [evidence.cell(name, key) for name in names]
+        if ratio:
+            compared = evidence.against("step", key, (BASELINE, *rate)).text(FIGURES["step"], ratio=True)
+            cells.append("1" if key[0] == BASELINE else compared)
+        rows.append([key[0], str(len(evidence.seeds(key))), *cells])
+    return _table(["objective", "seeds", *(FIGURES[name].name for name in names), *["step, ratio to GRPO's"] * ratio], rows)
+
+
+def _against(evidence: Evidence, rate: str) -> str:
+    rows = []
+    figures = [FIGURES[name] for name in _COMPARED]
+    for objective in (item for item in evidence.objectives if item != BASELINE):
+        result = [evidence.against(name, (objective, rate), (BASELINE, rate)) for name in _COMPARED]
+        if most := max(item.seeds for item in result):
+            cells = (item.text(figure, ratio=figure.ratio) for figure, item in zip(figures, result, strict=True))
+            rows.append([objective, str(most), *cells])
+    heads = [f"{figure.name}, {'ratio' if figure.ratio else 'difference'}" for figure in figures]
     return _table(["beside GRPO", "pairs", *heads], rows)
 
 
-def _parts(figures: Figures) -> str:
-    corners = ("tepo", "no-mask", "no-likelihood", "neither")
+def _parts(evidence: Evidence) -> str:
     rows = []
-    for rate, name in itertools.product(figures.evidence.rates, ("area", "greedy", "avg", "entropy")):
-        values = [figures.of(name, (objective, rate)) for objective in corners]
-        known = [[item.get(seed) for item in values] for seed in figures.evidence.sweep.seeds]
+    for rate, name in itertools.product(evidence.rates, ("area", "greedy", "avg", "entropy")):
+        values = [evidence.values(name, (objective, rate)) for objective in ("tepo", "no-mask", "no-likelihood", "neither")]
+        known = [[item.get(seed) for item in values] for seed in evidence.sweep.seeds]
         complete = [[value for value in item if value is not None] for item in known if None not in item]
         if complete:
             cells = [effect.text(FIGURES[name]) for effect in effects(complete)]
-            rows.append([figures.evidence.rate(rate), FIGURES[name].name, str(len(complete)), *cells])
+            rows.append([evidence.rate(rate), FIGURES[name].name, str(len(complete)), *cells])
     return _table(["lr", "figure", "seeds", "of the likelihood", "of the mask", "together, beyond their sum"], rows)
 
 
-def effects(values: Sequence[Sequence[float]]) -> tuple[Estimate, Estimate, Estimate]:
+def effects(values: Sequence[Sequence[float]]) -> list[Estimate]:
     """Of likelihood and mask, and their interaction. Values are with both, likelihood, mask, neither."""
-    first = [(both + likelihood - mask - neither) / 2 for both, likelihood, mask, neither in values]
-    second = [(both + mask - likelihood - neither) / 2 for both, likelihood, mask, neither in values]
-    together = [both - likelihood - mask + neither for both, likelihood, mask, neither in values]
-    return Estimate.of(first), Estimate.of(second), Estimate.of(together)
-
-
-def _overhead(figures: Figures) -> str:
-    rows = []
-    for key in ((objective,) for objective in figures.evidence.objectives if figures.evidence.seeds((objective,))):
-        cells = [figures.cell(name, key) for name in _OVERHEAD]
-        ratio = "1" if key == (BASELINE,) else figures.against("step", key, (BASELINE,)).text(FIGURES["step"], ratio=True)
-        rows.append([key[0], str(len(figures.evidence.seeds(key))), *cells, ratio])
-    return _table(["objective", "seeds", *(FIGURES[name].name for name in _OVERHEAD), "step, ratio to GRPO's"], rows)
+    parts = [
+        ((both + likelihood - mask - neither) / 2, (both + mask - likelihood - neither) / 2, both - likelihood - mask + neither)
+        for both, likelihood, mask, neither in values
+    ]
+    return [Estimate.of(part) for part in zip(*parts, strict=True)]
 
 
 _NOT_RUN = "Not run yet.\n"
