@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import fcntl
 import itertools
 import json
 import os
@@ -11,7 +10,6 @@ import select
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +21,11 @@ from tepo_megatron.tools.results import Table
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _TIMEOUT_S = 300.0
-
-_START = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
-"""The browser reads from file descriptor 3 and writes to 4."""
-
-_LOWEST_FD = 20  # keeps the pipes' own descriptors off 3 and 4
+_START = ("sh", "-c", 'exec "$0" "$@" 3<&0 4>&1 </dev/null >/dev/null 2>&1')  # the browser reads from 3 and writes to 4
+_OPTIONS = (
+    *("--headless=new", "--remote-debugging-pipe", "--disable-gpu", "--hide-scrollbars", "--no-first-run"),
+    *("--disable-extensions", "--disable-background-networking", "--disable-dev-shm-usage"),
+)
 
 
 class _NavigatedError(RuntimeError):
@@ -37,24 +35,41 @@ class _NavigatedError(RuntimeError):
 class Tab:
     """``problems`` collects exceptions, console errors, and violations of the content security policy."""
 
-    def __init__(self, pipes: _Pipes, session: str) -> None:
-        self._pipes, self._session = pipes, session
+    def __init__(self, browser: subprocess.Popen[bytes]) -> None:
+        assert browser.stdin is not None
+        assert browser.stdout is not None
+        self._requests, self._answers = browser.stdin, browser.stdout.fileno()
+        self._numbers, self._buffer = itertools.count(1), b""
         self.problems: list[str] = []
         self.requests: list[str] = []
+        self._session: dict[str, str] = {}
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        number = self._pipes.send(method, params, self._session)
-        while True:
-            message = self._pipes.receive()
-            if message.get("id") == number:
-                if "error" in message and "navigated" in message["error"].get("message", ""):
-                    raise _NavigatedError(f"the page was left before it answered {method}")
-                if "error" in message:
-                    raise RuntimeError(f"the browser refused {method}: {message['error'].get('message')}")
-                return dict(message["result"])
+        number = next(self._numbers)
+        request = {"id": number, "method": method, "params": params, **self._session}
+        self._requests.write(json.dumps(request).encode() + b"\0")
+        self._requests.flush()
+        while (message := self._receive()).get("id") != number:
             self._note(message)
+        if "error" in message and "navigated" in message["error"].get("message", ""):
+            raise _NavigatedError(f"the page was left before it answered {method}")
+        if "error" in message:
+            raise RuntimeError(f"the browser refused {method}: {message['error'].get('message')}")
+        return dict(message["result"])
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._answers], [], [], _TIMEOUT_S)
+            data = os.read(self._answers, 2**20) if ready else b""
+            if not data:
+                raise RuntimeError("Chromium has ended" if ready else f"Chromium said nothing for {_TIMEOUT_S:.0f} s")
+            self._buffer += data
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        return dict(json.loads(message))
 
     def open(self, path: Path, state: str = "") -> None:
         """Waits until the page with ``#state`` is drawn or failed."""
@@ -106,85 +121,21 @@ def chromium() -> Iterator[Tab]:
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
         raise RuntimeError(f"no Chromium is installed (looked for {', '.join(NAMES)}); on Debian: apt-get install chromium")
-    with tempfile.TemporaryDirectory(prefix="tepo-chromium-", ignore_cleanup_errors=True) as profile:
-        pipes = _Pipes()
-        ends = (str(pipes.browser_reads), str(pipes.browser_writes))
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _START, *ends, program, *_options(profile)],
-            pass_fds=(pipes.browser_reads, pipes.browser_writes),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        pipes.close_browser_side()
-        try:
-            target = pipes.ask("Target.createTarget", url="about:blank")["targetId"]
-            yield Tab(pipes, pipes.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"])
-        finally:
-            with suppress(OSError, RuntimeError):
-                pipes.send("Browser.close", {})
-            pipes.close()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _options(profile: str) -> Sequence[str]:
     sandbox = ("--no-sandbox",) if os.geteuid() == 0 else ()  # as root it refuses to start with a sandbox
-    return (
-        *("--headless=new", "--remote-debugging-pipe", f"--user-data-dir={profile}", "--disable-gpu", "--hide-scrollbars"),
-        *("--no-first-run", "--disable-extensions", "--disable-background-networking", "--disable-dev-shm-usage", *sandbox),
-    )
+    with tempfile.TemporaryDirectory(prefix="tepo-chromium-", ignore_cleanup_errors=True) as profile:
+        command = [*_START, program, f"--user-data-dir={profile}", *_OPTIONS, *sandbox]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as browser:
+            try:
+                yield Tab(browser)
+            finally:
+                browser.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    browser.wait(20)
+                browser.kill()
 
 
 def _exception(details: Mapping[str, Any]) -> str:
     return str(details.get("exception", {}).get("description") or details.get("text"))
-
-
-class _Pipes:
-    def __init__(self) -> None:
-        reads, self._out = os.pipe()
-        self._in, writes = os.pipe()
-        self.browser_reads, self.browser_writes = (fcntl.fcntl(item, fcntl.F_DUPFD, _LOWEST_FD) for item in (reads, writes))
-        os.close(reads)
-        os.close(writes)
-        self._numbers = itertools.count(1)
-        self._buffer = b""
-        self._messages: list[dict[str, Any]] = []
-
-    def close_browser_side(self) -> None:
-        os.close(self.browser_reads)
-        os.close(self.browser_writes)
-
-    def close(self) -> None:
-        os.close(self._in)
-        os.close(self._out)
-
-    def send(self, method: str, params: Mapping[str, Any], session: str | None = None) -> int:
-        number = next(self._numbers)
-        message = {"id": number, "method": method, "params": params, **({"sessionId": session} if session else {})}
-        rest = memoryview(json.dumps(message).encode() + b"\0")
-        while rest:
-            rest = rest[os.write(self._out, rest) :]
-        return number
-
-    def ask(self, method: str, **params: Any) -> dict[str, Any]:
-        number = self.send(method, params)
-        while (message := self.receive()).get("id") != number:
-            pass
-        return dict(message["result"])
-
-    def receive(self) -> dict[str, Any]:
-        while not self._messages:
-            ready, _, _ = select.select([self._in], [], [], _TIMEOUT_S)
-            data = os.read(self._in, 2**20) if ready else b""
-            if not data:
-                raise RuntimeError("Chromium has ended" if ready else f"Chromium said nothing for {_TIMEOUT_S:.0f} s")
-            *whole, self._buffer = (self._buffer + data).split(b"\0")
-            self._messages += [json.loads(item) for item in whole]
-        return self._messages.pop(0)
 
 
 _WINDOWS = {"desktop": (1280, 800), "phone": (390, 844)}
