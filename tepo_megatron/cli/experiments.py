@@ -37,8 +37,7 @@ def sweep(
     """
     outlive_readers()
     with user_errors():
-        from tepo_megatron.tools.sweep import SweepResults, read_sweep, runs_of, shard
-        from tepo_megatron.tools.sweep_runner import Sweep, check_runs
+        from tepo_megatron.tools.sweep import Sweep, SweepResults, check_runs, read_sweep, runs_of, shard
 
         grid = read_sweep(file)
         runs = runs_of(grid, output)
@@ -91,16 +90,15 @@ def faults(
 
         folder = output or Path("out") / f"faults-{seed}{'-quick' * quick}"
         record = harness.run(harness.select(only), folder, seed=seed, quick=quick, say=lambda line: echo(line, err=True))
-        summary = harness.Summary(record)
-        tables = {"faults": summary.table(), "silent": summary.silent_table()}
+        tables = {"faults": record.table(), "silent": record.silent_table()}
         if as_json:
-            print_json({name: as_records(*table[:2]) for name, table in tables.items()} | {"lost": summary.lost})
+            print_json({name: as_records(*table[:2]) for name, table in tables.items()} | {"lost": record.lost})
         else:
             for table in tables.values():
                 if table.rows:
                     show_table(*table[:2])
-            for line in summary.lost:
+            for line in record.lost:
                 echo(f"lost: {line}")
         words = ["tepo faults", f"--seed {seed}", *(["--quick"] if quick else []), *([f"--only {only}"] if only else [])]
-        echo(f"wrote {summary.write_markdown(folder / 'faults.md', command=' '.join(words))}", err=as_json)
-    raise typer.Exit(int(bool(summary.lost)))
+        echo(f"wrote {record.write_markdown(folder / 'faults.md', command=' '.join(words))}", err=as_json)
+    raise typer.Exit(int(bool(record.lost)))

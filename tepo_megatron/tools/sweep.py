@@ -1,30 +1,55 @@
-"""The file of a sweep, its runs, and the table of their results."""
+"""A sweep: its file, its runs, the table of their results, and the runner.
+
+The runner skips finished runs, resumes started ones, reports failures and continues.
+"""
 
 from __future__ import annotations
 
 import csv
+import heapq
 import itertools
 import json
 import math
+import os
+import queue
 import re
+import signal
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import yaml
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, ValidationError
 
+from tepo_megatron.config import RunConfig
 from tepo_megatron.config.base import Section
+from tepo_megatron.config.load import ConfigError, load_run
+from tepo_megatron.run.display.figures import duration
 from tepo_megatron.run.metrics import read_metrics
+from tepo_megatron.runtime.job_control import stopped_together
+from tepo_megatron.runtime.machine import available_cores
+from tepo_megatron.runtime.preemption import not_ignored
+from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.tasks.evaluate.estimators import t_975
+from tepo_megatron.tools.report.runs import flat
 from tepo_megatron.tools.results import markdown
 
 _MOST_RUNS = 10_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
-Settings = tuple[str, ...]  # dotted overrides, such as optimizer.lr=5e-5
+_LAST_LINES = 30
+
+_Settings = tuple[str, ...]  # dotted overrides, such as optimizer.lr=5e-5
+_Choice = Annotated[_Settings, BeforeValidator(lambda raw: (raw,) if isinstance(raw, str) else raw)]
+_Row = Mapping[str, Any]
 
 
 class _Reach(Section):
@@ -42,9 +67,9 @@ class SweepFile(Section):
 
     output: Path = Path("out/sweep")  # a folder for each run, and the tables
 
-    overrides: Settings = ()  # of all runs
+    overrides: _Settings = ()  # of all runs
 
-    axes: Mapping[str, Mapping[str, Settings]] = Field(default_factory=dict)
+    axes: Mapping[str, Mapping[str, _Choice]] = Field(default_factory=dict)
     """Axis → choice → its settings, one or a list. Later axes override earlier ones."""
 
     seeds: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] = (0,)  # tables show mean and interval over them
@@ -60,35 +85,20 @@ class SweepFile(Section):
 
     attempts: PositiveInt = 2  # starts of a failing run; each resumes from the newest checkpoint
 
-    @field_validator("axes", mode="before")
-    @classmethod
-    def _one_setting_is_a_list(cls, document: Any) -> Any:
-        if not isinstance(document, Mapping):
-            return document
-        return {
-            axis: {name: (value,) if isinstance(value, str) else value for name, value in choices.items()}
-            if isinstance(choices, Mapping)
-            else choices
-            for axis, choices in document.items()
-        }
-
-    @model_validator(mode="after")
-    def _names_are_parts_of_paths(self) -> SweepFile:
+    def _faults(self) -> Iterator[str]:
         for axis, choices in self.axes.items():
-            for name in (axis, *choices):
-                if not _NAME.fullmatch(name):
-                    raise ValueError(f"axes: {name!r} becomes part of a folder's name; use letters, digits and . _ + -")
+            for name in itertools.filterfalse(_NAME.fullmatch, (axis, *choices)):
+                yield f"axes: {name!r} becomes part of a folder's name; use letters, digits and . _ + -"
             if not choices:
-                raise ValueError(f"axes.{axis} has no choices")
+                yield f"axes.{axis} has no choices"
         for number, left_out in enumerate(self.leave_out):
             for axis, name in left_out.items():
                 if name not in self.axes.get(axis, {}):
-                    raise ValueError(f"leave_out[{number}]: axes.{axis}.{name} is not there")
+                    yield f"leave_out[{number}]: axes.{axis}.{name} is not there"
         if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds: {list(self.seeds)} has one of them twice")
-        return self
+            yield f"seeds: {list(self.seeds)} has one of them twice"
 
-    def figures_of(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    def figures_of(self, rows: Sequence[_Row]) -> dict[str, float | None]:
         result: dict[str, float | None] = {}
         for name in self.figures:
             values = points(rows, name)
@@ -110,7 +120,7 @@ class SweepRun:
     choices: Mapping[str, str]
     seed: int
     folder: Path
-    overrides: Settings
+    overrides: _Settings
 
     @property
     def name(self) -> str:
@@ -135,39 +145,32 @@ def read_sweep(path: Path) -> SweepFile:
     try:
         sweep = SweepFile.model_validate(document)
     except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, item['loc'])) or 'sweep'}: {_sentence(item['msg'])}" for item in error.errors()]
+        unknown = f"unknown key; there are {', '.join(SweepFile.model_fields)}"
+        messages = {
+            ".".join(map(str, item["loc"])) or "sweep": unknown if item["type"] == "extra_forbidden" else item["msg"]
+            for item in error.errors()
+        }
+        lines = [f"  {place}: {message.removeprefix('Value error, ')}" for place, message in messages.items()]
         raise ValueError("\n".join([f"{path}: not a sweep", *lines])) from error
     return sweep.model_copy(update={"run": path.parent / sweep.run})
-
-
-def _sentence(message: str) -> str:
-    known = ", ".join(SweepFile.model_fields)
-    return f"unknown key; there are {known}" if message.startswith("Extra inputs") else message.removeprefix("Value error, ")
 
 
 def runs_of(sweep: SweepFile, output: Path | None = None) -> list[SweepRun]:
     """Seed by seed, so that an interrupted sweep has each choice equally often. Raises ValueError for too many."""
     root = output or sweep.output
-    cells = list(_cells(sweep))
+    cells = [dict(zip(sweep.axes, names, strict=True)) for names in itertools.product(*sweep.axes.values())]
+    cells = [cell for cell in cells if not any(dict(left_out).items() <= cell.items() for left_out in sweep.leave_out)]
     if not 0 < len(cells) * len(sweep.seeds) <= _MOST_RUNS:
         raise ValueError(f"the sweep has {len(cells) * len(sweep.seeds)} runs; it may have 1 to {_MOST_RUNS}")
-    result = []
+    result: dict[str, SweepRun] = {}
     for seed, choices in itertools.product(sweep.seeds, cells):
         folder = root / "-".join([*choices.values(), f"seed{seed}"])
+        if folder.name in result:
+            raise ValueError(f"two runs would be in the folder {folder.name}; name the choices of the axes differently")
         settings = [setting for axis, name in choices.items() for setting in sweep.axes[axis][name]]
-        result.append(SweepRun(choices, seed, folder, (*sweep.overrides, *settings, f"seed={seed}", f"output={folder}")))
-    names = [run.name for run in result]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"two runs would be in the folder {twice[0]}; name the choices of the axes differently")
-    return result
-
-
-def _cells(sweep: SweepFile) -> Iterator[dict[str, str]]:
-    for names in itertools.product(*sweep.axes.values()):
-        choices = dict(zip(sweep.axes, names, strict=True))
-        if not any(left_out.items() <= choices.items() for left_out in map(dict, sweep.leave_out)):
-            yield choices
+        overrides = (*sweep.overrides, *settings, f"seed={seed}", f"output={folder}")
+        result[folder.name] = SweepRun(choices, seed, folder, overrides)
+    return list(result.values())
 
 
 def shard(runs: Sequence[SweepRun], part: str | None) -> list[SweepRun]:
@@ -212,7 +215,7 @@ class Spread:
         return text if len(self.known) == len(self.values) else f"{text} ({len(self.known)} of {len(self.values)})"
 
 
-def points(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
+def points(rows: Sequence[_Row], name: str) -> list[tuple[int, float]]:
     return [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
 
 
@@ -228,14 +231,12 @@ def area(points: Sequence[tuple[int, float]]) -> float | None:
 class SweepResults:
     def __init__(self, sweep: SweepFile, runs: Sequence[SweepRun]) -> None:
         self._axes = list(sweep.axes)
-        self._seeds: dict[tuple[str, ...], dict[int, dict[str, float | None]]] = {
-            tuple(run.choices.values()): {} for run in runs
-        }
+        seeds: dict[tuple[str, ...], dict[int, dict[str, float | None]]] = {tuple(run.choices.values()): {} for run in runs}
         for run in (run for run in runs if run.is_done):
-            rows = read_metrics(run.folder / "metrics.jsonl")
-            self._seeds[tuple(run.choices.values())][run.seed] = sweep.figures_of(rows)
-        self._seeds = {choices: seeds for choices, seeds in self._seeds.items() if seeds}
-        self._figures = next((list(figures) for seeds in self._seeds.values() for figures in seeds.values()), [])
+            figures = sweep.figures_of(read_metrics(run.folder / "metrics.jsonl"))
+            seeds[tuple(run.choices.values())][run.seed] = figures
+        self._seeds = {choices: of_choice for choices, of_choice in seeds.items() if of_choice}
+        self._figures = next((list(figures) for of_choice in self._seeds.values() for figures in of_choice.values()), [])
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Means over the seeds."""
@@ -246,20 +247,172 @@ class SweepResults:
         return [*self._axes, "seeds", *self._figures], rows
 
     def write(self, folder: Path) -> list[Path]:
-        text = StringIO(newline="")
-        out = csv.writer(text)
-        out.writerow([*self._axes, "seed", *self._figures])
-        records: list[dict[str, Any]] = []
-        for choices, seeds in self._seeds.items():
-            for seed, figures in seeds.items():
-                out.writerow([*choices, seed, *("" if value is None else repr(value) for value in figures.values())])
-                records.append({**dict(zip(self._axes, choices, strict=True)), "seed": seed, **figures})
-        written = {
-            "sweep.md": markdown(*self.table()),
-            "sweep.csv": text.getvalue(),
-            "sweep.json": json.dumps(records, indent=1) + "\n",
-        }
+        records = [
+            {**dict(zip(self._axes, choices, strict=True)), "seed": seed, **figures}
+            for choices, seeds in self._seeds.items()
+            for seed, figures in seeds.items()
+        ]
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in written.items():
-            (folder / name).write_text(content, encoding="utf-8")
-        return [folder / name for name in written]
+        page, table, record = (folder / f"sweep.{kind}" for kind in ("md", "csv", "json"))
+        page.write_text(markdown(*self.table()), encoding="utf-8")
+        with table.open("w", encoding="utf-8", newline="") as file:
+            out = csv.DictWriter(file, [*self._axes, "seed", *self._figures])
+            out.writeheader()
+            out.writerows(records)
+        record.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+        return [page, table, record]
+
+
+@dataclass(frozen=True)
+class _RunEnd:
+    """``outcome``: ``done``, ``failed`` or ``stopped``; ``seconds`` only if this sweep ran it."""
+
+    run: SweepRun
+    outcome: str
+    said: str = ""
+    seconds: float = 0.0
+
+
+def check_runs(sweep: SweepFile, runs: Sequence[SweepRun]) -> None:
+    """Starts nothing. Raises ValueError for wrong settings or a folder with other ones."""
+    for run in runs:
+        try:
+            expected = _compared(load_run(sweep.run, run.overrides))
+        except ConfigError as error:
+            raise ValueError(f"the run {run.name} cannot begin:\n{error}") from error
+        if (resolved := run.folder / "resolved.yaml").is_file():
+            there = _compared(load_run(resolved))
+            if other := sorted(path for path in expected.keys() | there.keys() if expected.get(path) != there.get(path)):
+                raise ValueError(
+                    f"{run.folder} holds a run of other settings ({', '.join(other[:5])}); give another --output, or remove it"
+                )
+
+
+def _compared(config: RunConfig) -> dict[str, str]:
+    return flat(config.model_dump(mode="json", exclude={"output": True, "train": {"resume", "resume_from"}, "log": True}))
+
+
+def core_shares(cores: Sequence[int], jobs: int) -> list[list[int]]:
+    """Equal disjoint shares if there are enough, else one core each."""
+    if jobs >= len(cores):
+        return [[cores[job % len(cores)]] for job in range(jobs)]
+    return [list(cores[job * len(cores) // jobs : (job + 1) * len(cores) // jobs]) for job in range(jobs)]
+
+
+def seconds_left(took: Sequence[float], running: Sequence[float], waiting: int, jobs: int) -> float:
+    """``running``: elapsed seconds."""
+    item = statistics.fmean(took)
+    places = [max(item - since, 0.0) for since in running] + [0.0] * (jobs - len(running))
+    heapq.heapify(places)
+    for _ in range(waiting):
+        heapq.heappush(places, heapq.heappop(places) + item)
+    return max(places)
+
+
+class Sweep:
+    """Each run has its share of cores: servers of two runs would otherwise bind the same ones."""
+
+    def __init__(self, sweep: SweepFile, runs: Sequence[SweepRun], *, say: Callable[[str], None], jobs: int = 1) -> None:
+        check_runs(sweep, runs)
+        self._sweep, self._runs, self._say, self._jobs = sweep, list(runs), say, jobs
+        self._living: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+        self._lock = threading.Lock()
+        self._stop: int | None = None
+
+    def run(self) -> list[_RunEnd]:
+        """Main thread only."""
+        ended = {run.name: _RunEnd(run, "done") for run in self._runs if run.is_done}
+        waiting = [run for run in self._runs if run.name not in ended]
+        self._say(f"{len(self._runs)} runs: {len(ended)} done, {len(waiting)} to do, {self._jobs} at a time")
+        shares: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        for share in core_shares(available_cores(), self._jobs):
+            shares.put(share)
+
+        def use_cores() -> None:
+            if hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(0, shares.get())
+
+        took: list[float] = []
+        with self._signals(), ThreadPoolExecutor(self._jobs, "sweep", use_cores) as pool:
+            for number, future in enumerate(as_completed([pool.submit(self._one, run) for run in waiting]), start=1):
+                one = ended[future.result().run.name] = future.result()
+                took += [one.seconds] if one.outcome == "done" else []
+                if one.outcome != "stopped":
+                    line = f"{one.outcome}: {one.said}" if one.said else one.outcome
+                    line += _last_figures(one.run) + self._left(took, len(waiting) - number)
+                    self._say(f"[{number}/{len(waiting)}] {one.run.name} {line}")
+        return [ended[run.name] for run in self._runs]
+
+    def _left(self, took: Sequence[float], missing: int) -> str:
+        with self._lock:
+            running = [time.monotonic() - start for _, start in self._living.values()]
+        if not took or not missing:
+            return ""
+        return f"; about {duration(seconds_left(took, running, missing - len(running), self._jobs))} left"
+
+    def _one(self, run: SweepRun) -> _RunEnd:
+        log = run.folder.parent / "logs" / f"{run.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        start = time.monotonic()
+        for _ in range(self._sweep.attempts):
+            if self._stop is not None:
+                return _RunEnd(run, "stopped")
+            try:
+                RunLock.check_free(run.folder)
+            except ValueError as error:
+                return _RunEnd(run, "failed", str(error))
+            if self._start(run, log) == 0 and run.is_done:
+                return _RunEnd(run, "done", seconds=time.monotonic() - start)
+            if self._stop is not None:
+                return _RunEnd(run, "stopped")
+        return _RunEnd(run, "failed", f"{_error(log)} ({log})")
+
+    def _start(self, run: SweepRun, log: Path) -> int:
+        command = [sys.executable, "-m", "tepo_megatron", "train", str(self._sweep.run), *run.overrides, "train.resume=auto"]
+        with log.open("ab") as file:
+            with self._lock:
+                if self._stop is not None:
+                    return self._stop
+                # Its own session: Ctrl-C reaches it only once, from here.
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                )
+                self._living[run.name] = process, time.monotonic()
+            try:
+                return process.wait()
+            finally:
+                with self._lock:
+                    del self._living[run.name]
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        def ask(number: int, frame: FrameType | None) -> None:
+            del frame
+            if self._stop is None:
+                self._say("stopping: each run saves what it trained; the same command continues them")
+            self._stop = number
+            for process, _ in list(self._living.values()):
+                process.send_signal(number)
+
+        stops = not_ignored((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+        before = {number: signal.signal(number, ask) for number in stops}
+        try:
+            with stopped_together():
+                yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _last_figures(run: SweepRun) -> str:
+    path = run.folder / "metrics.jsonl"
+    rows = read_metrics(path) if path.is_file() else []
+    evaluated = [row for row in rows if row.get("accuracy/greedy") is not None]
+    if not evaluated:
+        return ""
+    return f", accuracy/greedy {evaluated[-1]['accuracy/greedy']:.3f} at step {evaluated[-1]['step']}"
+
+
+def _error(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
+    return next((line for line in lines if line.startswith("error:")), lines[-1] if lines else "it said nothing")

@@ -20,12 +20,11 @@ import json, os, signal, sys
 from pathlib import Path
 import yaml
 import tepo_megatron
-from tepo_megatron.tools.faults import tiny
-from tepo_megatron.tools.faults.tiny import make_rollouts
+from tepo_megatron.tools.faults.workshop import REPLAYED, make_rollouts, write_run
 
 folder = Path(sys.argv[1])
-run = tiny.write_run(folder)
-settings = dict(each.split("=", 1) for each in tiny.REPLAYED)
+run = write_run(folder)
+settings = dict(each.split("=", 1) for each in REPLAYED)
 settings = {name: yaml.safe_load(value) for name, value in settings.items()}
 settings |= {"rollout.replay": make_rollouts(folder / "rollouts", 3), "train.steps": 3}
 told = []

@@ -18,7 +18,7 @@ from torch import Tensor
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.tools.results import Report, Table, in_processes
-from tepo_megatron.weights.architecture import ModelSpec, model_spec
+from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.storage.hf_folder import write_model
 from tepo_megatron.weights.table import tensor_shapes
 
@@ -48,20 +48,21 @@ SIZES = {
 }  # shapes of Llama 3.2 1B and Llama 3.1 8B
 
 
-def make_model(folder: Path, description: Mapping[str, Any]) -> None:
-    """Writes random bf16 weights (norms 1), drawn on the GPU if there is one."""
+def make_model(folder: Path, description: Mapping[str, Any], *, std: float = 0.02, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Writes random weights (norms 1), drawn on the GPU if there is one."""
     source = folder.with_name(folder.name + "-description")
-    source.mkdir(parents=True)
+    source.mkdir(parents=True, exist_ok=True)
     (source / "config.json").write_text(json.dumps(description))
-    write_model(folder, _random_weights(model_spec(description, "the benchmark's model")), source=source, dtype=torch.bfloat16)
-
-
-def _random_weights(spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    shapes = tensor_shapes(model_spec(description, "the benchmark's model"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
-    for name, shape in tensor_shapes(spec).items():
-        tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        yield name, tensor.fill_(1) if len(shape) == 1 else tensor.normal_(std=0.02, generator=generator)
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for name, shape in shapes.items():
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            yield name, tensor.fill_(1) if len(shape) == 1 else tensor.normal_(std=std, generator=generator)
+
+    write_model(folder, weights(), source=source, dtype=dtype)
 
 
 def random_rollouts(sequences: int, length: int, vocab: int, *, prompt: int = 16, logprob: float = 0.0) -> list[Rollout]:

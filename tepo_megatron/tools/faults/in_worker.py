@@ -89,25 +89,24 @@ def _spoil_loader(fault: dict[str, Any], rank: int) -> None:
 
 
 def _wrong(kind: str, rank: int, arrived: Tensor, stale: Tensor) -> Tensor:
+    rows = arrived.shape[0]
+    head = rows // 8  # a head of the built-in model, with keys and values
     if kind in ("stale", "one behind", "no label") or (kind == "stale in worker 1" and rank == 1):
         return stale
-    wrong = arrived.clone()
-    half, head = arrived.shape[0] // 2, arrived.shape[0] // 8  # rows; a head of the built-in model, with keys and values
-    if kind == "swap halves":
-        wrong = torch.cat([arrived[half:], arrived[:half]])
-    elif kind == "swap halves of an expert":
-        half = arrived.shape[1] // 2
-        wrong[0] = torch.cat([arrived[0, half:], arrived[0, :half]])
-    elif kind == "transpose":
-        wrong = arrived.T.contiguous()
-    elif kind == "exchange heads":
-        wrong[:head], wrong[head : 2 * head] = arrived[head : 2 * head], arrived[:head]
-    elif kind == "zero":
-        wrong = torch.zeros_like(arrived)
-    elif kind == "stale rows":
-        first = arrived.shape[0] * 3 // 4
-        wrong[first:] = stale[first:]
-    return wrong
+    match kind:
+        case "swap halves":
+            return arrived.roll(rows // 2, 0)
+        case "swap halves of an expert":
+            return torch.cat([arrived[:1].roll(arrived.shape[1] // 2, 1), arrived[1:]])
+        case "transpose":
+            return arrived.T.contiguous()
+        case "exchange heads":
+            return torch.cat([arrived[head : 2 * head], arrived[:head], arrived[2 * head :]])
+        case "zero":
+            return torch.zeros_like(arrived)
+        case "stale rows":
+            return torch.cat([arrived[: rows * 3 // 4], stale[rows * 3 // 4 :]])
+    return arrived
 
 
 def _towards(right: Tensor, wrong: Tensor, scale: float) -> Tensor:

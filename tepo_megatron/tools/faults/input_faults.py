@@ -54,7 +54,6 @@ def _nested(opening: str, core: str, closing: str, depth: int) -> str:
     return f"${opening * depth}{core}{closing * depth}$"
 
 
-_SUMS = "+".join(rf"\sqrt{{{number}}}" for number in range(2, 150))
 _MATRIX = r"\\".join(" & ".join(str(row * column) for column in range(40)) for row in range(40))
 
 
@@ -66,48 +65,33 @@ _ANSWERS: dict[str, dict[str, str]] = {
         "powers": _nested("2^{", "2", "}", 200),
         "boxes": _nested(r"\boxed{", "96", "}", 3000),
         "left and right": _nested(r"\left(", "1", r"\right)", 1000),
-        "sets": _nested(r"\{", "1", r"\}", 1000),
-        "bars": _nested("|", "1", "|", 1001),
-        "sines": _nested(r"\sin(", "1", ")", 300),
         "matrices": _nested(r"\begin{pmatrix}", "1", r"\end{pmatrix}", 200),
     },
     "large": {
         "tower of nines": r"\boxed{9^{9^{9}}}",
-        "tower as code": "9**9**9",
         "two to a billion": r"$2^{1000000000}$",
-        "decimal to a billion": r"$1.1^{1000000000}$",
-        "root of a tower": r"\boxed{\sqrt{7^{7^{7^{7}}}}}",
         "factorial": r"\boxed{10000000!}",
         "binomial": r"\boxed{\binom{1000000000}{500000000}}",
         "million digits": r"\boxed{" + "9" * _MEGABYTE + "}",
         "many decimals": "$0." + "3" * 100_000 + "$",
         "exponent": "1e999999999",
         "grouped digits": "1" + ",000" * 30_000,
-        "long fraction": r"\frac{" + "9" * 50_000 + "}{" + "7" * 50_000 + "}",
-        "percent": "9" * 5000 + "%",
         "power modulo": r"\boxed{7^{10^{100}} \mod 13}",
         "division by zero": r"\boxed{\frac{1}{0}}",
-        "zero by zero": r"\boxed{0^{0^{0}} / 0}",
     },
     "long": {
         "letters": "a" * _MEGABYTE,
         "spaces": " " * _MEGABYTE + "96",
-        "lines": "\n" * _MEGABYTE + "96",
         "dollars": "$ $" * (_MEGABYTE // 3),
         "boxes": r"\boxed{1}" * (_MEGABYTE // 9),
         "sum": "$" + "1+" * 100_000 + "1$",
-        "points": "1." * 50_000,
-        "backslashes": "\\" * 100_000,
         "words and numbers": "the answer is 96 or " * 20_000,
-        "equals": "$x" + "=1" * 5000 + "$",
         "commas": r"\boxed{" + ",".join(["1"] * 20_000) + "}",
     },
     "unclosed": {
-        "box": r"\boxed{",
         "boxes": r"\boxed{" * 10_000,
         "braces": r"\boxed{" + "{" * 10_000,
         "dollars": "$" * 10_001,
-        "fraction": r"$\frac{1}{",
         "environments": r"\begin{pmatrix}" * 1000,
         "closing only": "}" * 10_000,
         "mixed": r"\boxed{(]}[)$\[" * 1000,
@@ -116,16 +100,12 @@ _ANSWERS: dict[str, dict[str, str]] = {
         "right to left": "\\boxed{\u202e59\u202c}",
         "zero width": "\\boxed{9\u200b6\u200d}",
         "full width": "\\boxed{\uff19\uff16}",
-        "arabic digits": "\\boxed{\u0669\u0666}",
-        "superscripts": "$9\u2079\u2079\u2079\u2079\u2079$",
-        "mathematical digits": "\\boxed{\U0001d7d7\U0001d7d4}",
         "combining marks": "9" + "\u0301" * 10_000 + "6",
         "emoji": "\U0001f926" * 10_000,
         "lone surrogates": "\ud800\udfff" * 500 + "\\boxed{96}",
         "null bytes": "\\boxed{9\x006}\x00",
         "control characters": "".join(map(chr, range(32))) * 100 + "96",
         "no characters": "\ufeff\uffff\ufdd0\\boxed{96}",
-        "line separators": "\u2028\u2029\x85" * 1000 + "96",
     },
     "algebra": {
         "integral": r"\boxed{\int_0^{\infty} e^{-x^{x^{x}}} \sin(x^{x}) dx}",
@@ -133,28 +113,19 @@ _ANSWERS: dict[str, dict[str, str]] = {
         "product": r"\boxed{\prod_{k=1}^{10^{9}} k}",
         "limit": r"\boxed{\lim_{x \to 0} \frac{\sin(x^{100}) - x^{100}}{x^{1000}}}",
         "power of a sum": r"\boxed{(x+1)^{100000}}",
-        "power of a long sum": r"\boxed{(a+b+c+d+e+f)^{500}}",
-        "roots": rf"\boxed{{{_SUMS}}}",
         "gamma": r"\boxed{\Gamma(10^{10})}",
-        "symbols": "$" + "+".join(f"x_{{{number}}}" for number in range(3000)) + "$",
         "matrix": rf"\boxed{{\det\begin{{pmatrix}}{_MATRIX}\end{{pmatrix}}}}",
         "inequalities": "$x" + "<1" * 1000 + "$",
-        "intervals": r"\boxed{" + r"\cup".join(f"({n},{n + 1})" for n in range(1000)) + "}",
-        "equation": r"\boxed{x^{97} + 3x^{41} - 7x^{13} + 1 = x^{96}}",
     },
     "command": {
         "input": r"\input{/etc/passwd}",
         "write": r"\immediate\write18{touch hostile} \boxed{96}",
-        "open": r"\newwrite\f\openout\f=hostile.txt\write\f{x}",
         "definition": r"$\def\x{\x\x}\x$",
         "loop": r"$\loop\iftrue\repeat$",
         "system": "__import__('os').system('touch hostile')",
         "kill": "import os; os.kill(os.getpid(), 9)",
         "subclasses": r"\boxed{().__class__.__bases__[0].__subclasses__()}",
         "eval": "$eval(compile('while 1: pass', '', 'exec'))$",
-        "lambda": r"\boxed{(lambda f: f(f))(lambda f: f(f))}",
-        "template": "{{7*7}} ${7*7} #{7*7} %{7*7}",
-        "format": "%s%n{0.__class__}" * 1000,
         "reply of a worker": '[1.0, null, false]\n{"ready": true}\n',
         "request of a worker": '96\n[["p", "q", "a", "a"]]\n',
     },
@@ -162,15 +133,8 @@ _ANSWERS: dict[str, dict[str, str]] = {
 
 
 _COMPARED = {
-    "polynomial": ("$(x+1)^{20}$", r"\boxed{(x+1)^{2000} + 1}"),
     "nested radicals": (r"$\sqrt{2}+\sqrt{3}$", r"\boxed{" + "+".join(rf"\sqrt{{{n}}}" for n in range(2, 60)) + "}"),
-    "trigonometry": (r"$\sin(x)$", r"\boxed{\sin(x)^{100}\cos(x)^{100}\tan(x)^{100}}"),
     "set": (r"$\{1,2,3\}$", r"\boxed{\{" + ",".join(map(str, range(3000))) + r"\}}"),
-    "interval": ("$(0,1)$", r"\boxed{" + r"\cup".join(f"({n},{n + 1})" for n in range(1, 300)) + "}"),
-    "matrix": (
-        r"$\begin{pmatrix}1&2\\3&4\end{pmatrix}$",
-        r"\boxed{\begin{pmatrix}" + r"\\".join(["9^{9^{9}} & 2"] * 50) + r"\end{pmatrix}}",
-    ),
     "symbolic tower": ("$x$", r"\boxed{x^{x^{x^{x^{x^{9^{9^{9}}}}}}}}"),
 }  # name → the problem's answer, the response
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import random
 import re
 import signal
@@ -14,6 +15,8 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from tepo_megatron.runtime.text import echo
 from tepo_megatron.tools.faults import input_faults, silent, strangers
 from tepo_megatron.tools.faults.processes import end_tree, wait_until
 from tepo_megatron.tools.faults.run_faults import LIVE, REPLAYED
-from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, OutcomeLog, Workshop
+from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, Workshop
 from tepo_megatron.tools.results import Table, describe_machine, markdown, select_names
 
 FaultClasses = Sequence[type[FaultClass]]
@@ -48,7 +51,7 @@ def run(classes: FaultClasses, folder: Path, *, seed: int, quick: bool, say: Say
     lanes = {name: [kind for kind in classes if kind in members] for name, members in _lanes(quick=quick).items()}
     chosen = {name: kinds for name, kinds in lanes.items() if kinds}
     if len(chosen) < 2:
-        _run_lane(next(iter(chosen), "first"), classes, record, folder, seed=seed, quick=quick, say=say)
+        _run_lane(next(iter(chosen), "first"), classes, record, say)
         return record
     _side_by_side(chosen, folder, seed=seed, quick=quick)
     return OutcomeLog(folder, seed=seed, quick=quick)
@@ -70,14 +73,14 @@ def _side_by_side(chosen: dict[str, list[type[FaultClass]]], folder: Path, *, se
         raise RuntimeError(f"not all faults were injected: the lane {' and '.join(failed)} ended early; what it said is above")
 
 
-def _run_lane(lane: str, classes: FaultClasses, record: OutcomeLog, folder: Path, *, seed: int, quick: bool, say: Say) -> None:
-    workshop = Workshop(folder / "work", lane=lane, quick=quick, say=say)
+def _run_lane(lane: str, classes: FaultClasses, record: OutcomeLog, say: Say) -> None:
+    workshop = Workshop(record.folder / "work", lane=lane, quick=record.quick, say=say)
     try:
         for kind in classes:
-            missing = [number for number in range(kind.count(quick=quick)) if not record.has(kind.name, number)]
-            if missing:
-                say(f"{kind.name}: {len(missing)} of {kind.count(quick=quick)} to inject: {kind.title}")
-                _inject(kind(workshop), missing, record, seed, say)
+            numbers = range(kind.count(quick=record.quick))
+            if missing := [number for number in numbers if not record.has(kind.name, number)]:
+                say(f"{kind.name}: {len(missing)} of {len(numbers)} to inject: {kind.title}")
+                _inject(kind(workshop), missing, record, say)
         number = int(lane != "first")
         if not record.has(_ENDING, number) and (wrong := workshop.finish_run()) is not None:
             record.add(_ENDING, number, FaultOutcome("the end of the live run", "lost" if wrong else "survived", wrong))
@@ -85,12 +88,12 @@ def _run_lane(lane: str, classes: FaultClasses, record: OutcomeLog, folder: Path
         workshop.close()
 
 
-def _inject(faults: FaultClass, numbers: Sequence[int], record: OutcomeLog, seed: int, say: Say) -> None:
+def _inject(faults: FaultClass, numbers: Sequence[int], record: OutcomeLog, say: Say) -> None:
     with faults:
         for number in numbers:
             start = time.monotonic()
             try:
-                outcome = faults.inject(number, random.Random(f"{seed}/{faults.name}/{number}"))
+                outcome = faults.inject(number, random.Random(f"{record.seed}/{faults.name}/{number}"))
             except Exception as error:  # any error counts as a lost fault; try the next one
                 traceback.print_exc()
                 said = f"the harness came to no end: {type(error).__name__}: {error}"
@@ -121,12 +124,49 @@ alarm would be a line without a fault that was caught.
 _ESCAPED = str.maketrans({"|": "\\|", "<": "&lt;", "`": "'", "*": "\\*", "_": "\\_", "[": "\\[", "]": "\\]"})
 
 
-class Summary:
-    def __init__(self, record: OutcomeLog) -> None:
-        self._folder = record.path.parent
-        self._titles = {kind.name: f"{kind.name}: {kind.title}" for kind in CLASSES}
-        self._titles[_ENDING] = "the end of the live run after all of them: weights and metrics, bit for bit"
-        self._outcomes = {name: entries for name in self._titles if (entries := record.outcomes(name))}
+class OutcomeLog:
+    """The record of all outcomes, and its tables. Raises ValueError if the folder holds another seed or count."""
+
+    def __init__(self, folder: Path, *, seed: int, quick: bool) -> None:
+        self.folder, self.seed, self.quick = folder, seed, quick
+        self._path = folder / "outcomes.jsonl"
+        self._done: dict[tuple[str, int], dict[str, Any]] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        head = {"seed": seed, "quick": quick}
+        if not self._path.exists():
+            self._append(head)
+        text = self._path.read_text(encoding="utf-8")
+        first, *lines = [line for line in text.split("\n") if line.endswith("}")] or [""]  # the last may be cut off
+        if not first or json.loads(first) != head:
+            raise ValueError(
+                f"{self._path} holds the outcomes of {first or 'nothing'}, and {json.dumps(head)} was asked for; give another "
+                "--output, or remove the folder"
+            )
+        self._done = {(entry["class"], entry["number"]): entry for entry in map(json.loads, lines)}
+        if not text.endswith("\n"):
+            with self._path.open("a") as file:
+                file.write("\n")  # keeps a cut-off line on its own line; readers skip it
+
+    def has(self, name: str, number: int) -> bool:
+        return (name, number) in self._done
+
+    def add(self, name: str, number: int, outcome: FaultOutcome) -> None:
+        entry = {"class": name, "number": number, **asdict(outcome)}
+        self._append(entry)
+        self._done[name, number] = entry
+
+    def outcomes(self, name: str) -> list[dict[str, Any]]:
+        return [self._done[key] for key in sorted(self._done) if key[0] == name]
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry, default=str) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    @property
+    def _outcomes(self) -> dict[str, list[dict[str, Any]]]:
+        return {name: entries for name in (*(kind.name for kind in CLASSES), _ENDING) if (entries := self.outcomes(name))}
 
     @property
     def lost(self) -> list[str]:
@@ -134,13 +174,15 @@ class Summary:
         return [f"{name}: {entry['fault']}: {entry['said']}" for name, entry in entries if entry["result"] == "lost"]
 
     def table(self) -> Table:
-        rows = [_row(self._titles[name], entries) for name, entries in self._outcomes.items()]
+        titles = {kind.name: f"{kind.name}: {kind.title}" for kind in CLASSES}
+        titles[_ENDING] = "the end of the live run after all of them: weights and metrics, bit for bit"
+        rows = [_row(titles[name], entries) for name, entries in self._outcomes.items()]
         rows.append(_row("all", [entry for entries in self._outcomes.values() for entry in entries]))
         return Table(("faults", "injected", "survived", "refused", "lost", "recovery, median", "longest"), rows)
 
     def silent_table(self) -> Table:
         rows = []
-        for entry in (entry for entry in self._outcomes.get("silent", ()) if entry["details"]):
+        for entry in (entry for entry in self.outcomes("silent") if entry["details"]):
             whole, figures = entry["details"]["found"][0], entry["details"]["found"][0].get("figures", {})
             caught = [check for check in silent.CHECKS if check in whole["caught"]]
             cells = [f"{figures[name]:.1e}" if name in figures else "–" for name in ("prompt", "cache", "rollouts")]
@@ -162,18 +204,18 @@ class Summary:
         for name, entries in self._outcomes.items():
             if name != _ENDING:
                 is_long = len(entries) > _LONGEST
-                parts += [f"### {name}", "", *([f"Of {len(entries)} those that were lost."] if is_long else []), ""]
-                shown = [entry for entry in entries if entry["result"] == "lost" or not is_long]
+                parts += [f"### {name}", "", *[f"Of {len(entries)} those that were lost."] * is_long, ""]
                 rows = [
                     (self._shown(entry["fault"]), entry["result"], _seconds(entry["recovery_s"]), self._shown(entry["said"]))
-                    for entry in shown
+                    for entry in entries
+                    if entry["result"] == "lost" or not is_long
                 ]
                 parts.append(markdown(("fault", "result", "recovery", "what was said"), rows))
         path.write_text("\n".join(parts), encoding="utf-8")
         return path
 
     def _shown(self, text: str) -> str:
-        for folder, name in ((self._folder, "OUT"), (Path(__file__).parents[2], "tepo_megatron")):
+        for folder, name in ((self.folder, "OUT"), (Path(__file__).parents[2], "tepo_megatron")):
             for form in (str(folder.resolve()), str(folder)):
                 text = text.replace(form, name)
         return re.sub(r"\s+", " ", text)[:240].translate(_ESCAPED)
@@ -190,18 +232,8 @@ def _seconds(seconds: float | None) -> str:
     return "–" if seconds is None else f"{seconds:.1f} s"
 
 
-def _main(text: str) -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also ends all started processes
-    args = json.loads(text)
-    options = {"seed": args["seed"], "quick": args["quick"]}
-    folder = Path(args["folder"])
-    record = OutcomeLog(folder, **options)
-
-    def say(line: str) -> None:
-        echo(line, err=True)
-
-    _run_lane(args["lane"], select(args["only"]), record, folder, **options, say=say)
-
-
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also ends all started processes
+    args = json.loads(sys.argv[1])
+    lane, only = args.pop("lane"), args.pop("only")
+    _run_lane(lane, select(only), OutcomeLog(Path(args.pop("folder")), **args), partial(echo, err=True))

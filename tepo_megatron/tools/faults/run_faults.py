@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tepo_megatron.runtime.proc import Process
-from tepo_megatron.tools.faults import tiny
-from tepo_megatron.tools.faults.tiny import SAVED, STEPS
-from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
+from tepo_megatron.tools.faults.workshop import SAVED, STEPS, FaultClass, FaultOutcome, differences, replay, undisturbed
 
 WITHIN_S = {"rollout": 0.3, "reward": 0.05, "score": 0.15, "update": 0.2, "save": 0.03, "sync": 0.3, "eval": 0.2}
 """Maps a phase to the longest delay from its start to the fault."""
@@ -47,7 +45,7 @@ class _LiveFaults(FaultClass):
             if self.sends == signal.SIGSTOP and Process.start_time(victim):
                 with suppress(ProcessLookupError):
                     os.kill(victim, signal.SIGCONT)
-        if not lost and (wrong := tiny.differences(run.out, self.workshop.reference())):
+        if not lost and (wrong := differences(run.out, self.workshop.reference())):
             lost = f"after {'resuming' if said else 'going on'}: {wrong}"
         if lost:
             self.workshop.close()
@@ -131,7 +129,7 @@ class _FullDisks(FaultClass):
         return FaultOutcome(f"full at {place}", "survived", said, time.monotonic() - start)
 
     def _replay(self, place: str, folder: Path) -> tuple[str, str]:
-        base = tiny.undisturbed(self.workshop.folder / "replayed")
+        base = undisturbed(self.workshop.folder / "replayed")
         shutil.rmtree(folder, ignore_errors=True)
         # TensorBoard's files for log; a link instead of metrics.jsonl would count as an existing run
         disk = folder / ("out/tensorboard" if place == "log" else "out")
@@ -139,15 +137,15 @@ class _FullDisks(FaultClass):
             if place == "log":
                 (disk / "filler").write_bytes(bytes(4096))
             more = ("log.tensorboard=true",) if place == "log" else ()
-            result = tiny.replay(folder, base / "rollouts", SAVED, *more)
+            result = replay(folder, base / "rollouts", SAVED, *more)
         if result.has_traceback:
             return f"a traceback: {result.said}", ""
         said = result.said if result.code else ""
         if result.code:
-            result = tiny.replay(folder, base / "rollouts", SAVED, resume=True)
+            result = replay(folder, base / "rollouts", SAVED, resume=True)
             if result.code:
                 return f"it ended ({said}) and with room again it could not be resumed: {result.said}", said
-        return tiny.differences(folder / "out", base / "saved/out"), said
+        return differences(folder / "out", base / "saved/out"), said
 
     def _record(self) -> tuple[str, str]:
         run = self.workshop.live_run()
@@ -160,78 +158,65 @@ class _FullDisks(FaultClass):
         finally:
             link.unlink(missing_ok=True)
         lost, said = run.continue_to(step + 1)
-        lost = lost or tiny.differences(run.out, self.workshop.reference())
+        lost = lost or differences(run.out, self.workshop.reference())
         if lost:
             self.workshop.close()
         return lost, said
 
 
-Damage = Callable[[Path, random.Random], None]
+_Damage = Callable[[Path, random.Random], bytes | None]  # of the file: its new content, or None to remove it
 
 
-def _on_shard(change: Callable[[bytearray, int, random.Random], bytes | bytearray]) -> Damage:
-    def damage(checkpoint: Path, rng: random.Random) -> None:
-        path = _shard(checkpoint)
-        data = bytearray(path.read_bytes())
-        path.write_bytes(change(data, 8 + int.from_bytes(data[:8], "little"), rng))
+def _values(data: bytes) -> int:
+    """Where the header of a shard ends."""
+    return 8 + int.from_bytes(data[:8], "little")
+
+
+def _overwrite(place: Callable[[bytes, random.Random], tuple[int, bytes]]) -> _Damage:
+    def damage(path: Path, rng: random.Random) -> bytes:
+        data = path.read_bytes()
+        index, new = place(data, rng)
+        return data[:index] + new + data[index + len(new) :]
 
     return damage
 
 
-def _shard(checkpoint: Path) -> Path:
-    return sorted((checkpoint / "shards").glob("*.safetensors"))[0]
+def _flip_a_bit(data: bytes, rng: random.Random) -> tuple[int, bytes]:
+    index = rng.randrange(_values(data), len(data))
+    return index, bytes([data[index] ^ 1 << rng.randrange(8)])
 
 
-def _flip_a_bit(data: bytearray, start: int, rng: random.Random) -> bytearray:
-    data[rng.randrange(start, len(data))] ^= 1 << rng.randrange(8)
-    return data
+def _cut_off(path: Path, rng: random.Random) -> bytes:
+    data = path.read_bytes()
+    return data[: rng.randrange(1, len(data) - 2)]
 
 
-def _zero_a_block(data: bytearray, start: int, rng: random.Random) -> bytearray:
-    index = rng.randrange(start, len(data) - 4096)
-    data[index : index + 4096] = bytes(4096)
-    return data
-
-
-def _damage_the_header(data: bytearray, start: int, rng: random.Random) -> bytearray:
-    index = rng.randrange(8, start - 16)
-    data[index : index + 16] = rng.randbytes(16)
-    return data
-
-
-def _shard_of_another_step(checkpoint: Path, rng: random.Random) -> None:
-    shutil.copyfile(_shard(checkpoint.with_name(f"step_{SAVED - 1:06d}")), _shard(checkpoint))
-
-
-def _on_state(change: Callable[[dict[str, Any]], object]) -> Damage:
-    def damage(checkpoint: Path, rng: random.Random) -> None:
-        path = checkpoint / "state.json"
+def _on_state(change: Callable[[dict[str, Any]], object]) -> _Damage:
+    def damage(path: Path, rng: random.Random) -> bytes:
         state = json.loads(path.read_text())
         change(state)
-        path.write_text(json.dumps(state, indent=2) + "\n")
+        return json.dumps(state, indent=2).encode() + b"\n"
 
     return damage
 
 
-def _cut_state(checkpoint: Path, rng: random.Random) -> None:
-    path = checkpoint / "state.json"
-    text = path.read_text()
-    path.write_text(text[: rng.randrange(1, len(text) - 2)])
-
-
-DAMAGES: dict[str, Damage] = {
-    "one bit of a shard flipped": _on_shard(_flip_a_bit),
+DAMAGES: dict[str, _Damage] = {
+    "one bit of a shard flipped": _overwrite(_flip_a_bit),
     "state.json names another step": _on_state(lambda state: state.update(step=SAVED - 1)),
-    "a shard of the step before": _shard_of_another_step,
-    "state.json cut off": _cut_state,
-    "a block of a shard zeroed": _on_shard(_zero_a_block),
-    "all data of a shard zeroed": _on_shard(lambda data, start, rng: data[:start] + bytes(len(data) - start)),
-    "a shard cut off": _on_shard(lambda data, start, rng: data[: rng.randrange(1, len(data))]),
-    "a shard missing": lambda checkpoint, rng: _shard(checkpoint).unlink(),
-    "the header of a shard overwritten": _on_shard(_damage_the_header),
+    "a shard of the step before": lambda path, rng: (
+        path.parents[2] / f"step_{SAVED - 1:06d}" / "shards" / path.name
+    ).read_bytes(),
+    "state.json cut off": _cut_off,
+    "a block of a shard zeroed": _overwrite(lambda data, rng: (rng.randrange(_values(data), len(data) - 4096), bytes(4096))),
+    "all data of a shard zeroed": _overwrite(lambda data, rng: (_values(data), bytes(len(data) - _values(data)))),
+    "a shard cut off": _cut_off,
+    "a shard missing": lambda path, rng: None,
+    "the header of a shard overwritten": _overwrite(
+        lambda data, rng: (rng.randrange(8, _values(data) - 16), rng.randbytes(16))
+    ),
     "state.json counts other updates": _on_state(lambda state: state.update(updates=state["updates"] + 7)),
     "state.json lacks a key": _on_state(lambda state: state.pop("updates")),
-    "state.json missing": lambda checkpoint, rng: (checkpoint / "state.json").unlink(),
+    "state.json missing": lambda path, rng: None,
 }
 
 
@@ -242,18 +227,21 @@ class _CheckpointDamage(FaultClass):
 
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         name, damage = list(DAMAGES.items())[number % len(DAMAGES)]
-        base, folder = tiny.undisturbed(self.workshop.folder / "replayed"), self.folder / f"{number:02d}"
+        base, folder = undisturbed(self.workshop.folder / "replayed"), self.folder / f"{number:02d}"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(base / "saved", folder)
-        damage(folder / "out/checkpoints" / f"step_{SAVED:06d}", rng)
+        pattern = "state.json" if "state.json" in name else "shards/*.safetensors"
+        path = min((folder / "out/checkpoints" / f"step_{SAVED:06d}").glob(pattern))
+        content = damage(path, rng)
+        path.unlink() if content is None else path.write_bytes(content)
         start = time.monotonic()
-        result = tiny.replay(folder, base / "rollouts", STEPS, resume=True)
+        result = replay(folder, base / "rollouts", STEPS, resume=True)
         seconds = time.monotonic() - start
         if result.has_traceback:
             return FaultOutcome(name, "lost", f"a traceback: {result.said}")
         if result.code:
             return FaultOutcome(name, "refused", result.said)
-        if wrong := tiny.differences(folder / "out", base / "whole/out"):
+        if wrong := differences(folder / "out", base / "whole/out"):
             return FaultOutcome(name, "lost", f"resumed without a word: {wrong}")
         messages = [line for line in result.printed.splitlines() if "step_" in line]
         shutil.rmtree(folder, ignore_errors=True)

@@ -30,11 +30,9 @@ from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
+from tepo_megatron.tools.bench.recipes import llama, make_model
 from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
 from tepo_megatron.tools.results import Child
-from tepo_megatron.weights.architecture import model_spec
-from tepo_megatron.weights.storage.hf_folder import write_model
-from tepo_megatron.weights.table import tensor_shapes
 
 
 @dataclass(frozen=True)
@@ -133,34 +131,33 @@ def _verdict(fault: _SilentFault, whole: dict[str, Any]) -> tuple[Literal["survi
 FAULTS: tuple[type[FaultClass], ...] = (_SilentFaults,)
 
 _EXPERTS = {
-    **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu", "rms_norm_eps": 1e-5},
-    **{"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 96},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256},
+    **llama(2, 64, 64, 96, 4, 2),
+    **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 64, "head_dim": 32},
     **{"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    **{"tie_word_embeddings": True, "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    **{"max_position_embeddings": 256, "tie_word_embeddings": True, "rope_theta": 10000.0},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 }
 _SAMPLES, _NEW_TOKENS = 4, 24
-_RANDOM_STD = 0.12
 
 
 class _World:
     def __init__(self, folder: Path, server: str) -> None:
         from tepo_megatron.trainer.megatron.engine import Engine
 
+        worker = ["--worker-extension-cls", "tepo_megatron.tools.faults.in_worker.FaultyWorker"]
         self.config = RunConfig.model_validate(
             {
                 "model": {"dtype": "bfloat16" if "bf16" in server else "float32"},
                 "optimizer": {"lr": 5e-5, "warmup_steps": 0},
                 "rollout": {
                     "sampling": {"temperature": 0.9},
-                    "server": {
-                        "tp": 2 if server == "two workers" else 1,
-                        "extra_args": ["--worker-extension-cls", "tepo_megatron.tools.faults.in_worker.FaultyWorker"],
-                    },
+                    "server": {"tp": 2 if server == "two workers" else 1, "extra_args": worker},
                 },
             }
         )
-        model = _make_experts(folder / "experts") if server == "experts" else resolve_model_path("builtin:tiny")
+        model = folder / "experts" if server == "experts" else resolve_model_path("builtin:tiny")
+        if not (model / "config.json").exists():
+            make_model(model, _EXPERTS, std=0.12, dtype=torch.float32)
         self.engine = Engine(self.config, model)
         self.sender = make_shard_sender(self.config, self.engine.weights)
         spec = self.engine.spec
@@ -168,10 +165,8 @@ class _World:
         self.cached = Canary.cached_prompt(spec.vocab_size, spec.max_positions)
         tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"))
         self.prompts = [tuple(tokenizer.prompt_ids(item.prompt)) for item in load_problems("builtin:addition-heldout")[:8]]
-        dtype = self.config.model.dtype
-        self.fleet = Fleet(
-            self.config.rollout.server, model_dir=model, dtype=dtype, stop_token_ids=tokenizer.eos_ids, log_dir=folder
-        )
+        options: dict[str, Any] = {"dtype": self.config.model.dtype, "stop_token_ids": tokenizer.eos_ids, "log_dir": folder}
+        self.fleet = Fleet(self.config.rollout.server, model_dir=model, **options)
         self.fleet.start()
         self.updates = 0
         self.weights = [self._copy()]
@@ -285,20 +280,6 @@ def _noting(caught: dict[str, str], check: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         caught[check] = str(error)
-
-
-def _make_experts(folder: Path) -> Path:
-    source = folder.with_name("experts-description")
-    source.mkdir(parents=True, exist_ok=True)
-    (source / "config.json").write_text(json.dumps(_EXPERTS))
-    generator = torch.Generator().manual_seed(0)
-    shapes = tensor_shapes(model_spec(_EXPERTS, "the model with experts"))
-    tensors = (
-        (name, _RANDOM_STD * torch.randn(shape, generator=generator) + (len(shape) == 1)) for name, shape in shapes.items()
-    )
-    if not (folder / "config.json").exists():
-        write_model(folder, tensors, source=source, dtype=torch.float32)
-    return folder
 
 
 def _main() -> None:

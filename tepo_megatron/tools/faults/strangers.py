@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
 
 from tepo_megatron.runtime.proc import Process
-from tepo_megatron.tools.faults import tiny
 from tepo_megatron.tools.faults.processes import in_fork, listening
-from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
+from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, differences
 
 T = TypeVar("T")
 
@@ -47,17 +46,15 @@ _ROUTES = (
 
 
 def _request(port: int, route: str, key: str) -> list[int]:
+    headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
     codes = []
-    for method in ("GET", "POST"):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
-        try:
-            connection.request(method, route, body="{}" if method == "POST" else None, headers=headers)
-            codes.append(connection.getresponse().status)
-        except (OSError, http.client.HTTPException):
-            codes.append(0)
-        finally:
-            connection.close()
+    for method, body in (("GET", None), ("POST", "{}")):
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+            try:
+                connection.request(method, route, body=body, headers=headers)
+                codes.append(connection.getresponse().status)
+            except (OSError, http.client.HTTPException):
+                codes.append(0)
     return codes
 
 
@@ -117,27 +114,23 @@ def _content(path: Path) -> bytes:
     return b""
 
 
-def _has_content(path: Path) -> bool:
-    return bool(_content(path))
-
-
 def _mode(path: Path) -> int:
     with contextlib.suppress(OSError):
-        return path.stat().st_mode
+        return path.stat().st_mode & 0o777
     return 0
-
-
-def _become_nobody(work: Callable[..., T], *arguments: Any) -> T:
-    if os.geteuid() == 0:
-        os.setgroups([])
-        os.setgid(_NOBODY)
-        os.setuid(_NOBODY)
-    return work(*arguments)
 
 
 def _as_stranger(work: Callable[..., T], *arguments: Any) -> T | None:
     """In a fork: another user may not be able to read this Python."""
-    return in_fork(_become_nobody, work, *arguments, limit_s=120)
+
+    def attempt() -> T:
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setgid(_NOBODY)
+            os.setuid(_NOBODY)
+        return work(*arguments)
+
+    return in_fork(attempt, limit_s=120)
 
 
 class _Strangers(FaultClass):
@@ -164,8 +157,7 @@ class _Strangers(FaultClass):
         wrong = others[what]() if what in others else self._route(what)
         if not wrong and not run.running and not run.finished:
             wrong = f"the run ended: {run.said()}"
-        wrong = wrong or tiny.differences(run.out, self.workshop.reference())
-        if wrong:
+        if wrong := wrong or differences(run.out, self.workshop.reference()):
             return FaultOutcome(what, "lost", wrong)
         return FaultOutcome(what, "refused", "nothing was answered, changed or read")
 
@@ -179,8 +171,10 @@ class _Strangers(FaultClass):
 
     def _send(self, payload: bytes) -> str:
         _as_stranger(_send_to_all, self._ports(), payload)
-        step = self._run.last_step
-        return "" if self._run.wait_for_row(min(step + 1, self._run.steps)) else f"the run ended: {self._run.said()}"
+        return "" if self._next_row() else f"the run ended: {self._run.said()}"
+
+    def _next_row(self) -> bool:
+        return self._run.wait_for_row(min(self._run.last_step + 1, self._run.steps))
 
     def _ports(self) -> list[int]:
         return sorted({port for _, _, port in listening(self._pids)})
@@ -190,10 +184,8 @@ class _Strangers(FaultClass):
         return {result[name] for result in map(Process.environment, self._pids) for name in names if result.get(name)}
 
     def _environments(self) -> str:
-        if os.geteuid() != 0:
-            return ""  # this user may read its own files
-        readable = (pid for pid in self._pids if _as_stranger(_has_content, Path(f"/proc/{pid}/environ")))
-        return next((f"the environment of process {pid} can be read" for pid in readable), "")
+        paths = (Path(f"/proc/{pid}/environ") for pid in self._pids if os.geteuid() == 0)  # others may read their own files
+        return next((f"{path} can be read" for path in paths if _as_stranger(lambda path=path: bool(_content(path)))), "")
 
     def _command_lines(self) -> str:
         keys = self._keys()
@@ -208,7 +200,7 @@ class _Strangers(FaultClass):
         keys = [key.encode() for key in self._keys()]
         readable = (path for path in plain_files(self._run.out) if _mode(path) & 0o077)
         holders = (path for path in readable if any(key in _content(path) for key in keys))
-        return next((f"{path} holds it, with mode {_mode(path) & 0o777:o}" for path in holders), "")
+        return next((f"{path} holds it, with mode {_mode(path):o}" for path in holders), "")
 
     def _stores(self, *, runs_code: bool) -> str:
         proof = Path("/tmp") / f"tepo-stranger-{os.getpid()}"  # noqa: S108  # a place that any user may write to
@@ -216,7 +208,7 @@ class _Strangers(FaultClass):
         written = _as_stranger(write_to_stores, self._ports(), proof, runs_code)
         if written is None:
             return "the stranger came to no end at the stores"
-        self._run.wait_for_row(min(self._run.last_step + 1, self._run.steps))
+        self._next_row()
         if proof.exists():
             proof.unlink()
             return "a stranger's code ran as the run's user"

@@ -1,26 +1,281 @@
-"""What classes of faults share: the folder and runs."""
+"""What classes of faults share: tiny runs to hit, outcomes and their record.
+
+A live run trains on two-digit sums, with a server; a replayed run takes ten seconds on one rank, on rollouts made here.
+"""
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import random
+import re
+import shutil
+import subprocess
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-from tepo_megatron.tools.faults import tiny
-from tepo_megatron.tools.faults.tiny import LiveRun
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.run.metrics import read_metrics
+from tepo_megatron.sampler.rollout_file import write_rollouts
+from tepo_megatron.tasks.data.addition import supervised_examples
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.tokenizer import load_tokenizer
+from tepo_megatron.tools.faults import program
+from tepo_megatron.tools.faults.processes import by_role, descendants, end_tree, wait_gone, wait_until
+
+_GONE_S = 240.0  # to exit: seconds, ten times more on a busy machine
+_PATIENCE_S = 1800.0  # only a hang exceeds it, even on a busy machine
+
+_SHARED = (
+    *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.sampling.max_new_tokens=24"),
+    *("train.minibatches=2", "train.save_every=1", "optimizer.lr=5.0e-5", "log.tensorboard=false", "log.progress=plain"),
+)
+REPLAYED = (*_SHARED, "evaluate.every=0", "train.keep_checkpoints=3")
+_LIVE = (
+    *_SHARED,
+    *("rollout.server.tp=2", "engine.parallel.tp=2"),  # two workers and two ranks: every kind of process exists
+    "engine.parallel.sequence_parallel=true",
+    "rollout.server.max_restarts=1000",
+    *("rollout.server.start_timeout_s=1800", "rollout.server.request_timeout_s=600"),  # limits for a busy machine
+    "rollout.server.transfer_timeout_s=600",
+    "rollout.record=true",
+    *(f"reward.verifier={program.MODULE}:slow_last_word", "reward.timeout_s=10"),
+    *("evaluate.every=2", "evaluate.problems=4", "evaluate.samples=0"),
+    "train.grace_s=3600",  # shows processes that do not end by themselves
+)
+_SHORT_TIMEOUTS = ("rollout.server.request_timeout_s=20", "rollout.server.transfer_timeout_s=20")
+"""Only for servers that are stopped: on a busy machine, slow ones would be restarted too."""
+
+_NOT_COMPARED = ("time/", "idle/", "tokens/s", "reward/failed", "faults/", "lost/", "servers/", "requests/", "log/", "memory/")
+
+
+def write_run(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "run.yaml"
+    path.write_text("name: faults\nmodel: {path: builtin:tiny}\n")
+    return path
+
+
+def _rows(out: Path) -> list[dict[str, Any]]:
+    """Without the figures that may differ."""
+    path = out / "metrics.jsonl"
+    rows = read_metrics(path) if path.exists() else []
+    return [{key: value for key, value in row.items() if not key.startswith(_NOT_COMPARED)} for row in rows]
+
+
+def differences(out: Path, reference: Path) -> str:
+    """Compares metrics, rollouts with weight digests, and exported weights by every bit."""
+    expected, rows = {row["step"]: row for row in _rows(reference)}, _rows(out)
+    for row in rows:
+        other = expected[row["step"]]
+        if wrong := [key for key in (*row, *sorted(other.keys() - row.keys())) if key not in row or other.get(key) != row[key]]:
+            return f"row {row['step']} of metrics.jsonl differs in {', '.join(wrong)}"
+    if (steps := [row["step"] for row in rows]) != list(range(len(steps))):
+        return f"metrics.jsonl has the steps {steps}"
+    for path in sorted((out / "rollouts").glob("step_*.jsonl")):
+        if path.read_bytes() != (reference / "rollouts" / path.name).read_bytes():
+            return f"the rollouts in {path.name} differ"
+    weights = "model/model.safetensors"
+    if (out / weights).exists() and (out / weights).read_bytes() != (reference / weights).read_bytes():
+        return "the exported weights differ"
+    return ""
+
+
+def _start(folder: Path, module: str, settings: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as stream:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, "train", str(write_run(folder)), f"output={folder / 'out'}", *settings],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, program.FOLDER: str(folder)},
+            start_new_session=True,
+        )
+
+
+class RunEnd(NamedTuple):
+    code: int
+    printed: str
+
+    @property
+    def said(self) -> str:
+        lines = [line for line in self.printed.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("error: ")]
+        return re.sub(r"\s+", " ", errors[-1] if errors else " / ".join(lines[-2:]))[:600]
+
+    @property
+    def has_traceback(self) -> bool:
+        return "Traceback (most recent call last)" in self.printed
+
+
+class LiveRun:
+    def __init__(self, folder: Path, steps: int, overrides: tuple[str, ...] = ()) -> None:
+        self.folder, self.out, self.steps = folder, folder / "out", steps
+        self._overrides = (*_LIVE, *overrides)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def finished(self) -> bool:
+        return (self.out / "model" / "model.safetensors").exists()
+
+    @property
+    def last_step(self) -> int:
+        rows = _rows(self.out)
+        return rows[-1]["step"] if rows else -1
+
+    def start(self) -> None:
+        resume = any((self.out / "checkpoints").glob("step_*/state.json"))
+        if not resume:
+            shutil.rmtree(self.out, ignore_errors=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        log = self.folder / "log.txt"
+        self._log_start = log.stat().st_size if log.exists() else 0
+        settings = [*self._overrides, f"train.steps={self.steps}", f"train.resume={str(resume).lower()}"]
+        self._process = _start(self.folder, program.MODULE, settings, log)
+
+    def roles(self) -> dict[str, list[int]]:
+        return by_role(self.pid, program.MODULE)
+
+    def pids(self) -> list[int]:
+        return descendants(self.pid)
+
+    def reach(self, phase: str) -> None:
+        """``phase`` is one of the stopwatch's, or ``save``. Raises RuntimeError if the run ends first."""
+        reached = self.folder / "reached"
+        for name in ("armed", "reached"):
+            (self.folder / name).unlink(missing_ok=True)
+        (self.folder / "draft").write_text(phase)
+        (self.folder / "draft").replace(self.folder / "armed")
+        wait_until(lambda: reached.exists() or not self.running, _PATIENCE_S, f"the phase {phase}")
+        if not reached.exists():
+            raise RuntimeError(f"the run ended before it came to {phase}: {self.said()}")
+
+    def wait_for_row(self, step: int) -> bool:
+        """False if the run ended before."""
+        wait_until(lambda: self.last_step >= step or not self.running, _PATIENCE_S, f"the row of step {step}")
+        return self.last_step >= step
+
+    def continue_to(self, step: int, pids: Sequence[int] = ()) -> tuple[str, str]:
+        """Resumes a run that ends before the row of ``step``, once ``pids`` are gone. Returns (lost, said)."""
+        if self.wait_for_row(step):
+            return "", ""
+        said, code = self.said(), self.wait_end()
+        if left := wait_gone(pids, _GONE_S):
+            return f"{len(left)} processes were still there {_GONE_S:g} s after the run had ended ({said})", said
+        if "Traceback" in self._printed() and code == 1:
+            return f"the run ended with a traceback: {said}", said
+        self.start()
+        return "" if self.wait_for_row(step) else f"it could not be resumed: {self.said()}", said
+
+    def wait_end(self, timeout_s: float = _PATIENCE_S) -> int:
+        wait_until(lambda: not self.running, timeout_s, "the end of the run")
+        assert self._process is not None
+        return self._process.returncode
+
+    def _printed(self) -> str:
+        with (self.folder / "log.txt").open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace")
+
+    def said(self) -> str:
+        return RunEnd(0, self._printed()).said
+
+    def stop(self) -> None:
+        if self._process is not None:
+            end_tree(self._process)
+            self._process = None
+
+    def complete(self) -> Path:
+        """Runs to the end unless it has. Raises RuntimeError if it fails."""
+        if not self.finished:
+            shutil.rmtree(self.out, ignore_errors=True)
+            self.start()
+            try:
+                if self.wait_end(10 * _PATIENCE_S):
+                    raise RuntimeError(f"the run that is not disturbed ended with {self.said()}")
+            finally:
+                self.stop()
+        return self.out
+
+
+SAVED, STEPS = 3, 4  # last steps of the two undisturbed replayed runs; the second resumes the first
+
+
+def make_rollouts(folder: Path, steps: int) -> Path:
+    """Some solutions have an error and no reward."""
+    tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"))
+    rng = random.Random(0)
+    for step in range(steps):
+        rollouts = []
+        examples = supervised_examples(16, 0.5, seed=step)
+        for number, (_, response) in enumerate(examples):
+            prompt = examples[number // 4 * 4][0]
+            ids = (*tokenizer.encode(response), tokenizer.eos_ids[0])
+            rollouts.append(
+                Rollout(
+                    problem_id=prompt.removesuffix("="),
+                    group=number // 4,
+                    prompt_ids=tuple(tokenizer.prompt_ids(prompt)),
+                    response_ids=ids,
+                    sampler_logprobs=tuple(-rng.random() for _ in ids),
+                    finish_reason="stop",
+                    versions=WeightsVersion(step),
+                    text=response,
+                    reward=float(rng.random() < 0.5),
+                )
+            )
+        write_rollouts(folder, step, rollouts)
+    return folder
+
+
+def replay(folder: Path, rollouts: Path, steps: int, *overrides: str, resume: bool = False) -> RunEnd:
+    settings = [*REPLAYED, f"rollout.replay={rollouts}", f"train.steps={steps}", *overrides, *["--resume"] * resume]
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "log.txt"
+    log.unlink(missing_ok=True)
+    process = _start(folder, "tepo_megatron", settings, log)
+    try:
+        code = process.wait(_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        end_tree(process)
+        raise
+    return RunEnd(code, log.read_text(errors="replace"))
+
+
+def undisturbed(folder: Path) -> Path:
+    """Makes ``rollouts``, a run of 3 steps in ``saved``, and its continuation to step 4 in ``whole``."""
+    if not (folder / "done").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        rollouts = make_rollouts(folder / "rollouts", STEPS)
+        for name, steps in (("saved", SAVED), ("whole", STEPS)):
+            if name == "whole":
+                shutil.copytree(folder / "saved", folder / "whole")
+            result = replay(folder / name, rollouts, steps, resume=name == "whole")
+            if result.code:
+                raise RuntimeError(f"the run that is not disturbed ended with {result.said}")
+        (folder / "done").touch()
+    return folder
 
 
 class Workshop:
     def __init__(self, folder: Path, *, lane: str, quick: bool, say: Callable[[str], None]) -> None:
         self.folder, self.is_quick, self.say, self._lane = folder, quick, say, lane
         self.steps = 14 if quick else 32  # more steps: a longer reference run, but fewer restarts of live runs
-        self._overrides = () if quick else tiny.SHORT_TIMEOUTS
+        self._overrides = () if quick else _SHORT_TIMEOUTS
         self._reference: Path | None = None
         self._run: LiveRun | None = None
         self._runs = sum(1 for _ in folder.glob(f"{lane}-run-*"))  # an interrupted call leaves its runs
@@ -57,9 +312,7 @@ class Workshop:
         try:
             if not run.running and not run.finished:
                 run.start()
-            if run.wait_end():
-                return run.said()
-            return tiny.differences(run.out, self.reference())
+            return run.said() if run.wait_end() else differences(run.out, self.reference())
         finally:
             run.stop()
 
@@ -111,48 +364,3 @@ class FaultClass(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class OutcomeLog:
-    """Raises ValueError if the folder holds another seed or count."""
-
-    def __init__(self, folder: Path, *, seed: int, quick: bool) -> None:
-        self.path = folder / "outcomes.jsonl"
-        self._head = {"seed": seed, "quick": quick}
-        self._done: dict[tuple[str, int], dict[str, Any]] = {}
-        folder.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            self._read()
-        else:
-            self._append(self._head)
-
-    def _read(self) -> None:
-        lines = self.path.read_text(encoding="utf-8").split("\n")
-        lines = [line for line in lines if line.endswith("}")]  # the last may be cut off
-        if not lines or json.loads(lines[0]) != self._head:
-            raise ValueError(
-                f"{self.path} holds the outcomes of {lines[0] if lines else 'nothing'}, and {json.dumps(self._head)} was asked "
-                "for; give another --output, or remove the folder"
-            )
-        for entry in map(json.loads, lines[1:]):
-            self._done[entry["class"], entry["number"]] = entry
-        if not self.path.read_bytes().endswith(b"\n"):
-            with self.path.open("ab") as file:
-                file.write(b"\n")  # keeps a cut-off line on its own line; readers skip it
-
-    def has(self, name: str, number: int) -> bool:
-        return (name, number) in self._done
-
-    def add(self, name: str, number: int, outcome: FaultOutcome) -> None:
-        entry = {"class": name, "number": number, **asdict(outcome)}
-        self._append(entry)
-        self._done[name, number] = entry
-
-    def outcomes(self, name: str) -> list[dict[str, Any]]:
-        return [self._done[key] for key in sorted(self._done) if key[0] == name]
-
-    def _append(self, entry: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry, default=str) + "\n")
-            file.flush()
-            os.fsync(file.fileno())

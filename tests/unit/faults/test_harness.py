@@ -18,11 +18,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exp
 
 from tepo_megatron.runtime.proc import Process
 from tepo_megatron.tasks.protocol import RewardResult
-from tepo_megatron.tools.faults import input_faults, run, strangers, tiny, workshop
+from tepo_megatron.tools.faults import input_faults, run, strangers, workshop
+from tepo_megatron.tools.faults.input_faults import hostile_answers
 from tepo_megatron.tools.faults.processes import by_role, descendants, end_tree, listening, wait_until
+from tepo_megatron.tools.faults.run import OutcomeLog
 from tepo_megatron.tools.faults.run_faults import DAMAGES, HANGS, PHASES, ROLES
 from tepo_megatron.tools.faults.silent import ALL, SILENT_FAULTS, judge
-from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, OutcomeLog
+from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, differences
 from tests.support.programs import TIMEOUT_S
 
 
@@ -63,20 +65,16 @@ def test_a_rerun_goes_on_with_what_is_missing_and_the_same_random_numbers(tmp_pa
 def test_what_the_harness_breaks_at_is_lost_and_the_rest_is_tried(tmp_path: Path, sample: type[Sample]) -> None:
     record = run.run([sample], tmp_path, seed=3, quick=False, say=lambda line: None)
     assert [entry["result"] for entry in record.outcomes("sample")] == ["survived"] * 3 + ["lost", "survived"]
-    summary = run.Summary(record)
-    assert summary.lost == ["sample: number 3: the harness came to no end: OSError: the harness broke"]
-    assert summary.table().rows[0][1:] == ("5", "4", "0", "1", "1.5 s", "4.0 s")
-    page = summary.write_markdown(tmp_path / "faults.md", command="tepo faults").read_text()
+    assert record.lost == ["sample: number 3: the harness came to no end: OSError: the harness broke"]
+    assert record.table().rows[0][1:] == ("5", "4", "0", "1", "1.5 s", "4.0 s")
+    page = record.write_markdown(tmp_path / "faults.md", command="tepo faults").read_text()
     assert "the harness broke" in page
 
 
-def test_outcomes_of_another_seed_are_refused(tmp_path: Path) -> None:
+def test_what_was_asked_for_otherwise_is_refused(tmp_path: Path) -> None:
     OutcomeLog(tmp_path, seed=1, quick=True)
     with pytest.raises(ValueError, match="another --output"):
         OutcomeLog(tmp_path, seed=2, quick=True)
-
-
-def test_an_unknown_class_is_refused() -> None:
     with pytest.raises(ValueError, match="no such class of faults; known: "):
         run.select("kils")
     assert [each.name for each in run.select("hangs, kills")] == ["kills", "hangs"]
@@ -88,10 +86,10 @@ def test_there_are_as_many_faults_as_were_promised() -> None:
     assert len(SILENT_FAULTS) >= 12
     assert len({fault.name for fault in ALL}) == len(ALL)
     assert len(DAMAGES) == 12
+    assert len(hostile_answers()) == 60
     pairs = {(ROLES[n % len(ROLES)], PHASES[(n + n // len(ROLES)) % len(PHASES)]) for n in range(30)}
     assert len(pairs) == 30
-    assert {role for role, _ in pairs} == set(ROLES)
-    assert {phase for _, phase in pairs} == set(PHASES)
+    assert ({role for role, _ in pairs}, {phase for _, phase in pairs}) == (set(ROLES), set(PHASES))
     assert len(set(HANGS)) == len(HANGS)
 
 
@@ -118,30 +116,30 @@ def test_processes_are_found_by_role_and_ended() -> None:
     assert not any(map(Process.start_time, pids))
 
 
-def write_run(folder: Path, **changes: Any) -> Path:
+def write_run(folder: Path, rollouts: str = "the same", weights: bytes = b"weights", **changes: Any) -> Path:
     rows = [{"step": step, "loss": 0.1 * step, "time/step": random.random()} for step in range(3)]
     rows[2] |= changes
     (folder / "rollouts").mkdir(parents=True)
+    (folder / "model").mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3, "lo')
-    (folder / "rollouts/step_0000000.jsonl").write_text("the same")
+    (folder / "rollouts/step_0000000.jsonl").write_text(rollouts)
+    (folder / "model/model.safetensors").write_bytes(weights)
     return folder
 
 
-def test_a_difference_in_metrics_rollouts_or_weights_is_seen(tmp_path: Path) -> None:
-    reference = write_run(tmp_path / "reference")
-    (reference / "model").mkdir()
-    (reference / "model/model.safetensors").write_bytes(b"weights")
-    assert tiny.differences(write_run(tmp_path / "a"), reference) == ""
-    assert tiny.differences(write_run(tmp_path / "b", loss=0.2000001), reference) == "row 2 of metrics.jsonl differs in loss"
-    assert "differs in kl" in tiny.differences(write_run(tmp_path / "c", kl=1.0), reference)
-    assert "has the steps [0, 1, 1]" in tiny.differences(write_run(tmp_path / "d", step=1, loss=0.1), reference)
-    other = write_run(tmp_path / "e")
-    (other / "rollouts/step_0000000.jsonl").write_text("others")
-    assert "rollouts in step_0000000.jsonl differ" in tiny.differences(other, reference)
-    last = write_run(tmp_path / "f")
-    (last / "model").mkdir()
-    (last / "model/model.safetensors").write_bytes(b"weightz")
-    assert tiny.differences(last, reference) == "the exported weights differ"
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"loss": 0.2000001}, "row 2 of metrics.jsonl differs in loss"),
+        ({"kl": 1.0}, "row 2 of metrics.jsonl differs in kl"),
+        ({"step": 1, "loss": 0.1}, "metrics.jsonl has the steps [0, 1, 1]"),
+        ({"rollouts": "others"}, "the rollouts in step_0000000.jsonl differ"),
+        ({"weights": b"weightz"}, "the exported weights differ"),
+    ],
+)
+def test_a_difference_in_metrics_rollouts_or_weights_is_seen(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    assert differences(write_run(tmp_path / "run", **changes), write_run(tmp_path / "reference")) == said
 
 
 def test_a_silent_fault_that_no_check_saw_is_lost_and_a_false_alarm_too() -> None:
@@ -149,16 +147,18 @@ def test_a_silent_fault_that_no_check_saw_is_lost_and_a_false_alarm_too() -> Non
     seen = {"size": 1.0, "figures": {"prompt": 2.0}, "clean": clean, "caught": {"prompt": "a sentence"}}
     small = {"size": 0.1, "figures": {"prompt": 0.02}, "clean": clean, "caught": {}}
     fault, control = SILENT_FAULTS[0], ALL[0]
-    assert judge(fault, [seen, small]).result == "refused"
-    assert judge(fault, [seen, small]).details["smallest"]["prompt"] == 1.0
-    assert judge(fault, [small]).result == "lost"
     coarse = next(each for each in ALL if each.server == "dense bf16" and each.kind != "none")
-    assert judge(coarse, [small]).result == "survived"  # what rounding does, too
-    assert judge(coarse, [{**small, "figures": {"prompt": 0.04}}]).result == "lost"
-    assert judge(control, [seen]).result == "lost"
-    update = {**seen, "caught": {"transfer": "the update failed"}}
-    assert judge(fault, [update]).result == "lost"  # that is another fault than the one that was injected
-    assert judge(control, [small]).result == "survived"
+    for what, result, outcome in (
+        (fault, [seen, small], "refused"),
+        (fault, [small], "lost"),
+        (coarse, [small], "survived"),  # what rounding does, too
+        (coarse, [{**small, "figures": {"prompt": 0.04}}], "lost"),
+        (control, [seen], "lost"),
+        (fault, [{**seen, "caught": {"transfer": "the update failed"}}], "lost"),  # another fault than was injected
+        (control, [small], "survived"),
+    ):
+        assert judge(what, result).result == outcome
+    assert judge(fault, [seen, small]).details["smallest"]["prompt"] == 1.0
 
 
 def test_a_stranger_finds_the_open_store_among_ports_that_never_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,9 +17,20 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.load import load_run
-from tepo_megatron.tools.sweep import Spread, SweepFile, SweepResults, area, read_sweep, runs_of, shard
-from tepo_megatron.tools.sweep_runner import Sweep, check_runs, core_shares, seconds_left
+from tepo_megatron.config.load import dump_resolved, load_run
+from tepo_megatron.tools.sweep import (
+    Spread,
+    Sweep,
+    SweepFile,
+    SweepResults,
+    area,
+    check_runs,
+    core_shares,
+    read_sweep,
+    runs_of,
+    seconds_left,
+    shard,
+)
 from tests.support.programs import TIMEOUT_S
 
 EVIDENCE = Path(__file__).parents[3] / "examples" / "evidence"
@@ -27,15 +38,13 @@ AXES = {"objective": {"tepo": "objective.preset=tepo", "grpo": ["objective.prese
 
 
 def write(folder: Path, **given: Any) -> Path:
-    (folder / "run.yaml").write_text("name: tiny\n", encoding="utf-8")
+    (folder / "run.yaml").write_text("name: tiny\n")
     path = folder / "sweep.yaml"
-    path.write_text(
-        yaml.safe_dump({"run": "run.yaml", "output": str(folder / "out"), **given}, sort_keys=False), encoding="utf-8"
-    )
+    path.write_text(yaml.safe_dump({"run": "run.yaml", "output": str(folder / "out"), **given}, sort_keys=False))
     return path
 
 
-def test_every_choice_meets_every_seed_and_the_runs_have_their_settings(tmp_path: Path) -> None:
+def test_every_choice_that_is_not_left_out_meets_every_seed_and_the_runs_have_their_settings(tmp_path: Path) -> None:
     sweep = read_sweep(write(tmp_path, axes=AXES, seeds=[3, 5], overrides=["train.steps=7"]))
     runs = runs_of(sweep)
     assert [run.name for run in runs] == ["tepo-low-seed3", "grpo-low-seed3", "tepo-low-seed5", "grpo-low-seed5"]
@@ -44,9 +53,6 @@ def test_every_choice_meets_every_seed_and_the_runs_have_their_settings(tmp_path
         assert (config.seed, config.train.steps, config.optimizer.lr) == (run.seed, 7, 1e-5)
         assert config.objective.preset == run.choices["objective"]
         assert config.output == tmp_path / "out" / run.name
-
-
-def test_choices_that_are_left_out_are_no_runs(tmp_path: Path) -> None:
     axes = {**AXES, "lr": {"low": "optimizer.lr=1e-5", "high": "optimizer.lr=1e-4"}}
     sweep = read_sweep(write(tmp_path, axes=axes, leave_out=[{"objective": "grpo", "lr": "high"}]))
     assert [run.name for run in runs_of(sweep)] == ["tepo-low-seed0", "tepo-high-seed0", "grpo-low-seed0"]
@@ -64,20 +70,16 @@ def test_the_parts_of_several_jobs_are_all_runs_once(count: int, parts: int) -> 
 @given(cores=st.sets(st.integers(0, 300), min_size=1, max_size=40), jobs=st.integers(1, 50))
 def test_runs_at_a_time_share_the_cores(cores: set[int], jobs: int) -> None:
     shares = core_shares(sorted(cores), jobs)
-    assert len(shares) == jobs
-    assert set().union(*shares) == cores
+    assert (len(shares), set().union(*shares)) == (jobs, cores)
     sizes = [len(share) for share in shares]
     assert max(sizes) - min(sizes) <= 1
-    if jobs <= len(cores):
-        assert sum(sizes) == len(cores)  # none is in two
-    else:
-        assert set(sizes) == {1}
+    assert sum(sizes) == max(len(cores), jobs)  # none is in two if there are enough
 
 
 def replace_python(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> None:
     """``tepo train …`` is this code."""
     program = folder / "run"
-    program.write_text(f"#!{sys.executable}\nimport os, pathlib, sys, time\n{code}", encoding="utf-8")
+    program.write_text(f"#!{sys.executable}\nimport os, pathlib, sys, time\n{code}")
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
 
@@ -103,24 +105,13 @@ def test_two_runs_at_a_time_start_on_cores_of_their_own(tmp_path: Path, monkeypa
 
 
 @given(each=st.integers(1, 1000), waiting=st.integers(0, 60), jobs=st.integers(1, 9))
-def test_what_is_left_goes_by_how_many_run_at_a_time(each: int, waiting: int, jobs: int) -> None:
+def test_what_is_left_goes_by_how_many_run_at_a_time_and_for_how_long(each: int, waiting: int, jobs: int) -> None:
     assert seconds_left([each, each], [], waiting, jobs) == math.ceil(waiting / jobs) * each
     if waiting:  # one more has just begun on a place that the others do not have
         assert seconds_left([each], [0.0], waiting, jobs) == math.ceil((waiting + 1) / jobs) * each
-
-
-@pytest.mark.parametrize(
-    ("took", "running", "waiting", "jobs", "left"),
-    [
-        ([240.0], [239.0], 50, 2, 6001.0),  # the first of 52, two at a time; the other is nearly done
-        ([20.0, 40.0], [10.0], 0, 8, 20.0),  # the last one has its place alone
-        ([30.0], [45.0], 0, 1, 0.0),  # takes longer than the others did
-    ],
-)
-def test_what_runs_counts_with_what_it_has_behind_it(
-    took: list[float], running: list[float], waiting: int, jobs: int, left: float
-) -> None:
-    assert seconds_left(took, running, waiting, jobs) == left
+    assert seconds_left([240.0], [239.0], 50, 2) == 6001.0  # the first of 52, two at a time; the other is nearly done
+    assert seconds_left([20.0, 40.0], [10.0], 0, 8) == 20.0  # the last one has its place alone
+    assert seconds_left([30.0], [45.0], 0, 1) == 0.0  # takes longer than the others did
 
 
 def test_each_line_counts_what_ended_and_only_the_last_has_nothing_left(
@@ -169,12 +160,10 @@ def test_a_run_that_cannot_begin_and_a_folder_of_another_run_are_named_before_an
     sweep = read_sweep(write(tmp_path, axes=AXES))
     runs = runs_of(sweep)
     runs[0].folder.mkdir(parents=True)
-    from tepo_megatron.config.load import dump_resolved
-
     there = load_run(sweep.run, [*runs[0].overrides, "train.resume=auto"])
-    (runs[0].folder / "resolved.yaml").write_text(dump_resolved(there), encoding="utf-8")
+    (runs[0].folder / "resolved.yaml").write_text(dump_resolved(there))
     check_runs(sweep, runs)  # that it was resumed is no other setting
-    (runs[0].folder / "resolved.yaml").write_text(dump_resolved(load_run(sweep.run, ["seed=9"])), encoding="utf-8")
+    (runs[0].folder / "resolved.yaml").write_text(dump_resolved(load_run(sweep.run, ["seed=9"])))
     with pytest.raises(ValueError, match=r"tepo-low-seed0 holds a run of other settings .*seed"):
         check_runs(sweep, runs)
 
@@ -188,16 +177,9 @@ ROWS = [
 
 
 def test_figures_of_a_run_by_hand() -> None:
-    sweep = SweepFile.model_validate(
-        {
-            "run": "run.yaml",
-            "figures": ["accuracy/greedy", "time/step", "reward/mean"],
-            "area": ["accuracy/greedy"],
-            "reach": [{"figure": "accuracy/greedy", "at": [0.7, 0.95]}],
-        }
-    )
-    found = sweep.figures_of(ROWS)
-    assert found == {
+    figures, reach = ["accuracy/greedy", "time/step", "reward/mean"], [{"figure": "accuracy/greedy", "at": [0.7, 0.95]}]
+    sweep = SweepFile.model_validate({"run": "run.yaml", "figures": figures, "area": ["accuracy/greedy"], "reach": reach})
+    assert sweep.figures_of(ROWS) == {
         "accuracy/greedy": 0.9,
         "time/step, median": 2.0,
         "reward/mean": None,
@@ -222,17 +204,16 @@ def test_tables_are_of_what_is_done(tmp_path: Path) -> None:
     for number, run in enumerate(runs[:3]):  # both seeds of tepo, one of grpo
         (run.folder / "model").mkdir(parents=True)
         row = {"step": 1, "accuracy/greedy": 0.5 + number / 10}
-        (run.folder / "metrics.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+        (run.folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     assert [run.is_done for run in runs] == [True, True, True, False]
     columns, rows = SweepResults(sweep, runs).table()
     assert columns == ["objective", "lr", "seeds", "accuracy/greedy"]
     assert rows == [["tepo", "low", "2", "0.600 ± 1.271"], ["grpo", "low", "1", "0.600"]]
     SweepResults(sweep, runs).write(tmp_path)
-    with (tmp_path / "sweep.csv").open(encoding="utf-8", newline="") as file:
+    with (tmp_path / "sweep.csv").open(newline="") as file:
         read = list(csv.DictReader(file))
-    assert [(one["objective"], one["seed"], float(one["accuracy/greedy"])) for one in read] == [
-        ("tepo", "0", 0.5), ("tepo", "1", 0.7), ("grpo", "0", 0.6),
-    ]  # fmt: skip
+    found = [(one["objective"], one["seed"], float(one["accuracy/greedy"])) for one in read]
+    assert found == [("tepo", "0", 0.5), ("tepo", "1", 0.7), ("grpo", "0", 0.6)]
     assert "| tepo | low | 2 | 0.600 ± 1.271 |" in (tmp_path / "sweep.md").read_text(encoding="utf-8")
 
 
@@ -246,7 +227,6 @@ def test_the_evidence_begins_with_every_objective_once(name: str) -> None:
     assert list(dict.fromkeys(run.choices["objective"] for run in runs[:cells])) == list(sweep.axes["objective"])
     by_name = {run.choices["objective"]: load_run(sweep.run, run.overrides) for run in runs[:cells]}
     masked = {name for name, run in by_name.items() if run.objective.kl_mask and run.objective.kl_mask.coefficient == 1.0}
-    assert masked == set(by_name) & {
-        "tepo", "no-likelihood", "tepo-covariance", "tepo-first-order", "sequence-mean", "constant"
-    }  # fmt: skip
+    with_mask = {"tepo", "no-likelihood", "tepo-covariance", "tepo-first-order", "sequence-mean", "constant"}
+    assert masked == set(by_name) & with_mask
     assert all(run.optimizer == by_name["tepo"].optimizer and run.train == by_name["tepo"].train for run in by_name.values())
