@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tepo_megatron.run.metrics import read_tokens, token_file
+from tepo_megatron.run.metrics import read_metrics, read_tokens, token_file
 from tepo_megatron.tools.bench.chromium import NAMES, Tab, chromium
 from tepo_megatron.tools.report import runs
 from tepo_megatron.tools.report.page import Options, write_report
-from tepo_megatron.tools.sweep import Spread, area
+from tepo_megatron.tools.sweep import Spread, area, points
 from tests.support.report_runs import HOSTILE, write_run
 
 pytestmark = [
@@ -59,9 +59,8 @@ def texts(page: Tab, selector: str) -> list[str]:
 
 
 def set_field(page: Tab, selector: str, value: str) -> None:
-    setting = (
-        f"field.value = {json.dumps(value)}; for (const kind of ['input', 'change']) field.dispatchEvent(new Event(kind));"
-    )
+    setting = f"field.value = {json.dumps(value)}; "
+    setting += "for (const kind of ['input', 'change']) field.dispatchEvent(new Event(kind));"
     page.evaluate(f"(field => {{ {setting} }})(document.querySelector({json.dumps(selector)}))")
 
 
@@ -119,7 +118,7 @@ def test_a_curve_is_read_by_mouse_and_keys_and_zoomed(page: Tab, html: Path) -> 
     assert all(name in tip for name in ("tepo-seed0", "tepo-seed1", "grpo-seed0"))
     page.evaluate(f"document.querySelector({json.dumps(chart)}).focus()")
     press(page, "Home")
-    row = json.loads((html.parent / "runs" / "tepo-seed0" / "metrics.jsonl").read_text().splitlines()[1])
+    row = read_metrics(html.parent / "runs" / "tepo-seed0" / "metrics.jsonl")[1]
     tip = page.evaluate("document.getElementById('tip').innerText")
     assert "step 1" in tip
     assert f"{row['entropy/mean']:.4g}" in tip
@@ -135,15 +134,10 @@ def test_seeds_are_drawn_together_and_by_a_settings_value(page: Tab, html: Path)
     page.open(html, "tab=curves&find=reward/mean")
     assert page.evaluate("linesOf('reward/mean').map(line => line.label)") == ["grpo-seed0", "tepo (2)"]
     line = page.evaluate("linesOf('reward/mean')[1]")
-    rows = [
-        {row["step"]: row.get("reward/mean") for row in map(json.loads, path.read_text().splitlines())}
-        for path in sorted((html.parent / "runs").glob("tepo-*/metrics.jsonl"))
-    ]
-    at = line["x"].index(37)
-    values = [each[37] for each in rows]
-    np.testing.assert_allclose(
-        [line["low"][at], line["y"][at], line["high"][at]], [min(values), np.mean(values), max(values)], rtol=1e-5
-    )
+    paths = (html.parent / "runs").glob("tepo-*/metrics.jsonl")
+    values = [dict(points(read_metrics(path), "reward/mean"))[37] for path in paths]
+    drawn = [line[name][line["x"].index(37)] for name in ("low", "y", "high")]
+    np.testing.assert_allclose(drawn, [min(values), float(np.mean(values)), max(values)], rtol=1e-5)
     set_field(page, ".tools select", "optimizer.lr")
     assert sorted(page.evaluate("compared().map(each => each.label)")) == ["optimizer.lr 0.0001", "optimizer.lr 5e-05"]
     assert "by=optimizer.lr" in page.evaluate("location.hash")
@@ -164,28 +158,27 @@ def test_one_kind_stands_beside_another_seed_by_seed(page: Tab, tmp_path: Path) 
         write_run(tmp_path / "runs" / f"grpo-seed{seed}", steps=70, seed=100 + seed, settings=settings)
     write_report([tmp_path / "runs"], tmp_path / "page.html", Options())
     page.open(tmp_path / "page.html", "tab=compare&beside=tepo&figure=kl/mean")
-    every = "comparedFigures().map(figure => [figure.name, against(figure, pairsOf(...compared()))])"
-    found = dict(page.evaluate(every))
+    found = dict(page.evaluate("comparedFigures().map(figure => [figure.name, against(figure, pairsOf(...compared()))])"))
 
-    def rows(name: str, seed: int, steps: int) -> list[dict[str, Any]]:
-        lines = (tmp_path / "runs" / f"{name}-seed{seed}" / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines[: steps + 1]]
+    def values(name: str, seed: int, steps: int, metric: str) -> list[tuple[int, float]]:
+        rows = read_metrics(tmp_path / "runs" / f"{name}-seed{seed}" / "metrics.jsonl")[: steps + 1]
+        return points(rows, metric)
 
-    def values(rows: list[dict[str, Any]], metric: str) -> list[tuple[int, float]]:
-        return [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
+    def pairs(metric: str, figure: Callable[[list[tuple[int, float]]], float]) -> list[tuple[float, float]]:
+        return [
+            (figure(values("grpo", seed, steps, metric)), figure(values("tepo", seed, steps, metric)))
+            for seed, steps in ((1, 70), (2, 40))
+        ]
 
-    pairs = [(rows("grpo", seed, steps), rows("tepo", seed, steps)) for seed, steps in ((1, 70), (2, 40))]
-    areas = [(area(values(a, "accuracy/greedy")) or 0) - (area(values(b, "accuracy/greedy")) or 0) for a, b in pairs]
-    lasts = [a[-1]["kl/mean"] - b[-1]["kl/mean"] for a, b in pairs]
-    norms = [[np.mean([value for _, value in values(each, "grad_norm")[-10:]]) for each in pair] for pair in pairs]
-    ratios = [math.log(a / b) for a, b in norms]
+    areas = [a - b for a, b in pairs("accuracy/greedy", lambda curve: area(curve) or 0.0)]
+    lasts = [a - b for a, b in pairs("kl/mean", lambda curve: curve[-1][1])]
+    ratios = [math.log(a / b) for a, b in pairs("grad_norm", lambda curve: float(np.mean([y for _, y in curve[-10:]])))]
     for name, differences, shown in (("area", areas, np.array), ("kl/mean", lasts, np.array), ("grad norm", ratios, np.exp)):
         spread = Spread(tuple(differences))
         expected = shown([spread.mean, spread.mean - spread.half_width, spread.mean + spread.half_width])
         np.testing.assert_allclose(spread_of(found[name]), expected, rtol=1e-3, atol=1e-9 if name == "kl/mean" else 1e-5)
     assert {each["n"] for each in found.values()} <= {0, 2}
-    assert len(texts(page, '[data-table="against"] tbody tr')) == 1
-    assert texts(page, '[data-table="against"] tbody tr td')[0] == "2"
+    assert [text[0] for text in texts(page, '[data-table="against"] tbody tr')] == ["2"]
     assert [text[-1] for text in texts(page, '[data-table="own"] tbody tr td:nth-child(2)')] == ["3", "3"]
     # By the value of a setting the pairs agree in all others that differ; here that is the seed again.
     set_field(page, ".tools select", "optimizer.lr")
@@ -209,9 +202,8 @@ def test_a_run_that_never_got_there_counts_with_its_last_step_and_is_said(page: 
     np.testing.assert_allclose(spread_of(later), [2, 2, 2])
     assert beside([20, 20, 20], [None, None, None])["differs"]
     assert beside([None, None], [None, None])["n"] == 0
-    mixed = beside([50, 50, 40], [25, 25, None])
+    mixed, alone = beside([50, 50, 40], [25, 25, None]), beside([50], [25])
     assert (mixed["theirs"], mixed["never"]) == (1, 0)
-    alone = beside([50], [25])
     assert (alone["mean"], alone["low"], alone["differs"]) == (2, None, False)
 
 
@@ -249,12 +241,10 @@ def test_tokens_have_the_colours_and_values_of_the_run(page: Tab, html: Path) ->
     press(page, "ArrowRight")
     press(page, "ArrowRight")
     tip: str = page.evaluate("document.getElementById('tip').innerText")
-    values = dict(line.rsplit("\t", 1) for line in tip.splitlines() if "\t" in line)
-    assert values["token"] == "2"
-    assert float(values["entropy"].replace("−", "-")) == pytest.approx(samples.entropy[there][1], rel=0.01)
-    assert float(values["trainer − sampler"].replace("−", "-")) == pytest.approx(
-        samples.logprob_trainer[there][1] - samples.logprob_sampler[there][1], rel=0.01
-    )
+    values = dict(line.replace("\t−", "\t-").rsplit("\t", 1) for line in tip.splitlines() if "\t" in line)
+    gap = (samples.logprob_trainer - samples.logprob_sampler)[there][1]
+    shown = [float(values[name]) for name in ("token", "entropy", "trainer − sampler")]
+    assert shown == pytest.approx([2, samples.entropy[there][1], gap], rel=0.01)
     page.evaluate("document.activeElement.blur()")
     seen = [page.evaluate("colouring()")]
     while seen[-1] != "none":
@@ -285,16 +275,9 @@ def test_an_open_page_follows_the_run_and_stays_as_it_is(page: Tab, tmp_path: Pa
     assert "1 running" in texts(page, ".bar .state span.good")[0]
 
 
-def test_a_run_of_90_steps_with_3000_samples_is_shown(page: Tab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No clock is asserted; the figures are printed."""
+def test_of_3000_samples_only_those_in_sight_are_drawn(page: Tab, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", recorded=range(1, 91), groups=5)
     written = write_report([folder], tmp_path / "page.html", Options())
-    found: dict[str, Any] = {}
-    for tab in ("overview", "samples"):
-        page.open(tmp_path / "page.html", f"tab={tab}")
-        found[tab] = page.evaluate("Number(document.body.dataset.ready)")
+    page.open(tmp_path / "page.html", "tab=samples")
     assert page.evaluate("SAMPLES.groups.reduce((sum, group) => sum + group.responses.length, 0)") == written.samples == 3160
-    assert 0 < page.evaluate("document.querySelectorAll('.entry').length") < 60  # of 407: only those in sight are made
-    with capsys.disabled():
-        size = f"{written.bytes / 1e6:.2f} MB, {written.samples} samples"
-        print(f"\n{size}; drawn after {found['overview']:.0f} ms, with samples {found['samples']:.0f} ms")
+    assert 0 < page.evaluate("document.querySelectorAll('.entry').length") < 60  # of 407

@@ -55,15 +55,6 @@ def test_a_run_is_read_while_it_writes(tmp_path: Path) -> None:
     assert [row["step"] for row in run.rows] == [0, 1, 2, 3]
     assert len(read_samples(0, folder, "heldout")) == 8
     assert run.said.startswith("ended at step 3 of 90")
-    (folder / "metrics.jsonl").write_text("")
-    assert Run.read("run", folder).rows == []
-    (folder / "metrics.jsonl").unlink()
-    assert Run.read("run", folder).rows == []
-
-
-def test_a_run_goes_on_as_its_heartbeat_says(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", steps=3)
-    (folder / "status").mkdir()
     beat: dict[str, Any] = {"rank": 0, "world": 1, "pid": 1, "started": 1, "time": 4e9, "beats": 1, "moves": 1, "moved_at": 4e9}
     beat |= {"phase": "rollout", "since": 4e9, "step": 3, "waits_for": "", "passive": False, "allowance_s": 0.0, "done": 0}
     beat |= {"total": 0, "hang_timeout_s": 1.0, "ended": "", "facts": {}, "host": f"not-{socket.gethostname()}"}
@@ -71,14 +62,13 @@ def test_a_run_goes_on_as_its_heartbeat_says(tmp_path: Path) -> None:
     run = Run.read("run", folder)
     assert run.goes_on
     assert run.said.startswith("runs, step 3 of 90 done")
-
-
-def test_a_run_that_has_said_nothing_yet_begins(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", steps=0)
+    (folder / "status" / "rank-00000.json").unlink()
+    (folder / "metrics.jsonl").write_text("")
+    assert Run.read("run", folder).rows == []
     (folder / "metrics.jsonl").unlink()
     assert (Run.read("run", folder).said, Run.read("run", folder).goes_on) == ("begins", True)
     os.utime(folder / "resolved.yaml", (1e9, 1e9))
-    assert not Run.read("run", folder).goes_on
+    assert (Run.read("run", folder).rows, Run.read("run", folder).goes_on) == ([], False)
 
 
 def test_faults_hangs_and_what_a_resumption_changed_are_told(tmp_path: Path) -> None:
@@ -130,27 +120,21 @@ def test_a_setting_that_an_older_version_did_not_have_does_not_differ_from_its_d
     assert all(row["differs"] for row in compared([without, with_]))  # a section that is left out is no older version
 
 
-JSON = st.recursive(
+VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text("é. ", max_size=3) | st.lists(st.integers(), max_size=2),
     lambda inner: st.dictionaries(st.text("abc", min_size=1, max_size=2), inner, max_size=3),
 )
 
 
-@given(st.dictionaries(st.text("abc", min_size=1, max_size=2), JSON, max_size=3))
-def test_every_value_of_a_configuration_has_its_path(section: dict[str, object]) -> None:
-    def at(path: str) -> object:
-        value: object = section
-        for name in path.split("."):
-            value = value[name]  # type: ignore[index]
-        return value
+@given(st.dictionaries(st.text("abc", min_size=1, max_size=2), VALUES, max_size=3))
+def test_every_value_of_a_configuration_has_its_path(section: dict[str, Any]) -> None:
+    def paths(value: Any, prefix: tuple[str, ...]) -> dict[str, Any]:
+        if not (isinstance(value, dict) and value):
+            return {".".join(prefix): value}
+        return {path: leaf for name, item in value.items() for path, leaf in paths(item, (*prefix, name)).items()}
 
-    found = flat(section)
-    assert {path: json.loads(text) for path, text in found.items()} == {path: at(path) for path in found}
-
-    def leaves(value: object) -> int:
-        return sum(map(leaves, value.values())) if isinstance(value, dict) and value else 1
-
-    assert len(found) == sum(map(leaves, section.values()))
+    expected = paths(section, ()) if section else {}
+    assert {path: json.loads(text) for path, text in flat(section).items()} == expected
 
 
 def test_samples_of_training_are_together_by_their_group(tmp_path: Path) -> None:
@@ -168,14 +152,7 @@ def test_samples_of_training_are_together_by_their_group(tmp_path: Path) -> None
     assert [(group.run, group.step, group.problem, group.answer, len(group.responses)) for group in groups] == [
         (7, step, f"p{group}", "2", 3) for step in (1, 2) for group in (0, 1)
     ]
-    assert groups[0].responses[0] == {
-        "text": "1 0",
-        "reward": 1.0,
-        "tokens": 3,
-        "finish": "length",
-        "version": 0,
-        "turns": [["model", "a"], ["environment", "b"]],
-        "components": {"short": 0.5},
-    }
+    first = {"text": "1 0", "reward": 1.0, "tokens": 3, "finish": "length", "version": 0, "components": {"short": 0.5}}
+    assert groups[0].responses[0] == {**first, "turns": [["model", "a"], ["environment", "b"]]}
     assert groups[3].responses[1]["reward"] is None
     assert groups[0].cost == len("1+1=") + 3 * len("1 0")
