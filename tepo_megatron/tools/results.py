@@ -18,6 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from tepo_megatron.runtime.text import echo
+
 
 def in_processes(worker: Callable[..., Any], count: int, *arguments: Any, backend: str = "") -> Any:
     """Returns rank 0's result, as JSON. With a ``backend`` the processes are a group."""
@@ -171,14 +173,21 @@ class Report:
             "machine": describe_machine(),
             "versions": {name: version(name) for name in self.packages} | {"python": platform.python_version()},
         }
-        parts = [" · ".join([head["date"], head["machine"], str(head["versions"]), self.note]) + "\n"]
-        for table in self.tables:
-            parts += [f"{table.title}\n"] * bool(table.title) + [markdown(table.columns, table.rows)]
+        parts = [" · ".join([head["date"], head["machine"], str(head["versions"]), self.note]) + "\n", *self._shown()]
         record, page = folder / f"{self.stem}.json", folder / f"{self.stem}.md"
         record.parent.mkdir(parents=True, exist_ok=True)
         record.write_text(json.dumps({**head, **self.record}, indent=1) + "\n")
         page.write_text("\n".join(parts))
         return f"wrote {record} and {page}"
+
+    def show(self, folder: Path) -> None:
+        """Also writes it."""
+        echo("\n".join([*self._shown(), self.write(folder)]))
+
+    def _shown(self) -> Iterator[str]:
+        for table in self.tables:
+            yield from [f"{table.title}\n"] * bool(table.title)
+            yield markdown(table.columns, table.rows)
 
 
 def median_and_range(values: Sequence[float]) -> str:

@@ -47,20 +47,21 @@ class Part:
             say(f"{self.name}: not run, {reason}")
             return _Outcome(self.name, self.what, "not run", reason=reason)
         say(f"{self.name}: {self.what} …")
+        figures: Mapping[str, Any] = {}
         with tempfile.TemporaryDirectory() as folder:
             start = time.monotonic()
             printed, reason = _run([argument.replace("{out}", folder) for argument in self.command], self.limit_s)
             seconds = time.monotonic() - start
-            figures: Mapping[str, Any] = {}
-            if not reason:
-                try:
-                    figures = self.figures(Path(folder), printed)
-                except (ValueError, KeyError, OSError) as error:
-                    reason = f"its results cannot be read: {error!r}"
-        say(f"{self.name}: {'failed' if reason else 'passed'} after {seconds:.0f} s")
-        if reason:
-            return _Outcome(self.name, self.what, "failed", seconds, figures, f"{reason}\n{printed[-2000:]}".strip())
-        return _Outcome(self.name, self.what, "passed", seconds, figures)
+            try:
+                figures = {} if reason else self.figures(Path(folder), printed)
+            except (ValueError, KeyError, OSError) as error:
+                reason = f"its results cannot be read: {error!r}"
+        state: _State = "failed" if reason else "passed"
+        say(f"{self.name}: {state} after {seconds:.0f} s")
+        return _Outcome(self.name, self.what, state, seconds, figures, f"{reason}\n{printed[-2000:]}".strip() if reason else "")
+
+
+_State = Literal["passed", "failed", "not run"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class _Outcome:
 
     name: str
     what: str
-    state: Literal["passed", "failed", "not run"]
+    state: _State
     seconds: float = 0.0
     figures: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
@@ -102,6 +103,7 @@ def find_gpu() -> Gpu | str:
 
 
 def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
+    """The output, and why it failed."""
     process = subprocess.Popen(
         [sys.executable, "-m", *command],
         stdout=subprocess.PIPE,
@@ -148,17 +150,16 @@ def _pytest_figures(_: Path, printed: str) -> Mapping[str, Any]:
     return counts
 
 
-def _read(folder: Path, pattern: str) -> dict[str, Any]:
-    result = sorted(folder.glob(pattern))
-    if not result:
+def _results(folder: Path, pattern: str) -> list[dict[str, Any]]:
+    records = sorted(folder.glob(pattern))
+    if not records:
         raise ValueError(f"it wrote no {pattern}")
-    record: dict[str, Any] = json.loads(result[-1].read_text())
-    return record
+    return list(json.loads(records[-1].read_text())["results"])
 
 
 def _score_figures(folder: Path, _: str) -> Mapping[str, Any]:
     figures = {}
-    for row in (ScoreMeasurement(**row) for row in _read(folder, "scores-cuda*.json")["results"]):
+    for row in (ScoreMeasurement(**row) for row in _results(folder, "scores-cuda*.json")):
         if "triton" in row.method.lower() and row.copy_gbps:
             of_a_copy = [round(gbps / row.copy_gbps, 2) for gbps in row.gbps]
             figures[f"V {row.vocab}, {row.method}"] = {"of a copy": of_a_copy, "peak extra": round(row.peak_extra, 3)}
@@ -168,7 +169,7 @@ def _score_figures(folder: Path, _: str) -> Mapping[str, Any]:
 
 
 def _step_figures(folder: Path, _: str) -> Mapping[str, Any]:
-    results = [RecipeMeasurement(**row) for row in _read(folder, "recipes-*-cuda.json")["results"]]
+    results = [RecipeMeasurement(**row) for row in _results(folder, "recipes-*-cuda.json")]
     return {
         row.recipe: {
             "s / step": round(row.seconds, 4),
@@ -186,43 +187,38 @@ def _run_figures(folder: Path, _: str) -> Mapping[str, Any]:
     return {"steps": len(rows) - 1} | {name: rows[-1][name] for name in expected if name in rows[-1]}
 
 
+_PYTEST = ("pytest", "-m", "gpu", "-q")
+_BENCH = ("tepo_megatron", "bench")
+_TINY_ON_GPU = (
+    *("tepo_megatron", "train", "examples/tiny/run.yaml", "output={out}/run", "engine.platform=cuda", "engine.parallel.tp=1"),
+    *("engine.parallel.sequence_parallel=false", "model.dtype=bfloat16", "train.steps=3", "evaluate.every=0"),
+    "rollout.server.placement=colocated",
+)
+
+
 def _steps(size: str, recipes: str, memory_gib: float) -> Part:
-    command = ("tepo_megatron", "bench", "recipes", "--size", size, "--recipes", recipes, "--steps", "50", "--output", "{out}")
+    command = (*_BENCH, "recipes", "--size", size, "--recipes", recipes, "--steps", "50", "--output", "{out}")
     what = f"50 optimizer steps of a {size.upper()} Llama, bf16 beside FP8"
     return Part(f"step {size}", what, command, _step_figures, ("transformer_engine",), memory_gib, limit_s=900)
 
 
-_TINY_ON_GPU = (
-    *("engine.platform=cuda", "engine.parallel.tp=1", "engine.parallel.sequence_parallel=false", "model.dtype=bfloat16"),
-    *("train.steps=3", "evaluate.every=0", "rollout.server.placement=colocated"),
-)
-
-
 def _three_steps(name: str, what: str, *settings: str) -> Part:
-    command = ("tepo_megatron", "train", "examples/tiny/run.yaml", "output={out}/run", *_TINY_ON_GPU, *settings)
-    return Part(name, what, command, _run_figures, ("vllm", "transformer_engine"))
+    return Part(name, what, (*_TINY_ON_GPU, *settings), _run_figures, ("vllm", "transformer_engine"))
 
 
 PARTS = (
-    Part(
-        "tests",
-        "pytest -m gpu",
-        ("pytest", "-m", "gpu", "-q", "tests/gpu"),
-        _pytest_figures,
-        ("pytest", "hypothesis"),
-        limit_s=1800,
-    ),
+    Part("tests", "pytest -m gpu", (*_PYTEST, "tests/gpu"), _pytest_figures, ("pytest", "hypothesis"), limit_s=1800),
     Part(
         "kernels",
         "log-prob and entropy, bytes moved over the bandwidth of a copy",
-        ("tepo_megatron", "bench", "scores", "--device", "cuda", "--output", "{out}"),
+        (*_BENCH, "scores", "--device", "cuda", "--output", "{out}"),
         _score_figures,
         ("triton",),
     ),
     Part(
         "experts",
         "experts in Transformer Engine's grouped products in bf16 and FP8, and split over two GPUs where there are two",
-        ("pytest", "-m", "gpu", "-q", "tests/gpu/test_experts_gpu.py"),
+        (*_PYTEST, "tests/gpu/test_experts_gpu.py"),
         _pytest_figures,
         ("pytest", "transformers", "transformer_engine"),
         limit_s=900,

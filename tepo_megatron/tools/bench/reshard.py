@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tepo_megatron.tools.bench.recipes import llama
 from tepo_megatron.tools.results import Report, Table, in_processes, resident_peak
 from tepo_megatron.trainer.megatron.collectives import broadcast_json
-from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.architecture import ModelSpec, model_spec
 from tepo_megatron.weights.geometry import ReshardPlan, ShardLayout
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, megatron_ranks, vllm_ranks
 from tepo_megatron.weights.reshard import reshard_plan
@@ -43,21 +44,8 @@ class ReshardSetting:
 
     @property
     def spec(self) -> ModelSpec:
-        return ModelSpec(
-            architecture="LlamaForCausalLM",
-            num_layers=self.layers,
-            hidden_size=1024,
-            num_heads=16,
-            num_kv_heads=8,
-            head_dim=64,
-            ffn_size=2816,
-            vocab_size=32000,
-            tied_embeddings=False,
-            norm_eps=1e-5,
-            rope_theta=1e4,
-            rope_scaling=None,
-            max_positions=2048,
-        )
+        more = {"head_dim": 64, "tie_word_embeddings": False, "max_position_embeddings": 2048}
+        return model_spec(llama(self.layers, 1024, 2816, 32000, 16, 8, **more), "the benchmark's model")
 
     @property
     def splits(self) -> tuple[MegatronParallel, VllmParallel]:
@@ -67,40 +55,32 @@ class ReshardSetting:
     def plan(self) -> ReshardPlan:
         return reshard_plan(self.spec, *self.splits)
 
-    def run(self, repeats: int) -> list[_ReshardMeasurement]:
-        """Raises ValueError for an impossible split, RuntimeError if two methods leave different weights."""
+    def run(self, repeats: int) -> list[dict[str, Any]]:
+        """One row per method. ``largest_link``: bytes received by the busiest rank. Peaks: of a rank beyond its shards, None if
+        unknown. ``digest_seconds``: processor seconds of the busiest rank. Raises ValueError for an impossible split,
+        RuntimeError if two methods leave different weights.
+        """
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"--dtype {self.dtype} is unknown; give float32 or bfloat16")
         world = self.plan.num_sources + self.plan.num_destinations
-        return [_ReshardMeasurement(**row) for row in in_processes(_measure, world, self, repeats, backend="gloo")]
+        return list(in_processes(_measure, world, self, repeats, backend="gloo"))
 
-    def report(self, results: Sequence[_ReshardMeasurement], repeats: int) -> Report:
+    def report(self, results: Sequence[Mapping[str, Any]], repeats: int) -> Report:
         columns = (
             *("method", "seconds", "× gather", "× raw", "MB on the wire", "MB into the busiest rank"),
             *("peak MB, trainer / server", "of it digests, s"),
         )
-        seconds = {row.method: row.seconds for row in results}
+        seconds = {row["method"]: row["seconds"] for row in results}
         rows = []
         for row in results:
-            ratios = (f"{row.seconds / seconds[method]:.2f}" for method in (_GATHER, _RAW))
-            peaks = ("–" if peak is None else f"{peak / 1e6:.0f}" for peak in (row.peak_source, row.peak_destination))
-            moved = (f"{row.wire_bytes / 1e6:.1f}", f"{row.largest_link / 1e6:.1f}")
-            digests = f"{row.digest_seconds:.3f}" if row.digest_seconds else "–"
-            rows.append((row.method, f"{row.seconds:.3f}", *ratios, *moved, " / ".join(peaks), digests))
-        record = {"setting": asdict(self), "repeats": repeats, "results": [asdict(row) for row in results]}
+            ratios = (f"{row['seconds'] / seconds[method]:.2f}" for method in (_GATHER, _RAW))
+            peaks = ("–" if row[name] is None else f"{row[name] / 1e6:.0f}" for name in ("peak_source", "peak_destination"))
+            moved = (f"{row[name] / 1e6:.1f}" for name in ("wire_bytes", "largest_link"))
+            digests = f"{row['digest_seconds']:.3f}" if row["digest_seconds"] else "–"
+            rows.append((row["method"], f"{row['seconds']:.3f}", *ratios, *moved, " / ".join(peaks), digests))
+        record = {"setting": asdict(self), "repeats": repeats, "results": results}
         stem = f"reshard-tp{self.tp}pp{self.pp}-to-{self.servers}xtp{self.server_tp}-{self.dtype}"
         return Report(stem, record, [Table(columns, rows)], f"best of {repeats}")
-
-
-@dataclass(frozen=True)
-class _ReshardMeasurement:
-    method: str
-    seconds: float
-    wire_bytes: int
-    largest_link: int  # bytes received by the busiest rank
-    peak_source: int | None  # bytes of a trainer rank beyond its shards; None if unknown
-    peak_destination: int | None
-    digest_seconds: float  # processor seconds of the busiest rank
 
 
 class _Rank:
@@ -225,26 +205,25 @@ def _measure(rank: int, setting: ReshardSetting, repeats: int) -> list[dict[str,
         raise RuntimeError(f"rank {rank} got different weights by different ways; the measurement is void")
     rows = []
     for name in methods:
-        digest_s = _greatest(min(digest_seconds)) if name == _OURS else 0.0
-        rows.append({**_row(local, name, min(seconds[name]), max(peaks[name], default=-1)), "digest_seconds": digest_s})
+        received, peak = _of_all_ranks(local.received_bytes(name), max(peaks[name], default=-1))
+        sources, known = local.plan.num_sources, min(peak) >= 0
+        rows.append(
+            {
+                **{"method": name, "seconds": min(seconds[name]), "wire_bytes": sum(received), "largest_link": max(received)},
+                "peak_source": max(peak[:sources]) if known else None,
+                "peak_destination": max(peak[sources:]) if known else None,
+                "digest_seconds": _greatest(min(digest_seconds)) if name == _OURS else 0.0,
+            }
+        )
     local.close()
     return rows
 
 
-def _row(local: _Rank, method: str, seconds: float, peak: int) -> dict[str, Any]:
-    figures = torch.tensor([local.received_bytes(method), peak])
-    gathered = [torch.zeros_like(figures) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, figures)
-    received, peaks = torch.stack(gathered).T.tolist()
-    sources, known = local.plan.num_sources, min(peaks) >= 0
-    return {
-        "method": method,
-        "seconds": seconds,
-        "wire_bytes": sum(received),
-        "largest_link": max(received),
-        "peak_source": max(peaks[:sources]) if known else None,
-        "peak_destination": max(peaks[sources:]) if known else None,
-    }
+def _of_all_ranks(*figures: int) -> list[list[int]]:
+    local = torch.tensor(figures)
+    gathered = [torch.zeros_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local)
+    return list(torch.stack(gathered).T.tolist())
 
 
 def _greatest(value: float) -> float:

@@ -8,11 +8,12 @@ import random
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,8 +29,6 @@ from tepo_megatron.tools.bench.step import SIZES
 from tepo_megatron.tools.results import Child, Report, Table, in_processes, median_and_range
 from tepo_megatron.trainer.megatron.batch import broadcast
 from tepo_megatron.trainer.packing import pack
-
-T = TypeVar("T")
 
 _IDLE_S = 1.5  # between two draws: vLLM's worker spins for a second after its last message
 
@@ -56,17 +55,18 @@ class RolloutSetting:
         """Returns seconds; JSON's are extrapolated from ``_SAMPLE`` responses."""
         responses, length = self.responses, self.length
         say(f"rank 0: {responses} responses of {length} tokens")
-        rollouts, read_s = _timed(lambda: _receive(responses, length))
-        num_tokens, pack_s = _timed(lambda: pack(rollouts).num_tokens)
+        seconds: dict[str, float] = {}
+        with _timed(seconds, "read_s"):
+            rollouts = _receive(responses, length)
+        with _timed(seconds, "pack_s"):
+            num_tokens = pack(rollouts).num_tokens
         assert num_tokens == responses * (length + _PROMPT)
-        with tempfile.TemporaryDirectory() as folder:
-            _, journal_s = _timed(lambda: write_rollouts(Path(folder), 0, rollouts))
-        broadcast_s = in_processes(_send, 2, responses, length, backend="gloo")
+        with tempfile.TemporaryDirectory() as folder, _timed(seconds, "journal_s"):
+            write_rollouts(Path(folder), 0, rollouts)
+        seconds["broadcast_s"] = in_processes(_send, 2, responses, length, backend="gloo")
         some = min(_SAMPLE, responses)
         say(f"rank 0: the older path, {some} responses")
-        times = responses / some
-        older = {f"json_{name}_s": seconds * times for name, seconds in _older(some, length).items()}
-        return {"read_s": read_s, "pack_s": pack_s, "journal_s": journal_s, "broadcast_s": broadcast_s, **older}
+        return seconds | {name: value * responses / some for name, value in _older(some, length).items()}
 
     def report(self, draws: Sequence[DrawMeasurement], rank0: Mapping[str, float]) -> Report:
         """``rank0`` comes from :meth:`measure_rank0`."""
@@ -76,22 +76,19 @@ class RolloutSetting:
         rates = [f"{statistics.median(side.rates):.0f}" for side in draws]
         columns = ("", "tokens/s", "of the offline engine's", "client", "API server", "engine core and worker")
         rows = [(ours.side, rates[0], ratio, *(f"{share:.0%}" for share in shares)), (offline.side, rates[1], "1", "", "", "")]
-        times = {name: (rank0[f"{name}_s"], rank0[f"json_{name}_s"]) for name in ("read", "pack")}
-        times["both"] = (times["read"][0] + times["pack"][0], times["read"][1] + times["pack"][1])
-        names = {"read": "read off the wire and checked", "pack": "packed", "both": "both"}
-        cells = [(names[name], f"{a:.2f}", f"{b:.1f}", f"{a / b:.3f}") for name, (a, b) in times.items()]
+        read, packed = ((rank0[f"{name}_s"], rank0[f"json_{name}_s"]) for name in ("read", "pack"))
+        times = {"read off the wire and checked": read, "packed": packed, "both": (read[0] + packed[0], read[1] + packed[1])}
+        cells = [(name, f"{a:.2f}", f"{b:.1f}", f"{a / b:.3f}") for name, (a, b) in times.items()]
         cells.append(("written to the journal", f"{rank0['journal_s']:.2f}", "", ""))
         cells.append(("sent to another rank (gloo)", f"{rank0['broadcast_s']:.2f}", "", ""))
         size = f"{self.responses} × {self.length}"
-        of_rank0 = Table(
-            ("rank 0, seconds", "arrays", "JSON before", "ratio"), [(f"{name}, {size}", *rest) for name, *rest in cells]
-        )
+        heads = ("rank 0, seconds", "arrays", "JSON before", "ratio")
+        tables = [Table(columns, rows), Table(heads, [(f"{name}, {size}", *rest) for name, *rest in cells])]
         sizes = {"responses": self.responses, "length": self.length}
         record = {"setting": asdict(self), "draws": [asdict(row) for row in draws], "rank0": {**sizes, **rank0}}
         note = f"median of {self.repeats}, least and greatest in brackets · {self.prompts} × {self.samples} responses "
         note += f"of at most {self.new_tokens} tokens, {self.size} model"
-        packages = ("torch", "numpy", "tepo-megatron")
-        return Report("rollouts", record, [Table(columns, rows), of_rank0], note, packages)
+        return Report("rollouts", record, tables, note, ("torch", "numpy", "tepo-megatron"))
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ def _measure_draws(setting: RolloutSetting, scratch: Path, say: Callable[[str], 
             before, begin = _processor_seconds(), time.perf_counter()
             groups = fleet.generate(prompts, n=setting.samples, temperature=1.0, max_new_tokens=setting.new_tokens, seed=repeat)
             seconds = time.perf_counter() - begin
-            share = {kind: (spent - before.get(kind, 0.0)) / seconds for kind, spent in _processor_seconds().items()}
+            share = {kind: (spent - before[kind]) / seconds for kind, spent in _processor_seconds().items()}
             digest = sha256(b"".join(item.response_ids.tobytes() for group in groups for item in group)).hexdigest()
             tokens = sum(item.response_ids.size for group in groups for item in group)
             time.sleep(_IDLE_S)
@@ -172,58 +169,37 @@ def _model_and_prompts(setting: RolloutSetting, scratch: Path) -> tuple[Path, li
 
 
 def _offline_engine(model: Path, longest: int, cores: str, log: Path) -> Child:
-    engine = Child(
-        ["-m", "tepo_megatron.sampler.vllm.plugin.offline"],
-        log,
-        VLLM_CPU_KVCACHE_SPACE="1",
-        VLLM_CPU_OMP_THREADS_BIND=cores,
-        OMP_NUM_THREADS="1",
-        TORCHDYNAMO_DISABLE="1",
-        HF_HUB_OFFLINE="1",
-        VLLM_NO_USAGE_STATS="1",
-    )
-    engine.send(
-        {
-            "model": str(model),
-            "dtype": "float32",
-            "max_model_len": longest,
-            "max_num_seqs": 256,
-            "skip_tokenizer_init": True,
-            "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",
-            "enforce_eager": True,
-            "enable_chunked_prefill": False,
-            "distributed_executor_backend": "uni",
-            "disable_log_stats": True,
-        }
-    )
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": cores, "OMP_NUM_THREADS": "1"}
+    environment |= {"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    engine = Child(["-m", "tepo_megatron.sampler.vllm.plugin.offline"], log, **environment)
+    options = {"model": str(model), "dtype": "float32", "max_model_len": longest, "max_num_seqs": 256}
+    options |= {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
+    options |= {"enforce_eager": True, "enable_chunked_prefill": False, "disable_log_stats": True}
+    engine.send({**options, "distributed_executor_backend": "uni"})
     return engine
 
 
 def _processor_seconds() -> dict[str, float]:
-    this_process = Process.read(os.getpid())
-    seconds = {"client": 0.0 if this_process is None else this_process.cpu_s}
+    own = Process.read(os.getpid())
+    seconds = defaultdict(float, client=0.0 if own is None else own.cpu_s)
     for state in Process.below(os.getpid()):
         command = Process.command_line(state.pid)
-        if "plugin.offline" in command:
-            continue
-        kind = next((name for word, name in _KINDS.items() if word in command), "other")
-        seconds[kind] = seconds.get(kind, 0.0) + state.cpu_s
+        if "plugin.offline" not in command:
+            seconds[next((name for word, name in _KINDS.items() if word in command), "other")] += state.cpu_s
     return seconds
 
 
 _VOCABULARY, _PROMPT, _GROUP = 128_256, 256, 8
 _PIECE = 65_536
-
 _VERSION = WeightsVersion(7, "0123456789abcdef")
-_LABEL = f"{_VERSION.step}:{_VERSION.digest}"
-
 _SAMPLE = 8  # responses of the older path: all would take gigabytes of JSON
 
 
-def _timed(work: Callable[[], T]) -> tuple[T, float]:
-    begin = time.perf_counter()
-    return work(), time.perf_counter() - begin
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - start
 
 
 def _send(rank: int, responses: int, length: int) -> float:
@@ -235,8 +211,8 @@ def _send(rank: int, responses: int, length: int) -> float:
     return time.perf_counter() - begin
 
 
-def _random(length: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(seed)
+def _random(length: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
     return rng.integers(0, _VOCABULARY, length).astype(np.int32), -rng.random(length, dtype=np.float32)
 
 
@@ -247,7 +223,7 @@ def _receive(responses: int, length: int) -> list[Rollout]:
 
     def pieces(numbers: Sequence[int]) -> Iterator[bytes]:
         for number in numbers:
-            frame = response_frame(number, ids, logprobs, "length", [(0, _LABEL)])
+            frame = response_frame(number, ids, logprobs, "length", [(0, f"{_VERSION.step}:{_VERSION.digest}")])
             yield from (frame[index : index + _PIECE] for index in range(0, len(frame), _PIECE))
         yield head_frame({"end": len(numbers)})
 
@@ -262,33 +238,28 @@ def _receive(responses: int, length: int) -> list[Rollout]:
 
 
 def _older(responses: int, length: int) -> dict[str, float]:
-    """Seconds for the earlier format: JSON with an object per token."""
+    """Seconds for the earlier format: JSON with an object per token, and tensors from lists."""
     ids, logprobs = _random(length)
     pairs = zip(ids.tolist(), logprobs.tolist(), strict=True)
     content = [{"token_id": token, "logprob": value, "rank": 1, "top_logprobs": []} for token, value in pairs]
     choice = {"token_ids": ids.tolist(), "logprobs": {"content": content}, "finish_reason": "length"}
     text = json.dumps({"choices": [choice] * responses})
-    drawn, read_s = _timed(lambda: [_older_response(choice) for choice in json.loads(text)["choices"]])
-    sizes, pack_s = _timed(lambda: _older_pack(drawn))
-    assert sizes == [responses * (length + _PROMPT)] * 4
-    return {"read": read_s, "pack": pack_s}
-
-
-def _older_response(choice: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    ids, logprobs = choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
-    assert all(type(token) is int and 0 <= token < _VOCABULARY for token in ids)
-    assert all(type(value) in (int, float) and -float("inf") < value <= 1e-3 for value in logprobs)
-    return tuple(ids), tuple(logprobs)
-
-
-def _older_pack(drawn: Sequence[tuple[tuple[int, ...], tuple[float, ...]]]) -> list[int]:
+    seconds: dict[str, float] = {}
+    drawn: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
+    with _timed(seconds, "json_read_s"):
+        for item in json.loads(text)["choices"]:
+            drawn.append((tuple(item["token_ids"]), tuple(entry["logprob"] for entry in item["logprobs"]["content"])))
+            assert all(type(token) is int and 0 <= token < _VOCABULARY for token in drawn[-1][0])
+            assert all(type(value) in (int, float) and -float("inf") < value <= 1e-3 for value in drawn[-1][1])
     prompt = tuple(range(_PROMPT))
     tokens, labels, mask, values = list[int](), list[int](), list[bool](), list[float]()
-    for response_ids, response_logprobs in drawn:
-        sequence = prompt + response_ids
-        tokens += sequence
-        labels += (*sequence[1:], 0)
-        mask += [False] * (_PROMPT - 1) + [True] * len(response_ids) + [False]
-        values += (*[0.0] * (_PROMPT - 1), *response_logprobs, 0.0)
-    tensors = [torch.tensor(tokens), torch.tensor(labels), torch.tensor(mask), torch.tensor(values, dtype=torch.float32)]
-    return [tensor.numel() for tensor in tensors]
+    with _timed(seconds, "json_pack_s"):
+        for response_ids, response_logprobs in drawn:
+            sequence = prompt + response_ids
+            tokens += sequence
+            labels += (*sequence[1:], 0)
+            mask += [False] * (_PROMPT - 1) + [True] * len(response_ids) + [False]
+            values += (*[0.0] * (_PROMPT - 1), *response_logprobs, 0.0)
+        tensors = [torch.tensor(tokens), torch.tensor(labels), torch.tensor(mask), torch.tensor(values)]
+    assert [tensor.numel() for tensor in tensors] == [responses * (length + _PROMPT)] * 4
+    return seconds

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import random
 import re
+import shutil
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -107,12 +106,12 @@ class StepSetting:
         count = self.sequences
         if count % _GROUP:
             raise ValueError(f"--sequences {count} must be a multiple of {_GROUP}, the size of a group")
-        low, high = 0.0, _WIDEST
-        if not 1 <= ratio < max(_shares(count, high)):
+        if not 1 <= ratio < max(_shares(count, _WIDEST)):
             raise ValueError(
                 f"--ratios {ratio:g} is no longest length over the mean of {count} sequences; give at least 1 and less "
                 "than --sequences"
             )
+        low, high = 0.0, _WIDEST
         while high - low > 1e-9:
             middle = (low + high) / 2
             low, high = (middle, high) if max(_shares(count, middle)) < ratio else (low, middle)
@@ -142,13 +141,12 @@ class StepSetting:
         rows: list[tuple[str, ...]] = []
         for row in results:
             ours = next(r for r in results if (r.layout, r.ratio, r.method) == (row.layout, row.ratio, OURS))
-            place = (row.layout, f"{row.ratio:g}") if row is ours else ("", "")
+            place, ratios = (row.layout, f"{row.ratio:g}"), ("", "")
+            if row is not ours:
+                place, ratios = ("", ""), (_ratios(row.update_s, ours.update_s), _ratios(row.both_s, ours.both_s))
             rates = (f"{row.tokens / statistics.median(seconds):.0f}" for seconds in (row.update_s, row.both_s))
-            pairs = ((row.update_s, ours.update_s), (row.both_s, ours.both_s)) if row is not ours else ()
-            ratios = [_ratios(*pair) for pair in pairs] or ["", ""]
-            rows.append(
-                (*place, row.method, *rates, *ratios, _ratios(row.update_s, ours.both_s), f"{row.peak_bytes / 2**20:.1f}")
-            )
+            peak = f"{row.peak_bytes / 2**20:.1f}"
+            rows.append((*place, row.method, *rates, *ratios, _ratios(row.update_s, ours.both_s), peak))
         record = {"setting": asdict(self), "before": before, "results": [asdict(row) for row in results]}
         note = f"median of {self.repeats}, least and greatest in brackets · before: {before[:9]}"
         packages = ("torch", "megatron-core", "tepo-megatron")
@@ -178,39 +176,34 @@ def source_of(state: str) -> Iterator[Path | None]:
     """Takes a folder, a git revision, or ``none``. Raises ValueError if it is missing or too old."""
     if state == "none":
         yield None
-    elif Path(state).is_dir():
-        yield _checked(state, Path(state).resolve())
-    else:
-        with tempfile.TemporaryDirectory(prefix="tepo-before-") as folder:
-            with tarfile.open(fileobj=io.BytesIO(_archive(state))) as files:
-                files.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 and later have it
-                files.extractall(folder)  # noqa: S202  # our own checkout's files
-            yield _checked(state, Path(folder))
+        return
+    with tempfile.TemporaryDirectory(prefix="tepo-before-") as scratch:
+        root = Path(state).resolve()
+        if not root.is_dir():
+            root = Path(scratch)
+            _check_out(state, root)
+        if not (root / "tepo_megatron" / "__init__.py").is_file():
+            raise ValueError(f"--before {state} has no package tepo_megatron; give the root of a checkout")
+        if not (root / "tepo_megatron" / "core" / "rollout.py").is_file():
+            raise ValueError(
+                f"--before {state} is from before the package's folders moved (2026-11-23), which this command cannot measure; "
+                "give a later one, or none"
+            )
+        yield root
 
 
-def _checked(state: str, root: Path) -> Path:
-    if not (root / "tepo_megatron" / "__init__.py").is_file():
-        raise ValueError(f"--before {state} has no package tepo_megatron; give the root of a checkout")
-    if not (root / "tepo_megatron" / "core" / "rollout.py").is_file():
-        raise ValueError(
-            f"--before {state} is from before the package's folders moved (2026-11-23), which this command cannot measure; "
-            "give a later one, or none"
-        )
-    return root
-
-
-def _archive(revision: str) -> bytes:
-    command = ["git", "-C", str(ROOT), "archive", "--format=tar", revision, "tepo_megatron"]
-    try:
-        result = subprocess.run(command, capture_output=True, check=False)
-    except FileNotFoundError:
-        raise ValueError(f"--before {revision} is no folder, and there is no git here; give a folder, or none") from None
+def _check_out(revision: str, folder: Path) -> None:
+    archive = folder / "archive.tar"
+    if shutil.which("git") is None:
+        raise ValueError(f"--before {revision} is no folder, and there is no git here; give a folder, or none")
+    command = ["git", "-C", str(ROOT), "archive", f"--output={archive}", revision, "tepo_megatron"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise ValueError(
             f"--before {revision} is neither a folder nor a revision that git finds in {ROOT} "
-            f"({result.stderr.decode().strip().splitlines()[-1]}); give another, or --before none"
+            f"({result.stderr.strip().splitlines()[-1]}); give another, or --before none"
         )
-    return result.stdout
+    subprocess.run(["tar", "-xf", str(archive), "-C", str(folder)], check=True)
 
 
 def _shares(count: int, sigma: float) -> list[float]:

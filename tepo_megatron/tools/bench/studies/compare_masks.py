@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -87,20 +87,16 @@ def _join(noted: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _describe(chosen_3A: Tensor, entropy_A: Tensor) -> dict[str, Any]:
-    tokens = entropy_A.numel()
-    shares = chosen_3A.double().mean(1).tolist() if tokens else [math.nan] * len(WAYS)
-    alike, overlap = {}, {}
-    for a, b in combinations(range(len(WAYS)), 2):
-        same, both, either = (chosen_3A[a] == chosen_3A[b], chosen_3A[a] & chosen_3A[b], chosen_3A[a] | chosen_3A[b])
-        alike[_pair(a, b)] = float(same.double().mean())  # NaN without tokens
-        overlap[_pair(a, b)] = float(both.sum() / either.sum())
-    entropy = [float(entropy_A.min()), float(entropy_A.max())] if tokens else [math.nan] * 2
-    shares_by_way = dict(zip(WAYS, shares, strict=True))
-    return {"tokens": tokens, "entropy": entropy, "masked": shares_by_way, "alike": alike, "overlap": overlap}
-
-
-def _pair(a: int, b: int) -> str:
-    return f"{WAYS[min(a, b)]} / {WAYS[max(a, b)]}"
+    """Shares are NaN without tokens."""
+    named = dict(zip(WAYS, chosen_3A, strict=True))
+    pairs = {f"{a} / {b}": (named[a], named[b]) for a, b in combinations(WAYS, 2)}
+    return {
+        "tokens": entropy_A.numel(),
+        "entropy": [float(entropy_A.min()), float(entropy_A.max())] if entropy_A.numel() else [math.nan] * 2,
+        "masked": {way: float(chosen.double().mean()) for way, chosen in named.items()},
+        "alike": {pair: float((a == b).double().mean()) for pair, (a, b) in pairs.items()},
+        "overlap": {pair: float((a & b).sum() / (a | b).sum()) for pair, (a, b) in pairs.items()},
+    }
 
 
 def by_entropy(chosen_3A: Tensor, entropy_A: Tensor, quantiles: int) -> list[dict[str, Any]]:
@@ -109,32 +105,31 @@ def by_entropy(chosen_3A: Tensor, entropy_A: Tensor, quantiles: int) -> list[dic
 
 
 def _percent(share: float) -> str:
-    return "–" if share != share else f"{share:.1%}"
+    return "–" if math.isnan(share) else f"{share:.1%}"
 
 
 def _tables(updates: Sequence[dict[str, Any]], later: dict[str, Any], quantiles: Sequence[dict[str, Any]]) -> list[Table]:
-    head = ("tokens", *(f"masked: {way}" for way in WAYS), *(f"alike: {pair}" for pair in later["alike"]))
-
-    def cells(result: dict[str, Any]) -> tuple[str, ...]:
-        return (str(result["tokens"]), *map(_percent, [*result["masked"].values(), *result["alike"].values()]))
+    def shares(first: str, title: str, results: Iterable[tuple[str, dict[str, Any]]]) -> Table:
+        head = (first, "tokens", *(f"masked: {way}" for way in WAYS), *(f"alike: {pair}" for pair in later["alike"]))
+        rows = [
+            (name, str(result["tokens"]), *map(_percent, [*result["masked"].values(), *result["alike"].values()]))
+            for name, result in results
+        ]
+        return Table(head, rows, title)
 
     def matrix(kind: str, title: str) -> Table:
-        numbers = range(len(WAYS))
-        rows = [[WAYS[a], *("–" if a == b else _percent(later[kind][_pair(a, b)]) for b in numbers)] for a in numbers]
+        values = {tuple(pair.split(" / ")): _percent(value) for pair, value in later[kind].items()}
+        rows = [[a, *(values.get((a, b)) or values.get((b, a), "–") for b in WAYS)] for a in WAYS]
         return Table(("", *WAYS), rows, title)
 
     since = "from the second update of a step on:"
-    ranges = [f"{result['entropy'][0]:.3f} … {result['entropy'][1]:.3f}" for result in quantiles]
+    ranges = [(f"{result['entropy'][0]:.3f} … {result['entropy'][1]:.3f}", result) for result in quantiles]
     first = "All shares are of the response tokens with a positive advantage.\n\nBy the update within its step:"
     return [
-        Table(("update", *head), [(str(number), *cells(result)) for number, result in enumerate(updates, 1)], first),
+        shares("update", first, [(str(number), result) for number, result in enumerate(updates, 1)]),
         matrix("alike", f"Decided alike, {since}"),
         matrix("overlap", f"Of the tokens that either masks, those that both mask, {since}"),
-        Table(
-            ("entropy, nats", *head),
-            [(name, *cells(result)) for name, result in zip(ranges, quantiles, strict=True)],
-            f"By the entropy of the policy before the update, {since}",
-        ),
+        shares("entropy, nats", f"By the entropy of the policy before the update, {since}", ranges),
     ]
 
 
@@ -157,7 +152,7 @@ def _main() -> None:
     record |= {"updates": updates, "later_updates": _describe(*later), "by_entropy": quantiles}
     note = f"{config.name} · {config.model.dtype} · {args.steps} steps of {config.train.minibatches} updates"
     tables = _tables(updates, record["later_updates"], quantiles)
-    print(Report(f"masks-{config.model.dtype}", record, tables, note).write(args.output))
+    Report(f"masks-{config.model.dtype}", record, tables, note).show(args.output)
 
 
 if __name__ == "__main__":

