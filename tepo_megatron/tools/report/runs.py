@@ -18,7 +18,6 @@ from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.run.output.status import run_status
 
 Settings = Mapping[str, str]  # dotted path → value as JSON text
-
 _IDENTITY = ("seed", "output", "name")
 
 
@@ -77,14 +76,10 @@ def _plain(value: str) -> str:
 
 
 Row = Mapping[str, Any]
-
 _MOST_HANG_TEXT = 20_000
-
 _BEGINS_S = 300.0  # a run without output may be starting its ranks for this long
-
 _EVENTS = {**COUNTED, **LOST, "log/failed": "log files that could not be written"}
 _AGO = re.compile(r",? [\d:.]+(?: s)? ago")
-
 _SEED = re.compile(r"[-_.]?seed[-_]?\d+$")
 
 
@@ -155,24 +150,17 @@ def find_runs(paths: Sequence[Path]) -> dict[str, Path]:
 
 
 def runs_in(path: Path) -> list[Path]:
-    """Finds runs in the folder, its children and grandchildren."""
+    """Finds runs in the folder, else in its children, else in its grandchildren."""
     folder = path.parent if path.name == "metrics.jsonl" else path
-    if _is_run(folder):
-        return [folder]
-    inside = [item for item in _folders(folder) if _is_run(item)]
-    return inside or [item for one in _folders(folder) for item in _folders(one) if _is_run(item)]
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / "metrics.jsonl").is_file() or (folder / "resolved.yaml").is_file()
-
-
-def _folders(folder: Path) -> list[Path]:
-    return sorted((item for item in folder.iterdir() if item.is_dir()), key=_natural) if folder.is_dir() else []
+    for depth in ("", "*/", "*/*/"):
+        files = [item for name in ("metrics.jsonl", "resolved.yaml") for item in folder.glob(depth + name) if item.is_file()]
+        if files:
+            return sorted({item.parent for item in files}, key=_natural)
+    return []
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

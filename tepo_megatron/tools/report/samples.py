@@ -62,7 +62,6 @@ def _spread(places: Sequence[int]) -> list[int]:
 
 
 Row = Mapping[str, Any]
-
 FILES = {"heldout": "samples.jsonl", "train": "train_samples.jsonl"}
 
 
@@ -71,14 +70,12 @@ def read_samples(run: int, folder: Path, kind: str) -> list[SampleGroup]:
     if kind == "tokens":
         return _token_groups(run, folder)
     path = folder / FILES[kind]
-    if not path.is_file():
-        return []
-    rows: list[Row] = list(parse_samples(path, read_lines(path)[0]))
+    rows: list[Row] = list(parse_samples(path, read_lines(path)[0])) if path.is_file() else []
     if kind == "heldout":
-        return [_group(run, kind, [row], _evaluated(row)) for row in rows]
-    together = groupby(rows, lambda row: (row.get("step", 0), row.get("group"), row.get("problem")))
-    groups = [list(members) for _, members in together]
-    return [_group(run, kind, members, [_response(row, "") for row in members]) for members in groups]
+        return [_group(run, kind, row, _evaluated(row)) for row in rows]
+    groups = groupby(rows, lambda row: (row.get("step", 0), row.get("group"), row.get("problem")))
+    together = [list(members) for _, members in groups]
+    return [_group(run, kind, members[0], [_response(row) for row in members]) for members in together]
 
 
 def _evaluated(row: Row) -> list[dict[str, Any]]:
@@ -86,24 +83,16 @@ def _evaluated(row: Row) -> list[dict[str, Any]]:
     return greedy + [_response(item, f"sample {index}") for index, item in enumerate(row.get("sampled") or [], start=1)]
 
 
-def _response(row: Row, name: str) -> dict[str, Any]:
-    result: dict[str, Any] = {
-        "text": str(row.get("response") or ""),
-        "reward": row.get("reward"),
-        "tokens": row.get("tokens"),
-        "finish": row.get("finish_reason"),
-    }
+def _response(row: Row, name: str = "") -> dict[str, Any]:
+    result = {"text": str(row.get("response") or ""), "reward": row.get("reward"), "tokens": row.get("tokens")}
+    result["finish"] = row.get("finish_reason")
     also = {"name": name, "error": row.get("error"), "version": row.get("weights_version"), "correct": row.get("correct")}
-    result |= {key: value for key, value in also.items() if value not in (None, "")}
-    if row.get("turns"):
-        result["turns"] = [[str(turn.get("by")), str(turn.get("text"))] for turn in row["turns"]]
-    if row.get("components"):
-        result["components"] = row["components"]
-    return result
+    also |= {"turns": [[str(turn.get("by")), str(turn.get("text"))] for turn in row.get("turns") or ()]}
+    also |= {"components": row.get("components")}
+    return result | {key: value for key, value in also.items() if value not in (None, "", [], {})}
 
 
-def _group(run: int, kind: str, rows: list[Row], responses: list[dict[str, Any]]) -> SampleGroup:
-    row = rows[0]
+def _group(run: int, kind: str, row: Row, responses: list[dict[str, Any]]) -> SampleGroup:
     texts = [str(row.get("prompt") or ""), *(response["text"] for response in responses)]
     return SampleGroup(
         run,
@@ -119,7 +108,6 @@ def _group(run: int, kind: str, rows: list[Row], responses: list[dict[str, Any]]
 
 
 FLAG_TRAINED, FLAG_MASKED = 1, 2  # a token's bits: the model trains on it; an objective's term (TEPO's KL mask) selected it
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 COLUMNS: Mapping[str, Callable[[TokenSamples], Array]] = {
@@ -141,16 +129,16 @@ def _token_groups(run: int, folder: Path) -> list[SampleGroup]:
             samples = read_tokens(path)
         except FileNotFoundError:
             continue
-        members: dict[int, list[int]] = {}
+        groups: dict[int, list[int]] = {}
         for index, group in enumerate(samples.group.tolist()):
-            members.setdefault(group, []).append(index)
-        result += [_token_group(run, samples, responses) for responses in members.values()]
+            groups.setdefault(group, []).append(index)
+        result += [_token_group(run, samples, tuple(members)) for members in groups.values()]
     return result
 
 
-def _token_group(run: int, samples: TokenSamples, members: Sequence[int]) -> SampleGroup:
+def _token_group(run: int, samples: TokenSamples, members: tuple[int, ...]) -> SampleGroup:
     prompt = samples.prompts[int(samples.prompt[members[0]])]
-    responses = [
+    responses: list[dict[str, Any]] = [
         {
             "reward": float(samples.reward[index]),
             "tokens": int(samples.lengths[index]),
@@ -159,18 +147,9 @@ def _token_group(run: int, samples: TokenSamples, members: Sequence[int]) -> Sam
         }
         for index in members
     ]
-    return SampleGroup(
-        run,
-        "tokens",
-        step=samples.step,
-        problem=prompt.problem,
-        prompt=prompt.text,
-        answer=prompt.answer or "",
-        responses=responses,
-        cost=int(samples.lengths[list(members)].sum()),
-        source=prompt.source,
-        origin=(samples, tuple(members)),
-    )
+    texts = {"problem": prompt.problem, "prompt": prompt.text, "answer": prompt.answer or "", "source": prompt.source}
+    cost = sum(response["tokens"] for response in responses)
+    return SampleGroup(run, "tokens", samples.step, responses=responses, cost=cost, origin=(samples, members), **texts)
 
 
 def pack(groups: Sequence[SampleGroup]) -> dict[str, Any]:
@@ -184,7 +163,8 @@ def pack(groups: Sequence[SampleGroup]) -> dict[str, Any]:
         for response in group.responses:
             response["at"], index = index, index + response["tokens"]
         of_group = {name: column(samples) for name, column in COLUMNS.items()}
-        of_group["id"] = np.array([pieces.setdefault(text, len(pieces)) for text in _texts(samples, taken)], np.uint32)
+        texts = (samples.pieces[token] for item in taken for token in samples.ids[item].tolist())
+        of_group["id"] = np.array([pieces.setdefault(text, len(pieces)) for text in texts], np.uint32)
         of_group["flags"] = samples.loss_mask * FLAG_TRAINED + samples.masked * FLAG_MASKED
         of_group["version"] = samples.version
         for name, values in of_group.items():
@@ -195,10 +175,6 @@ def pack(groups: Sequence[SampleGroup]) -> dict[str, Any]:
     known = [name for name in COLUMNS if np.isfinite(joined[name]).any()]
     columns |= {name: _encode(_bfloat16(joined[name]), np.dtype(np.uint16)) for name in known}
     return {"tokens": index, "pieces": list(pieces), "columns": columns}
-
-
-def _texts(samples: TokenSamples, taken: Sequence[slice]) -> list[str]:
-    return [samples.pieces[token] for item in taken for token in samples.ids[item].tolist()]
 
 
 def _bfloat16(values: Array) -> Array:
