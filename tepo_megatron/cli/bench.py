@@ -61,7 +61,7 @@ def _scores_command(
     results: list[scores.ScoreMeasurement] = []
     for name, v, t in itertools.product(grid["dtype"].split(","), grid["vocab"].split(","), grid["tokens"].split(",")):
         _say(f"T {t}, V {v}, {name}")
-        results += setting.run([(int(t), int(v), name)])
+        results += setting.run(int(t), int(v), name)
     _finish(setting.report(results), output, as_json)
 
 
@@ -237,8 +237,9 @@ def _gpu_command(
     [dim]tepo bench gpu --only tests,kernels[/]
     """
     from tepo_megatron.tools.bench import gpu
+    from tepo_megatron.tools.results import select
 
-    parts = gpu.select(only)
+    parts = select(only, {part.name: part for part in gpu.PARTS}, "part")
     result = gpu.find_gpu()
     if isinstance(result, str):
         echo(f"gpu check: {result}; nothing was checked", err=True)

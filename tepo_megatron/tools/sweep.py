@@ -46,7 +46,6 @@ from tepo_megatron.tools.results import markdown
 _MOST_RUNS = 10_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 _LAST_LINES = 30
-
 _Settings = tuple[str, ...]  # dotted overrides, such as optimizer.lr=5e-5
 _Choice = Annotated[_Settings, BeforeValidator(lambda raw: (raw,) if isinstance(raw, str) else raw)]
 _Row = Mapping[str, Any]
@@ -146,12 +145,11 @@ def read_sweep(path: Path) -> SweepFile:
         sweep = SweepFile.model_validate(document)
     except ValidationError as error:
         unknown = f"unknown key; there are {', '.join(SweepFile.model_fields)}"
-        messages = {
-            ".".join(map(str, item["loc"])) or "sweep": unknown if item["type"] == "extra_forbidden" else item["msg"]
-            for item in error.errors()
-        }
-        lines = [f"  {place}: {message.removeprefix('Value error, ')}" for place, message in messages.items()]
-        raise ValueError("\n".join([f"{path}: not a sweep", *lines])) from error
+        lines = [f"{path}: not a sweep"]
+        for item in error.errors():
+            message = unknown if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
+            lines.append(f"  {'.'.join(map(str, item['loc'])) or 'sweep'}: {message}")
+        raise ValueError("\n".join(lines)) from error
     return sweep.model_copy(update={"run": path.parent / sweep.run})
 
 

@@ -129,7 +129,7 @@ def frontier(evidence: Evidence, key: Key) -> np.ndarray:
 
 
 def _grid(evidence: Evidence, label: str, below: str, draw: Callable[[Axes, str, str, str], None]) -> Figure:
-    """A row for each learning rate. ``draw``: axes, objective, rate, colour."""
+    """Makes a row for each learning rate. ``draw``: axes, objective, rate, colour."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12.0, 3.9 * len(evidence.rates)))

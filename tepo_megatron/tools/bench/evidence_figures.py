@@ -227,7 +227,7 @@ def _mean_of(column: str, last: int = 0) -> Callable[[_Rows], float | None]:
 
 
 def _seconds(name: str, column: str, digits: int) -> _Figure:
-    """The median, without evaluation and the first step."""
+    """Takes the median, without evaluation and the first step."""
 
     def figure(rows: _Rows) -> float | None:
         other = "time/eval" if column == "time/step" else ""

@@ -19,7 +19,6 @@ from tepo_megatron.tools.results import markdown
 _BEST = "best of each"  # each objective's learning rate with the largest area under the greedy curve
 BASELINE = "grpo"
 NOT_HALF = "not half; undecided whether faster"
-
 _Words = tuple[str, str, str]  # of an interval above no effect, below it, and around it
 _HALF: _Words = ("the opposite", "faster", "undecided")
 _MORE: _Words = ("holds", "the opposite", "undecided")
@@ -241,7 +240,7 @@ def _parts(evidence: Evidence) -> str:
 
 
 def effects(values: Sequence[Sequence[float]]) -> list[Estimate]:
-    """Of likelihood and mask, and their interaction. Values are with both, likelihood, mask, neither."""
+    """Returns those of likelihood and mask, and their interaction. Values are with both, likelihood, mask, neither."""
     parts = [
         ((both + likelihood - mask - neither) / 2, (both + mask - likelihood - neither) / 2, both - likelihood - mask + neither)
         for both, likelihood, mask, neither in values

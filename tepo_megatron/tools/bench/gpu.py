@@ -19,8 +19,7 @@ from typing import Any, Literal
 
 from tepo_megatron.tools.bench.recipes import RecipeMeasurement
 from tepo_megatron.tools.bench.scores import ScoreMeasurement
-from tepo_megatron.tools.results import Report, Table, select_names
-from tepo_megatron.versions import installed_version
+from tepo_megatron.tools.results import Report, Table
 
 NO_GPU = 3  # exit status without a GPU
 
@@ -84,11 +83,6 @@ class Gpu:
     cuda: str  # torch was built for this version
 
 
-def select(only: str) -> list[Part]:
-    names = select_names(only, [part.name for part in PARTS], "part")
-    return [part for part in PARTS if part.name in names]
-
-
 def find_gpu() -> Gpu | str:
     """The text says why there is none."""
     import torch
@@ -137,10 +131,8 @@ def _report(outcomes: Sequence[_Outcome], gpu: Gpu, started: datetime.datetime) 
     folder = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
     record = {"gpu": asdict(gpu), "parts": [asdict(outcome) for outcome in outcomes]}
     note = f"{gpu.name}, {gpu.memory_gib:.0f} GiB, compute capability {gpu.capability}, CUDA {gpu.cuda}"
-    known = ("torch", "tepo-megatron", "megatron-core", "transformer-engine", "triton", "vllm", "apex")
-    packages = [name for name in known if installed_version(name)]
     table = Table(("part", "state", "seconds", "figures, or why not"), rows)
-    return Report(f"{folder}/{started:%Y-%m-%dT%H%MZ}", record, [table], note, packages)
+    return Report(f"{folder}/{started:%Y-%m-%dT%H%MZ}", record, [table], note)
 
 
 def _pytest_figures(_: Path, printed: str) -> Mapping[str, Any]:

@@ -23,7 +23,6 @@ from tepo_megatron.weights.storage.hf_folder import write_model
 from tepo_megatron.weights.table import tensor_shapes
 
 GROUP = 4  # samples of a prompt
-
 _WARM_UP = 3  # steps without times: they compile, allocate, and fill FP8's history
 
 
@@ -112,25 +111,20 @@ class RecipeSetting:
 
     def report(self, results: Sequence[RecipeMeasurement]) -> Report:
         first = results[0]
-        columns = (
-            *("recipe", "s / step", "× first", "tokens/s", "peak GiB"),
-            *("log-prob, first → last step", "largest difference, nats"),
-        )
         rows = [
-            (
-                row.recipe,
-                f"{row.seconds:.3f}",
-                f"{row.seconds / first.seconds:.2f}",
-                f"{self.sequences * self.length / row.seconds:.0f}",
-                f"{row.peak_bytes / 2**30:.2f}",
-                f"{row.logprobs[0]:.4f} → {row.logprobs[-1]:.4f}",
-                "–" if row is first else f"{row.drift(first):.1e}",
-            )
+            {
+                "recipe": row.recipe,
+                "s / step": f"{row.seconds:.3f}",
+                "× first": f"{row.seconds / first.seconds:.2f}",
+                "tokens/s": f"{self.sequences * self.length / row.seconds:.0f}",
+                "peak GiB": f"{row.peak_bytes / 2**30:.2f}",
+                "log-prob, first → last step": f"{row.logprobs[0]:.4f} → {row.logprobs[-1]:.4f}",
+                "largest difference, nats": "–" if row is first else f"{row.drift(first):.1e}",
+            }
             for row in results
         ]
         record = {"setting": asdict(self), "results": [asdict(row) for row in results]}
-        stem = f"recipes-{self.size}-{first.platform}"
-        return Report(stem, record, [Table(columns, rows)], f"{self.steps} steps")
+        return Report(f"recipes-{self.size}-{first.platform}", record, [Table.of(rows)], f"{self.steps} steps")
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,9 @@ class ReshardSetting:
         return reshard_plan(self.spec, *self.splits)
 
     def run(self, repeats: int) -> list[dict[str, Any]]:
-        """One row per method. ``largest_link``: bytes received by the busiest rank. Peaks: of a rank beyond its shards, None if
-        unknown. ``digest_seconds``: processor seconds of the busiest rank. Raises ValueError for an impossible split,
-        RuntimeError if two methods leave different weights.
+        """Returns one row per method. Peaks are bytes of a rank beyond its shards (None: unknown), ``largest_link`` and
+        ``digest_seconds`` the busiest rank's. Raises ValueError for an impossible split, RuntimeError if two methods leave
+        different weights.
         """
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"--dtype {self.dtype} is unknown; give float32 or bfloat16")
@@ -66,21 +66,25 @@ class ReshardSetting:
         return list(in_processes(_measure, world, self, repeats, backend="gloo"))
 
     def report(self, results: Sequence[Mapping[str, Any]], repeats: int) -> Report:
-        columns = (
-            *("method", "seconds", "× gather", "× raw", "MB on the wire", "MB into the busiest rank"),
-            *("peak MB, trainer / server", "of it digests, s"),
-        )
         seconds = {row["method"]: row["seconds"] for row in results}
         rows = []
         for row in results:
-            ratios = (f"{row['seconds'] / seconds[method]:.2f}" for method in (_GATHER, _RAW))
             peaks = ("–" if row[name] is None else f"{row[name] / 1e6:.0f}" for name in ("peak_source", "peak_destination"))
-            moved = (f"{row[name] / 1e6:.1f}" for name in ("wire_bytes", "largest_link"))
-            digests = f"{row['digest_seconds']:.3f}" if row["digest_seconds"] else "–"
-            rows.append((row["method"], f"{row['seconds']:.3f}", *ratios, *moved, " / ".join(peaks), digests))
+            rows.append(
+                {
+                    "method": row["method"],
+                    "seconds": f"{row['seconds']:.3f}",
+                    "× gather": f"{row['seconds'] / seconds[_GATHER]:.2f}",
+                    "× raw": f"{row['seconds'] / seconds[_RAW]:.2f}",
+                    "MB on the wire": f"{row['wire_bytes'] / 1e6:.1f}",
+                    "MB into the busiest rank": f"{row['largest_link'] / 1e6:.1f}",
+                    "peak MB, trainer / server": " / ".join(peaks),
+                    "of it digests, s": f"{row['digest_seconds']:.3f}" if row["digest_seconds"] else "–",
+                }
+            )
         record = {"setting": asdict(self), "repeats": repeats, "results": results}
         stem = f"reshard-tp{self.tp}pp{self.pp}-to-{self.servers}xtp{self.server_tp}-{self.dtype}"
-        return Report(stem, record, [Table(columns, rows)], f"best of {repeats}")
+        return Report(stem, record, [Table.of(rows)], f"best of {repeats}")
 
 
 class _Rank:

@@ -31,7 +31,6 @@ from tepo_megatron.trainer.megatron.batch import broadcast
 from tepo_megatron.trainer.packing import pack
 
 _IDLE_S = 1.5  # between two draws: vLLM's worker spins for a second after its last message
-
 _KINDS = {"api_server": "API server", "EngineCore": "engine core", "Worker": "worker", "supervise": "supervisor"}
 
 
@@ -88,7 +87,7 @@ class RolloutSetting:
         record = {"setting": asdict(self), "draws": [asdict(row) for row in draws], "rank0": {**sizes, **rank0}}
         note = f"median of {self.repeats}, least and greatest in brackets · {self.prompts} × {self.samples} responses "
         note += f"of at most {self.new_tokens} tokens, {self.size} model"
-        return Report("rollouts", record, tables, note, ("torch", "numpy", "tepo-megatron"))
+        return Report("rollouts", record, tables, note)
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class DrawMeasurement:
         return statistics.median(share.get(kind, 0.0) for share in self.shares)
 
 
-OURS, OFFLINE = "server and client", "vLLM's offline engine"
+_OURS, _OFFLINE = "server and client", "vLLM's offline engine"
 
 
 def _measure_draws(setting: RolloutSetting, scratch: Path, say: Callable[[str], None]) -> list[DrawMeasurement]:
@@ -120,7 +119,7 @@ def _measure_draws(setting: RolloutSetting, scratch: Path, say: Callable[[str], 
     model, prompts = _model_and_prompts(setting, scratch)
     longest = max(map(len, prompts)) + setting.new_tokens
     config = ServerConfig(max_num_seqs=256, max_model_len=longest, start_timeout_s=600.0)
-    ours, offline = DrawMeasurement(OURS), DrawMeasurement(OFFLINE)
+    ours, offline = DrawMeasurement(_OURS), DrawMeasurement(_OFFLINE)
     fleet = Fleet(config, model_dir=model, dtype="float32", stop_token_ids=(), log_dir=scratch)
     (cores,) = worker_cores(config, 1)
     order = {"prompts": prompts, "n": setting.samples, "temperature": 1.0, "max_tokens": setting.new_tokens}

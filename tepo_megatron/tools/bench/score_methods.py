@@ -20,7 +20,6 @@ from tepo_megatron.core.scores.shard import RowScores, Scoring, combine, plan_sc
 
 Outputs = tuple[Tensor, ...]
 Method = Callable[[Tensor, Tensor], Outputs]  # (logits shard [T, V/p], labels [T]) → outputs [T] for a backward
-
 DENSE = "dense torch log_softmax"
 MEGATRON = "Megatron-Core cross-entropy (log-prob only)"
 AREAL = "AReaL, both scores"

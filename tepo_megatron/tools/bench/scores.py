@@ -22,7 +22,6 @@ from tepo_megatron.tools.bench.step_rank import peak_bytes
 from tepo_megatron.tools.results import Report, Table, in_processes
 
 R = TypeVar("R")
-Shape = tuple[int, int, str]  # tokens, vocabulary, bf16 or fp32
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"tp": 2, "tokens": "1024,4096", "vocab": "32000,128256", "dtype": "bf16,fp32"},
@@ -39,34 +38,28 @@ class ScoreSetting:
     device: str
     repeats: int
 
-    def run(self, shapes: Sequence[Shape]) -> list[ScoreMeasurement]:
+    def run(self, tokens: int, vocab: int, dtype: str) -> list[ScoreMeasurement]:
         """Raises ValueError for an impossible setting."""
         if self.device == "cuda" and torch.cuda.device_count() < self.tp:
             gpus = torch.cuda.device_count()
             raise ValueError(f"--device cuda --tp {self.tp} needs {self.tp} GPUs, torch sees {gpus}; lower --tp")
         if self.device == "cuda":
             get_backend("triton", torch.device("cuda"))
-        for _, size, dtype in shapes:
-            if dtype not in _DTYPES:
-                raise ValueError(f"--dtype {dtype} is unknown; give bf16, fp32 or both")
-            if size % self.tp:
-                raise ValueError(f"--vocab {size} cannot be split into {self.tp} equal shards; give a multiple of --tp")
+        if dtype not in _DTYPES:
+            raise ValueError(f"--dtype {dtype} is unknown; give bf16, fp32 or both")
+        if vocab % self.tp:
+            raise ValueError(f"--vocab {vocab} cannot be split into {self.tp} equal shards; give a multiple of --tp")
         backend = "gloo" if self.device == "cpu" else "nccl"
-        return [ScoreMeasurement(**row) for row in in_processes(_measure, self.tp, self, shapes, backend=backend)]
+        return [ScoreMeasurement(**row) for row in in_processes(_measure, self.tp, self, tokens, vocab, dtype, backend=backend)]
 
     def report(self, results: Sequence[ScoreMeasurement]) -> Report:
-        columns = (
-            *("shape", "method", "forward ms", "backward ms", "total ms", "× Megatron", "× best peer", "× floor"),
-            *("× without slope", "peak extra", "collectives", "GB/s forward / backward", "of a copy's"),
-        )
         rows = [_cells(row, [peer for peer in results if peer.shape == row.shape]) for row in results]
         record: dict[str, Any] = {"arguments": asdict(self), "results": [asdict(row) for row in results]}
-        note, packages = f"best of {self.repeats}", ["torch", "megatron-core", "tepo-megatron"]
+        note = f"best of {self.repeats}"
         if self.device == "cuda":
             record["gpu"] = torch.cuda.get_device_name()
             note = f"{record['gpu']} · {note}"
-            packages.append("triton")
-        return Report(f"scores-{self.device}-tp{self.tp}", record, [Table(columns, rows)], note, packages)
+        return Report(f"scores-{self.device}-tp{self.tp}", record, [Table.of(rows)], note)
 
 
 @dataclass(frozen=True)
@@ -97,17 +90,13 @@ class ScoreMeasurement:
         return self.shard_bytes / self.forward_ms / 1e6, 2 * self.shard_bytes / self.backward_ms / 1e6
 
 
-def _measure(_: int, setting: ScoreSetting, shapes: Sequence[Shape]) -> list[dict[str, Any]]:
+def _measure(_: int, setting: ScoreSetting, tokens: int, vocab: int, dtype: str) -> list[dict[str, Any]]:
     warnings.simplefilter("ignore")  # Megatron's, about accelerators that are not measured here
     os.environ["KINETO_LOG_LEVEL"] = "99"
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=setting.tp)
-    return [row for shape in shapes for row in _measure_shape(shape, setting.tp, setting.device, setting.repeats)]
-
-
-def _measure_shape(shape: Shape, tp: int, device: str, repeats: int) -> list[dict[str, Any]]:
-    tokens, vocab, dtype = shape
+    tp, device, repeats = setting.tp, setting.device, setting.repeats
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(tokens, vocab // tp, generator=generator)).to(_DTYPES[dtype])
     labels = torch.randint(0, vocab, (tokens,), generator=generator).to(device)
@@ -209,21 +198,26 @@ def _count_collectives(method: Method, logits: Tensor, labels: Tensor, gradients
         return forward, sum(collective.call_count for collective in collectives) - forward
 
 
-def _cells(row: ScoreMeasurement, peers: Sequence[ScoreMeasurement]) -> tuple[str, ...]:
+def _cells(row: ScoreMeasurement, peers: Sequence[ScoreMeasurement]) -> dict[str, str]:
     def times(*names: str) -> str:
         reference = min((peer.total_ms for peer in peers if peer.method in names), default=None)
         return "–" if reference is None else f"{row.total_ms / reference:.2f}"
 
-    return (
-        row.shape if row is peers[0] else "",
-        row.method,
-        *(f"{ms:.1f}" if ms >= 10 else f"{ms:.3f}" for ms in (row.forward_ms, row.backward_ms, row.total_ms)),
-        times(MEGATRON),
-        times(AREAL, VERL),
-        times(FLOOR),
-        times(row.method.removesuffix(SLOPE)) if row.method.endswith(SLOPE) else "",
-        f"{row.peak_extra:.3f}",
-        f"{row.forward_collectives} + {row.backward_collectives}",
-        " / ".join(f"{x:.0f}" if x >= 10 else f"{x:.1f}" for x in row.gbps),
-        " / ".join(f"{x / row.copy_gbps:.0%}" for x in row.gbps),
-    )
+    def ms(value: float) -> str:
+        return f"{value:.1f}" if value >= 10 else f"{value:.3f}"
+
+    return {
+        "shape": row.shape if row is peers[0] else "",
+        "method": row.method,
+        "forward ms": ms(row.forward_ms),
+        "backward ms": ms(row.backward_ms),
+        "total ms": ms(row.total_ms),
+        "× Megatron": times(MEGATRON),
+        "× best peer": times(AREAL, VERL),
+        "× floor": times(FLOOR),
+        "× without slope": times(row.method.removesuffix(SLOPE)) if row.method.endswith(SLOPE) else "",
+        "peak extra": f"{row.peak_extra:.3f}",
+        "collectives": f"{row.forward_collectives} + {row.backward_collectives}",
+        "GB/s forward / backward": " / ".join(f"{x:.0f}" if x >= 10 else f"{x:.1f}" for x in row.gbps),
+        "of a copy's": " / ".join(f"{x / row.copy_gbps:.0%}" for x in row.gbps),
+    }

@@ -33,17 +33,14 @@ OURS = "tepo_megatron"
 OLDER = "tepo_megatron before"
 PACKED = "Megatron-Core, packed, our attention"
 ROWS = "Megatron-Core, padded rows"
-
 _AGREEMENT = 1e-3  # nats; rounding of float32 gives about 1e-6
-
 _GROUP, _PROMPT = 4, 4
-
 _WIDEST = 20.0  # standard deviation of logarithms; beyond it one sequence has nearly all tokens
 
 
 @dataclass(frozen=True)
 class StepSetting:
-    """``ratios``: longest sequence over the mean."""
+    """``ratios`` are of the longest sequence to the mean."""
 
     layouts: tuple[str, ...]
     ratios: tuple[float, ...]
@@ -134,23 +131,25 @@ class StepSetting:
         return {"config": config, "lengths": lengths, "group": _GROUP, "prompt": _PROMPT}
 
     def report(self, results: Sequence[StepMeasurement], before: str) -> Report:
-        columns = (
-            *("ranks", "longest / mean", "method", "update, tokens/s", "scores + update, tokens/s"),
-            *("ours ÷ it, update", "ours ÷ it, scores + update", "ours with scores ÷ its update", "peak MiB"),
-        )
-        rows: list[tuple[str, ...]] = []
+        rows = []
         for row in results:
             ours = next(r for r in results if (r.layout, r.ratio, r.method) == (row.layout, row.ratio, OURS))
-            place, ratios = (row.layout, f"{row.ratio:g}"), ("", "")
-            if row is not ours:
-                place, ratios = ("", ""), (_ratios(row.update_s, ours.update_s), _ratios(row.both_s, ours.both_s))
-            rates = (f"{row.tokens / statistics.median(seconds):.0f}" for seconds in (row.update_s, row.both_s))
-            peak = f"{row.peak_bytes / 2**20:.1f}"
-            rows.append((*place, row.method, *rates, *ratios, _ratios(row.update_s, ours.both_s), peak))
+            rows.append(
+                {
+                    "ranks": row.layout if row is ours else "",
+                    "longest / mean": f"{row.ratio:g}" if row is ours else "",
+                    "method": row.method,
+                    "update, tokens/s": f"{row.tokens / statistics.median(row.update_s):.0f}",
+                    "scores + update, tokens/s": f"{row.tokens / statistics.median(row.both_s):.0f}",
+                    "ours ÷ it, update": "" if row is ours else _ratios(row.update_s, ours.update_s),
+                    "ours ÷ it, scores + update": "" if row is ours else _ratios(row.both_s, ours.both_s),
+                    "ours with scores ÷ its update": _ratios(row.update_s, ours.both_s),
+                    "peak MiB": f"{row.peak_bytes / 2**20:.1f}",
+                }
+            )
         record = {"setting": asdict(self), "before": before, "results": [asdict(row) for row in results]}
         note = f"median of {self.repeats}, least and greatest in brackets · before: {before[:9]}"
-        packages = ("torch", "megatron-core", "tepo-megatron")
-        return Report(f"step-{self.size}", record, [Table(columns, rows)], note, packages)
+        return Report(f"step-{self.size}", record, [Table.of(rows)], note)
 
 
 @dataclass(frozen=True)

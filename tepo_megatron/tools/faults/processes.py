@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from tepo_megatron.runtime.proc import Process
 
 T = TypeVar("T")
-
 _POLL_S = 0.02
 _ROLES = {
     "API server": "vllm.entrypoints.openai.api_server",
@@ -64,8 +63,8 @@ def wait_gone(pids: Sequence[int], timeout_s: float) -> list[int]:
     return [pid for pid in pids if Process.start_time(pid)]
 
 
-def end_tree(process: subprocess.Popen[bytes], others: Sequence[int] = ()) -> None:
-    pids = [*dict.fromkeys([*descendants(process.pid), *others])]
+def end_tree(process: subprocess.Popen[bytes]) -> None:
+    pids = descendants(process.pid)
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
@@ -81,22 +80,19 @@ def end_tree(process: subprocess.Popen[bytes], others: Sequence[int] = ()) -> No
     wait_gone(pids, 30)
 
 
-def listening(pids: Sequence[int]) -> Iterator[tuple[int, str, int]]:
-    """(process, address in the kernel's hex, TCP port)."""
-    sockets = {}
+def listening(pids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(process, TCP port)."""
+    ports = {}
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
-            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-                fields = line.split()
+            for fields in map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:]):
                 if fields[3] == "0A":
-                    address, port = fields[1].split(":")
-                    sockets[fields[9]] = (address, int(port, 16))
+                    ports[f"socket:[{fields[9]}]"] = int(fields[1].rpartition(":")[2], 16)
     for pid in pids:
         for fd in Path(f"/proc/{pid}/fd").glob("*"):
             with suppress(OSError):
-                target = os.readlink(fd)
-                if target.startswith("socket:[") and target[8:-1] in sockets:
-                    yield (pid, *sockets[target[8:-1]])
+                if (port := ports.get(os.readlink(fd))) is not None:
+                    yield pid, port
 
 
 def in_fork(work: Callable[..., Any], *arguments: Any, limit_s: float) -> Any:

@@ -14,7 +14,8 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,24 +26,20 @@ from tepo_megatron.tools.faults import input_faults, silent, strangers
 from tepo_megatron.tools.faults.processes import end_tree, wait_until
 from tepo_megatron.tools.faults.run_faults import LIVE, REPLAYED
 from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, Workshop
-from tepo_megatron.tools.results import Table, describe_machine, markdown, select_names
+from tepo_megatron.tools.results import Table, describe_machine, markdown, select
 
 FaultClasses = Sequence[type[FaultClass]]
 Say = Callable[[str], None]
-
-CLASSES: FaultClasses = (*input_faults.FAULTS, *REPLAYED, *silent.FAULTS, *LIVE, *strangers.FAULTS)
+CLASSES: Mapping[str, type[FaultClass]] = {
+    kind.name: kind for kind in (*input_faults.FAULTS, *REPLAYED, *silent.FAULTS, *LIVE, *strangers.FAULTS)
+}
 _ENDING = "ending"
 
 
 def _lanes(*, quick: bool) -> dict[str, FaultClasses]:
     """With ``quick`` one live run serves both: a second costs more than it saves."""
     first = (*LIVE, *strangers.FAULTS) if quick else LIVE[:1]
-    return {"first": first, "second": [kind for kind in CLASSES if kind not in first]}
-
-
-def select(only: str) -> list[type[FaultClass]]:
-    names = select_names(only, [kind.name for kind in CLASSES], "class of faults")
-    return [kind for kind in CLASSES if kind.name in names]
+    return {"first": first, "second": [kind for kind in CLASSES.values() if kind not in first]}
 
 
 def run(classes: FaultClasses, folder: Path, *, seed: int, quick: bool, say: Say) -> OutcomeLog:
@@ -89,7 +86,7 @@ def _run_lane(lane: str, classes: FaultClasses, record: OutcomeLog, say: Say) ->
 
 
 def _inject(faults: FaultClass, numbers: Sequence[int], record: OutcomeLog, say: Say) -> None:
-    with faults:
+    with closing(faults):
         for number in numbers:
             start = time.monotonic()
             try:
@@ -104,7 +101,6 @@ def _inject(faults: FaultClass, numbers: Sequence[int], record: OutcomeLog, say:
 
 
 _LONGEST = 64
-
 _INTRODUCTION = """# Faults, injected
 
 `tepo faults` wrote this page. *survived*: the run went on, or was resumed, and its metrics, rollouts and weights are those of
@@ -166,7 +162,7 @@ class OutcomeLog:
 
     @property
     def _outcomes(self) -> dict[str, list[dict[str, Any]]]:
-        return {name: entries for name in (*(kind.name for kind in CLASSES), _ENDING) if (entries := self.outcomes(name))}
+        return {name: entries for name in (*CLASSES, _ENDING) if (entries := self.outcomes(name))}
 
     @property
     def lost(self) -> list[str]:
@@ -174,7 +170,7 @@ class OutcomeLog:
         return [f"{name}: {entry['fault']}: {entry['said']}" for name, entry in entries if entry["result"] == "lost"]
 
     def table(self) -> Table:
-        titles = {kind.name: f"{kind.name}: {kind.title}" for kind in CLASSES}
+        titles = {name: f"{name}: {kind.title}" for name, kind in CLASSES.items()}
         titles[_ENDING] = "the end of the live run after all of them: weights and metrics, bit for bit"
         rows = [_row(titles[name], entries) for name, entries in self._outcomes.items()]
         rows.append(_row("all", [entry for entries in self._outcomes.values() for entry in entries]))
@@ -194,7 +190,7 @@ class OutcomeLog:
     def write_markdown(self, path: Path, *, command: str) -> Path:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
         parts = [_INTRODUCTION, f"`{command}`, {date}, {describe_machine()}.", "", markdown(*self.table()[:2])]
-        if missing := [kind.name for kind in CLASSES if kind.name not in self._outcomes]:
+        if missing := [name for name in CLASSES if name not in self._outcomes]:
             parts += [f"Not injected in this record: {', '.join(missing)}.", ""]
         if self.lost:
             parts += ["Lost:", "", *(f"- {self._shown(line)}" for line in self.lost), ""]
@@ -235,5 +231,5 @@ def _seconds(seconds: float | None) -> str:
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also ends all started processes
     args = json.loads(sys.argv[1])
-    lane, only = args.pop("lane"), args.pop("only")
-    _run_lane(lane, select(only), OutcomeLog(Path(args.pop("folder")), **args), partial(echo, err=True))
+    lane, chosen = args.pop("lane"), select(args.pop("only"), CLASSES, "class of faults")
+    _run_lane(lane, chosen, OutcomeLog(Path(args.pop("folder")), **args), partial(echo, err=True))

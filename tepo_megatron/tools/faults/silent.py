@@ -13,11 +13,12 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 
@@ -75,7 +76,6 @@ ALL: tuple[_SilentFault, ...] = (
     *(replace(fault, name=f"{fault.name} (bf16)", server="dense bf16") for fault in SILENT_FAULTS if fault.server == "dense"),
 )
 _ROUNDING = 3.0  # multiple of bfloat16's rounding below which an error counts as none
-
 CHECKS = ("transfer", "prompt", "version", "cache", "rollouts")
 
 
@@ -219,7 +219,10 @@ class _World:
         self._update(0)
         self._ask(canary)
         self.fault(fault["kind"], fault["param"], size)
-        with self._faulty_client(fault["kind"]):
+        with ExitStack() as stack:
+            for client in self.fleet._clients if fault["kind"] in ("stale cache", "no label") else ():
+                post = partial(self._post_with_fault, fault["kind"], client._post)
+                stack.enter_context(mock.patch.object(client, "_post", post))
             try:
                 self._update(1)
             except RuntimeError as error:
@@ -228,16 +231,6 @@ class _World:
         result = {"size": size, "clean": self.clean, **self._ask(canary)}
         self.fault("none")
         return result
-
-    @contextmanager
-    def _faulty_client(self, kind: str) -> Iterator[None]:
-        clients = self.fleet._clients
-        for client in clients:
-            if kind in ("stale cache", "no label"):
-                client.__dict__["_post"] = partial(self._post_with_fault, kind, client._post)
-        yield
-        for client in clients:
-            client.__dict__.pop("_post", None)
 
     def _post_with_fault(
         self, kind: str, post: Callable[..., Any], path: str, body: dict[str, Any] | None = None, timeout: Any = None

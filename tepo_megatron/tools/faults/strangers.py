@@ -23,7 +23,6 @@ from tepo_megatron.tools.faults.processes import in_fork, listening
 from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, differences
 
 T = TypeVar("T")
-
 _NOBODY = 65534
 PATIENCE_S = 30.0
 
@@ -162,7 +161,7 @@ class _Strangers(FaultClass):
         return FaultOutcome(what, "refused", "nothing was answered, changed or read")
 
     def _route(self, route: str) -> str:
-        servers = {port for pid, _, port in listening(self._pids) if "api_server" in Process.command_line(pid)}
+        servers = {port for pid, port in listening(self._pids) if "api_server" in Process.command_line(pid)}
         for port, key in itertools.product(servers, ("", "wrong", "Bearer")):
             codes = _as_stranger(_request, port, route, key)
             if not codes or any(200 <= code < 300 for code in codes):
@@ -177,7 +176,7 @@ class _Strangers(FaultClass):
         return self._run.wait_for_row(min(self._run.last_step + 1, self._run.steps))
 
     def _ports(self) -> list[int]:
-        return sorted({port for _, _, port in listening(self._pids)})
+        return sorted({port for _, port in listening(self._pids)})
 
     def _keys(self) -> set[str]:
         names = ("VLLM_API_KEY", "TEPO_RUN_KEY", "TEPO_KEY")

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.metrics import read_metrics
@@ -336,7 +336,7 @@ class FaultOutcome:
 
 
 class FaultClass(ABC):
-    """The context manager holds what the faults share; ``folder`` belongs to the class."""
+    """It holds what its faults share; ``folder`` belongs to the class."""
 
     name: ClassVar[str]
     title: ClassVar[str]
@@ -358,9 +358,3 @@ class FaultClass(ABC):
 
     def close(self) -> None:  # noqa: B027  # not every class has something to end
         ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli.bench import app
 from tepo_megatron.runtime.proc import Process
-from tepo_megatron.tools.bench.gpu import PARTS, Gpu, Part, check, find_gpu, select
+from tepo_megatron.tools.bench.gpu import PARTS, Gpu, Part, check, find_gpu
+from tepo_megatron.tools.results import select
 from tests.support.programs import TIMEOUT_S
 
 ROOT = Path(__file__).parents[3]
@@ -31,28 +32,21 @@ def run(what: Part) -> Any:
     return what.run(H200, say=lambda line: None)
 
 
-def without_gpu(tmp_path: Path) -> dict[str, str]:
-    """An environment in which nvidia-smi, if there is one, is not found."""
+def test_without_a_gpu_the_script_ends_with_a_sentence_and_status_3(tmp_path: Path) -> None:
+    """nvidia-smi, if there is one, is not found."""
     for tool in ("bash", "dirname", "grep"):
         (tmp_path / tool).symlink_to(next(path for path in map(Path, ("/bin", "/usr/bin")) if (path / tool).exists()) / tool)
-    return {**os.environ, "PATH": str(tmp_path)}
-
-
-def test_without_a_gpu_the_script_ends_with_a_sentence_and_status_3(tmp_path: Path) -> None:
-    done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "gpu_check.sh")], capture_output=True, text=True, env=without_gpu(tmp_path)
-    )
-    assert done.returncode == 3
-    assert done.stdout == ""
-    assert done.stderr == "gpu check: this machine has no NVIDIA GPU (nvidia-smi lists none); nothing was checked\n"
+    command = ["bash", str(ROOT / "scripts" / "gpu_check.sh")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": str(tmp_path)})
+    sentence = "gpu check: this machine has no NVIDIA GPU (nvidia-smi lists none); nothing was checked\n"
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", sentence)
 
 
 @pytest.mark.skipif(not isinstance(find_gpu(), str), reason="this machine has a GPU")
 def test_so_does_the_command(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["gpu", "--output", str(tmp_path)])
-    assert done.exit_code == 3
+    assert (done.exit_code, list(tmp_path.iterdir())) == (3, [])
     assert "nothing was checked" in done.stderr
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_part_that_ends_well_passes_with_its_figures() -> None:
@@ -90,14 +84,6 @@ def test_a_part_that_hangs_is_failed_and_its_children_end(tmp_path: Path) -> Non
         time.sleep(0.02)
 
 
-def test_a_run_of_skipped_tests_shows_nothing() -> None:
-    figures = NAMED["tests"].figures
-    assert figures(Path(), "....\n3 passed, 1 skipped in 2.00s") == {"passed": 3, "skipped": 1}
-    for printed, message in (("5 skipped in 0.10s", "no test passed"), ("Segmentation fault", "no counts")):
-        with pytest.raises(ValueError, match=message):
-            figures(Path(), printed)
-
-
 def test_the_report_tells_what_was_not_run(tmp_path: Path) -> None:
     parts = [part("base64", "-t"), part("base64", packages=("no_such_package",))]
     report, passed = check(parts, H200, tmp_path, say=lambda line: None)
@@ -113,18 +99,25 @@ def test_the_report_tells_what_was_not_run(tmp_path: Path) -> None:
 
 
 def test_parts_are_chosen_by_name() -> None:
-    assert [part.name for part in select("tests, kernels")] == ["tests", "kernels"]
-    assert select("") == list(PARTS)
+    assert select("kernels, tests", NAMED, "part") == [NAMED["tests"], NAMED["kernels"]]
+    assert select("", NAMED, "part") == list(PARTS)
     with pytest.raises(ValueError, match="--only kernel: no such part; known: tests, kernels"):
-        select("kernel")
+        select("kernel", NAMED, "part")
 
 
-def test_kernels_are_judged_by_a_copy_s_bandwidth(tmp_path: Path) -> None:
+def test_figures_are_counts_of_tests_and_shares_of_a_copys_bandwidth_or_refused(tmp_path: Path) -> None:
+    tests, kernels = NAMED["tests"].figures, NAMED["kernels"].figures
+    assert tests(Path(), "....\n3 passed, 1 skipped in 2.00s") == {"passed": 3, "skipped": 1}
     row = {"tokens": 8192, "vocab": 16032, "dtype": "bf16", "peak_extra": 0.004, "forward_collectives": 0}
     row |= {"backward_collectives": 0, "shard_bytes": 4e9, "copy_gbps": 4000.0, "forward_ms": 1.25, "backward_ms": 2.5}
-    other = {**row, "method": "dense torch", "copy_gbps": 4000.0}
-    (tmp_path / "scores-cuda-tp1.json").write_text(json.dumps({"results": [{**row, "method": "triton"}, other]}))
-    assert NAMED["kernels"].figures(tmp_path, "") == {"V 16032, triton": {"of a copy": [0.8, 0.8], "peak extra": 0.004}}
-    (tmp_path / "scores-cuda-tp1.json").write_text(json.dumps({"results": [other]}))
-    with pytest.raises(ValueError, match="no Triton kernels"):
-        NAMED["kernels"].figures(tmp_path, "")
+    other, file = {**row, "method": "dense torch"}, tmp_path / "scores-cuda-tp1.json"
+    file.write_text(json.dumps({"results": [{**row, "method": "triton"}, other]}))
+    assert kernels(tmp_path, "") == {"V 16032, triton": {"of a copy": [0.8, 0.8], "peak extra": 0.004}}
+    file.write_text(json.dumps({"results": [other]}))
+    for figures, printed, message in (
+        (tests, "5 skipped in 0.10s", "no test passed"),
+        (tests, "Segmentation fault", "no counts"),
+        (kernels, "", "no Triton kernels"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            figures(tmp_path, printed)

@@ -42,7 +42,7 @@ class Sample(FaultClass):
 @pytest.fixture
 def sample(monkeypatch: pytest.MonkeyPatch) -> type[Sample]:
     Sample.injected.clear()
-    monkeypatch.setattr(run, "CLASSES", (Sample,))
+    monkeypatch.setattr(run, "CLASSES", {"sample": Sample})
     return Sample
 
 
@@ -75,14 +75,11 @@ def test_what_was_asked_for_otherwise_is_refused(tmp_path: Path) -> None:
     OutcomeLog(tmp_path, seed=1, quick=True)
     with pytest.raises(ValueError, match="another --output"):
         OutcomeLog(tmp_path, seed=2, quick=True)
-    with pytest.raises(ValueError, match="no such class of faults; known: "):
-        run.select("kils")
-    assert [each.name for each in run.select("hangs, kills")] == ["kills", "hangs"]
 
 
 def test_there_are_as_many_faults_as_were_promised() -> None:
     wanted = {"kills": 30, "hangs": 8, "damage": 12, "disks": 4, "strangers": 22, "configs": 200, "answers": 60}
-    assert {each.name: each.whole for each in run.select("") if each.name != "silent"} == wanted
+    assert {name: kind.whole for name, kind in run.CLASSES.items() if name != "silent"} == wanted
     assert len(SILENT_FAULTS) >= 12
     assert len({fault.name for fault in ALL}) == len(ALL)
     assert len(DAMAGES) == 12
@@ -210,7 +207,6 @@ def test_an_honest_answer_may_be_late_but_not_each_time(
 ) -> None:
     calls = iter(scores)
     monkeypatch.setattr(input_faults, "RewardPool", lambda config: SimpleNamespace(score=lambda items: next(calls)))
-    (answers,) = run.select("answers")
-    fault = answers(cast(Any, SimpleNamespace(is_quick=True, folder=tmp_path)))
+    fault = run.CLASSES["answers"](cast(Any, SimpleNamespace(is_quick=True, folder=tmp_path)))
     assert fault.inject(0, random.Random(0)).result == result
     assert next(calls, None) is None

