@@ -231,9 +231,8 @@ def _with_value(kind: str, value: str, random: Random) -> _MalformedConfig:
     path = random.choice([*_fields(), *RunConfig.model_fields])
     if random.random() < 0.5:
         return _MalformedConfig(kind, _sound(random), (f"{path}={value}",))
-    *parents, last = path.split(".")
-    lines = [f"{'  ' * depth}{parent}:" for depth, parent in enumerate(parents)] + [f"{'  ' * len(parents)}{last}: {value}"]
-    return _MalformedConfig(kind, ("\n".join(lines) + "\n").encode("utf-8", "surrogatepass"))
+    lines = "\n".join(f"{'  ' * depth}{name}:" for depth, name in enumerate(path.split(".")))
+    return _MalformedConfig(kind, f"{lines} {value}\n".encode("utf-8", "surrogatepass"))
 
 
 def _slip(random: Random) -> str:
@@ -241,11 +240,6 @@ def _slip(random: Random) -> str:
     index = random.randrange(len(path))
     slipped = f"{path[:index]}{random.choice('xyz_ -')}{path[index + 1 :]}: 1"
     return slipped.replace(".", ": {", 1) + ("}" if "." in path else "")
-
-
-def _cut_off(random: Random) -> str:
-    text = _sound(random).decode()
-    return text[: random.randrange(1, len(text))]
 
 
 _WHOLE_FILES: dict[str, Sequence[str] | Callable[[Random], str]] = {
@@ -265,7 +259,6 @@ _WHOLE_FILES: dict[str, Sequence[str] | Callable[[Random], str]] = {
     "many keys": lambda random: "\n".join(f"k{n}: {n}" for n in range(random.choice([500, 20_000]))),
     "a base that is none": [f"base: {path}" for path in ("none.yaml", ".", "/", "[]", "3", "/dev/zero", '"a\\0b"', "''")],
     "tabs": ["\tname: a", "train:\n\tsteps: 3", "name:\ta\t\n", "name: a\n\t\n"],
-    "cut off": _cut_off,
 }
 
 _ONE_VALUE: dict[str, Sequence[str]] = {
@@ -302,6 +295,7 @@ def _flip(text: bytes, random: Random) -> bytes:
 
 _BYTES: dict[str, Callable[[bytes, Random], bytes]] = {
     "flipped bits": _flip,
+    "cut off": lambda text, random: text[: random.randrange(1, len(text))],
     "not UTF-8": lambda text, random: text + random.choice([b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80"]),
     "UTF-16": lambda text, random: text.decode().encode(random.choice(["utf-16", "utf-16-le", "utf-32"])),
     "null bytes": lambda text, random: text[: random.randrange(len(text))] + b"\0" + text,
