@@ -70,6 +70,10 @@ def press(page: Tab, key: str) -> None:
     page.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
 
 
+def tip(page: Tab) -> str:
+    return str(page.evaluate("document.getElementById('tip').innerText"))
+
+
 def strengths(page: Tab) -> list[float]:
     """How strong the colour of each token of the first response is, 0 for none."""
     opacity = "Number(each.style.backgroundColor.match(/, ([\\d.]+)\\)$/)?.[1] ?? 0)"
@@ -113,15 +117,11 @@ def test_a_curve_is_read_by_mouse_and_keys_and_zoomed(page: Tab, html: Path) -> 
     box = f"document.querySelector({json.dumps(chart)}).getBoundingClientRect()"
     x, y = page.evaluate(f"(b => [b.left + 0.5 * b.width, b.top + b.height / 2])({box})")
     page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    tip = page.evaluate("document.getElementById('tip').innerText")
-    assert "entropy/mean · step" in tip
-    assert all(name in tip for name in ("tepo-seed0", "tepo-seed1", "grpo-seed0"))
+    assert all(text in tip(page) for text in ("entropy/mean · step", "tepo-seed0", "tepo-seed1", "grpo-seed0"))
     page.evaluate(f"document.querySelector({json.dumps(chart)}).focus()")
     press(page, "Home")
     row = read_metrics(html.parent / "runs" / "tepo-seed0" / "metrics.jsonl")[1]
-    tip = page.evaluate("document.getElementById('tip').innerText")
-    assert "step 1" in tip
-    assert f"{row['entropy/mean']:.4g}" in tip
+    assert all(text in tip(page) for text in ("step 1", f"{row['entropy/mean']:.4g}"))
     press(page, "Escape")
     assert page.evaluate("document.getElementById('tip').hidden")
     page.evaluate("zoomTo(10, 20)")
@@ -241,8 +241,7 @@ def test_tokens_have_the_colours_and_values_of_the_run(page: Tab, html: Path) ->
     page.evaluate("document.querySelector('.response .text').focus()")
     press(page, "ArrowRight")
     press(page, "ArrowRight")
-    tip: str = page.evaluate("document.getElementById('tip').innerText")
-    values = dict(line.replace("\t−", "\t-").rsplit("\t", 1) for line in tip.splitlines() if "\t" in line)
+    values = dict(line.replace("\t−", "\t-").rsplit("\t", 1) for line in tip(page).splitlines() if "\t" in line)
     gap = (samples.logprob_trainer - samples.logprob_sampler)[there][1]
     shown = [float(values[name]) for name in ("token", "entropy", "trainer − sampler")]
     assert shown == pytest.approx([2, samples.entropy[there][1], gap], rel=0.01)
