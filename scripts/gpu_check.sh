@@ -21,7 +21,9 @@ if [[ ${1:-} == --wheels ]]; then
   [[ -d $wheels ]] || die "--wheels ${2:-} is no folder; give one that holds the wheels which docs/reference/gpu.md lists"
   [[ -x .venv-gpu/bin/python ]] || "$(find_python)" -m venv .venv-gpu
   say "installing from $wheels into .venv-gpu"
-  .venv-gpu/bin/python -m pip install -qq --no-index --find-links "$wheels" "$wheels"/*.whl
+  .venv-gpu/bin/python -m pip install -qq --no-index --find-links "$wheels" -r requirements/gpu.txt
+  shopt -s nullglob
+  for wheel in "$wheels"/transformer_engine_torch-*.whl; do .venv-gpu/bin/python -m pip install -qq --no-index --no-deps "$wheel"; done
   .venv-gpu/bin/python -m pip install -qq --no-index --no-deps --no-build-isolation -e .
   shift 2
 fi
@@ -29,6 +31,5 @@ python=${PYTHON:-python3}
 if [[ -z ${PYTHON:-} && -x .venv-gpu/bin/python ]]; then
   python=.venv-gpu/bin/python
 fi
-"$python" -c 'from importlib.metadata import version; version("tepo-megatron")' 2>/dev/null ||
-  die "tepo-megatron is not installed for $python; install it there (pip install -e .)"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # the checkout need not be installed
 exec "$python" -m tepo_megatron bench gpu "$@"
