@@ -1,7 +1,7 @@
 # The servers: vLLM, and this package for its plugin. Build in the checkout:
 #   docker build -f docker/rollout.Dockerfile -t tepo-rollout .
 # For a site without a network: --build-arg BASE=registry.inner/cuda:13.0.2-cudnn-devel-ubuntu24.04, and PIP_INDEX_URL.
-# Versions are those of docker/pins.txt, the trainer's too. vLLM's own image would bring another NCCL than the trainer's.
+# Versions are those of requirements/gpu.txt and docker/pins.txt, the trainer's too. vLLM's own image would bring another NCCL than the trainer's.
 ARG BASE=nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
 FROM ${BASE}
 
@@ -10,8 +10,9 @@ RUN apt-get update && apt-get install -y --no-install-recommends python3-dev pyt
 ENV PATH=/opt/venv/bin:$PATH
 
 ARG PIP_INDEX_URL
-COPY docker/pins.txt /etc/tepo-pins.txt
-ENV PIP_CONSTRAINT=/etc/tepo-pins.txt PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore \
+COPY docker/pins.txt requirements/gpu.txt /etc/tepo/
+# vLLM brings a newer compiler of CUDA by pip; what compiles at run time must take the base's, which fits the driver.
+ENV PIP_CONSTRAINT="/etc/tepo/pins.txt /etc/tepo/gpu.txt" CUDA_HOME=/usr/local/cuda PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore \
     HF_HUB_OFFLINE=1
 RUN pip install torch nvidia-nccl-cu13 vllm
 
