@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Makes a bare GPU machine ready from gpu-kit/ (scripts/gpu_kit.sh), without a network. To be sourced in the checkout:
+#
+#   . scripts/gpu_kit_install.sh && python3 -m tepo_megatron bench gpu --list
+#
+# It fills a folder outside the checkout, /tmp/tepo-kit or $TEPO_KIT_SITE, once, and sets PYTHONPATH. Nothing of the machine changes.
+_tepo_kit() {
+  local root kit site python torch archive
+  root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+  kit=$root/gpu-kit site=${TEPO_KIT_SITE:-/tmp/tepo-kit} python=${PYTHON:-python3}
+  [[ -e $kit/.small ]] || { echo "gpu kit: $kit holds no kit; build it where there is a network: bash scripts/gpu_kit.sh" >&2; return 1; }
+  "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' ||
+    { echo "gpu kit: its wheels are for Python 3.12, and $python is $("$python" --version); PYTHON=… names another" >&2; return 1; }
+  torch=$("$python" -c 'import torch; print(torch.__version__.partition("+")[0] if torch.version.cuda else "")') ||
+    { echo "gpu kit: $python has no torch, which the machine must bring" >&2; return 1; }
+  [[ $torch ]] || { echo "gpu kit: the torch of $python was built without CUDA" >&2; return 1; }
+  if [[ ! -e $site/.done ]]; then
+    mkdir -p "$site"
+    "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$kit"/*.whl || return
+    for archive in "$kit"/te-*.tar.xz; do
+      [[ -e $archive ]] || continue
+      if [[ $(basename "$archive") == "te-$torch-"* ]]; then
+        tar -C "$site" -xJf "$archive" || return
+      else
+        echo "gpu kit: $(basename "$archive") was built for another torch than this machine's $torch; without Transformer Engine" >&2
+      fi
+    done
+    touch "$site/.done"
+  fi
+  export PYTHONPATH=$site:$root${PYTHONPATH:+:$PYTHONPATH}
+  "$python" -c 'import tepo_megatron.cli.main, tepo_megatron.trainer.megatron.engine, tepo_megatron.core.scores' || return
+  if [[ -e $site/transformer_engine ]]; then
+    "$python" -c 'import transformer_engine.pytorch' || return
+  fi
+}
+_tepo_kit
