@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -198,6 +201,25 @@ def test_the_reason_of_a_failed_import_is_kept() -> None:
     problem = model.import_problem()
     assert problem is not None
     assert "No module named 'transformer_engine'" in problem
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failure", ["FileNotFoundError('no torch part')", "OSError('undefined symbol')"])
+def test_a_broken_transformer_engine_does_not_stop_local_layers(tmp_path: Path, failure: str) -> None:
+    """Megatron-Core imports it wherever it is installed, and survives an ImportError only."""
+    package = tmp_path / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text(f"raise {failure}\n")
+    program = (
+        "from tepo_megatron.trainer.megatron import engine\n"
+        "from tepo_megatron.trainer.megatron.model import model\n"
+        "print(model.import_problem())\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == failure.replace("('", ": ").replace("')", "")
 
 
 @pytest.mark.parametrize(

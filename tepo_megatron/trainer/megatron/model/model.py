@@ -22,6 +22,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from tepo_megatron.config import EngineConfig, ModelConfig, ParallelConfig
+from tepo_megatron.trainer.megatron import TE_PROBLEM
 from tepo_megatron.trainer.megatron.gpu import INSTALL_TE, NO_PACKAGES, Packages, installed_packages
 from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.attention_cpu import PackedDotProductAttention
@@ -216,10 +217,11 @@ def decide(config: EngineConfig, platform: Literal["cpu", "cuda"], te_problem: s
 
 
 def import_problem() -> str | None:
-    # Megatron-Core hides a failed import; a wrong build fails with more than ImportError
+    if TE_PROBLEM is not None:
+        return TE_PROBLEM
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:
+    except ImportError as error:
         return f"{type(error).__name__}: {error}"
     return None
 
