@@ -29,7 +29,15 @@ fi
 if [[ $nodes == 1 ]]; then
   export GLOO_SOCKET_IFNAME=lo
 fi
+if (($(nproc) < @ranks@ && $(nproc) < $(getconf _NPROCESSORS_ONLN))); then
+  echo "error: this task may use $(nproc) of the node's $(getconf _NPROCESSORS_ONLN) processors, for @ranks@ ranks; ask Slurm for them:" \
+    "'cluster.sbatch=[cpus-per-task=$(getconf _NPROCESSORS_ONLN)]'" >&2
+  exit 1
+fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Micro-batches differ in length, which fragments the memory of a GPU. Servers are processes on other nodes: no CUDA IPC, which
+# this would break.
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 # shellcheck disable=SC2016  # torchrun fills it in
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
 mkdir -p "$out/logs/ranks/$job/node-$node"

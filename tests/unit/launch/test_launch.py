@@ -87,6 +87,19 @@ def test_torchrun_gets_the_nodes_place_and_the_first_nodes_address(tmp_path: Pat
     assert Path(option(got, "--log-dir")).is_dir()
 
 
+def test_ranks_do_not_share_one_processor(tmp_path: Path) -> None:
+    """Slurm may bind a task to one processor where --cpus-per-task is not stated."""
+    for name, count in (("nproc", 1), ("getconf", 64)):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {count}\n")
+        (tmp_path / name).chmod(0o755)
+    script = script_of("train", job(f"output={tmp_path}/out"))
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    result = subprocess.run(["bash", "-c", script, "train.sh", "10.0.0.7"], env=environment, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "this task may use 1 of the node's 64 processors, for 2 ranks" in result.stderr
+    assert "'cluster.sbatch=[cpus-per-task=64]'" in result.stderr
+
+
 def test_nodes_do_not_wait_for_each_other_at_a_loopback_address(tmp_path: Path) -> None:
     config = job(f"output={tmp_path}", "cluster.train_nodes=2", "engine.parallel.dp=2")
     script = script_of("train", config.model_copy(update={"cluster": config.cluster.model_copy(update={"python": "true"})}))
