@@ -270,7 +270,7 @@ def _plan_command(
     [dim]tepo reshard plan Llama-3.3-70B-Instruct --tp 8 --pp 4 --vpp 5 --servers 4 --server-tp 8[/]
     """
     from tepo_megatron.plan.shapes import resolve_spec
-    from tepo_megatron.plan.traffic import Links
+    from tepo_megatron.plan.time import Links
     from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, pipeline_stages
     from tepo_megatron.weights.reshard import plan_to_json, reshard_plan
 

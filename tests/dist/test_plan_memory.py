@@ -43,39 +43,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 needs_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the measure is Linux' own")
 
 
-@needs_linux
-@pytest.mark.parametrize("split", [{}, {"tp": 2, "sequence_parallel": True}], ids=["tp1", "tp2-sp"])
-def test_the_predicted_peak_is_within_a_tenth_of_the_measured(split: dict[str, int], model: Path, tmp_path: Path) -> None:
-    predicted, measured = predicted_and_measured(model, {"parallel": split}, SEQUENCES, TOKENS, tmp_path)
-    assert predicted == pytest.approx(measured, rel=0.1), (in_mib(predicted), in_mib(measured))
+INTERLEAVED = {"pp": 2, "vpp": 2, "num_layers_in_first_pipeline_stage": 6, "num_layers_in_last_pipeline_stage": 4}
 
 
 @needs_linux
 @pytest.mark.parametrize(
-    ("split", "tokens"),
+    ("engine", "lora"),
     [
-        ({"cp": 2}, SEQUENCES * TOKENS),
-        # interleaved stages of 6 and 4 layers
-        (
-            {"pp": 2, "vpp": 2, "num_layers_in_first_pipeline_stage": 6, "num_layers_in_last_pipeline_stage": 4},
-            SEQUENCES * TOKENS // 4,
-        ),
+        ({"parallel": {"tp": 2, "sequence_parallel": True}}, None),
+        ({"parallel": {"cp": 2}}, None),
+        ({"parallel": INTERLEAVED, "micro_batch_tokens": SEQUENCES * TOKENS // 4}, None),
+        ({}, {"rank": 8, "alpha": 16}),  # training all weights needs twice as much
     ],
-    ids=["cp2", "pp2-vpp2"],
+    ids=["tp2-sp", "cp2", "pp2-vpp2", "lora"],
 )
-def test_so_it_is_with_context_parallelism_and_interleaved_stages(
-    split: dict[str, int], tokens: int, model: Path, tmp_path: Path
+def test_the_predicted_peak_is_within_a_tenth_of_the_measured(
+    engine: dict[str, Any], lora: dict[str, Any] | None, model: Path, tmp_path: Path
 ) -> None:
-    engine = {"parallel": split, "micro_batch_tokens": tokens}
-    predicted, measured = predicted_and_measured(model, engine, SEQUENCES, TOKENS, tmp_path)
-    assert predicted == pytest.approx(measured, rel=0.1), (in_mib(predicted), in_mib(measured))
-
-
-@needs_linux
-def test_the_predicted_peak_with_lora_is_within_a_tenth_of_the_measured(model: Path, tmp_path: Path) -> None:
-    """Training all weights needs twice as much."""
-    lora = {"rank": 8, "alpha": 16}
-    predicted, measured = predicted_and_measured(model, {}, SEQUENCES, TOKENS, tmp_path, lora=lora)
+    predicted, measured = predicted_and_measured(model, engine, SEQUENCES, TOKENS, tmp_path, lora=lora)
     assert predicted == pytest.approx(measured, rel=0.1), (in_mib(predicted), in_mib(measured))
 
 

@@ -32,7 +32,10 @@ def carry_out(
     limit: int,
     boxes: Sequence[TransferGroup] | None = None,
 ) -> list[list[str]]:
-    """All ranks as threads; returns what each destination reported complete, in order."""
+    """All ranks as threads, which leave when they fail; returns what each destination reported complete, in order.
+
+    Raises RuntimeError with the errors of all ranks.
+    """
     wire = wire_dtype(next(iter(sources[0].values())).dtype, next(iter(destinations[0].values())).dtype)
     boxes = boxes or mailboxes(plan.world_size)
     completed: list[list[str]] = [[] for _ in destinations]
@@ -48,11 +51,18 @@ def carry_out(
         order = ReceiveOrder.decode(order.encode())
         move.receive(boxes[worker], order.incoming, destinations[rank], order.wire, completed[rank].append)
 
+    def take_part(rank: int) -> str:
+        try:
+            give(rank) if rank < plan.num_sources else take(rank - plan.num_sources)
+        except RuntimeError as error:
+            boxes[rank].close()
+            return str(error)
+        return ""
+
     with ThreadPoolExecutor(plan.world_size) as pool:
-        work = [pool.submit(give, rank) for rank in range(plan.num_sources)]
-        work += [pool.submit(take, rank) for rank in range(plan.num_destinations)]
-        for request in work:
-            request.result()
+        errors = list(filter(None, pool.map(take_part, range(plan.world_size))))
+    if errors:
+        raise RuntimeError("\n".join(errors))
     return completed
 
 

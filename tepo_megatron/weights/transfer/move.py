@@ -146,7 +146,6 @@ def wire_dtype(source: torch.dtype, destination: torch.dtype) -> torch.dtype:
 def send(transport: TransferGroup, outgoing: Queues, params: Mapping[str, Tensor], wire: torch.dtype) -> None:
     """Returns when the peers have all messages. Raises RuntimeError naming tensors and peer."""
     exchange = _Exchange("sending", transport, outgoing, params, wire)
-    computed: dict[tuple[object, ...], Tensor] = {}
     rounds = max(exchange.rounds, transport.rounds)
     for number in range(rounds + WINDOW):
         # Message number - WINDOW used the same buffer.
@@ -156,7 +155,7 @@ def send(transport: TransferGroup, outgoing: Queues, params: Mapping[str, Tensor
         if number < rounds:
             exchange.start(packed, number)
         for peer, data in packed.items():  # digests are computed while the messages travel
-            exchange.add_digests(peer, number, data, computed)
+            exchange.add_digests(peer, number, data)
     exchange.start({peer: digests.as_tensor().to(transport.device(peer)) for peer, digests in exchange.digests.items()})
     for peer in outgoing:
         exchange.wait(peer)
@@ -203,6 +202,7 @@ class _Exchange:
         self._devices = {peer: transport.device(peer) for peer in queues}
         self._largest = {peer: max(map(numel_of, queue)) for peer, queue in queues.items()}
         self._buffers: dict[tuple[int, int], Tensor] = {}
+        self._computed: dict[tuple[object, ...], Tensor] = {}
         self.rounds = max((len(queue) for queue in queues.values()), default=0)
         self.digests = {
             peer: TensorDigests(segment.end.name for message in queue for segment in message) for peer, queue in queues.items()
@@ -254,16 +254,12 @@ class _Exchange:
             self._buffers[slot] = torch.empty(self._largest[peer], dtype=self._wire, device=self._devices[peer])
         return self._buffers[slot][: numel_of(message)]
 
-    def add_digests(
-        self, peer: int, number: int, data: Tensor, computed: dict[tuple[object, ...], Tensor] | None = None
-    ) -> None:
-        """``computed`` caches digests of segments that go to several peers."""
+    def add_digests(self, peer: int, number: int, data: Tensor) -> None:
         for segment, values in _split(self._queues[peer][number], data):
             key = (segment.end.param, segment.end.region, segment.boxes, segment.rows)
-            value = digest(values) if computed is None or key not in computed else computed[key]
-            if computed is not None:
-                computed[key] = value
-            self.digests[peer].add(segment.end.name, value)
+            if key not in self._computed:  # a segment may go to several peers
+                self._computed[key] = digest(values)
+            self.digests[peer].add(segment.end.name, self._computed[key])
 
     def compare_digests(self) -> None:
         sent = {

@@ -42,20 +42,6 @@ def test_the_list_of_data_is_the_registrys() -> None:
     assert set(prepared.split()) == set(listed)
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.stem.startswith(("7b", "14b"))], ids=lambda path: path.stem)
-def test_the_setting_that_readers_report(path: Path) -> None:
-    config = load_run(path)
-    model = {"7b": "Qwen2.5-7B", "14b": "Qwen3-14B"}[path.stem.partition("-")[0]]
-    assert Path(config.model.path).name == model
-    assert [source.name for source in config.data.train_sources] == ["dapo-math"]
-    assert (config.rollout.prompts_per_step, config.rollout.samples_per_prompt, config.train.minibatches) == (64, 8, 8)
-    assert config.rollout.sampling.max_new_tokens == 8192
-    for steps in (72, 132):  # both are evaluated, and both models are kept
-        assert steps <= config.train.steps
-        assert steps % config.evaluate.every == steps % config.train.save_every == 0
-    assert (config.train.steps, config.train.keep_every) == (132, 72)
-
-
 def commands(folder: Path) -> list[list[str]]:
     """The words of each ``tepo`` command, as bash makes them of the page's blocks."""
     (folder / "examples/paper").mkdir(parents=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,35 +161,29 @@ def test_interleaving_keeps_as_many_activations_as_its_inventors_say(pp: int, vp
     assert TrainingRanks(spec, config).layers_in_flight(0, 1) == pytest.approx(80 / pp)
 
 
+def terms(stage: int, *overrides: str) -> dict[str, float]:
+    ranks = TrainingRanks(resolve_spec("Llama-3.3-70B-Instruct")[0], load_run(Path(LLAMA), overrides))
+    return ranks.memory(stage, longest=5120, step_tokens=2.6e6).terms
+
+
 def test_full_recomputation_and_splits_shrink_what_they_are_for() -> None:
-    spec, _ = resolve_spec("Llama-3.3-70B-Instruct")
-
-    def memory(*overrides: str) -> dict[str, float]:
-        config = load_run(Path(LLAMA), overrides)
-        return TrainingRanks(spec, config).memory(3, longest=5120, step_tokens=2.6e6).terms
-
-    base = memory()
-    full = memory("engine.recompute=full")
+    base, full = terms(3), terms(3, "engine.recompute=full")
     assert full["activations"] < 0.2 * base["activations"]
     assert {**full, "activations": 0} == {**base, "activations": 0}
-    halved = memory("engine.parallel.tp=4", "engine.parallel.dp=4", "engine.parallel.sequence_parallel=true")
+    halved = terms(3, "engine.parallel.tp=4", "engine.parallel.dp=4", "engine.parallel.sequence_parallel=true")
     # half the tensor-parallel ranks: twice of all but the norms, whose 41 vectors of 8192 are whole on every rank
     assert halved["weights"] == 2 * base["weights"] - 2 * 41 * 8192
     assert halved["optimizer"] == pytest.approx(base["optimizer"], rel=1e-3)  # twice the parameters over twice the replicas
 
 
 def test_layers_decide_what_is_activations_without() -> None:
-    spec, _ = resolve_spec("Llama-3.3-70B-Instruct")
-
-    def memory(*overrides: str) -> dict[str, float]:
-        config = load_run(Path(LLAMA), [*overrides, "engine.parallel.pp=1", "engine.parallel.dp=8"])
-        return TrainingRanks(spec, config).memory(0, longest=5120, step_tokens=2.6e6).terms
-
+    memory = partial(terms, 0, "engine.parallel.pp=1", "engine.parallel.dp=8")
     base, local, fp8 = memory(), memory("engine.layers=local"), memory("engine.fp8.recipe=tensorwise")
-    mlp = 2 * 8192 * 80 * 2 * spec.ffn_size / 8  # the activated gate and the offset up of 8192 tokens in 80 layers, in bfloat16
+    ffn = 28672
+    mlp = 2 * 8192 * 80 * 2 * ffn / 8  # the activated gate and the offset up of 8192 tokens in 80 layers, in bfloat16
     assert local["activations"] - base["activations"] > mlp
     # rows and columns of q, k, v, output, gate, up and down, and (too much by so little) the norms
-    weights = 80 * 8192 * (64 * 128 * 2 + 2 * 8 * 128 + 3 * spec.ffn_size) // 8
+    weights = 80 * 8192 * (64 * 128 * 2 + 2 * 8 * 128 + 3 * ffn) // 8
     assert fp8["weights"] - base["weights"] == pytest.approx(2 * weights, rel=1e-3)
     assert {**fp8, "weights": 0} == {**base, "weights": 0}
     assert memory("engine.fp8.recipe=tensorwise", "engine.fp8.params=true") == base

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
-from tepo_megatron.plan.traffic import Links
+from tepo_megatron.plan.time import Links
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, vllm_ranks
 from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.table import tensor_shapes

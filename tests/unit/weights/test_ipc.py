@@ -6,8 +6,6 @@ CUDA itself: tests/gpu.
 from __future__ import annotations
 
 import itertools
-import json
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
@@ -61,24 +60,6 @@ class Memory:
             torch.empty(0, dtype=torch.uint8).set_(next(iter(self.storages.values())))[5] ^= 1
 
 
-class Store:
-    """The part of a TCPStore that is used; ``get`` waits."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.changed = threading.Condition()
-
-    def set(self, key: str, value: str) -> None:
-        with self.changed:
-            self.values[key] = value.encode()
-            self.changed.notify_all()
-
-    def get(self, key: str) -> bytes:
-        with self.changed:
-            assert self.changed.wait_for(lambda: key in self.values, timeout=TIMEOUT_S)
-            return self.values[key]
-
-
 def enter(box: Any, store: Any, member: Member, memory: Memory) -> IpcGroup:
     """gloo's group also connects the trainer's ranks, as NCCL's would."""
     return join_ipc(lambda: box, store, member, join_leg=lambda gloo: gloo, handles=memory)
@@ -100,11 +81,9 @@ def member_of(plan: ReshardPlan, rank: int, *, limit: int, relayed: bool) -> Mem
 def members(
     plan: ReshardPlan, boxes: list[Mailbox], memory: Memory | None = None, *, limit: int, relayed: bool = False
 ) -> list[IpcGroup]:
-    store: Any = Store()
+    store = HashStore()
     memory = memory or Memory()
-    made = [enter(box, store, member_of(plan, rank, limit=limit, relayed=relayed), memory) for rank, box in enumerate(boxes)]
-    assert all(json.loads(value) for value in store.values.values())
-    return made
+    return [enter(box, store, member_of(plan, rank, limit=limit, relayed=relayed), memory) for rank, box in enumerate(boxes)]
 
 
 @settings(max_examples=12, deadline=None)
@@ -190,7 +169,7 @@ def test_what_is_local_goes_through_slots_and_all_of_it_arrives(case: Case, limi
 
 
 def test_a_slot_is_used_again_only_when_its_message_was_taken() -> None:
-    store: Any = Store()
+    store = HashStore()
     (first, second), memory = mailboxes(2), Memory()
     sender = enter(first, store, Member(0, 2, CPU, "", same_gpu_receivers={1: 32}), memory)
     receiver = enter(second, store, Member(1, 2, CPU, "", writers={0: 0}), memory)
@@ -220,7 +199,7 @@ def test_another_host_or_gpu_is_refused(what: str) -> None:
         def close(self) -> None:
             self.closed = True
 
-    store: Any = Store()
+    store = HashStore()
     boxes = mailboxes(1)
     enter(boxes[0], store, Member(0, 2, CPU, "", same_gpu_receivers={1: 8}), Memory())
     box = Box(1, boxes[0].letters)
