@@ -17,8 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout
@@ -87,24 +86,20 @@ def test_export_rounds_to_the_dtype_that_is_asked_for_and_says_so(model: Path, c
 @pytest.mark.parametrize(
     ("given", "stages"),
     [
-        ({}, ((range(2),), (range(2, 4),))),
         ({"vpp": 2}, ((range(1), range(2, 3)), (range(1, 2), range(3, 4)))),
         ({"last_layers": 3}, ((range(1),), (range(1, 4),))),
     ],
-    ids=["even", "interleaved", "uneven"],
 )
 def test_each_rank_finds_its_own_boxes_in_its_own_files(
     model: Path, tmp_path: Path, given: dict[str, Any], stages: tuple[tuple[range, ...], ...]
 ) -> None:
     import_model(model, tmp_path / "cut", tp=2, pp=2, shard_bytes=1500, **given)
-    spec = read_model_spec(model)
     for rank in range(4):
-        layout = megatron_layout(spec, MegatronParallel(tp=2, pp=2, stages=stages), rank)
-        found = set()
+        layout = megatron_layout(read_model_spec(model), MegatronParallel(tp=2, pp=2, stages=stages), rank)
+        found: dict[str, torch.Size] = {}
         for path in (tmp_path / "cut" / "shards").glob(f"rank{rank:05d}-*.safetensors"):
-            with safe_open(path, "pt") as handle:
-                found |= {(key, tuple(handle.get_slice(key).get_shape())) for key in handle.keys()}  # noqa: SIM118
-        assert found == {(box_key("weight", shard.tensor, shard.box), shard.box.shape) for shard in layout.shards}
+            found |= {key: box.shape for key, box in load_file(path).items()}
+        assert found == {box_key("weight", shard.tensor, shard.box): shard.box.shape for shard in layout.shards}
 
 
 MEMORY = """

@@ -42,18 +42,6 @@ def test_chosen_sources_cover_each_element_once(case: Case) -> None:
         assert (writes == 1).all(), name
 
 
-def test_query_key_value_interleave_per_group() -> None:
-    """4 heads of 1 row in 2 groups: Megatron's rows are q0 q1 k0 v0 | q2 q3 k1 v1, so rank 1 of 2 holds the second half."""
-    spec = replace(BASE, num_layers=1, head_dim=1)
-    layout = megatron_layout(spec, MegatronParallel(tp=2), 1)
-    rows = {
-        shard.tensor.split(".")[-2]: (shard.box.start[0], shard.box.stop[0], shard.param_box.start[0])
-        for shard in layout.shards
-        if shard.param.endswith("linear_qkv.weight")
-    }
-    assert rows == {"q_proj": (2, 4, 0), "k_proj": (1, 2, 2), "v_proj": (1, 2, 3)}
-
-
 def test_a_tensor_that_no_rank_holds_is_named() -> None:
     half = megatron_layout(BASE, MegatronParallel(tp=2), 0)
     with pytest.raises(ValueError, match=r"hold \d+ of \d+ elements of model.embed_tokens.weight"):
@@ -107,17 +95,6 @@ def test_stages_are_those_that_megatron_builds(layers: int, pp: int, chunks: int
             vp_stage = number if chunks > 1 else None
             assert chunk.start == get_transformer_layer_offset(config, vp_stage, stage)
             assert len(chunk) == get_num_layers_to_build(config, vp_stage, stage)
-
-
-def test_chunks_of_a_stage_have_their_own_names() -> None:
-    stages = pipeline_stages(4, 2, chunks=2)
-    first, last = megatron_ranks(BASE, MegatronParallel(pp=2, stages=stages))
-    assert stages == ((range(0, 1), range(2, 3)), (range(1, 2), range(3, 4)))
-    at = {shard.tensor: shard.param for layout in (first, last) for shard in layout.shards}
-    assert at["model.embed_tokens.weight"] == "model0.embedding.word_embeddings.weight"
-    assert at["model.layers.2.mlp.down_proj.weight"] == "model1.decoder.layers.0.mlp.linear_fc2.weight"
-    assert at["model.norm.weight"] == "model1.decoder.final_layernorm.weight"
-    assert at["lm_head.weight"] == "model1.output_layer.weight"
 
 
 @pytest.mark.parametrize(
