@@ -27,13 +27,11 @@ def resolve_model_path(source: str) -> Path:
 
 def _builtin_folder(name: str) -> Path:
     root = Path(str(files("tepo_megatron.tasks.data").joinpath("builtin")))
-    known = sorted(folder.name for folder in root.iterdir() if folder.is_dir()) if root.is_dir() else []
+    known = sorted(folder.name for folder in root.iterdir() if folder.is_dir())
     if name not in known:
         nearest = get_close_matches(name, known, n=1)
         hint = f"; did you mean {_BUILTIN}{nearest[0]}?" if nearest else ""
-        raise ValueError(
-            f"unknown built-in model {_BUILTIN + name!r}; known: {', '.join(_BUILTIN + n for n in known) or 'none'}{hint}"
-        )
+        raise ValueError(f"unknown built-in model {_BUILTIN + name!r}; known: {', '.join(_BUILTIN + n for n in known)}{hint}")
     return root / name
 
 

@@ -1,6 +1,5 @@
 from collections import Counter
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -54,12 +53,6 @@ def test_examples_repeat_only_after_all_problems_and_avoid_heldout() -> None:
     assert set(Counter(prompts).values()) == {2}
     assert prompts[:7900] != prompts[7900:]
     assert set(prompts).isdisjoint(p.prompt for p in addition.heldout_problems())
-
-
-@pytest.mark.parametrize(("n", "noise"), [(1, -0.1), (1, 1.1), (-1, 0.5)])
-def test_bad_arguments(n: int, noise: float) -> None:
-    with pytest.raises(ValueError, match="give"):
-        addition.supervised_examples(n, noise, 0)
 
 
 def _value(prompt: str) -> int:

@@ -18,23 +18,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(verdicts: list[
     assert pass_at_k(len(verdicts), sum(verdicts), k) == pytest.approx(expected, abs=1e-12)
 
 
-@given(verdicts=verdicts)
-def test_edges(verdicts: list[bool]) -> None:
-    n, c = len(verdicts), sum(verdicts)
-    assert pass_at_k(n, c, 1) == pytest.approx(c / n)
-    assert pass_at_k(n, c, n) == float(any(verdicts))
-
-
-def test_large_numbers_do_not_overflow() -> None:
-    assert pass_at_k(10**5, 1, 10) == pytest.approx(1e-4, rel=1e-9)
-
-
-@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 5), (4, 1, 0), (0, 0, 1)])
-def test_impossible_counts(n: int, c: int, k: int) -> None:
-    with pytest.raises(ValueError, match="samples"):
-        pass_at_k(n, c, k)
-
-
 # -- the most frequent answer
 
 voters = st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.booleans()), min_size=1, max_size=8)
@@ -61,13 +44,6 @@ def test_maj_at_k_is_the_mean_over_the_votes_of_all_subsets(
     assert found == pytest.approx(expected, abs=1e-12)
 
 
-def test_votes_of_many_samples_do_not_overflow() -> None:
+def test_many_samples_do_not_overflow() -> None:
+    assert pass_at_k(10**5, 1, 10) == pytest.approx(1e-4, rel=1e-9)
     assert maj_at_k([(1, 1)], 1100, 550) == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize(
-    ("answers", "n", "k"), [([(3, 0)], 2, 1), ([(2, 3)], 3, 1), ([(0, 0)], 3, 1), ([(1, 0)], 1, 2), ([], 0, 1), ([], 1, 0)]
-)
-def test_impossible_votes(answers: list[tuple[int, int]], n: int, k: int) -> None:
-    with pytest.raises(ValueError, match="samples"):
-        maj_at_k(answers, n, k)
