@@ -1,20 +1,40 @@
-"""The doctor finds planted faults."""
+"""The doctor finds planted faults: of distributions, of a run (disk, ports, servers), and of nodes, which it asks for their
+clocks through an ``ssh`` and an ``srun`` that are scripts of ours.
+"""
+
+from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
+import re
+import select
 import shutil
+import socket
+import threading
 from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import EntryPoint, PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tepo_megatron.cli import doctor, machine_checks
-from tepo_megatron.cli.machine_checks import CHECKS, Check, Diagnosis, Finding, diagnose, is_fit
+from tepo_megatron.cli.doctor import run_checks
+from tepo_megatron.cli.machine_checks import CHECKS, Check, Diagnosis, Finding, diagnose, is_fit, node_checks, node_names
 from tepo_megatron.cli.main import app
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.load import load_run
+from tepo_megatron.sampler.fleet.external import RegistryEntry
+from tepo_megatron.sampler.vllm.resources import reserve_port
+from tepo_megatron.tools.faults.processes import wait_until
 from tepo_megatron.trainer.megatron import gpu as packages
+from tests.support.programs import TIMEOUT_S
 
 HEALTHY = {
     "tepo-megatron": "0.1.0",
@@ -192,3 +212,243 @@ def test_the_command_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch, statu
         "fit_for_cpu": not code,
         "checks": [{"name": "vLLM", "status": status, "detail": "[1]", "advice": "", "needed": needed}],
     }
+
+
+def of_run(config: RunConfig, name: str) -> Diagnosis:
+    (check,) = diagnose({name: run_checks(config)[name]})
+    return check
+
+
+@pytest.mark.parametrize(
+    ("train", "retained"),
+    [
+        (["keep_checkpoints=3"], 3),
+        (["save_every=10"], 2),
+        (["save_every=10", "keep_every=100"], 2 + 10),
+        (["save_every=40", "keep_every=100"], 2 + 5),  # steps of which both are divisors
+        (["keep_every=100"], 2),  # by the clock alone none is sure to fall on such a step
+        (["save_every=10", "keep_best={metric: reward/mean}"], 2 + 1),
+        (["save_every=1", "keep_every=1", "keep_checkpoints=5"], 1000),  # there are no more than steps
+    ],
+)
+def test_a_full_disk_is_named_with_what_the_checkpoints_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: list[str], retained: int
+) -> None:
+    (tmp_path / "model").mkdir()
+    with (tmp_path / "model" / "model.safetensors").open("wb") as file:
+        file.truncate(2**30)  # sparse: 1 GiB of weights that take no disk
+    settings = [f"model.path={tmp_path}/model", f"output={tmp_path}/not/yet", "train.steps=1000"]
+    config = load_run(None, [*settings, *(f"train.{item}" for item in train)])
+    for free, status in ((8 * retained - 1, "fail"), (8 * retained, "ok")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free * 2**30))
+        check = of_run(config, "output")
+        assert (check.name, check.status, check.needed) == ("output", status, True)
+        takes = f"the {retained} checkpoints that it keeps may take {8 * retained:.1f} GiB"
+        assert (takes in check.advice) == (status == "fail")
+
+
+def test_a_taken_port_is_named() -> None:
+    with reserve_port("127.0.0.1") as held:  # so that no other process is given it
+        port = held.getsockname()[1]
+        with socket.create_server(("127.0.0.1", port)):
+            check = of_run(load_run(None, [f"rollout.server.port={port}"]), "server port")
+            assert check.status == "warn"
+            assert f"127.0.0.1:{port} is taken" in check.detail
+            assert "rollout.server.port" in check.advice
+        assert of_run(load_run(None, [f"rollout.server.port={port}"]), "server port").status == "ok"
+
+
+def test_external_servers_are_looked_for(tmp_path: Path) -> None:
+    config = load_run(
+        None, ["rollout.server.placement=external", f"rollout.server.registry={tmp_path}", "rollout.server.count=2"]
+    )
+    RegistryEntry(tmp_path, 1).register("http://127.0.0.1:9", "life")
+    checks = {name: of_run(config, name) for name in ("server 0", "server 1")}
+    assert (checks["server 0"].status, checks["server 1"].status) == ("missing", "fail")
+    assert "http://127.0.0.1:9" in checks["server 1"].detail
+
+
+@pytest.mark.parametrize("folder", ["", "not/yet"])
+def test_a_registry_without_servers_is_one_sentence(tmp_path: Path, folder: str) -> None:
+    place = f"rollout.server.registry={tmp_path / folder}"
+    config = load_run(None, ["rollout.server.placement=external", place, "rollout.server.count=3"])
+    check = of_run(config, "servers")
+    assert (check.status, check.needed) == ("missing", True)
+    assert check.detail == f"no server is registered in {tmp_path / folder}"
+
+
+@pytest.mark.parametrize(("status", "found"), [(200, "ok"), (503, "fail")])
+def test_a_server_that_answers_is_told_with_its_latency(tmp_path: Path, status: int, found: str) -> None:
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing into the tests' output."""
+
+    config = load_run(None, ["rollout.server.placement=external", f"rollout.server.registry={tmp_path}"])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        RegistryEntry(tmp_path, 0).register(url, "life")
+        check = of_run(config, "server 0")
+        server.shutdown()
+    assert check.status == found
+    assert re.fullmatch(rf"{url} answers (in \d+ ms|with status 503)", check.detail)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "said"),
+    [
+        (["rollout.server.max_model_len=1000"], "model length", "rollout.server.max_model_len"),
+        (["rollout.server.routing_replay=true"], "routing replay", "LlamaForCausalLM has none"),
+        (["rollout.server.tp=3"], "server split", "rollout.server.tp = 3 does not fit this model"),
+        (
+            ["rollout.server.quantization=fp8_per_tensor", "rollout.server.dtype=bfloat16", "rollout.uncorrected=true"],
+            "server machine",
+            "no such quantiser for a CPU",
+        ),
+        (["engine.parallel.tp=3"], "trainer", "engine.parallel.tp"),
+    ],
+)
+def test_what_training_would_refuse_is_reported_by_the_name_of_its_check(overrides: list[str], name: str, said: str) -> None:
+    check = of_run(load_run(None, overrides), name)
+    assert (check.status, check.needed, said in check.advice) == ("fail", True, True), check
+
+
+def test_checks_of_features_that_a_run_does_not_use_are_not_listed() -> None:
+    names = set(run_checks(load_run(None, ["rollout.server.tp=2"])))
+    assert {"trainer", "server split", "memory", "model and data", "verifier"} <= names
+    assert not {"loggers", "shards", "adapters", "fused head", "routing replay"} & names
+    assert of_run(load_run(None, ["rollout.server.tp=2"]), "server split").status == "ok"
+
+
+SHARED = """\
+#!/bin/sh
+# $node is asked to run "$@"
+cd "${0%/*}" || exit
+tell() { exec date -d "$1 seconds" "$last"; }
+for last; do :; done
+echo "$node: $*" >>asked
+case $node in
+  even) "$@" ;;
+  chatty) echo "Welcome to node 7"; "$@" ;;
+  ahead) tell +120 ;;
+  behind) tell -120 ;;
+  slow) sleep 0.15; date -d "+1.1 seconds" "$last"; sleep 0.15 ;;
+  better)
+    date +%s%N >>starts
+    if [ "$(wc -l <starts)" -lt 3 ]; then exec "$@"; fi
+    end=$(($(tail -n 1 starts) * 2 - $(head -n 1 starts)))
+    while [ "$(date +%s%N)" -lt "$end" ]; do :; done
+    tell +120 ;;
+  left|right)
+    touch "$node.here"
+    while [ ! -e left.here ] || [ ! -e right.here ]; do sleep 0.02; done
+    "$@" ;;
+  hung) sleep 60 >alive; true ;;
+  mute) exit 7 ;;
+  poor) echo 1763631062.%N ;;
+  *) echo "debug1: connecting" >&2; echo "ssh: Could not resolve hostname $node: Name or service not known" >&2; exit 255 ;;
+esac
+"""
+SSH = SHARED.replace("cd ", 'while [ "$1" = -o ]; do shift 2; done; node=$1; shift\ncd ', 1)
+SRUN = SHARED.replace("cd ", 'echo "srun $*" >>"${0%/*}/asked"; shift 3; node=${1#--nodelist=}; shift\ncd ', 1)
+
+
+@pytest.fixture
+def reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the two scripts, first on PATH, outside an allocation."""
+    for name, text in (("ssh", SSH), ("srun", SRUN)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    return tmp_path
+
+
+def checked(*nodes: str, timeout_s: float = TIMEOUT_S) -> dict[str, Diagnosis]:
+    checks = node_checks(nodes, timeout_s)
+    assert [check.name for check in checks] == [f"node {node}" for node in nodes]
+    assert all(check.needed for check in checks)
+    return dict(zip(nodes, checks, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("node", "status", "detail"),
+    [
+        *((node, "ok", "reachable; clock .*") for node in ("even", "chatty", "slow", "better")),
+        ("ahead", "warn", r"reachable; clock 1[12]\d\.\d+ s ahead of .*"),
+        ("behind", "warn", r"reachable; clock 1[12]\d\.\d+ s behind .*"),
+        ("gone", "fail", "unreachable: ssh: Could not resolve hostname gone: Name or service not known"),
+        ("mute", "fail", "unreachable: ssh ended with exit code 7"),
+        ("poor", "fail", r"unreachable: it answers '1763631062\.%N' instead of its time"),
+    ],
+)
+def test_clocks_that_differ_and_nodes_that_do_not_answer_are_reported(reach: Path, node: str, status: str, detail: str) -> None:
+    """slow: 1.1 s ahead, but the answer came at least 0.15 s after the clock was read: less than 1 s are sure. better: the
+    third answer is 120 s off, and takes longer than the first two together: the quickest counts.
+    """
+    check = checked(node)[node]
+    assert (check.status, re.fullmatch(detail, check.detail) is not None) == (status, True), check.detail
+    advice = {"ok": "", "warn": r".*log lines.*rendezvous.*chrony.*", "fail": f".*ssh -o BatchMode=yes {node}.*"}
+    assert re.fullmatch(advice[status], check.advice)
+    assert status == "fail" or (reach / "asked").read_text().count(f"{node}: date +%s.%N") == 3
+
+
+def test_nodes_are_asked_in_parallel(reach: Path) -> None:
+    """Each of the two answers only once the other has been asked."""
+    assert {check.status for check in checked("left", "right").values()} == {"ok"}
+
+
+def test_a_node_that_hangs_is_given_up_with_all_that_it_started(reach: Path) -> None:
+    """The script's ``sleep`` holds the FIFO open as long as it lives."""
+    os.mkfifo(reach / "alive")
+    alive = os.open(reach / "alive", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert checked("hung", timeout_s=0.5)["hung"].detail == "unreachable: no answer to ssh within 0.5 s"
+        wait_until(lambda: select.select([alive], [], [], 0)[0], TIMEOUT_S, "sleep ends")  # readable: nobody has it open
+    finally:
+        os.close(alive)
+
+
+def test_inside_an_allocation_slurm_is_asked(reach: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    found = checked("even", "gone")
+    assert (found["even"].status, found["gone"].status) == ("ok", "fail")
+    assert "SLURM_JOB_NODELIST" in found["gone"].advice
+    assert "srun --overlap --nodes=1 --ntasks=1 --nodelist=even date +%s.%N\n" in (reach / "asked").read_text()
+
+
+def test_a_missing_ssh_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert checked("even")["even"].detail == "unreachable: ssh is not installed here"
+
+
+@given(st.lists(st.from_regex(r"[a-z0-9]([a-z0-9.@-]{0,9})", fullmatch=True), min_size=1))
+def test_names_are_taken_once_in_order(names: list[str]) -> None:
+    found = node_names(" , ".join(names) + ",")
+    assert sorted(found, key=names.index) == found
+    assert set(found) == set(names)
+
+
+@pytest.mark.parametrize("text", ["", ",", "n[1-2]", "n[1,3]", "-oProxyCommand=x", "n1;n2", "n1 n2"])
+def test_what_is_no_list_of_nodes_is_one_sentence(text: str) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--launch", f"--nodes={text}"])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr == (
+        f"error: --nodes = {text!r} is not a list of nodes such as n1,n2; 'scontrol show hostnames' writes out Slurm's n[1-2]\n"
+    )
+
+
+@pytest.mark.parametrize(("nodes", "code"), [("even,ahead", 0), ("even,gone", 1)])
+def test_the_command_fails_where_a_node_does(reach: Path, monkeypatch: pytest.MonkeyPatch, nodes: str, code: int) -> None:
+    monkeypatch.setattr(doctor, "LAUNCH_CHECKS", {})  # they depend on the environment
+    result = CliRunner().invoke(app, ["doctor", "--launch", "--json", "--nodes", nodes])
+    assert result.exit_code == code
+    assert [check["name"] for check in json.loads(result.stdout)["checks"]] == [f"node {name}" for name in nodes.split(",")]
+    table = CliRunner().invoke(app, ["doctor", "--launch", "--nodes", nodes])
+    assert ("still needs: node gone" in table.stdout) == bool(code)

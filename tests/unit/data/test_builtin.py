@@ -1,13 +1,149 @@
+"""Built-in tasks and models: sums, formulas for a stack machine and what a warm start sees of them; folders of models."""
+
+from __future__ import annotations
+
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from tepo_megatron.tasks.data import builtin
+from examples.tiny.make_warm_start import ALPHABET, stack_machine_examples
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.tasks.data import addition, builtin, stack_machine
 from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.problems import load_problems
+from tepo_megatron.tasks.data.stack_machine import LEAVES, Tree, problems_with_trees, value_of
+from tepo_megatron.tasks.reward.programs import StackMachine
+
+numbers = st.integers(10, 99)
+PROBLEMS = {problem.id: problem for problem in addition.train_problems() + addition.heldout_problems()}
+
+
+def test_split_covers_every_sum_once() -> None:
+    train, heldout = addition.train_problems(), addition.heldout_problems()
+    assert (len(train), len(heldout)) == (7900, 200)
+    assert {p.id for p in train}.isdisjoint(p.id for p in heldout)
+    assert {p.prompt for p in train + heldout} == {f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)}
+
+
+def test_the_split_of_sums_is_the_published_one() -> None:
+    """The order comes from SHA-256, so these constants hold on every machine and version."""
+    assert [p.id for p in addition.heldout_problems()[:5]] == FIRST_SUMS
+    assert [p.id for p in addition.train_problems()[-3:]] == LAST_SUMS
+
+
+@example(a=37, b=58)
+@given(a=numbers, b=numbers)
+def test_answer_and_solution_are_the_sum(a: int, b: int) -> None:
+    problem = PROBLEMS[f"{a}+{b}"]
+    assert (problem.prompt, problem.answer) == (f"{a}+{b}=", str(a + b))
+    units, carry = a % 10 + b % 10, int(a % 10 + b % 10 >= 10)
+    tens = f"{a // 10}+{b // 10}+{carry}={a // 10 + b // 10 + carry}"
+    assert addition.solution(problem) == f"{a % 10}+{b % 10}={units} {tens} {a + b}"
+
+
+@given(seed=st.integers(0, 2**32), n=st.integers(0, 300))
+def test_noise_free_examples_are_right_and_reproducible(seed: int, n: int) -> None:
+    examples = addition.supervised_examples(n, 0.0, seed)
+    assert examples == addition.supervised_examples(n, 0.0, seed)
+    assert len(examples) == n
+    assert all(_value(prompt) == int(response.split()[-1]) for prompt, response in examples)
+
+
+@given(seed=st.integers(0, 2**32), noise=st.sampled_from([0.3, 1.0]))
+def test_noise_is_the_share_of_wrong_solutions(seed: int, noise: float) -> None:
+    examples = addition.supervised_examples(2000, noise, seed)
+    wrong = sum(_value(prompt) != int(response.split()[-1]) for prompt, response in examples)
+    assert wrong == 2000 if noise == 1 else abs(wrong / 2000 - 0.3) < 0.08  # 7.8 standard deviations
+
+
+def test_examples_repeat_only_after_all_problems_and_avoid_heldout() -> None:
+    prompts = [prompt for prompt, _ in addition.supervised_examples(2 * 7900, 0.5, 1)]
+    assert set(Counter(prompts[:7900]).values()) == {1}
+    assert set(Counter(prompts).values()) == {2}
+    assert prompts[:7900] != prompts[7900:]
+    assert set(prompts).isdisjoint(p.prompt for p in addition.heldout_problems())
+
+
+def _value(prompt: str) -> int:
+    a, b = prompt.removesuffix("=").split("+")
+    return int(a) + int(b)
+
+
+FIRST_SUMS = ["49+95", "56+74", "12+70", "93+92", "40+70"]
+LAST_SUMS = ["47+69", "46+72", "45+61"]
+
+
+BY_PROMPT = {problem.prompt: problem for problem in stack_machine.train_problems()}
+SCORE = StackMachine().score
+
+
+def test_problems_differ_and_their_answers_pass() -> None:
+    train, heldout = load_problems("builtin:stack-machine"), load_problems("builtin:stack-machine-heldout")
+    assert (len(train), len(heldout)) == (10_000, 200)
+    problems = train + heldout
+    assert len({problem.prompt for problem in problems}) == len({problem.id for problem in problems}) == len(problems)
+    assert all(SCORE(problem, problem.answer) == 1 for problem in problems)
+    assert all(set(problem.prompt + problem.answer) <= set(ALPHABET) for problem in problems)
+    assert max(len(problem.answer) for problem in problems) <= 8
+
+
+def test_the_split_is_the_published_one() -> None:
+    """Formulas come from digests, so these hold on every machine and version."""
+    assert [problem.id for problem in stack_machine.heldout_problems()[:4]] == HELDOUT_START
+    assert stack_machine.train_problems()[-1].id == TRAIN_END
+
+
+def test_tests_tell_a_choice_from_its_branches() -> None:
+    programs = {problem.id: problem.answer for problem in BY_PROMPT.values()} | {leaf: leaf for leaf in LEAVES}
+    found = 0
+    for problem in BY_PROMPT.values():
+        _, asked, branches = problem.id.partition("?")
+        for branch in branches.split(":") if asked else ():
+            if branch in programs:
+                found += 1
+                assert SCORE(problem, programs[branch]) == 0, problem
+    assert found > 1000
+
+
+@given(drawn=st.sampled_from(problems_with_trees()), inputs=st.tuples(*[st.integers(-9, 9)] * 3))
+def test_a_formula_has_its_trees_value(drawn: tuple[Problem, Tree], inputs: tuple[int, int, int]) -> None:
+    problem, tree = drawn
+    names = dict(zip("xyz", inputs, strict=True))
+
+    def value(formula: str) -> int:
+        condition, asked, branches = formula.partition("?")
+        first, _, second = branches.partition(":")
+        return int(eval(formula if not asked else first if eval(condition, {}, names) else second, {}, names))
+
+    assert value(problem.id) == value_of(tree, inputs)
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=10, deadline=None)
+def test_without_noise_programs_are_right_in_several_ways(seed: int) -> None:
+    examples = stack_machine_examples(400, 0.0, seed)
+    assert examples == stack_machine_examples(400, 0.0, seed)
+    assert all(SCORE(BY_PROMPT[prompt], program) == 1 for prompt, program in examples)
+    assert 0.5 < sum(program == BY_PROMPT[prompt].answer for prompt, program in examples) / 400 < 0.9
+
+
+@pytest.mark.parametrize(("noise", "low", "high"), [(0.3, 0.27, 0.33), (1.0, 1.0, 1.0)])  # 6.5 standard deviations
+def test_noise_is_the_share_of_wrong_programs_and_heldout_formulas_are_not_shown(noise: float, low: float, high: float) -> None:
+    examples = stack_machine_examples(10_000, noise, 0)
+    wrong = sum(SCORE(BY_PROMPT[prompt], program) == 0 for prompt, program in examples)
+    assert low <= wrong / 10_000 <= high
+    assert len({prompt for prompt, _ in examples}) == 10_000
+
+
+HELDOUT_START = ["(z-(y+7))*z", "y<z?9*2:4", "5*(y+(3-x))", "x<y?x:5+z"]
+TRAIN_END = "y<x?4:z+7"
 
 
 @pytest.fixture

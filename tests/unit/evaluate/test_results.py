@@ -1,18 +1,21 @@
-"""Results on a disk, and two of them compared problem by problem."""
+"""Results on a disk, two of them compared problem by problem, and an evaluation that continues with the responses it has."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
 from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.tasks.data import addition
 from tepo_megatron.tasks.evaluate.results import compare_results, read_results, write_results
+from tepo_megatron.tasks.evaluate.standalone import StoredResponses
 from tests.unit.evaluate.test_evaluate import Answers, as_set, evaluate
 
 PROBLEMS = addition.heldout_problems()[:20]
@@ -75,3 +78,69 @@ def test_what_cannot_be_compared_is_a_sentence(tmp_path: Path) -> None:
     path.write_text(path.read_text() + "{}\n")
     with pytest.raises(ValueError, match=r"sums\.jsonl:21: not a result"):
         read_results(tmp_path / "a")
+
+
+PROMPTS: list[tuple[int, ...]] = [(3, number) for number in range(6)]
+
+
+class Sampler:
+    """Draws ids of a prompt's number and the seed, and ends after some prompts as a killed process would."""
+
+    def __init__(self, ends_after: int = 100) -> None:
+        self.ends_after = ends_after
+        self.asked: list[tuple[int, ...]] = []
+
+    def __call__(self, prompts: list[tuple[int, ...]], **settings: Any) -> list[list[Response]]:
+        for index in reversed(range(len(prompts))):  # in no order
+            if len(self.asked) == self.ends_after:
+                raise KeyboardInterrupt
+            self.asked.append(prompts[index])
+            number = settings["numbers"][index]
+            ids = [(number, settings["seed"], sample) for sample in range(settings["n"])]
+            reason: Any = "length" if number == 2 else "stop"
+            settings["on_group"](index, [Response(item, (0.0,) * 3, reason, WeightsVersion(0)) for item in ids])
+        return []
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"one")
+    return folder
+
+
+def ask(path: Path, sampler: Sampler, model: Path, n: int = 2, seed: int = 5) -> list[list[tuple[list[int], str]]]:
+    groups = StoredResponses(path, sampler, model)(PROMPTS, n=n, temperature=0.5, max_new_tokens=8, seed=seed)
+    return [[(item.response_ids.tolist(), item.finish_reason) for item in group] for group in groups]
+
+
+def test_an_interrupted_evaluation_asks_only_for_the_rest(tmp_path: Path, model: Path) -> None:
+    whole = ask(tmp_path / "whole", Sampler(), model)
+    assert whole[2][1] == ([2, 5, 1], "length")
+    path = tmp_path / "responses.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        ask(path, Sampler(ends_after=4), model)
+    with path.open("a") as file:
+        file.write('{"key": "cut o')  # by the kill
+    for missing in (PROMPTS[:2], []):
+        sampler = Sampler()
+        assert ask(path, sampler, model) == whole
+        assert sorted(sampler.asked) == missing
+
+
+def test_other_settings_and_models_are_asked_again(tmp_path: Path, model: Path) -> None:
+    path = tmp_path / "responses.jsonl"
+    ask(path, Sampler(), model)
+    for n, seed, weights in ((1, 5, b"one"), (2, 6, b"one"), (2, 5, b"other")):
+        (model / "model.safetensors").write_bytes(weights)
+        sampler = Sampler()
+        ask(path, sampler, model, n, seed)
+        assert len(sampler.asked) == len(PROMPTS)
+
+
+def test_a_damaged_file_is_a_sentence(tmp_path: Path, model: Path) -> None:
+    path = tmp_path / "responses.jsonl"
+    path.write_text("{}\n")
+    with pytest.raises(ValueError, match=r"responses\.jsonl:1: no responses"):
+        ask(path, Sampler(), model)

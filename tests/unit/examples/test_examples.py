@@ -1,0 +1,243 @@
+"""The examples: what their scripts write, two small steps of each on the reference backends, and whether they learn, which
+takes minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tepo_megatron.cli.main import app
+from tepo_megatron.config.load import load_run
+from tepo_megatron.sampler.rollout_file import read_rollouts
+from tepo_megatron.tasks.data.addition import solution
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.problems import load_problems
+from tepo_megatron.tasks.data.tokenizer import load_tokenizer
+from tepo_megatron.tasks.reward.programs import StackMachine
+from tests.support.example_runs import ROOT, SMALL_RUN, greedy_accuracies, script, tepo
+from tests.support.kills import rows
+from tests.support.processes import assert_none_names
+from tests.support.reference_runs import train_on_references
+
+DATA = "examples/own_data"
+SMALL_DATA = (*SMALL_RUN, "evaluate.problems=10", "evaluate.show=10", "rollout.record=true")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    script(ROOT / DATA / "make_model.py").write(folder)
+    return folder
+
+
+def test_the_files_of_own_data_are_those_that_the_script_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(ROOT / DATA / "make_data.py").write(tmp_path)
+    monkeypatch.chdir(ROOT)
+    data = load_run(f"{DATA}/run.yaml").data
+    sources = [*data.train_sources, *data.heldout_sources]
+    for source in sources:
+        again = source.model_copy(update={"path": source.path.replace(DATA, str(tmp_path))})
+        assert load_problems(again) == load_problems(source)
+    training, held = ({each.prompt for source in some for each in load_problems(source)} for some in (sources[:2], sources[2:]))
+    assert not {prompt.rstrip("=") for prompt in training} & {prompt.rstrip("=") for prompt in held}
+
+
+@pytest.mark.slow
+def test_own_data_trains_on_both_sources(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    trained = train_on_references(f"{DATA}/run.yaml", tmp_path / "out", f"model.path={model}", *SMALL_DATA)
+    for row in trained[1:]:
+        assert (row["source/sums/share"], row["source/talk/share"], row["reward/failed"]) == (0.75, 0.25, 0)
+        weighed = 0.75 * row["source/sums/reward"] + 0.25 * row["source/talk/reward"]
+        assert row["reward/mean"] == pytest.approx(weighed, abs=1e-6)
+    recorded = (tmp_path / "out" / "rollouts" / "step_0000000.jsonl").read_text().splitlines()[1:]
+    ids = [json.loads(line)["problem_id"] for line in recorded]
+    assert [name.split(":")[0] for name in dict.fromkeys(ids)].count("sums") == 3
+    shown = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    assert {(row["problem"].split(":")[0], row["source"]) for row in shown} == {("sums", "sums")}  # the first 10 held-out
+    assert all(row["prompt"].endswith("=") for row in shown)
+
+
+@pytest.mark.learns
+def test_own_data_learns_both_sources(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    tepo("train", f"{DATA}/run.yaml", f"output={out}", f"model.path={model}")
+    assert_none_names(out)
+    trained = rows(out)
+    assert trained[-1]["accuracy/greedy"] > trained[0]["accuracy/greedy"] + 0.15
+    for name in ("sums", "talk"):
+        first, last = (sum(row[f"source/{name}/reward"] for row in some) / 5 for some in (trained[1:6], trained[-5:]))
+        assert last > first + 0.15
+
+
+REWARD = "examples/own_reward"
+COMPONENTS = ("correct", "carry", "brief")
+SMALL_REWARD = (
+    *SMALL_RUN,
+    "evaluate.problems=4",
+    "evaluate.samples=2",
+    "rollout.record=true",
+    "objective.preset=gdpo",
+    "objective.advantage.weights=[1.0,0.2,0.1]",
+)
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[str]:
+    """The judge of the README, on a free port; its base URL."""
+    command = [sys.executable, f"{REWARD}/judge_server.py", "--port", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-1]
+        process.kill()
+
+
+def test_the_problems_of_own_reward_have_their_carries() -> None:
+    problems = load_problems(str(ROOT / REWARD / "problems.jsonl"))
+    heldout = load_problems(str(ROOT / REWARD / "heldout.jsonl"))
+    assert not {problem.id for problem in problems} & {problem.id for problem in heldout}
+    for problem in (*problems, *heldout):
+        assert f"+{problem.metadata['carry']}=" in solution(problem)
+        assert solution(problem).endswith(f" {problem.answer}")
+
+
+@pytest.mark.slow
+def test_the_verifier_of_own_reward_by_itself(judge: str, tmp_path: Path) -> None:
+    """`tepo reward try`: components, a failure where nobody answers, and a table of them."""
+    line = {"prompt": "37+58=", "answer": "95", "carry": 1, "responses": ["7+8=15 3+5+1=9 95", "7+8=15 3+5+0=8 85", "95"]}
+    (tmp_path / "mine.jsonl").write_text(json.dumps(line) + "\n")
+    arguments = ("reward", "try", str(tmp_path / "mine.jsonl"), "--run", f"{REWARD}/run.yaml")
+    done = tepo(*arguments, f"reward.kwargs.base_url={judge}", "--json")
+    shown = json.loads(done.stdout)
+    assert [row["components"] for row in shown["responses"]] == [
+        {"correct": 1.0, "carry": 1.0, "brief": 1.0},
+        {"correct": 0.0, "carry": 0.0, "brief": 1.0},
+        {"correct": 1.0, "carry": 0.0, "brief": 1.0},
+    ]
+    assert [row["reward"] for row in shown["responses"]] == pytest.approx([1.3, 0.1, 1.1])
+    assert (shown["failed"], shown["mean"]) == (0, pytest.approx(2.5 / 3))
+    outage = tepo(*arguments, "reward.kwargs.base_url=http://127.0.0.1:9/v1", "reward.kwargs.retries=0", code=1)
+    assert "failed: problem 'mine:1': the verifier raised JudgeError: the judge at http://127.0.0.1:9/v1" in outage.stdout
+    assert "3 responses, 3 failed" in outage.stdout
+
+
+@pytest.mark.slow
+def test_own_reward_trains_on_its_components(judge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    monkeypatch.chdir(ROOT)
+    trained = train_on_references(f"{REWARD}/run.yaml", out, f"reward.kwargs.base_url={judge}", *SMALL_REWARD)
+    for row in trained[1:]:
+        weighed = sum(weight * row[f"reward/{name}"] for name, weight in zip(COMPONENTS, (1.0, 0.2, 0.1), strict=True))
+        assert row["reward/mean"] == pytest.approx(weighed, abs=1e-6)
+        assert row["reward/failed"] == 0
+    sample = json.loads((out / "samples.jsonl").read_text().splitlines()[0])
+    assert set(sample["greedy"]["components"]) == set(COMPONENTS)
+    assert set(sample["metadata"]) == {"carry"}
+    again = tepo("reward", "try", str(out / "samples.jsonl"), "--run", f"{REWARD}/run.yaml", f"reward.kwargs.base_url={judge}")
+    assert all(name in again.stdout for name in COMPONENTS)
+
+
+OBJECTIVE = ROOT / "examples/own_objective"
+COMMANDS = re.findall(r"^\.venv/bin/tepo (.*)$", (OBJECTIVE / "README.md").read_text(), re.M)
+SMALL_OBJECTIVE = (*SMALL_RUN, "evaluate.problems=4")
+
+
+@pytest.mark.parametrize("command", [each for each in COMMANDS if not each.startswith("train")])
+def test_what_own_objective_shows_and_checks(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(app, command.split())
+    assert done.exit_code == int("mean_of_means" in command), done.output
+    if "mean_of_means" in command:
+        shown = re.search(r"the loss is \S+ in one piece, \S+ in micro-batches", (OBJECTIVE / "README.md").read_text())
+        assert shown is not None
+        assert shown[0] in done.stdout
+
+
+def test_every_run_of_own_objective_begins_as_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    runs = [each.split()[1:] for each in COMMANDS if each.startswith("train")]
+    kinds = []
+    for words in runs:
+        done = CliRunner().invoke(app, ["config", "show", *words])
+        assert done.exit_code == 0, done.output
+        kinds += re.findall(r"kind: (gate|geometric_mean)", done.stdout)
+    assert kinds == ["gate", "gate", "geometric_mean"]
+
+
+@pytest.mark.slow
+def test_own_objective_trains_and_is_not_resumed_with_another(tmp_path: Path) -> None:
+    folder, out = tmp_path / "mine", tmp_path / "out"
+    shutil.copytree(OBJECTIVE, folder)
+    trained = train_on_references(folder / "run.yaml", out, *SMALL_OBJECTIVE, "train.save_every=1")
+    assert [row["step"] for row in trained] == [0, 1, 2]
+    assert trained[-1]["clip/low"] == trained[-1]["clip/high"] == 0  # a gate clips nothing
+    assert f"- {folder}/my_objective.py" in (out / "resolved.yaml").read_text()
+    plugin = folder / "my_objective.py"
+    plugin.write_text(plugin.read_text().replace("4 / tau_T", "5 / tau_T"))
+    with pytest.raises(ValueError, match=r"objective\.plugins' my_objective\.py, by its digest: ") as refused:
+        train_on_references(folder / "run.yaml", out, *SMALL_OBJECTIVE, "train.steps=3", "train.resume=true")
+    assert "let through what was: train.allow_change=[objective.plugins]" in str(refused.value)
+    broken = r"mean_of_means\.py, breaks a rule \(micro-batches\): the loss is \S+ in one piece, \S+ in micro"
+    with pytest.raises(ValueError, match=broken):
+        train_on_references(
+            folder / "run.yaml", tmp_path / "wrong", *SMALL_OBJECTIVE, f"objective.preset={folder}/mean_of_means.yaml"
+        )
+    assert not (tmp_path / "wrong").exists()
+
+
+@pytest.mark.learns
+@pytest.mark.timeout(7200)
+def test_own_objective_learns(tmp_path: Path) -> None:
+    tepo("train", str(OBJECTIVE / "run.yaml"), f"output={tmp_path}/out", timeout_s=7000)
+    greedy = greedy_accuracies(tmp_path / "out")
+    assert greedy[-1] > greedy[0] + 0.2
+
+
+SMALL_MACHINE = (
+    *SMALL_RUN,
+    "rollout.prompts_per_step=16",
+    "evaluate.problems=10",
+    "evaluate.samples=2",
+    "rollout.record=true",
+)
+
+
+@pytest.mark.slow
+def test_programs_of_stack_machine_are_run_and_several_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    out = tmp_path / "out"
+    trained = train_on_references("examples/stack_machine/run.yaml", out, *SMALL_MACHINE)
+    problems = {problem.id: problem for problem in load_problems("builtin:stack-machine")}
+    tokenizer, machine = load_tokenizer(resolve_model_path("builtin:stack-machine")), StackMachine()
+    right: list[tuple[str, str]] = []
+    for step, row in enumerate(trained[1:]):
+        rewards = []
+        for rollout in read_rollouts(out / "rollouts", step):
+            program = tokenizer.decode(rollout.response_ids.tolist())
+            rewards.append(machine.score(problems[rollout.problem_id], program))
+            assert rollout.reward == rewards[-1]
+            right += [(rollout.problem_id, program)] if rewards[-1] else []
+        assert row["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
+        assert row["reward/failed"] == 0
+    assert 0 < len(right) < 128
+    assert any(program != problems[name].answer for name, program in right)
+    assert {"accuracy/greedy", "accuracy/avg@k"} <= set(trained[0])
+
+
+@pytest.mark.learns
+def test_stack_machine_learns_what_its_readme_says(tmp_path: Path) -> None:
+    """Held-out formulas, greedily; minutes, on two cores."""
+    tepo("train", "examples/stack_machine/run.yaml", f"output={tmp_path}/out", timeout_s=7200)
+    assert_none_names(tmp_path / "out")
+    greedy = greedy_accuracies(tmp_path / "out")
+    assert greedy[0] < 0.75
+    assert greedy[-1] >= 0.85
