@@ -315,12 +315,6 @@ def test_rows_are_chosen_by_step_problem_and_verdict(tmp_path: Path) -> None:
     assert json.loads(samples(str(path), "--json")) == ROWS[1:]
 
 
-def test_training_responses_are_read_too(tmp_path: Path) -> None:
-    step = {"step": 3, "problem": "a", "prompt": "1+1=", "answer": "2", "response": "so 3", "reward": 0.0, "tokens": 5}
-    write(tmp_path / "train_samples.jsonl", [step])
-    assert "response: reward 0 · 5 tokens\n    so 3" in samples(str(tmp_path), "--train")
-
-
 def test_a_training_response_says_which_source_its_problem_is_of(tmp_path: Path) -> None:
     rollout = Rollout("talk:3", 0, [1], [5], [-1], "stop", WeightsVersion(0), "5", 1.0)
     problem = Problem("talk:3", "2+3=", "5", source="talk")

@@ -12,7 +12,6 @@ import select
 import shutil
 import socket
 import threading
-from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import EntryPoint, PackageNotFoundError
 from pathlib import Path
@@ -50,30 +49,6 @@ REQUIREMENTS = {
 }
 
 
-class Environment:
-    """Installed distributions as the checks see them."""
-
-    def __init__(self) -> None:
-        self.versions, self.plugins, self.summary = dict(HEALTHY), ["tepo_megatron"], "a toolkit"
-
-    def version(self, name: str) -> str:
-        if name not in self.versions:
-            raise PackageNotFoundError(name)
-        return self.versions[name]
-
-    def requires(self, name: str) -> list[str]:
-        return REQUIREMENTS.get(name, []) if self.version(name) else []
-
-    def metadata(self, name: str) -> Message:
-        message = Message()
-        message["Version"], message.json = self.version(name), {"summary": self.summary}  # type: ignore[attr-defined]
-        return message
-
-    def entry_points(self, group: str) -> list[EntryPoint]:
-        assert group == "vllm.general_plugins"
-        return [EntryPoint(name, "package:register", group) for name in self.plugins]
-
-
 @pytest.fixture
 def apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a package of that name, which has NVIDIA's parts until a test takes them away."""
@@ -84,11 +59,24 @@ def apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Environment:
-    environment = Environment()
-    for name in ("version", "requires", "metadata", "entry_points"):
-        monkeypatch.setattr(importlib.metadata, name, getattr(environment, name))
-    return environment
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Distribution → version, as the checks see them."""
+    versions = dict(HEALTHY)
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    changed = {
+        "version": version,
+        "requires": lambda name: REQUIREMENTS.get(name, []) if version(name) else [],
+        "metadata": lambda name: SimpleNamespace(json={"summary": "Pyramid toolkit to add velruse"}),
+        "entry_points": lambda group: [EntryPoint("tepo_megatron", "package:register", group)],
+    }
+    for name, function in changed.items():
+        monkeypatch.setattr(importlib.metadata, name, function)
+    return versions
 
 
 def found(name: str) -> Diagnosis:
@@ -96,15 +84,16 @@ def found(name: str) -> Diagnosis:
     return check
 
 
-def test_a_healthy_environment_is_fit(installed: Environment) -> None:
+def test_a_healthy_environment_is_fit(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     checks = diagnose({name: check for name, check in CHECKS.items() if name != "torch"})
     assert is_fit(checks), [check for check in checks if check.status not in ("ok", "warn")]
-    installed.plugins = ["other"]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [EntryPoint("other", "package:register", group)])
     assert found("vLLM plugin").status == "missing"
 
 
-def test_every_needed_distribution_is_missed(installed: Environment) -> None:
-    installed.versions = {"tepo-megatron": "0.1.0"}
+def test_every_needed_distribution_is_missed(installed: dict[str, str]) -> None:
+    for name in HEALTHY.keys() - {"tepo-megatron"}:
+        del installed[name]
     missing = {check.name for check in diagnose(CHECKS) if check.status in ("missing", "fail") and check.needed}
     assert {"torch", "megatron-core", "vLLM", "transformers", "sentencepiece", "tepo-megatron"} <= missing
 
@@ -122,9 +111,9 @@ def test_every_needed_distribution_is_missed(installed: Environment) -> None:
     ],
 )
 def test_a_planted_version_is_found(
-    installed: Environment, distribution: str, version: str, name: str, status: str, text: str
+    installed: dict[str, str], distribution: str, version: str, name: str, status: str, text: str
 ) -> None:
-    installed.versions[distribution] = version
+    installed[distribution] = version
     check = found(name)
     assert (check.status, version in f"{check.detail} {check.advice}") == (status, True)
     assert text in f"{check.detail} {check.advice}"
@@ -132,7 +121,7 @@ def test_a_planted_version_is_found(
 
 @pytest.mark.parametrize("gpu", [True, False])
 def test_missing_transformer_engine_is_a_fault_only_beside_a_gpu(
-    installed: Environment, monkeypatch: pytest.MonkeyPatch, gpu: bool
+    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch, gpu: bool
 ) -> None:
     monkeypatch.setattr(machine_checks, "has_gpu", lambda: gpu)
     check = found("transformer-engine")
@@ -142,17 +131,18 @@ def test_missing_transformer_engine_is_a_fault_only_beside_a_gpu(
 
 @pytest.mark.parametrize(("versions", "fit"), [({}, False), ({"nemo-run": "0.11.1"}, True)])
 def test_launching_needs_nemo_run_and_no_part_of_the_trainer(
-    installed: Environment, monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], fit: bool
+    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], fit: bool
 ) -> None:
-    installed.versions = versions
+    installed.clear()
+    installed.update(versions)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     result = CliRunner().invoke(app, ["doctor", "--launch"])
     assert (result.exit_code, "Launching has all that it needs." in result.output) == (0 if fit else 1, fit)
     assert "no sbatch here" in result.output
 
 
-def test_the_namesake_of_apex_is_told_by_what_it_lacks(installed: Environment, apex: Path) -> None:
-    installed.versions["apex"], installed.summary = "0.9.10dev", "Pyramid toolkit to add velruse"
+def test_the_namesake_of_apex_is_told_by_what_it_lacks(installed: dict[str, str], apex: Path) -> None:
+    installed["apex"] = "0.9.10dev"
     assert found("apex").status == "ok"
     (apex / "optimizers").rmdir()
     check = found("apex")
@@ -172,7 +162,7 @@ def test_the_namesake_of_apex_is_told_by_what_it_lacks(installed: Environment, a
     ],
 )
 def test_whose_kernels_a_run_would_have_is_told(
-    installed: Environment,
+    installed: dict[str, str],
     apex: Path,
     monkeypatch: pytest.MonkeyPatch,
     te: str | None,
@@ -181,7 +171,7 @@ def test_whose_kernels_a_run_would_have_is_told(
     status: str,
     detail: str,
 ) -> None:
-    installed.versions |= {"transformer-engine": te} if te else {}
+    installed |= {"transformer-engine": te} if te else {}
     if not nvidia:
         (apex / "multi_tensor_apply").rmdir()
     monkeypatch.setattr(machine_checks, "has_gpu", lambda: gpu)
