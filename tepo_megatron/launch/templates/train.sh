@@ -10,6 +10,14 @@ nodes=@nodes@
 job=${SLURM_JOB_ID:-local}.${SLURM_RESTART_COUNT:-0}
 node=${SLURM_NODEID:-0}
 @setup@
+ranks=@ranks@
+usable=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # which nproc takes for a number of processors
+processors=$(getconf _NPROCESSORS_ONLN)
+if [[ $usable -lt $ranks && $usable -lt $processors ]]; then
+  echo "error: this task may use $usable of the node's $processors processors, for $ranks ranks; ask Slurm for them:" \
+    "'cluster.sbatch=[cpus-per-task=$processors]'" >&2
+  exit 1
+fi
 if [[ $node == 0 ]]; then
   "$python" -m tepo_megatron.launch.record "$out/launch/$job.json" @needed@
 fi
@@ -29,11 +37,6 @@ fi
 if [[ $nodes == 1 ]]; then
   export GLOO_SOCKET_IFNAME=lo
 fi
-if (($(nproc) < @ranks@ && $(nproc) < $(getconf _NPROCESSORS_ONLN))); then
-  echo "error: this task may use $(nproc) of the node's $(getconf _NPROCESSORS_ONLN) processors, for @ranks@ ranks; ask Slurm for them:" \
-    "'cluster.sbatch=[cpus-per-task=$(getconf _NPROCESSORS_ONLN)]'" >&2
-  exit 1
-fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Micro-batches differ in length, which fragments the memory of a GPU. Servers are processes on other nodes: no CUDA IPC, which
 # this would break.
@@ -43,7 +46,7 @@ export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
 mkdir -p "$out/logs/ranks/$job/node-$node"
 code=0
 "$python" -m tepo_megatron.runtime.torchrun --status "$out/status" \
-  --nnodes "$nodes" --nproc-per-node @ranks@ --node-rank "$node" \
+  --nnodes "$nodes" --nproc-per-node "$ranks" --node-rank "$node" \
   --master-addr "$1" --master-port "$((20000 + ${SLURM_JOB_ID:-0} % 20000))" \
   --rdzv-id "$job" --tee 3 --log-dir "$out/logs/ranks/$job/node-$node" \
   -m tepo_megatron train "$out/launch/run.yaml" "rollout.server.registry=$out/servers/$job" "${again[@]}" || code=$?
