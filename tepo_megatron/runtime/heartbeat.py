@@ -281,8 +281,9 @@ def _activity(record: RankRecord | None) -> str:
     if record is None:
         return ""
     waits = f", waiting for {record.waits_for}" if record.waits_for else ""
+    count = f", {record.done} of {record.total} done" if record.total else ""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.moved_at))
-    return f", in phase {record.phase} after {record.step} steps{waits}; its last move was at {since}"
+    return f", in phase {record.phase} after {record.step} steps{waits}{count}; its last move was at {since}"
 
 
 def _watch(status: Path, notify: Callable[[str], None], stop: threading.Event) -> None:
@@ -346,15 +347,9 @@ def _request_stacks(status: Path, records: Sequence[RankRecord]) -> None:
 
 
 def _rank_report(status: Path, process: Process, record: RankRecord | None) -> str:
+    head = f"== {_name(process, record)}{_activity(record)}\n{_process_line(process)}"
     if record is None:
-        return f"== process {process.pid}: a rank that has not said anything yet\n{_process_line(process)}"
-    now = time.time()
-    waits = f", waits for {record.waits_for}" if record.waits_for else ""
-    count = f", {record.done} of {record.total} done" if record.total else ""
-    head = (
-        f"== rank {record.rank}: phase {record.phase} for {now - record.since:.0f} s after {record.step} steps{waits}{count}; "
-        f"last move {now - record.moved_at:.0f} s ago, last heartbeat {now - record.time:.0f} s ago\n{_process_line(process)}"
-    )
+        return head
     if process.state == STOPPED:
         return head + "No stack: a stopped process runs no handler. The kernel's line above is all there is.\n"
     text = ""

@@ -31,7 +31,7 @@ from tepo_megatron.runtime.supervise import folder_name
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 
 _AGENT_LOG = "torch.distributed.elastic.multiprocessing.api"
 
@@ -229,46 +229,22 @@ def _run_agent(arguments: Sequence[str], folder: Path) -> None:
 
 
 def _make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-    nodes, node = parameters.max_nodes, int(parameters.config["rank"])
-    host, port = parse_rendezvous_endpoint(parameters.endpoint, -1) if nodes > 1 else ("127.0.0.1", 0)
-    limit = timedelta(seconds=float(parameters.config.get("timeout", 900)))
-
-    class Handler(RendezvousHandler):
-        store: Store | None = None
-
-        @property
-        def use_agent_store(self) -> bool:
-            return True
-
+    class OnOurStore(StaticTCPRendezvous):
         def get_backend(self) -> str:
             return _BACKEND
 
         def next_rendezvous(self) -> RendezvousInfo:
-            if self.store is None:  # the agent of one machine speaks with nobody
-                self.store = HashStore() if nodes == 1 else _meet(host, port, node, nodes, limit)
-            place = RendezvousStoreInfo(host, port)
-            return RendezvousInfo(PrefixStore(parameters.run_id, self.store), node, nodes, place)
+            if self._store is None:  # the agent of one machine speaks with nobody
+                self._store = HashStore() if nodes == 1 else _meet(host, port, node, nodes, self.timeout)
+            return super().next_rendezvous()
 
-        def is_closed(self) -> bool:
-            return False
-
-        def set_closed(self) -> None:
-            return None
-
-        def num_nodes_waiting(self) -> int:
-            return 0
-
-        def get_run_id(self) -> str:
-            return parameters.run_id
-
-        def shutdown(self) -> bool:
-            return True
-
-    return Handler()
+    nodes, node = parameters.max_nodes, int(parameters.config["rank"])
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, -1) if nodes > 1 else ("127.0.0.1", 0)
+    return OnOurStore(host, port, node, nodes, parameters.run_id, int(parameters.config.get("timeout", 900)))
 
 
 def _meet(host: str, port: int, node: int, nodes: int, limit: timedelta) -> Store:
