@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -57,7 +58,9 @@ class ResponseStream(Protocol):
 
 
 class Task(Protocol):
-    """One thread of rank 0 uses it. A response is a sample (``VerifierTask``) or an episode (``EnvironmentTask``)."""
+    """One thread of rank 0 uses it. A response is a sample (``VerifierTask``) or an episode (``EnvironmentTask``). An
+    implementation inherits it; the defaults are a sample's.
+    """
 
     @property
     def notice(self) -> str | None:
@@ -77,11 +80,13 @@ class Task(Protocol):
 
     def stream(self, samples: SampleStream, problem_of: Callable[[Any], Problem]) -> ResponseStream:
         """``problem_of`` maps a request's key to its problem."""
+        return samples
 
     def heldout_generate(self, generate: Generate, fleet: Sampler, problems: Sequence[Problem], **settings: Any) -> Generate:
         """Returns a function that answers ``problems``, called with their prompts in this order. ``settings``: as of
         ``Sampler.generate``.
         """
+        return generate
 
     def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:
         """``key`` is unique. A verifier of groups needs ``group`` and ``group_size``."""
@@ -91,6 +96,15 @@ class Task(Protocol):
 
     def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable] | None = None) -> list[RewardResult]:
         """Results in order, after a :meth:`reset`."""
+        self.reset()
+        names = range(len(items)) if groups is None else groups
+        sizes = Counter(names)
+        for index, ((problem, response), group) in enumerate(zip(items, names, strict=True)):
+            self.submit(index, problem, response, group=group, group_size=sizes[group])
+        results: dict[Hashable, RewardResult] = {}
+        while len(results) < len(items):
+            results.update(self.poll(None))
+        return [results[index] for index in range(len(items))]
 
     def reset(self) -> None:
         """Drops submitted responses."""
@@ -100,12 +114,19 @@ class Task(Protocol):
 
     def take_figures(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Metrics of these rollouts and of responses since the last call."""
+        return turn_figures(rollouts)
 
     def another(self) -> Task:
         """It is for another thread."""
 
     def close(self) -> None:
         """It can be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
 
 
 def turn_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -6,7 +6,6 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import count
-from types import TracebackType
 from typing import Any
 
 from tepo_megatron.config import RunConfig
@@ -22,7 +21,7 @@ from tepo_megatron.tasks.environments.episodes import EpisodeEnd, EpisodeLimits,
 from tepo_megatron.tasks.environments.protocol import EnvironmentHost
 from tepo_megatron.tasks.environments.service import RemoteEnvironments
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
-from tepo_megatron.tasks.protocol import Generate, RewardResult, turn_figures
+from tepo_megatron.tasks.protocol import Generate, RewardResult, Task
 from tepo_megatron.tasks.reward.pool import weigh
 from tepo_megatron.tasks.reward.verifier_task import VerifierTask, reward_configs
 from tepo_megatron.weights.architecture import ModelSpec
@@ -33,7 +32,7 @@ _REHEARSAL_PROBLEMS = 4
 _UNKNOWN_RESULT = "its episode was played before the interruption, and what came of it is not known any more"
 
 
-class EnvironmentTask:
+class EnvironmentTask(Task):
     """:meth:`submit` and :meth:`score` look up the rewards of ended episodes. ``max_length``: tokens of prompt and all
     turns.
     """
@@ -133,9 +132,6 @@ class EnvironmentTask:
         finished, self._finished = self._finished, []
         return finished
 
-    def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable] | None = None) -> list[RewardResult]:
-        return [self._take(problem, response) for problem, response in items]
-
     def reset(self) -> None:
         self._finished.clear()
 
@@ -164,7 +160,7 @@ class EnvironmentTask:
 
     def take_figures(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         counts, self._counts = self._counts, defaultdict(float)
-        turns = turn_figures(rollouts) or {"environment/turns": 1.0, "environment/tokens": 0.0}
+        turns = super().take_figures(rollouts) or {"environment/turns": 1.0, "environment/tokens": 0.0}
         if not (episodes := counts["episodes"]):
             return turns
         figures = {
@@ -181,12 +177,6 @@ class EnvironmentTask:
 
     def close(self) -> None:
         self.host.close()
-
-    def __enter__(self) -> EnvironmentTask:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def _take(self, problem: Problem, response: str) -> RewardResult:
         text = response if isinstance(response, ResponseText) else ResponseText(response)

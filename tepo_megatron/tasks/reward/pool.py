@@ -5,30 +5,31 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from itertools import count
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from tepo_megatron.config.reward import RewardConfig, component_fault
 from tepo_megatron.core.problem import Problem, ResponseText, is_reward, not_a_reward
 from tepo_megatron.runtime.text import valid_text
 from tepo_megatron.runtime.worker_process import End, Worker, WorkerCall, WorkerPool, WorkerProcess
-from tepo_megatron.tasks.protocol import RewardResult
+from tepo_megatron.tasks.protocol import RewardResult, Task
 from tepo_megatron.tasks.reward.verifiers import resolve_verifier
 from tepo_megatron.tasks.reward.worker import ScoreOutcome, serve_verifier
 
 _REHEARSAL_PROBLEMS = 4
 
 
-class RewardPool(WorkerPool[Worker["_Job"], "_Job"]):
+class RewardPool(WorkerPool[Worker["_Job"], "_Job"], Task):
     """A response fails if its verifier raises, returns no finite number or exceeds a limit; equal responses then fail without a
     try. If a worker dies, its response is tried once more.
     """
+
+    unfinished = 0  # includes incomplete groups
 
     def __init__(self, config: RewardConfig, components: Sequence[str] | None = None, custom: Any = None) -> None:
         """``components`` is known from another pool's rehearsal; ``custom`` is the verifier as an object, run in forks."""
@@ -37,8 +38,6 @@ class RewardPool(WorkerPool[Worker["_Job"], "_Job"]):
         self._numbers = count()
         self._incomplete: dict[Hashable, list[tuple[Hashable, Problem, ResponseText]]] = {}
         self._finished: list[tuple[Hashable, RewardResult]] = []
-        self.unfinished = 0
-        """Includes incomplete groups."""
         known = components if config.weights is None else config.weights
         self.components: tuple[str, ...] | None = None if known is None else tuple(known)
         verifier = config.verifier if custom is not None else resolve_verifier(config.verifier)
@@ -51,6 +50,10 @@ class RewardPool(WorkerPool[Worker["_Job"], "_Job"]):
         )
 
     @property
+    def verifier(self) -> str | None:
+        return self._config.verifier
+
+    @property
     def scores_groups(self) -> bool:
         return self._facts["of_groups"]
 
@@ -59,8 +62,21 @@ class RewardPool(WorkerPool[Worker["_Job"], "_Job"]):
 
     def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:
         """``response`` must not change later. A verifier of groups needs ``group_size`` responses."""
-        self._add(key, problem, response, group, group_size)
         self._move(0.0)
+        text = response if isinstance(response, ResponseText) else ResponseText(response)
+        self.unfinished += 1
+        members = [(key, problem, text)]
+        if self.scores_groups and group_size > 1:
+            members = self._incomplete.setdefault(group, [])
+            members.append((key, problem, text))
+            if len(members) < group_size:
+                return
+            del self._incomplete[group]
+        keys, texts = [member[0] for member in members], [member[2] for member in members]
+        job = _Job(next(self._numbers), problem, keys, texts)
+        if (cause := self._queue.add(job)) is not None:
+            self._fail([job], cause)
+        self._hand_out()
 
     def poll(self, timeout_s: float | None = 0.0) -> list[tuple[Hashable, RewardResult]]:
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
@@ -85,9 +101,6 @@ class RewardPool(WorkerPool[Worker["_Job"], "_Job"]):
         self._finished.clear()
         self.unfinished = 0
 
-    def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable] | None = None) -> list[RewardResult]:
-        return score_all(self, self._add, items, groups)
-
     def rehearse(self, problems: Sequence[Problem]) -> None:
         """Scores the first problems' own answers, and learns the components' names. Raises ValueError if all fail."""
         tried = problems[:_REHEARSAL_PROBLEMS]
@@ -102,47 +115,27 @@ class RewardPool(WorkerPool[Worker["_Job"], "_Job"]):
         if self.components is None:
             self.components = next((tuple(result.parts) for result in results if not result.error), None)
 
-    def __enter__(self) -> RewardPool:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
-
     @property
     def _works(self) -> bool:
         return bool(self._queue) or any(worker.pending for worker in self._workers)
-
-    def _add(self, key: Hashable, problem: Problem, response: str, group: Hashable, group_size: int) -> None:
-        if not self._workers:
-            raise RuntimeError("the reward pool is closed; make a new one")
-        text = response if isinstance(response, ResponseText) else ResponseText(response)
-        self.unfinished += 1
-        members = [(key, problem, text)]
-        if self.scores_groups and group_size > 1:
-            members = self._incomplete.setdefault(group, [])
-            members.append((key, problem, text))
-            if len(members) < group_size:
-                return
-            del self._incomplete[group]
-        keys, texts = [member[0] for member in members], [member[2] for member in members]
-        job = _Job(next(self._numbers), problem, keys, texts)
-        if (cause := self._queue.add(job)) is not None:
-            self._fail([job], cause)
 
     def _move(self, timeout_s: float) -> None:
         if not self._workers:
             raise RuntimeError("the reward pool is closed; make a new one")
         try:
             self._wait(timeout_s)  # an idle worker writes nothing: one that can be read has ended and is replaced
-            for worker in self._workers:
-                if worker.ready and self._queue:
-                    chunk = max(1, min(_LARGEST_CHUNK, len(self._queue) // (4 * len(self._workers))))
-                    most = self._config.concurrency if worker.concurrent else 0 if worker.pending else chunk
-                    self._send(worker, self._queue.take(worker.pending, most))
+            self._hand_out()
         except BaseException:
             # Workers may still be scoring: a later call must not use their replies.
             self.close()
             raise
+
+    def _hand_out(self) -> None:
+        for worker in self._workers:
+            if worker.ready and self._queue:
+                chunk = max(1, min(_LARGEST_CHUNK, len(self._queue) // (4 * len(self._workers))))
+                most = self._config.concurrency if worker.concurrent else 0 if worker.pending else chunk
+                self._send(worker, self._queue.take(worker.pending, most))
 
     def _lost(self, worker: Worker[_Job], why: str, end: End) -> None:
         suspects = [] if end == "grown" else worker.running
@@ -180,29 +173,6 @@ class RewardPool(WorkerPool[Worker["_Job"], "_Job"]):
     def _failed(self, job: _Job, cause: str | None, seconds: float) -> RewardResult:
         error = valid_text(f"problem {job.problem.id!r}: {cause}")
         return RewardResult(self._config.failed_reward, error, seconds=seconds)
-
-
-class _Poll(Protocol):
-    def reset(self) -> None: ...
-    def poll(self, timeout_s: float | None) -> list[tuple[Hashable, RewardResult]]: ...
-
-
-def score_all(
-    task: _Poll,
-    submit: Callable[..., None],
-    items: Sequence[tuple[Problem, str]],
-    groups: Sequence[Hashable] | None,
-) -> list[RewardResult]:
-    """Resets ``task`` and returns the results in order."""
-    task.reset()
-    names = range(len(items)) if groups is None else groups
-    sizes = Counter(names)
-    for index, ((problem, response), group) in enumerate(zip(items, names, strict=True)):
-        submit(index, problem, response, group=group, group_size=sizes[group])
-    results: dict[Hashable, RewardResult] = {}
-    while len(results) < len(items):
-        results.update(task.poll(None))
-    return [results[index] for index in range(len(items))]
 
 
 def weigh(

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from tepo_megatron.config.data import DataConfig
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.core.rollout import Rollout
-from tepo_megatron.sampler.protocol import Sampler, SampleStream
-from tepo_megatron.tasks.protocol import Generate, RewardResult, turn_figures
-from tepo_megatron.tasks.reward.pool import RewardPool, score_all
+from tepo_megatron.tasks.protocol import RewardResult, Task
+from tepo_megatron.tasks.reward.pool import RewardPool
 
 _FAST_POLL_S = 0.005
 
@@ -28,7 +25,7 @@ def reward_configs(reward: RewardConfig, data: DataConfig) -> dict[str, RewardCo
     return configs
 
 
-class VerifierTask:
+class VerifierTask(Task):
     def __init__(
         self, configs: Mapping[str, RewardConfig], components: Sequence[Sequence[str] | None] = (), custom: Any = None
     ) -> None:
@@ -67,12 +64,6 @@ class VerifierTask:
     def another(self) -> VerifierTask:
         return VerifierTask(self._configs, [pool.components for pool in self._pools], self._custom)
 
-    def stream(self, samples: SampleStream, problem_of: Callable[[Any], Problem]) -> SampleStream:
-        return samples
-
-    def heldout_generate(self, generate: Generate, fleet: Sampler, problems: Sequence[Problem], **settings: Any) -> Generate:
-        return generate
-
     def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:
         self._pool_of(problem).submit(key, problem, response, group=group, group_size=group_size)
 
@@ -92,25 +83,13 @@ class VerifierTask:
         for pool in self._pools:
             pool.reset()
 
-    def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable] | None = None) -> list[RewardResult]:
-        return score_all(self, self.submit, items, groups)
-
     def rehearse(self, problems: Sequence[Problem]) -> None:
         for pool in self._pools:
             pool.rehearse([problem for problem in problems if self._pool_of(problem) is pool])
 
-    def take_figures(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        return turn_figures(rollouts)
-
     def close(self) -> None:
         for pool in self._pools:
             pool.close()
-
-    def __enter__(self) -> VerifierTask:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
 
     def _pool_of(self, problem: Problem) -> RewardPool:
         return self._pool_by_source.get(problem.source, self._pool_by_source[""])
