@@ -292,7 +292,7 @@ class RemoteEnvironments:
         self._answers: list[EpisodeAnswer] = []
         self._closed = threading.Event()
         self._servers: list[_RemoteServer] = []
-        self._notice: str | None = None
+        self.notice: str | None = None
         try:
             for url in config.servers:
                 self._servers.append(self._open(url, key))
@@ -302,10 +302,6 @@ class RemoteEnvironments:
         for server in self._servers:
             for work in (self._hand_over, self._listen):
                 threading.Thread(target=work, args=(server,), name="environment-server", daemon=True).start()
-
-    @property
-    def notice(self) -> str | None:
-        return self._notice
 
     @property
     def busy(self) -> bool:
@@ -357,7 +353,7 @@ class RemoteEnvironments:
             raise ValueError(f"environment.servers: {url}: {reply.text[:500]}")
         result = reply.json()
         server.session = result["session"]
-        self._notice = self._notice or result["notice"]
+        self.notice = self.notice or result["notice"]
         return server
 
     def _least_busy(self) -> _RemoteServer:
@@ -369,22 +365,17 @@ class RemoteEnvironments:
 
     def _take_answers(self, server: _RemoteServer, answers: list[Any] | str) -> None:
         if isinstance(answers, str):
-            if server.gone:
-                return
-            server.gone = answers
-            for episode in sorted(server.episodes):
-                del self._home[episode]
-                self._answers.append(EpisodeAnswer(episode, lost=f"{server.url} does not answer: {answers}"))
-            server.episodes.clear()
-            server.owed.clear()
-            return
-        for episode, answer, error, lost, suspect, seconds in answers:
-            if self._home.get(episode) is server:
-                server.owed.discard(episode)
-                if lost is not None:
-                    server.episodes.discard(episode)
-                    del self._home[episode]
-                self._answers.append(EpisodeAnswer(episode, answer, error, lost, suspect, seconds))
+            server.gone = server.gone or answers
+            lost = f"{server.url} does not answer: {answers}"
+            answers = [[episode, {}, None, lost] for episode in sorted(server.episodes)]
+        for values in answers:
+            answer = EpisodeAnswer(*values)
+            if self._home.get(answer.episode) is server:
+                server.owed.discard(answer.episode)
+                if answer.lost is not None:
+                    server.episodes.discard(answer.episode)
+                    del self._home[answer.episode]
+                self._answers.append(answer)
 
     def _hand_over(self, server: _RemoteServer) -> None:
         while not self._closed.is_set():

@@ -143,21 +143,11 @@ class EnvironmentWorkers(WorkerPool[_Worker, _Call]):
     @staticmethod
     def shared_setup(settings: AgentConfig, sampling: SamplingConfig | None) -> dict[str, Any]:
         """Settings that determine an agent's episode, as JSON values."""
-        drawn = sampling or SamplingConfig()
-        return {
-            "history": settings.history,
-            "ignore": list(settings.ignore),
-            "verifier": settings.verifier,
-            "tool_calls": settings.tool_calls,
-            "max_request_mb": settings.max_request_mb,
-            "sampling": {
-                "temperature": drawn.temperature,
-                "top_p": drawn.top_p,
-                "top_k": drawn.top_k,
-                "min_p": drawn.min_p,
-                "stop": list(drawn.stop),
-            },
-        }
+        drawn = (sampling or SamplingConfig()).model_dump(
+            include={"temperature", "top_p", "top_k", "min_p", "stop"}, mode="json"
+        )
+        fields = {"history", "ignore", "verifier", "tool_calls", "max_request_mb"}
+        return settings.model_dump(include=fields, mode="json") | {"sampling": drawn}
 
     @classmethod
     def agent_setup(cls, config: EnvironmentConfig, sampling: SamplingConfig | None) -> dict[str, Any] | None:
