@@ -377,46 +377,36 @@ _LINE = re.compile(
     r"(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \[[^\]]*\] ?)?"
     r"(?P<text>.*)"
 )
-_TRACEBACK = "Traceback (most recent call last):"
-# Indented frames, and the exception with its indented further lines. Python's resource tracker is never the cause.
-_RAISED = re.compile(
-    rf"^{re.escape(_TRACEBACK)}\n(?!.*multiprocessing/resource_tracker\.py)(?:(?: .*)?\n)+"
-    r"(?P<raised>[A-Za-z_][\w.]*(?::.*)?(?:\n .*)*)$",
-    re.M,
-)
-_CHAIN = re.compile("During handling of the above exception|The above exception was the direct cause")
-_ERROR = re.compile(r"\b(\w*(Error|Exception)|error): \S")  # without a traceback, such as argparse's
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)\b(: .*|$)|.*\berror: \S.*")
 _CONSEQUENCES = re.compile(
     r"WorkerProc initialization failed due to an exception in a background process"
     r"|Engine core initialization failed"
     r"|Worker ?proc\S* .*died unexpectedly"
     r"|EngineDeadError|EngineCore encountered an issue"
+    r"|KeyError: '/(psm_|mp-|sem)"  # Python's resource tracker
 )
-"""Shown only without the other process' own error."""
+"""Shown only without another error."""
 
 
 def _first_error(log: Sequence[str]) -> list[str]:
-    """Later errors are consequences.
-
-    Takes the last exception of the first traceback's chain, otherwise the first line like an error. Skips levels below ERROR
-    (healthy servers log tracebacks as warnings), and vLLM's messages about other processes' errors.
-    """
-    streams: dict[tuple[str | None, str | None], list[tuple[int, str]]] = {}  # two workers mix their tracebacks
-    lines = []
-    for number, line in enumerate(log):
+    """Later errors are consequences. Skips levels below ERROR: healthy servers log tracebacks as warnings."""
+    errors: list[list[str]] = []
+    messages: list[list[str]] = []
+    last: str | None = ""  # the process that wrote an error just before
+    for line in log:
         match = _LINE.fullmatch(line)
         assert match is not None  # every part may be empty
-        text = match["text"]
-        if match["level"] in (None, "ERROR", "CRITICAL"):
-            streams.setdefault((match["process"], match["level"]), []).append((number, text))
-            if text not in ("", _TRACEBACK) and (match["level"] or _ERROR.search(text)):
-                lines.append([text])
-    raised: dict[int, list[str]] = {}
-    for stream in streams.values():
-        text, start, end = "\n".join(text for _, text in stream), 0, 0
-        for match in _RAISED.finditer(text):
-            if not end or not _CHAIN.search(text, end, match.start()):
-                start, _ = stream[text.count("\n", 0, match.start())]
-            raised[start], end = match["raised"].split("\n"), match.end()
-    candidates = [*(raised[start] for start in sorted(raised)), *lines]
-    return next((lines for lines in candidates if not _CONSEQUENCES.search(lines[0])), candidates[0] if candidates else [])
+        process, level, text = match.groups()
+        if level not in (None, "ERROR", "CRITICAL"):
+            last = ""
+        elif _ERROR.fullmatch(text):
+            errors.append([text])
+            last = process
+        elif text.startswith("  ") and process == last:
+            errors[-1].append(text)
+        else:
+            last = ""
+            if level and text and not text.startswith((" ", "Traceback")):
+                messages.append([text])
+    causes = [lines for lines in (*errors, *messages) if not _CONSEQUENCES.search(lines[0])]
+    return next(iter([*causes, *errors]), [])

@@ -54,12 +54,6 @@ def test_the_first_error_of_a_real_log_is_its_cause(name: str, expected: list[st
     assert all(line.startswith(start) for line, start in zip(found, expected, strict=True)), found
 
 
-def test_a_warning_is_not_taken_for_the_error() -> None:
-    assert any("OSError: [Errno 24]" in line for line in read("impossible_tp"))  # the ulimit line, which names an exception
-    assert not any("Errno 24" in line for line in first_error(read("impossible_tp")))
-    assert any(line.endswith("ValueError: Tokenizer not available when `skip_tokenizer_init=True`") for line in read("healthy"))
-
-
 @given(st.data())
 def test_tracebacks_that_are_written_through_one_another_are_told_apart(data: st.DataObject) -> None:
     log = read("damaged_weights_two_workers")
@@ -70,25 +64,6 @@ def test_tracebacks_that_are_written_through_one_another_are_told_apart(data: st
         mixed.append(source.pop(0))
     (found,) = first_error(mixed)
     assert found.startswith("safetensors._safetensors_rust.SafetensorError: Error while deserializing header")
-
-
-def test_of_a_chain_of_exceptions_the_last_is_shown() -> None:
-    log = [
-        "Traceback (most recent call last):",
-        '  File "a.py", line 1, in f',
-        "KeyError: 'w'",
-        "",
-        "The above exception was the direct cause of the following exception:",
-        "",
-        "Traceback (most recent call last):",
-        '  File "a.py", line 3, in g',
-        "    raise",
-        "RuntimeError: layer 3 has no weight 'w'",
-        "Traceback (most recent call last):",
-        '  File "b.py", line 9, in h',
-        "ValueError: a consequence",
-    ]
-    assert first_error(log) == ["RuntimeError: layer 3 has no weight 'w'"]
 
 
 def test_what_vllm_says_of_its_other_processes_is_shown_only_where_those_say_nothing() -> None:
