@@ -23,9 +23,9 @@ if [[ ${1:-} == --fast ]]; then
   exec .venv/bin/python -m pytest tests/unit -m "not slow and not learns and not long" --hypothesis-profile fast -n "$workers" "${@:2}"
 fi
 if [[ ${1:-} == --long ]]; then
-  exec .venv/bin/python -m pytest -n "$workers" -m "(long or faults) and not quick and not learns" --durations=25 "${@:2}"
+  exec .venv/bin/python -m pytest -n "$workers" -m "(long or faults) and not learns" --durations=25 "${@:2}"
 fi
 if [[ $# -gt 0 ]]; then
   exec .venv/bin/python -m pytest "$@"
 fi
-exec .venv/bin/python -m pytest -n "$workers" -m "(not faults or quick) and not long and not learns" --durations=25
+exec .venv/bin/python -m pytest -n "$workers" -m "not faults and not long and not learns" --durations=25

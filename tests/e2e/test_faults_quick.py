@@ -1,4 +1,4 @@
-"""`tepo faults --quick`: a few faults of every class, and nothing is lost. The one test of `pytest -m faults` that CI runs."""
+"""`tepo faults --quick`: a few faults of every class, and nothing is lost. bash scripts/test.sh --long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tests.support.processes import assert_none_names
 
 
 @pytest.mark.faults
-@pytest.mark.quick
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk and become another user")
 @pytest.mark.timeout(7200)  # for what hangs: three minutes on two idle cores, ten times as long beside other tests, and more
 def test_a_few_faults_of_every_class_are_survived_or_refused(tmp_path: Path) -> None:

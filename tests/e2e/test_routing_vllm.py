@@ -7,7 +7,6 @@ one of a pair where the trainer takes the other, as rounding alone would have it
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Response, Rollout
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.rollout_file import write_rollouts
-from tepo_megatron.sampler.sampling import Sampling
 from tests.support.launch import run_world
 from tests.support.random_models import EOS, random_model
 
@@ -37,8 +35,6 @@ SHAPE = (4, 3)
 class Drawn:
     folder: Path
     groups: list[list[Response]]
-    parts: list[Response]
-    whole: list[Response]
 
 
 def make_models(folder: Path) -> None:
@@ -56,24 +52,13 @@ def make_models(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drawn]:
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     folder = tmp_path_factory.mktemp("routing_vllm")
     make_models(folder)
     config = ServerConfig(max_model_len=400, max_num_seqs=16, routing_replay=True)
     with Fleet(config, model_dir=folder / "served", dtype="float32", stop_token_ids=[EOS], log_dir=folder) as fleet:
         groups = fleet.generate(PROMPTS, n=3, temperature=1.0, max_new_tokens=12, seed=1)
-        sampling = Sampling(1.0, 60, ())
-        with fleet.sample_stream(sampling) as stream:
-            stream.submit("long", LONG, 5, 4)
-            for _ in range(10_000):  # until tokens are drawn; where all are before this asks, there is no part
-                if json.loads(str(fleet._clients[0].progress()))["tokens"]:
-                    break
-            ended = {index: response for _, index, response in stream.abort()}
-            parts = {index: response for index, response in ended.items() if response.finish_reason == "abort"}
-            whole = {index: response for index, response in ended.items() if index not in parts}
-            stream.submit("long", LONG, 5, 4, continued=parts, only=sorted({*range(4)} - whole.keys()))
-            whole |= {index: response for _, index, response in stream}
-        yield Drawn(folder, groups, list(parts.values()), list(whole.values()))
+    return Drawn(folder, groups)
 
 
 def rollouts_of(groups: list[list[Response]]) -> list[Rollout]:
@@ -134,10 +119,3 @@ def test_records_are_of_all_tokens_but_the_last_also_of_those_in_the_prefix_cach
     for other in others:
         assert other is not None
         np.testing.assert_array_equal(np.sort(first[: len(LONG)]), np.sort(other[: len(LONG)]))
-
-
-def test_a_response_that_goes_on_behind_a_part_has_the_record_of_both(drawn: Drawn) -> None:
-    assert len(drawn.whole) == 4
-    for response in (*drawn.parts, *drawn.whole):
-        assert response.routed_experts is not None
-        assert response.routed_experts.shape == (len(LONG) + response.response_ids.size - 1, *SHAPE)

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from tepo_megatron.cli.main import app
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.runtime.heartbeat import RankRecord
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
-from tests.support.kills import RUN, rows, wait_for_rows
+from tests.support.kills import rows, start, wait_for_rows
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S
 
@@ -51,15 +50,8 @@ def given_rollouts(folder: Path, steps: int) -> Path:
     return folder
 
 
-def start(output: Path, rollouts: Path, *settings: str, command: str = "train") -> subprocess.Popen[str]:
-    words = [f"output={output}", f"rollout.replay={rollouts}", *SETTINGS, *settings]
-    return subprocess.Popen(
-        [sys.executable, "-m", "tepo_megatron", command, str(RUN), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+def start_replay(output: Path, rollouts: Path, *settings: str) -> subprocess.Popen[str]:
+    return start(f"output={output}", f"rollout.replay={rollouts}", *SETTINGS, *settings)
 
 
 def status(output: Path) -> str:
@@ -72,7 +64,7 @@ def test_a_step_with_a_nan_costs_that_step_alone(tmp_path: Path) -> None:
     broken = read_rollouts(rollouts, 1)
     broken[5] = replace(broken[5], reward=HUGE)
     write_rollouts(rollouts, 1, broken)
-    process = start(output, rollouts, "train.steps=3", "engine.parallel.tp=2", *OVERFLOWS)
+    process = start_replay(output, rollouts, "train.steps=3", "engine.parallel.tp=2", *OVERFLOWS)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
     skips = [row.get("update/skipped") for row in rows(output)]
@@ -91,28 +83,10 @@ def test_a_step_with_a_nan_costs_that_step_alone(tmp_path: Path) -> None:
     assert f"fault    {skips[2]:.0f} optimizer steps skipped" in text
 
 
-def test_too_many_skips_end_the_run_with_their_first_cause(tmp_path: Path) -> None:
-    output, rollouts = tmp_path / "out", given_rollouts(tmp_path / "rollouts", 2)
-    broken = [replace(each, reward=each.reward * HUGE) for each in read_rollouts(rollouts, 0)]
-    write_rollouts(rollouts, 0, broken)
-    settings = ["train.steps=2", "train.max_skipped=1", "engine.parallel.dp=2", *OVERFLOWS]
-    process = start(output, rollouts, *settings)
-    _, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 1
-    assert err.startswith(
-        "error: 2 optimizer steps in a row were skipped (train.max_skipped = 1) since a number was not finite; the first in "
-        "step 1, mini-batch 1 of 2: "
-    )
-    assert len(err.splitlines()) == 1
-    assert f"the rollouts are in {output}/skipped. Look there" in err
-    assert read_rollouts(output / "skipped", 0) == broken
-    assert "failed: 2 optimizer steps in a row were skipped" in status(output)
-
-
 @pytest.mark.long
 def test_a_rank_that_is_stopped_ends_the_job_and_the_run_goes_on_when_resumed(tmp_path: Path) -> None:
     output, rollouts = tmp_path / "out", given_rollouts(tmp_path / "rollouts", 400)
-    process = start(output, rollouts, "train.steps=400", "train.save_every=2", "engine.parallel.tp=2")
+    process = start_replay(output, rollouts, "train.steps=400", "train.save_every=2", "engine.parallel.tp=2")
     try:
         wait_for_rows(process, output, 4)
         (pid,) = [record.pid for record in RankRecord.read_all(output / "status") if record.rank == 1]
@@ -132,7 +106,7 @@ def test_a_rank_that_is_stopped_ends_the_job_and_the_run_goes_on_when_resumed(tm
     assert_none_names(output)
     assert f"report   {report}" in status(output)
     done = rows(output)[-1]["step"]
-    again = start(output, rollouts, f"train.steps={done + 2}", "engine.parallel.tp=2", "train.resume=true")
+    again = start_replay(output, rollouts, f"train.steps={done + 2}", "engine.parallel.tp=2", "train.resume=true")
     _, err = again.communicate(timeout=TIMEOUT_S)
     assert again.returncode == 0, err
     assert [row["step"] for row in rows(output)] == list(range(done + 3))

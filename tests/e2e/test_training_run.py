@@ -9,12 +9,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,17 +20,7 @@ from safetensors.torch import load_file
 from tepo_megatron.run.metrics import read_tokens, token_files
 from tepo_megatron.run.output.resume import MADE_BY_A_RUN
 from tepo_megatron.sampler.rollout_file import read_rollouts
-from tests.support.kills import (
-    RUN,
-    assert_same_run,
-    last_step,
-    rows,
-    start,
-    train,
-    train_killed_at,
-    wait_for_rows,
-    without_times,
-)
+from tests.support.kills import RUN, rows, start, train, wait_for_rows, without_times
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S, run_program
 
@@ -166,48 +154,12 @@ def test_values_of_single_tokens_are_those_of_rollouts_and_rows(trained: Path) -
         assert row["mask/fraction"] > 0
 
 
-def sweep(file: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tepo_megatron", "sweep", str(file), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-
-
 @pytest.fixture(scope="module")
-def swept(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A sweep's file and what the command said: a run on the same rollouts, and one on rollouts that are not there."""
-    folder = tmp_path_factory.mktemp("sweep")
-    replays = {"there": [f"rollout.replay={trained / 'rollouts'}"], "nowhere": [f"rollout.replay={folder / 'nowhere'}"]}
-    content = {"run": str(RUN), "output": str(folder / "out"), "overrides": SMALL, "axes": {"replay": replays}, "attempts": 1}
-    file = folder / "sweep.yaml"
-    file.write_text(json.dumps(content))  # JSON is YAML
-    return file, sweep(file)
-
-
-@pytest.fixture(scope="module")
-def replayed(swept: tuple[Path, subprocess.CompletedProcess[str]]) -> Path:
+def replayed(trained: Path) -> Path:
     """A run on the same rollouts."""
-    return swept[0].parent / "out" / "there-seed0"
-
-
-def test_a_sweep_runs_what_it_can_says_what_failed_and_leaves_alone_what_is_done(
-    swept: tuple[Path, subprocess.CompletedProcess[str]], replayed: Path
-) -> None:
-    file, done = swept
-    assert done.returncode == 1, done.stderr
-    assert "2 runs: 0 done, 2 to do, 1 at a time" in done.stderr
-    assert re.search(r"there-seed0 done", done.stderr)
-    assert re.search(r"failed: nowhere-seed0: error: .*nowhere", done.stderr)
-    (line,) = [line for line in (replayed.parent / "sweep.csv").read_text().splitlines() if "there" in line]
-    assert line.startswith("there,0,")
-    assert f",{rows(replayed)[-1]['reward/mean']!r}," in line
-    before = (replayed / "metrics.jsonl").stat().st_mtime_ns
-    listed = sweep(file, "--dry-run", "--json")
-    assert [(each["run"], each["state"]) for each in json.loads(listed.stdout)] == [
-        ("there-seed0", "done"), ("nowhere-seed0", "to do"),
-    ]  # fmt: skip
-    again = sweep(file, "--part", "1/2")
-    assert again.returncode == 0, again.stderr
-    assert "1 runs: 1 done, 0 to do" in again.stderr
-    assert (replayed / "metrics.jsonl").stat().st_mtime_ns == before
+    folder = trained.with_name("replayed")
+    train(f"output={folder}", *SMALL, f"rollout.replay={trained / 'rollouts'}")
+    return folder
 
 
 def without_answers(folder: Path) -> list[dict[str, Any]]:
@@ -241,21 +193,6 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(trained: Path, repla
     assert (out / WEIGHTS).read_bytes() == (replayed / WEIGHTS).read_bytes() == (trained / WEIGHTS).read_bytes()
     (found,) = token_files(out).values()
     assert found.read_bytes() == token_files(trained)[STEPS].read_bytes()
-
-
-@pytest.mark.faults  # tests/e2e/test_faults_quick.py has kills for every day
-def test_a_run_that_is_killed_and_resumed_is_the_same_run(trained: Path, tmp_path: Path) -> None:
-    """Killed twice by SIGKILL while it samples: once when rollouts are on disk that no update has seen yet, once between two
-    rows. What was drawn is not drawn again, and all else is, alike.
-    """
-    out = tmp_path / "killed"
-    drawn = out / "journal" / "step_0000003.jsonl"
-    moments = [drawn.exists, lambda: last_step(out) >= 7]
-    printed = train_killed_at(moments, out, *SMALL, "rollout.record=true", "train.save_every=2")
-    assert f"step 3 takes the rollouts that were drawn before the interruption: {drawn}" in printed
-    assert printed.count("resumed from") == 2
-    assert_same_run(out, trained, checkpoint=STEPS)
-    assert_none_names(out)
 
 
 @pytest.mark.long
@@ -318,66 +255,17 @@ def test_interrupting_ends_everything(tmp_path: Path) -> None:
     assert max(abs(row["mismatch/kl"]) for row in rows(out)[1:]) < 1e-6
 
 
-def server_processes(process: subprocess.Popen[str], word: str) -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process(process.pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            found += [child] if any(word in part for part in child.cmdline()) else []
-    return found
-
-
-@pytest.mark.long
-def test_a_server_that_dies_and_one_that_hangs_are_replaced_and_the_run_is_the_same(trained: Path, tmp_path: Path) -> None:
-    """Killed first, then the engine core of the next one stopped, which its only worker runs in: it lives, its port is open,
-    its health is fine.
-    """
-    out, steps = tmp_path / "out", 4
-    hangs = ["rollout.server.request_timeout_s=20", "rollout.server.transfer_timeout_s=20"]
-    process = start(f"output={out}", *SMALL, f"train.steps={steps}", "evaluate.every=0", "log.progress=plain", *hangs)
-    try:
-        wait_for_rows(process, out, 1)
-        servers = server_processes(process, "api_server")
-        assert servers
-        for server in servers:
-            server.kill()
-        wait_for_rows(process, out, 3)
-        (engine,) = server_processes(process, "VLLM::EngineCore")
-        engine.suspend()
-        printed, err = process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == 0, err
-    finally:
-        process.kill()
-    assert printed.count("starting it again") >= 2
-    assert sum(row["servers/restarts"] for row in rows(out)) >= 2
-    assert sum(row["servers/timeouts"] for row in rows(out)) >= 1
-    apart = (*EVALUATION_KEYS, "servers/restarts", "servers/timeouts", "requests/retried")
-    found, expected = (
-        [{name: row[name] for name in row if name not in apart} for row in without_times(folder)[: steps + 1]]
-        for folder in (out, trained)
-    )
-    assert found == expected
-    assert_none_names(out)
-
-
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("override", "message"),
     [
-        (["model.path=/nowhere/at/all"], "the model folder /nowhere/at/all does not exist"),
-        (["engine.parallel.tp=4"], "tp = 4 does not divide the model's 2 key/value heads"),
-        (["data.train={data}"], "{data}:2: "),
-        (["reward.verifier=last_wrod"], "last_word"),
-        (["rollout.sampling.max_new_tokens=300"], "exceed the 256 tokens that the model takes"),
-        (["rollout.replay=/nowhere"], "rollout.replay = /nowhere is not a folder"),
-        (["train.resume=true"], "has no finished checkpoint"),
-        (["objective.preset=tepoo"], "tepo"),
-        (["train.stepz=3"], "train.steps"),
+        ("data.train={data}", "{data}:2: "),
+        ("train.stepz=3", "train.steps"),
     ],
-    ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else "",
 )
-def test_bad_input_is_one_sentence_and_leaves_no_run(overrides: list[str], message: str, tmp_path: Path) -> None:
+def test_bad_input_is_one_sentence_and_leaves_no_run(override: str, message: str, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "", "answer": "3"}\n')
-    process = start(f"output={tmp_path / 'out'}", *(override.format(data=data) for override in overrides))
+    process = start(f"output={tmp_path / 'out'}", override.format(data=data))
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode not in (0, None)
     assert message.format(data=data) in err

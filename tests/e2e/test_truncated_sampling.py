@@ -129,22 +129,6 @@ def test_loss_and_gradient_are_those_of_the_truncated_distribution(drawn: Drawn,
         np.testing.assert_allclose(report["entropies"][0], torch.cat(entropies).numpy(), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", TRUNCATED)
-def test_kept_tokens_are_as_many_as_the_settings_allow(drawn: Drawn, name: str) -> None:
-    given = SamplingConfig(**TRUNCATED[name])
-    assert given.top_k is not None
-    counts = []
-    for response in drawn.responses(name):
-        mask = response.sampling_mask
-        assert mask is not None
-        assert len(mask) == response.response_ids.size
-        counts += [1 + int(count) for count in mask.counts]
-        # a token that was the only one left was certain
-        np.testing.assert_allclose(response.logprobs[mask.counts == 0], 0.0, atol=1e-6)
-    assert 1 <= min(counts) <= max(counts) <= given.top_k
-    assert (len(set(counts)) == 1) == (name == "top_k")  # nothing else cuts there
-
-
 def test_bad_words_are_neither_drawn_nor_among_the_tokens_that_could_be(drawn: Drawn) -> None:
     (bad,) = TOKENIZER.encode(BAD)
     elsewhere = np.concatenate([response.response_ids for response in drawn.responses("top_k and min_p")])

@@ -12,7 +12,7 @@ from statistics import fmean
 from types import ModuleType
 from typing import Any
 
-from tests.support.kills import rows, same_bytes
+from tests.support.kills import rows
 from tests.support.programs import TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
@@ -65,14 +65,6 @@ def greedy_accuracies(out: Path) -> list[float]:
     result = [row["accuracy/greedy"] for row in rows(out) if row.get("accuracy/greedy") is not None]
     print("held out, greedy:", result)
     return result
-
-
-def assert_replayed(again: Path, out: Path) -> None:
-    """A replay of episodes has the figures and weights of the run, to the last bit."""
-    for first, second in zip(rows(out)[1:], rows(again)[1:], strict=True):
-        for name in ("loss", "grad_norm", "reward/mean", "entropy/mean", "environment/turns", "canary/rollouts_max_gap"):
-            assert first[name] == second[name], name
-    same_bytes(again, out, "model/model.safetensors")
 
 
 def check_learning(task: str, config: str, out: Path, begins_below: float, ends_above: float, *warm_start: str) -> None:
