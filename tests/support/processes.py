@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 
 import psutil
 
@@ -23,6 +24,25 @@ def processes_naming(words: object) -> list[str]:
             if str(words) in line and process.pid != os.getpid():
                 found.append(line)
     return found
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends in time. A zombie has ended when its last thread has closed its files."""
+
+    def has_ended() -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() == 1
+        return True
+
+    return eventually(has_ended)
 
 
 def assert_none_names(words: object) -> None:

@@ -17,17 +17,15 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import SourceConfig
-from tepo_megatron.config.reward import EnvironmentConfig, RewardConfig
+from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem, ResponseText
-from tepo_megatron.runtime.files import parse_samples
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import encode_prompt, load_problems
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
-from tepo_megatron.tasks.environments.agent_session import AgentRequest, ChatAnswer, ChatRequest, RefusedError
+from tepo_megatron.tasks.environments.agent_session import AgentRequest, ChatRequest, RefusedError
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 from tepo_megatron.tasks.environments.episodes import EpisodeLimits, EpisodeStream, Observations
 from tepo_megatron.tasks.environments.worker import EpisodeTable
-from tepo_megatron.tasks.reward.pool import RewardPool
 from tepo_megatron.tasks.reward.recorded import read_recorded
 from tests.support import hostile_environment
 from tests.support.chat_tokenizer import SPECIAL, write_chat_tokenizer
@@ -143,20 +141,6 @@ arguments = values.map(as_json) | broken_json
 calls = arguments.map(lambda text: f'a <tool_call>{{"name": "f", "arguments": {text}}}</tool_call> b').map(without_surrogates)
 
 
-@example(wrote='<tool_call>{"name": "f", "arguments": {"q": "\\ud83d"}}</tool_call>')
-@given(wrote=calls | valid_texts)
-def test_a_models_tool_call_comes_back_as_tokens_or_is_refused(wrote: str, chat: Tokenizer) -> None:
-    """The agent's client sends the model's call back, as part of a new conversation."""
-    action = ResponseText(wrote)
-    answer = json.loads(json.dumps(ChatAnswer.read(action, "hermes").completion("m", action)))
-    message = answer["choices"][0]["message"]
-    body = {"messages": [{"role": "user", "content": "?"}, message, {"role": "user", "content": "1"}]}
-    again = AgentRequest.read(json.loads(json.dumps(body)), {}, frozenset())  # what the model wrote is never refused
-    request = ChatRequest(tuple(again.messages), begins=True).as_json()
-    ids = observations_of(chat).ids(["chat", request], ended=None)
-    assert ids.size
-
-
 contents = texts | values
 user_messages = st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": contents}), max_size=2)
 functions = st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": values}), max_size=2)
@@ -250,23 +234,6 @@ def test_recorded_responses_are_read_or_refused_with_their_line(line: str, tmp_p
         json.dumps([problem.id, dict(problem.metadata), responses], ensure_ascii=False).encode()
 
 
-@given(line=samples.map(as_json) | broken_json.map(lambda text: text.replace("\n", " ")))
-def test_a_line_of_samples_is_a_row_or_a_sentence(line: str) -> None:
-    with suppress(ValueError):
-        list(parse_samples(Path("samples.jsonl"), [line]))
-
-
-def test_a_verifiers_exception_is_a_sentence_that_any_writer_takes() -> None:
-    def verify(problem: Problem, response: str) -> float:
-        raise ArithmeticError("\ud83d \x1b[2J")
-
-    with RewardPool(RewardConfig(), custom=verify) as pool:
-        (result,) = pool.score([(Problem("p", "1", "1"), "1")])
-    assert result.reward is None
-    assert "the verifier raised ArithmeticError" in str(result.error)
-    str(result.error).encode()
-
-
 class TestSpecialTokens:
     @settings(max_examples=20)
     @given(text=valid_texts)
@@ -283,41 +250,9 @@ class TestSpecialTokens:
         assert len([token for token in ids if token < len(SPECIAL)]) == names
         assert chat.prompt_ids(text, special_tokens=True) == ids
 
-    @settings(max_examples=20)
-    @given(text=valid_texts)
-    def test_text_without_names_is_the_same_either_way(self, text: str, chat: Tokenizer) -> None:
-        for name in SPECIAL:
-            text = text.replace(name, "")
-        if not any(name in text for name in SPECIAL):
-            assert chat.encode(text) == chat.encode(text, special_tokens=True)
-
     def test_a_tokenizer_that_cannot_is_refused(self, tiny: Tokenizer) -> None:
         with pytest.raises(ValueError, match=r"a SentencePiece tokenizer\.model reads no special tokens in a text"):
             tiny.encode("1", special_tokens=True)
-
-    def test_a_name_that_can_only_be_the_token_is_refused(self, tmp_path: Path) -> None:
-        """A vocabulary of words has the name itself as a word."""
-        from tokenizers import Tokenizer as Core
-        from tokenizers import models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
-
-        core = Core(models.WordLevel({"</s>": 0, "a": 1, "?": 2}, unk_token="?"))
-        core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", unk_token="?").save_pretrained(tmp_path)
-        words = load_tokenizer(tmp_path)
-        assert words.encode("a a") == [1, 1]
-        with pytest.raises(ValueError, match=r"has '</s>' in it, which this tokenizer can only read as the special token"):
-            words.encode("a </s> a")
-        assert words.encode("a </s> a", special_tokens=True) == [1, 0, 1]
-
-    def test_data_say_by_source_whether_names_are_tokens(self, chat: Tokenizer, tmp_path: Path) -> None:
-        path = tmp_path / "rendered.jsonl"
-        path.write_text(json.dumps({"prompt": "<|user|>the sum<|end|>", "answer": "1"}) + "\n")
-        plain, special = (load_problems(SourceConfig(path=str(path), special_tokens=value))[0] for value in (None, True))
-        assert chat.show(encode_prompt(chat, plain)) == "<|user|>the sum<|end|>"
-        assert chat.show(encode_prompt(chat, special)) == "⟦<|user|>⟧the sum⟦<|end|>⟧"
-        with pytest.raises(ValueError, match=r"rendered\.jsonl:1: special_tokens = true is for plain prompts"):
-            load_problems(SourceConfig(path=str(path), special_tokens=True, chat_template=True))
 
     @pytest.mark.parametrize(("special", "tokens"), [(False, 0), (True, 2)])
     def test_an_environments_text_has_them_only_by_its_setting(self, special: bool, tokens: int, chat: Tokenizer) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +25,7 @@ from tepo_megatron.run.metrics import MetricsWriter, read_metrics
 from tepo_megatron.runtime.rank import print_error
 from tepo_megatron.runtime.terminal import Terminal
 from tepo_megatron.runtime.text import echo, printable, valid_text
-from tests.support.hostile import ESCAPES, SURROGATES, is_shown, texts, values
-from tests.support.programs import TIMEOUT_S
+from tests.support.hostile import SURROGATES, is_shown, texts, values
 
 ENCODINGS = ("utf-8", "latin-1", "ascii")
 
@@ -129,23 +125,6 @@ def test_samples_command_no_terminal(rows: list[Any], as_json: bool, tmp_path_fa
         assert [{key: row[key] for key in ("problem", "prompt", "answer")} for row in json.loads(done.stdout)] == [
             json.loads(json.dumps({key: row[key] for key in ("problem", "prompt", "answer")})) for row in rows
         ]
-
-
-def test_data_show_commands_no_terminal(tmp_path: Path) -> None:
-    line = {"prompt": "1+1=", "answer": "2", "id": "".join(ESCAPES)}
-    path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps(line) + "\n")
-    done = runner.invoke(app, ["data", "show", "model.path=builtin:tiny", f"data.train={path}", "data.heldout=null"])
-    assert done.exit_code == 0, done.output
-    assert is_shown(done.stdout)
-    assert "\\u001b[2J" in done.stdout
-
-
-def test_the_command_prints_in_latin_1() -> None:
-    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
-    command = [sys.executable, "-m", "tepo_megatron", "objective", "list"]
-    done = subprocess.run(command, env=environment, capture_output=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr
 
 
 @settings(max_examples=20)

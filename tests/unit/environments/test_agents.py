@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 import threading
@@ -62,6 +61,10 @@ FAILS = {
 
 REWARDS = {"fine": 1.0, "the run's own": 1.0, "posts": 0.25, "never ends": 0.0}
 
+TAKEN = dict.fromkeys(("another temperature", "a seed", "forgets", "edits", "returns nothing"), 1.0)
+TAKEN |= {"returns text": 0.5, "posts": 0.25, "posts and says": 0.75}
+"""With settings that ignore, restart and rate."""
+
 
 class Begun(Letters):
     """A tokenizer that puts a token before a text."""
@@ -74,16 +77,9 @@ class Begun(Letters):
 
 
 def config(solve: str = "solve", agent: dict[str, Any] | None = None, **more: Any) -> RunConfig:
+    common = {"name": f"{AGENTS}:{solve}", "adapter": "agent", "timeout_s": 600.0, "max_turns": 5}
     settings = {"chat_template": False, "max_request_mb": 1, **(agent or {})}
-    environment = {
-        "name": f"{AGENTS}:{solve}",
-        "adapter": "agent",
-        "timeout_s": 600.0,
-        "max_turns": 5,
-        "agent": settings,
-        **more,
-    }
-    return RunConfig.model_validate({"environment": environment})
+    return RunConfig.model_validate({"environment": {**common, "agent": settings, **more}})
 
 
 @contextmanager
@@ -154,20 +150,9 @@ def test_settings_say_what_is_ignored_what_is_dropped_and_who_rates() -> None:
     streams."""
     agent = {"ignore": ["temperature", "seed"], "history": "restart", "verifier": f"{AGENTS}:is_not_empty"}
     with opened(config(agent=agent)) as pool:
-        does = [
-            "another temperature",
-            "a seed",
-            "forgets",
-            "edits",
-            "returns nothing",
-            "returns text",
-            "posts",
-            "posts and says",
-        ]
-        played = play(pool, does)
+        played = play(pool, list(TAKEN))
         figures = pool.take_figures([])
-    assert [result.error for _, result, _ in played] == [None] * 8
-    assert [result.reward for _, result, _ in played] == [1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.25, 0.75]
+    assert [(result.error, result.reward) for _, result, _ in played] == [(None, reward) for reward in TAKEN.values()]
     assert figures["environment/new_histories"] == 2 / 8
     forgot, edited = played[2][0], played[3][0]
     assert forgot.response_ids[:1].tolist() == [4]  # of the last conversation alone
@@ -187,7 +172,7 @@ def test_an_agent_outside_takes_its_episode_and_sends_its_reward(tmp_path: Path)
     held = reserve_port("127.0.0.1")
     port = held.getsockname()[1]
     agent = {"port": port, "key_file": str(tmp_path / "key")}
-    with held, opened(outside(agent)) as pool:
+    with held, opened(config(name="outside", agent=agent)) as pool:
         key = (tmp_path / "key").read_text()
         told: list[Any] = []
 
@@ -230,11 +215,6 @@ def test_an_agent_outside_takes_its_episode_and_sends_its_reward(tmp_path: Path)
     assert told[2] == "policy"
 
 
-def outside(agent: dict[str, Any]) -> RunConfig:
-    environment = {"name": "outside", "adapter": "agent", "timeout_s": 600.0, "agent": {"chat_template": False, **agent}}
-    return RunConfig.model_validate({"environment": environment})
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -275,47 +255,12 @@ def test_a_tokenizer_without_a_beginning_is_refused() -> None:
     environment = config().environment
     assert opening_of(environment, Begun()) == (1,)  # type: ignore[arg-type]
 
-    class Twice(Letters):
-        def prompt_ids(self, text: str) -> list[int]:
-            return [7, 1, *self.encode(text)]
-
-    assert opening_of(environment, Twice()) == (7,)  # type: ignore[arg-type]
-
     class Bare(Letters):
         def prompt_ids(self, text: str) -> list[int]:
             return self.encode(text)
 
     with pytest.raises(ValueError, match="the model's tokenizer has no begin token"):
         opening_of(environment, Bare())  # type: ignore[arg-type]
-
-
-def test_agents_that_run_on_wear_their_process_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no episode left, and more of them than are left behind; one that ends in time does not count."""
-    from tepo_megatron.tasks.environments import agents
-
-    monkeypatch.setattr(agents, "_MAX_RUNNING_AGENTS", 1)
-    environment = config("runs_on").environment
-    assert environment is not None
-    desk = EpisodeTable(
-        {**environment.model_dump(), "timeout_s": 600.0, "agent": EnvironmentWorkers.agent_setup(environment, None)}
-    )
-    given = ["", "", "", {}, [], ""]
-
-    async def play() -> list[bool]:
-        worn = []
-        for at in range(3):
-            call = desk.answer(at, ["reset", given, at, False])
-            answer = await call
-            assert answer is not None
-            assert answer["observation"][0] == "chat"
-            worn.append(desk.worn)
-            await desk.answer(at, ["end"])
-            while at == 0 and any(each.name == "agent" for each in threading.enumerate()):
-                await asyncio.sleep(0.01)  # it hears that its episode is over
-            worn.append(desk.worn)
-        return worn
-
-    assert asyncio.run(play()) == [False, False, False, False, False, True]
 
 
 def test_a_process_that_agents_wore_out_is_replaced_and_episodes_go_on() -> None:

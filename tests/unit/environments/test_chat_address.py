@@ -11,6 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from tepo_megatron.config.reward import AgentConfig
 from tepo_megatron.config.rollout import SamplingConfig
@@ -23,6 +25,7 @@ from tepo_megatron.tasks.environments.agent_session import (
     RefusedError,
 )
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
+from tests.support.hostile import as_json, broken_json, values
 from tests.support.programs import TIMEOUT_S
 
 pytest.importorskip("aiohttp")
@@ -31,6 +34,9 @@ from tepo_megatron.tasks.environments.agents import ChatAddress
 
 SAMPLING = EnvironmentWorkers.shared_setup(AgentConfig(), SamplingConfig())["sampling"]
 ASKED: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "0"}]}
+
+DEEP = b"[" * 3000
+bodies = (values.map(as_json) | broken_json).map(lambda text: text.encode("utf-8", "surrogatepass"))
 
 Scene = Callable[[ChatAddress, httpx.AsyncClient], Awaitable[None]]
 
@@ -100,19 +106,6 @@ def test_a_request_without_the_key_of_an_episode_is_answered_nothing(outside_key
     play(scene, outside_key)
 
 
-@pytest.mark.parametrize("body", [b"{}", b"1.0", b'{"reward": null}', b"{", b'{"reward": "' + b"1" * 1000 + b'"}'])
-def test_a_reward_that_is_none_fails_the_episode(body: bytes) -> None:
-    async def scene(address: ChatAddress, client: httpx.AsyncClient) -> None:
-        one = talk()
-        found = await client.post("/v1/reward", content=body, headers=bearer(address.open(one)))
-        assert found.status_code in (400, 413)
-        assert one._failure == found.json()["error"]["message"]
-        with pytest.raises(EpisodeError):
-            await one.wait()
-
-    play(scene)
-
-
 def test_a_request_that_is_sent_again_gets_the_answer_of_the_first() -> None:
     """While the model writes, and afterwards, as OpenAI's clients do; the model is asked once."""
 
@@ -174,3 +167,40 @@ def test_one_request_at_a_time_is_answered_and_none_after_the_end() -> None:
             await failed.wait()
 
     asyncio.run(asyncio.wait_for(found(), TIMEOUT_S))
+
+
+@given(body=bodies, path=st.sampled_from(["/v1/chat/completions", "/v1/reward"]))
+@example(body=DEEP, path="/v1/reward")
+@example(body=DEEP, path="/v1/chat/completions")
+@example(body=b'{"reward":' + b"[" * 500 + b"]" * 500 + b"}", path="/v1/reward")
+@settings(max_examples=40, deadline=None)
+def test_an_agents_request_that_is_none_fails_its_episode(body: bytes, path: str) -> None:
+    async def scene(address: Any, client: httpx.AsyncClient) -> None:
+        session = AgentSession("fail", "text")
+        request = asyncio.create_task(client.post(path, content=body, headers=bearer(address.open(session))))
+        waits = asyncio.create_task(session.wait())
+        await asyncio.wait([request, waits], return_when=asyncio.FIRST_COMPLETED)
+        if request.done() and request.result().status_code != 200:
+            assert request.result().json()["error"]["message"]
+            with pytest.raises(EpisodeError):
+                await waits
+        session.close()
+        waits.cancel()
+        await asyncio.gather(request, waits, return_exceptions=True)
+
+    play(scene, most=10**6)
+
+
+def test_an_agent_is_served_beside_connections_without_a_key() -> None:
+    async def scene(address: Any, client: httpx.AsyncClient) -> None:
+        port = client.base_url.port
+        strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]
+        assert await strangers[0][0].read(1) == b""
+        key = address.open(AgentSession("fail", "text"))
+        assert (await client.get("/v1/models", headers=bearer(key))).status_code == 200
+        open_connections = sum(not reader.at_eof() for reader, _ in strangers)
+        assert open_connections < 150
+        for _, writer in strangers:
+            writer.close()
+
+    play(scene, most=10**6)

@@ -1,9 +1,12 @@
 """Environments on another machine: the same episodes as beside the trainer, under a key, and what becomes of a server that
-goes.
+goes. Who has no key is answered without being read, nobody takes all connections, and a body that is no request is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import random
 import socket
 import threading
@@ -14,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import example, given, settings
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
@@ -21,14 +25,18 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
-from tepo_megatron.tasks.environments.protocol import read_key
+from tepo_megatron.tasks.environments.protocol import EpisodeAnswer, read_key
 from tepo_megatron.tasks.environments.service import EnvironmentService, RemoteEnvironments
 from tests.support import episodes
 from tests.support.episodes import VOCABULARY, FakeSamples
+from tests.support.hostile import as_json, broken_json, values
 from tests.support.programs import TIMEOUT_S
 from tests.unit.environments.test_workers import HOSTILE, PROMPT, Letters, play
 
 OWN = {"name": f"{HOSTILE}:Hostile", "timeout_s": 600.0, "max_turns": 4}
+GAME = {"name": "guess_number", "timeout_s": 600.0}
+LARGEST = 60 * 2**20
+DEEP = b"[" * 3000
 
 
 @contextmanager
@@ -128,3 +136,105 @@ def test_a_key_is_its_owners_alone(tmp_path: Path) -> None:
         read_key(tmp_path / "key")
     with pytest.raises(ValueError, match="'tepo environment serve' writes it"):
         read_key(tmp_path / "none")
+
+
+# -- strangers and hostile bodies
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "key"
+    read_key(path, write=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def service(key_file: Path) -> Iterator[EnvironmentService]:
+    with serving(key_file.read_text(), **GAME) as service:
+        yield service
+
+
+def play_an_episode(service: EnvironmentService, key_file: Path) -> None:
+    host = RemoteEnvironments(EnvironmentConfig.model_validate({**GAME, "servers": [service.url], "key_file": key_file}))
+    try:
+        host.call(0, ["reset", Problem("p", "", "7").to_json(), 0, False])
+        answers: list[EpisodeAnswer] = []
+        while not answers:
+            answers += host.poll(1.0)
+        assert answers[0].error is answers[0].lost is None
+    finally:
+        host.close()
+
+
+def connect(url: str) -> socket.socket:
+    address = httpx.URL(url)
+    assert address.port is not None
+    return socket.create_connection((address.host, address.port), timeout=TIMEOUT_S)
+
+
+def head(path: str, length: int | str, key: str = "") -> bytes:
+    return f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def status(connection: socket.socket) -> int:
+    """Reads to the end of the connection."""
+    return int(b"".join(iter(lambda: connection.recv(4096), b"")).split()[1])
+
+
+@pytest.mark.parametrize("path", ["/sessions", "/sessions/any/calls", "/"])
+def test_the_key_comes_before_the_body(path: str, service: EnvironmentService, key_file: Path) -> None:
+    with connect(service.url) as stranger:
+        stranger.sendall(head(path, LARGEST))
+        assert status(stranger) == 401
+    play_an_episode(service, key_file)
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "-1", "1_0", str(2**40), "x"])
+def test_a_length_that_is_none_is_refused(length: str, service: EnvironmentService, key_file: Path) -> None:
+    with connect(service.url) as trainer:
+        trainer.sendall(head("/sessions", length, key_file.read_text()))
+        assert status(trainer) == 413
+
+
+def test_connections_without_a_key_do_not_add_up(service: EnvironmentService, key_file: Path) -> None:
+    """The oldest ones are closed, each has a thread until then; a trainer that comes later is served."""
+    before = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(connect(service.url)) for _ in range(300)]
+        assert strangers[0].recv(1) == b""
+        play_an_episode(service, key_file)
+        assert threading.active_count() - before < 150
+
+
+@pytest.fixture(scope="module")
+def trainer(service: EnvironmentService, key_file: Path) -> Iterator[httpx.Client]:
+    with httpx.Client(
+        base_url=service.url, headers={"Authorization": f"Bearer {key_file.read_text()}"}, timeout=TIMEOUT_S, verify=False
+    ) as client:
+        yield client
+
+
+def open_session(trainer: httpx.Client) -> str:
+    described = {"name": "guess_number", "adapter": "none", "kwargs": {}}
+    return trainer.post("/sessions", json={"environment": described}).json()["session"]
+
+
+bodies = (values.map(as_json) | broken_json).map(lambda text: text.encode("utf-8", "surrogatepass"))
+
+
+@given(body=bodies)
+@example(body=DEEP)
+@example(body=b'{"a":' * 3000)
+@example(body=b"[" * 500 + b"]" * 500)
+@settings(max_examples=40, deadline=None)
+def test_any_body_is_answered(body: bytes, trainer: httpx.Client) -> None:
+    session = open_session(trainer)
+    for path in ("/sessions", f"/sessions/{session}/calls", f"/sessions/{session}/answers"):
+        assert trainer.post(path, content=body).status_code in (200, 400, 409)
+
+
+@pytest.mark.parametrize("wait_s", ["x", None, [], -1, math.nan, math.inf, "1e400", 10**400])
+def test_a_wait_that_is_none_is_refused(wait_s: Any, trainer: httpx.Client) -> None:
+    reply = trainer.post(f"/sessions/{open_session(trainer)}/answers", content=json.dumps({"wait_s": wait_s}))
+    assert reply.status_code == 400
+    assert reply.json()["error"]

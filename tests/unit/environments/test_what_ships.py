@@ -80,10 +80,7 @@ def test_programs_run_within_limits_without_network_in_a_folder_that_goes() -> N
         "print(37+58)": ("95", False),
         "open('a','w').write('x'); import os; print(os.listdir())": ("['a']", False),
         "import os; print(os.listdir())": ("[]", False),
-        "import socket as s; s.create_connection(('127.0.0.1', 1))": (
-            "error: OSError: [Errno 101] Network is unreachable",
-            True,
-        ),
+        "import socket as s; s.socket().connect(('127.1', 1))": ("error: OSError: [Errno 101] Network is unreachable", True),
         "x = bytearray(10**9)": ("error: MemoryError", True),
         "print('a' * 99)": ("a" * 50 + " ...", False),
         "import os; print(os.environ.get('PYTHONPATH'))": ("None", False),
@@ -109,14 +106,11 @@ def test_a_program_that_runs_on_is_ended() -> None:
 def test_programs_are_off_unless_switched_on_whatever_their_environment_is_called() -> None:
     with pytest.raises(ValueError, match=r"set environment\.run_code = true if you mean it"):
         EnvironmentConfig(name="python")
+    by_path = "tepo_megatron.tasks.environments.builtin_environments:PythonTool"
     with pytest.raises(ValueError, match=r"set environment\.run_code = true if you mean it"):
-        EnvironmentWorkers(
-            EnvironmentConfig(name="tepo_megatron.tasks.environments.builtin_environments:PythonTool", network=False)
-        )
+        EnvironmentWorkers(EnvironmentConfig(name=by_path, network=False))
     with pytest.raises(ValueError, match="the kernel does not take the network away from it"):
-        EnvironmentWorkers(
-            EnvironmentConfig(name="tepo_megatron.tasks.environments.builtin_environments:PythonTool", run_code=True)
-        )
+        EnvironmentWorkers(EnvironmentConfig(name=by_path, run_code=True))
 
 
 # -- adapters

@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.reward import EnvironmentConfig, RewardConfig
+from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem, ResponseText
-from tepo_megatron.core.rollout import Response, Rollout
-from tepo_megatron.run.sampling.step_rewards import StepRewards
-from tepo_megatron.runtime import worker_process
+from tepo_megatron.core.rollout import Response
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 from tepo_megatron.tasks.environments.episodes import EpisodeEnd
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
@@ -108,40 +106,6 @@ def test_a_failing_episode_is_one_failed_sample_and_the_others_go_on(name: str) 
     figures = pool.take_figures([])
     assert figures["environment/restarts"] >= 1
     assert pool.take_figures([]) == {"environment/turns": 1.0, "environment/tokens": 0.0}
-
-
-@pytest.mark.parametrize(("bound", "stops"), [(0.5, False), (0.49, True)])
-def test_failing_episodes_stop_the_step_only_beyond_the_bound(bound: float, stops: bool) -> None:
-    """Half of them fail, each in its own way, the worker's death among them."""
-    problems = [Problem(f"{what} {at}", "", what) for at, what in enumerate(["dies", "raises", "fine", "ends at once"])]
-    run = config("Hostile").model_copy(update={"reward": RewardConfig(max_failed=bound)})
-    with EnvironmentTask(run, Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
-        played = play(pool, problems, 2)
-    rollouts = [
-        Rollout.of(response, problem_id=problems[at].id, group=at, prompt_ids=PROMPT, text="")
-        for (at, _), (response, _) in played.items()
-    ]
-    said: list[str] = []
-    step, results = StepRewards(run, said.append), [result for _, result in played.values()]
-    if stops:
-        with pytest.raises(
-            RuntimeError, match=r"^4 of 8 rewards of step 7 failed, more than reward\.max_failed = .*'dies 0': its"
-        ):
-            step.reward(rollouts, results, 7)
-        return
-    kept = step.leave_out(step.reward(rollouts, results, 7))
-    assert [(rollout.problem_id, rollout.reward) for rollout in kept] == [("fine 2", 1.0)] * 2 + [("ends at once 3", 0.25)] * 2
-    assert len(said) == 1
-
-
-def test_an_async_environment_that_waits_too_long_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "_EXTRA_TIME_S", 600.0)  # the worker ends the call itself, however slow it is
-    problems = [Problem(str(at), "", "waits" if at else "fine") for at in range(3)]
-    with EnvironmentTask(config("Patient", timeout_s=2.0), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
-        played = play(pool, problems)
-    assert [result.reward for _, result in played.values()] == [1.0, None, None]
-    assert "took longer in step than environment.timeout_s = 2 s" in str(played[1, 0][1].error)
-    assert pool.take_figures([])["environment/restarts"] == 0
 
 
 @pytest.mark.parametrize("name", ["Waits", "Leaking"])

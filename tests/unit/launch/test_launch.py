@@ -8,8 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +19,7 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.launch.cluster import ClusterRun
 from tepo_megatron.launch.job import Job, on_nodes
 from tepo_megatron.launch.record import submission
+from tests.support.processes import eventually
 from tests.support.programs import TIMEOUT_S
 
 ROOT = Path(__file__).parents[3]
@@ -170,23 +169,6 @@ def test_own_code_is_named_absolutely_mounted_and_looked_for(tmp_path: Path, mon
         job("output=/o", "cluster.ssh=me@login", "data.order=c/choose.py:g")
 
 
-def test_an_environment_and_its_key_are_named_absolutely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = job("output=/o", "environment={name: 'e/game.py:Game', servers: ['http://n7:8400'], key_file: k/key}")
-    assert config.environment is not None
-    assert (config.environment.name, config.environment.key_file) == (f"{tmp_path}/e/game.py:Game", tmp_path / "k/key")
-    assert {f"{tmp_path}/{each}:{tmp_path}/{each}" for each in "ek"} <= set(Job(config).mounts)
-
-
-def test_roles_follow_each_other_over_the_nodes() -> None:
-    config = job("cluster.train_nodes=3", "engine.parallel.dp=3", "cluster.rollout_nodes=2", "cluster.container=a", "output=/o")
-    assert [(role.name, role.first_node, role.nodes, role.container) for role in Job(config).roles] == [
-        ("train", 0, 3, "a"),
-        ("serve", 3, 2, "a"),
-    ]
-    assert "--nodes 2 " in Job(config).roles[1].script
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -291,10 +273,11 @@ def test_servers_wait_for_the_trainer_that_saves(tmp_path: Path) -> None:
     environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "TOLD": str(told)}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
-        wait_until(told.exists)
+        assert eventually(told.exists)
         os.killpg(process.pid, signal.SIGUSR1)  # for the trainer
         os.killpg(process.pid, signal.SIGTERM)
-        wait_until(lambda: "python" not in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        assert eventually(lambda: "python" not in children.read_text())
         assert process.poll() is None
         (tmp_path / "servers" / "7.0").mkdir(parents=True)
         (tmp_path / "servers" / "7.0" / "trainer-ended").touch()
@@ -303,13 +286,6 @@ def test_servers_wait_for_the_trainer_that_saves(tmp_path: Path) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_an_image_without_transformer_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

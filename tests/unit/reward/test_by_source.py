@@ -64,13 +64,6 @@ def test_answers_come_one_by_one_and_a_reset_forgets_the_rest(pool: VerifierTask
     assert pool.unfinished == 0
 
 
-def test_held_out_problems_have_the_verifier_of_their_name(data: DataConfig) -> None:
-    usual = RewardConfig(verifier="exact")
-    configs = reward_configs(usual, data)
-    assert list(configs) == ["", "own", "groups"]
-    assert configs["own"].weights == {"source": 2.0, "messages": 0.5}
-
-
 def test_a_verifier_that_cannot_be_loaded_ends_the_others(data: DataConfig) -> None:
     sources = [{"path": "a.jsonl"}, {"path": "b.jsonl", "verifier": "no_such_module:score"}]
     with pytest.raises(ValueError, match="importing no_such_module raised ModuleNotFoundError"):

@@ -1,15 +1,21 @@
-"""Responses come back with their rewards, at once or as they come; only the bad ones suffer; workers end with their parent."""
+"""Responses come back with their rewards, at once or as they come; only the bad ones suffer; workers take no more than they
+may, and end with their parent. ``odd_verifiers.judge`` does what the response says.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Hashable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,21 +27,24 @@ from tepo_megatron.runtime.worker_process import WorkerProcess
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tests.support import odd_verifiers
+from tests.support.processes import gone
 from tests.support.programs import TIMEOUT_S
 
 FILE = odd_verifiers.__file__
-SLOW = ("spin", "hold", "sleep", "stop")
+SLOW = ("spin", "hold", "sleep", "stop", "child")
 """What takes for ever. Only where it is tried the limit is short: what is quick must meet it too, on a slow machine."""
 
+PROBLEM = Problem("p", "q", "a")
 
-def pool_of(function: str = "judge", **options: object) -> RewardPool:
-    settings = {"workers": 2, "timeout_s": 600.0, "failed_reward": -1.0, "network": False, **options}
-    return RewardPool(RewardConfig.model_validate({"verifier": f"{FILE}:{function}", **settings}))
+
+def pool_of(function: str = "judge", custom: Any = None, **options: object) -> RewardPool:
+    settings = {"timeout_s": 600.0, "failed_reward": -1.0, "network": False, "memory_mb": 100, "file_mb": 1, **options}
+    return RewardPool(RewardConfig.model_validate({"verifier": f"{FILE}:{function}", **settings}), custom=custom)
 
 
 @pytest.fixture
 def pool(tries: Path) -> Iterator[RewardPool]:
-    with pool_of() as pool:
+    with pool_of(workers=2) as pool:
         yield pool
 
 
@@ -46,24 +55,22 @@ def items(*responses: str) -> list[tuple[Problem, str]]:
 def drain(pool: RewardPool) -> list[tuple[Hashable, RewardResult]]:
     """Polls until nothing is under way."""
     results: list[tuple[Hashable, RewardResult]] = []
-    while found := pool.poll(None):
-        results += found
+    while some := pool.poll(None):
+        results += some
     return results
 
 
-def gone(pid: int) -> bool:
-    """Whether a process ends in time (a zombie that nobody has reaped yet has ended)."""
-    end = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < end:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            threads = len(list(Path(f"/proc/{pid}/task").iterdir()))
-        except (FileNotFoundError, ProcessLookupError):  # gone before, or while it is read
-            return True
-        if state == "Z" and threads == 1:  # the last thread closes the files
-            return True
-        time.sleep(0.02)
-    return False
+def error_of(pool: RewardPool, response: str) -> str:
+    """Why this response failed; one beside it must not have suffered."""
+    good, bad, other = pool.score([(PROBLEM, text) for text in ("good", response, "other")])
+    assert (good.reward, other.reward) == (1.0, 1.0), (good, other)
+    assert bad.reward == -1.0
+    return str(bad.error)
+
+
+def tried(tries: Path, response: str) -> list[int]:
+    """The processes that were given a response, once for each time."""
+    return [int(line.split(" ", 1)[0]) for line in tries.read_text().splitlines() if line.endswith(f" {response}")]
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -71,26 +78,22 @@ def gone(pid: int) -> bool:
 def test_each_comes_back_once_with_its_own_reward(pool: RewardPool, values: list[float | str], seed: int) -> None:
     """Submitting and polling in any order gives what scoring all at once gives, failures and repeats included."""
     rng = random.Random(seed)
-    asked = [
-        (Problem(f"p{n}", "q", "a", {"factor": 2}), value if value == "raise" else repr(value))
-        for n, value in enumerate(values)
-    ]
+    asked = [(Problem(f"p{n}", "q", "a", {"factor": 2}), str(value)) for n, value in enumerate(values)]
     asked += asked[::3]
     pool.reset()
     got: list[tuple[Hashable, RewardResult]] = []
     for number, (problem, text) in enumerate(asked):
-        pool.submit(("key", number), problem, text)
+        pool.submit(number, problem, text)
         if rng.random() < 0.3:
             got += pool.poll(rng.choice([0.0, 0.01]))
         assert pool.unfinished == number + 1 - len(got)
     got += drain(pool)
     assert pool.unfinished == 0
-    assert pool.poll(None) == []
-    assert sorted(key for key, _ in got) == [("key", number) for number in range(len(asked))]  # type: ignore[type-var]
-    assert [result for _, result in sorted(got, key=lambda each: each[0])] == pool.score(asked)  # type: ignore[arg-type, return-value]
-    for (_, number), result in got:  # type: ignore[misc]
-        value = asked[number][1]
-        assert result.reward == (-1.0 if value == "raise" else 2 * float(value))
+    results = dict(got)
+    assert len(got) == len(asked)
+    assert [results[number] for number in range(len(asked))] == pool.score(asked)
+    for number, (_, value) in enumerate(asked):
+        assert results[number].reward == (-1.0 if value == "raise" else 2 * float(value))
 
 
 def test_problem_and_text_arrive_unchanged() -> None:
@@ -114,6 +117,7 @@ def test_problem_and_text_arrive_unchanged() -> None:
         ("hold", "longer than reward.timeout_s = 2 s"),
         ("sleep", "longer than reward.timeout_s = 2 s"),
         ("stop", "longer than reward.timeout_s = 2 s"),
+        ("child", "longer than reward.timeout_s = 2 s"),
         ("die", "process ended (signal 9)"),
         ("abort", "process ended (signal 6); a C library does this that gets no more memory"),
         ("memory 200000000", "needed more memory than reward.memory_mb = 100, at "),
@@ -124,35 +128,37 @@ def test_problem_and_text_arrive_unchanged() -> None:
 def test_only_the_bad_response_suffers(tries: Path, bad: str, message: str) -> None:
     responses = [str(i) for i in range(40)]
     responses[3] = responses[4] = responses[39] = bad
-    with pool_of(timeout_s=2.0 if bad in SLOW else 600.0, memory_mb=100, file_mb=1) as pool:
+    with pool_of(timeout_s=2.0 if bad in SLOW else 600.0, workers=2) as pool:
         results = pool.score(items(*responses))
         assert [result.reward for result in pool.score(items("5", "6"))] == [5.0, 6.0]
     for i, result in enumerate(results):
-        if responses[i] == bad:
-            assert result.reward == -1.0
-            assert result.error is not None
-            assert result.error.startswith(f"problem 'p{i}': the verifier")
-            assert message in result.error
-        else:
+        if responses[i] != bad:
             assert (result.reward, result.error) == (float(i), None)
+            continue
+        assert result.reward == -1.0
+        assert str(result.error).startswith(f"problem 'p{i}': the verifier")
+        assert message in str(result.error)
+    if bad == "child":  # what a verifier has started ends with it
+        assert gone(int(tries.with_suffix(".child").read_text()))
+    if bad.startswith("file "):
+        assert tries.with_suffix(".large").stat().st_size <= 10**6
 
 
 def test_the_limit_is_for_one_response_not_for_a_chunk(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
-        "import time\ndef judge(problem, response):\n    time.sleep(0.5 if response == 'slow' else 0.0)\n    return 1.0\n"
+        "import time\ndef judge(problem, response):\n    time.sleep(0.25 if response == 'slow' else 0.0)\n    return 1.0\n"
     )
-    with RewardPool(RewardConfig(verifier=f"{tmp_path}/slow.py:judge", timeout_s=5.0)) as pool:
-        # Of 48 responses 12 are sent at a time; the first of them take 6 s.
-        responses = ["slow"] * 12 + ["x"] * 36
+    with RewardPool(RewardConfig(verifier=f"{tmp_path}/slow.py:judge", timeout_s=2.0)) as pool:
+        responses = ["slow"] * 12 + ["x"] * 36  # eleven are sent at a time
         assert [result.error for result in pool.score(items(*responses))] == [None] * 48
 
 
-def test_standard_streams_are_not_the_protocol(pool: RewardPool) -> None:
-    assert [result.reward for result in pool.score(items("print", "read", "2", "bool"))] == [1.0, 0.0, 2.0, 1.0]
+def test_standard_streams_are_not_the_protocol_and_there_are_no_core_dumps(pool: RewardPool) -> None:
+    assert [result.reward for result in pool.score(items("print", "read", "2", "bool", "core"))] == [1.0, 0.0, 2.0, 1.0, 0.0]
 
 
 def test_a_worker_that_dies_idle_costs_no_response(pool: RewardPool) -> None:
-    pids = {int(result.reward) for result in pool.score(items(*["pid"] * 64))}
+    pids = {int(result.reward or 0) for result in pool.score(items(*["pid"] * 64))}
     assert 1 <= len(pids - {os.getpid()}) <= 2
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -172,40 +178,26 @@ def test_load_errors_come_from_the_constructor(tmp_path: Path) -> None:
 
 
 def test_a_closed_pool_takes_nothing(pool: RewardPool) -> None:
-    pid = int(pool.score(items("pid"))[0].reward)
+    pid = int(pool.score(items("pid"))[0].reward or 0)
     pool.close()
     pool.close()
     assert gone(pid)
-    for act in (lambda: pool.submit(1, Problem("p", "q", "a"), "1"), pool.poll, lambda: pool.score(items("1"))):
+    for act in (lambda: pool.submit(1, PROBLEM, "1"), pool.poll, lambda: pool.score(items("1"))):
         with pytest.raises(RuntimeError, match="pool is closed"):
             act()
-
-
-def test_math_in_a_worker() -> None:
-    with RewardPool(RewardConfig(verifier="math", timeout_s=30)) as pool:
-        results = pool.score([(Problem("p", "q", "1/2"), r"\boxed{0.5}"), (Problem("p", "q", "x"), "$y$")])
-    assert [(result.reward, result.error) for result in results] == [(1.0, None), (0.0, None)]
 
 
 # -- one by one
 
 
-def test_what_fails_is_tried_once_also_where_it_comes_later(tries: Path, pool: RewardPool) -> None:
-    for round_ in range(3):
-        pool.submit(round_, Problem("p", "q", "a"), "raise")
-        ((_, result),) = drain(pool)
-        assert "raised ValueError" in str(result.error)
-    assert tries.read_text().count("raise\n") == 1
-
-
 def test_responses_that_a_verifier_can_tell_apart_are_each_tried(tries: Path, pool: RewardPool) -> None:
-    problem, other = Problem("p", "q", "a"), Problem("p", "q", "a", {"factor": 3})
+    other = Problem("p", "q", "a", {"factor": 3})
     kinds: list[tuple[tuple[int, ...], str]] = [((), "stop"), ((), "length"), ((5,), "stop"), ((6,), "stop")]
     texts = [ResponseText("raise", ids, reason) for ids, reason in kinds]
-    for number, (one, text) in enumerate([*((problem, text) for text in texts), (other, texts[0])]):
+    for number, (one, text) in enumerate([*((PROBLEM, text) for text in texts), (other, texts[0])]):
         pool.submit(number, one, text)
     assert len(drain(pool)) == 5
-    assert tries.read_text().count("raise\n") == 5
+    assert len(tried(tries, "raise")) == 5
 
 
 def test_a_reset_drops_what_is_under_way(tries: Path) -> None:
@@ -215,7 +207,7 @@ def test_a_reset_drops_what_is_under_way(tries: Path) -> None:
         pool.submit(("old", 9), Problem("p9", "q", "a"), "5")
         pool.reset()
         assert pool.unfinished == 0
-        pool.submit("new", Problem("p", "q", "a"), "7")
+        pool.submit("new", PROBLEM, "7")
         assert drain(pool) == [("new", RewardResult(7.0))]
         assert pool.score(items("8")) == [RewardResult(8.0)]
 
@@ -226,8 +218,9 @@ def test_a_group_is_scored_when_it_is_whole() -> None:
         members = [(group, number) for group in "ab" for number in range(3)]
         random.Random(1).shuffle(members)
         for group, number in members:
-            text = ResponseText(str(10 - number))
-            pool.submit((group, number), Problem(f"p{group}", "q", "a"), text, group=group, group_size=3)
+            pool.submit(
+                (group, number), Problem(f"p{group}", "q", "a"), ResponseText(str(10 - number)), group=group, group_size=3
+            )
         pool.submit("early", Problem("pc", "q", "a"), "1", group="c", group_size=2)
         results = dict(drain(pool))
         assert {key: result.parts for key, result in results.items()} == {
@@ -237,10 +230,211 @@ def test_a_group_is_scored_when_it_is_whole() -> None:
         assert pool.unfinished == 1
         pool.submit("late", Problem("pc", "q", "a"), "2", group="c", group_size=2)
         assert {key: result.parts["rank"] for key, result in drain(pool)} == {"early": 0.0, "late": 1.0}
-        two = [(Problem("p", "q", "a"), "3"), (Problem("p", "q", "a"), "4")]
+        two = [(PROBLEM, "3"), (PROBLEM, "4")]
         assert [result.parts["size"] for result in pool.score(two)] == [1.0, 1.0]
         together = pool.score(two, ["one", "one"])
         assert [result.parts for result in together] == [{"rank": 0.0, "size": 2.0}, {"rank": 1.0, "size": 2.0}]
+
+
+# -- what a verifier may take
+
+
+def test_a_worker_that_keeps_too_much_is_replaced_between_responses(tries: Path) -> None:
+    """Ten times 20 MB are more than the limit of 100 MB, and none fails."""
+    with pool_of() as pool:
+        results = pool.score([(Problem(f"p{number}", "q", "a"), "keep 20000000") for number in range(10)])
+    assert [result.error for result in results] == [None] * 10
+    assert len(set(tried(tries, "keep 20000000"))) >= 4
+
+
+def test_a_long_log_of_the_run_does_not_count(tries: Path) -> None:
+    """Standard error is the run's, and may be a file that is larger than what a verifier may write."""
+    code = f"""
+from tepo_megatron.config.reward import RewardConfig
+from tepo_megatron.tasks.reward.pool import RewardPool
+from tepo_megatron.core.problem import Problem
+with RewardPool(RewardConfig(verifier={f"{FILE}:judge"!r}, file_mb=1)) as pool:
+    print(pool.score([(Problem("p", "q", "a"), "print " + "x" * 1000)])[0])
+"""
+    log = tries.parent / "log"
+    log.write_bytes(bytes(3 * 10**6))
+    with log.open("ab") as file:
+        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=file, text=True, timeout=TIMEOUT_S)
+    assert done.stdout.strip() == "RewardResult(reward=1.0, error=None)"
+    assert b"x" * 1000 in log.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("verifier", "network", "expected"),
+    [
+        ("math", None, True),
+        ("mine.py:judge", None, False),
+        ("mine.py:judge", False, True),
+        ("mine.py:judge", True, False),
+        ("math", True, False),
+    ],
+)
+def test_who_has_a_network(verifier: str, network: bool | None, expected: bool) -> None:
+    assert RewardConfig(verifier=verifier, network=network).cuts_network == expected
+
+
+def test_a_verifier_without_network_reaches_nobody(tries: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pool_of(network=True) as pool:
+            assert pool.notice is None
+            assert pool.score(items(f"connect {port}"))[0].reward == 1.0
+        with pool_of() as pool:
+            if pool.notice is not None:  # this kernel lets no process leave the network
+                assert pool.notice.startswith("verifiers keep their network: ")
+                return
+            hint = "(this verifier has no network; reward.network=true gives it one)"
+            assert hint in error_of(pool, f"connect {port}")
+            assert hint in error_of(pool, "name")
+            assert pool.score(items(f"owner {os.getuid()}"))[0].reward == 1.0  # the user and the files are the same
+
+
+def test_the_same_hostile_response_costs_its_time_once(tries: Path) -> None:
+    with pool_of(timeout_s=2.0) as pool:
+        results = pool.score([(PROBLEM, text) for text in ["spin"] * 40 + ["good"]])
+        assert {result.error for result in results[:40]} == {
+            "problem 'p': the verifier took longer than reward.timeout_s = 2 s"
+        }
+        assert results[40].reward == 1.0
+        assert pool.score([(PROBLEM, "spin")])[0].error is not None
+        assert len(tried(tries, "spin")) == 1
+        assert pool.score([(Problem("another", "q", "a"), "spin")])[0].error is not None
+        assert len(tried(tries, "spin")) == 2
+
+
+def test_with_a_network_a_later_call_tries_again(tries: Path) -> None:
+    with pool_of(network=True) as pool:
+        results = pool.score([(PROBLEM, text) for text in ("raise", "raise", "good", "good")])
+        assert [result.error is None for result in results] == [False, False, True, True]
+        assert len(tried(tries, "raise")) == 1
+        assert len(tried(tries, "good")) == 2  # a verifier need not give the same response the same reward
+        assert pool.score([(PROBLEM, "raise")])[0].error is not None
+        assert len(tried(tries, "raise")) == 2
+
+
+def test_workers_that_others_kill_or_stop_cost_no_response(tries: Path) -> None:
+    """Before a response of any length, too."""
+    with pool_of(timeout_s=2.0, file_mb=10) as pool:
+        assert pool.score(items("die-once", "good"))[0].reward == 1.0
+        assert len(tried(tries, "die-once")) == 2
+        error_of(pool, "stop")
+        assert len(tried(tries, "stop")) == 2  # it may have been somebody else who stopped it
+        pool.score(items("good"))
+        os.kill(tried(tries, "good")[-1], signal.SIGSTOP)
+        done: list[float | None] = []
+        thread = threading.Thread(target=lambda: done.append(pool.score(items("x" * 3_000_000))[0].reward), daemon=True)
+        thread.start()
+        thread.join(TIMEOUT_S)
+        assert done == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "message", "line"),
+    [
+        ("judge", "raised ValueError: invalid literal for int() with base 10: 'no number'", 'return int("no number")'),
+        ("three", "raised TypeError: three() missing 1 required positional argument: 'third'", "def three(problem"),
+    ],
+)
+def test_a_verifier_that_cannot_work_is_refused_with_its_own_line(tries: Path, function: str, message: str, line: str) -> None:
+    with pool_of(function) as pool:
+        with pytest.raises(ValueError, match="cannot score the first 2 problems") as caught:
+            pool.rehearse([Problem("p1", "q", "raise"), Problem("p2", "q", "raise again")])
+        if function == "judge":
+            pool.rehearse([Problem("p1", "q", "raise"), Problem("p2", "q", "good")])  # one is enough
+    number, text = next((i, text) for i, text in enumerate(Path(FILE).read_text().splitlines(), start=1) if line in text)
+    said = str(caught.value)
+    assert f"problem 'p1': the verifier {message}, at {FILE}:{number}: \"{text.strip()}\"" in said
+    assert said.startswith(f"reward.verifier = '{FILE}:{function}'")
+    assert said.endswith("; correct the verifier, or the data")
+
+
+# -- a verifier that is an object of this process: its workers are forks
+
+
+class Ordered:
+    """An object with a state, that scores groups."""
+
+    def __init__(self) -> None:
+        self.best = "b"
+
+    def score_group(self, problem: Problem, responses: list[str]) -> list[dict[str, float]]:
+        return [{"best": float(response == self.best), "group": len(responses)} for response in responses]
+
+
+def scored(verifier: Any, *responses: str, **options: Any) -> list[RewardResult]:
+    with pool_of(custom=verifier, **options) as pool:
+        return pool.score([(Problem("p", "q", "4"), response) for response in responses], [0] * len(responses))
+
+
+def test_objects_of_this_process_score() -> None:
+    table, under_way = {"a": 1.0, "b": 0.5}, []
+
+    def closure(problem: Problem, response: str) -> float:
+        return table[response] + float(problem.answer)
+
+    async def together(problem: Problem, response: str) -> float:
+        under_way.append(response)
+        while len(under_way) < 3:
+            await asyncio.sleep(0.001)
+        return len(under_way)
+
+    assert [result.reward for result in scored(closure, "a", "b", workers=2)] == [5.0, 4.5]
+    assert [result.parts for result in scored(Ordered(), "a", "b")] == [
+        {"best": 0.0, "group": 2.0},
+        {"best": 1.0, "group": 2.0},
+    ]
+    assert [result.reward for result in scored(together, "x", "y", "z")] == [3.0] * 3
+    with pytest.raises(ValueError, match=r"has neither a method score nor score_group"):
+        scored(4.0, "x")
+
+
+def test_the_limits_of_forks_are_those_of_every_worker(tries: Path) -> None:
+    def mine(problem: Problem, response: ResponseText) -> Any:
+        return odd_verifiers.judge(problem, response)
+
+    messages = {
+        "raise": "raised ValueError: invalid literal",
+        "spin": "took longer than",
+        "exit": "SystemExit",
+        "die": "ended (signal 9)",
+        "memory 1000000000": "more memory than",
+        "file 10000000": "file_mb = 1",
+    }
+    *failed, printed, good = scored(mine, *messages, "print", "good", timeout_s=2.0)
+    for result, message in zip(failed, messages.values(), strict=True):
+        assert message in str(result.error)
+    assert (printed.reward, good.reward) == (1.0, 1.0)
+    assert __file__ in str(failed[0].error)
+
+
+def test_a_fork_has_no_handler_and_no_pipe_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that ends when its pipe is closed must not be kept by a worker; Ctrl-C is for the parent."""
+    read, write = os.pipe()
+    monkeypatch.setattr("sys.stdout", None)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    busy = threading.Event()
+    thread = threading.Thread(target=lambda: [sum(range(1000)) for _ in iter(busy.is_set, True)], daemon=True)
+    thread.start()
+
+    def mine(problem: Problem, response: str) -> float:
+        print("there is a standard output")
+        return float(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and os.getsid(0) == os.getpid())
+
+    try:
+        with pool_of(custom=mine) as pool:
+            (result,) = pool.score(items("x"))
+            assert result.reward == 1.0, result.error
+            os.close(write)
+            assert os.read(read, 1) == b""  # the last end was ours
+    finally:
+        busy.set()
+        signal.signal(signal.SIGTERM, before)
+        os.close(read)
 
 
 # -- the parent's end
@@ -257,20 +451,16 @@ pool.score([(Problem("p", "q", "a"), sys.argv[1])])
 """
 
 
-@pytest.mark.parametrize(
-    ("work", "how"), [("sleep", signal.SIGKILL), ("spin", signal.SIGKILL), ("spin", signal.SIGTERM), ("sleep", signal.SIGINT)]
-)
+@pytest.mark.parametrize(("work", "how"), [("spin", signal.SIGKILL), ("spin", signal.SIGTERM), ("sleep", signal.SIGINT)])
 def test_workers_die_with_the_parent(tries: Path, work: str, how: signal.Signals) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, work], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    assert parent.stderr is not None
     worker = int(parent.stdout.readline())
     while f" {work}\n" not in tries.read_text():
         time.sleep(0.02)
     parent.send_signal(how)
     assert gone(worker)
-    parent.wait(timeout=TIMEOUT_S)
-    shown = parent.stderr.read()
+    _, shown = parent.communicate(timeout=TIMEOUT_S)
     # Only the parent may speak of the interruption.
     assert shown.count("Traceback") == (1 if how == signal.SIGINT else 0), shown
     assert "tasks/reward/worker.py" not in shown
@@ -281,7 +471,7 @@ def test_an_orphan_that_holds_the_lock_runs_out_of_processor_time(tries: Path) -
     limits = {"timeout_s": -5.97, "memory_mb": 1000, "file_mb": 1, "network": True, "run_code": False}
     worker.send({"verifier": f"{FILE}:judge", "kwargs": {}, "path": sys.path, **limits}, TIMEOUT_S)
     assert worker.receive()[0]["ready"]
-    worker.send([[0, Problem("p", "q", "a").to_json(), [ResponseText("hold").to_json()]]], TIMEOUT_S)
+    worker.send([[0, PROBLEM.to_json(), [ResponseText("hold").to_json()]]], TIMEOUT_S)
     with pytest.raises(EOFError):
         worker.receive()
     assert worker.exit_status() == f"signal {signal.SIGPROF:d}"

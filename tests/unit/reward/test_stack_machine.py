@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.tiny.make_warm_start import varied_program
-from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data.stack_machine import Tree, problems_with_trees, value_of
-from tepo_megatron.tasks.reward.pool import RewardPool
 from tepo_megatron.tasks.reward.programs import StackMachine
 
 DOUBLE = Problem("p", "x+x=", "xx+", {"tests": [[[2, 0, 0], 4], [[0, 1, 1], 0], [[-3, 0, 0], -6]]})
@@ -93,11 +91,3 @@ def test_every_right_program_counts_and_a_part_where_it_is_wanted(program: str, 
 def test_a_problem_without_tests_is_an_error_of_the_data() -> None:
     with pytest.raises(ValueError, match="the problem has no tests"):
         StackMachine().score(Problem("p", "x+x=", "xx+"), "xx+")
-
-
-def test_it_runs_in_the_rewards_processes() -> None:
-    with RewardPool(RewardConfig(verifier="stack_machine", kwargs={"partial": True})) as pool:
-        pool.rehearse([DOUBLE])
-        found = pool.score([(DOUBLE, program) for program in ("xx+", "xx*", "1[]", "[")])
-    assert [result.reward for result in found] == pytest.approx([1, 2 / 3, 0, 0])
-    assert all(result.error is None for result in found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import shutil
 from pathlib import Path
 
 import pytest
@@ -53,14 +52,6 @@ def test_a_full_device_is_told_each_time(tmp_path: Path) -> None:
     file.append(b"two\n")
     assert failures == [(tmp_path / "log", errno.ENOSPC)] * 2
     assert file.waiting == 2
-
-
-def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
-    file = LogFile(tmp_path / "out" / "log", Failures())
-    file.append(b"one\n")
-    shutil.rmtree(tmp_path / "out")
-    file.append(b"two\n")
-    assert file.path.read_bytes() == b"two\n"
 
 
 @given(lines=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\n"))), rest=st.binary(max_size=5))

@@ -90,17 +90,6 @@ def test_two_ctrl_z_stop_the_job_once(terminal: Terminal, job: list[int]) -> Non
     terminal.wait_for("interrupted", TIMEOUT_S)
 
 
-def test_what_was_stopped_before_stays_stopped(terminal: Terminal, job: list[int]) -> None:
-    os.kill(job[2], signal.SIGSTOP)
-    wait_stopped(job[2:])
-    terminal.press(CTRL_Z)
-    wait_stopped(job)
-    terminal.wait_for("Stopped", TIMEOUT_S)
-    terminal.press("fg\n")
-    wait_stopped(job[:2], stopped=False)
-    wait_stopped(job[2:])
-
-
 def test_the_others_continue_if_the_stopped_job_is_killed(terminal: Terminal, job: list[int]) -> None:
     terminal.press(CTRL_Z)
     wait_stopped(job)

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -93,12 +92,6 @@ def test_a_file_that_was_removed_while_it_was_opened_is_no_lock(
         others[0].communicate()
 
 
-def test_a_run_that_is_stopped_holds_on(holder: subprocess.Popen[str], tmp_path: Path) -> None:
-    holder.send_signal(signal.SIGSTOP)
-    with pytest.raises(ValueError, match="is in use by"):
-        RunLock(tmp_path).take()
-
-
 def test_what_a_killed_run_left_is_taken_and_named(holder: subprocess.Popen[str], tmp_path: Path) -> None:
     holder.kill()
     holder.wait()
@@ -108,14 +101,6 @@ def test_what_a_killed_run_left_is_taken_and_named(holder: subprocess.Popen[str]
     assert RunLock(tmp_path).holder().pid == os.getpid()
     lock.release()
     assert not list(tmp_path.iterdir())
-
-
-def test_a_run_that_ended_leaves_nothing(holder: subprocess.Popen[str], tmp_path: Path) -> None:
-    holder.communicate("\n", timeout=TIMEOUT_S)
-    assert not list(tmp_path.iterdir())
-    lock = RunLock(tmp_path)
-    assert lock.take() is None
-    lock.release()
 
 
 def no_flock(*_: Any) -> None:

@@ -60,20 +60,3 @@ def test_work_is_done_when_its_terminal_goes_away(tmp_path: Path) -> None:
         terminal.hang_up()
         (tmp_path / "gone").touch()
         wait_until((tmp_path / "done").exists, TIMEOUT_S, "the work")
-
-
-def test_a_command_needs_no_stream() -> None:
-    command = [sys.executable, "-m", "tepo_megatron", "config", "schema"]
-    done = subprocess.run(["bash", "-c", '"$@" <&- >&- 2>&-', "bash", *command], timeout=TIMEOUT_S, check=False)
-    assert done.returncode == 0
-
-
-def test_a_stream_that_is_no_file_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    from tepo_megatron.runtime.streams import open_closed_streams, outlive_readers
-
-    before = sys.stdout, sys.stderr
-    open_closed_streams()
-    outlive_readers()
-    assert (sys.stdout, sys.stderr) == before
-    print("a line")
-    assert capsys.readouterr().out == "a line\n"

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.core.rollout import Response, WeightsVersion
-from tepo_megatron.sampler.vllm.client import GENERATE, Client
-from tepo_megatron.sampler.vllm.resources import reserve_port
+from tepo_megatron.sampler.vllm.client import Client
 from tepo_megatron.sampler.vllm.wire import SAMPLES, head_frame
 from tests.support.programs import TIMEOUT_S
 from tests.support.samples import answer, draw_group, response
@@ -83,11 +82,9 @@ def test_responses_come_back_with_key_and_parameters_sent(serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("versions", "expected", "said"),
     [
-        (["8:abc"], NINE, "8:abc"),  # an update was lost
         (["9:abd"], NINE, "9:abd"),  # other weights of the same step
         (["9:abc", "10:f"], NINE, "10:f and 9:abc"),  # updated while it was being drawn
         (["default"], NINE, "default"),  # started again behind our back
-        (["41:"], WeightsVersion(0), "41:"),
         ([], NINE, "of no version"),
     ],
 )
@@ -100,12 +97,6 @@ def test_a_response_of_an_unexpected_version_is_an_error(
         generate(client, version=expected)
     expected_label = f"{expected.step}:{expected.digest}"
     assert f"{client.url} drew a response with weights {said}, but this run gave it {expected_label}" in str(caught.value)
-
-
-def test_weights_that_were_never_updated_are_version_0(serve: Serve) -> None:
-    both = [response(at, [10, 2], [-0.5, -1.0]) for at in range(2)]
-    client = serve(lambda path, body, headers: (200, answer(both)))
-    assert {response.weights_version for response in generate(client, version=WeightsVersion(0))} == {WeightsVersion(0)}
 
 
 @pytest.mark.parametrize(
@@ -140,41 +131,9 @@ def test_a_slow_server_is_given_up(serve: Serve) -> None:
     given_up.set()
 
 
-def test_a_server_that_is_not_there_is_named() -> None:
-    with reserve_port("127.0.0.1") as held:  # nobody listens there, and nobody will
-        url = f"http://127.0.0.1:{held.getsockname()[1]}"
-        with pytest.raises(RuntimeError, match=rf"POST {url}/pause\?mode=keep: .*[Cc]onnect"):
-            Client(url, KEY, TIMEOUT_S).pause()
-
-
-def test_what_is_drawn_through_the_cache_and_without_it_comes_before_samples_that_wait(serve: Serve) -> None:
-    seen: list[Any] = []
-
-    def reply(path: str, body: Any, headers: dict[str, str]) -> Reply:
-        seen.append((body["priority"], body["sampling"].get("skip_reading_prefix_cache", False)))
-        return 200, answer([response(0, [10, 11, len(seen)], [-0.5, -1.0, -2.0], "length", [(0, "9:abc")])])
-
-    assert serve(reply).cached_logprobs((1, 5), 3, NINE) == ([-0.5, -1.0], [-0.5, -1.0])  # the last tokens differ
-    assert seen == [(-1, False), (-1, True)]
-
-
 def scored(prompt: list[int], logprobs: list[float]) -> bytes:
     tokens = [None, *({str(token): {"logprob": value, "rank": 1}} for token, value in zip(prompt[1:], logprobs, strict=True))]
     return json.dumps({"prompt_logprobs": tokens}).encode()
-
-
-def test_a_prompt_is_scored_without_its_first_token(serve: Serve) -> None:
-    seen: list[Any] = []
-
-    def answer(path: str, body: Any, headers: dict[str, str]) -> Reply:
-        seen.append((path, body))
-        return 200, scored([4, 9, 7], [-0.5, -2.25])
-
-    assert serve(answer).prompt_logprobs((4, 9, 7)) == [-0.5, -2.25]
-    (path, body) = seen[0]
-    assert (path, body["token_ids"]) == (GENERATE, [4, 9, 7])
-    assert body["sampling_params"] == {"prompt_logprobs": 0, "max_tokens": 1}
-    assert body["priority"] < 0  # samples have 0, and those that wait go on waiting
 
 
 @pytest.mark.parametrize(

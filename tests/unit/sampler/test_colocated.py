@@ -17,7 +17,6 @@ from tepo_megatron.sampler.vllm.client import Client
 from tepo_megatron.sampler.vllm.wire import SAMPLES
 from tests.support.faulty_server import FaultyServer, Sender, fleet_of
 from tests.support.programs import TIMEOUT_S
-from tests.support.samples import draw_group
 
 JOIN, UPDATE = "/init_weight_transfer_engine", ["/start_weight_update", "/update_weights", "/finish_weight_update"]
 UPDATE += ["/reset_prefix_cache"]
@@ -133,18 +132,3 @@ def test_the_trainer_leaves_when_one_server_fails_so_that_the_others_end(server:
         sync.update_from_shards(WeightsVersion(1), sender)
     sync.close()
     other.close()
-
-
-def test_a_sleeping_server_is_not_asked_for_anything(server: FaultyServer) -> None:
-    client = Client(server.url, "key", TIMEOUT_S)
-    client.sleep()
-    arguments: dict[str, Any] = {"n": 1, "temperature": 1.0, "max_new_tokens": 1, "seed": 0, "stop_token_ids": [2]}
-    server.calls.clear()
-    for ask in (
-        lambda: draw_group(client, (1,), **arguments, version=WeightsVersion(0)),
-        lambda: client.prompt_logprobs((1, 2)),
-    ):
-        with pytest.raises(RuntimeError, match="asleep: its kv_cache and weights are not on the GPU"):
-            ask()
-    assert server.calls == []
-    client.close()

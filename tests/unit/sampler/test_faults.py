@@ -71,10 +71,6 @@ def with_logprob(value: float) -> Behaviour:
     return spoilt(lambda samples: samples[0].update(logprobs=[-0.5, value]))
 
 
-def with_token(value: int) -> Behaviour:
-    return spoilt(lambda samples: samples[-1].update(ids=[value, 2]))
-
-
 def break_off(server: FaultyServer, samples: list[Sample]) -> None:
     return None
 
@@ -86,34 +82,10 @@ def in_stream(samples: list[Sample], tail: bytes) -> bytes:
 
 # A request that is sent again asks for what has not come: these answer one for a single sample as wrongly as one for two.
 FAULTS: dict[str, tuple[Behaviour, str]] = {
-    "JSON": (lambda server, samples: (200, b'{"choices": ['), "something else than responses"),
     "HTML": (lambda server, samples: (200, b"<html>gateway</html>"), "something else than responses"),
-    "another object": (lambda server, samples: (200, head_frame({"object": "error"})), "sample None, which was not asked for"),
-    "a list": (lambda server, samples: (200, head_frame([1, 2])), "something else than responses"),  # type: ignore[arg-type]
-    "tokens in words": (
-        lambda server, samples: (200, head_frame({"sample": 0, "arrays": "two"})),
-        "something else than responses",
-    ),
-    "no log-probs": (spoilt(lambda samples: samples[0].update(logprobs=[])), "0 log-probs for 2 response tokens"),
-    "a log-prob too few": (spoilt(lambda samples: samples[0].update(logprobs=[-1.0])), "1 log-probs for 2 response tokens"),
-    "a token too few": (spoilt(lambda samples: samples[0].update(ids=[3])), "2 log-probs for 1 response tokens"),
-    "no tokens": (spoilt(lambda samples: samples[0].update(ids=[], logprobs=[])), "a response of 0 tokens"),
-    "too many tokens": (
-        spoilt(lambda samples: samples[0].update(ids=[3] * 9, logprobs=[-1.0] * 9)),
-        "a response of 9 tokens",
-    ),
     "a log-prob of NaN": (with_logprob(float("nan")), "log-prob of response token 1 is nan"),
-    "a log-prob of -inf": (with_logprob(float("-inf")), "log-prob of response token 1 is -inf"),
-    "a log-prob above 0": (with_logprob(0.5), "log-prob of response token 1 is 0.5"),
-    "a token beyond the vocabulary": (with_token(VOCABULARY), f"token {VOCABULARY} is not one of"),
-    "a negative token": (with_token(-1), "token -1 is not one of"),
     "a response too few": (spoilt(lambda samples: samples[:-1]), r"returned (1 responses of 2|0 responses of 1) that"),
-    "a response again": (spoilt(lambda samples: [samples[0], samples[0]]), r"returned the response to sample [01] again"),
-    "a response of nobody": (spoilt(lambda samples: samples[0].update(sample=5)), "sample 5, which was not asked for"),
-    "versions of nothing": (spoilt(lambda samples: samples[0].update(versions=[[]])), "something else than responses"),
-    "an aborted response": (spoilt(lambda samples: samples[0].update(finish_reason="abort")), "finish_reason = 'abort'"),
     "status 500": (lambda server, samples: (500, b'{"error": {"message": "out of memory"}}'), "status 500: out of memory"),
-    "status 503": (lambda server, samples: (503, b""), "status 503"),
     "a failure in mid-stream": (
         lambda server, samples: (200, in_stream(samples, head_frame({"error": "out of memory", "status": 500}))),
         "status 500: out of memory",
@@ -124,6 +96,7 @@ FAULTS: dict[str, tuple[Behaviour, str]] = {
     ),
     "a connection that breaks off": (break_off, "peer closed connection"),
 }
+"""Others: test_wire.py."""
 
 
 def first_two(behave: Behaviour) -> Behaviour:
@@ -190,21 +163,6 @@ def test_two_servers_of_which_one_answers_wrongly_give_whole_groups_and_it_is_re
         assert sample(fleet) == expected
         assert len(bad.seeds) > asked
         assert fleet.figures()["servers/restarts"] == 1
-
-
-def test_the_death_of_the_last_server_ends_the_draw_and_all_are_started_again(
-    servers: list[FaultyServer], expected: list[list[Response]], tmp_path: Path
-) -> None:
-    for server in servers:
-        server.always = break_off
-        server.after_start = lambda server: setattr(server, "always", answer_well if server.starts > 1 else server.always)
-    with fleet_of(servers, tmp_path, max_retries=1) as (fleet, _):
-        with pytest.raises(ServerDied):
-            sample(fleet)
-        assert fleet.revive()
-        assert [server.starts for server in servers] == [2, 2]
-        fleet._version = WeightsVersion(0)
-        assert sample(fleet) == expected
 
 
 def test_other_weights_and_refused_requests_are_neither_repeated_nor_a_servers_death(
@@ -282,17 +240,6 @@ def test_a_server_that_hangs_is_lost_and_its_requests_go_to_the_other(
         assert "no new token of any request within 3 s (rollout.server.request_timeout_s)" in reports[0]
         fleet._take_back()
         assert [server.starts for server in servers] == [1, 2]
-
-
-def test_a_server_whose_engine_hangs_is_healthy_and_counts_as_dead(servers: list[FaultyServer], tmp_path: Path) -> None:
-    """Health and progress are answered; the progress stands still."""
-    (server, _) = servers
-    server.hangs = {SAMPLES}
-    with fleet_of([server], tmp_path, request_timeout_s=SHORT_S) as (fleet, _):
-        with pytest.raises(ServerDied, match="no new token of any request"):
-            sample(fleet)
-        assert (server.alive, server.stops) == (False, 1)
-        assert fleet.figures()["servers/timeouts"] == 1
 
 
 @pytest.mark.slow

@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -18,7 +17,8 @@ import pytest
 
 from tepo_megatron.runtime import supervise as scratch
 from tepo_megatron.runtime.proc import Process
-from tepo_megatron.runtime.supervise import SHM, sweep, temporary_folder
+from tepo_megatron.runtime.supervise import SHM, sweep
+from tests.support.processes import eventually
 from tests.support.programs import TIMEOUT_S
 
 LINUX = SHM.is_dir() and Path("/proc/self/maps").exists()
@@ -45,13 +45,6 @@ open(sys.argv[1] + ".new", "w").write(f"{tempfile.gettempdir()} {memory.name} se
 os.rename(sys.argv[1] + ".new", sys.argv[1])
 time.sleep(600)
 """
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 class Left:
@@ -108,13 +101,6 @@ def left(base: Path, tmp_path: Path) -> Iterator[Left]:
     assert eventually(lambda: not Process.in_group(made.process.pid))
     sweep()
     assert made.nothing_stays()
-
-
-def test_a_server_has_a_private_temporary_folder_with_room_for_the_path_of_a_socket(left: Left) -> None:
-    assert left.all_there()
-    assert left.folder.parent == temporary_folder()
-    assert left.folder.stat().st_mode & 0o777 == 0o700
-    assert len(os.fsencode(left.folder)) + 37 <= 107
 
 
 @pytest.mark.parametrize(("command_dies", "others_stopped"), [(True, False), (True, True), (False, True)])
@@ -232,10 +218,3 @@ def test_folders_of_others_are_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
     assert target.is_dir()
     assert notes.is_dir()
     assert foreign.is_dir()
-
-
-def test_a_long_temporary_folder_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 40)
-    assert temporary_folder() == Path("/tmp")
-    monkeypatch.setattr(tempfile, "tempdir", "/local/job.1234567")
-    assert temporary_folder() == Path("/local/job.1234567")

@@ -67,21 +67,12 @@ def test_a_rollout_that_the_model_wrote_alone_takes_no_room_for_a_mask(tmp_path:
     assert "loss_mask" not in write_rollouts(tmp_path, 3, [own]).read_text()
 
 
-def test_writing_leaves_only_the_whole_file(tmp_path: Path) -> None:
-    write_rollouts(tmp_path, 3, [ONE])
-    assert [path.name for path in tmp_path.iterdir()] == ["step_0000003.jsonl"]
-
-
 def test_a_failed_write_leaves_the_older_record(tmp_path: Path) -> None:
     write_rollouts(tmp_path, 3, [ONE])
     with pytest.raises(TypeError):
         write_rollouts(tmp_path, 3, [replace(ONE, reward=object())])  # type: ignore[arg-type]
     assert read_rollouts(tmp_path, 3) == [ONE]
-
-
-def test_a_missing_record_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"step_0000003\.jsonl: the recorded rollouts of step 3 cannot be read"):
-        read_rollouts(tmp_path, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_0000003.jsonl"]
 
 
 @given(data=st.data())
@@ -100,9 +91,7 @@ def test_a_record_cut_anywhere_is_refused(data: st.DataObject) -> None:
     [
         ({"reward": "much"}, "reward: Input should be a valid number"),
         ({"response_ids": [1.5]}, "response_ids: Value error, not base64 text"),
-        ({"response_ids": "AAAA"}, "response_ids: "),
         ({"sampler_logprobs": "A~A="}, "sampler_logprobs: "),
-        ({"group": None}, "group"),
         ({"loss_mask": 1}, "loss_mask: Value error, not base64 text"),
         ({"loss_mask": "AAA="}, "loss_mask has 16 bits for 1 response tokens"),
         ({"routed_experts": "AAAA"}, "routed_experts: Value error, not a routing record"),
@@ -118,14 +107,16 @@ def test_a_damaged_line_is_named(tmp_path: Path, change: dict[str, object], mess
         read_rollouts(tmp_path, 3)
 
 
-def test_a_record_of_another_step_is_refused(tmp_path: Path) -> None:
+def test_a_record_of_another_step_and_a_missing_one_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"step_0000003\.jsonl: the recorded rollouts of step 3 cannot be read"):
+        read_rollouts(tmp_path, 3)
     write_rollouts(tmp_path, 3, [ONE]).rename(record_path(tmp_path, 5))
     with pytest.raises(ValueError, match="line 1: not the head of a record of step 5"):
         read_rollouts(tmp_path, 5)
 
 
 STEP = [replace(ONE, problem_id=f"p{at // 2}", group=at // 2, prompt_ids=token_ids((1, at // 2))) for at in range(4)]
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 
 
 def check(rollouts: list[Rollout], folder: Path) -> None:
@@ -144,17 +135,12 @@ def test_a_whole_step_is_taken(tmp_path: Path) -> None:
     ("at", "change", "message"),
     [
         (1, {"versions": WeightsVersion(3, "ab")}, "drawn by the weights of step 3, not of step 4"),
-        (2, {"versions": WeightsVersion(5, "ab")}, "drawn by the weights of step 5, not of step 4"),
         (0, {"group": -1}, "group -1 where group 0 is due"),
         (3, {"group": 0}, "group 0 where group 1 is due"),
-        (3, {"group": 2}, "group 2 where group 1 is due"),
         (1, {"prompt_ids": (1, 1)}, "another problem or prompt than the first rollout of group 0"),
         (3, {"problem_id": "p0"}, "another problem or prompt than the first rollout of group 1"),
         (0, {"sampler_logprobs": (-0.1, -0.1)}, "2 log-probs for 1 response tokens"),
-        (0, {"sampler_logprobs": ()}, "0 log-probs for 1 response tokens"),
         (2, {"sampler_logprobs": (NAN,)}, "the log-prob of response token 0 is nan"),
-        (2, {"sampler_logprobs": (-INF,)}, "the log-prob of response token 0 is -inf"),
-        (2, {"sampler_logprobs": (0.5,)}, "the log-prob of response token 0 is 0.5"),
         (1, {"loss_mask": (False,)}, "the model wrote none of the response tokens"),
         (
             1,
@@ -162,9 +148,7 @@ def test_a_whole_step_is_taken(tmp_path: Path) -> None:
             "response token 1 has the log-prob -0.5, not 0, and the model did not write it",
         ),
         (1, {"reward": NAN}, "the reward is nan"),
-        (1, {"reward": INF}, "the reward is inf"),
         (1, {"response_ids": (10,)}, "token 10 is not one of the model's 10"),
-        (1, {"response_ids": (-1,)}, "token -1 is not one of the model's 10"),
         (1, {"response_ids": (), "sampler_logprobs": ()}, "the prompt or the response has no token"),
     ],
 )
@@ -175,12 +159,6 @@ def test_what_cannot_be_trained_on_is_named_with_its_line(
     rollouts[at] = replace(rollouts[at], **change)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=rf"step_0000004\.jsonl, line {at + 2}: {re.escape(message)}"):
         check(rollouts, tmp_path)
-
-
-@pytest.mark.parametrize("order", [(0, 2, 1, 3), (2, 3, 0, 1), (3, 2, 1, 0)])
-def test_groups_out_of_order_are_refused(order: tuple[int, ...], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"line [23]: group 1 where group 0 is due"):
-        check([STEP[at] for at in order], tmp_path)
 
 
 @pytest.mark.parametrize("count", [0, 2, 3])

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import resource
-import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +15,6 @@ from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.runtime.machine import Machine, this_machine
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.vllm import resources as limits
-from tepo_megatron.sampler.vllm import server
 from tepo_megatron.sampler.vllm.resources import check_machine
 
 GIB, MIB = 2**30, 2**20
@@ -54,13 +49,6 @@ def test_more_servers_workers_and_weights_need_more() -> None:
     assert memory(ServerConfig(tp=2), 2, weights_bytes=7 * GIB, on_gpu=False) >= one + 14 * 1024
     assert memory(ServerConfig(), 1, weights_bytes=140 * GIB, on_gpu=True) == one  # the weights are on the GPU
     check_machine(ServerConfig(), 1, weights_bytes=0, on_gpu=True, machine=Machine(shared_memory=0))  # one worker
-
-
-def test_this_machine_has_what_the_tests_need() -> None:
-    found = this_machine()
-    assert found.memory < 2**50
-    assert found.open_files > 100
-    check_machine(ServerConfig(), 1, **CPU, machine=replace(found, memory=2**40))
 
 
 def test_a_fleet_is_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,14 +91,6 @@ def test_the_soft_limit_of_open_files_is_raised_and_a_low_hard_one_said() -> Non
     assert "address space of a process: 3072 MiB needed, 2000 MiB found" in space
 
 
-def test_a_small_shared_memory_is_said() -> None:
-    """A container's usual 64 MiB, mounted in a namespace of its own."""
-    small = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh")
-    if shutil.which("unshare") is None or subprocess.run([*small, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this user may not mount")
-    assert "shared memory in /dev/shm: 240 MiB needed, 64 MiB found" in ask([("", 0, 0)], *small)[0]
-
-
 # -- groups of control
 
 
@@ -137,30 +117,3 @@ def test_the_tightest_group_of_control_counts(tmp_path: Path, version: int) -> N
     assert found.memory == 3 * GIB
     assert found.processes <= 7
     assert this_machine(proc, tmp_path / "none").memory == 64 * GIB
-
-
-def test_a_fleet_seeds_its_servers_and_counts_all_files_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, **{"a.safetensors": "12345", "b.safetensors": "123", "config.json": "{}"})
-    counted: list[int] = []
-    monkeypatch.setattr(server, "check_machine", lambda *_, weights_bytes, **__: counted.append(weights_bytes))
-
-    def seeds(seed: int) -> list[int]:
-        options: dict[str, Any] = {"model_dir": tmp_path, "dtype": "float32", "stop_token_ids": [2], "log_dir": tmp_path}
-        return [made.seed for made in Fleet(ServerConfig(count=3), seed=seed, **options)._servers]  # type: ignore[union-attr]
-
-    assert seeds(7) == [7, 8, 9]
-    assert seeds(2**32 - 2) == [2**32 - 2, 2**32 - 1, 0]
-    assert counted == [8, 8]
-
-
-@pytest.mark.parametrize(("soft", "expected"), [(20000, 512), (1024, 412), (100, 1)])
-def test_connections_stay_within_the_open_files(
-    soft: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = ServerConfig(count=2, max_num_seqs=512)
-    fleet = Fleet(config, model_dir=tmp_path, dtype="float32", stop_token_ids=[2], log_dir=tmp_path)
-    fleet._servers = [SimpleNamespace(url="http://127.0.0.1:1", healthy=lambda: True)] * 2  # type: ignore[list-item]
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, soft))
-    fleet._connect()
-    assert [client.pool._max_workers for client in fleet.sampling().values()] == [expected] * 2
-    fleet._disconnect()

@@ -65,12 +65,6 @@ def test_a_setting_reaches_vllm_and_its_default_does_not(
     assert (WORKER in " ".join(made.command(on_gpu=True))) is False
 
 
-def test_the_key_is_in_the_environment_and_on_no_command_line() -> None:
-    for on_gpu in (False, True):
-        assert not any("the-key" in part for part in server(ServerConfig()).command(on_gpu=on_gpu))
-        assert server(ServerConfig()).environment(on_gpu=on_gpu)["VLLM_API_KEY"] == "the-key"
-
-
 def test_servers_get_their_gpus_in_order_by_the_names_that_the_trainer_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,16 +139,6 @@ def test_servers_of_a_training_run_read_no_weights_and_others_do(trained: bool, 
     assert (DUMMY_FORMAT in made.command(on_gpu=True)) == (AWAITS_VARIABLE in made.environment(on_gpu=True)) == dummy
 
 
-def test_a_fleet_of_servers_without_weights_has_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for trained in (False, True):
-        made = Fleet(ServerConfig(), model_dir=tmp_path, dtype="float32", stop_token_ids=[2], log_dir=tmp_path, trained=trained)
-        monkeypatch.setattr(made, "_start", lambda servers: None)
-        made.start()
-        assert (made.weights_version is None) == trained
-        with pytest.raises(RuntimeError, match="do not have the current weights"):
-            made.generate([(1,)], n=1, temperature=1.0, max_new_tokens=1, seed=0)
-
-
 # -- speculation and quantization
 
 
@@ -199,28 +183,23 @@ def test_settings_that_cannot_work_are_refused(config: dict[str, Any], message: 
         ServerConfig.model_validate(config)
 
 
-def run(quantization: str, **changes: Any) -> RunConfig:
-    rollout = {"server": {"quantization": quantization, "dtype": "bfloat16"}, **changes.pop("rollout", {})}
-    return RunConfig.model_validate({"rollout": rollout, "objective": {"mismatch": {"kind": "truncate"}}} | changes)
-
-
 @pytest.mark.parametrize("quantization", FP8)
-def test_uncorrected_samples_are_refused_unless_they_are_wanted(quantization: str) -> None:
+def test_samples_of_other_numbers_need_a_correction_and_a_dtype_that_does_something(quantization: str) -> None:
+    def run(server: dict[str, Any], *, mismatch: Any = None, uncorrected: bool = False, model: str = "bfloat16") -> RunConfig:
+        rollout = {"server": server, "uncorrected": uncorrected}
+        raw = {"rollout": rollout, "objective": {"mismatch": mismatch}, "model": {"dtype": model}}
+        return RunConfig.model_validate(raw)
+
+    server, kind = {"quantization": quantization, "dtype": "bfloat16"}, {"kind": "truncate"}
+    assert run(server, mismatch=kind).objective.mismatch is not None
+    assert run(server, uncorrected=True).objective.mismatch is None
     with pytest.raises(ValidationError, match=r"biases the gradient; set objective.mismatch.kind = truncate"):
-        run(quantization, objective={})
-    assert run(quantization).objective.mismatch is not None
-    raw = {"quantization": quantization, "dtype": "bfloat16"}
-    assert run(quantization, objective={}, rollout={"server": raw, "uncorrected": True}).objective.mismatch is None
-    assert run("none", objective={}).objective.mismatch is None
-
-
-@pytest.mark.parametrize(("dtype", "model"), [("float32", "bfloat16"), ("auto", "float32")])
-def test_servers_in_another_dtype_are_refused(dtype: str, model: str) -> None:
-    with pytest.raises(ValidationError, match=r"takes servers in bfloat16, not float32; set rollout.server.dtype = bfloat16"):
-        run("fp8_per_block", rollout={"server": {"quantization": "fp8_per_block", "dtype": dtype}}, model={"dtype": model})
-    rollout = {"server": {"head_dtype": "float32", "dtype": dtype}}
-    with pytest.raises(ValidationError, match=r"head_dtype = float32 does nothing for servers in float32; leave it out"):
-        RunConfig.model_validate({"rollout": rollout, "model": {"dtype": model}})
+        run(server)
+    for dtype, model in (("float32", "bfloat16"), ("auto", "float32")):
+        with pytest.raises(ValidationError, match=r"takes servers in bfloat16, not float32; set rollout.server.dtype"):
+            run(server | {"dtype": dtype}, mismatch=kind, model=model)
+        with pytest.raises(ValidationError, match=r"head_dtype = float32 does nothing for servers in float32; leave it out"):
+            run({"head_dtype": "float32", "dtype": dtype}, model=model)
 
 
 @pytest.mark.parametrize(

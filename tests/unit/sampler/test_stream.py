@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from tepo_megatron.sampler.fleet.stream import FleetStream
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.sampler.sampling import Sampling, prompt_seed
 from tepo_megatron.sampler.vllm.wire import SAMPLES
-from tests.support.faulty_server import FaultyServer, Sender, answer_well, fleet_of
+from tests.support.faulty_server import FaultyServer, answer_well, fleet_of
 from tests.support.programs import TIMEOUT_S
 from tests.support.samples import answer, draw_group
 
@@ -140,52 +139,6 @@ def fleet_alone(fleet: Fleet, server: FaultyServer, prompt: tuple[int, ...], n: 
     return draw_group(
         client, prompt, n=n, temperature=1.0, max_new_tokens=4, seed=11, stop_token_ids=(), version=WeightsVersion(0)
     )
-
-
-def test_responses_that_span_an_update_carry_both_versions(servers: list[FaultyServer], tmp_path: Path) -> None:
-    """The update runs in another thread's time; the server holds the request meanwhile and goes on with the new weights."""
-    (server, _) = servers
-    begun, updated = threading.Event(), threading.Event()
-
-    def in_flight(server: FaultyServer, samples: list[Any]) -> tuple[int, bytes]:
-        begun.set()
-        updated.wait(TIMEOUT_S)
-        return 200, answer([each | {"versions": [(0, "default"), (1, server.version)]} for each in samples])
-
-    server.faults = [in_flight]
-    with fleet_of([server], tmp_path) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
-        stream.submit("a", (1, 5), 11)
-        begun.wait(TIMEOUT_S)
-        sender: Any = Sender([])
-        new = WeightsVersion(1, "d")
-        fleet.update_weights_from_shards(new, sender)
-        updated.set()
-        (response,) = drawn(stream).values()
-        assert response.versions == ((0, WeightsVersion(0)), (1, new))
-        assert response.weights_version == WeightsVersion(0)
-        server.faults = [in_flight]
-        stream.submit("b", (1, 5), 11)  # asked for after the update: no token of it may be older
-        with pytest.raises(RuntimeError, match="with weights 1:d and default, but this run gave it 1:d"):
-            drawn(stream)
-
-
-def part_of(tokens: list[int]) -> Response:
-    return Response(tokens, [-0.5] * len(tokens), "abort", WeightsVersion(0))
-
-
-def test_a_part_is_gone_on_with_behind_its_tokens_and_with_another_seed(servers: list[FaultyServer], tmp_path: Path) -> None:
-    (server, _) = servers
-    with fleet_of([server], tmp_path) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
-        part = part_of([4, 6])
-        stream.submit("a", (1, 5), 11, 2, continued={1: part})
-        found = drawn(stream)
-        assert found["a", 1].response_ids.tolist()[:2] == [4, 6]
-        assert found["a", 1].finish_reason == "stop"
-        assert len(found["a", 1].response_ids) == len(found["a", 1].logprobs) == 4
-        assert server.seeds[0] == 11
-        assert server.seeds[1] not in (11, 12)
-        with pytest.raises(ValueError, match="a response of 4 tokens cannot go on: max_new_tokens = 4"):
-            stream.submit("a", (1, 5), 11, continued={0: part_of([1] * 4)})
 
 
 def test_an_abort_gives_what_there_is(servers: list[FaultyServer], tmp_path: Path) -> None:

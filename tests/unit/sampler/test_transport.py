@@ -4,8 +4,6 @@ import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -82,25 +80,6 @@ def test_every_receiver_gets_every_tensor_bit_by_bit(
             assert all(same_bits(a, b) for a, (_, b) in zip(sent, received, strict=True))
 
 
-def test_strided_tensors_that_need_gradients_are_sent_by_value(group: list[GlooGroup]) -> None:
-    weight = torch.arange(12.0).view(3, 4).requires_grad_()
-    with ThreadPoolExecutor(WORLD) as pool:
-        receiving = [pool.submit(lambda m: dict(broadcast.receive(m, [("w", (4, 3), "float32")])), m) for m in group[1:]]
-        broadcast.send(group[0], [("w", (4, 3), "float32")], [weight.t()])
-        assert all(torch.equal(request.result()["w"], weight.detach().t()) for request in receiving)
-
-
-@given(specs=tensor_specs, limit=st.integers(1, 4096))
-def test_buckets_hold_the_manifest_in_order_within_the_limit(specs: list[tuple[tuple[int, ...], str]], limit: int) -> None:
-    manifest = [(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(specs)]
-    runs = broadcast.buckets(manifest, limit)
-    assert [entry.name for run in runs for entry in run] == [name for name, _, _ in manifest]
-    for run in runs:
-        assert len(run) == 1 or run[-1].offset + run[-1].nbytes <= limit
-        assert all(entry.offset % entry.dtype.itemsize == 0 for entry in run)
-        assert all(a.offset + a.nbytes <= b.offset for a, b in pairwise(run))
-
-
 @pytest.mark.parametrize(
     ("manifest", "message"),
     [([("a", (2,), "float33")], "unknown dtype 'float33'"), ([("a", (2,), "int8"), ("a", (2,), "int8")], "'a' occurs twice")],
@@ -151,12 +130,6 @@ def test_a_transfer_ends_with_the_tensors_name_when_one_side_leaves(ends: str) -
     receiver.close()
 
 
-def test_members_that_do_not_come_are_not_awaited_for_ever() -> None:
-    store, _ = transport.listen(HOST)
-    with pytest.raises(RuntimeError):
-        GlooGroup(store, HOST, 0, 2, 0.5)
-
-
 def test_nobody_waits_for_members_when_one_has_left() -> None:
     """They would wait for as long as a hang may last otherwise."""
     store, place = transport.listen(HOST)
@@ -169,35 +142,6 @@ def test_nobody_waits_for_members_when_one_has_left() -> None:
         for member in coming:
             with pytest.raises(RuntimeError, match="left before all had joined"):
                 member.result(TIMEOUT_S)
-
-
-def test_the_trainers_ranks_leave_a_meeting_to_which_a_server_does_not_come() -> None:
-    """The server has answered that it fails; the ranks are on their way into the group, and would wait for its workers."""
-    word: queue.Queue[Any] = queue.Queue()
-    plan = plan_moves(*[[layout] * 2 for layout in (LAYOUT, LAYOUT)])
-
-    def broadcast(rank: int, value: Any) -> Any:
-        if rank:
-            return word.get(timeout=TIMEOUT_S)
-        word.put(value)
-        return value
-
-    options: dict[str, Any] = {"dtype": torch.float32, "timeout_s": TIMEOUT_S}
-    root, other = (
-        ShardSender(plan, {"p": torch.zeros(2, 2)}, rank=rank, broadcast_from_root=partial(broadcast, rank), **options)
-        for rank in (0, 1)
-    )
-    with ThreadPoolExecutor(2) as pool:
-        root.open_rendezvous(HOST)
-        root.broadcast_rendezvous()
-        following, joining = pool.submit(other.update_as_non_root), pool.submit(root.join_group)
-        with pytest.raises(TimeoutError):
-            joining.result(0.5)
-        root.close()
-        root.finish_update(arrived=False)
-        following.result(TIMEOUT_S)
-        with pytest.raises(RuntimeError, match="left before all"):
-            joining.result(TIMEOUT_S)
 
 
 def test_rank_0_hears_why_another_rank_failed_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

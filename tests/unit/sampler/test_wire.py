@@ -61,6 +61,48 @@ def test_what_arrives_is_what_was_sent_in_any_pieces_and_a_cut_stream_is_a_wrong
         responses([stream[: data.draw(st.integers(0, len(stream) - 1))]], sizes)
 
 
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logprobs": []}, "0 log-probs for 2 response tokens"),
+        ({"logprobs": [-1.0]}, "1 log-probs for 2 response tokens"),
+        ({"ids": [3]}, "2 log-probs for 1 response tokens"),
+        ({"ids": [], "logprobs": []}, "a response of 0 tokens"),
+        ({"ids": [3] * 9, "logprobs": [-1.0] * 9}, "a response of 9 tokens"),
+        ({"logprobs": [-0.5, NAN]}, "log-prob of response token 1 is nan"),
+        ({"logprobs": [-0.5, -INF]}, "log-prob of response token 1 is -inf"),
+        ({"logprobs": [-0.5, 0.5]}, "log-prob of response token 1 is 0.5"),
+        ({"ids": [16, 2]}, "token 16 is not one of"),
+        ({"ids": [-1, 2]}, "token -1 is not one of"),
+        ({"sample": 5}, "sample 5, which was not asked for"),
+        ({"versions": [[]]}, "something else than responses"),
+        ({"finish_reason": "abort"}, "finish_reason = 'abort'"),
+    ],
+)
+def test_a_response_that_cannot_be_right_is_a_wrong_answer(changes: dict[str, Any], message: str) -> None:
+    pieces = [answer([response(0, [3, 2], [-0.5, -1.0]) | changes])]
+    with pytest.raises(BadAnswer, match=message):
+        list(read_responses(pieces, {0: Sample(0, 0, 4)}, lambda: [WeightsVersion(0)], vocab_size=16))
+
+
+@pytest.mark.parametrize(
+    ("stream", "message"),
+    [
+        (b'{"choices": [', "something else than responses"),
+        (head_frame({"object": "error"}), "sample None, which was not asked for"),
+        (head_frame([1, 2]), "something else than responses"),  # type: ignore[arg-type]
+        (head_frame({"sample": 0, "arrays": "two"}), "something else than responses"),
+        (answer([response(0, [3], [-1.0])] * 2), "returned the response to sample 0 again"),
+    ],
+)
+def test_what_is_no_stream_of_responses_is_a_wrong_answer(stream: bytes, message: str) -> None:
+    with pytest.raises(BadAnswer, match=message):
+        responses([stream], [4])
+
+
 @pytest.mark.parametrize(
     "arrays",
     [
