@@ -20,7 +20,7 @@ from tepo_megatron.runtime.proc import STOPPED, Process
 
 INTERVAL_S = 2.0
 
-STACK_SIGNAL = signal.SIGUSR2
+_STACK_SIGNAL = signal.SIGUSR2
 """Makes a rank write its stacks into :func:`stacks_path`. SIGUSR1 is Slurm's warning."""
 
 
@@ -111,7 +111,7 @@ class Heartbeat:
         stacks = _stacks_path(folder, rank).open("w")
         self._files = [file, stacks]
         if threading.current_thread() is threading.main_thread():
-            faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+            faulthandler.register(_STACK_SIGNAL, file=stacks, all_threads=True)
         self._write(file)
         self._thread = threading.Thread(target=self._beat, args=(file,), name="heartbeat", daemon=True)
         self._thread.start()
@@ -161,7 +161,7 @@ class Heartbeat:
         if not thread.is_alive():
             self._write(self._files[0])
         with contextlib.suppress(RuntimeError, ValueError):
-            faulthandler.unregister(STACK_SIGNAL)
+            faulthandler.unregister(_STACK_SIGNAL)
         for file in self._files:
             file.close()
 
@@ -336,7 +336,7 @@ def _request_stacks(status: Path, records: Sequence[RankRecord]) -> None:
     before, last = sizes(), list[int]()
     for record in records:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(record.pid, STACK_SIGNAL)
+            os.kill(record.pid, _STACK_SIGNAL)
     end = time.monotonic() + _STACKS_TIMEOUT_S
     while time.monotonic() < end:
         now = sizes()
@@ -355,7 +355,7 @@ def _rank_report(status: Path, process: Process, record: RankRecord | None) -> s
     text = ""
     with contextlib.suppress(OSError):
         text = _stacks_path(status, record.rank).read_text(errors="replace")
-    return head + (text or f"No stack: the process did not answer signal {STACK_SIGNAL} within {_STACKS_TIMEOUT_S:g} s.\n")
+    return head + (text or f"No stack: the process did not answer signal {_STACK_SIGNAL} within {_STACKS_TIMEOUT_S:g} s.\n")
 
 
 def _process_line(process: Process) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from tepo_megatron.runtime.proc import PROC, Process, boot_id
 
 FILE = "run.lock"
-RENEW_EVERY_S = 15.0
+_RENEW_EVERY_S = 15.0
 SILENT_S = 180.0
 """File systems cache times for up to 60 s."""
 
@@ -136,7 +136,7 @@ class RunLock:
         self._fd = -1
 
     def _renew(self, fd: int) -> None:
-        while not self._stop.wait(RENEW_EVERY_S):
+        while not self._stop.wait(_RENEW_EVERY_S):
             with suppress(OSError):  # a disk may be away: others see the silence, and is_there() the result
                 os.utime(fd)
 

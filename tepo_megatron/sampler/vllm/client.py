@@ -27,7 +27,7 @@ from tepo_megatron.sampler.vllm.wire import (
 )
 from tepo_megatron.weights.architecture import ModelSpec
 
-SLEEPS = frozenset({"weights", "kv_cache"})  # vLLM's names
+_SLEEPS = frozenset({"weights", "kv_cache"})  # vLLM's names
 
 GENERATE = "/inference/v1/generate"
 """vLLM's route for token ids, which scores prompts here."""
@@ -211,7 +211,7 @@ class Client:
     def sleep(self) -> None:
         """vLLM's level 1 would keep a copy of weights that the next update replaces."""
         self._post("/sleep?level=2")
-        self.asleep = SLEEPS
+        self.asleep = _SLEEPS
 
     def wake_up(self, tag: str) -> None:
         """``tag`` is ``weights`` or ``kv_cache``."""

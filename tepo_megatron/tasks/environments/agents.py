@@ -175,7 +175,7 @@ def _takes_seed(solve: Callable[..., Any], kwargs: Mapping[str, Any], name: str)
     return takes
 
 
-HOST = "127.0.0.1"
+_HOST = "127.0.0.1"
 _FOLLOWS = {"Cache-Control": "no-cache", "Content-Type": "text/event-stream"}
 _LONGEST_WAIT_S = 60.0
 
@@ -236,12 +236,12 @@ class ChatAddress:
         handler: Any = runner.server
         loop = asyncio.get_running_loop()
         try:
-            server = await loop.create_server(lambda: _Connection(handler(), self._strangers), HOST, self._port)
+            server = await loop.create_server(lambda: _Connection(handler(), self._strangers), _HOST, self._port)
         except OSError as error:
             raise OSError(
                 f"environment.agent.port = {self._port} cannot be listened on ({error.strerror or error}); give another, or 0"
             ) from error
-        return f"http://{HOST}:{server.sockets[0].getsockname()[1]}/v1"
+        return f"http://{_HOST}:{server.sockets[0].getsockname()[1]}/v1"
 
     def _session(self, request: web.Request) -> AgentSession:
         key = _key_of(request)

@@ -37,7 +37,7 @@ BUILTIN: Mapping[str, str] = {
 
 OUTSIDE = "outside"  # external agents; nothing is imported
 
-Answer = dict[str, Any]
+_Answer = dict[str, Any]
 
 
 def resolve_environment(name: str) -> str:
@@ -84,7 +84,7 @@ class EpisodeTable:
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._runner.run(coroutine)
 
-    async def answer(self, number: int, call: Sequence[Any]) -> Answer:
+    async def answer(self, number: int, call: Sequence[Any]) -> _Answer:
         """Exceptions become answers; those of ``close`` are printed too, since the reward is already known."""
         kind, *arguments = call
         method: Callable[..., Any] = self._make
@@ -133,8 +133,8 @@ class EpisodeTable:
             raised = f"it raised {type(error).__name__}: {error}"
             raise ValueError(f"the environment {self._setup['name']!r} cannot be made with {options}: {raised}") from error
 
-    def _checked(self, result: Any, kind: str, method: Callable[..., Any]) -> Answer:
-        def failed(why: str) -> Answer:
+    def _checked(self, result: Any, kind: str, method: Callable[..., Any]) -> _Answer:
+        def failed(why: str) -> _Answer:
             return {"error": f"the environment's {kind} returned {why}{place_of(method)}"}
 
         if not isinstance(result, StepResult):

@@ -14,7 +14,7 @@ import httpx
 
 from tepo_megatron.core.problem import Problem, ResponseText
 
-PROMPT = """Question:
+_PROMPT = """Question:
 {prompt}
 
 Reference answer:
@@ -58,7 +58,7 @@ class Judge:
         base_url: str,
         model: str,
         *,
-        prompt: str = PROMPT,
+        prompt: str = _PROMPT,
         pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)",
         api_key_env: str | None = None,
         max_tokens: int = 512,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.sampler.fleet.progress import ProgressWatch
+from tepo_megatron.sampler.fleet.stream import ProgressWatch
 from tepo_megatron.sampler.vllm.client import ServerGone, ServerSilent
 
 
