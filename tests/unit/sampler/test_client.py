@@ -1,75 +1,58 @@
-"""What the client says when a server misbehaves, against a small HTTP server."""
+"""What the client sends, and what it says when a server misbehaves. Over real connections: test_faults.py."""
+
+from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.vllm.client import Client
 from tepo_megatron.sampler.vllm.wire import SAMPLES, head_frame
-from tests.support.programs import TIMEOUT_S
 from tests.support.samples import answer, draw_group, response
 
 KEY = "a-secret-key"
-Reply = tuple[int, bytes]
-Serve = Callable[..., Client]
+URL = "http://127.0.0.1:1"
+NINE = WeightsVersion(9, "abc")
+
+Serve = Callable[[int, bytes], Client]
 
 
 @pytest.fixture
-def serve() -> Iterator[Serve]:
-    servers: list[ThreadingHTTPServer] = []
-
-    def start(answer: Callable[[str, Any, dict[str, str]], Reply], timeout_s: float = 60.0) -> Client:
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers.get("content-length", 0)))
-                headers = {name.lower(): value for name, value in self.headers.items()}
-                status, content = answer(self.path, json.loads(body) if body else None, headers)
-                self.send_response(status)
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *args: object) -> None: ...
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        servers.append(server)
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        return Client(f"http://127.0.0.1:{server.server_port}", KEY, timeout_s)
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+def sent() -> list[httpx.Request]:
+    return []
 
 
-NINE = WeightsVersion(9, "abc")
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch, sent: list[httpx.Request]) -> Serve:
+    """A client whose every request is answered by this."""
+
+    def start(status: int, content: bytes) -> Client:
+        def handle(_transport: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
+            sent.append(request)
+            return httpx.Response(status, stream=httpx.ByteStream(content))
+
+        monkeypatch.setattr(httpx.HTTPTransport, "handle_request", handle)
+        return Client(URL, KEY, 60.0)
+
+    return start
 
 
-def generate(client: Client, **changes: Any) -> list[Response]:
-    arguments: dict[str, Any] = {
-        "n": 2, "temperature": 0.5, "max_new_tokens": 7, "seed": 3, "stop_token_ids": [2], "version": NINE
-    }  # fmt: skip
-    return draw_group(client, (1, 5), **arguments | changes)
+def generate(client: Client) -> list[Response]:
+    settings: dict[str, Any] = {"n": 2, "temperature": 0.5, "max_new_tokens": 7, "seed": 3, "stop_token_ids": [2]}
+    return draw_group(client, (1, 5), **settings, version=NINE)
 
 
-def test_responses_come_back_with_key_and_parameters_sent(serve: Serve) -> None:
-    seen: list[Any] = []
-
-    def reply(path: str, body: Any, headers: dict[str, str]) -> Reply:
-        seen.append((path, body, headers["authorization"]))
-        one = response(1, [21], [-1.0], "length", [(0, "9:abc")])  # it finishes first
-        return 200, answer([one, response(0, [10, 2], [-0.5, -11 / 3], "stop", [(0, "9:abc")])])
-
-    first, second = generate(serve(reply))
+def test_responses_come_back_with_key_and_parameters_sent(serve: Serve, sent: list[httpx.Request]) -> None:
+    one = response(1, [21], [-1.0], "length", [(0, "9:abc")])  # it finishes first
+    first, second = generate(serve(200, answer([one, response(0, [10, 2], [-0.5, -11 / 3], "stop", [(0, "9:abc")])])))
     assert first == Response((10, 2), (-0.5, -11 / 3), "stop", NINE)
     assert second == Response((21,), (-1.0,), "length", NINE)
-    (path, body, authorization) = seen[0]
-    assert (path, authorization) == (SAMPLES, f"Bearer {KEY}")
+    assert (sent[0].url.path, sent[0].headers["authorization"]) == (SAMPLES, f"Bearer {KEY}")
+    body = json.loads(sent[0].content)
     assert body.pop("id")
     assert body == {
         "model": "policy",
@@ -80,55 +63,41 @@ def test_responses_come_back_with_key_and_parameters_sent(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("versions", "expected", "said"),
+    ("versions", "said"),
     [
-        (["9:abd"], NINE, "9:abd"),  # other weights of the same step
-        (["9:abc", "10:f"], NINE, "10:f and 9:abc"),  # updated while it was being drawn
-        (["default"], NINE, "default"),  # started again behind our back
-        ([], NINE, "of no version"),
+        (["9:abd"], "9:abd"),  # other weights of the same step
+        (["9:abc", "10:f"], "10:f and 9:abc"),  # updated while it was being drawn
+        (["default"], "default"),  # started again behind our back
+        ([], "of no version"),
     ],
 )
-def test_a_response_of_an_unexpected_version_is_an_error(
-    serve: Serve, versions: list[str], expected: WeightsVersion, said: str
-) -> None:
+def test_a_response_of_an_unexpected_version_is_an_error(serve: Serve, versions: list[str], said: str) -> None:
     both = [response(at, [10, 2], [-0.5, -1.0], versions=list(enumerate(versions))) for at in range(2)]
-    client = serve(lambda path, body, headers: (200, answer(both)))
     with pytest.raises(RuntimeError) as caught:
-        generate(client, version=expected)
-    expected_label = f"{expected.step}:{expected.digest}"
-    assert f"{client.url} drew a response with weights {said}, but this run gave it {expected_label}" in str(caught.value)
+        generate(serve(200, answer(both)))
+    assert f"{URL} drew a response with weights {said}, but this run gave it 9:abc" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("reply", "message"),
+    ("status", "content", "message"),
     [
-        ((400, b'{"error": {"message": "the prompt is too long"}}'), "status 400: the prompt is too long"),
-        ((401, b'{"error": "no key"}'), "status 401: no key"),
-        ((422, b'{"detail": "a field is missing"}'), "status 422: a field is missing"),
-        ((500, b"Internal Server Error"), "status 500: Internal Server Error"),
-        ((503, b""), "status 503: no explanation"),
-        ((200, head_frame({"error": "the engine is dead", "status": 500})), "status 500: the engine is dead"),
-        ((200, b"<html>"), "something else than responses: b'<html>'"),
+        (400, b'{"error": {"message": "the prompt is too long"}}', "status 400: the prompt is too long"),
+        (401, b'{"error": "no key"}', "status 401: no key"),
+        (422, b'{"detail": "a field is missing"}', "status 422: a field is missing"),
+        (500, b"Internal Server Error", "status 500: Internal Server Error"),
+        (503, b"", "status 503: no explanation"),
+        (200, head_frame({"error": "the engine is dead", "status": 500}), "status 500: the engine is dead"),
+        (200, b"<html>", "something else than responses: b'<html>'"),
     ],
 )
-def test_an_error_carries_the_address_the_status_and_the_servers_words(serve: Serve, reply: Reply, message: str) -> None:
-    client = serve(lambda path, body, headers: reply)
+def test_an_error_carries_the_address_the_status_and_the_servers_words(
+    serve: Serve, status: int, content: bytes, message: str
+) -> None:
     with pytest.raises(RuntimeError) as caught:
-        generate(client)
-    assert client.url in str(caught.value)
+        generate(serve(status, content))
+    assert URL in str(caught.value)
     assert message in str(caught.value)
     assert KEY not in str(caught.value)
-
-
-def test_a_slow_server_is_given_up(serve: Serve) -> None:
-    def answer(path: str, body: Any, headers: dict[str, str]) -> Reply:
-        given_up.wait(TIMEOUT_S)
-        return 200, b"{}"
-
-    given_up = threading.Event()
-    with pytest.raises(RuntimeError, match=r"POST http://127.0.0.1:\d+/resume: no answer within 0.5 s"):
-        serve(answer, 0.5).resume()
-    given_up.set()
 
 
 def scored(prompt: list[int], logprobs: list[float]) -> bytes:
@@ -136,18 +105,8 @@ def scored(prompt: list[int], logprobs: list[float]) -> bytes:
     return json.dumps({"prompt_logprobs": tokens}).encode()
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        b"{}",
-        b'{"choices": []}',
-        b'{"prompt_logprobs": null}',
-        scored([4, 9], [-1.0]),
-        scored([4, 9, 8], [-1.0] * 2),
-    ],
-)
+@pytest.mark.parametrize("reply", [b"{}", b'{"prompt_logprobs": null}', scored([4, 9], [-1.0]), scored([4, 9, 8], [-1.0] * 2)])
 def test_scores_of_another_prompt_are_no_answer(serve: Serve, reply: bytes) -> None:
-    client = serve(lambda path, body, headers: (200, reply))
-    with pytest.raises(RuntimeError, match="something else than the log-probs of the prompt") as caught:
+    client = serve(200, reply)
+    with pytest.raises(RuntimeError, match=f"^{URL} answered with something else than the log-probs of the prompt"):
         client.prompt_logprobs((4, 9, 7))
-    assert client.url in str(caught.value)

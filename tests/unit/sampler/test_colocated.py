@@ -24,13 +24,6 @@ SLEEP, WEIGHTS, CACHE = "/sleep?level=2", "/wake_up?tags=weights", "/wake_up?tag
 
 
 @pytest.fixture
-def server() -> Iterator[FaultyServer]:
-    made = FaultyServer()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def fleet(server: FaultyServer, tmp_path: Path) -> Iterator[Fleet]:
     """One colocated server."""
     with fleet_of([server], tmp_path, placement="colocated") as (made, _):

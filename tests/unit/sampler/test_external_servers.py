@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,6 @@ from tepo_megatron.sampler.fleet.external import (
 )
 from tests.support.faulty_server import FaultyServer
 from tests.support.programs import TIMEOUT_S
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    """A server that is healthy."""
-    server = FaultyServer()
-    yield server.url
-    server.close()
 
 
 @pytest.fixture
@@ -80,16 +71,18 @@ def test_a_key_or_a_folder_that_others_can_use_is_refused(tmp_path: Path) -> Non
         shared_key(tmp_path / "file" / "registry")
 
 
-def test_a_server_is_found_used_retired_and_found_again(stand_in: ExternalServer, entry: RegistryEntry, url: str) -> None:
+def test_a_server_is_found_used_retired_and_found_again(
+    stand_in: ExternalServer, entry: RegistryEntry, server: FaultyServer
+) -> None:
     stand_in.start()
     with pytest.raises(RuntimeError, match="external rollout server 0 was not there within"):
         wait(stand_in, 0.2)
     entry.register("http://127.0.0.1:9", "dead")
     with pytest.raises(RuntimeError, match="was not there"):
         wait(stand_in, 0.2)  # registered, but nobody answers
-    entry.register(url, "first")
+    entry.register(server.url, "first")
     wait(stand_in)
-    assert stand_in.url == url
+    assert stand_in.url == server.url
     assert stand_in.healthy()
     assert not entry.is_retired("first")
 
@@ -98,13 +91,15 @@ def test_a_server_is_found_used_retired_and_found_again(stand_in: ExternalServer
     assert not stand_in.healthy()
     with pytest.raises(RuntimeError, match="was not there"):
         wait(stand_in, 0.2)
-    entry.register(url, "second")
+    entry.register(server.url, "second")
     wait(stand_in)
     assert stand_in.healthy()
 
 
-def test_a_server_that_another_trainer_used_is_replaced(stand_in: ExternalServer, entry: RegistryEntry, url: str) -> None:
-    entry.register(url, "used")
+def test_a_server_that_another_trainer_used_is_replaced(
+    stand_in: ExternalServer, entry: RegistryEntry, server: FaultyServer
+) -> None:
+    entry.register(server.url, "used")
     stand_in.start()
     wait(stand_in)
     later = ExternalServer(stand_in.config, index=0, log=Path("log"))

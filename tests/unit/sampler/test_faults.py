@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,6 @@ from tests.support.samples import Sample
 PROMPTS = [(1, 5), (1, 6, 7), (1,), (1, 9)]
 SHORT_S = 3.0
 """For who hangs. The others answer in milliseconds, and in far less than this on a machine that is ten times slower."""
-
-
-@pytest.fixture
-def servers() -> Iterator[list[FaultyServer]]:
-    made = [FaultyServer(), FaultyServer()]
-    yield made
-    for server in made:
-        server.close()
 
 
 def sample(fleet: Fleet) -> list[list[Response]]:
@@ -111,11 +103,10 @@ def first_two(behave: Behaviour) -> Behaviour:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_wrong_answer_is_asked_for_again_and_then_ends_the_server_with_the_first_cause(
-    name: str, servers: list[FaultyServer], expected: list[list[Response]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, server: FaultyServer, expected: list[list[Response]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     behave, said = FAULTS[name]
     monkeypatch.setattr("tepo_megatron.sampler.fleet.stream.FIRST_PAUSE_S", 0.0)
-    (server, _) = servers
     server.always = first_two(behave)
     with fleet_of([server], tmp_path, max_retries=2, max_restarts=1) as (fleet, _):
         assert sample(fleet) == expected  # the same draws, by the same seeds
@@ -166,9 +157,8 @@ def test_two_servers_of_which_one_answers_wrongly_give_whole_groups_and_it_is_re
 
 
 def test_other_weights_and_refused_requests_are_neither_repeated_nor_a_servers_death(
-    servers: list[FaultyServer], tmp_path: Path
+    server: FaultyServer, tmp_path: Path
 ) -> None:
-    (server, _) = servers
     with fleet_of([server], tmp_path) as (fleet, _):
         for behave, said in (
             (
@@ -244,9 +234,8 @@ def test_a_server_that_hangs_is_lost_and_its_requests_go_to_the_other(
 
 @pytest.mark.slow
 def test_a_slow_server_that_makes_tokens_is_left_alone(
-    servers: list[FaultyServer], expected: list[list[Response]], tmp_path: Path
+    server: FaultyServer, expected: list[list[Response]], tmp_path: Path
 ) -> None:
-    (server, _) = servers
 
     def slow(server: FaultyServer, samples: list[Sample]) -> tuple[int, bytes]:
         until = time.monotonic() + 2 * SHORT_S
@@ -318,8 +307,7 @@ def test_a_server_that_hangs_before_it_has_joined_counts_as_dead(servers: list[F
         assert sender.closed.is_set()
 
 
-def test_a_canary_that_hangs_or_is_garbage_counts_as_a_servers_death(servers: list[FaultyServer], tmp_path: Path) -> None:
-    (server, _) = servers
+def test_a_canary_that_hangs_or_is_garbage_counts_as_a_servers_death(server: FaultyServer, tmp_path: Path) -> None:
     with fleet_of([server], tmp_path, request_timeout_s=SHORT_S, max_retries=1, max_restarts=9) as (fleet, _):
         server.sample = lambda body: (200, b"{}")  # type: ignore[method-assign]
         with pytest.raises(ServerDied, match="something else than the log-probs of the prompt"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,6 @@ from tests.support.programs import TIMEOUT_S
 from tests.support.samples import answer, draw_group
 
 SAMPLING = Sampling(1.0, 4)
-
-
-@pytest.fixture
-def servers() -> Iterator[list[FaultyServer]]:
-    made = [FaultyServer(), FaultyServer()]
-    yield made
-    for server in made:
-        server.close()
 
 
 def wait_for_calls(count: int, *servers: FaultyServer) -> None:
@@ -116,10 +107,9 @@ def test_what_a_lost_server_owes_is_drawn_by_the_other_and_what_it_gave_is_kept(
 
 
 def test_a_stream_does_not_ask_servers_that_were_started_again_and_have_no_weights_yet(
-    servers: list[FaultyServer], tmp_path: Path
+    server: FaultyServer, tmp_path: Path
 ) -> None:
     """An update fails and all servers are revived, in another thread, before the stream sees what became of its requests."""
-    (server, _) = servers
     server.hangs = {SAMPLES}
     with fleet_of([server], tmp_path) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
         stream.submit("a", (1, 5), 11)
@@ -141,9 +131,8 @@ def fleet_alone(fleet: Fleet, server: FaultyServer, prompt: tuple[int, ...], n: 
     )
 
 
-def test_an_abort_gives_what_there_is(servers: list[FaultyServer], tmp_path: Path) -> None:
+def test_an_abort_gives_what_there_is(server: FaultyServer, tmp_path: Path) -> None:
     """Of one request a part, of another nothing, of a third the whole, and nothing of what was not asked for yet."""
-    (server, _) = servers
     reasons = iter(["abort", "abort", "stop"])
 
     def ended(server: FaultyServer, samples: list[Any]) -> tuple[int, bytes]:
