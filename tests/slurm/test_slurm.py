@@ -17,7 +17,7 @@ from tests.support.programs import TIMEOUT_S
 pytestmark = pytest.mark.slurm
 
 RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
-STEPS = 4
+STEPS = 2
 SMALL = [
     *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "train.minibatches=2", "evaluate.every=0"),
     *("engine.platform=cpu", "rollout.server.interface=lo", "rollout.server.max_num_seqs=16"),
