@@ -132,9 +132,8 @@ def check_agreement(
         raise RuntimeError(
             f"step {step}: {wrong} of {len(names)} groups of rollouts were not drawn from the trainer's policy: in group "
             f"{int(names[worst])} the log-probs of {int(tokens[worst])} tokens differ by {float(mean[worst]):.3g} nats on "
-            f"average, {float(largest[worst]):.3g} at most (rollout.canary.rollouts_tolerance = {tolerance:g}). The servers' "
-            "weights, temperature or cache are not what this run gave them; nothing was trained on these rollouts. Start again "
-            "with --resume, which starts new servers"
+            f"average, {float(largest[worst]):.3g} at most (rollout.canary.rollouts_tolerance = {tolerance:g}). Nothing was "
+            "trained on them; start new servers with --resume"
         )
     return {
         "canary/rollouts_mean_gap": float(gap.mean()),

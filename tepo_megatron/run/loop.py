@@ -43,7 +43,11 @@ class Loop:
     def __post_init__(self) -> None:
         self.stopping = Stopping(saved_step=self.step)
         self.stopping.signals.at_risk = lambda: self.stopping.at_risk(self.step)
-        self.skipped = SkippedUpdates(self.config, self.keep_skipped, self.engine.broadcast_from_root)
+
+        def keep(step: int, skipped: Sequence[Mapping[str, Any]]) -> Path | None:
+            return self.on_root(lambda rank0: rank0.keep_skipped(step, skipped))
+
+        self.skipped = SkippedUpdates(self.config, keep, self.engine.broadcast_from_root)
         self.rollback = Rollback(self.config.train.rollback)
 
     def run(self) -> None:
@@ -77,7 +81,8 @@ class Loop:
         with self.phase("score"):
             self.onload_trainer()
             batch = mark_recorded(engine.batch_from_root(rollouts), self.config.log, self.step + 1)
-            noise = engine.measure_noise(batch) if self.noise_is_due() else {}
+            noise_every = self.config.engine.noise_every
+            noise = engine.measure_noise(batch) if noise_every and self.step % noise_every == 0 else {}
             # Mini-batches first: each is scored in the very micro-batches of its update, so that rounding, which depends on a
             # token's place in its micro-batch, cancels in ratios and in differences of entropies (decision 012).
             parts = minibatches(batch, self.config.train.minibatches, seed=self.config.seed, step=self.step)
@@ -156,10 +161,6 @@ class Loop:
         self.from_root(lambda rank0: rank0.servers.sleep())
         self.engine.onload()
 
-    def noise_is_due(self) -> bool:
-        every = self.config.engine.noise_every
-        return bool(every) and self.step % every == 0
-
     def evaluate(self) -> None:
         if self.config.evaluate.any_due(self.step, self.config.train.steps):
             self.with_servers(lambda rank0: rank0.evaluate(self.step))
@@ -198,9 +199,6 @@ class Loop:
             self.finish_save()
         sentence = self.stopping.describe(stop, saved=self.step > saved_step)
         self.on_root(lambda rank0: rank0.output.message(sentence))
-
-    def keep_skipped(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> Path | None:
-        return self.on_root(lambda rank0: rank0.keep_skipped(step, skipped))
 
     def log(self, row: Mapping[str, float]) -> None:
         self.on_root(lambda rank0: rank0.log(self.step, row))

@@ -36,7 +36,7 @@ class MetricsWriter:
         self.last_step: int | None = None
         self._events = _EventsFile(output / "tensorboard", failed) if tensorboard else None
         self.path.touch()
-        rows, self.cut = _read_rows(self.path)
+        rows, self.cut = read_rows(self.path, "row of metrics")
         self._rewrite(rows)
 
     @property
@@ -69,19 +69,20 @@ class MetricsWriter:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Drops a last line that a crash cut off. Raises ValueError for other malformed lines."""
-    return _read_rows(path)[0]
+    return read_rows(path, "row of metrics")[0]
 
 
-def _read_rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
+def read_rows(path: Path, what: str) -> tuple[list[dict[str, Any]], bool]:
+    """Also returns whether a crash cut off the last line. Raises ValueError for other lines without an integer ``step``."""
     lines, cut = read_lines(path)
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not a row of metrics: {error}; remove the line") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}:{number}: not a {what}: {error}; remove the line") from error
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise ValueError(f"{path}:{number}: not a row of metrics: an object with an integer 'step' was expected")
+            raise ValueError(f"{path}:{number}: not a {what}: an object with an integer 'step' was expected; remove the line")
         rows.append(row)
     return rows, cut
 
@@ -97,8 +98,6 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        if name not in self._seconds:
-            raise ValueError(f"phase {name!r} is not known; known phases: {', '.join(PHASES)}")
         self._charge()
         self._open.append(name)
         try:

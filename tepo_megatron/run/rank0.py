@@ -142,7 +142,7 @@ class Rank0:
     def update_weights(self, version: WeightsVersion, publisher: WeightPublisher) -> bool:
         """Returns whether a server died. It stays dead until ``servers.revive_or_wake``: the trainer may still use its GPU."""
         start = time.monotonic()
-        with self.collector.hold_clock():
+        with self.collector.clock.hold():
             died = self.servers.run_or_report(lambda: publisher.update_weights(version))[1]
         if died:
             self.lost["lost/server"] += time.monotonic() - start
@@ -160,7 +160,7 @@ class Rank0:
         sampler = self.servers.sampler
         if sampler is None:
             return
-        with self.phase("eval"), self.collector.hold_clock(), self._signals.interruptible():
+        with self.phase("eval"), self.collector.clock.hold(), self._signals.interruptible():
             settings: dict[str, Any] = {"on_progress": self.heartbeat.moved, "on_move": self.heartbeat.moved}
             settings |= truncation_of(self.config.rollout.sampling)
             generate, heldout = partial(sampler.generate, **settings), self._inputs.heldout
@@ -237,9 +237,7 @@ _T = TypeVar("_T")
 class _Servers:
     """Servers on the trainer's GPUs start in :meth:`wait_until_ready`, others in the background; none in a replayed run."""
 
-    def __init__(
-        self, config: RunConfig, inputs: Inputs, output: Output, heartbeat: Heartbeat, lost: defaultdict[str, float]
-    ) -> None:
+    def __init__(self, config: RunConfig, inputs: Inputs, output: Output, heartbeat: Heartbeat, lost: dict[str, float]) -> None:
         self._config, self._output, self._heartbeat, self._lost = config, output, heartbeat, lost
         self._signals = stop_signals()
         self.sampler: Sampler | None = None

@@ -14,9 +14,9 @@ from tepo_megatron.run.display.figures import fault_lines, final_table
 from tepo_megatron.run.display.plots import plot_curves
 from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.loggers.loggers import Ending, Loggers, check_installed
-from tepo_megatron.run.metrics import FOLDER, MetricsWriter, TokenSamples, read_metrics, token_file, token_files
+from tepo_megatron.run.metrics import FOLDER, MetricsWriter, TokenSamples, read_metrics, read_rows, token_file, token_files
 from tepo_megatron.run.output.resume import check_no_run, forget_start, resumes, unwritable_is_a_sentence
-from tepo_megatron.runtime.files import Failed, LogFile, parse_samples, read_lines, write_atomically
+from tepo_megatron.runtime.files import Failed, LogFile, write_atomically
 from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.runtime.terminal import Terminal
@@ -64,7 +64,8 @@ class Output:
             forget_start(self.folder)
             # A resumed run writes it when the checkpoint has been accepted.
             (self.folder / "resolved.yaml").write_text(dump_resolved(self._config), encoding="utf-8")
-        cut = [file.path for file in (self._samples, self._train_samples) if _read_samples(file.path)[1]]
+        present = [file.path for file in (self._samples, self._train_samples) if file.path.exists()]
+        cut = [path for path in present if read_rows(path, "sample")[1]]
         self._metrics = MetricsWriter(self.folder, self._config.log.tensorboard, self.write_failed)
         return [*([self._metrics.path] if self._metrics.cut else []), *cut]
 
@@ -79,11 +80,11 @@ class Output:
             forgotten = sum(row.get("time/step") or 0.0 for row in rows if row["step"] > step)
             self._metrics.truncate_after(step)
             logged = -1 if self.last_step is None else self.last_step
-            for file in (self._samples, self._train_samples):
-                samples, cut = _read_samples(file.path)
-                remaining = [line for line, of in samples if of <= logged]
+            for path in (self._samples.path, self._train_samples.path):
+                samples, cut = read_rows(path, "sample") if path.exists() else ([], False)
+                remaining = [row for row in samples if row["step"] <= logged]
                 if cut or len(remaining) < len(samples):
-                    write_atomically(file.path, "".join(line + "\n" for line in remaining))
+                    write_atomically(path, _as_lines(remaining))
             self._tokens.forget_after(step)
         return forgotten
 
@@ -104,10 +105,10 @@ class Output:
         return written
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        self._samples.append(_as_lines(step, samples))
+        self._samples.append(_as_lines({"step": step, **sample} for sample in samples))
 
     def write_train_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        self._train_samples.append(_as_lines(step, samples))
+        self._train_samples.append(_as_lines({"step": step, **sample} for sample in samples))
 
     def write_tokens(self, samples: TokenSamples) -> None:
         self._tokens.write(samples)
@@ -203,21 +204,9 @@ class _TokenLog:
                 path.unlink()
 
 
-def _as_lines(step: int, samples: Iterable[Mapping[str, Any]]) -> bytes:
-    lines = "".join(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples)
-    return lines.encode("utf-8", errors="backslashreplace")
-
-
-def _read_samples(path: Path) -> tuple[list[tuple[str, int]], bool]:
-    if not path.exists():
-        return [], False
-    lines, cut = read_lines(path)
-    samples = []
-    for number, (line, row) in enumerate(zip(lines, parse_samples(path, lines), strict=True), start=1):
-        if not isinstance(row.get("step"), int):
-            raise ValueError(f"{path}:{number}: not a sample: an integer 'step' was expected; remove the line")
-        samples.append((line, row["step"]))
-    return samples, cut
+def _as_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return text.encode("utf-8", errors="backslashreplace")
 
 
 def _put_aside(folder: Path) -> None:

@@ -64,7 +64,7 @@ class RolloutCollector:
         self._store = GroupStore(journal, active=self._is_dynamic and rollout.journal)
         self._sampled_task = None if window else task
         """A task belongs to one thread, and evaluations use the run's: the thread of window k opens another."""
-        self._clock = BusyClock()
+        self.clock = BusyClock()
         self._thread = BackgroundThread(self._sample, self._buffer) if window else None
         self._collected_step = -1
         self._moves = 0
@@ -175,7 +175,7 @@ class RolloutCollector:
             self._buffer,
             self._sampled_task,
             self._store,
-            self._clock,
+            self.clock,
             decode=self._inputs.tokenizer.decode,
             seed=self._config.seed,
             partial=self._config.rollout.partial and self._thread is None,
@@ -198,7 +198,7 @@ class RolloutCollector:
             problems, first = [group.problem for group in groups], groups[0]
             step = first.number // rollout.prompts_per_step if first.step is None else first.step
             sampler = StepSampler(self._config, self._inputs, self._fleet, task, step, self._note_move)
-            with self._phase_here("rollout"), self._clock.busy():
+            with self._phase_here("rollout"), self.clock.busy():
                 rollouts = draw_groups(collect, problems, sampler, ahead=self._thread is not None)
             with self._phase_here("reward"):
                 results = with_results(rollouts, problems, task)
@@ -235,12 +235,9 @@ class RolloutCollector:
         assert self._buffer.version is not None, "nothing was published"
         return self._buffer.version
 
-    def hold_clock(self) -> AbstractContextManager[None]:
-        return self._clock.hold()
-
     def idle_shares(self, split: Mapping[str, float]) -> dict[str, float]:
         """Shares of a step, without its evaluation. ``split``: seconds by phase."""
-        seconds, busy_s = split["time/step"] - split["time/eval"], self._clock.take()
+        seconds, busy_s = split["time/step"] - split["time/eval"], self.clock.take()
         if seconds <= 0:
             return {}
         waited = sum(split[f"time/{name}"] for name in ("rollout", "reward", "journal"))

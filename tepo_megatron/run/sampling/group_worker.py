@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -110,8 +110,8 @@ class GroupWorker:
     def _pump(self, stream: ResponseStream, is_done: Ended) -> None:
         samples = self._sampling > 0
         while (self._sampling > 0) == samples and (self._sampling or self._scoring) and not is_done():
-            if samples:
-                self._receive(stream.next(_FAST_POLL_S if self._scoring else POLL_INTERVAL_S))
+            if samples and (result := stream.next(_FAST_POLL_S if self._scoring else POLL_INTERVAL_S)):
+                self._receive(*result)
             self._take_rewards(0.0 if samples else POLL_INTERVAL_S)
             self._ask(stream)
 
@@ -139,11 +139,7 @@ class GroupWorker:
             stream.submit(group.number, group.prompt_ids, seed, len(group.samples), continued=parts, only=missing)
         self._ask_verifiers(group)
 
-    def _receive(self, result: tuple[Hashable, int, Response] | None) -> None:
-        if result is None:
-            return
-        number, sample, response = result
-        assert isinstance(number, int)
+    def _receive(self, number: int, sample: int, response: Response) -> None:
         group = self.buffer.running.get(number)
         if group is None or group.is_finished(sample):
             return  # forgotten meanwhile
@@ -195,7 +191,7 @@ class GroupWorker:
     def _put_aside(self, stream: ResponseStream) -> None:
         with self.phase("rollout"):
             for result in stream.abort():
-                self._receive(result)
+                self._receive(*result)
         self._sampling = 0
         with self.phase("reward"):
             while self._scoring:

@@ -66,13 +66,10 @@ class StepRewards:
                 parts.setdefault(f"reward/{name}", []).append(value)
         self._components = {name: fmean(values) for name, values in parts.items()}
         self._dropped = len({rollout.group for rollout in rollouts} - {rollout.group for rollout in remaining})
-        minibatches, parallel = self._config.train.minibatches, self._config.engine.parallel
         if len(remaining) < self._config.fewest_sequences and len(remaining) < len(rollouts):
-            stages = f" with engine.parallel.vpp = {parallel.vpp}" if parallel.vpp > 1 else ""
             raise RuntimeError(
                 f"{self.failed} of {len(rollouts)} rewards failed, and the {len(remaining)} responses in groups of two or more "
-                f"that are left are too few for train.minibatches = {minibatches} on engine.parallel.dp = {parallel.dp} "
-                f"ranks{stages}{self._cause}"
+                f"that are left are too few for {_ranks(self._config)}{self._cause}"
             )
         return remaining
 
@@ -80,6 +77,12 @@ class StepRewards:
         figures = {"reward/failed": float(self.failed), "groups/dropped": float(self._dropped), **self._components}
         self.failed, self._dropped, self._cause, self._components = 0, 0, "", {}
         return figures
+
+
+def _ranks(config: RunConfig) -> str:
+    parallel = config.engine.parallel
+    stages = f" with engine.parallel.vpp = {parallel.vpp}" if parallel.vpp > 1 else ""
+    return f"train.minibatches = {config.train.minibatches} on engine.parallel.dp = {parallel.dp} ranks{stages}"
 
 
 def answer_of(rollout: Rollout) -> ResponseText:
@@ -109,10 +112,9 @@ def apply_overlong(rollouts: Sequence[Rollout], config: RunConfig, step: int) ->
     whole = len(trained_places(rollouts, rollout))
     if whole < config.fewest_sequences and whole < len(rollouts):
         raise RuntimeError(
-            f"{len(rollouts) - whole} of the {len(rollouts)} responses of step {step} were cut at "
-            f"rollout.sampling.max_new_tokens = {rollout.sampling.max_new_tokens}, and rollout.truncated = mask trains on none "
-            f"of them: the {whole} others are too few for train.minibatches = {config.train.minibatches} on "
-            f"engine.parallel.dp = {config.engine.parallel.dp} ranks; raise max_new_tokens, or set rollout.truncated = train"
+            f"{len(rollouts) - whole} of the {len(rollouts)} responses of step {step} were cut, and rollout.truncated = mask "
+            f"trains on none of them: the {whole} others are too few for {_ranks(config)}; raise "
+            "rollout.sampling.max_new_tokens, or set rollout.truncated = train"
         )
     penalised = [_penalised(rollout, config.rollout) for rollout in rollouts]
     figures = {"response_len/truncated": fmean(rollout.finish_reason == "length" for rollout in rollouts)}

@@ -1,14 +1,23 @@
-"""Where servers run and how weights reach them: what each config comes to on each machine, and what is refused."""
+"""Where servers run, how weights reach them, and what a machine or a model cannot do."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.load import load_run
+from tepo_megatron.core.rollout import WeightsVersion
+from tepo_megatron.run.checks import check_model
 from tepo_megatron.run.step.placement import Placement
+from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.machine import Machine
+from tepo_megatron.weights.layouts import VllmParallel
 
 LAPTOP = Machine(gpus=0, has_nccl=False, local_ranks=2, ranks=2)
 NODE = Machine(gpus=8, has_nccl=True, local_ranks=4, ranks=4)
@@ -106,3 +115,77 @@ def test_threads_that_cannot_act_are_refused() -> None:
         Placement(threaded("auto", {}, overlap=False), NODE).check()
     assert Placement(threaded("auto", {}, overlap=False), NODE).trainer_threads(range(8)) is None
     Placement(RunConfig.model_validate({"rollout": {"replay": "/recorded"}}), ONE_GPU).check()  # needs no place for servers
+
+
+VERSION = WeightsVersion(3, "abc")
+
+
+class Calls:
+    """Weights, sender and fleet at once; notes what is asked of it."""
+
+    def __init__(self, *, root: bool) -> None:
+        self.calls: list[Any] = []
+        self.root = root
+        self.manifest = [SimpleNamespace(name="w", shape=(2,), dtype="float32")]
+
+    def make_shard_sender(self, servers: VllmParallel, **options: Any) -> Any:
+        self.calls.append(("sender", servers, options["dtype"]))
+        return SimpleNamespace(update_as_non_root=lambda: self.calls.append("sends as non-root"))
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        for name in ("a", "b"):
+            self.calls.append(f"gathers {name}")
+            yield name, torch.ones(2) if self.root else None
+
+    def update_weights_from_shards(self, version: WeightsVersion, sender: Any) -> None:
+        self.calls.append(("shards", version))
+
+    def update_weights_from_tensors(self, version: WeightsVersion, manifest: Any, tensors: Any) -> None:
+        self.calls.append(("tensors", version, manifest, len(list(tensors))))
+
+
+def update(root: bool, **rollout: Any) -> list[Any]:
+    calls = Calls(root=root)
+    config = RunConfig.model_validate({"rollout": rollout})
+    WeightPublisher(config, calls, calls if root else None).update_weights(VERSION)  # type: ignore[arg-type]
+    return calls.calls
+
+
+def test_shards_go_from_every_rank() -> None:
+    server = {"tp": 2, "count": 3, "dtype": "bfloat16"}
+    made = ("sender", VllmParallel(tp=2, replicas=3), torch.bfloat16)
+    assert update(True, server=server) == [made, ("shards", VERSION)]
+    assert update(False, server=server) == [made, "sends as non-root"]
+
+
+def test_full_tensors_are_gathered_by_all_and_sent_by_rank_0() -> None:
+    server = {"transfer": "gather"}
+    gathered = ["gathers a", "gathers b"]
+    assert update(True, server=server) == [*gathered, ("tensors", VERSION, [("w", (2,), "float32")], 2)]
+    assert update(False, server=server) == gathered
+
+
+@pytest.mark.parametrize("root", [True, False])
+@pytest.mark.parametrize("transfer", ["reshard", "gather"])
+def test_a_replayed_run_has_no_servers_to_update(root: bool, transfer: str, tmp_path: Path) -> None:
+    assert update(root, replay=tmp_path, server={"transfer": transfer}) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["engine.parallel.pp=3"], r"engine.parallel.pp = 3 does not divide the model's 4 layers"),
+        (
+            ["engine.parallel.pp=2", "engine.parallel.num_layers_in_first_pipeline_stage=5"],
+            r"num_layers_in_first_pipeline_stage = 5: 4 layers do not split over 2 pipeline stages",
+        ),
+        (
+            ["engine.recompute=selective", "engine.recompute_modules=[moe]"],
+            r"recompute_modules has moe, which is for models with experts",
+        ),
+        (["rollout.server.max_model_len=100000"], r"max_model_len = 100000 tokens are more than the 256 positions"),
+    ],
+)
+def test_it_is_refused_with_what_to_change(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        check_model(load_run(None, overrides))

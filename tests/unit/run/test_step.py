@@ -1,11 +1,13 @@
-"""Optimizer steps that are skipped, a run that goes back, bounds below the noise, and clips that take too much or nothing."""
+"""Mini-batches, the end of a run, skipped steps, rollback, bounds below the noise, and clips."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +18,103 @@ from hypothesis import strategies as st
 from tepo_megatron.config import ObjectiveConfig, RunConfig
 from tepo_megatron.config.train import RollbackConfig
 from tepo_megatron.core.histogram import count_moves
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.step.instability import ClipWatch, Rollback, SkippedUpdates, below_the_noise
-from tepo_megatron.run.step.minibatches import minibatches, summarize
+from tepo_megatron.run.step.minibatches import derive_seed, minibatches, source_figures, summarize
+from tepo_megatron.run.step.stopping import Stopping
 from tepo_megatron.trainer.packing import pack
 from tepo_megatron.trainer.protocol import UpdateResult
+
+
+def test_minibatches_divide_the_batch_and_depend_on_seed_and_step_alone() -> None:
+    batch = pack(rollouts(7))
+
+    def order(seed: int, step: int) -> list[list[int]]:
+        return [part.tokens_T[2::3].tolist() for part in minibatches(batch, 3, seed=seed, step=step)]
+
+    assert sorted(token for part in order(0, 0) for token in part) == sorted(batch.tokens_T[2::3].tolist())
+    assert [len(part) for part in order(0, 0)] == [3, 2, 2]
+    assert order(0, 0) == order(0, 0)
+    assert len({str(order(seed, step)) for seed in range(3) for step in range(3)}) > 1
+
+
+def test_seeds_differ_between_uses_steps_and_runs() -> None:
+    seeds = {derive_seed(seed, step, use) for seed in range(3) for step in range(50) for use in ("rollout", "evaluate")}
+    assert len(seeds) == 300
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_torch_generator_state_is_left_alone() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    list(minibatches(pack(rollouts(4)), 2, seed=0, step=0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def rollout(problem: str, group: int, reward: float | None) -> Rollout:
+    return Rollout(problem, group, (3,), (4,), (-0.5,), "stop", WeightsVersion(0, "ab"), reward=reward)
+
+
+def test_shares_are_of_groups_and_rewards_of_responses() -> None:
+    problems = {
+        name: Problem(name, "q", "a", source=source)
+        for name, source in (("a/1", "a"), ("a/2", "a"), ("b/1", "b"), ("c/1", "c"))
+    }
+    rollouts = [
+        rollout("a/1", 0, 1.0),
+        rollout("a/1", 0, 0.0),
+        rollout("b/1", 1, 1.0),
+        rollout("a/2", 2, 0.5),
+        rollout("x", 3, 1.0),
+    ]
+    assert source_figures(rollouts, problems) == {
+        "source/a/share": 0.5,
+        "source/a/reward": 0.5,
+        "source/b/share": 0.25,
+        "source/b/reward": 1.0,
+        "source/c/share": 0.0,
+    }
+
+
+def test_one_source_without_a_name_says_nothing() -> None:
+    assert source_figures([rollout("a", 0, 1.0)], {"a": Problem("a", "q", "a")}) == {}
+
+
+@given(update=st.floats(0, 100), save=st.none() | st.floats(0, 100), left=st.floats(0, 200))
+def test_a_step_is_finished_where_its_updates_and_a_checkpoint_fit_twice(
+    update: float, save: float | None, left: float
+) -> None:
+    stopping = Stopping(saved_step=0, signals=SimpleNamespace(seconds_left=lambda: left))  # type: ignore[arg-type]
+    assert not stopping.update_fits()  # nobody knows how long the first updates take
+    stopping.seconds = {"update": update} | ({} if save is None else {"save": save})
+    assert stopping.update_fits() == (2 * (update + (update if save is None else save)) <= left)
+    stopping.signals.seconds_left = lambda: math.inf  # type: ignore[method-assign]
+    assert stopping.update_fits()
+
+
+@given(saved=st.integers(0, 50), more=st.integers(1, 9))
+def test_what_a_hard_end_would_lose_is_said_with_its_steps(saved: int, more: int) -> None:
+    stopping = Stopping(saved_step=saved)
+    assert stopping.at_risk(saved) == ""
+    lost = f"step {saved + 1} is lost" if more == 1 else f"steps {saved + 1} to {saved + more} are lost"
+    newest = f"the newest checkpoint is step_{saved:06d}" if saved else "there is no checkpoint"
+    assert stopping.at_risk(saved + more) == f"{lost}; {newest}"
+
+
+def test_a_checkpoint_is_due_when_the_last_one_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("tepo_megatron.run.step.stopping.time.monotonic", lambda: now[0])
+    stopping, seen = Stopping(saved_step=0), []
+    for step in range(1, 9):
+        now[0] += 60.0
+        seen.append(stopping.save_is_due(3))
+        assert not stopping.save_is_due(0)
+        if seen[-1]:
+            stopping.saved(step, stage_s=1.0, write_s=2.0, waited_s=3.0)
+            assert stopping.seconds["save"] == 3.0
+    assert seen == [False, False, True] * 2 + [False, False]
+
 
 MADE = UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, sums={"entropy/mean": (3.0, 4.0)}, extrema={"ratio/max": 1.5})
 SKIPPED = UpdateResult(float("nan"), float("inf"), 0.1, {}, {}, skipped="rank 1: a gradient", not_finite=[{"rank": 1}])

@@ -1,0 +1,342 @@
+"""What is seen of a run: lines, tables, pictures, and its status."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from rich.console import Console
+
+from tepo_megatron.config import LogConfig, RunConfig
+from tepo_megatron.config.load import dump_resolved
+from tepo_megatron.run.display.figures import COUNTED, LOST, duration, evaluation_line, fault_lines, final_table, set_lines
+from tepo_megatron.run.display.plots import plot_comparison, plot_curves
+from tepo_megatron.run.display.progress import Progress, make_progress
+from tepo_megatron.run.output.status import run_status
+from tepo_megatron.runtime.heartbeat import Heartbeat, RankRecord
+
+PLAIN = LogConfig(progress="plain")
+TIMES = {"time/rollout": 3.0, "time/update": 1.0, "time/step": 4.0}
+ROW = {"reward/mean": 0.43211, "entropy/mean": 0.15, "mask/fraction": 0.034, "grad_norm": 0.5, "tokens/s": 5210.4, **TIMES}
+EVALUATED = {"accuracy/greedy": 0.5, "accuracy/avg@k": 0.25, "accuracy/pass@k": 0.75}
+RUN = RunConfig.model_validate({"name": "tiny", "output": "out/tiny", "train": {"steps": 20}, "evaluate": {"samples": 3}})
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def text_of(renderable: object, width: int = 120) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(renderable)
+    return stream.getvalue()
+
+
+def test_plain_output_is_a_line_a_step_and_a_line_an_evaluation() -> None:
+    stream = io.StringIO()
+    view = make_progress(PLAIN, stream)
+    view.start(RUN)
+    view.step(0, EVALUATED)
+    view.step(7, ROW)
+    view.step(8, ROW | EVALUATED | {"grad_norm": None})
+    view.close()
+    figures = "reward 0.432  entropy 0.150  masked 3.4 %"
+    assert stream.getvalue().splitlines() == [
+        "tiny: 20 steps, output in out/tiny",
+        "step  0/20  held out: greedy 0.500  avg@3 0.250  pass@3 0.750",
+        f"step  7/20  {figures}  grad norm 0.500  tokens/s 5210  4.0 s",
+        f"step  8/20  {figures}  tokens/s 5210  4.0 s",
+        "step  8/20  held out: greedy 0.500  avg@3 0.250  pass@3 0.750",
+    ]
+
+
+def test_mean_rewards_are_said_where_they_are_not_the_accuracies() -> None:
+    binary = EVALUATED | {"heldout/reward_greedy": 0.5, "heldout/reward_sampled": 0.25}
+    graded = EVALUATED | {"heldout/reward_greedy": 0.75, "heldout/reward_sampled": 0.25}
+    assert evaluation_line(binary, 3) == evaluation_line(EVALUATED, 3)
+    assert evaluation_line(graded, 3) == f"{evaluation_line(EVALUATED, 3)}  reward, greedy 0.750"
+    rows = [{"step": 0, **binary}, {"step": 1, **ROW}]
+    assert "reward, greedy" not in text_of(final_table(rows, Path("none")))
+    assert "reward, greedy" in text_of(final_table([*rows, {"step": 2, **graded}], Path("none")))
+
+
+def test_evaluation_sets_have_lines_and_rows_of_their_own() -> None:
+    """Accuracies alone; of a set that is evaluated seldom the last one stays in the table."""
+    of_set = {"eval/aime/greedy": 0.25, "eval/aime/maj@8": 0.5, "eval/aime/truncated": 0.125, "eval/aime/failed": 0.0}
+    assert set_lines({"step": 3, **ROW, **of_set}) == {"aime": "aime: greedy 0.250  maj@8 0.500"}
+    assert set_lines({"step": 3, **EVALUATED}) == {}
+    stream = io.StringIO()
+    progress = make_progress(PLAIN, stream)
+    progress.start(RUN)
+    progress.step(0, of_set)
+    assert stream.getvalue().splitlines()[1] == "step  0/20  aime: greedy 0.250  maj@8 0.500"
+    shown = text_of(final_table([{"step": 0, **of_set}, {"step": 1, **ROW}], Path("none")))
+    assert "aime maj@8" in shown
+    assert "truncated" not in shown
+
+
+def test_plain_output_mentions_only_phases_that_take_long() -> None:
+    stream, clock = io.StringIO(), Clock()
+    view = make_progress(PLAIN, stream, clock=clock)
+    view.phase("score")
+    clock.now += 4
+    view.phase("rollout")
+    clock.now += 28
+    view.phase("update")
+    clock.now += 1
+    view.close()
+    assert stream.getvalue().splitlines() == ["  rollout took 28.0 s"]
+
+
+def test_the_view_follows_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    live, plain = (type(make_progress(LogConfig(progress=kind), Terminal())) for kind in ("live", "plain"))
+    assert live is not plain
+    assert type(make_progress(LogConfig(), Terminal())) is live
+    assert type(make_progress(LogConfig(), io.StringIO())) is plain
+    assert type(make_progress(LogConfig(progress="none"), Terminal())) is Progress
+    monkeypatch.setenv("TERM", "dumb")
+    assert type(make_progress(LogConfig(), Terminal())) is plain
+
+
+def test_the_live_view_shows_the_figures_and_leaves_the_cursor_visible() -> None:
+    stream, clock = Terminal(), Clock()
+    view: Any = make_progress(LogConfig(progress="live"), stream, 110, clock)
+    view.start(RUN.model_copy(update={"name": "run [bold]"}))
+    view.step(0, EVALUATED)
+    view.step(5, ROW)
+    view.phase("rollout")
+    clock.now += 65
+    shown = text_of(view.render())
+    assert max(len(line) for line in text_of(view.render(), 40).splitlines()) <= 40
+    view.message("server is up [1]")
+    view.close()
+    view.close()
+    figures = ("5/20", "4.0 s/step  1:00 left", "rollout  1:05", "reward 0.432", "avg@3 0.250")
+    for expected in ("run [bold]", "out/tiny", *figures):
+        assert expected in shown
+    assert "server is up [1]" in stream.getvalue()
+    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")
+
+
+def test_the_final_table_has_first_best_last_and_the_files_with_whole_paths(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch()
+    rewards = {1: 0.2, 2: 0.9, 3: 0.6}
+    rows = [{"step": 0, **EVALUATED, "time/step": 50.0}, *({**ROW, "step": s, "reward/mean": r} for s, r in rewards.items())]
+    assert f"{folder}/metrics.jsonl" in text_of(final_table(rows, folder), 80).replace("\n", "").replace(" ", "")
+    shown = text_of(final_table(rows, folder), 200)
+    (reward,) = [line for line in shown.splitlines() if "reward" in line and "0.900" in line]
+    assert [part.strip() for part in reward.strip("│").split("│")] == ["reward", "0.200 (1)", "0.900 (2)", "0.600 (3)"]
+    (seconds,) = [line for line in shown.splitlines() if "3.00" in line]
+    numbers = [float(part) for part in seconds.strip("│").split("│")]
+    assert (sum(numbers[:-1]), numbers[0], numbers[-1]) == (4.0, 3.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0.0 s"), (59.94, "59.9 s"), (60, "1:00"), (3599.6, "1:00:00"), (3725, "1:02:05")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_view_on_a_full_disk_does_not_end_the_run() -> None:
+    with open("/dev/full", "w") as full:
+        progress = make_progress(PLAIN, full)
+        progress.start(RunConfig())
+        progress.message("the disk is full")
+        progress.step(1, {"reward/mean": 0.5})
+        progress.close()  # and what Python writes when it ends goes well
+
+
+def test_a_run_without_faults_says_nothing_of_them() -> None:
+    row = {**dict.fromkeys(COUNTED, 0.0), **dict.fromkeys(LOST, 0.0), "step": 1}
+    assert fault_lines([row, {"step": 2, "update/skipped": None}]) == []
+    for key in (*COUNTED, *LOST):
+        assert len(fault_lines([row, {**row, key: 3.0}])) == 1
+
+
+def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def row(step: int) -> dict[str, Any]:
+    times = {"time/rollout": 2.0, "time/update": 1.0, "time/other": 0.1, "time/step": 3.1}
+    return {
+        "step": step,
+        "reward/mean": 1 - 1 / step,
+        "entropy/mean": 1 / step,
+        "mask/fraction": 0.1,
+        "grad_norm": 0.5,
+        **times,
+    }
+
+
+EVALUATION = {"accuracy/greedy": 0.5, "accuracy/avg@k": 0.3, "accuracy/pass@k": None}
+ROWS = [
+    {"step": 0, **EVALUATION, "time/step": 1.0, "time/eval": 1.0},
+    *(row(step) for step in range(1, 40)),
+    row(40) | EVALUATION,
+]
+
+
+def test_runs_of_any_length_share_a_size_and_other_numbers_and_faults_make_another_picture(tmp_path: Path) -> None:
+    changes = {
+        "none": {"update/skipped": 0.0},
+        "some": {"update/skipped": 3.0, "lost/skipped": 61.0},
+        "other": {"grad_norm": 9.0},
+    }
+    runs = {name: [*ROWS[:-1], ROWS[-1] | change] for name, change in changes.items()}
+    runs |= {"plain": ROWS, "one": ROWS[1:2], "eval": ROWS[:1], "bare": [{"step": 3}]}
+    paths = {name: write(tmp_path / name, rows) for name, rows in runs.items()}
+    for name, path in paths.items():
+        plot_curves(path, tmp_path / "new" / f"{name}.png", "a run")
+    plot_comparison({name: paths[name] for name in ("plain", "one")}, tmp_path / "new" / "several.png", "two runs")
+    pictures = {path.stem: imread(path) for path in (tmp_path / "new").iterdir()}
+    assert len(pictures) == 8
+    assert {picture.shape[:2] for picture in pictures.values()} == {(1080, 1800)}
+    same = {name for name, picture in pictures.items() if np.array_equal(picture, pictures["plain"])}
+    assert same == {"plain", "none"}
+
+
+def test_a_run_without_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no row yet"):
+        plot_curves(write(tmp_path / "a", []), tmp_path / "a.png", "")
+    assert not (tmp_path / "a.png").exists()
+
+
+WRITTEN = [
+    {"step": 0, "accuracy/greedy": 0.25, "time/step": 30.0},
+    {"step": 1, "reward/mean": 0.5, "time/step": 10.0, "update/skipped": 2.0, "lost/skipped": 5.0},
+    {"step": 2, "reward/mean": 0.625, "time/step": 20.0, "update/skipped": 0.0, "servers/restarts": 1.0, "lost/server": 70.0},
+]
+
+
+def run_folder(folder: Path) -> Path:
+    folder.mkdir()
+    config = RunConfig.model_validate({"name": "made up", "output": folder, "train": {"steps": 10}})
+    (folder / "resolved.yaml").write_text(dump_resolved(config))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in WRITTEN))
+    return folder
+
+
+def change(output: Path, rank: int, **said: object) -> None:
+    """Has a rank have said something else last."""
+    (record,) = [record for record in RankRecord.read_all(output / "status") if record.rank == rank]
+    (output / "status" / f"rank-{rank:05d}.json").write_text(json.dumps({**asdict(record), **said}))
+
+
+def beating(output: Path) -> None:
+    """The words of two ranks that are this process."""
+    for rank in (0, 1):
+        beats = Heartbeat(output / "status", rank, 2)
+        beats.start()
+        beats.close("")
+
+
+def test_a_running_one(tmp_path: Path) -> None:
+    output = run_folder(tmp_path / "out")
+    beating(output)
+    facts = {"servers": ["http://127.0.0.1:5"], "reward_workers": 3}
+    now = 1000.0
+    said = {"time": now - 1, "since": now - 125, "moved_at": now - 5, "phase": "rollout"}
+    change(output, 0, **said, done=3, total=8, waits_for="the rollout servers' samples", facts=facts)
+    change(output, 1, **said, waits_for="rank 0")
+    lines, goes_on = run_status(output, now=now)
+    assert goes_on
+    assert lines[0] == "made up: runs, step 2 of 10 done, about 2:00 left"
+    assert lines[1] == "  phase    rollout for 2:05, 3 of 8 done"
+    assert lines[2].startswith("  rank 0   rollout, waits for the rollout servers' samples; last move 5.0 s ago on ")
+    assert lines[3].startswith("  rank 1   rollout, waits for rank 0; last move 5.0 s ago on ")
+    assert lines[4:] == [
+        "  server   http://127.0.0.1:5",
+        "  rewards  3 workers, waiting for responses",
+        "  step 2   reward 0.625  20.0 s",
+        "  step 0   held out: greedy 0.250",
+        "  fault    2 optimizer steps skipped",
+        "  fault    1 rollout servers started again",
+        "  fault    5.0 s lost in steps that were skipped",
+        "  fault    1:10 lost until a server was there again",
+    ]
+
+
+def test_on_another_machine_a_rank_is_there_as_long_as_it_says_something(tmp_path: Path) -> None:
+    output = run_folder(tmp_path / "out")
+    beating(output)
+    change(output, 0, host="elsewhere", time=1000.0)
+    change(output, 1, host="elsewhere", time=900.0)
+    lines, goes_on = run_status(output, now=1010.0)
+    assert goes_on
+    assert lines[3].endswith(": SILENT for 1:50")
+    assert not run_status(output, now=1100.0)[1]
+
+
+KILLED = "made up: ended at step 2 of 10 without a last word (killed?), in phase sync, 5.0 s ago; continue with --resume"
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"ended": "failed: a sentence"}, "made up: ended at step 2 of 10 5.0 s ago: failed: a sentence"),
+        ({"pid": 2**22, "phase": "sync"}, KILLED),
+        ({"started": 1, "phase": "sync"}, KILLED),  # the number is another process' by now
+    ],
+)
+def test_one_that_has_ended(tmp_path: Path, said: dict[str, object], expected: str) -> None:
+    output = run_folder(tmp_path / "out")
+    beating(output)
+    change(output, 0, time=995.0, **said)
+    lines, goes_on = run_status(output, now=1000.0)
+    assert not goes_on
+    assert lines[0] == expected
+
+
+def test_one_without_heartbeats_and_one_without_rows(tmp_path: Path) -> None:
+    output = run_folder(tmp_path / "out")
+    assert run_status(output)[0][0].startswith("made up: ended at step 2 of 10, or of a version that says no more")
+    (output / "metrics.jsonl").unlink()
+    beating(output)
+    assert run_status(output)[0][0] == "made up: runs, step 0 of 10 done"
+
+
+def test_plots_and_status_need_neither_torch_nor_pyplot_and_watch_ends_with_the_run(tmp_path: Path) -> None:
+    output = run_folder(tmp_path / "out")
+    beating(output)
+    change(output, 0, ended="finished")
+    code = f"""
+import sys
+from pathlib import Path
+from tepo_megatron.cli.main import app
+from tepo_megatron.run.display.plots import plot_curves
+app(standalone_mode=False)
+assert "matplotlib" not in sys.modules
+plot_curves(Path({str(output)!r}) / "metrics.jsonl", Path({str(tmp_path / "a.png")!r}), "a")
+assert not {{"torch", "matplotlib.pyplot"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code, "status", str(output), "--watch"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("made up: ended at step 2 of 10 ")
+    assert "\x1b" not in done.stdout
+    with pytest.raises(ValueError, match=r"holds no run: it has no resolved\.yaml; give the output folder of tepo train"):
+        run_status(tmp_path)

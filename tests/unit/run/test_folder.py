@@ -1,0 +1,405 @@
+"""What a run may begin in, continue from and keep in its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
+
+from tepo_megatron.cli import train as train_command
+from tepo_megatron.cli.main import app
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.run.output.output import Retention
+from tepo_megatron.run.output.resume import find_checkpoint, prepare_folder
+from tepo_megatron.runtime.run_lock import RunLock
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.trainer.checkpoint_folder import checkpoint_folder, checkpoints, retained, step_of
+from tepo_megatron.trainer.run_compatibility import describe_run
+from tests.support.checkpoints import DAMAGES, ONLY_BY_READING, make_whole
+from tests.support.fake_sampling import FakeFleet, FakeVerifiers, collector
+
+ROW = '{"step": 1}\n'
+FIRST_ROW = '{"step": 0, "accuracy/greedy": 0.5}\n'
+RUN = Path(__file__).parents[3] / "examples" / "tiny" / "run.yaml"
+
+
+def in_folder(folder: Path, **sections: Any) -> RunConfig:
+    return RunConfig.model_validate({"output": str(folder), **sections})
+
+
+def content(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
+
+
+@pytest.mark.parametrize("output", ["{tmp}/file", "{tmp}/file/out", "{tmp}/" + "long" * 100])
+def test_what_is_no_folder_to_write_in_is_a_sentence(output: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    output = output.format(tmp=tmp_path)
+    done = CliRunner().invoke(app, ["train", str(RUN), f"output={output}"])
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"error: output {output} cannot be written: ")
+    assert "give another folder (output=…)" in done.stderr
+    assert content(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize(
+    "left",
+    [{}, {"metrics.jsonl": ""}, {"metrics.jsonl": '{"step": 0'}, {"metrics.jsonl": FIRST_ROW}, {"resolved.yaml": "name: a"}],
+)
+def test_a_failed_start_is_no_run(left: dict[str, str], tmp_path: Path) -> None:
+    write(tmp_path, left)
+    prepare_folder(in_folder(tmp_path))
+    assert content(tmp_path) == sorted(left)
+    prepare_folder(in_folder(tmp_path / "new" / "out"))
+    assert not (tmp_path / "new" / "out").exists()
+
+
+@pytest.mark.parametrize("left", [{"metrics.jsonl": ROW + '{"st'}, {"checkpoints/step_000003/state.json": "{}"}])
+def test_a_run_is_not_written_over_unless_that_is_asked_for(left: dict[str, str], tmp_path: Path) -> None:
+    write(tmp_path, left)
+    with pytest.raises(ValueError, match=r"already holds a run; give another folder .*--resume.*--overwrite"):
+        prepare_folder(in_folder(tmp_path))
+    prepare_folder(in_folder(tmp_path, train={"resume": True}))
+    assert content(tmp_path) == sorted(left)
+    prepare_folder(in_folder(tmp_path), overwrite=True)
+    assert content(tmp_path) == []
+    with pytest.raises(ValueError, match=r"starts again and train.resume = True continues"):
+        prepare_folder(in_folder(tmp_path, train={"resume": True}), overwrite=True)
+
+
+def test_what_cannot_be_continued_is_not_said_to_be(tmp_path: Path) -> None:
+    """Rows, and no checkpoint: neither message sends its reader to the other."""
+    write(tmp_path, {"metrics.jsonl": FIRST_ROW + ROW})
+    with pytest.raises(ValueError, match=r"--resume cannot continue, as it left no checkpoint, or remove .*--overwrite"):
+        prepare_folder(in_folder(tmp_path))
+    with pytest.raises(ValueError, match=r"no finished checkpoint; start without --resume and with --overwrite"):
+        find_checkpoint(in_folder(tmp_path, train={"resume": True}), tmp_path)
+    write(tmp_path, {"metrics.jsonl": FIRST_ROW})
+    with pytest.raises(ValueError, match=r"no finished checkpoint; start without --resume$"):
+        find_checkpoint(in_folder(tmp_path, train={"resume": True}), tmp_path)
+
+
+NAMES = (
+    *("resolved.yaml", "samples.jsonl", "curves.png", "model/a/b", "tensorboard/events.out.tfevents.1.h"),
+    *("checkpoints/step_000001/state.json", "checkpoints/step_000002.partial/shards/a", "logs/server-0.log"),
+    *("rollouts/step_0000000.jsonl", "journal/step_0000001.jsonl", "journal/step_0000002.jsonl.partial"),
+)
+MADE = {**dict.fromkeys(NAMES, "x"), "metrics.jsonl": ROW}
+OTHERS = {"launch/run.yaml": "x", "servers/17.0/key": "x", "logs/ranks/17.0/0": "x", "notes.txt": "x", "model.txt": "x"}
+
+
+def test_overwriting_removes_what_a_run_made_and_nothing_else(tmp_path: Path) -> None:
+    write(tmp_path, MADE | OTHERS)
+    prepare_folder(in_folder(tmp_path), overwrite=True)
+    assert content(tmp_path) == sorted(OTHERS)
+    assert {path.name for path in tmp_path.iterdir()} == {"launch", "servers", "logs", "notes.txt", "model.txt"}
+
+
+def test_without_a_run_nothing_is_removed(tmp_path: Path) -> None:
+    """A home folder that was given by mistake."""
+    left = {"model/mine": "x", "logs/server-9": "x"}
+    write(tmp_path, left)
+    prepare_folder(in_folder(tmp_path), overwrite=True)
+    assert content(tmp_path) == sorted(left)
+
+
+def test_what_the_new_run_reads_is_not_overwritten(tmp_path: Path) -> None:
+    write(tmp_path, MADE)
+    for section in ({"rollout": {"replay": str(tmp_path / "rollouts")}}, {"model": {"path": str(tmp_path / "model")}}):
+        with pytest.raises(ValueError, match=r"--overwrite would remove what (rollout.replay|model.path) = "):
+            prepare_folder(in_folder(tmp_path, **section), overwrite=True)
+    assert content(tmp_path) == sorted(MADE)
+
+
+@pytest.mark.parametrize("flag", ["--overwrite", "--resume"])
+def test_a_run_in_use_is_neither_overwritten_nor_resumed(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before ranks are started."""
+    monkeypatch.setattr("tepo_megatron.cli.train.start_ranks", lambda *_: pytest.fail("ranks were started"))
+    write(tmp_path, MADE)
+    lock = RunLock(tmp_path)
+    lock.take()
+    done = CliRunner().invoke(app, ["train", str(RUN), f"output={tmp_path}", flag])
+    lock.release()
+    assert (done.exit_code, done.stderr.count("error:")) == (1, 1)
+    assert "is in use by process" in done.stderr
+    assert content(tmp_path) == sorted(MADE)
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+MODEL = resolve_model_path("builtin:tiny")
+
+
+def config(out: Path, *overrides: str) -> RunConfig:
+    return load_run(None, [f"output={out}", "train.resume=true", *overrides])
+
+
+def save(out: Path, *steps: int, overrides: tuple[str, ...] = (), **state: Any) -> list[Path]:
+    """Checkpoints of a run with these overrides."""
+    identity = describe_run(load_run(None, [f"output={out}", *overrides]), MODEL)
+    return [make_whole(out / "checkpoints", step, identity=identity, **state) for step in steps]
+
+
+QUICK = [kind for kind in DAMAGES if kind not in ONLY_BY_READING]
+
+
+@pytest.mark.parametrize("kind", QUICK)
+def test_a_damaged_newest_is_named_and_the_next_is_taken(kind: str, tmp_path: Path) -> None:
+    _, whole, newest = save(tmp_path, 2, 4, 6)
+    damage, words = DAMAGES[kind]
+    damage(newest, whole)
+    run = config(tmp_path)
+    found = find_checkpoint(run, MODEL)
+    assert found.folder == whole
+    said = found.messages(run)
+    assert said[0].startswith("step_000006 is damaged (")
+    assert words in said[0]
+    assert said[0].endswith("; resuming from step_000004")
+    assert said[1] == f"resumed from {whole} at step 4"
+    assert not found.accept(run)
+    assert sorted(path.name for path in newest.parent.iterdir()) == ["step_000002", "step_000004", "step_000006.damaged"]
+
+
+def test_none_whole_is_one_sentence_with_every_damage(tmp_path: Path) -> None:
+    for folder in save(tmp_path, 2, 4):
+        (folder / "state.json").unlink()
+    with pytest.raises(ValueError, match=r"is whole: step_000004 is damaged .*; step_000002 is damaged .*Restore one"):
+        find_checkpoint(config(tmp_path), MODEL)
+    with pytest.raises(ValueError, match="has no finished checkpoint"):
+        find_checkpoint(config(tmp_path / "other"), MODEL)
+
+
+def test_an_older_one_is_chosen_and_the_future_is_set_aside(tmp_path: Path) -> None:
+    _, chosen, *_ = save(tmp_path, 2, 4, 6, 8)
+    run = config(tmp_path, "train.resume_from=step_000004")
+    assert find_checkpoint(run, MODEL).folder == chosen
+    assert find_checkpoint(config(tmp_path, f"train.resume_from={chosen}"), MODEL).folder == chosen
+    find_checkpoint(run, MODEL).accept(run)
+    present = ["step_000002", "step_000004", "step_000006.abandoned", "step_000008.abandoned"]
+    assert sorted(path.name for path in chosen.parent.iterdir()) == present
+
+
+def test_a_choice_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    folder, _ = save(tmp_path, 2, 4)
+    with pytest.raises(ValueError, match=r"step_000003 is not there; in .* there are step_000002, step_000004"):
+        find_checkpoint(config(tmp_path, "train.resume_from=step_000003"), MODEL)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"step_000002 is damaged \(manifest.json is missing\); choose another"):
+        find_checkpoint(config(tmp_path, "train.resume_from=step_000002"), MODEL)
+    for wrong in ("train.resume_from=newest", "train.resume_from=step_000002.partial"):
+        with pytest.raises(ConfigError, match="is no checkpoint"):
+            config(tmp_path, wrong)
+    with pytest.raises(ConfigError, match="has no effect without resume"):
+        load_run(None, ["train.resume_from=step_000002"])
+
+
+def test_steps_that_are_done_are_refused(tmp_path: Path) -> None:
+    (folder,) = save(tmp_path, 6)
+    with pytest.raises(ValueError, match=r"train\.steps = 5, but .*step_000006 has 6 already"):
+        find_checkpoint(config(tmp_path, "train.steps=5"), MODEL)
+    # saved its last step, and was killed before it exported
+    assert find_checkpoint(config(tmp_path, "train.steps=6"), MODEL).step == 6
+    (tmp_path / "curves.png").touch()
+    with pytest.raises(ValueError, match=r"the run has reached train\.steps = 6, and is complete"):
+        find_checkpoint(config(tmp_path, "train.steps=6"), MODEL)
+    os.utime(tmp_path / "curves.png", (0, 0))  # of an earlier end, before the steps were raised
+    assert find_checkpoint(config(tmp_path, "train.steps=6"), MODEL).step == 6
+    with pytest.raises(ValueError, match="is complete"):
+        find_checkpoint(config(tmp_path / "new", f"train.resume_from={folder}", "train.steps=6"), MODEL)
+
+
+def test_differences_are_refused_together_or_said(tmp_path: Path) -> None:
+    save(tmp_path, 6)
+    changed = ("optimizer.lr=2e-5", "rollout.sampling.temperature=0.5", "engine.parallel.dp=2")
+    with pytest.raises(ValueError, match="would not be the same run") as caught:
+        find_checkpoint(config(tmp_path, *changed), MODEL)
+    assert "  optimizer.lr: 1e-06 -> 2e-05\n" in str(caught.value)
+    assert "  rollout.sampling.temperature: 1.0 -> 0.5\n" in str(caught.value)
+    assert "engine.parallel" not in str(caught.value)
+    allowed = "train.allow_change=[optimizer, rollout.sampling.temperature, seed]"
+    run = config(tmp_path, *changed, allowed)
+    said = find_checkpoint(run, MODEL).messages(run)
+    assert "differs from the checkpoint's run: optimizer.lr: 1e-06 -> 2e-05" in said
+    assert "differs from the checkpoint's run: engine.parallel.dp: 1 -> 2" in said
+    assert said[-1] == "train.allow_change: nothing differs in seed"
+
+
+def test_a_checkpoint_of_the_first_format_is_taken_with_a_sentence(tmp_path: Path) -> None:
+    (folder,) = save(tmp_path, 6)
+    (folder / "manifest.json").unlink()
+    (folder / "state.json").write_text(json.dumps({"step": 6, "updates": 24, "sampler": {}}))
+    run = config(tmp_path)
+    assert find_checkpoint(run, MODEL).messages(run)[-1] == (
+        "step_000006 has no manifest.json, as an earlier version wrote it: neither its bytes nor its run could be checked"
+    )
+    (folder / "state.json").write_text(json.dumps({"step": 6, "updates": -24}))
+    with pytest.raises(ValueError, match="updates = -24"):
+        find_checkpoint(run, MODEL)
+
+
+def test_older_configurations_are_kept(tmp_path: Path) -> None:
+    save(tmp_path, 6)
+    first = load_run(None, [f"output={tmp_path}"])
+    (tmp_path / "resolved.yaml").write_text(dump_resolved(first))
+    runs = [config(tmp_path), config(tmp_path), config(tmp_path, "train.steps=200")]
+    for run in runs:
+        find_checkpoint(run, MODEL).accept(run)
+    assert load_run(tmp_path / "resolved.yaml") == runs[-1]
+    assert load_run(tmp_path / "resolved.1.yaml") == first
+    assert load_run(tmp_path / "resolved.2.yaml") == runs[0]
+    assert not (tmp_path / "resolved.3.yaml").exists()
+
+
+def test_the_order_of_problems_continues_or_starts_again_if_that_is_allowed(tmp_path: Path) -> None:
+    def order(answers: str, *overrides: str) -> Any:
+        problems = [Problem(id=answer, prompt=f"{answer}?", answer=answer) for answer in answers]
+        return collector(config(tmp_path, *overrides), problems, FakeVerifiers(0, lambda problem, text: 0.0), FakeFleet(0))
+
+    drawn = order("abc", "seed=1")
+    drawn._buffer.order.next(2)
+    state = {"sampler": drawn.state()}
+    allow_seed, allow_data = "train.allow_change=[seed]", "train.allow_change=[data]"
+    same = order("abc", "seed=1", allow_seed)
+    assert (same.restore(state), same.state()) == ([], drawn.state())
+    for answers, seed, allowed, problem in (("ax", 1, allow_seed, "not those of the"), ("abc", 2, allow_data, "has seed 1")):
+        with pytest.raises(ValueError, match=problem):
+            order(answers, f"seed={seed}", allowed).restore(state)
+    other = order("ax", "seed=1", allow_data)
+    assert (other.restore(state), other.state()["position"]) == (["data.train"], 0)
+    assert order("abc", "seed=2", allow_seed).restore(state) == ["seed"]
+    with pytest.raises(ValueError, match="was not written by a training run"):
+        same.restore({})
+
+
+@pytest.fixture
+def other_model(tmp_path: Path) -> Path:
+    """Of the same architecture, with other weights."""
+    folder = shutil.copytree(MODEL, tmp_path / "other")
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: weight * 2 for name, weight in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--resume", "model.path=OTHER"], "model.path's weights, which a resumed run does not train: \"builtin:tiny ("),
+        (["train.resume=auto", "model.path=OTHER"], "train.allow_change=[model.path]"),
+        (["--resume", "--from", "step_000005"], "step_000005 is not there"),
+        (["--from", "step_000006"], "has no effect without resume"),
+    ],
+)
+def test_the_command_refuses_before_it_starts_anything(
+    arguments: list[str], words: str, tmp_path: Path, other_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [argument.replace("OTHER", str(other_model)) for argument in arguments]
+    save(tmp_path, 6)
+    (tmp_path / "resolved.yaml").write_text("as it was")
+    (tmp_path / "run.yaml").write_text(f"output: {tmp_path}\n")
+    monkeypatch.setattr(train_command, "start_ranks", lambda *given: pytest.fail(f"started ranks: {given}"))
+    done = CliRunner().invoke(app, ["train", str(tmp_path / "run.yaml"), *arguments])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert words in done.stderr
+    assert (tmp_path / "resolved.yaml").read_text() == "as it was"
+
+
+def run(out: Path, values: dict[int, float | None], *overrides: str, said: list[str] | None = None) -> list[int]:
+    """The steps that are there after a run that saves at each of these steps, with the metric of each."""
+    config = load_run(None, [f"output={out}", *overrides])
+    retention = Retention(config, print if said is None else said.append)  # a checkpoint before it is an earlier run's
+    for step, value in values.items():
+        make_whole(out / "checkpoints", step, ranks=1)
+        with (out / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step} | ({} if value is None else {"reward/mean": value})) + "\n")
+        retention.after_row(step)
+    return [step_of(path) for path in checkpoints(out / "checkpoints")]
+
+
+BEST = "train.keep_best.metric=reward/mean"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        ([], [8, 10]),
+        (["train.keep_checkpoints=1"], [10]),
+        (["train.keep_every=4"], [4, 8, 10]),
+        ([BEST], [2, 8, 10]),
+        ([BEST, "train.keep_best.mode=min"], [4, 8, 10]),
+        ([BEST, "train.keep_best.mode=min", "train.keep_checkpoints=1", "train.keep_every=3"], [4, 6, 10]),
+    ],
+)
+def test_the_newest_every_so_many_and_the_best_stay(overrides: list[str], kept: list[int], tmp_path: Path) -> None:
+    assert run(tmp_path, {2: 0.9, 4: 0.1, 6: None, 8: 0.5, 10: 0.3}, *overrides) == kept
+
+
+def test_of_equal_ones_the_newest_is_the_best_and_a_resumed_run_knows_the_old_best(tmp_path: Path) -> None:
+    assert run(tmp_path, {1: 0.5, 2: 0.5, 3: 0.1}, BEST, "train.keep_checkpoints=1") == [2, 3]
+    assert run(tmp_path, {4: 0.2, 5: 0.3}, BEST, "train.keep_checkpoints=1") == [2, 5]
+
+
+def test_a_metric_that_is_nowhere_is_said_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert run(tmp_path, {1: None, 2: None, 3: None}, BEST, said=said) == [2, 3]
+    assert said == ["train.keep_best.metric = reward/mean is in no row of a step that was saved: none is kept as the best"]
+
+
+@given(st.sets(st.integers(1, 60)), st.integers(1, 5), st.integers(0, 7), st.integers(1, 60) | st.none())
+def test_what_stays_is_the_union_of_the_three(steps: set[int], newest: int, every: int, best: int | None) -> None:
+    kept = retained(steps, newest=newest, every=every, best=best)
+    assert kept <= steps
+    for step in steps:
+        later = sum(other > step for other in steps)
+        assert (step in kept) == (later < newest or step == best or (every > 0 and step % every == 0))
+
+
+def test_a_row_without_a_checkpoint_deletes_nothing_and_leftovers_go(tmp_path: Path) -> None:
+    parent = tmp_path / "checkpoints"
+    for step in (1, 2):
+        make_whole(parent, step, ranks=1)
+    (parent / "step_000002.partial").mkdir()
+    (parent / "step_000009.partial").mkdir()
+    (parent / "step_000009.damaged").mkdir()
+    retention = Retention(load_run(None, [f"output={tmp_path}"]), print)
+    retention.after_row(2)
+    assert len(list(parent.iterdir())) == 5
+    make_whole(parent, 4, ranks=1)  # written beside the training of step 5
+    retention.after_row(3)
+    assert len(list(parent.iterdir())) == 6, "its row is not written"
+    retention.after_row(5)
+    kept = ["step_000002", "step_000004", "step_000009.damaged", "step_000009.partial"]  # the last one may be on its way
+    assert sorted(path.name for path in parent.iterdir()) == kept
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_what_cannot_be_removed_is_said_and_no_longer_a_checkpoint(tmp_path: Path) -> None:
+    parent, said = tmp_path / "checkpoints", list[str]()
+    retention = Retention(load_run(None, [f"output={tmp_path}", "train.keep_checkpoints=1"]), said.append)
+    for step in (1, 2):
+        make_whole(parent, step, ranks=1)
+    busy = parent / "step_000001.partial"
+    busy.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(busy)], capture_output=True).returncode:
+        pytest.skip("this machine mounts nothing")
+    try:
+        retention.after_row(2)
+        assert [sentence.partition(" could not")[0] for sentence in said] == [str(busy)]
+        assert "busy" in said[0]
+        assert checkpoints(parent) == [checkpoint_folder(parent, 2)]
+    finally:
+        subprocess.run(["umount", str(busy)], check=True)
