@@ -52,7 +52,6 @@ class _RunSettings:
 
 class _Client(Protocol):
     def open(self, run_id: str | None) -> str: ...
-    def forget(self) -> None: ...
     def address(self) -> str: ...
     def log(self, number: int, step: int, row: Mapping[str, float]) -> None:
         """``number`` counts the run's rows; ``step`` goes back when the run returns to a checkpoint."""
@@ -72,24 +71,21 @@ class _WandbClient:
         self._new_id = secrets.token_hex(4)
 
     def open(self, run_id: str | None) -> str:
-        try:
-            self._init(run_id or self._new_id)
-        except Exception:
-            if self._mode == "offline":
-                raise
-            self.forget()
-            self._mode = "offline"
-            self._init(run_id or self._new_id)
+        for mode in dict.fromkeys((self._mode, "offline")):
+            with suppress(Exception):  # what an earlier attempt left
+                self._wandb.teardown()
+            self._mode = mode
+            try:
+                self._init(run_id or self._new_id)
+                break
+            except Exception:
+                if mode == "offline":
+                    raise
         if run_id is not None:
             self._run.config.update(dict(self._run_settings.config), allow_val_change=True)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         return str(self._run.id)
-
-    def forget(self) -> None:
-        with suppress(Exception):
-            self._wandb.teardown()
-        self._run = None
 
     def address(self) -> str:
         if self._mode == "offline":
@@ -161,9 +157,6 @@ class _MlflowClient:
         self._run_id = str(run_id)
         self._log_config()
         return self._run_id
-
-    def forget(self) -> None:
-        """The next :meth:`open` makes another client."""
 
     def address(self) -> str:
         return f"run {self._run_id} of {self._uri if self._is_local else 'the tracking server'}"
@@ -271,8 +264,6 @@ class Session:
             self._retry_s = _RETRY_S[0]
         except Exception as error:  # clients raise whatever they like, and none of it may end the process
             traceback.print_exc()
-            if self._client is not None:
-                self._client.forget()
             self._is_open = False
             if may_try_again and not isinstance(error, TimeoutError):
                 self._attempt(work)

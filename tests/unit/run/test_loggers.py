@@ -39,16 +39,12 @@ class Faulty:
         self.failures = failures
         self.rows: list[tuple[int, int]] = []
         self.opened: list[str | None] = []
-        self.forgotten = 0
         self.ending: Ending | None = None
 
     def open(self, run_id: str | None) -> str:
         self._fail()
         self.opened.append(run_id)
         return run_id or "new"
-
-    def forget(self) -> None:
-        self.forgotten += 1
 
     def address(self) -> str:
         return "https://user:key@there"
@@ -86,7 +82,6 @@ def test_no_failure_is_hidden_and_rows_after_it_are_logged(
     # After a failure, rows are dropped for a while, without an attempt.
     assert len(failed) == (min(failures, 1) if in_a_hurry else failures)
     assert all(report["failed"] == "ConnectionError" for report in failed)
-    assert client.forgotten == len(failed)
     lost = 10 if in_a_hurry and failures else max(0, failures - 1)
     assert client.rows == [(number, step) for number, step in enumerate(range(lost, 10))]
     session.finish("finished")
