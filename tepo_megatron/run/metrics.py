@@ -261,9 +261,6 @@ class TokenSamples:
     def tokens_of(self, response: int) -> slice:
         return slice(int(self.offsets[response]), int(self.offsets[response + 1]))
 
-    def text_of(self, response: int) -> str:
-        return "".join(self.pieces[token] for token in self.ids[self.tokens_of(response)].tolist())
-
 
 def token_file(folder: Path, step: int) -> Path:
     return folder / FOLDER / f"step_{step:07d}.npz"

@@ -74,7 +74,8 @@ def test_the_tokens_of_chosen_groups_lie_where_the_page_looks(
     for group in groups:
         for response, at in zip(group.responses, group.origin[1], strict=True):
             there, here = samples.tokens_of(at), slice(response["at"], response["at"] + response["tokens"])
-            assert "".join(columns["pieces"][piece] for piece in ids[here]) == samples.text_of(at)
+            text = "".join(samples.pieces[token] for token in samples.ids[there].tolist())
+            assert "".join(columns["pieces"][piece] for piece in ids[here]) == text
             assert (flags[here] & 1).astype(bool).tolist() == samples.loss_mask[there].tolist()
             assert (flags[here] >> 1).astype(bool).tolist() == samples.masked[there].tolist()
             assert versions[here].tolist() == samples.version[there].tolist()
