@@ -64,6 +64,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_a_run_leaves_what_it_promises(trained: Path) -> None:
+    printed = (trained.parent / "printed.txt").read_text()
+    assert f"step {STEPS}/{STEPS}" in printed
+    assert "\x1b" not in printed
+    assert "Warning" not in printed
     assert [row["step"] for row in rows(trained)] == list(range(STEPS + 1))
     for row in rows(trained)[1:]:
         assert set(row) >= KEYS
@@ -84,13 +88,6 @@ def test_a_run_leaves_what_it_promises(trained: Path) -> None:
     assert {path.name for path in trained.iterdir()} <= {made.partition("/")[0] for made in MADE_BY_A_RUN}
     journal = sorted(path.name for path in (trained / "journal").iterdir())
     assert journal == [f"step_{step:07d}.jsonl" for step in range(5, STEPS)]  # since the older of its two checkpoints
-
-
-def test_what_is_printed_in_a_pipe_is_plain_lines(trained: Path) -> None:
-    printed = (trained.parent / "printed.txt").read_text()
-    assert "\x1b" not in printed
-    assert f"step {STEPS}/{STEPS}" in printed
-    assert "Warning" not in printed
 
 
 def test_the_exported_model_loads_in_transformers_and_was_trained(trained: Path) -> None:

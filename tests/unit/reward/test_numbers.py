@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.core.problem import is_reward
-from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.sampler.rollout_file import check_rollouts
 from tepo_megatron.tasks.environments.episodes import add_rewards
 from tepo_megatron.tasks.reward.pool import weigh
 from tepo_megatron.tasks.reward.worker import check_value
@@ -58,16 +54,3 @@ def test_a_sum_over_turns_is_a_reward_or_a_sentence(turns: Any) -> None:
     except ValueError:
         return
     assert is_reward(reward)
-
-
-@given(reward=numbers)
-@settings(max_examples=50)
-def test_a_record_holds_what_a_verifier_may_return(reward: float) -> None:
-    """float32 holds it, and sums of squares of a million like it."""
-    rollout = Rollout("p", 0, (1,), (2,), (-0.5,), "stop", WeightsVersion(0), "", reward)
-    if is_reward(reward):
-        check_rollouts(Path("record"), [rollout], step=0, prompts=1, samples=1)
-        assert np.isfinite(1e6 * np.square(np.float32(reward)))
-        return
-    with pytest.raises(ValueError, match="record, line 2: the reward is "):
-        check_rollouts(Path("record"), [rollout], step=0, prompts=1, samples=1)

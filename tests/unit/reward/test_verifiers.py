@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.reward.verifiers import VERIFIERS, check_reachable, exact, last_number, last_word, load_verifier
+from tepo_megatron.tasks.reward.verifiers import check_reachable, exact, last_number, last_word, load_verifier
 
 
 def _problem(answer: str) -> Problem:
@@ -21,6 +21,8 @@ def test_last_word(words: list[str], answer: str, space: str) -> None:
     assert last_word(_problem(answer), space.join([*words, answer])) == 1.0
     assert last_word(_problem(answer), space.join([answer, *words, answer + "x"])) == 0.0
     assert last_word(_problem(answer), "".join([*words, "x", answer])) == 0.0
+    for response in ("", " \n", f"3+5+1=9 9\ufffd{answer}"):
+        assert last_word(_problem(answer), response) == 0.0
 
 
 @pytest.mark.parametrize(("name", "solvable", "never"), [("last_word", "95", "7 15"), ("last_number", "is 95", "ninety")])
@@ -31,14 +33,6 @@ def test_a_verifier_that_refuses_the_expected_answers_themselves_is_found(name: 
     for other in ("exact", "math", "judge", "mine.py:f"):
         assert check_reachable(other, [_problem(never)]) == 0
     assert check_reachable(name, []) == 0
-
-
-def test_last_word_of_nothing() -> None:
-    assert last_word(_problem("95"), "") == last_word(_problem("95"), " \n") == 0.0
-
-
-def test_last_word_of_an_undecodable_answer() -> None:
-    assert last_word(_problem("95"), "3+5+1=9 9\ufffd5") == 0.0
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
@@ -83,11 +77,6 @@ def test_last_number_without_numbers() -> None:
 )
 def test_math(answer: str, response: str, reward: float) -> None:
     assert load_verifier("math")(_problem(answer), response) == reward
-
-
-def test_every_builtin_verifier_loads() -> None:
-    for name in VERIFIERS:
-        assert load_verifier(name)(_problem("7"), "7") == 1.0
 
 
 @pytest.mark.parametrize(
