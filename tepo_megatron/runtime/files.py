@@ -15,10 +15,7 @@ def partial_path(path: Path) -> Path:
 
 
 def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) -> None:
-    """``sync``: the content survives a power cut.
-
-    Raises OSError, and then leaves no partial file.
-    """
+    """``sync``: the content survives a power cut. Raises OSError, and then leaves no partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_path(path)
     data = content.encode("utf-8", errors="backslashreplace") if isinstance(content, str) else content

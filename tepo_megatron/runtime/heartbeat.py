@@ -74,10 +74,7 @@ def _stacks_path(folder: Path, rank: int) -> Path:
 
 
 class Heartbeat:
-    """The main thread uses it. No method waits for a disk.
-
-    ``limits``: phase → seconds that its own time-outs may need.
-    """
+    """The main thread uses it. No method waits for a disk. ``limits``: phase → seconds that its own time-outs may need."""
 
     def __init__(
         self,

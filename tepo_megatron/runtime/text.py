@@ -12,9 +12,7 @@ _MOST_NESTED = 100
 
 
 def text_fault(value: Any) -> str | None:
-    """``value``: text, or JSON values with their keys. Returns None if it is Unicode text that is not nested too
-    deeply.
-    """
+    """``value``: text, or JSON values with their keys. Returns None if it is Unicode text that is not nested too deeply."""
     level = [value]
     for _ in range(_MOST_NESTED):
         for item in level:

@@ -27,10 +27,7 @@ LOOK_S = 2.0
 
 
 class WeightSync:
-    """All errors are RuntimeErrors; ServerSilent if a server hangs.
-
-    ``keep_cache``: held responses keep keys and values.
-    """
+    """All errors are RuntimeErrors; ServerSilent if a server hangs. ``keep_cache``: held responses keep keys and values."""
 
     _group: GlooGroup | ShardSender | None = None
 
