@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
 from tepo_megatron.core.scores.shard import LocalLabels, Scoring, combine, merge
 from tepo_megatron.core.scores.triton_sweep import gradient, statistics
-from tepo_megatron.tools.bench.score_methods import methods
+from tepo_megatron.tools.bench.scores import methods
 from tests.support.dense_scores import dense_logprob_and_entropy
 from tests.support.score_cases import cases, compare, loss
 

@@ -1,14 +1,19 @@
-"""Time and memory of log-prob and entropy over a sharded vocabulary (``tepo bench scores``)."""
+"""Time and memory of log-prob and entropy over a sharded vocabulary, by method (``tepo bench scores``)."""
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import importlib.util
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
+from types import ModuleType
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -16,12 +21,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.core.scores.backend import get_backend
-from tepo_megatron.tools.bench.score_methods import AREAL, DENSE, FLOOR, MEGATRON, SLOPE, VERL, Method, Outputs, methods
+from tepo_megatron.core.scores import logprob_and_entropy
+from tepo_megatron.core.scores.backend import Backend, BackendName, get_backend
+from tepo_megatron.core.scores.shard import RowScores, Scoring, combine, plan_scoring
 from tepo_megatron.tools.bench.step_rank import peak_bytes
 from tepo_megatron.tools.results import Report, Table, in_processes
 
 R = TypeVar("R")
+_Outputs = tuple[Tensor, ...]
+_Method = Callable[[Tensor, Tensor], _Outputs]  # (logits shard [T, V/p], labels [T]) → outputs [T] for a backward
+_DENSE = "dense torch log_softmax"
+MEGATRON = "Megatron-Core cross-entropy (log-prob only)"
+_AREAL = "AReaL, both scores"
+_VERL = "verl, both scores"
+FLOOR = "floor: read, then read and write"
+SLOPE = ", with the entropy's slope"  # suffix of methods that also give TokenScores.entropy_slope
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"tp": 2, "tokens": "1024,4096", "vocab": "32000,128256", "dtype": "bf16,fp32"},
@@ -106,7 +120,7 @@ def _measure(_: int, setting: ScoreSetting, tokens: int, vocab: int, dtype: str)
     chosen = methods(device, logits, labels)
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     if tokens * vocab * 4 * 5 * tp > free / 2:  # about five fp32 copies of the whole logits on each rank
-        del chosen[DENSE]
+        del chosen[_DENSE]
     rows: dict[str, dict[str, Any]] = {}
     for name, method in chosen.items():
         peak = _peak_extra(method, logits, labels, gradients)
@@ -127,7 +141,7 @@ def _measure(_: int, setting: ScoreSetting, tokens: int, vocab: int, dtype: str)
     return list(rows.values())
 
 
-def _run(method: Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> tuple[float, float]:
+def _run(method: _Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> tuple[float, float]:
     leaf = logits.clone().requires_grad_()
     view = leaf.view_as(leaf)
     _settle(logits)
@@ -137,7 +151,7 @@ def _run(method: Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> t
     return forward, backward
 
 
-def _of_outputs(gradients: Tensor, outputs: Outputs) -> list[Tensor]:
+def _of_outputs(gradients: Tensor, outputs: _Outputs) -> list[Tensor]:
     return [grad.to(out.dtype) for grad, out in zip(gradients, outputs, strict=False)]
 
 
@@ -178,7 +192,7 @@ def _settle(like: Tensor) -> None:
     dist.barrier()
 
 
-def _peak_extra(method: Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> int:
+def _peak_extra(method: _Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> int:
     if not logits.is_cuda:
         return peak_bytes(lambda: _run(method, logits, labels, gradients)) - logits.nbytes
     _scratch()
@@ -188,7 +202,7 @@ def _peak_extra(method: Method, logits: Tensor, labels: Tensor, gradients: Tenso
     return torch.cuda.max_memory_allocated() - before - logits.nbytes
 
 
-def _count_collectives(method: Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> tuple[int, int]:
+def _count_collectives(method: _Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> tuple[int, int]:
     names = [name for name in dir(dist) if name.startswith(("all_", "reduce_scatter", "broadcast"))]
     with ExitStack() as stack:
         collectives = [stack.enter_context(mock.patch.object(dist, name, wraps=getattr(dist, name))) for name in names]
@@ -213,7 +227,7 @@ def _cells(row: ScoreMeasurement, peers: Sequence[ScoreMeasurement]) -> dict[str
         "backward ms": ms(row.backward_ms),
         "total ms": ms(row.total_ms),
         "× Megatron": times(MEGATRON),
-        "× best peer": times(AREAL, VERL),
+        "× best peer": times(_AREAL, _VERL),
         "× floor": times(FLOOR),
         "× without slope": times(row.method.removesuffix(SLOPE)) if row.method.endswith(SLOPE) else "",
         "peak extra": f"{row.peak_extra:.3f}",
@@ -221,3 +235,127 @@ def _cells(row: ScoreMeasurement, peers: Sequence[ScoreMeasurement]) -> dict[str
         "GB/s forward / backward": " / ".join(f"{x:.0f}" if x >= 10 else f"{x:.1f}" for x in row.gbps),
         "of a copy's": " / ".join(f"{x / row.copy_gbps:.0%}" for x in row.gbps),
     }
+
+
+def methods(device: str, logits: Tensor, labels: Tensor) -> dict[str, _Method]:
+    if device == "cpu":
+        result: dict[str, _Method] = {
+            "tepo_megatron": partial(_ours, backend="torch"),
+            **_with_and_without_slope("tepo_megatron, in place", "torch"),
+            **_with_and_without_slope("tepo_megatron, in place, C++", "cpp"),
+        }
+    else:
+        result = {
+            "tepo_megatron, torch": partial(_ours, backend="torch"),
+            "tepo_megatron, torch, in place": partial(_ours, backend="torch", inplace_backward=True),
+            "tepo_megatron, Triton": partial(_ours, backend="triton"),
+            **_with_and_without_slope("tepo_megatron, Triton, in place", "triton"),
+            "Triton's kernels alone, in place": _kernels(logits, labels),
+            "Triton's kernels alone, in place" + SLOPE: _kernels(logits, labels, entropy_slope=True),
+        }
+    areal = _load("areal", "areal/utils/functional/vocab_parallel.py")
+    if areal is not None:
+        result[_AREAL] = lambda logits, labels: areal._VocabParallelLogProbsEntropy.apply(logits, labels, dist.group.WORLD)
+    verl = _load("verl", "verl/utils/megatron/tensor_parallel.py")
+    if verl is not None:
+        result[_VERL] = partial(_verl, verl)
+    return {**result, MEGATRON: _megatron, _DENSE: _dense, FLOOR: _Floor.apply}
+
+
+def _with_and_without_slope(name: str, backend: BackendName) -> dict[str, _Method]:
+    options: dict[str, Any] = {"backend": backend, "inplace_backward": True}
+    return {name: partial(_ours, **options), name + SLOPE: partial(_ours, entropy_slope=True, **options)}
+
+
+def _ours(logits: Tensor, labels: Tensor, **options: Any) -> _Outputs:
+    scores = logprob_and_entropy(logits, labels, tp_group=dist.group.WORLD, **options)
+    return scores.logprob, scores.entropy
+
+
+def _kernels(logits: Tensor, labels: Tensor, *, entropy_slope: bool = False) -> _Method:
+    group, backend = dist.group.WORLD, get_backend("triton", logits.device)
+    tokens, width = logits.shape
+    options: dict[str, Any] = {"temperature": 1.0, "vocab_size": None, "mask_T": None, "entropy_slope": entropy_slope}
+    scoring = plan_scoring(labels, tokens=tokens, width=width, tp_group=group, **options)
+    stats = torch.empty(tokens, scoring.statistics, device=logits.device)
+    backend.statistics(logits, scoring, stats)
+    scores, _ = combine(stats, None, 1.0, group)
+    return lambda logits, labels: _Kernels.apply(logits, scoring, scores, backend)
+
+
+class _Kernels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, scoring: Scoring, scores: RowScores, backend: Backend) -> _Outputs:
+        stats = torch.empty(logits.shape[0], scoring.statistics, device=logits.device)
+        backend.statistics(logits, scoring, stats)
+        ctx.scoring, ctx.scores, ctx.backend = scoring, scores, backend
+        ctx.save_for_backward(logits)
+        return stats[:, 1], stats[:, 2]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (logits,) = ctx.saved_tensors
+        ctx.backend.gradient(logits, ctx.scoring, ctx.scores, *gradients, logits.detach())
+        return logits.detach(), None, None, None
+
+
+def _megatron(logits: Tensor, labels: Tensor) -> _Outputs:
+    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+    return (vocab_parallel_cross_entropy(logits.unsqueeze(1), labels.unsqueeze(1)).squeeze(1),)
+
+
+def _dense(logits: Tensor, labels: Tensor) -> _Outputs:
+    whole = torch.cat(list(_GatherColumns.apply(logits)), 1)
+    logprob = whole.log_softmax(-1, dtype=torch.float32)
+    return logprob.gather(1, labels.unsqueeze(1)).squeeze(1), -(logprob.exp() * logprob).sum(-1)
+
+
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> _Outputs:
+        ctx.rank = dist.get_rank()
+        shards = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
+        dist.all_gather(shards, logits.contiguous())
+        return tuple(shards)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[ctx.rank]  # every rank computes the whole loss, so its own columns' gradient is complete
+
+
+class _Floor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> _Outputs:
+        ctx.save_for_backward(logits)
+        return (logits.view(torch.int64).sum(1).float() * 0,)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (logits,) = ctx.saved_tensors
+        logits.detach().view(torch.int64).bitwise_xor_(1)
+        return logits.detach(), None
+
+
+def _verl(module: ModuleType, logits: Tensor, labels: Tensor) -> _Outputs:
+    """Uses a copy: Megatron's cross-entropy overwrites its input."""
+    retained = logits.clone()
+    entropy = module.vocab_parallel_entropy(logits)
+    logprob = module.vocab_parallel_log_probs_from_logits(retained.unsqueeze(1), labels.unsqueeze(1)).squeeze(1)
+    return logprob, entropy
+
+
+def _load(distribution: str, file: str) -> Any:
+    try:
+        path = importlib.metadata.distribution(distribution).locate_file(file)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    platforms = ModuleType("areal.infra.platforms")  # all that AReaL's file asks of the rest of it: whether this is an NPU
+    platforms.is_npu_available = False  # type: ignore[attr-defined]
+    sys.modules.setdefault("areal.infra.platforms", platforms)
+    spec = importlib.util.spec_from_file_location(f"tepo_megatron_peer_{distribution}", str(path))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

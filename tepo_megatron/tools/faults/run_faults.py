@@ -29,7 +29,7 @@ class _LiveFaults(FaultClass):
         run = self.workshop.live_run()
         run.reach(phase)
         time.sleep(rng.uniform(0, WITHIN_S[phase]))
-        roles, before = run.roles(), run.pids()
+        roles, before = run.roles, run.pids
         if role not in roles:
             self.workshop.close()
             return FaultOutcome(name, "lost", f"the run has no process that is its {role}, but only {', '.join(roles)}")

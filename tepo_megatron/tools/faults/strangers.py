@@ -140,7 +140,7 @@ class _Strangers(FaultClass):
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         run = self.workshop.live_run()
         run.wait_for_row(run.last_step)
-        self._pids, self._run = run.pids(), run
+        self._pids, self._run = run.pids, run
         others: dict[str, Callable[[], str]] = {
             "the run's key in the environment of its processes": self._environments,
             "the run's key on command lines": self._command_lines,

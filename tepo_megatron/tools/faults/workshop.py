@@ -97,7 +97,7 @@ def _start(folder: Path, module: str, settings: Sequence[str], log: Path) -> sub
         )
 
 
-class RunEnd(NamedTuple):
+class _RunEnd(NamedTuple):
     code: int
     printed: str
 
@@ -118,11 +118,6 @@ class LiveRun:
         self._overrides = (*_LIVE, *overrides)
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
 
     @property
     def running(self) -> bool:
@@ -147,11 +142,15 @@ class LiveRun:
         settings = [*self._overrides, f"train.steps={self.steps}", f"train.resume={str(resume).lower()}"]
         self._process = _start(self.folder, program.MODULE, settings, log)
 
+    @property
     def roles(self) -> dict[str, list[int]]:
-        return by_role(self.pid, program.MODULE)
+        assert self._process is not None
+        return by_role(self._process.pid, program.MODULE)
 
+    @property
     def pids(self) -> list[int]:
-        return descendants(self.pid)
+        assert self._process is not None
+        return descendants(self._process.pid)
 
     def reach(self, phase: str) -> None:
         """``phase`` is one of the stopwatch's, or ``save``. Raises RuntimeError if the run ends first."""
@@ -192,7 +191,7 @@ class LiveRun:
             return log.read().decode(errors="replace")
 
     def said(self) -> str:
-        return RunEnd(0, self._printed()).said
+        return _RunEnd(0, self._printed()).said
 
     def stop(self) -> None:
         if self._process is not None:
@@ -242,7 +241,7 @@ def make_rollouts(folder: Path, steps: int) -> Path:
     return folder
 
 
-def replay(folder: Path, rollouts: Path, steps: int, *overrides: str, resume: bool = False) -> RunEnd:
+def replay(folder: Path, rollouts: Path, steps: int, *overrides: str, resume: bool = False) -> _RunEnd:
     settings = [*REPLAYED, f"rollout.replay={rollouts}", f"train.steps={steps}", *overrides, *["--resume"] * resume]
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
@@ -253,7 +252,7 @@ def replay(folder: Path, rollouts: Path, steps: int, *overrides: str, resume: bo
     except subprocess.TimeoutExpired:
         end_tree(process)
         raise
-    return RunEnd(code, log.read_text(errors="replace"))
+    return _RunEnd(code, log.read_text(errors="replace"))
 
 
 def undisturbed(folder: Path) -> Path:

@@ -22,8 +22,7 @@ from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.tools.bench.recipes import SIZES, RecipeSetting, make_model, random_rollouts
 from tepo_megatron.tools.bench.rollouts import DrawMeasurement, RolloutSetting
-from tepo_megatron.tools.bench.score_methods import FLOOR, MEGATRON, SLOPE
-from tepo_megatron.tools.bench.scores import ScoreMeasurement, ScoreSetting
+from tepo_megatron.tools.bench.scores import FLOOR, MEGATRON, SLOPE, ScoreMeasurement, ScoreSetting
 from tepo_megatron.tools.bench.step import OLDER, OURS, PACKED, ROOT, ROWS, StepMeasurement, StepSetting, World, source_of
 from tepo_megatron.tools.bench.studies.compare_masks import by_entropy
 from tepo_megatron.weights.architecture import model_spec
