@@ -319,9 +319,9 @@ class Sweep:
 
     def run(self) -> list[_RunEnd]:
         """Main thread only."""
-        ended = {run.name: _RunEnd(run, "done") for run in self._runs if run.is_done}
-        waiting = [run for run in self._runs if run.name not in ended]
-        self._say(f"{len(self._runs)} runs: {len(ended)} done, {len(waiting)} to do, {self._jobs} at a time")
+        ends = {run.name: _RunEnd(run, "done") for run in self._runs if run.is_done}
+        waiting = [run for run in self._runs if run.name not in ends]
+        self._say(f"{len(self._runs)} runs: {len(ends)} done, {len(waiting)} to do, {self._jobs} at a time")
         shares: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
         for share in core_shares(available_cores(), self._jobs):
             shares.put(share)
@@ -333,13 +333,13 @@ class Sweep:
         took: list[float] = []
         with self._signals(), ThreadPoolExecutor(self._jobs, "sweep", use_cores) as pool:
             for number, future in enumerate(as_completed([pool.submit(self._one, run) for run in waiting]), start=1):
-                one = ended[future.result().run.name] = future.result()
+                one = ends[future.result().run.name] = future.result()
                 took += [one.seconds] if one.outcome == "done" else []
                 if one.outcome != "stopped":
                     line = f"{one.outcome}: {one.said}" if one.said else one.outcome
                     line += _last_figures(one.run) + self._left(took, len(waiting) - number)
                     self._say(f"[{number}/{len(waiting)}] {one.run.name} {line}")
-        return [ended[run.name] for run in self._runs]
+        return [ends[run.name] for run in self._runs]
 
     def _left(self, took: Sequence[float], missing: int) -> str:
         with self._lock:

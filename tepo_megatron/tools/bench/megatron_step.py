@@ -53,8 +53,8 @@ class _RowsBuilder(_PackedBuilder):
         megatron, chunks = super()._chunks()
         for chunk in chunks:
             for layer in chunk.decoder.layers:
-                own = DotProductAttention(megatron, layer.layer_number, AttnMaskType.causal, "self")
-                layer.self_attention.core_attention = own
+                attention = DotProductAttention(megatron, layer.layer_number, AttnMaskType.causal, "self")
+                layer.self_attention.core_attention = attention
         return megatron, chunks
 
 

@@ -179,8 +179,8 @@ def _offline_engine(model: Path, longest: int, cores: str, log: Path) -> Child:
 
 
 def _processor_seconds() -> dict[str, float]:
-    own = Process.read(os.getpid())
-    seconds = defaultdict(float, client=0.0 if own is None else own.cpu_s)
+    this_process = Process.read(os.getpid())
+    seconds = defaultdict(float, client=0.0 if this_process is None else this_process.cpu_s)
     for state in Process.below(os.getpid()):
         command = Process.command_line(state.pid)
         if "plugin.offline" not in command:

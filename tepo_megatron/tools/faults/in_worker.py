@@ -13,9 +13,9 @@ _KEPT: dict[str, Tensor] = {}
 
 
 class FaultyWorker:
-    def tepo_fault(self, given: str) -> str:
-        """``given`` is JSON with kind, param and scale, in effect from the next update; kind ``none`` stops it."""
-        fault = json.loads(given)
+    def tepo_fault(self, raw: str) -> str:
+        """``raw`` is JSON with kind, param and scale, in effect from the next update; kind ``none`` stops it."""
+        fault = json.loads(raw)
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         rank = int(self.rank)  # type: ignore[attr-defined]
         _restore(runner)
