@@ -44,6 +44,7 @@ def main() -> None:
     from tepo_megatron.trainer.megatron import platform as platform_cpu
     from tepo_megatron.trainer.megatron.model.model import Layers, build_model, transformer_config
     from tepo_megatron.trainer.megatron.platform import Platform
+    from tepo_megatron.trainer.megatron.policy import named_weights
 
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
@@ -63,7 +64,7 @@ def main() -> None:
             config.use_cpu_initialization = not has_gpu
             with here.megatron() if not has_gpu else contextlib.nullcontext():
                 model = build_model(spec, config, ranks, Layers("te"))
-            built = {key: tuple(value.shape) for key, value in model.named_parameters()}
+            built = {key: tuple(value.shape) for key, value in named_weights([model]).items()}
             found[f"{name} {recipe}"] = differences(built, dict(table))
     platform.destroy()
     print(json.dumps(found))
