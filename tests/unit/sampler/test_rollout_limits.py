@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -58,37 +56,15 @@ def test_a_fleet_is_refused_before_anything_is_started(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-# -- the real limits of real processes
-
-ASK = """
-import json, os, resource, sys
-from tepo_megatron.config.rollout import ServerConfig
-from tepo_megatron.sampler.vllm.resources import check_machine
-for name, soft, hard in json.loads(sys.argv[1]):
-    if os.fork():
-        os.wait()
-        continue
-    if name:
-        resource.setrlimit(getattr(resource, name), (soft, hard))
-    try:
-        check_machine(ServerConfig(), 1, weights_bytes=0, on_gpu=False)
-        print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)
-    except ValueError as error:
-        print(error, flush=True)
-    os._exit(0)
-"""
-
-
-def ask(limits: list[tuple[str, int, int]], *prefix: str) -> list[str]:
-    command = [*prefix, sys.executable, "-c", ASK, json.dumps(limits)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-
-
-def test_the_soft_limit_of_open_files_is_raised_and_a_low_hard_one_said() -> None:
-    low, raised, space = ask([("RLIMIT_NOFILE", 40, 64), ("RLIMIT_NOFILE", 40, 1024), ("RLIMIT_AS", 2000 * MIB, 2000 * MIB)])
-    assert "open files: 90 needed, 64 found" in low
-    assert raised == "1024"
-    assert "address space of a process: 3072 MiB needed, 2000 MiB found" in space
+def test_the_soft_limit_of_open_files_is_raised_and_a_low_hard_one_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    unlimited, hard = resource.RLIM_INFINITY, {resource.RLIMIT_NOFILE: 64}
+    soft = {resource.RLIMIT_NOFILE: 40, resource.RLIMIT_AS: 2000 * MIB}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft.get(which, unlimited), hard.get(which, unlimited)))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: soft.update({which: limits[0]}))
+    said = r"open files: 90 needed, 64 found.* address space of a process: 3072 MiB needed, 2000 MiB found"
+    with pytest.raises(ValueError, match=said):
+        check_machine(ServerConfig(), 1, **CPU)
+    assert soft[resource.RLIMIT_NOFILE] == 64
 
 
 # -- groups of control
