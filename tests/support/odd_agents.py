@@ -111,15 +111,6 @@ def runs_on(problem: Problem, base_url: str, api_key: str, seed: int) -> float:
     return 0.0
 
 
-def stays(problem: Problem, base_url: str, api_key: str) -> float:
-    """Goes on after its episode has failed, unless its problem's answer is "fine"."""
-    asked = {"messages": [{"role": "user", "content": "0"}]} if problem.answer == "fine" else []
-    httpx.post(f"{base_url}/chat/completions", json=asked, headers={"Authorization": f"Bearer {api_key}"}, timeout=600)
-    if not asked:
-        time.sleep(600)
-    return 1.0
-
-
 def is_not_empty(problem: Problem, response: str) -> float:
     """A verifier, for which "0" is half an answer."""
     return 0.5 if response == "0" else 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 import threading
@@ -263,19 +264,26 @@ def test_a_tokenizer_without_a_beginning_is_refused() -> None:
         opening_of(environment, Bare())  # type: ignore[arg-type]
 
 
-def test_a_process_that_agents_wore_out_is_replaced_and_episodes_go_on() -> None:
-    """One more than are left behind, of episodes that have failed."""
-    from tepo_megatron.tasks.environments.agents import _MAX_RUNNING_AGENTS
+def test_agents_that_run_on_wear_their_process_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no episode left, and more of them than are left behind; one that ends in time does not count."""
+    from tepo_megatron.tasks.environments import agents
 
-    with opened(config("stays")) as pool:
-        before = processes(pool)
-        for some in (_MAX_RUNNING_AGENTS, 1):
-            assert processes(pool) == before
-            assert all("the body must be a JSON object" in str(result.error) for _, result, _ in play(pool, ["any"] * some))
-            assert isinstance(pool.host, EnvironmentWorkers)
-            while any(worker.pending for worker in pool.host._workers):  # it hears of the end of episodes
-                pool.host.poll(0.0)
-                pool.host._wait(1.0)
-        assert processes(pool) != before
-        ((_, result, _),) = play(pool, ["fine"])
-    assert (result.error, result.reward) == (None, 1.0)
+    monkeypatch.setattr(agents, "_MAX_RUNNING_AGENTS", 1)
+    environment = config("runs_on").environment
+    assert environment is not None
+    desk = EpisodeTable({**environment.model_dump(), "agent": EnvironmentWorkers.agent_setup(environment, None)})
+    given = ["", "", "", {}, [], ""]
+
+    async def play() -> list[bool]:
+        worn = []
+        for at in range(3):
+            answer = await desk.answer(at, ["reset", given, at, False])
+            assert answer["observation"][0] == "chat"
+            worn.append(desk.worn)
+            await desk.answer(at, ["end"])
+            while at == 0 and any(each.name == "agent" for each in threading.enumerate()):
+                await asyncio.sleep(0.01)  # it hears that its episode is over
+            worn.append(desk.worn)
+        return worn
+
+    assert asyncio.run(play()) == [False, False, False, False, False, True]
