@@ -134,21 +134,19 @@ class EpisodeTable:
             raise ValueError(f"the environment {self._setup['name']!r} cannot be made with {options}: {raised}") from error
 
     def _checked(self, result: Any, kind: str, method: Callable[..., Any]) -> _Answer:
-        def failed(why: str) -> _Answer:
+        try:
+            if not isinstance(result, StepResult):
+                raise ValueError(f"{type(result).__name__}, not a StepResult")
+            if kind == "reset" and isinstance(result.observation, StepResult):
+                raise ValueError("a StepResult: an episode ends at the earliest when the model has written something")
+            reward, fault = check_value(result.reward, what="environment")
+            if fault is not None:
+                return {"error": f"{fault}{place_of(method)}"}
+            observation = _observation(result.observation)
+            if (fault := text_fault(observation)) is not None:
+                raise ValueError(f"an observation with {fault}")
+        except ValueError as why:
             return {"error": f"the environment's {kind} returned {why}{place_of(method)}"}
-
-        if not isinstance(result, StepResult):
-            return failed(f"{type(result).__name__}, not a StepResult")
-        if kind == "reset" and isinstance(result.observation, StepResult):
-            return failed("a StepResult: an episode ends at the earliest when the model has written something")
-        reward, fault = check_value(result.reward, what="environment")
-        if fault is not None:
-            return {"error": f"{fault}{place_of(method)}"}
-        observation, why = _observation(result.observation)
-        if why is None and (fault := text_fault(observation)) is not None:
-            why = f"an observation with {fault}"
-        if why is not None:
-            return failed(why)
         return {"observation": observation, "reward": reward, "done": bool(result.done), "tool_error": bool(result.tool_error)}
 
 
@@ -172,25 +170,25 @@ async def _value(found: Any) -> Any:
     return await found if inspect.isawaitable(found) else found
 
 
-def _observation(value: Any) -> tuple[list[Any] | None, str | None]:
+def _observation(value: Any) -> list[Any] | None:
     if isinstance(value, ChatRequest):
-        return ["chat", value.as_json()], None
+        return ["chat", value.as_json()]
     if value is None or isinstance(value, str):
-        return (["text", value] if value else None), None
+        return ["text", value] if value else None
     value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, Sequence) or isinstance(value, bytes):
-        return None, f"{type(value).__name__} as observation, which is neither text, token ids nor messages"
+        raise ValueError(f"{type(value).__name__} as observation, which is neither text, token ids nor messages")
     if all(type(item) is int for item in value):
-        return (["ids", list(value)] if value else None), None
+        return ["ids", list(value)] if value else None
     for item in value:
         if not isinstance(item, Mapping) or not isinstance(item.get("role"), str) or not isinstance(item.get("content"), str):
-            return None, f"{str(item)[:60]!r} in its observation: neither a token id nor a message with role and content"
+            raise ValueError(f"{str(item)[:60]!r} in its observation: neither a token id nor a message with role and content")
     messages = [dict(item) for item in value]
     try:
         json.dumps(messages)
     except (TypeError, ValueError) as error:
-        return None, f"messages that JSON cannot hold ({error})"
-    return ["messages", messages], None
+        raise ValueError(f"messages that JSON cannot hold ({error})") from error
+    return ["messages", messages]
 
 
 if __name__ == "__main__":
