@@ -58,23 +58,25 @@ LIMIT_S = 6.0
 """Of a collective. Rank 0 comes half as much later; a loaded machine may take its time for everything else."""
 
 
-def wait_for_a_late_root(rank: int, world: int, with_signal: bool) -> object:
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LIMIT_S))
+def wait_for_a_late_root(rank: int, world: int) -> object:
+    """Rank 1 waits for the signal first, rank 2 does not."""
+    pairs = [dist.new_group([0, waiting], backend="gloo", timeout=timedelta(seconds=LIMIT_S)) for waiting in (1, 2)]
     signal = RootSignal()
     dist.barrier()
     if rank == 0:
         time.sleep(1.5 * LIMIT_S)
     try:
-        if with_signal:
+        if rank < 2:
             signal.pass_on()
+        group = pairs[rank == 2]
         return broadcast_json("late" if rank == 0 else None, source=0, device=torch.device("cpu"), group=group)
     except RuntimeError as error:
         return type(error).__name__
 
 
 def test_a_late_rank_0_breaks_a_collective_and_not_the_wait_for_its_signal() -> None:
-    assert run_dist(2, wait_for_a_late_root, True) == ["late", "late"]
-    assert run_dist(2, wait_for_a_late_root, False)[1] != "late"
+    root, with_signal, without = run_dist(3, wait_for_a_late_root)
+    assert root == with_signal == "late" != without
 
 
 def pass_on_often(rank: int, world: int) -> int:

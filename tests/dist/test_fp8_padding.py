@@ -61,12 +61,10 @@ def round_inputs(engine: Any, ranks: int) -> None:
 
 def run_padded(engine: Any, batch: Any, multiple: int) -> dict[str, Any]:
     """Scores, loss, gradients and the sizes that the model saw, with micro-batches padded to ``multiple``."""
-    from tepo_megatron.trainer.megatron.forward import score
-
     forward = replace(engine.forward, token_multiple=multiple)
     sizes: list[int] = []
     hook = engine.policy.chunks[0].register_forward_pre_hook(lambda _, args: sizes.append(args[0].size(1)))
-    scores = score(forward, engine.policy.chunks, batch)
+    scores = forward.score(engine.policy.chunks, batch)
     scored = batch.with_(old_logprobs_T=scores.logprob, old_entropy_T=scores.entropy)
     context = engine.objective.prepare(scored)
 

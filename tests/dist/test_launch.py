@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.support.launch import run_dist, run_world
@@ -39,8 +41,6 @@ def test_a_rank_that_fails_ends_the_world(way: str, told: str) -> None:
 
 
 def environment(rank: int, world: int) -> tuple[int, str | None, bool, bool]:
-    import torch
-
     imported = "tepo_megatron.trainer.megatron.engine" in sys.modules
     return dist.get_rank(), os.environ.get("SET_BY_A_TEST"), torch.get_num_threads() == 1, imported
 
@@ -54,4 +54,17 @@ def test_ranks_have_the_tests_environment_and_the_engine_imported(monkeypatch: p
 
 def test_a_program_that_fails_is_told() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)rank [01] of 2 raised:.*No such file.*nowhere\.json"):
-        run_world("engine", 2, "nowhere.json")
+        run_world("routing", 2, "nowhere.json")
+
+
+def gloo_threads(rank: int, world: int) -> tuple[int, list[float]]:
+    groups = [dist.new_group(list(range(world))) for _ in range(5)]
+    tensor = torch.ones(3) * (rank + 1)
+    for group in groups:
+        dist.all_reduce(tensor, group=group)
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum("gloo_tcp_loop" in name for name in names), tensor.tolist()
+
+
+def test_all_gloo_groups_of_a_process_share_one_thread() -> None:
+    assert run_dist(2, gloo_threads) == [(1, [48.0] * 3)] * 2

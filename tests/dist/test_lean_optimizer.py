@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tests.support.fused_adam import instead_of_transformer_engine
 from tests.support.launch import end_model_parallel, run_dist
+from tests.support.small_llama import tiny_rollouts
 
 UPDATES, LR = 2, 1e-3
 Outcome = dict[str, Any]
@@ -31,17 +31,8 @@ REDUCED: dict[str, Any] = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfl
 SCALED: dict[str, Any] = {"exp_avg_dtype": "float16", "exp_avg_sq_dtype": "float16"}
 
 
-def rollouts(step: int) -> list[Rollout]:
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(3, 60, (4, 6), generator=generator).tolist()
-    return [
-        Rollout(f"p{at // 2}", at // 2, (1, 5), tuple(ids), (-2.0,) * 6, "stop", WeightsVersion(step), reward=float(at % 2))
-        for at, ids in enumerate(tokens)
-    ]
-
-
 def update(engine: Any, step: int) -> None:
-    batch = engine.batch_from_root(rollouts(step) if engine.ranks.rank == 0 else None)
+    batch = engine.batch_from_root(tiny_rollouts(step) if engine.ranks.rank == 0 else None)
     assert not engine.update(engine.score(batch)).skipped
 
 
@@ -49,15 +40,15 @@ def train(case: dict[str, Any], folder: Path) -> Outcome:
     """Two updates of a fresh engine, with a checkpoint between them; or the second, from such a checkpoint."""
 
     from tepo_megatron.trainer.megatron.engine import Engine
-    from tepo_megatron.trainer.megatron.optimizer_states import collect
+    from tepo_megatron.trainer.megatron.optimizer_states import OptimizerStates
 
     config = RunConfig.model_validate(case["config"])
     with instead_of_transformer_engine() if config.optimizer.precision_aware else contextlib.nullcontext():
         engine = Engine(config, resolve_model_path("builtin:tiny"))
 
         def states() -> dict[str, Tensor]:
-            trained = engine.policy.trained
-            return {f"{name} {kind}": value.clone() for name, kind, value in collect(engine.policy.optimizer, trained)}
+            held = OptimizerStates(engine.policy.optimizer).collect(engine.policy.trained)
+            return {f"{name} {kind}": value.clone() for name, kind, value in held}
 
         if case["resume"]:
             assert engine.checkpoints.load(folder / case["resume"] / "step_000001")["step"] == 1

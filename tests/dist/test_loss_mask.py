@@ -17,9 +17,8 @@ import torch
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.weights.geometry import Box
-from tepo_megatron.weights.storage.stored import StoredWeights
 from tests.support.launch import end_model_parallel, run_dist
+from tests.support.model_worlds import assert_first_moments
 from tests.support.small_llama import VOCABULARY, write_llama
 
 TURNS = [[-2, 3, -4, 2], [5], [1, -7, 1, -1, 6], [4, -9, 2], [2, -1, 2, -1, 2], [-12, 1], [9, -2, 3], [3]]
@@ -109,10 +108,4 @@ def test_loss_and_gradients_come_of_the_models_tokens_alone(tmp_path: Path) -> N
             torch.testing.assert_close(own, torch.cat(logprobs), atol=2e-5, rtol=0)
             assert report["norm"] == pytest.approx(norm, rel=1e-4)
             assert report["entropy"] == pytest.approx(entropy, rel=1e-5)
-            stored = StoredWeights.open_boxes(tmp_path / f"out-{world}-{at}" / "step_000001", "exp_avg")
-            assert stored.boxes.keys() == gradients.keys()
-            for name, expected in gradients.items():
-                moment = torch.empty(expected.shape)
-                stored.read(name, Box((0,) * expected.dim(), tuple(expected.shape)), moment)
-                error = (moment.double() / (1 - 0.9) - expected).norm() / norm  # Adam's first moment after one step
-                assert error < 1e-4, f"world {world}, split {at}, {name}: the gradient is off by {error:.1e} of the norm"
+            assert_first_moments(tmp_path / f"out-{world}-{at}" / "step_000001", gradients, norm=norm)

@@ -4,7 +4,6 @@ bit the same as if it had stayed.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
 from collections.abc import Callable
@@ -14,40 +13,32 @@ from typing import Any
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tests.support.launch import end_model_parallel, run_dist
+from tests.support.model_worlds import bits_of
+from tests.support.small_llama import tiny_rollouts
 
 STEPS = 2
 Outcome = dict[str, str]
-
-
-def rollouts(step: int) -> list[Rollout]:
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(3, 60, (4, 6), generator=generator).tolist()
-    return [
-        Rollout(f"p{at // 2}", at // 2, (1, 5), tuple(ids), (-2.0,) * 6, "stop", WeightsVersion(step), reward=float(at % 2))
-        for at, ids in enumerate(tokens)
-    ]
 
 
 def train(config: RunConfig, model_dir: Path, *, moves: bool) -> Outcome:
     """Updates on a fresh engine; with ``moves`` its memory is offloaded and onloaded as in the loop."""
 
     from tepo_megatron.trainer.megatron.engine import Engine
-    from tepo_megatron.trainer.megatron.offload import _identity, _state
-    from tepo_megatron.trainer.megatron.optimizer_states import collect
+    from tepo_megatron.trainer.megatron.optimizer_states import OptimizerStates, adam_tensors, inner_optimizers
 
     engine = Engine(config, model_dir, shares_gpus=moves)
 
     def check(*, weights: bool, rest: bool) -> None:
         """What has memory. Masters that are parameters go with them."""
-        params = {_identity(param) for param in engine.policy.params.values()}
+        params = {storage(param) for param in engine.policy.params.values()}
         assert {bool(param.untyped_storage().nbytes()) for param in engine.policy.params.values()} == {weights}
         assert {bool(buffer.grad_data.untyped_storage().nbytes()) for buffer in engine.policy.ddp[0].buffers} == {rest}
         if engine.reference is not None:
             assert {bool(param.untyped_storage().nbytes()) for param in engine.reference[0].parameters()} == {rest}
-        state = [tensor for tensor in _state(engine.policy.optimizer) if _identity(tensor) not in params]
+        held = [tensor for inner in inner_optimizers(engine.policy.optimizer) for tensor in adam_tensors(inner.optimizer)]
+        state = [tensor for tensor in held if storage(tensor) not in params]
         assert {bool(tensor.untyped_storage().nbytes()) for tensor in state} <= {rest}
 
     def move(to: Callable[[], None], *, weights: bool, rest: bool) -> None:
@@ -63,22 +54,22 @@ def train(config: RunConfig, model_dir: Path, *, moves: bool) -> Outcome:
         move(engine.offload, weights=False, rest=False)
         move(engine.onload, weights=True, rest=True)
         assert engine.weights.version(step).digest == digest
-        batch = engine.score(engine.batch_from_root(rollouts(step) if engine.ranks.rank == 0 else None))
+        batch = engine.score(engine.batch_from_root(tiny_rollouts(step) if engine.ranks.rank == 0 else None))
         engine.update(batch)
         digests.append(engine.weights.version(step).digest)
     assert len(set(digests)) == STEPS
     if moves:
         assert engine.offloader is not None
         assert engine.offloader.most_offloaded > 0
-    state = {f"{name} {kind}": name_of(value) for name, kind, value in collect(engine.policy.optimizer, engine.policy.params)}
-    weights = {name: name_of(param.detach()) for name, param in engine.policy.params.items()}
+    held = OptimizerStates(engine.policy.optimizer).collect(engine.policy.params)
+    states = {f"{name} {kind}": value for name, kind, value in held}
+    bits = {name: bits_of({name: value}) for name, value in {**states, **engine.policy.params}.items()}
     end_model_parallel()
-    return {**state, **weights}
+    return bits
 
 
-def name_of(tensor: torch.Tensor) -> str:
-    """All its bits."""
-    return hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+def storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def both_ways(rank: int, world: int, cases: list[dict[str, Any]]) -> list[tuple[Outcome, Outcome]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
-from dataclasses import replace
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.plan import check_exact, make_plan
 from tepo_megatron.plan.run_plan import Plan
 from tepo_megatron.plan.shapes import resolve_spec
+from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks, pipeline_stages_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -44,6 +48,18 @@ def test_with_experts_and_with_norms_on_queries_and_keys_too(model: str, paralle
     engine = config.engine.model_copy(update={"parallel": split})
     plan = replace(recipe("qwen2.5-7b"), spec=resolve_spec(model)[0], config=config.model_copy(update={"engine": engine}))
     assert check_exact(plan) == [[count] * split.tp for count in plan.stage_parameters]
+
+
+def test_interleaved_and_uneven_stages_are_counted_as_the_layout_says() -> None:
+    """Each rank by itself; the model is the layouts' own."""
+    spec = ModelSpec("LlamaForCausalLM", 8, 48, 6, 2, 8, 80, 61, False, 1e-5, 1e4, None, 128)
+    parallel = ParallelConfig(tp=2, pp=2, vpp=2, num_layers_in_first_pipeline_stage=2)
+    split = MegatronParallel(2, 2, stages=pipeline_stages_of(spec, parallel))
+    held = [sum(math.prod(shape) for shape in rank.params.values()) for rank in megatron_ranks(spec, split)]
+    request = json.dumps({"spec": asdict(spec), "parallel": parallel.model_dump()})
+    command = [sys.executable, "-m", "tepo_megatron.trainer.megatron.parameter_count"]
+    counted = subprocess.run(command, input=request, capture_output=True, text=True, check=True).stdout
+    assert json.loads(counted.splitlines()[-1]) == [held[:2], held[2:]]
 
 
 def test_a_count_that_differs_names_the_rank_and_both_counts(monkeypatch: pytest.MonkeyPatch) -> None:

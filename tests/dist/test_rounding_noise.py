@@ -22,6 +22,7 @@ from torch import Tensor
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.scores import logprob_and_entropy
 from tepo_megatron.core.types import Batch, TokenScores
+from tepo_megatron.trainer.protocol import UpdateResult
 from tests.support.launch import end_model_parallel, run_dist
 from tests.support.small_llama import draw_rollouts, write_llama
 
@@ -48,30 +49,65 @@ def noisy(engine: Any, scale: float = 1.0) -> Callable[..., TokenScores]:
     return scores
 
 
-def first_update(config: RunConfig, model_dir: Path, *, whole_step_scored: bool) -> dict[str, float]:
-    """Extrema and means of the first optimizer step after a rollout, on this rank's world."""
-
+def first_update(engine: Any, *, whole_step_scored: bool) -> dict[str, float]:
+    """Extrema and means of the first optimizer step after a rollout."""
     from tepo_megatron.run.step.minibatches import minibatches
     from tepo_megatron.trainer.megatron import forward
-    from tepo_megatron.trainer.megatron.engine import Engine
-
-    engine = Engine(config, model_dir)
 
     def cut(batch: Batch) -> Batch:
-        return next(minibatches(batch, config.train.minibatches, seed=0, step=0))
+        return next(minibatches(batch, engine.config.train.minibatches, seed=0, step=0))
 
     with mock.patch.object(forward, "logprob_and_entropy", noisy(engine)):
-        batch = engine.batch_from_root(draw_rollouts(LENGTHS) if engine.ranks.rank == 0 else None)
+        batch = sampled(engine)
         scored = cut(engine.score(batch)) if whole_step_scored else engine.score(cut(batch))
-        result = engine.update(scored)
-    end_model_parallel()
+        return figures(engine.update(scored))
+
+
+def measured(engine: Any, *, scale: float) -> dict[str, float]:
+    """The engine's measurement, where logits get ``scale`` times the noise of this file. The weights must not change."""
+    from tepo_megatron.trainer.megatron import forward
+
+    before = engine.weights.version(0).digest
+    with mock.patch.object(forward, "logprob_and_entropy", noisy(engine, scale)):
+        noise: dict[str, float] = engine.measure_noise(sampled(engine))
+    assert engine.weights.version(0).digest == before
+    return noise
+
+
+def smallest_update(engine: Any) -> dict[str, float]:
+    """What the objective sees of a second update after one whose learning rate is next to 0."""
+    from tepo_megatron.run.step.minibatches import minibatches
+
+    batch = sampled(engine)
+    engine.measure_noise(batch)
+    parts = [engine.score(part) for part in minibatches(batch, 3, seed=0, step=0)]
+    changes = [figures(engine.update(part, last=part is parts[-1])) for part in parts]
+    return {"masked": changes[1]["mask/fraction"], "kl": changes[1]["kl/mean"], "nothing": changes[0]["kl/mean"]}
+
+
+def sampled(engine: Any) -> Batch:
+    batch: Batch = engine.batch_from_root(draw_rollouts(LENGTHS) if engine.ranks.rank == 0 else None)
+    return batch
+
+
+def figures(result: UpdateResult) -> dict[str, float]:
     return {**result.extrema, **{name: total / count for name, (total, count) in result.sums.items() if count}}
 
 
-def first_updates(rank: int, world: int, cases: list[dict[str, Any]], model_dir: Path, whole: bool) -> list[dict[str, float]]:
+Look = Callable[[Any], dict[str, float]]
+
+
+def in_turn(rank: int, world: int, looks: list[tuple[dict[str, Any], Look]], model_dir: Path) -> list[dict[str, float]]:
+    """Each on an engine of its own."""
+    from tepo_megatron.trainer.megatron.engine import Engine
+
     warnings.filterwarnings("ignore")
     os.environ["WORLD_SIZE"] = str(world)
-    return [first_update(RunConfig.model_validate(case), model_dir, whole_step_scored=whole) for case in cases]
+    results = []
+    for config, look in looks:
+        results.append(look(Engine(RunConfig.model_validate(config), model_dir)))
+        end_model_parallel()
+    return results
 
 
 def case(micro_batch_tokens: int, **parallel: Any) -> dict[str, Any]:
@@ -81,11 +117,6 @@ def case(micro_batch_tokens: int, **parallel: Any) -> dict[str, Any]:
         "rollout": {"prompts_per_step": 3, "samples_per_prompt": 4},
         "train": {"minibatches": 3},
     }
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_llama(tmp_path_factory.mktemp("noise"), scale=0.1)
 
 
 WORLDS = {
@@ -100,92 +131,56 @@ WORLDS = {
 }
 
 
-@pytest.mark.parametrize("world", list(WORLDS))
-def test_nothing_has_changed_in_the_first_update_after_a_rollout(world: int, model_dir: Path) -> None:
-    for found in run_dist(world, first_updates, WORLDS[world], model_dir, False):
-        for given, figures in zip(WORLDS[world], found, strict=True):
-            changes = {name: figures[name] for name in ("entropy/delta", "mask/fraction", "kl/mean", "clip/low", "clip/high")}
-            assert (figures["ratio/min"], figures["ratio/max"]) == (1.0, 1.0), given
-            assert set(changes.values()) == {0.0}, (given, changes)
+@pytest.fixture(scope="module", params=list(WORLDS))
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, float]]]:
+    """What the ranks of a world see: of the first update in each case; in the first case of the noise in float32 and bfloat16,
+    of the smallest update in bfloat16, and of a first update that was scored in other micro-batches.
+    """
+    cases, first = WORLDS[request.param], WORLDS[request.param][0]
+    coarse = {**first, "model": {"dtype": "bfloat16"}}
+    optimizer = {"lr": 1e-6, "warmup_steps": 0, "distributed": False}
+    looks: list[tuple[dict[str, Any], Look]] = [
+        *((config, partial(first_update, whole_step_scored=False)) for config in cases),
+        (first, partial(measured, scale=1.0)),
+        (coarse, partial(measured, scale=0.0)),
+        ({**coarse, "objective": {"preset": "tepo"}, "optimizer": optimizer}, smallest_update),
+        (case(100), partial(first_update, whole_step_scored=True)),
+    ]
+    model_dir = write_llama(tmp_path_factory.mktemp("noise"), scale=0.1)
+    return run_dist(request.param, in_turn, looks if request.param == 1 else looks[:-1], model_dir)
 
 
-def test_scored_in_other_micro_batches_the_noise_looks_like_a_change(model_dir: Path) -> None:
+def test_nothing_has_changed_in_the_first_update_after_a_rollout(ranks: list[list[dict[str, float]]]) -> None:
+    cases = WORLDS[len(ranks)]
+    for rank in ranks:
+        for config, update in zip(cases, rank, strict=False):
+            changes = {name: update[name] for name in ("entropy/delta", "mask/fraction", "kl/mean", "clip/low", "clip/high")}
+            assert (update["ratio/min"], update["ratio/max"]) == (1.0, 1.0), config
+            assert set(changes.values()) == {0.0}, (config, changes)
+
+
+def test_scored_in_other_micro_batches_the_noise_looks_like_a_change(ranks: list[list[dict[str, float]]]) -> None:
     """What the test above would miss if the noise were too small, or did not depend on the place."""
-    ((figures,),) = run_dist(1, first_updates, [case(100)], model_dir, True)
-    assert figures["ratio/max"] > 1 + 1e-3
-    assert figures["mask/fraction"] > 0.1
+    if len(ranks) == 1:
+        update = ranks[0][-1]
+        assert update["ratio/max"] > 1 + 1e-3
+        assert update["mask/fraction"] > 0.1
 
 
-def measured(rank: int, world: int, cases: list[dict[str, Any]], model_dir: Path, *, scale: float) -> list[dict[str, float]]:
-    """The engine's measurement, where logits get ``scale`` times the noise of this file. The weights must not change."""
-
-    from tepo_megatron.trainer.megatron import forward
-    from tepo_megatron.trainer.megatron.engine import Engine
-
-    warnings.filterwarnings("ignore")
-    os.environ["WORLD_SIZE"] = str(world)
-    results = []
-    for config in cases:
-        engine = Engine(RunConfig.model_validate(config), model_dir)
-        before = engine.weights.version(0).digest
-        with mock.patch.object(forward, "logprob_and_entropy", noisy(engine, scale)):
-            results.append(engine.measure_noise(engine.batch_from_root(draw_rollouts(LENGTHS) if rank == 0 else None)))
-        assert engine.weights.version(0).digest == before
-        end_model_parallel()
-    return results
-
-
-@pytest.mark.parametrize("world", list(WORLDS))
 def test_the_noise_of_weights_that_are_rounded_again_is_measured_and_not_that_of_another_place(
-    world: int, model_dir: Path
+    ranks: list[list[dict[str, float]]],
 ) -> None:
     """Next to none in float32, though places differ by much more, and thousands of times as much in bfloat16."""
-    cases = WORLDS[world][:1]
-    rounded = [{**config, "model": {"dtype": "bfloat16"}} for config in cases]
-    for config, plain, coarse in zip(
-        cases,
-        run_dist(world, partial(measured, scale=1.0), cases, model_dir)[0],
-        run_dist(world, partial(measured, scale=0.0), rounded, model_dir)[0],
-        strict=True,
-    ):
-        for name in ("entropy/noise", "ratio/noise", "sequence_ratio/noise"):
-            assert 0 <= plain[f"{name}/p50"] <= plain[f"{name}/p90"] <= plain[f"{name}/p99"] < 1e-5, (config, name)
-            assert 1e3 * plain[f"{name}/p99"] < coarse[f"{name}/p99"] < 0.1, (config, name)
+    plain, coarse = ranks[0][len(WORLDS[len(ranks)]) :][:2]
+    for name in ("entropy/noise", "ratio/noise", "sequence_ratio/noise"):
+        assert 0 <= plain[f"{name}/p50"] <= plain[f"{name}/p90"] <= plain[f"{name}/p99"] < 1e-5, name
+        assert 1e3 * plain[f"{name}/p99"] < coarse[f"{name}/p99"] < 0.1, name
 
 
-def smallest_updates(rank: int, world: int, cases: list[dict[str, Any]], model_dir: Path) -> list[dict[str, float]]:
-    """What the objective sees of a second update after one whose learning rate is next to 0."""
-
-    from tepo_megatron.run.step.minibatches import minibatches
-    from tepo_megatron.trainer.megatron.engine import Engine
-
-    warnings.filterwarnings("ignore")
-    os.environ["WORLD_SIZE"] = str(world)
-    results = []
-    for config in cases:
-        engine = Engine(RunConfig.model_validate(config), model_dir)
-        batch = engine.batch_from_root(draw_rollouts(LENGTHS) if rank == 0 else None)
-        engine.measure_noise(batch)
-        parts = [engine.score(part) for part in minibatches(batch, 3, seed=0, step=0)]
-        updates = [engine.update(part, last=part is parts[-1]) for part in parts]
-        changes = [{name: total / count for name, (total, count) in update.sums.items() if count} for update in updates]
-        results.append({"masked": changes[1]["mask/fraction"], "kl": changes[1]["kl/mean"], "nothing": changes[0]["kl/mean"]})
-        end_model_parallel()
-    return results
-
-
-@pytest.mark.parametrize("world", list(WORLDS))
-def test_an_update_that_only_rounds_weights_again_is_within_the_automatic_tolerance(world: int, model_dir: Path) -> None:
+def test_an_update_that_only_rounds_weights_again_is_within_the_automatic_tolerance(
+    ranks: list[list[dict[str, float]]],
+) -> None:
     """In bfloat16 at a learning rate of 1e-6: scores move, and no entropy falls by more than the tolerance."""
-    cases: list[dict[str, Any]] = [
-        {
-            **config,
-            "model": {"dtype": "bfloat16"},
-            "objective": {"preset": "tepo"},
-            "optimizer": {"lr": 1e-6, "warmup_steps": 0, "distributed": False},
-        }
-        for config in WORLDS[world][:1]
-    ]
-    for config, result in zip(cases, run_dist(world, smallest_updates, cases, model_dir)[0], strict=True):
-        assert result["nothing"] == 0 < result["kl"], config
-        assert result["masked"] <= 0.01, (config, result)
+    result = ranks[0][len(WORLDS[len(ranks)]) + 2]
+    assert result["nothing"] == 0 < result["kl"]
+    assert result["masked"] <= 0.01, result

@@ -18,9 +18,10 @@ from tepo_megatron.weights.table import EXPERT_NAMES
 
 @dataclass(frozen=True)
 class Oracle:
-    """Log-probs of the labels, their negative mean, and its gradients under the names of the tensors on disk."""
+    """Log-probs of the labels, entropies, the log-probs' negative mean, and its gradients under the tensors' names on disk."""
 
     logprobs_T: Tensor
+    entropy_T: Tensor
     loss: float
     gradients: dict[str, Tensor]
     choices: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -78,7 +79,9 @@ def oracle_of(folder: Path, batch: Batch, *, aux_loss: float = 0.0) -> Oracle:
     for name, gate in biased.items():
         gate.register_forward_hook(partial(_count, loads[name]))
     logits = [oracle(tokens[None]).logits[0] for tokens in batch.tokens_T.split(lengths)]
-    logprobs_T = torch.cat(logits).log_softmax(-1).gather(1, batch.labels_T[:, None])[:, 0]
+    logprobs_TV = torch.cat(logits).log_softmax(-1)
+    logprobs_T = logprobs_TV.gather(1, batch.labels_T[:, None])[:, 0]
+    entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1).detach()
     loss = -logprobs_T[batch.loss_mask_T].mean()
     balance = aux_loss * sum((router.balance for router in routers), torch.zeros((), dtype=torch.float64))
     (loss + balance).backward()
@@ -86,7 +89,7 @@ def oracle_of(folder: Path, batch: Batch, *, aux_loss: float = 0.0) -> Oracle:
     for name, param in oracle.named_parameters():
         gradients |= _as_on_disk(name, param.grad, type(oracle).__name__)
     choices = [(torch.cat(router.own), torch.cat(router.chosen)) for router in routers]
-    return Oracle(logprobs_T.detach(), loss.item(), gradients, choices, loads, balance.item())
+    return Oracle(logprobs_T.detach(), entropy_T, loss.item(), gradients, choices, loads, balance.item())
 
 
 def _count(load_E: Tensor, _module: torch.nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:

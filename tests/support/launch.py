@@ -2,7 +2,7 @@
 
     def work(rank, world, columns): ...          # module-level function of a test file
     results = run_dist(2, work, 16)              # list of what the ranks returned
-    run_world("engine", 4, "case.json")          # the program tests/support/worlds/engine.py on four ranks
+    run_world("routing", 4, "case.json")         # the program tests/support/worlds/routing.py on four ranks
 
 Ranks are forks of one process that has imported torch, Megatron and the engine. It starts with the first world and ends with
 this process. A world of four is there in half a second; four fresh processes would import for four seconds each.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import warnings
@@ -10,10 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.weights.architecture import is_always_fp32
+from tepo_megatron.weights.geometry import Box
+from tepo_megatron.weights.storage.stored import StoredWeights
 from tests.support.launch import end_model_parallel
+from tests.support.random_models import LLAMA3_ROPE
 
 
 def save_random_model(family: str, settings: Mapping[str, Any], out: Path, *, seed: int) -> None:
@@ -57,9 +63,20 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
 }
 """What each family of models with experts has of its own."""
 
+DENSE: dict[str, dict[str, Any]] = {
+    "Llama": {"head_dim": 8, "rope_parameters": LLAMA3_ROPE},
+    "Llama-tied": {"tie_word_embeddings": True},
+    "Mistral": {"head_dim": 10, "sliding_window": None, "num_key_value_heads": 3},
+    "Qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "Qwen2-tied": {"tie_word_embeddings": True, "num_key_value_heads": 3},
+    "Qwen3": {"head_dim": 10},
+    "Qwen3-tied": {"head_dim": 6, "tie_word_embeddings": True},
+}
+"""What sets each dense model apart; the family is the name up to the dash."""
 
-def save_model_with_experts(family: str, out: Path, *, layers: int) -> None:
-    """A random one of ``WITH_EXPERTS``."""
+
+def save_model(name: str, out: Path, *, layers: int) -> None:
+    """A random one of ``DENSE`` or ``WITH_EXPERTS``."""
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 48,
@@ -69,7 +86,42 @@ def save_model_with_experts(family: str, out: Path, *, layers: int) -> None:
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
     }
-    save_random_model(family, {**sizes, **WITH_EXPERTS[family]}, out, seed=len(family))
+    if name in DENSE:
+        sizes["tie_word_embeddings"] = False
+    save_random_model(name.split("-")[0], {**sizes, **{**DENSE, **WITH_EXPERTS}[name]}, out, seed=len(name))
+
+
+def short_rollouts(*, routes: Callable[[torch.Generator, int], Any] | None = None, prompt: int = 1) -> list[Rollout]:
+    """Responses of 1 to 29 tokens, so that data-parallel ranks have micro-batches of different sizes."""
+    generator = torch.Generator().manual_seed(3)
+    rollouts = []
+    for number in range(8):
+        length = int(torch.randint(1, 30, (1,), generator=generator))
+        ids = torch.randint(0, VOCABULARY, (prompt + length,), generator=generator).tolist()
+        recorded = {} if routes is None else {"routed_experts": routes(generator, len(ids))}
+        made = (f"p{number}", number, tuple(ids[:prompt]), tuple(ids[prompt:]), (-1.0,) * length, "stop", WeightsVersion(0))
+        rollouts.append(Rollout(*made, **recorded))
+    return rollouts
+
+
+def assert_first_moments(checkpoint: Path, gradients: Mapping[str, Tensor], *, norm: Tensor | float | None = None) -> None:
+    """After one step Adam's first moment is a tenth of the gradient; to 1e-4 of its norm, or of ``norm``."""
+    stored = StoredWeights.open_boxes(checkpoint, "exp_avg")
+    assert stored.boxes.keys() == gradients.keys()
+    for name, expected in gradients.items():
+        moment = torch.empty(expected.shape)
+        stored.read(name, Box((0,) * expected.dim(), tuple(expected.shape)), moment)
+        assert expected.norm() > 0, f"{name} has no gradient"
+        error = (moment.double() / (1 - 0.9) - expected).norm() / (expected.norm() if norm is None else norm)
+        assert error < 1e-4, f"{name}: the gradient is off by {error:.1e} of the norm"
+
+
+def bits_of(tensors: Mapping[str, Tensor]) -> str:
+    """A digest of the names and of every bit."""
+    digest = hashlib.blake2b()
+    for name, tensor in tensors.items():
+        digest.update(name.encode() + tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def in_turn(runs: Iterable[dict[str, Any]], one_model: Callable[[dict[str, Any]], Any]) -> None:

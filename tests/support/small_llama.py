@@ -50,3 +50,15 @@ def draw_rollouts(lengths: Sequence[int]) -> list[Any]:
         logprobs, version = (-1.0,) * (length - 2), WeightsVersion(0)
         rollouts.append(Rollout("p", 0, ids[:2], ids[2:], logprobs, "stop", version, reward=float(number % 2)))
     return rollouts
+
+
+def tiny_rollouts(step: int) -> list[Any]:
+    """Two groups of two for the built-in tiny model."""
+    from tepo_megatron.core.rollout import Rollout, WeightsVersion
+
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(3, 60, (4, 6), generator=generator).tolist()
+    return [
+        Rollout(f"p{at // 2}", at // 2, (1, 5), tuple(ids), (-2.0,) * 6, "stop", WeightsVersion(step), reward=float(at % 2))
+        for at, ids in enumerate(tokens)
+    ]

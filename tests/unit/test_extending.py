@@ -56,10 +56,9 @@ def cells(document: str) -> set[str]:
 def places_of(architecture: str) -> dict[str, str]:
     """Where a line for this architecture must be: file → the name there."""
     experts = FAMILIES[architecture].experts
-    worlds = ("tests/support/model_worlds.py", "WITH_EXPERTS") if experts else ("tests/dist/test_architectures.py", "MODELS")
     return {
         "tests/unit/weights/test_architecture.py": "CONFIGS",
-        worlds[0]: worlds[1],
+        "tests/support/model_worlds.py": "WITH_EXPERTS" if experts else "DENSE",
         "tests/support/random_models.py": "MODELS",
         "tests/unit/trainer/test_te_layouts.py": "MODELS",
     }

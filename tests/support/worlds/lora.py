@@ -14,7 +14,7 @@ import torch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.sampler.rollout_file import read_rollouts
 from tests.support.model_worlds import train_in_turn
-from tests.support.worlds.moe import MeanSurprise
+from tests.support.worlds.models import MeanSurprise
 
 
 class WithReference(MeanSurprise):

@@ -11,7 +11,7 @@ from typing import Any
 from tepo_megatron.config import RunConfig
 from tepo_megatron.sampler.rollout_file import read_rollouts
 from tests.support.model_worlds import train_in_turn
-from tests.support.worlds.moe import MeanSurprise
+from tests.support.worlds.models import MeanSurprise
 
 
 def one_model(config: RunConfig, rollouts: Path, out: Path, resume: str | None) -> tuple[Any, dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tepo_megatron.config import RunConfig
+from tepo_megatron.config import EngineConfig, RunConfig
 from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
 
@@ -41,14 +41,13 @@ def differences(built: dict[str, tuple[int, ...]], table: dict[str, tuple[int, .
 def main() -> None:
     warnings.filterwarnings("ignore")
     from tepo_megatron.trainer.megatron import platform
-    from tepo_megatron.trainer.megatron import platform as platform_cpu
     from tepo_megatron.trainer.megatron.model.model import Layers, build_model, transformer_config
     from tepo_megatron.trainer.megatron.platform import Platform
     from tepo_megatron.trainer.megatron.policy import named_weights
 
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
-        platform_cpu.install_cpu_patches()
+        platform.select_platform(EngineConfig(platform="cpu"))
     cuda = Platform("cuda", torch.device("cuda" if has_gpu else "cpu"), "nccl" if has_gpu else "gloo")
     here = cuda if has_gpu else Platform("cpu", torch.device("cpu"), "gloo")
     ranks = platform.initialize(RunConfig().engine.parallel, here, seed=0)

@@ -8,7 +8,6 @@ number of the update, from 0, that meets a gradient that is NaN.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import warnings
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from tepo_megatron.config import RunConfig
-from tests.support.model_worlds import in_turn
+from tests.support.model_worlds import bits_of, in_turn
 from tests.support.small_llama import draw_rollouts
 
 LENGTHS = [5, 17, 6, 9, 8, 5, 12, 6]
@@ -45,11 +44,11 @@ def one_variant(run: dict[str, Any]) -> Any:
             if step == 1 and not last:
                 seen["between"] = engine.score(part).old_logprobs_T.tolist()
             if step == 2 or last:
-                held = digest(engine.policy.params)
-                seen["pending"].append(held != digest(engine.weights.params))
+                held = bits_of(engine.policy.params)
+                seen["pending"].append(held != bits_of(engine.weights.params))
             number += 1
         seen["weights"].append(engine.weights.version(step).digest)
-    seen["own"] = digest(engine.weights.params)
+    seen["own"] = bits_of(engine.weights.params)
     Path(run["out"], f"rank{engine.ranks.rank}.json").write_text(json.dumps(seen))
     return engine
 
@@ -93,14 +92,6 @@ def calls_of_modules(engine: Any) -> dict[str, int]:
 
         module.register_forward_hook(count)
     return calls
-
-
-def digest(params: dict[str, torch.nn.Parameter]) -> str:
-    """Of this rank's weights, to the last bit."""
-    found = hashlib.blake2b()
-    for name, param in params.items():
-        found.update(name.encode() + param.detach().float().numpy().tobytes())
-    return found.hexdigest()
 
 
 def main() -> None:

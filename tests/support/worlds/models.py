@@ -1,4 +1,4 @@
-"""What every rank of a test of models with experts does; started by torchrun: moe CASE.json.
+"""What every rank of a test of architectures does; started by torchrun: models CASE.json.
 
 Takes one model and split after the other: exports what was loaded, scores, trains two steps, saving after each, exports. A run
 that resumes loads another split's checkpoint instead of its first step.
@@ -45,7 +45,8 @@ def one_model(config: RunConfig, rollouts: Path, out: Path, resume: str | None) 
     engine.weights.export(out / "initial")
     batch = engine.score(engine.batch_from_root(read_rollouts(rollouts, 0) if is_root else None))
     assert batch.old_logprobs_T is not None
-    report: dict[str, Any] = {"logprobs": batch.old_logprobs_T.tolist(), "updates": []}
+    assert batch.old_entropy_T is not None
+    report: dict[str, Any] = {"logprobs": batch.old_logprobs_T.tolist(), "entropy": batch.old_entropy_T.tolist(), "updates": []}
     for step in (1, 2):
         if resume and step == 1:
             engine.checkpoints.load(Path(resume))

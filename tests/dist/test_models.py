@@ -1,10 +1,11 @@
-"""Models with experts under every kind of split: what Megatron computes is what transformers computes in float64, forward and
+"""Every architecture under every kind of split: what Megatron computes is what transformers computes in float64, forward and
 backward, checkpoints pass from one split to another, and biases of experts move against the load of the whole mini-batch.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 
 from tepo_megatron.config import EngineConfig, ParallelConfig
-from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.architecture import is_always_fp32, read_model_spec
@@ -26,7 +26,7 @@ from tepo_megatron.weights.storage.stored import StoredWeights
 from tepo_megatron.weights.table import tensor_shapes
 from tests.support.float64 import Oracle, oracle_of
 from tests.support.launch import run_world
-from tests.support.model_worlds import VOCABULARY, WITH_EXPERTS, save_model_with_experts
+from tests.support.model_worlds import DENSE, WITH_EXPERTS, assert_first_moments, save_model, short_rollouts
 
 RATE = 0.01
 BALANCE = {"Glm4Moe": {"kind": "expert_bias", "update_rate": RATE}}
@@ -39,7 +39,10 @@ class Split:
     dp: int = 1
     ep: int = 1
     etp: int | None = None
+    sp: bool = True
     distributed: bool = False
+    imported: bool = False
+    """Whether it starts from what ``tepo import`` made, and not from a Hugging Face folder."""
     resumes: Split | None = None
 
     @property
@@ -50,19 +53,20 @@ class Split:
     def name(self) -> str:
         sizes = "".join(f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "ep"))
         expert_tp = "" if self.etp is None else f"etp{self.etp}"
-        return sizes + expert_tp + "-distributed" * self.distributed + "-resumed" * bool(self.resumes)
+        return (
+            sizes + "-no-sp" * (not self.sp) + expert_tp + "-distributed" * self.distributed + "-resumed" * bool(self.resumes)
+        )
 
     @property
     def config(self) -> dict[str, Any]:
         sizes = {name: getattr(self, name) for name in ("tp", "pp", "dp", "ep", "etp")}
-        return sizes | {"sequence_parallel": self.tp > 1}
+        return sizes | {"sequence_parallel": self.tp > 1 and self.sp}
 
 
 SINGLE = Split()
-ACROSS = Split(tp=2, dp=2, ep=4, etp=1, distributed=True)
-"""Starts from what ``tepo import`` made; the others from Hugging Face folders."""
+ACROSS = Split(tp=2, dp=2, ep=4, etp=1, distributed=True, imported=True)
 
-SPLITS = [
+WITH_EP = [
     SINGLE,
     ACROSS,
     Split(tp=2, dp=2, ep=2),
@@ -70,26 +74,22 @@ SPLITS = [
     Split(dp=2, ep=2, distributed=True, resumes=ACROSS),
     Split(tp=2, ep=2, etp=1),
 ]
-CASES = [pytest.param(split, model, id=f"{split.name}-{model}") for split in SPLITS for model in WITH_EXPERTS]
-OTHERS = [case for case in CASES if case.values[0] != SINGLE]
-UNINTERRUPTED = [
-    pytest.param(split, model, id=f"{split.name}-{model}")
-    for split in SPLITS
-    if split.resumes is None
-    for model in WITH_EXPERTS
+WITHOUT = [
+    *(SINGLE, Split(tp=2, sp=False, imported=True), Split(tp=2), Split(pp=2, imported=True)),
+    Split(tp=2, pp=2, imported=True),
+]
+SPLIT_HEADS = [model for model, settings in DENSE.items() if "num_key_value_heads" not in settings]
+"""The others have 3 key/value heads, which tensor parallelism cannot split."""
+
+PAIRS = [
+    *((split, model) for split in WITHOUT for model in (DENSE if split.tp == 1 else SPLIT_HEADS)),
+    *((split, model) for split in WITH_EP for model in WITH_EXPERTS),
 ]
 
 
-def make_rollouts(folder: Path) -> None:
-    """Lengths so that data-parallel ranks have micro-batches of different sizes."""
-    generator = torch.Generator().manual_seed(3)
-    rollouts = []
-    for number in range(8):
-        length = int(torch.randint(1, 30, (1,), generator=generator))
-        first, *tokens = torch.randint(0, VOCABULARY, (length + 1,), generator=generator).tolist()
-        logprobs = (-1.0,) * len(tokens)
-        rollouts.append(Rollout(f"p{number}", number, (first,), tuple(tokens), logprobs, "stop", WeightsVersion(0)))
-    write_rollouts(folder, 0, rollouts)
+def cases(condition: Callable[[Split], bool] = lambda split: True) -> pytest.MarkDecorator:
+    chosen = [pytest.param(split, model, id=f"{split.name}-{model}") for split, model in PAIRS if condition(split)]
+    return pytest.mark.parametrize(("split", "model"), chosen)
 
 
 class Worlds:
@@ -110,19 +110,18 @@ class Worlds:
 
     def _start(self, size: int) -> None:
         runs = []
-        for split in (split for split in SPLITS if split.world == size):
-            for model in WITH_EXPERTS:
-                out = self.folder / split.name / model
-                out.mkdir(parents=True)
-                start = self.run(split.resumes) / model / "checkpoints" / "step_000001" if split.resumes else None
-                config = self._config(split, model)
-                if split == ACROSS:
-                    import_model(self.folder / model, out / "shards", tp=split.tp, pp=split.pp)
-                    config["model"]["shards"] = str(out / "shards")
-                runs.append({"config": config, "out": str(out), "resume": start and str(start)})
+        for split, model in ((split, model) for split, model in PAIRS if split.world == size):
+            out = self.folder / split.name / model
+            out.mkdir(parents=True)
+            start = self.run(split.resumes) / model / "checkpoints" / "step_000001" if split.resumes else None
+            config = self._config(split, model)
+            if split.imported:
+                import_model(self.folder / model, out / "shards", tp=split.tp, pp=split.pp)
+                config["model"]["shards"] = str(out / "shards")
+            runs.append({"config": config, "out": str(out), "resume": start and str(start)})
         case = self.folder / f"world-{size}.json"
         case.write_text(json.dumps({"runs": runs, "rollouts": str(self.folder / "rollouts")}))
-        run_world("moe", size, case)
+        run_world("models", size, case)
 
     def _config(self, split: Split, model: str) -> dict[str, Any]:
         return {
@@ -138,10 +137,10 @@ class Worlds:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
-    folder = tmp_path_factory.mktemp("moe")
-    for name in WITH_EXPERTS:
-        save_model_with_experts(name, folder / name, layers=2)
-    make_rollouts(folder / "rollouts")
+    folder = tmp_path_factory.mktemp("models")
+    for name in (*DENSE, *WITH_EXPERTS):
+        save_model(name, folder / name, layers=2 if name in WITH_EXPERTS else 4)
+    write_rollouts(folder / "rollouts", 0, short_rollouts())
     return Worlds(folder)
 
 
@@ -150,15 +149,16 @@ def same_bytes(found: Path, expected: Path) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize(("split", "model"), CASES)
+@cases()
 def test_scores_match_transformers_in_float64(worlds: Worlds, split: Split, model: str) -> None:
-    found_T = torch.tensor(worlds.report(split, model)["logprobs"]).double()
-    expected_T, mask_T = worlds.oracle(model).logprobs_T, worlds.batch.loss_mask_T
-    assert expected_T.std() > 0.1
-    torch.testing.assert_close(found_T[mask_T], expected_T[mask_T], atol=2e-5, rtol=0)
+    report, oracle, mask_T = worlds.report(split, model), worlds.oracle(model), worlds.batch.loss_mask_T
+    assert mask_T.sum() == worlds.batch.num_tokens - worlds.batch.num_sequences
+    assert oracle.logprobs_T.std() > 0.1
+    for name, expected_T in (("logprobs", oracle.logprobs_T), ("entropy", oracle.entropy_T)):
+        torch.testing.assert_close(torch.tensor(report[name]).double()[mask_T], expected_T[mask_T], atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("split", "model"), CASES)
+@cases()
 def test_exports_are_the_model_and_its_checkpoint(worlds: Worlds, split: Split, model: str) -> None:
     out = worlds.run(split) / model
     assert same_bytes(out / "initial", worlds.folder / model)
@@ -175,23 +175,15 @@ def test_exports_are_the_model_and_its_checkpoint(worlds: Worlds, split: Split, 
     assert same_bytes(out / "converted", out / "trained")
 
 
-@pytest.mark.parametrize(("split", "model"), UNINTERRUPTED)
+@cases(lambda split: split.resumes is None)
 def test_loss_and_gradients_match_transformers_in_float64(worlds: Worlds, split: Split, model: str) -> None:
-    """After one step Adam's first moment is a tenth of the gradient."""
     oracle, (loss, norm) = worlds.oracle(model), worlds.report(split, model)["updates"][0]
     assert loss == pytest.approx(oracle.loss, rel=1e-5)
     assert norm == pytest.approx(oracle.norm, rel=1e-5)
-    stored = StoredWeights.open_boxes(worlds.run(split) / model / "checkpoints" / "step_000001", "exp_avg")
-    assert stored.boxes.keys() == oracle.gradients.keys()
-    for name, expected in oracle.gradients.items():
-        found = torch.empty(expected.shape)
-        stored.read(name, Box((0,) * expected.dim(), tuple(expected.shape)), found)
-        assert expected.norm() > 0, f"{name} has no gradient"
-        error = (found.double() / (1 - 0.9) - expected).norm() / expected.norm()
-        assert error < 1e-4, f"{name}: the gradient is off by {error:.1e} of its norm"
+    assert_first_moments(worlds.run(split) / model / "checkpoints" / "step_000001", oracle.gradients)
 
 
-@pytest.mark.parametrize("split", [pytest.param(split, id=split.name) for split in SPLITS if split.resumes is None])
+@pytest.mark.parametrize("split", [pytest.param(split, id=split.name) for split in WITH_EP if split.resumes is None])
 def test_biases_move_against_the_load_of_the_whole_batch(worlds: Worlds, split: Split) -> None:
     """By Megatron's own rule: all by the same step, up where an expert has fewer tokens than the mean."""
     before = load_file(worlds.folder / "Glm4Moe" / "model.safetensors")
@@ -207,7 +199,7 @@ def test_biases_move_against_the_load_of_the_whole_batch(worlds: Worlds, split: 
         assert not torch.equal(found_E, before[name])
 
 
-@pytest.mark.parametrize(("split", "model"), OTHERS)
+@cases(lambda split: split != SINGLE)
 def test_the_second_step_is_that_of_one_rank(worlds: Worlds, split: Split, model: str) -> None:
     """Also where the first step came from another split's checkpoint, optimizer states included."""
     expected, found = (worlds.report(run, model)["updates"][-1] for run in (SINGLE, split))
