@@ -21,8 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from tepo_megatron.trainer.megatron import gpu as packages
-from tepo_megatron.trainer.megatron.gpu import INSTALL_TE
+from tepo_megatron.trainer.megatron.gpu import INSTALL_TE, Packages
 from tepo_megatron.versions import MEGATRON_LINE, TE_RANGE, VLLM_RANGE, in_range, installed_version, requirements_of
 
 Status = Literal["ok", "warn", "missing", "fail"]
@@ -268,7 +267,7 @@ def _apex() -> Finding:
     version = installed_version("apex")
     if version is None:
         return Finding("missing", "", "optional on GPU; built from NVIDIA's source, never from PyPI")
-    if not packages.is_nvidia_apex(packages.package_folder("apex")):
+    if not Packages.installed().apex:
         summary = str(metadata.metadata("apex").json.get("summary") or "no description")
         advice = "PyPI's apex is another project, which Megatron-Core would import in place of NVIDIA's: pip uninstall apex"
         return Finding("fail", f"{version} without fused optimizers ({summary})", advice)
@@ -277,9 +276,11 @@ def _apex() -> Finding:
 
 def _kernels() -> Finding:
     """By installed packages; the engine also tries the import."""
-    result = packages.installed_packages()
-    adam, why_adam = packages.adam_kernel(result)
-    norm, why_norm = packages.norm_kernel("te" if result.te is not None and has_gpu() else "local")
+    packages = Packages.installed()
+    adam, why_adam = packages.adam
+    norm, why_norm = "torch's", "the layers are Megatron-Core's own, whose fused norm (apex') is no RMSNorm"
+    if packages.te is not None and has_gpu():
+        norm, why_norm = "Transformer Engine's, fused into the linear that follows", "the layers are Transformer Engine's"
     slow = has_gpu() and adam == "torch's"
     return Finding("warn" if slow else "ok", f"Adam: {adam}; RMSNorm: {norm}", f"{why_adam}; {why_norm}")
 

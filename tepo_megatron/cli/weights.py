@@ -16,7 +16,6 @@ from tepo_megatron.cli.console import AsJson, show, show_table, user_errors
 from tepo_megatron.runtime.text import echo
 from tepo_megatron.trainer.checkpoint_folder import (
     checkpoints,
-    checkpoints_in,
     leftovers,
     manifest_of,
     read_state,
@@ -134,7 +133,7 @@ def _prune_command(
 def _parent(folder: Path) -> Path:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; give a run's output folder")
-    return checkpoints_in(folder)
+    return inner if (inner := folder / "checkpoints").is_dir() else folder
 
 
 def _row(path: Path) -> list[str]:

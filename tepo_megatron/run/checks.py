@@ -19,7 +19,7 @@ from tepo_megatron.runtime.machine import Machine, this_machine
 from tepo_megatron.runtime.named_check import NamedCheck
 from tepo_megatron.sampler.protocol import sampler_spec
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.trainer.registry import check_config
+from tepo_megatron.trainer.protocol import trainer_kind
 from tepo_megatron.weights.adapters import adapted_tensors, adapter_shapes
 from tepo_megatron.weights.architecture import ModelSpec, read_model_spec
 from tepo_megatron.weights.storage.convert import check_imported
@@ -79,6 +79,10 @@ def _check_length(run: RunSubject) -> None:
     run.spec.check_length(run.server.max_model_len, "rollout.server.max_model_len")
 
 
+def _check_trainer(run: RunSubject) -> None:
+    trainer_kind().check_config(run.config, run.spec, on_gpu=run.placement.on_gpus)
+
+
 def _check_routing_replay(run: RunSubject) -> None:
     if run.spec.experts is None:
         raise ValueError(
@@ -115,7 +119,7 @@ _MODEL, _TRAINER = frozenset({MODEL}), frozenset({TRAINER_MACHINE})
 RUN_CHECKS: tuple[NamedCheck[RunSubject], ...] = (
     NamedCheck("placement", lambda run: run.placement.check(), _TRAINER),
     NamedCheck("checkpoint", lambda run: find_checkpoint(run.config, run.model_dir), _MODEL, _resumes_here),
-    NamedCheck("trainer", lambda run: check_config(run.config, run.spec, on_gpu=run.placement.on_gpus), _MODEL),
+    NamedCheck("trainer", _check_trainer, _MODEL),
     NamedCheck("model length", _check_length, _MODEL, lambda run: run.server.max_model_len is not None),
     NamedCheck("routing replay", _check_routing_replay, _MODEL, lambda run: run.server.routing_replay),
     NamedCheck("server split", lambda run: sampler_spec().check_model(run.server, run.spec), _MODEL, lambda run: run.samples),

@@ -33,7 +33,7 @@ from tepo_megatron.runtime.rank import report_before_leaving
 from tepo_megatron.tasks.environments.environment_task import open_task
 from tepo_megatron.tasks.evaluate.evaluation import verifier_pools
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name
-from tepo_megatron.trainer.registry import make_trainer, prepare_process
+from tepo_megatron.trainer.protocol import trainer_kind
 
 
 def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> None:
@@ -43,7 +43,7 @@ def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> No
     possible before servers and model start; StopRequested after a signal, once the training so far is saved.
     """
     signals = stop_signals()
-    prepare_process(config)  # before the servers' side or the trainer look for GPUs
+    trainer_kind().prepare_process(config)  # before the servers' side or the trainer look for GPUs
     if threads := Placement(config, this_machine()).trainer_threads(available_cores()):
         torch.set_num_threads(threads)
     if not _is_root():
@@ -80,7 +80,7 @@ def open_loop(config: RunConfig, model_dir: Path, extensions: Extensions, stack:
     for module in (r"megatron\.", r"torch\.distributed\.c10d_logger", r"torch\.distributed\.distributed_c10d"):
         warnings.filterwarnings("ignore", module=module)
     # Megatron-Core takes seconds to import; the servers start meanwhile.
-    engine = make_trainer(config, model_dir, shares_gpus=is_colocated(config), heartbeat=heartbeat)
+    engine = trainer_kind().make_trainer(config, model_dir, shares_gpus=is_colocated(config), heartbeat=heartbeat)
     stack.callback(engine.close)
     stack.push(report_before_leaving)
     sampler = None if rank0 is None else rank0.servers.sampler

@@ -25,10 +25,6 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def checkpoint_folder(parent: Path, step: int) -> Path:
-    return parent / checkpoint_name(step)
-
-
 def step_of(folder: Path) -> int:
     match = _NAME.fullmatch(folder.name)
     if not match:
@@ -116,10 +112,3 @@ def remove(folder: Path) -> str | None:
     except OSError as error:
         return f"{folder} could not be removed ({error.strerror or error}); remove it by hand"
     return None
-
-
-def checkpoints_in(folder: Path) -> Path:
-    """Accepts an output folder, its ``checkpoints``, or one checkpoint."""
-    if (folder / "checkpoints").is_dir():
-        return folder / "checkpoints"
-    return folder

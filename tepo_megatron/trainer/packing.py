@@ -22,7 +22,8 @@ def pack(
     With ``mask_truncated`` a truncated response is outside the loss mask, but its reward still counts for its group.
     """
     for rollout in rollouts:
-        _check(rollout)
+        if fault := _fault(rollout):
+            raise ValueError(f"rollout of problem {rollout.problem_id} {fault}")
     prompts = np.array([rollout.prompt_ids.size for rollout in rollouts], dtype=np.int64)
     ends = np.cumsum(prompts + [rollout.response_ids.size for rollout in rollouts])
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
@@ -71,23 +72,19 @@ def _reward_parts_SK(rollouts: Sequence[Rollout]) -> Tensor | None:
     return torch.tensor(rows, dtype=torch.float32)
 
 
-def _check(rollout: Rollout) -> None:
-    where = f"rollout of problem {rollout.problem_id}"
+def _fault(rollout: Rollout) -> str | None:
+    mask, tokens, logprobs = rollout.loss_mask, rollout.response_ids.size, rollout.sampler_logprobs
     if not rollout.prompt_ids.size:
-        raise ValueError(f"{where} has an empty prompt; the tokenizer made no token of it")
-    if not rollout.response_ids.size:
-        raise ValueError(f"{where} has an empty response; a sampler must return at least the end token")
-    if rollout.sampler_logprobs.size != rollout.response_ids.size:
-        raise ValueError(
-            f"{where} has {rollout.response_ids.size} response tokens but {rollout.sampler_logprobs.size} log-probs"
-        )
-    if rollout.loss_mask is not None:
-        if not rollout.loss_mask.any():
-            raise ValueError(f"{where} has no token that the model wrote; leave it out of the step")
-        if rollout.sampler_logprobs[~rollout.loss_mask].any():
-            raise ValueError(f"{where} has a log-prob other than 0 at a token that the model did not write")
-    if rollout.reward is None:
-        raise ValueError(f"{where} has no reward; leave it out of the step")
+        return "has an empty prompt; the tokenizer made no token of it"
+    if not tokens:
+        return "has an empty response; a sampler must return at least the end token"
+    if logprobs.size != tokens:
+        return f"has {tokens} response tokens but {logprobs.size} log-probs"
+    if mask is not None and not mask.any():
+        return "has no token that the model wrote; leave it out of the step"
+    if mask is not None and logprobs[~mask].any():
+        return "has a log-prob other than 0 at a token that the model did not write"
+    return "has no reward; leave it out of the step" if rollout.reward is None else None
 
 
 def _pack_routes(rollouts: Sequence[Rollout]) -> Tensor | None:
@@ -126,21 +123,16 @@ def _pack_masks(rollouts: Sequence[Rollout]) -> SamplingMask | None:
     return SamplingMask.joined(parts)
 
 
-def check_routes(rollouts: Sequence[Rollout], spec: ModelSpec) -> None:
-    """Raises ValueError that names the first rollout without experts."""
+def check_recorded(rollouts: Sequence[Rollout], *, routes_of: ModelSpec | None, sampling_masks: bool) -> None:
+    """Raises ValueError that names the first rollout without the experts or the mask that the config needs."""
     for rollout in rollouts:
-        if fault := rollout_fault(rollout, spec):
+        where = f"rollout of problem {rollout.problem_id}"
+        if routes_of is not None and (fault := rollout_fault(rollout, routes_of)):
             raise ValueError(
-                f"rollout of problem {rollout.problem_id} {fault}; record the step again with "
-                "rollout.server.routing_replay = true, or set it to false"
+                f"{where} {fault}; record the step again with rollout.server.routing_replay = true, or set it to false"
             )
-
-
-def check_masks(rollouts: Sequence[Rollout]) -> None:
-    """Raises ValueError that names the first rollout without a mask."""
-    for rollout in rollouts:
-        if rollout.sampling_mask is None:
+        if sampling_masks and rollout.sampling_mask is None:
             raise ValueError(
-                f"rollout of problem {rollout.problem_id} has no sampling mask, but rollout.sampling.top_k says that its "
-                "tokens were drawn from a part of the vocabulary; record the step again with these settings, or leave top_k out"
+                f"{where} has no sampling mask, but rollout.sampling.top_k says that its tokens were drawn from a part of the "
+                "vocabulary; record the step again with these settings, or leave top_k out"
             )

@@ -5,10 +5,11 @@ A trainer is one object per rank. All ranks call every method, in the same order
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
@@ -215,10 +216,37 @@ class TrainerKind(Protocol):
     """Importing such a module is cheap: no trainer framework, no CUDA."""
 
     def prepare_process(self, config: RunConfig) -> None:
-        """Sets environment variables. Called before any CUDA call."""
+        """Sets environment variables. Every rank calls, before any CUDA call."""
 
     def check_config(self, config: RunConfig, spec: ModelSpec, *, on_gpu: bool) -> None:
-        """Raises ValueError for what this trainer cannot train, before any process is started."""
+        """Raises ValueError for what this trainer cannot train. Starts no process and no CUDA."""
 
     def make_trainer(self, config: RunConfig, model_dir: Path, *, shares_gpus: bool, heartbeat: Heartbeat) -> Trainer:
-        """See :func:`tepo_megatron.trainer.registry.make_trainer`."""
+        """Every rank calls. Raises ValueError for a model that does not fit the parallel layout.
+
+        ``shares_gpus``: servers and the trainer take turns on the GPUs. ``heartbeat`` starts when the ranks have met.
+        """
+
+
+_KINDS = {"megatron": "tepo_megatron.trainer.megatron.start"}  # imported when used
+
+
+def trainer_kind(name: str = "megatron") -> TrainerKind:
+    if name not in _KINDS:
+        raise ValueError(f"there is no trainer {name!r}; it is one of {', '.join(sorted(_KINDS))}")
+    return cast(TrainerKind, importlib.import_module(_KINDS[name]))
+
+
+def check_plugins(config: RunConfig) -> None:
+    """Raises ValueError if a plugin's loss depends on micro-batches, ranks, the order of sequences, or padding."""
+    if not config.objective.plugins:
+        return
+    from tepo_megatron.core.objective.checking import check_invariance
+
+    parts = len(config.reward.weights) if config.reward.weights else 2
+    for rule, problem in check_invariance(config.objective, reward_parts=parts):
+        if problem:
+            plugins = ", ".join(config.objective.plugins)
+            raise ValueError(
+                f"the objective, with {plugins}, breaks a rule ({rule}): {problem} ('tepo objective check' tries all rules)"
+            )

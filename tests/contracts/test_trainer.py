@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,9 +18,8 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.core.scores.noise import rerounded
 from tepo_megatron.core.types import Batch
-from tepo_megatron.trainer import registry
 from tepo_megatron.trainer.checkpoint_folder import read_state
-from tepo_megatron.trainer.protocol import Trainer
+from tepo_megatron.trainer.protocol import Trainer, trainer_kind
 from tests.contracts.trainer_contract import CHECKS, BrokenContract, digest, start, train
 from tests.support import reference_trainer
 from tests.support.launch import end_model_parallel, run_dist
@@ -30,23 +30,37 @@ def make_megatron(config: RunConfig, model_dir: Path, *, shares_gpus: bool = Fal
     from megatron.core import parallel_state
 
     from tepo_megatron.runtime.heartbeat import Heartbeat
-    from tepo_megatron.trainer.registry import make_trainer
 
     if parallel_state.model_parallel_is_initialized():
         end_model_parallel()
-    trainer = make_trainer(config, model_dir, shares_gpus=shares_gpus, heartbeat=Heartbeat())
+    trainer = trainer_kind().make_trainer(config, model_dir, shares_gpus=shares_gpus, heartbeat=Heartbeat())
     trainer.close = lambda: None  # type: ignore[method-assign] # the world is run_dist's
     return trainer
 
 
-def check_megatron(_rank: int, _world: int, name: str, folder: Path) -> None:
+def check_megatron(_rank: int, _world: int, folder: Path) -> dict[str, str]:
+    """Check → how it failed."""
     warnings.filterwarnings("ignore")
-    CHECKS[name](make_megatron, folder)
+    failed = {}
+    for name, check in CHECKS.items():
+        (folder / name).mkdir()
+        try:
+            check(make_megatron, folder / name)
+        except Exception:
+            failed[name] = traceback.format_exc()
+    return failed
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """All checks take one world in turn."""
+    (failed,) = run_dist(1, check_megatron, tmp_path_factory.mktemp("megatron"))
+    return failed
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_megatron(name: str, tmp_path: Path) -> None:
-    run_dist(1, check_megatron, name, tmp_path)
+def test_megatron(name: str, failures: dict[str, str]) -> None:
+    assert name not in failures, failures[name]
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -58,17 +72,17 @@ def test_the_registry_checks_a_config_without_loading_megatron() -> None:
     program = """
 import sys
 from tepo_megatron.config.load import load_run
-from tepo_megatron.trainer import registry
+from tepo_megatron.trainer.protocol import trainer_kind
 config = load_run(None, ["engine.parallel.tp=2"])
-registry.prepare_process(config)
+trainer_kind().prepare_process(config)
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.weights.architecture import read_model_spec
-registry.check_config(config, read_model_spec(resolve_model_path("builtin:tiny")), on_gpu=False)
+trainer_kind().check_config(config, read_model_spec(resolve_model_path("builtin:tiny")), on_gpu=False)
 assert not {"megatron", "transformer_engine"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
     with pytest.raises(ValueError, match="there is no trainer 'deepspeed'; it is one of megatron"):
-        registry.prepare_process(RunConfig(), kind="deepspeed")
+        trainer_kind("deepspeed")
 
 
 def resume_megatron(_rank: int, _world: int, folder: Path, checkpoint: Path) -> tuple[str, str]:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 HALF_RANGE = torch.finfo(torch.float16).max / 2
+PART_ELEMENTS = 4096
+"""The most that a step may take at once, so that the smallest models have several parts."""
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -41,8 +43,6 @@ class FusedAdam(torch.optim.Optimizer):
         self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
         self.master_weights, self.store_param_remainders = master_weights, store_param_remainders
         self._scales: dict[Tensor, dict[str, Tensor]] = {}
-        self.most_copied = 0
-        """Elements of reduced states that were fp32 at once."""
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool) -> None:
         for name in ("exp_avg", "exp_avg_sq"):
@@ -80,7 +80,7 @@ class FusedAdam(torch.optim.Optimizer):
                 if not self.state[param]:
                     self.initialize_state(param, remainders)
                 copied.append((param, *(self.get_unscaled_state(param, name).clone() for name in ("exp_avg", "exp_avg_sq"))))
-            self.most_copied = max(self.most_copied, sum(param.numel() for param, *_ in copied))
+            assert len(copied) == 1 or sum(param.numel() for param, *_ in copied) <= PART_ELEMENTS
             for param, mean, square in copied:
                 self._one(group, param, mean, square)
 
@@ -115,7 +115,7 @@ def instead_of_transformer_engine() -> Iterator[None]:
     import megatron.core.optimizer as megatron
     from megatron.core.optimizer import distrib_optimizer, optimizer_config
 
-    from tepo_megatron.trainer.megatron import policy as ours
+    from tepo_megatron.trainer.megatron import gpu, policy
 
     modules = {"transformer_engine": ModuleType("transformer_engine"), "transformer_engine.pytorch": ModuleType("pytorch")}
     module = modules["transformer_engine.pytorch.optimizers"] = ModuleType("optimizers")
@@ -128,7 +128,8 @@ def instead_of_transformer_engine() -> Iterator[None]:
             (megatron, "is_te_min_version", lambda *_: True),
             (optimizer_config, "is_te_min_version", lambda *_: True),
             (distrib_optimizer, "Adam", FusedAdam),
-            (ours, "check_states", lambda *_, **__: None),
+            (gpu, "check_states", lambda *_, **__: None),
+            (policy, "PART_ELEMENTS", PART_ELEMENTS),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield

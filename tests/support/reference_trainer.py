@@ -24,7 +24,7 @@ from tepo_megatron.core.scores import logprob_and_entropy
 from tepo_megatron.core.scores.noise import noise_quantiles, rerounded
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 from tepo_megatron.errors import NotFiniteError
-from tepo_megatron.trainer.checkpoint_folder import checkpoint_folder, read_state
+from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, read_state
 from tepo_megatron.trainer.packing import pack
 from tepo_megatron.trainer.protocol import SavedCheckpoint, TensorMeta, UpdateResult
 from tepo_megatron.trainer.run_compatibility import describe_run
@@ -271,7 +271,7 @@ class ReferenceCheckpoints:
 
     def begin(self, folder: Path, *, step: int, state: dict[str, Any], background: bool = False) -> None:
         self.finish()
-        trainer, out = self._trainer, checkpoint_folder(folder, step)
+        trainer, out = self._trainer, folder / checkpoint_name(step)
         partial = out.with_name(out.name + ".partial")
         (partial / "shards").mkdir(parents=True)
         boxes = ((box_key(kind, name, _whole(tensor)), tensor) for kind, name, tensor in self.states())

@@ -20,7 +20,7 @@ from tepo_megatron.tasks.evaluate.evaluation import EvaluationSet, load_sets
 from tepo_megatron.tasks.reward.verifier_task import reward_configs
 from tepo_megatron.tasks.reward.verifiers import check_reachable, resolve_verifier
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, step_of
-from tepo_megatron.trainer.registry import check_plugins
+from tepo_megatron.trainer.protocol import check_plugins
 from tepo_megatron.weights.architecture import ModelSpec, read_model_spec
 from tepo_megatron.weights.routes import rollout_fault
 

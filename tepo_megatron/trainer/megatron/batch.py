@@ -6,7 +6,7 @@ Each sequence has 2 · cp equal chunks; rank r computes chunks r and 2 cp − 1 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,16 +14,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tepo_megatron.core.rollout import SamplingMask, not_recorded
 from tepo_megatron.core.types import Batch, TokenScores
+from tepo_megatron.trainer.megatron.collectives import broadcast_json
 from tepo_megatron.trainer.megatron.platform import Ranks
 
-_NO_MASK = -1
-
 _PIECE_BYTES = 2**28  # limits GPU memory: a step's routes are gigabytes
+_ON_HOST = ("routed_experts_T", "mask_counts", "mask_ids")
 
 
 def broadcast(batch: Batch | None, device: torch.device) -> Batch:
@@ -31,127 +30,63 @@ def broadcast(batch: Batch | None, device: torch.device) -> Batch:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         assert batch is not None
         return batch.to(device)
-    sizes = torch.zeros(7, dtype=torch.int64)
+    tensors: dict[str, Tensor] = {}
     if batch is not None:
-        components = 0 if batch.reward_parts_SK is None else batch.reward_parts_SK.shape[1]
-        mask, routes_T = batch.sampling_mask_T, batch.routed_experts_T
-        recorded = [_NO_MASK if mask is None else mask.ids.size]
-        recorded += [0, 0, 0] if routes_T is None else [routes_T.itemsize, *routes_T.shape[1:]]
-        sizes = torch.tensor([batch.num_sequences, batch.num_tokens, components, *recorded])
-    sizes = sizes.to(device)
-    dist.broadcast(sizes, src=0)
-    sequences, tokens, components, mask_size, *routes = sizes.tolist()
-    if batch is not None:
-        tokens_T, mask_T = batch.tokens_T.int().to(device), batch.loss_mask_T.to(torch.uint8).to(device)
-        sampler_logprobs_T = batch.sampler_logprobs_T.to(device)
-        values = [batch.cu_seqlens, batch.groups_S, batch.rewards_S]
-        values += [] if batch.reward_parts_SK is None else [batch.reward_parts_SK.flatten()]
-        of_sequences = torch.cat([value.double() for value in values]).to(device)
-    else:
-        tokens_T, mask_T = (torch.empty(tokens, dtype=dtype, device=device) for dtype in (torch.int32, torch.uint8))
-        sampler_logprobs_T = torch.empty(tokens, dtype=torch.float32, device=device)
-        of_sequences = torch.empty((3 + components) * sequences + 1, dtype=torch.float64, device=device)
-    for tensor in (of_sequences, tokens_T, mask_T, sampler_logprobs_T):
-        dist.broadcast(tensor, src=0)
-    lengths = [sequences + 1, sequences, sequences, components * sequences]
-    cu_seqlens, groups_S, rewards_S, parts = of_sequences.split(lengths)
-    cu_seqlens = cu_seqlens.int()
-    labels_T = torch.cat([tokens_T[1:], tokens_T.new_zeros(1)]).long()
-    labels_T[cu_seqlens[1:].long() - 1] = 0
-    return Batch(
-        tokens_T.long(),
-        labels_T,
-        mask_T.bool(),
-        cu_seqlens,
-        sampler_logprobs_T,
-        rewards_S.float(),
-        groups_S.long(),
-        routed_experts_T=_broadcast_routes(batch.routed_experts_T if batch else None, tokens, routes, device),
-        reward_parts_SK=parts.float().view(sequences, components) if components else None,
-        sampling_mask_T=_broadcast_mask(batch.sampling_mask_T if batch else None, tokens, mask_size, device),
-    )
+        tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+        if (mask := batch.sampling_mask_T) is not None:
+            tensors |= {"mask_counts": torch.tensor(mask.counts), "mask_ids": torch.tensor(mask.ids)}
+    described = [[name, str(value.dtype).removeprefix("torch."), list(value.shape)] for name, value in tensors.items()]
+    for name, dtype, shape in broadcast_json(described, source=0, device=device):
+        if batch is None:
+            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        tensors[name] = tensors[name].to("cpu" if name in _ON_HOST else device)
+        # as bytes: NCCL knows no int16
+        for piece in tensors[name].contiguous().view(-1).view(torch.uint8).split(_PIECE_BYTES):
+            sent = piece.to(device)
+            dist.broadcast(sent, src=0)
+            if sent.data_ptr() != piece.data_ptr():
+                piece.copy_(sent)
+    counts, ids = tensors.pop("mask_counts", None), tensors.pop("mask_ids", None)
+    mask = None if counts is None or ids is None else SamplingMask(counts.numpy(), ids.numpy())
+    return Batch(**tensors, sampling_mask_T=mask)
 
 
-def _broadcast_routes(routes_T: Tensor | None, tokens: int, sizes: list[int], device: torch.device) -> Tensor | None:
-    """``sizes``: bytes of a number (0: no record), layers, experts per token."""
-    itemsize, *shape = sizes
-    if not itemsize:
-        return None
-    if routes_T is None:
-        routes_T = torch.empty(tokens, *shape, dtype=torch.uint8 if itemsize == 1 else torch.int16)
-    _broadcast_in_pieces(routes_T.contiguous().view(-1).view(torch.uint8), device)  # NCCL knows no int16
-    return routes_T
+def _pad(batch: Batch, num_tokens: int, cp: int) -> Batch:
+    """Makes lengths multiples of 2 · cp, and adds beginnings of the longest sequence.
 
-
-def _broadcast_mask(mask: SamplingMask | None, tokens: int, size: int, device: torch.device) -> SamplingMask | None:
-    if size == _NO_MASK:
-        return None
-    flat = torch.empty(tokens + size, dtype=torch.int32)
-    if mask is not None:
-        flat = torch.cat([torch.tensor(mask.counts), torch.tensor(mask.ids)])
-    _broadcast_in_pieces(flat, device)
-    numbers = flat.numpy()
-    return SamplingMask(numbers[:tokens], numbers[tokens:])
-
-
-def _broadcast_in_pieces(flat: Tensor, device: torch.device) -> None:
-    for piece in flat.split(_PIECE_BYTES // flat.itemsize):
-        sent = piece.to(device)
-        dist.broadcast(sent, src=0)
-        if sent.data_ptr() != piece.data_ptr():
-            piece.copy_(sent)
-
-
-def pad_to(batch: Batch, num_tokens: int) -> Batch:
-    """Repeats the longest sequence's start: padding must not set a tensor's largest value, by which FP8 may scale."""
-    missing = num_tokens - batch.num_tokens
-    if missing == 0:
-        return batch
-    longest_T = batch.tokens_T[batch.token_index([int(batch.lengths_S.argmax())])]
-    lengths = [min(longest_T.numel(), missing - start) for start in range(0, missing, longest_T.numel())]
-    changes: dict[str, Any] = {"tokens_T": torch.cat([batch.tokens_T, *(longest_T[:length] for length in lengths)])}
-    for f in fields(batch):
-        value = getattr(batch, f.name)
-        if isinstance(value, SamplingMask):
-            changes[f.name] = SamplingMask.joined([value, SamplingMask.empty(missing)])
-        elif value is not None and f.name not in ("tokens_T", "cu_seqlens", "expert_load_LE"):
-            extra = missing if f.name.endswith("_T") else len(lengths)
-            changes[f.name] = torch.cat([value, value.new_full((extra, *value.shape[1:]), _filler(f.name, value))])
-    ends = batch.num_tokens + torch.tensor(lengths).cumsum(0).to(batch.cu_seqlens)
-    return batch.with_(cu_seqlens=torch.cat([batch.cu_seqlens, ends]), **changes)
-
-
-def pad_sequences(batch: Batch, multiple: int) -> Batch:
-    lengths_S = batch.lengths_S
+    Padding must not set a tensor's largest value, by which FP8 may scale.
+    """
+    lengths_S, multiple = batch.lengths_S, _sequence_multiple(cp)
     padded_S = (lengths_S + multiple - 1) // multiple * multiple
-    if torch.equal(padded_S, lengths_S):
+    longest = int(padded_S.argmax())
+    width = int(padded_S[longest])
+    missing = num_tokens - int(padded_S.sum())
+    if missing == 0 and torch.equal(padded_S, lengths_S):
         return batch
-    cu_seqlens = torch.cat([batch.cu_seqlens[:1], padded_S.cumsum(0).to(batch.cu_seqlens)])
-    index_T = torch.repeat_interleave(torch.arange(batch.num_sequences, device=padded_S.device), padded_S)
-    position_T = torch.arange(index_T.numel(), device=padded_S.device) - cu_seqlens.long()[index_T]
-    added_T = position_T >= lengths_S[index_T]
-    source_T = batch.cu_seqlens.long()[index_T] + position_T.minimum(lengths_S[index_T] - 1)
+    parts = [*range(batch.num_sequences), *[longest] * -(-missing // width)]
+    taken_S = torch.cat([padded_S, padded_S.new_tensor([min(width, missing - done) for done in range(0, missing, width)])])
+    cu_seqlens = torch.cat([batch.cu_seqlens[:1], taken_S.cumsum(0).to(batch.cu_seqlens)])
+    source_S = torch.tensor(parts, device=padded_S.device)
+    index_T = torch.repeat_interleave(torch.arange(len(parts), device=padded_S.device), taken_S)
+    position_T = torch.arange(num_tokens, device=padded_S.device) - cu_seqlens.long()[index_T]
+    last_T = lengths_S[source_S][index_T] - 1
+    added_T = (position_T > last_T) | (index_T >= batch.num_sequences)
+    source_T = batch.cu_seqlens.long()[source_S][index_T] + position_T.minimum(last_T)
     changes: dict[str, Any] = {"tokens_T": batch.tokens_T[source_T]}
-    for f in fields(batch):
-        value = getattr(batch, f.name)
+    for name, value in vars(batch).items():
         if isinstance(value, SamplingMask):
-            changes[f.name] = _with_none(value, source_T.cpu().numpy(), added_T.cpu().numpy())
-        elif value is not None and f.name.endswith("_T") and f.name != "tokens_T":
-            source, added = source_T.to(value.device), added_T.to(value.device)
-            added = added.view(-1, *[1] * (value.dim() - 1))
-            changes[f.name] = value[source].masked_fill(added, _filler(f.name, value))
+            with_none = SamplingMask.joined([value, SamplingMask.empty(1)])
+            changes[name] = with_none[np.where(added_T.cpu().numpy(), len(value), source_T.cpu().numpy())]
+        elif value is None or name in ("tokens_T", "cu_seqlens", "expert_load_LE"):
+            continue
+        elif name.endswith("_T"):
+            added = added_T.to(value.device).view(-1, *[1] * (value.dim() - 1))
+            nothing = not_recorded(value.itemsize) if name == "routed_experts_T" else 0
+            changes[name] = value[source_T.to(value.device)].masked_fill(added, nothing)
+        else:
+            shape = (len(parts) - batch.num_sequences, *value.shape[1:])
+            changes[name] = torch.cat([value, value.new_full(shape, -1 if name == "recorded_S" else 0)])
     return batch.with_(cu_seqlens=cu_seqlens, **changes)
-
-
-def _with_none(mask: SamplingMask, source: NDArray[np.int64], added: NDArray[np.bool_]) -> SamplingMask:
-    end = SamplingMask.joined([mask, SamplingMask.empty(1)])
-    return end[np.where(added, len(mask), source)]
-
-
-def _filler(name: str, value: Tensor) -> int:
-    if name == "recorded_S":
-        return -1
-    return not_recorded(value.itemsize) if name == "routed_experts_T" else 0
 
 
 def _sequence_multiple(cp: int) -> int:
@@ -165,10 +100,6 @@ def rank_order(cu_seqlens: Tensor, cp: int) -> Tensor:
     position_T = torch.arange(index_T.numel(), device=offsets.device) - offsets[index_T]
     chunk_T = position_T * (2 * cp) // lengths_S[index_T]
     return torch.minimum(chunk_T, 2 * cp - 1 - chunk_T).argsort(stable=True)
-
-
-def packed_order(rank_order_T: Tensor) -> Tensor:
-    return rank_order_T.argsort()
 
 
 @dataclass(frozen=True)
@@ -208,7 +139,7 @@ class Share:
 
 def cut(micro: Batch, num_tokens: int, ranks: Ranks) -> Share:
     """``num_tokens``: at least :func:`padded_tokens`, and a multiple of 2 · cp if cp > 1."""
-    padded = pad_to(pad_sequences(micro, _sequence_multiple(ranks.cp)), num_tokens)
+    padded = _pad(micro, num_tokens, ranks.cp)
     cu_seqlens, longest = padded.cu_seqlens, int(padded.lengths_S.max())
     # Padding is a part of its sequence: later tokens change nothing for a token. With the same tensor for both kinds of
     # offsets Transformer Engine sees without looking into it that there is nothing between sequences, which is faster.
@@ -229,7 +160,7 @@ def cut(micro: Batch, num_tokens: int, ranks: Ranks) -> Share:
         labels_t=padded.labels_T[local_t],
         mask_t=padded.loss_mask_T[local_t],
         packed=packed,
-        source_T=packed_order(order_T)[real_T],
+        source_T=order_T.argsort()[real_T],
         cp_group=ranks.cp_group,
         real_t=real[local_t],
         chosen_tLk=None if chosen is None else chosen[local_t.to(chosen.device)].to(local_t.device),

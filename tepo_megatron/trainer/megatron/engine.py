@@ -26,18 +26,19 @@ from tepo_megatron.trainer.megatron import platform
 from tepo_megatron.trainer.megatron.batch import broadcast
 from tepo_megatron.trainer.megatron.checkpoints import Counters, MegatronCheckpoints
 from tepo_megatron.trainer.megatron.collectives import RootSignal, all_gather_json, broadcast_json
-from tepo_megatron.trainer.megatron.forward import Forward, measure_noise, score
+from tepo_megatron.trainer.megatron.forward import Forward
+from tepo_megatron.trainer.megatron.gpu import check_config
 from tepo_megatron.trainer.megatron.model import fp8
-from tepo_megatron.trainer.megatron.model.fp8 import PlainWeights
+from tepo_megatron.trainer.megatron.model.fp8 import plain_weights
 from tepo_megatron.trainer.megatron.model.model import choose_layers
-from tepo_megatron.trainer.megatron.model.routers import gathers_tokens, one_length, policy_routers
-from tepo_megatron.trainer.megatron.offload import Offloader
+from tepo_megatron.trainer.megatron.model.routers import Routers, one_length
+from tepo_megatron.trainer.megatron.offload import Offloader, Part
 from tepo_megatron.trainer.megatron.partition import attention_length
 from tepo_megatron.trainer.megatron.platform import select_platform
 from tepo_megatron.trainer.megatron.policy import PolicyBuilder, named_weights
 from tepo_megatron.trainer.megatron.update import StepObjective, update
 from tepo_megatron.trainer.megatron.weights import PolicyWeights
-from tepo_megatron.trainer.packing import check_masks, check_routes, pack
+from tepo_megatron.trainer.packing import check_recorded, pack
 from tepo_megatron.trainer.protocol import UpdateResult
 from tepo_megatron.trainer.run_compatibility import describe_run, plugin_digests
 from tepo_megatron.weights.architecture import read_model_spec
@@ -67,12 +68,11 @@ class Engine:
         self.platform = select_platform(config.engine)
         get_backend(config.engine.score_backend, self.platform.device)  # raises before anything is built
         self.layers = choose_layers(config.engine, self.platform)
-        self.spec.check_recompute(config.engine.recomputed, transformer_engine=self.layers.kind == "te")
-        self.spec.check_balance(config.engine.moe_balance.kind)
+        check_config(config, self.spec, on_gpu=self.platform.kind == "cuda")
         fp8.check_model(config.engine.fp8, self.spec, layout)
         timeout = platform.collective_timeout(config)
         self.ranks = platform.initialize(layout, self.platform, seed=config.seed, timeout=timeout)
-        check_same_plugins(config, self.platform.device)
+        _check_same_plugins(config, self.platform.device)
         self.root_signal = RootSignal()
         self.heartbeat.start()
         self.heartbeat.phase("model")
@@ -81,9 +81,22 @@ class Engine:
         weights = config.model.shards or model_dir
         builder = PolicyBuilder(config, self.spec, weights, self.platform, self.layers, self.ranks, self.layouts)
         self.policy = builder.policy()
-        self.routers = policy_routers(self.policy.chunks, self.spec, self.ranks, config.engine.moe_balance)
+        self.routers: Routers | None = None
+        if self.spec.experts is not None:
+            self.routers = Routers(self.policy.chunks, self.spec, ranks=self.ranks, balance=config.engine.moe_balance)
         self.forward = self._make_forward()
-        self.weights = self._make_weights()
+        self.weights = PolicyWeights(
+            config,
+            self.spec,
+            self.policy,
+            self.split,
+            self.layouts,
+            model_dir,
+            self.ranks.rank,
+            self.platform.device,
+            self.broadcast_from_root,
+            self.heartbeat,
+        )
         needs_reference = self.objective.needs_reference
         # with adapters, the policy without them is the reference
         self.reference = builder.reference() if needs_reference and self.policy.lora is None else None
@@ -91,9 +104,12 @@ class Engine:
         self.counters = Counters()
         self._unscored: list[str] = []
         self._moves: list[Tensor] = []
-        self.host_group = platform.host_group(self.platform, timeout)
+        self.host_group = self.platform.host_group(timeout)
         self.checkpoints = self._make_checkpoints()
-        self.offloader = self._make_offloader() if shares_gpus else None
+        self.offloader: Offloader | None = None
+        if shares_gpus:
+            barrier = partial(dist.barrier, self.host_group)
+            self.offloader = Offloader(self.policy, self.platform.device, barrier, self.reference or ())
 
     def _make_forward(self) -> Forward:
         config, layout = self.config, self.config.engine.parallel
@@ -105,26 +121,12 @@ class Engine:
             micro_batch_tokens=config.engine.micro_batch_tokens,
             score_backend=config.engine.score_backend,
             token_multiple=fp8.token_multiple(config.engine),
-            gathers_tokens=gathers_tokens(layout, self.platform),
+            gathers_tokens=layout.ep > 1 and self.platform.kind == "cpu",
             one_length=one_length(self.spec, layout, self.platform),
             attention_length=attention_length(self.spec),
             entropy_slope=self.objective.needs_entropy_slope,
             on_progress=self.heartbeat.moved,
             routers=self.routers,
-        )
-
-    def _make_weights(self) -> PolicyWeights:
-        return PolicyWeights(
-            self.config,
-            self.spec,
-            self.policy,
-            self.split,
-            self.layouts,
-            model_dir=self.model_dir,
-            rank=self.ranks.rank,
-            device=self.platform.device,
-            broadcast_from_root=self.broadcast_from_root,
-            heartbeat=self.heartbeat,
         )
 
     def _make_checkpoints(self) -> MegatronCheckpoints:
@@ -145,7 +147,7 @@ class Engine:
 
     def _digest_of_reference(self) -> str:
         params = self.policy.params if self.reference is None else named_weights(self.reference)
-        return self.weights.digest(PlainWeights(params))
+        return self.weights.digest(plain_weights(params))
 
     # -- the algorithm ---------------------------------------------------------------------------------------------------
 
@@ -155,10 +157,7 @@ class Engine:
         replays, truncates = rollout.server.routing_replay, rollout.sampling.truncates
         packed = None
         if rollouts is not None:
-            if replays:
-                check_routes(rollouts, self.spec)
-            if truncates:
-                check_masks(rollouts)
+            check_recorded(rollouts, routes_of=self.spec if replays else None, sampling_masks=truncates)
             packed = pack(rollouts, mask_truncated=rollout.truncated == "mask", routes=replays, sampling_masks=truncates)
         batch = broadcast(packed, self.platform.device)
         return batch.with_(advantages_S=self.objective.advantages(batch), reward_parts_SK=None)  # not read again
@@ -166,7 +165,7 @@ class Engine:
     def score(self, batch: Batch) -> Batch:
         try:
             with contextlib.nullcontext() if self.routers is None else self.routers.counted():
-                scores = score(self.forward, self.policy.chunks, batch)
+                scores = self.forward.score(self.policy.chunks, batch)
             load_LE = None if self.routers is None else self.routers.load()
             batch = batch.with_(old_logprobs_T=scores.logprob, old_entropy_T=scores.entropy, expert_load_LE=load_LE)
             if self.objective.needs_reference:
@@ -182,17 +181,17 @@ class Engine:
     def _score_by_reference(self, batch: Batch) -> Tensor:
         batch = batch.with_(routed_experts_T=None)  # another model, which chooses its experts itself
         if self.reference is not None:
-            return score(self.forward, self.reference, batch).logprob
+            return self.forward.score(self.reference, batch).logprob
         assert self.policy.lora is not None
         with self.policy.lora.switched_off():
-            return score(self.forward, self.policy.chunks, batch).logprob
+            return self.forward.score(self.policy.chunks, batch).logprob
 
     def take_routing_metrics(self) -> dict[str, float]:
         return {} if self.routers is None else self.routers.take_metrics()
 
     def measure_noise(self, batch: Batch) -> dict[str, float]:
         try:
-            noise = measure_noise(self.forward, self.policy.chunks, batch, self.config.engine.noise_sequences)
+            noise = self.forward.measure_noise(self.policy.chunks, batch, self.config.engine.noise_sequences)
         except NotFiniteError:  # the step's own scores raise it too and are skipped
             return {}
         self.counters.entropy_noise = noise["entropy/noise/p99"]
@@ -203,7 +202,8 @@ class Engine:
         rollout = Rollout("canary", 0, tuple(prompt[:1]), rest, (0.0,) * len(rest), "length", WeightsVersion(0))
         copies = self.ranks.dp * self.ranks.micro_batch_group  # each data-parallel rank needs so many sequences
         batch = pack([rollout] * copies).to(self.platform.device)
-        return score(replace(self.forward, temperature=1.0), self.policy.chunks, batch).logprob[: len(rest)].tolist()
+        at_one = replace(self.forward, temperature=1.0)
+        return at_one.score(self.policy.chunks, batch).logprob[: len(rest)].tolist()
 
     def update(self, batch: Batch, *, last: bool = True) -> UpdateResult:
         result = update(
@@ -221,7 +221,7 @@ class Engine:
                 before = self.counters.clip_range
                 region = self.config.objective.trust_region
                 self.counters.clip_range = next_clip_range(region, torch.stack(moves).sum(0), before)
-            self.policy.param_gather.finish()
+            self.policy.finish_gather()
         if result.skipped:
             self.counters.updates_skipped += 1
             if self._unscored and not result.not_finite and batch.old_logprobs_T.isnan().all():  # type: ignore[union-attr]
@@ -233,20 +233,18 @@ class Engine:
 
     # -- memory on GPUs that the servers use too -------------------------------------------------------------------------
 
-    def _make_offloader(self) -> Offloader:
-        return Offloader(self.policy, self.platform.device, partial(dist.barrier, self.host_group), self.reference or ())
-
     def onload(self) -> None:
-        if self.offloader is not None:
-            self.offloader.onload_only("everything")
+        self._keep_on_gpu("weights", "optimizer", "gradients")
 
     def onload_weights_only(self) -> None:
-        if self.offloader is not None:
-            self.offloader.onload_only("weights")
+        self._keep_on_gpu("weights")
 
     def offload(self) -> None:
+        self._keep_on_gpu()
+
+    def _keep_on_gpu(self, *parts: Part) -> None:
         if self.offloader is not None:
-            self.offloader.onload_only("nothing")
+            self.offloader.keep(*parts)
 
     def memory(self) -> dict[str, float]:
         if self.platform.kind == "cpu":
@@ -269,7 +267,7 @@ class Engine:
         platform.destroy()
 
 
-def check_same_plugins(config: RunConfig, device: torch.device) -> None:
+def _check_same_plugins(config: RunConfig, device: torch.device) -> None:
     """Every rank calls; all raise ValueError if their plugins' bytes differ."""
     if not config.objective.plugins:  # the configuration is the same on every rank
         return

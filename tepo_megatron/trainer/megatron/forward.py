@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -21,8 +22,8 @@ from tepo_megatron.core.types import Batch, TokenScores
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.trainer.megatron.batch import Share, cut, padded_tokens
 from tepo_megatron.trainer.megatron.collectives import broadcast_json
-from tepo_megatron.trainer.megatron.model.model import HeadWeight, fused_head
-from tepo_megatron.trainer.megatron.model.routers import Routers, largest_in_group
+from tepo_megatron.trainer.megatron.model.model import fused_head
+from tepo_megatron.trainer.megatron.model.routers import Routers
 from tepo_megatron.trainer.megatron.partition import partition
 from tepo_megatron.trainer.megatron.platform import Platform, Ranks
 
@@ -73,11 +74,14 @@ class Forward:
         After a NotFiniteError the micro-batch's loss is NaN and its values have the reason under ``NOT_FINITE``.
         """
         members = [batch.select(sequences) for sequences in micro_batches]
-        sizes = [self._padded(padded_tokens(micro.lengths_S.tolist(), self.ranks.cp)) for micro in members]
+        tokens = [padded_tokens(micro.lengths_S.tolist(), self.ranks.cp) for micro in members]
+        sizes = [-(-count // self.token_multiple) * self.token_multiple for count in tokens]
         if self.one_length:
             sizes = [max(sizes)] * len(sizes)
         if self.gathers_tokens:
-            sizes = largest_in_group(sizes, self.platform.device)
+            most = torch.tensor(sizes, device=self.platform.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=parallel_state.get_expert_tensor_and_model_parallel_group())
+            sizes = most.tolist()
         shares = [cut(micro, size, self.ranks) for micro, size in zip(members, sizes, strict=True)]
         with self.platform.megatron():
             results: list[dict[str, Any]] = get_forward_backward_func()(
@@ -93,9 +97,6 @@ class Forward:
         if self.routers is not None:
             self.routers.end_run()
         return results
-
-    def _padded(self, tokens: int) -> int:
-        return -(-tokens // self.token_multiple) * self.token_multiple
 
     def _step(
         self, numbered: tuple[int, Share], model: torch.nn.Module, loss: _LossFunction, *, train: bool
@@ -115,7 +116,7 @@ class Forward:
             except NotFiniteError as error:
                 # Other ranks do not know, and wait in the schedule's collectives: this one goes through them all with a
                 # loss of NaN, and the ranks agree afterwards (``update.py``).
-                parts = [output] if head is None else [output, head.weight_VpH]  # the weight too has a hook that must run
+                parts = [output] if head is None else [output, head[0]]  # the weight too has a hook that must run
                 value = sum((part.sum() for part in parts), torch.zeros((), device=output.device)) * torch.nan
                 values = {NOT_FINITE: f"micro-batch {number}: {error}"}
             except ValueError as error:
@@ -125,7 +126,7 @@ class Forward:
 
         return output, reduce
 
-    def _scores(self, output: Tensor, head: HeadWeight | None, share: Share, *, train: bool) -> TokenScores:
+    def _scores(self, output: Tensor, head: tuple[Tensor, bool] | None, share: Share, *, train: bool) -> TokenScores:
         try:
             return share.gather(self._local_scores(output, head, share, train=train))
         except NotFiniteError:
@@ -134,7 +135,7 @@ class Forward:
             share.gather(TokenScores(nothing_t, nothing_t, nothing_t if train and self.entropy_slope else None))
             raise
 
-    def _local_scores(self, output: Tensor, head: HeadWeight | None, share: Share, *, train: bool) -> TokenScores:
+    def _local_scores(self, output: Tensor, head: tuple[Tensor, bool] | None, share: Share, *, train: bool) -> TokenScores:
         """``output``: logits [t, V/tp], or hidden states [t, H] with a fused head."""
         options: dict[str, Any] = {
             "tp_group": self.ranks.tp_group,
@@ -149,65 +150,57 @@ class Forward:
             return logprob_and_entropy(output, share.labels_t, inplace_backward=True, **options)
         return fused_linear_logprob_and_entropy(
             output,
-            head.weight_VpH,
+            head[0],
             share.labels_t,
-            sequence_parallel=head.sequence_parallel,
+            sequence_parallel=head[1],
             gradient_accumulation_fusion=True,
             **options,
         )
 
+    def score(self, chunks: Sequence[torch.nn.Module], batch: Batch) -> TokenScores:
+        """Returns float32, detached, 0 outside the loss mask. Every rank calls; all raise the same NotFiniteError."""
+        micro_batches = self.micro_batches(batch)
 
-def score(forward: Forward, chunks: Sequence[torch.nn.Module], batch: Batch) -> TokenScores:
-    """Returns float32, detached, 0 outside the loss mask. Every rank calls; all raise the same NotFiniteError."""
-    micro_batches = forward.micro_batches(batch)
+        def keep(scores: TokenScores, micro: Batch) -> tuple[Tensor, dict[str, Any]]:
+            return scores.logprob.sum(), {"scores": torch.stack([scores.logprob, scores.entropy])}
 
-    def keep(scores: TokenScores, micro: Batch) -> tuple[Tensor, dict[str, Any]]:
-        return scores.logprob.sum(), {"scores": torch.stack([scores.logprob, scores.entropy])}
+        with torch.no_grad():
+            results = self.run(chunks, batch, micro_batches, keep, train=False)
+        failed = torch.zeros(self.ranks.world, device=batch.tokens_T.device)
+        reasons = [scores[NOT_FINITE] for scores in results if NOT_FINITE in scores]
+        failed[self.ranks.rank] = len(reasons)
+        dist.all_reduce(failed)
+        if failed.any():
+            first = int(failed.nonzero()[0])
+            reason = broadcast_json(reasons[0] if reasons else None, source=first, device=failed.device)
+            raise NotFiniteError(f"rank {first}: {reason}")
+        places = [batch.token_index(sequences) for sequences in micro_batches]
+        return TokenScores(*self.on_every_rank(places, [micro["scores"] for micro in results], (2, batch.num_tokens)))
 
-    with torch.no_grad():
-        results = forward.run(chunks, batch, micro_batches, keep, train=False)
-    failed = torch.zeros(forward.ranks.world, device=batch.tokens_T.device)
-    reasons = [scores[NOT_FINITE] for scores in results if NOT_FINITE in scores]
-    failed[forward.ranks.rank] = len(reasons)
-    dist.all_reduce(failed)
-    if failed.any():
-        first = int(failed.nonzero()[0])
-        reason = broadcast_json(reasons[0] if reasons else None, source=first, device=failed.device)
-        raise NotFiniteError(f"rank {first}: {reason}")
-    places = [batch.token_index(sequences) for sequences in micro_batches]
-    logprob_T, entropy_T = on_every_rank(forward, places, [micro["scores"] for micro in results], (2, batch.num_tokens))
-    return TokenScores(logprob=logprob_T, entropy=entropy_T)
+    def measure_noise(self, chunks: Sequence[torch.nn.Module], batch: Batch, sequences: int) -> dict[str, float]:
+        """Returns `noise_quantiles` of a few sequences in the same micro-batches before and after `rerounded`.
 
+        Every rank calls. Weights in FP8 stay: their neighbours are too far apart, and activations are rounded again anyway.
+        """
+        group = self.ranks.dp * self.ranks.micro_batch_group
+        count = max(min(sequences, batch.num_sequences) // group, 1) * group
+        by_length = batch.lengths_S.argsort(stable=True).tolist()
+        few = batch.select([by_length[index * (len(by_length) - 1) // max(count - 1, 1)] for index in range(count)])
+        first = self.score(chunks, few)
+        with rerounded(param for chunk in chunks for param in chunk.parameters() if not is_float8tensor(param)):
+            second = self.score(chunks, few)
+        return noise_quantiles(first, second, few)
 
-def measure_noise(forward: Forward, chunks: Sequence[torch.nn.Module], batch: Batch, sequences: int) -> dict[str, float]:
-    """Returns `noise_quantiles` of a few sequences in the same micro-batches before and after `rerounded`. Every rank calls.
+    def on_every_rank(self, places: Sequence[Tensor], values_of: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
+        """Returns float32 [n, tokens], 0 where missing. Every rank calls.
 
-    Weights in FP8 stay: their neighbours are too far apart, and activations are rounded again anyway.
-    """
-    few = batch.select(_spread(batch, forward, sequences))
-    first = score(forward, chunks, few)
-    with rerounded(param for chunk in chunks for param in chunk.parameters() if not is_float8tensor(param)):
-        second = score(forward, chunks, few)
-    return noise_quantiles(first, second, few)
-
-
-def _spread(batch: Batch, forward: Forward, sequences: int) -> list[int]:
-    group = forward.ranks.dp * forward.ranks.micro_batch_group
-    count = max(min(sequences, batch.num_sequences) // group, 1) * group
-    order = batch.lengths_S.argsort(stable=True).tolist()
-    return [order[index * (len(order) - 1) // max(count - 1, 1)] for index in range(count)]
-
-
-def on_every_rank(forward: Forward, places: Sequence[Tensor], values_of: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
-    """Returns float32 [n, tokens], 0 where missing. Every rank calls.
-
-    ``places``: positions of this rank's tokens; ``values_of``: [n, t], empty except on the last pipeline stage.
-    """
-    result = torch.zeros(shape, device=forward.platform.device)
-    # Tensor- and context-parallel ranks have the same values; of the pipeline only the last stage has some.
-    if forward.ranks.tp_rank == 0 and forward.ranks.cp_rank == 0:
-        for place, values in zip(places, values_of, strict=False):
-            result[:, place] = values
-    # Each token was computed by one data-parallel rank; adding zeros brings it to all, unchanged.
-    dist.all_reduce(result)
-    return result
+        ``places``: positions of this rank's tokens; ``values_of``: [n, t], empty except on the last pipeline stage.
+        """
+        result = torch.zeros(shape, device=self.platform.device)
+        # Tensor- and context-parallel ranks have the same values; of the pipeline only the last stage has some.
+        if self.ranks.tp_rank == 0 and self.ranks.cp_rank == 0:
+            for place, values in zip(places, values_of, strict=False):
+                result[:, place] = values
+        # Each token was computed by one data-parallel rank; adding zeros brings it to all, unchanged.
+        dist.all_reduce(result)
+        return result

@@ -1,4 +1,4 @@
-"""Finds GPU software and hardware without importing packages or starting CUDA."""
+"""Finds GPU software and hardware without importing packages or starting CUDA; checks what they and the trainer can do."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from tepo_megatron.config import OptimizerConfig, ParallelConfig
+from tepo_megatron.config import OptimizerConfig, RunConfig
 from tepo_megatron.versions import TE_RANGE, installed_version
+from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.layouts import check_trainer_split
 
 INSTALL_TE = f"pip install --no-build-isolation 'transformer-engine[pytorch]{TE_RANGE}'"
 WGRAD = "fused_weight_gradient_mlp_cuda"  # apex' extension: adds weight gradients to Megatron's buffer
@@ -21,40 +23,27 @@ class Packages:
     apex: bool = False
     wgrad: bool = False
 
+    @classmethod
+    def installed(cls) -> Packages:
+        # a broken package counts: nothing is imported
+        te = installed_version("transformer-engine")
+        return cls(te=te, apex=_has_nvidia_apex(), wgrad=importlib.util.find_spec(WGRAD) is not None)
 
-NO_PACKAGES = Packages()
-
-
-def installed_packages() -> Packages:
-    # a broken package counts: nothing is imported
-    te = installed_version("transformer-engine")
-    return Packages(te=te, apex=is_nvidia_apex(package_folder("apex")), wgrad=importlib.util.find_spec(WGRAD) is not None)
-
-
-def package_folder(name: str) -> Path | None:
-    spec = importlib.util.find_spec(name)
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(places[0]) if places else None
-
-
-def is_nvidia_apex(folder: Path | None) -> bool:
-    return folder is not None and (folder / "optimizers").is_dir() and (folder / "multi_tensor_apply").is_dir()
+    @property
+    def adam(self) -> tuple[str, str]:
+        """Returns (package, reason). Megatron-Core tries Transformer Engine's Adam, then apex', then torch's."""
+        if self.te is not None:
+            return "Transformer Engine's", "it is installed"
+        if self.apex:
+            return "apex'", "there is no Transformer Engine, and NVIDIA's apex is installed"
+        return "torch's", "there is neither Transformer Engine nor NVIDIA's apex"
 
 
-def adam_kernel(packages: Packages) -> tuple[str, str]:
-    """Returns (package, reason). Megatron-Core tries Transformer Engine's Adam, then apex', then torch's."""
-    if packages.te is not None:
-        return "Transformer Engine's", "it is installed"
-    if packages.apex:
-        return "apex'", "there is no Transformer Engine, and NVIDIA's apex is installed"
-    return "torch's", "there is neither Transformer Engine nor NVIDIA's apex"
-
-
-def norm_kernel(layers: str) -> tuple[str, str]:
-    """Returns (package, reason)."""
-    if layers == "te":
-        return "Transformer Engine's, fused into the linear that follows", "the layers are Transformer Engine's"
-    return "torch's", "the layers are Megatron-Core's own, whose fused norm (apex') is no RMSNorm"
+def _has_nvidia_apex() -> bool:
+    # PyPI has another project of that name
+    spec = importlib.util.find_spec("apex")
+    folders = [Path(place) for place in spec.submodule_search_locations or ()] if spec else []
+    return bool(folders) and all((folders[0] / part).is_dir() for part in ("optimizers", "multi_tensor_apply"))
 
 
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -62,20 +51,18 @@ CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 _BLACKWELL = (10, 0)
 
 
-def set_connections(parallel: ParallelConfig) -> None:
-    """Sets ``CUDA_DEVICE_MAX_CONNECTIONS`` to 1 if Megatron wants it and it is unset. Call before CUDA starts."""
-    if CONNECTIONS_VARIABLE not in os.environ and wants_one_connection(parallel, gpu_capability()):
-        os.environ[CONNECTIONS_VARIABLE] = "1"
+def prepare_process(config: RunConfig) -> None:
+    """Sets variables. Call before CUDA starts and before any NCCL. Values that are set stay.
 
-
-def set_interface(interface: str | None) -> None:
-    """Must be called before any NCCL."""
+    Megatron wants ``CUDA_DEVICE_MAX_CONNECTIONS=1`` for tensor and context parallelism on GPUs before Blackwell.
+    """
+    parallel, interface = config.engine.parallel, config.rollout.server.interface
     if interface is not None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-
-
-def wants_one_connection(parallel: ParallelConfig, capability: tuple[int, int] | None) -> bool:
-    return capability is not None and capability < _BLACKWELL and (parallel.tp > 1 or parallel.cp > 1)
+    if CONNECTIONS_VARIABLE not in os.environ and (parallel.tp > 1 or parallel.cp > 1):
+        capability = gpu_capability()
+        if capability is not None and capability < _BLACKWELL:
+            os.environ[CONNECTIONS_VARIABLE] = "1"
 
 
 def gpu_capability() -> tuple[int, int] | None:
@@ -94,6 +81,14 @@ def gpu_capability() -> tuple[int, int] | None:
     finally:
         nvml.nvmlShutdown()
     return major.value, minor.value
+
+
+def check_config(config: RunConfig, spec: ModelSpec, *, on_gpu: bool) -> None:
+    """Raises ValueError for what this trainer cannot train."""
+    check_trainer_split(spec, config.engine.parallel)
+    spec.check_recompute(config.engine.recomputed, transformer_engine=on_gpu and config.engine.layers != "local")
+    spec.check_balance(config.engine.moe_balance.kind)
+    check_states(config.optimizer, on_gpu=on_gpu)
 
 
 def check_states(config: OptimizerConfig, *, on_gpu: bool) -> None:

@@ -10,20 +10,12 @@ from itertools import chain
 from typing import Literal
 
 import torch
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch import Tensor
 
-from tepo_megatron.trainer.megatron.optimizer_states import adam_tensors
+from tepo_megatron.trainer.megatron.optimizer_states import adam_tensors, inner_optimizers
 from tepo_megatron.trainer.megatron.policy import Policy
 
-_OnDevice = Literal["everything", "weights", "nothing"]
-
-_PARTS: dict[_OnDevice, frozenset[str]] = {
-    "everything": frozenset({"weights", "optimizer", "gradients"}),
-    "weights": frozenset({"weights"}),
-    "nothing": frozenset(),
-}
-
+Part = Literal["weights", "optimizer", "gradients"]
 
 CHUNK_BYTES = 2**24  # torch pins powers of two only
 
@@ -72,29 +64,26 @@ class Offloader:
     """Every rank calls the methods in the same order. ``frozen`` models count as optimizer state."""
 
     def __init__(
-        self,
-        policy: Policy,
-        device: torch.device,
-        barrier: Callable[[], None],
-        frozen: Iterable[torch.nn.Module] = (),
+        self, policy: Policy, device: torch.device, barrier: Callable[[], None], frozen: Iterable[torch.nn.Module] = ()
     ) -> None:
         self._policy, self._device, self._barrier = policy, device, barrier
         self._model = torch.nn.ModuleList(policy.chunks)
         self._frozen = torch.nn.ModuleList(frozen)
         self._weights, self._state = OffloadedStorages(device), OffloadedStorages(device)
-        self._on_device = _PARTS["everything"]
+        self._on_device: set[Part] = {"weights", "optimizer", "gradients"}
         self.most_offloaded = 0  # bytes
 
-    def onload_only(self, what: _OnDevice) -> None:
+    def keep(self, *parts: Part) -> None:
         """Every rank calls. Nothing is onloaded before all ranks have called; on return all have offloaded."""
-        coming, leaving = _PARTS[what] - self._on_device, self._on_device - _PARTS[what]
-        self._on_device = _PARTS[what]
+        coming, leaving = {*parts} - self._on_device, self._on_device - {*parts}
+        self._on_device = {*parts}
         if "gradients" in leaving:
             for ddp in self._policy.ddp:
                 ddp.offload_grad_buffers(synchronize=self._on_gpu, empty_cache=False)
         if "optimizer" in leaving:
             weights = _storages(_parameters(self._model), self._device)
-            state = (tensor for tensor in _state(self._policy.optimizer) if _identity(tensor) not in weights)
+            held = chain.from_iterable(adam_tensors(inner.optimizer) for inner in inner_optimizers(self._policy.optimizer))
+            state = (tensor for tensor in held if _identity(tensor) not in weights)
             self._state.offload(chain(state, _parameters(self._frozen)))
             _drop_copies(self._frozen)
         if "weights" in leaving:
@@ -125,14 +114,6 @@ def _parameters(model: torch.nn.Module) -> Iterator[Tensor]:
 def _drop_copies(model: torch.nn.Module) -> None:
     for module in model.modules():
         getattr(module, "_fp8_workspaces", {}).clear()
-
-
-def _state(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    if isinstance(optimizer, ChainedOptimizer):
-        for inner in optimizer.chained_optimizers:
-            yield from _state(inner)
-        return
-    yield from adam_tensors(optimizer.optimizer)
 
 
 def _storages(tensors: Iterable[Tensor], device: torch.device) -> dict[int, torch.UntypedStorage]:

@@ -28,72 +28,71 @@ def is_parallel_expert(param: torch.nn.Parameter) -> bool:
     return not getattr(param, "allreduce", True)
 
 
-def _optimizer_of(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> MegatronOptimizer:
-    # Megatron chains an optimizer for dense weights and, under expert parallelism, another
-    if isinstance(optimizer, ChainedOptimizer):
-        return optimizer.chained_optimizers[1 if is_parallel_expert(param) else 0]
-    return optimizer
+class OptimizerStates:
+    """What a Megatron optimizer holds of its parameters on this rank."""
+
+    def __init__(self, optimizer: MegatronOptimizer) -> None:
+        self._inner = inner_optimizers(optimizer)
+        self.distributed = isinstance(self._inner[0], DistributedOptimizer)
+
+    def range_of(self, param: torch.nn.Parameter) -> slice:
+        """Returns the local range of the flat parameter."""
+        return self._held(param)[2]
+
+    def collect(self, params: Mapping[str, torch.nn.Parameter]) -> Iterator[tuple[str, str, Tensor]]:
+        """Yields (parameter, state, fp32 [elements of the local range])."""
+        for name, param in params.items():
+            adam, main, local = self._held(param)
+            if local.start != local.stop:
+                for state in STATES:
+                    yield name, state, _read(adam, main, state)
+
+    def restore(self, param: torch.nn.Parameter, values: dict[str, Tensor], *, updates: int) -> None:
+        """Call :meth:`spread` afterwards. ``values`` are fp32 [elements of the local range]."""
+        adam, main, local = self._held(param)
+        if local.start != local.stop:
+            _write(adam, main, values, updates=updates)
+        for inner in _sub_optimizers(adam):
+            if not _counts_per_tensor(inner):
+                for group in inner.param_groups:
+                    group["step"] = updates
+
+    def spread(self, ddp: Sequence[DistributedDataParallel]) -> None:
+        """Copies masters into the parameters of all ranks. Every rank calls."""
+        for inner in self._inner:
+            if not isinstance(inner, FP32Optimizer):  # its masters are the parameters
+                inner._copy_main_params_to_model_params()
+        if self.distributed:
+            for chunk in ddp:
+                chunk.start_param_sync(force_sync=True)
+
+    def set_master(self, param: torch.nn.Parameter, value: Tensor) -> None:
+        _, main, local = self._held(param)
+        if local.stop > local.start:
+            with torch.no_grad():
+                main.view(-1).copy_(value.reshape(-1)[local])
+
+    def _held(self, param: torch.nn.Parameter) -> tuple[Any, Tensor, slice]:
+        """Returns Adam, the tensor that it holds of the parameter, and the local range."""
+        # Megatron chains an optimizer for dense weights and, under expert parallelism, another.
+        optimizer = self._inner[is_parallel_expert(param) if len(self._inner) > 1 else 0]
+        if isinstance(optimizer, DistributedOptimizer):
+            if param not in optimizer.model_param_group_index_map:
+                return optimizer.optimizer, param.new_zeros(0, dtype=torch.float32), slice(0, 0)
+            group, order = optimizer.model_param_group_index_map[param]
+            local = optimizer._get_model_param_range_map(param)["param"]
+            main = optimizer.optimizer.param_groups[group]["params"][order]
+            return optimizer.optimizer, main, slice(local.start, local.end)
+        main = param
+        if isinstance(optimizer, Float16OptimizerWithFloat16Params):
+            main = getattr(param, "main_param")  # noqa: B009 (Megatron hangs it there)
+        else:
+            assert isinstance(optimizer, FP32Optimizer)
+        return optimizer.optimizer, main, slice(0, param.numel())
 
 
-def _held(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> tuple[Tensor, slice]:
-    if isinstance(optimizer, DistributedOptimizer):
-        if param not in optimizer.model_param_group_index_map:
-            return param.new_zeros(0, dtype=torch.float32), slice(0, 0)
-        group, order = optimizer.model_param_group_index_map[param]
-        local = optimizer._get_model_param_range_map(param)["param"]
-        return optimizer.optimizer.param_groups[group]["params"][order], slice(local.start, local.end)
-    whole = slice(0, param.numel())
-    if isinstance(optimizer, Float16OptimizerWithFloat16Params):
-        return getattr(param, "main_param"), whole  # noqa: B009 (Megatron hangs it there)
-    assert isinstance(optimizer, FP32Optimizer)
-    return param, whole
-
-
-def is_distributed(optimizer: MegatronOptimizer) -> bool:
-    inner = optimizer.chained_optimizers[0] if isinstance(optimizer, ChainedOptimizer) else optimizer
-    return isinstance(inner, DistributedOptimizer)
-
-
-def local_range(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> slice:
-    return _held(_optimizer_of(optimizer, param), param)[1]
-
-
-def collect(optimizer: MegatronOptimizer, params: Mapping[str, torch.nn.Parameter]) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields (parameter, state, fp32 [elements of the local range])."""
-    for name, param in params.items():
-        inner = _optimizer_of(optimizer, param)
-        main, local = _held(inner, param)
-        if local.start == local.stop:
-            continue
-        for state in STATES:
-            yield name, state, _read(inner.optimizer, main, state)
-
-
-def restore(optimizer: MegatronOptimizer, param: torch.nn.Parameter, values: dict[str, Tensor], *, updates: int) -> None:
-    """Call :func:`spread` afterwards. ``values`` are fp32 [elements of the local range]."""
-    inner = _optimizer_of(optimizer, param)
-    main, local = _held(inner, param)
-    if local.start != local.stop:
-        _write(inner.optimizer, main, values, updates=updates)
-    _set_count(inner.optimizer, updates)
-
-
-def spread(optimizer: MegatronOptimizer, ddp: Sequence[DistributedDataParallel]) -> None:
-    """Copies masters into the parameters of all ranks. Every rank calls."""
-    inner_ones = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    for inner in inner_ones:
-        if not isinstance(inner, FP32Optimizer):  # its masters are the parameters
-            inner._copy_main_params_to_model_params()
-    if is_distributed(optimizer):
-        for chunk in ddp:
-            chunk.start_param_sync(force_sync=True)
-
-
-def set_master(optimizer: MegatronOptimizer, param: torch.nn.Parameter, value: Tensor) -> None:
-    main, local = _held(_optimizer_of(optimizer, param), param)
-    if local.stop > local.start:
-        with torch.no_grad():
-            main.view(-1).copy_(value.reshape(-1)[local])
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def _read(adam: Any, held: Tensor, state: str) -> Tensor:
@@ -129,15 +128,12 @@ def _counts_per_tensor(adam: Any) -> bool:
     return isinstance(adam, (torch.optim.Adam, torch.optim.AdamW))
 
 
-def _set_count(adam: Any, updates: int) -> None:
-    for inner in adam.sub_optimizers if isinstance(adam, HybridDeviceOptimizer) else [adam]:
-        if not _counts_per_tensor(inner):
-            for group in inner.param_groups:
-                group["step"] = updates
+def _sub_optimizers(adam: Any) -> list[Any]:
+    return list(adam.sub_optimizers) if isinstance(adam, HybridDeviceOptimizer) else [adam]
 
 
 def adam_tensors(adam: Any) -> Iterator[Tensor]:
-    for inner in adam.sub_optimizers if isinstance(adam, HybridDeviceOptimizer) else [adam]:
+    for inner in _sub_optimizers(adam):
         for group in inner.param_groups:
             yield from (param.detach() for param in group["params"])
         for state in inner.state.values():

@@ -16,55 +16,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from pydantic import TypeAdapter
 
 from tepo_megatron.config import EngineConfig, ModelConfig, ParallelConfig
 from tepo_megatron.trainer.megatron.model.model import LOCAL, build_model, transformer_config
-from tepo_megatron.trainer.megatron.platform import Platform, Ranks, select_platform
-from tepo_megatron.weights.architecture import Experts, ModelSpec, RopeScaling
-
-
-def _count_parameters(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
-    """Joins torch's ``fake`` world: this process must not be in a world."""
-    engine = EngineConfig(platform="cpu", parallel=parallel)
-    platform = select_platform(engine)
-    stage = parallel.tp * parallel.cp * parallel.dp
-    return [
-        [_count_rank(spec, engine, platform, pp_rank * stage + tp_rank) for tp_rank in range(parallel.tp)]
-        for pp_rank in range(parallel.pp)
-    ]
+from tepo_megatron.trainer.megatron.platform import Platform, select_platform, split_world
+from tepo_megatron.weights.architecture import ModelSpec
 
 
 def _count_rank(spec: ModelSpec, engine: EngineConfig, platform: Platform, rank: int) -> int:
+    """Joins torch's ``fake`` world: this process must not be in a world."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend; torch has no public way to it
 
-    parallel = engine.parallel
-    world = parallel.world_size
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=engine.parallel.world_size)
     try:
-        parallel_state.initialize_model_parallel(
-            parallel.tp,
-            parallel.pp,
-            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-            context_parallel_size=parallel.cp,
-            expert_model_parallel_size=parallel.ep,
-            expert_tensor_parallel_size=parallel.etp,
-            create_gloo_process_groups=False,
-        )
-        ranks = Ranks(
-            rank=rank,
-            world=world,
-            tp=parallel.tp,
-            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            pp=parallel.pp,
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            dp=parallel.dp,
-            dp_rank=0,
-            cp=parallel.cp,
-            cp_rank=0,
-            tp_group=None,
-            vpp=parallel.vpp,
-            cp_group=None,
-        )
+        ranks = split_world(engine.parallel, gloo=False)
         megatron = transformer_config(spec, ModelConfig(dtype="bfloat16"), engine, platform, LOCAL)
         megatron = dataclasses.replace(megatron, perform_initialization=False)
         with platform.megatron():
@@ -80,14 +46,15 @@ def _count_rank(spec: ModelSpec, engine: EngineConfig, platform: Platform, rank:
 def main() -> None:
     warnings.filterwarnings("ignore")
     request: dict[str, Any] = json.load(sys.stdin)
-    scaling = request["spec"].pop("rope_scaling")
-    experts = request["spec"].pop("experts")
-    spec = ModelSpec(
-        **request["spec"],
-        rope_scaling=RopeScaling(**scaling) if scaling else None,
-        experts=Experts(**experts) if experts else None,
-    )
-    json.dump(_count_parameters(spec, ParallelConfig.model_validate(request["parallel"])), sys.stdout)
+    spec = TypeAdapter(ModelSpec).validate_python(request["spec"])
+    parallel = ParallelConfig.model_validate(request["parallel"])
+    engine = EngineConfig(platform="cpu", parallel=parallel)
+    platform, stage = select_platform(engine), parallel.tp * parallel.cp * parallel.dp
+    counts = [
+        [_count_rank(spec, engine, platform, pp_rank * stage + tp_rank) for tp_rank in range(parallel.tp)]
+        for pp_rank in range(parallel.pp)
+    ]
+    json.dump(counts, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,11 @@ class Platform:
 
     def megatron(self) -> contextlib.AbstractContextManager[None]:
         """Megatron's code must be called in this context."""
-        return cuda_means_cpu() if self.kind == "cpu" else contextlib.nullcontext()
+        return _CudaToCpu() if self.kind == "cpu" else contextlib.nullcontext()
+
+    def host_group(self, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+        """None if torch's default group waits on the host. Every rank calls."""
+        return None if self.backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout or _TIMEOUT)
 
 
 def select_platform(config: EngineConfig) -> Platform:
@@ -44,7 +48,7 @@ def select_platform(config: EngineConfig) -> Platform:
             "install a CUDA build of torch, or set engine.platform=cpu"
         )
     if config.platform == "cpu" or not has_gpu:
-        install_cpu_patches()
+        _install_cpu_patches()
         return Platform("cpu", torch.device("cpu"), "gloo")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
@@ -52,8 +56,7 @@ def select_platform(config: EngineConfig) -> Platform:
     return Platform("cuda", device, "nccl")
 
 
-@dataclass(frozen=True)
-class _CpuPatch:
+class _CpuPatch(NamedTuple):
     owner: Any
     name: str
     replacement: Any
@@ -64,34 +67,30 @@ class _CpuPatch:
         return f"{getattr(self.owner, '__name__', self.owner)}.{self.name}"
 
 
-def _random_state(*_: Any, **__: Any) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
 def cpu_patches() -> list[_CpuPatch]:
     import megatron.core.optimizer as megatron_optimizer
     import megatron.core.tensor_parallel.random as megatron_random
     from megatron.core.optimizer import distrib_optimizer, optimizer_config
 
-    return [
-        _CpuPatch(torch.cuda, "current_device", lambda: torch.device("cpu"), "the device of new parameters and buffers"),
-        _CpuPatch(torch.cuda, "get_rng_state", _random_state, "the tracker of model-parallel random states"),
-        _CpuPatch(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor, "tied embeddings on the first and last stage"),
-        _CpuPatch(
-            megatron_random, "_get_cuda_rng_state", _random_state, "recomputation, which would replay dropout; there is none"
-        ),
-        _CpuPatch(torch.cuda, "synchronize", lambda *_, **__: None, "after pipeline sends; gloo's are already complete"),
-        _CpuPatch(megatron_optimizer, "HybridDeviceOptimizer", _HybridOnCpu, "states on the host: which tensors are offloaded"),
-        _CpuPatch(
-            distrib_optimizer, "HybridDeviceOptimizer", _HybridOnCpu, "the same, for the shards of the distributed optimizer"
-        ),
-        _CpuPatch(optimizer_config, "is_te_min_version", lambda *_: False, "states on the host: Transformer Engine's version"),
-        _CpuPatch(torch.cuda, "Stream", _HostStream, "the streams in which gradients go to the host and weights come back"),
-        _CpuPatch(torch.cuda, "current_stream", lambda *_: _HostStream(), "what those streams wait for"),
+    def random_state(*_: Any, **__: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    table: list[tuple[Any, str, Any, str]] = [
+        (torch.cuda, "current_device", lambda: torch.device("cpu"), "the device of new parameters and buffers"),
+        (torch.cuda, "get_rng_state", random_state, "the tracker of model-parallel random states"),
+        (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor, "tied embeddings on the first and last stage"),
+        (megatron_random, "_get_cuda_rng_state", random_state, "recomputation, which would replay dropout; there is none"),
+        (torch.cuda, "synchronize", lambda *_, **__: None, "after pipeline sends; gloo's are already complete"),
+        (megatron_optimizer, "HybridDeviceOptimizer", _HybridOnCpu, "states on the host: which tensors are offloaded"),
+        (distrib_optimizer, "HybridDeviceOptimizer", _HybridOnCpu, "the same, for shards of the distributed optimizer"),
+        (optimizer_config, "is_te_min_version", lambda *_: False, "states on the host: Transformer Engine's version"),
+        (torch.cuda, "Stream", _HostStream, "the streams in which gradients go to the host and weights come back"),
+        (torch.cuda, "current_stream", lambda *_: _HostStream(), "what those streams wait for"),
     ]
+    return [_CpuPatch(*row) for row in table]
 
 
-def install_cpu_patches() -> None:
+def _install_cpu_patches() -> None:
     """Idempotent. Raises RuntimeError on a machine with a GPU, and for an untested Megatron-Core version."""
     if torch.cuda.is_available():
         raise RuntimeError(
@@ -118,12 +117,6 @@ class _CudaToCpu(TorchFunctionMode):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return str(func(*args)).replace("torch.", "torch.cuda.", 1)
         return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def cuda_means_cpu() -> Iterator[None]:
-    with _CudaToCpu():
-        yield
 
 
 class _HybridOnCpu(HybridDeviceOptimizer):  # type: ignore[misc] # Megatron has no types
@@ -219,14 +212,18 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
         )
     share_gloo_thread()
     if not dist.is_initialized():
-        if "RANK" in os.environ and (store := rank_store(world, timeout)) is not None:
-            rank = int(os.environ["RANK"])
-            dist.init_process_group(platform.backend, store=store, rank=rank, world_size=world, timeout=timeout)
-        elif "RANK" in os.environ:
-            dist.init_process_group(platform.backend, timeout=timeout)
-        else:
-            store = dist.HashStore()  # type: ignore[attr-defined] # torch exports it without saying so
-            dist.init_process_group(platform.backend, store=store, rank=0, world_size=1, timeout=timeout)
+        # torch exports HashStore without saying so
+        store = rank_store(world, timeout) if "RANK" in os.environ else dist.HashStore()  # type: ignore[attr-defined]
+        rank = int(os.environ.get("RANK", 0))
+        dist.init_process_group(platform.backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    ranks = split_world(config)
+    with platform.megatron():
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return ranks
+
+
+def split_world(config: ParallelConfig, *, gloo: bool = True) -> Ranks:
+    """Makes Megatron's groups of the ranks in torch's world. Every rank calls."""
     parallel_state.initialize_model_parallel(
         config.tp,
         config.pp,
@@ -234,12 +231,11 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
         context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep,
         expert_tensor_parallel_size=config.etp,
+        create_gloo_process_groups=gloo,
     )
-    with platform.megatron():
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return Ranks(
         rank=dist.get_rank(),
-        world=world,
+        world=dist.get_world_size(),
         tp=config.tp,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp=config.pp,
@@ -252,11 +248,6 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
         cp_group=parallel_state.get_context_parallel_group() if config.cp > 1 else None,
         vpp=config.vpp,
     )
-
-
-def host_group(platform: Platform, timeout: timedelta = _TIMEOUT) -> dist.ProcessGroup | None:
-    """None if torch's default group waits on the host. Every rank calls."""
-    return None if platform.backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
 
 
 def destroy() -> None:

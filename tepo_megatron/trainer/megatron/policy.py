@@ -15,58 +15,46 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from tepo_megatron.config import EngineConfig, Fp8Config, ModelConfig, OptimizerConfig, RunConfig
+from tepo_megatron.config import Fp8Config, ModelConfig, OptimizerConfig, RunConfig
 from tepo_megatron.trainer.megatron.collectives import objects_as_json
-from tepo_megatron.trainer.megatron.gpu import check_states
 from tepo_megatron.trainer.megatron.model import fp8
-from tepo_megatron.trainer.megatron.model.fp8 import PlainWeights, load_weights, optimizer_options
+from tepo_megatron.trainer.megatron.model.fp8 import load_weights, optimizer_options, plain_weights
 from tepo_megatron.trainer.megatron.model.lora import Lora, build_lora
 from tepo_megatron.trainer.megatron.model.model import Layers, build_model, transformer_config
-from tepo_megatron.trainer.megatron.optimizer_states import set_master
+from tepo_megatron.trainer.megatron.optimizer_states import OptimizerStates, inner_optimizers
 from tepo_megatron.trainer.megatron.platform import Platform, Ranks
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.geometry import ShardLayout
 
 
 @dataclass
-class _ParamGather:
-    """With ``overlapped`` the next forward pass gathers each bucket; every rank calls :meth:`finish` before other reads."""
-
-    ddp: Sequence[DistributedDataParallel]
-    overlapped: bool
-    pending: bool = False
-
-    def after_step(self) -> None:
-        self.pending = self.overlapped
-
-    def finish(self) -> None:
-        if not self.pending:
-            return
-        for chunk in self.ddp:
-            # The last bucket has the first layers, and finishing one starts the next. Megatron's start_param_sync(force_sync)
-            # would not make the copies that FP8 weights need.
-            for group in reversed([*chunk.expert_parallel_bucket_groups, *chunk.bucket_groups]):
-                group.finish_param_sync()
-        self.pending = False
-
-
-@dataclass(frozen=True)
 class Policy:
     chunks: Sequence[GPTModel]
     ddp: Sequence[DistributedDataParallel]  # one per chunk
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     params: dict[str, Any] = field(repr=False)
-    """Includes experts' biases, which are no parameters. Complete after ``param_gather.finish()``."""
+    """Includes experts' biases, which are no parameters. Complete after :meth:`finish_gather`."""
 
-    param_gather: _ParamGather = field(repr=False)
-
+    overlaps_gather: bool = False  # then the next forward pass after a step gathers each bucket
     lora: Lora | None = None
+    gather_pending: bool = False
+
+    def finish_gather(self) -> None:
+        """Every rank calls before anything but a forward pass reads parameters."""
+        if not self.gather_pending:
+            return
+        for chunk in self.ddp:
+            # The last bucket has the first layers, and finishing one starts the next. Megatron's start_param_sync(force_sync)
+            # would not make the copies that FP8 weights need.
+            for group in reversed([*chunk.expert_parallel_bucket_groups, *chunk.bucket_groups]):
+                group.finish_param_sync()
+        self.gather_pending = False
 
     @property
     def trained(self) -> Mapping[str, torch.nn.Parameter]:
@@ -82,7 +70,7 @@ class Policy:
     @property
     def weights(self) -> Mapping[str, Tensor]:
         """Returns plain tensors, with adapters merged: for one reading."""
-        return PlainWeights(self.params) if self.lora is None else self.lora.merged(self.params)
+        return plain_weights(self.params) if self.lora is None else self.lora.merged(self.params)
 
 
 @dataclass(frozen=True)
@@ -109,7 +97,14 @@ class PolicyBuilder:
             lora = None
             if config.model.lora is not None:
                 lora = build_lora(config.model.lora, chunks, params, self.layouts, rank=self.ranks.rank, seed=config.seed)
-            options = self._ddp_config()
+            options = DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=config.optimizer.distributed,
+                overlap_grad_reduce=config.engine.overlap_grad_reduce,
+                overlap_param_gather=config.engine.overlap_param_gather,
+                bucket_size=config.engine.bucket_size,
+                **fp8.gather_options(config.engine.fp8),
+            )
             # As in Megatron's own loop: backward ends with the first chunk, so that its gradients alone gain by being reduced
             # bucket by bucket.
             ddp = [
@@ -118,15 +113,16 @@ class PolicyBuilder:
             ]
             optimizer = _build_optimizer(config.optimizer, config.model, config.engine.fp8, ddp)
             for name, values in unrounded.items():
-                set_master(optimizer, params[name], values)
+                OptimizerStates(optimizer).set_master(params[name], values)
             schedule = _build_schedule(config.optimizer, optimizer, total_steps=config.train.steps * config.train.minibatches)
             megatron.finalize_model_grads_func = partial(
                 _finalize_gradients, afterwards=(lambda: None) if lora is None else lora.sum_gradients
             )
             megatron.grad_scale_func = optimizer.scale_loss
-            _reduce_in_last_micro_batch(megatron, ddp, config.engine)
-        gather = _ParamGather(ddp, config.engine.overlap_param_gather)
-        return Policy(chunks, ddp, optimizer, schedule, params, gather, lora)
+            if config.engine.overlap_grad_reduce:  # in the first update Megatron learns which gradients complete a bucket
+                no_sync = [chunk.no_sync for chunk in ddp]
+                megatron.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        return Policy(chunks, ddp, optimizer, schedule, params, config.engine.overlap_param_gather, lora)
 
     def reference(self) -> list[GPTModel]:
         with self.platform.megatron():
@@ -142,16 +138,6 @@ class PolicyBuilder:
             megatron.gradient_accumulation_fusion = False
         head, numbers = config.engine.head, range(self.ranks.vpp)
         return megatron, [build_model(self.spec, megatron, self.ranks, self.layers, number, head=head) for number in numbers]
-
-    def _ddp_config(self) -> DistributedDataParallelConfig:
-        return DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=self.config.optimizer.distributed,
-            overlap_grad_reduce=self.config.engine.overlap_grad_reduce,
-            overlap_param_gather=self.config.engine.overlap_param_gather,
-            bucket_size=self.config.engine.bucket_size,
-            **fp8.gather_options(self.config.engine.fp8),
-        )
 
 
 def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
@@ -172,21 +158,11 @@ def _finalize_gradients(
     afterwards()
 
 
-def _reduce_in_last_micro_batch(
-    megatron: TransformerConfig, ddp: Sequence[DistributedDataParallel], engine: EngineConfig
-) -> None:
-    # in the first update Megatron learns which gradients complete a bucket
-    if engine.overlap_grad_reduce:
-        no_sync = [chunk.no_sync for chunk in ddp]
-        megatron.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-
-
 def _build_optimizer(
     config: OptimizerConfig, model: ModelConfig, fp8: Fp8Config, ddp: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """Every rank calls. Raises ValueError for states in fewer bits without Transformer Engine on a GPU."""
+    """Every rank calls."""
     device = next(ddp[0].parameters()).device
-    check_states(config, on_gpu=device.type == "cuda")
     with objects_as_json(device):
         optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
@@ -201,11 +177,11 @@ def _build_optimizer(
                 bf16=model.dtype == "bfloat16",
                 use_distributed_optimizer=config.distributed,
                 **optimizer_options(fp8),
-                **state_options(config, on_gpu=device.type == "cuda"),
+                **_state_options(config, on_gpu=device.type == "cuda"),
             ),
             list(ddp),
         )
-    for inner in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
+    for inner in inner_optimizers(optimizer):
         if inner.optimizer is not None:  # a rank may have nothing to train
             _adapt_steps(inner.optimizer, config, on_gpu=device.type == "cuda")
     if config.offload_fraction:
@@ -215,7 +191,7 @@ def _build_optimizer(
 
 def _adapt_steps(adam: Any, config: OptimizerConfig, *, on_gpu: bool) -> None:
     if config.precision_aware:
-        adam.step = partial(step_in_parts, adam, adam.step)
+        adam.step = partial(_step_in_parts, adam, adam.step)
     elif config.offload_fraction and on_gpu:
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         adam.step = partial(_step_with_threads, adam.step, max(1, cores))
@@ -234,7 +210,7 @@ def _step_with_threads(step: Callable[[], None], threads: int) -> None:
 _STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.uint8}
 
 
-def state_options(config: OptimizerConfig, *, on_gpu: bool) -> dict[str, Any]:
+def _state_options(config: OptimizerConfig, *, on_gpu: bool) -> dict[str, Any]:
     if config.offload_fraction:
         return {
             # On the host all states are fp32. This flag leaves the masters to Adam: without it they stay on the GPU too.
@@ -275,12 +251,12 @@ def _build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer, *, to
 PART_ELEMENTS = 2**26  # elements with fp32 states at once in a step, or those of one larger tensor
 
 
-def step_in_parts(adam: Any, step: Callable[[], Any], most: int = PART_ELEMENTS) -> None:
+def _step_in_parts(adam: Any, step: Callable[[], Any]) -> None:
     """Adam makes all of a group's states fp32: more memory than fewer bits save."""
     whole = adam.param_groups
     try:
         for group in whole:
-            for part in _parts(group["params"], most):
+            for part in _parts(group["params"]):
                 adam.param_groups = [{**group, "params": part}]
                 step()
             if group["params"]:
@@ -289,10 +265,10 @@ def step_in_parts(adam: Any, step: Callable[[], Any], most: int = PART_ELEMENTS)
         adam.param_groups = whole
 
 
-def _parts(params: list[Tensor], most: int) -> Iterator[list[Tensor]]:
+def _parts(params: list[Tensor]) -> Iterator[list[Tensor]]:
     part: list[Tensor] = []
     for param in params:
-        if part and sum(tensor.numel() for tensor in part) + param.numel() > most:
+        if part and sum(tensor.numel() for tensor in part) + param.numel() > PART_ELEMENTS:
             yield part
             part = []
         part.append(param)

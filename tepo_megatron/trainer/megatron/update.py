@@ -17,7 +17,7 @@ from torch import Tensor
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.trainer.megatron.collectives import broadcast_json
-from tepo_megatron.trainer.megatron.forward import NOT_FINITE, Forward, on_every_rank
+from tepo_megatron.trainer.megatron.forward import NOT_FINITE, Forward
 from tepo_megatron.trainer.megatron.platform import Ranks
 from tepo_megatron.trainer.megatron.policy import Policy
 from tepo_megatron.trainer.protocol import UpdateResult
@@ -73,7 +73,7 @@ def update(
             return UpdateResult(math.nan, grad_norm, lr, {}, {}, skipped=cause, not_finite=reports)
         policy.schedule.step(increment=1)
         optimizer.step()
-        policy.param_gather.after_step()
+        policy.gather_pending = policy.overlaps_gather
     total, sums, extrema, moves = _reduce(results, forward)
     recorded = _gather_recorded(forward, batch, micro_batches, results)
     return UpdateResult(total, grad_norm, optimizer.param_groups[0]["lr"], sums, extrema, token_values=recorded, moves=moves)
@@ -86,17 +86,16 @@ def _reduce(
     report: Any = None
     if ranks.is_last_stage:
         names = list(results[0]["metrics"])
-        # One tensor of (sum, count) pairs for one collective; the loss is put in twice. Tensor-parallel ranks agree already,
-        # so only the data-parallel ranks are summed.
+        # (sum, count) pairs; the loss is put in twice. Tensor- and context-parallel ranks agree already.
         pairs = [pair for micro in results for pair in [(micro["loss"], micro["loss"]), *micro["metrics"].values()]]
         values = torch.stack([torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in pair]) for pair in pairs])
         values = values.view(len(results), 1 + len(names), 2).sum(0)
-        counts = sum(micro["moves"] for micro in results) if results[0]["moves"] is not None else torch.zeros(0, 1)
-        sizes = [values.numel(), counts.numel()]
-        both = torch.cat([values.flatten(), counts.flatten().double()]).to(device)  # counts are exact in fp64
         group = parallel_state.get_data_parallel_group()
-        dist.all_reduce(both, group=group)
-        values, moves = both[: sizes[0]].view(-1, 2), both[sizes[0] :].long().cpu()
+        dist.all_reduce(values, group=group)
+        moves = None
+        if results[0]["moves"] is not None:
+            moves = torch.stack([micro["moves"] for micro in results]).sum(0).to(device)
+            dist.all_reduce(moves, group=group)
         extrema = {}
         for name in results[0]["extrema"]:
             largest = name.endswith("/max")
@@ -104,13 +103,11 @@ def _reduce(
             value = values_of_rank.max() if largest else values_of_rank.min()
             dist.all_reduce(value, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN, group=group)
             extrema[name] = float(value)
-        at_N = moves.nonzero().flatten()
-        sparse = [list(counts.shape), at_N.tolist(), moves[at_N].tolist()]
-        report = [float(values[0, 0]), dict(zip(names, values[1:].tolist(), strict=True)), extrema, sparse]
-    total, sums, extrema, (shape, places, numbers) = broadcast_json(report, source=ranks.last_stage_root, device=device)
-    moves = torch.zeros(shape, dtype=torch.int64)
-    moves.view(-1)[torch.tensor(places, dtype=torch.int64)] = torch.tensor(numbers, dtype=torch.int64)
-    return total, {name: (pair[0], pair[1]) for name, pair in sums.items()}, extrema, moves if moves.numel() else None
+        sums = dict(zip(names, values[1:].tolist(), strict=True))
+        report = [float(values[0, 0]), sums, extrema, None if moves is None else moves.tolist()]
+    total, sums, extrema, counts = broadcast_json(report, source=ranks.last_stage_root, device=device)
+    sums = {name: (pair[0], pair[1]) for name, pair in sums.items()}
+    return total, sums, extrema, None if counts is None else torch.tensor(counts)
 
 
 _MOST_NAMES = 8  # a NaN spreads: the first few parameters and ranks are enough
@@ -126,42 +123,34 @@ def _find_not_finite(
 ) -> list[_RankReport]:
     """Every rank calls. The norm leaves out copies on other tensor-parallel ranks, so gradients are checked too."""
     flags = torch.zeros(ranks.world, dtype=torch.int32, device=device)
-    flags[ranks.rank] = not (math.isfinite(grad_norm) and _losses_are_finite(results) and _gradients_are_finite(policy))
+    flags[ranks.rank] = not (math.isfinite(grad_norm) and _is_finite(policy, results))
     dist.all_reduce(flags)
     bad = flags.nonzero().flatten().tolist()[:_MOST_NAMES]
     details = _details(ranks, policy, results) if ranks.rank in bad else None
     return [broadcast_json(details, source=rank, device=device) for rank in bad]
 
 
-def _first_cause(reports: Sequence[_RankReport], grad_norm: float) -> str:
-    for kind in ("micro_batches", "losses", "gradients"):
-        for report in reports:
-            if report[kind]:
-                return f"rank {report['rank']} ({report['place']}): {_describe(report, kind)}"
-    return f"the gradient norm is {grad_norm}, although every gradient is finite"
-
-
-def _describe(report: _RankReport, kind: str) -> str:
-    first = report[kind][0]
-    if kind == "micro_batches":
-        return str(first)
-    if kind == "losses":
-        return f"the loss of micro-batch {first} is not finite"
-    more = len(report["gradients"]) - 1 + report["more_gradients"]
-    return f"the gradient of {first}" + (f" and of {more} more parameters" if more else "") + " is not finite"
-
-
-def _losses_are_finite(results: Sequence[Mapping[str, Any]]) -> bool:
+def _is_finite(policy: Policy, results: Sequence[Mapping[str, Any]]) -> bool:
     if any(NOT_FINITE in micro for micro in results):
         return False
-    return not results or bool(torch.stack([torch.as_tensor(micro["loss"]) for micro in results]).isfinite().all())
-
-
-def _gradients_are_finite(policy: Policy) -> bool:
     # the largest magnitude carries a NaN along, without a copy of the gradients
-    held = [buffer for ddp in policy.ddp for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
-    buffers = [buffer.grad_data for buffer in held if buffer.grad_data.numel()]
-    return not buffers or bool(torch.stack([torch.linalg.vector_norm(b, math.inf) for b in buffers]).isfinite().all())
+    held = [buffer.grad_data for ddp in policy.ddp for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+    numbers = [torch.linalg.vector_norm(grads, math.inf) for grads in held if grads.numel()]
+    numbers += [torch.as_tensor(micro["loss"]) for micro in results]
+    return not numbers or bool(torch.stack([number.double() for number in numbers]).isfinite().all())
+
+
+def _first_cause(reports: Sequence[_RankReport], grad_norm: float) -> str:
+    for kind in ("micro_batches", "losses", "gradients"):
+        for report in (report for report in reports if report[kind]):
+            first, where = report[kind][0], f"rank {report['rank']} ({report['place']})"
+            if kind == "micro_batches":
+                return f"{where}: {first}"
+            if kind == "losses":
+                return f"{where}: the loss of micro-batch {first} is not finite"
+            more = len(report["gradients"]) - 1 + report["more_gradients"]
+            return f"{where}: the gradient of {first}" + (f" and of {more} more parameters" if more else "") + " is not finite"
+    return f"the gradient norm is {grad_norm}, although every gradient is finite"
 
 
 def _details(ranks: Ranks, policy: Policy, results: Sequence[Mapping[str, Any]]) -> _RankReport:
@@ -205,7 +194,7 @@ def _gather_recorded(
     place_T = recorded_T.cumsum(0) - 1
     indices = [batch.token_index(sequences) for sequences in micro_batches]
     places = [place_T[index_T[recorded_T[index_T]]] for index_T in indices]
-    rows = on_every_rank(forward, places, [micro[_KEPT] for micro in results], (len(_TOKEN_VALUES), int(recorded_T.sum())))
+    rows = forward.on_every_rank(places, [micro[_KEPT] for micro in results], (len(_TOKEN_VALUES), int(recorded_T.sum())))
     values = dict(zip(_TOKEN_VALUES, rows, strict=True))
     return {**values, "masked": values["masked"] == 1}
 

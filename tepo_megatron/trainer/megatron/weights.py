@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +16,7 @@ from torch import Tensor
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.runtime.heartbeat import Heartbeat
-from tepo_megatron.trainer.megatron.model.fp8 import PlainWeights
+from tepo_megatron.trainer.megatron.model.fp8 import plain_weights
 from tepo_megatron.trainer.megatron.policy import Policy
 from tepo_megatron.trainer.protocol import TensorMeta
 from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32
@@ -29,56 +32,58 @@ from tepo_megatron.weights.transfer.transport import TransportName
 T = TypeVar("T")
 
 
+@dataclass
 class PolicyWeights:
-    def __init__(
-        self,
-        config: RunConfig,
-        spec: ModelSpec,
-        policy: Policy,
-        split: MegatronParallel,
-        layouts: Sequence[ShardLayout],
-        *,
-        model_dir: Path,
-        rank: int,
-        device: torch.device,
-        broadcast_from_root: Callable[[Any], Any],
-        heartbeat: Heartbeat,
-    ) -> None:
-        """``layouts``: of every rank. ``model_dir``: tokenizer and config for exports."""
-        self._config, self._spec, self._policy, self._layouts = config, spec, policy, layouts
-        self.split = split
-        self._model_dir, self._rank, self._device = model_dir, rank, device
-        self._broadcast_from_root, self._heartbeat = broadcast_from_root, heartbeat
-        self._sources = GatherPlan(layouts)
-        lora = policy.lora
-        self.trained_sources = self._sources if lora is None else lora.sources
-        self.trained_layout = layouts[rank] if lora is None else lora.layout
+    """``layouts``: of every rank. ``model_dir``: tokenizer and config for exports."""
+
+    config: RunConfig
+    spec: ModelSpec
+    policy: Policy
+    split: MegatronParallel
+    layouts: Sequence[ShardLayout]
+    model_dir: Path
+    rank: int
+    device: torch.device
+    broadcast_from_root: Callable[[Any], Any]
+    heartbeat: Heartbeat
+
+    @cached_property
+    def _sources(self) -> GatherPlan:
+        return GatherPlan(self.layouts)
+
+    @property
+    def trained_sources(self) -> GatherPlan:
+        return self._sources if self.policy.lora is None else self.policy.lora.sources
+
+    @property
+    def trained_layout(self) -> ShardLayout:
+        return self.layouts[self.rank] if self.policy.lora is None else self.policy.lora.layout
 
     @property
     def params(self) -> dict[str, Any]:
-        self._policy.param_gather.finish()
-        return self._policy.params
+        self.policy.finish_gather()
+        return self.policy.params
 
     @property
     def merged(self) -> Mapping[str, Tensor]:
         """Returns plain tensors: for one reading."""
-        self._policy.param_gather.finish()
-        return self._policy.weights
+        self.policy.finish_gather()
+        return self.policy.weights
 
     def version(self, step: int) -> WeightsVersion:
         return WeightsVersion(step, self.digest(self.merged))
 
     def digest(self, weights: Mapping[str, Tensor]) -> str:
         """Returns 64 bits, in hex. Every rank calls."""
-        local = fingerprint(self._sources.shards_of(self._rank), weights)
-        total = torch.tensor(local - 2**64 * (local >= 2**63), device=self._device)
+        local = fingerprint(self._sources.shards_of(self.rank), weights)
+        total = torch.tensor(local - 2**64 * (local >= 2**63), device=self.device)
         dist.all_reduce(total)  # int64 wraps around: modulo 2^64
         return f"{int(total) % 2**64:016x}"
 
     @property
     def manifest(self) -> list[TensorMeta]:
-        shapes = self._layouts[0].shapes
-        dtype = self._config.model.dtype
+        shapes = self.layouts[0].shapes
+        dtype = self.config.model.dtype
         return [TensorMeta(name, tuple(shape), "float32" if is_always_fp32(name) else dtype) for name, shape in shapes.items()]
 
     def stream(self) -> Iterator[tuple[str, Tensor | None]]:
@@ -94,52 +99,50 @@ class PolicyWeights:
         timeout_s: float,
         or_gloo: bool = False,
     ) -> ShardSender:
-        params, lora = self.params, self._policy.lora
+        params, lora = self.params, self.policy.lora
         return ShardSender(
-            reshard_plan(self._spec, self.split, servers, local),
-            PlainWeights(params) if lora is None else lora.merged(params, remember=False),
-            rank=self._rank,
+            reshard_plan(self.spec, self.split, servers, local),
+            plain_weights(params) if lora is None else lora.merged(params, remember=False),
+            rank=self.rank,
             dtype=dtype,
-            broadcast_from_root=self._broadcast_from_root,
+            broadcast_from_root=self.broadcast_from_root,
             timeout_s=timeout_s,
-            device=self._device,
+            device=self.device,
             transport=transport,
             or_gloo=or_gloo,
         )
 
     def export(self, out: Path) -> None:
-        self._heartbeat.phase("export")
+        self.heartbeat.phase("export")
         stream = self._watched(self.stream())
-        if self._rank == 0:
-            dtype: torch.dtype = getattr(torch, self._config.model.dtype)
-            write_model(out, ((n, t) for n, t in stream if t is not None), source=self._model_dir, dtype=dtype)
-        else:
-            for _ in stream:
-                continue
+        tensors = ((name, tensor) for name, tensor in stream if tensor is not None)
+        if self.rank == 0:
+            write_model(out, tensors, source=self.model_dir, dtype=getattr(torch, self.config.model.dtype))
+        deque(tensors, maxlen=0)  # the other ranks send
 
     def export_adapters(self, out: Path) -> None:
-        if self._policy.lora is None:
+        if self.policy.lora is None:
             return
-        self._heartbeat.phase("export")
+        self.heartbeat.phase("export")
         tensors = {name: tensor for name, tensor in self._watched(self.stream_adapters()) if tensor is not None}
-        if self._rank == 0:
-            self.adapter_settings.write(out, tensors, base_model=self._config.model.path)
+        if self.rank == 0:
+            self.adapter_settings.write(out, tensors, base_model=self.config.model.path)
 
     @property
     def adapter_manifest(self) -> list[TensorMeta]:
-        return [TensorMeta(name, shape, self._config.model.dtype) for name, shape in self.trained_layout.shapes.items()]
+        return [TensorMeta(name, shape, self.config.model.dtype) for name, shape in self.trained_layout.shapes.items()]
 
     @property
     def adapter_settings(self) -> AdapterSettings:
-        assert self._policy.lora is not None
-        return self._policy.lora.settings()
+        assert self.policy.lora is not None
+        return self.policy.lora.settings()
 
     def stream_adapters(self) -> Iterator[tuple[str, Tensor | None]]:
-        assert self._policy.lora is not None
-        self._policy.param_gather.finish()
-        return self._policy.lora.stream()
+        assert self.policy.lora is not None
+        self.policy.finish_gather()
+        return self.trained_sources.gather_to_root(self.policy.lora.params)
 
     def _watched(self, stream: Iterator[T]) -> Iterator[T]:
         for item in stream:
-            self._heartbeat.moved()
+            self.heartbeat.moved()
             yield item

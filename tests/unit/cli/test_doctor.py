@@ -32,7 +32,6 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.sampler.fleet.external import RegistryEntry
 from tepo_megatron.sampler.vllm.resources import reserve_port
 from tepo_megatron.tools.faults.processes import wait_until
-from tepo_megatron.trainer.megatron import gpu as packages
 from tests.support.programs import TIMEOUT_S
 
 HEALTHY = {
@@ -54,7 +53,8 @@ def apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a package of that name, which has NVIDIA's parts until a test takes them away."""
     for part in ("optimizers", "multi_tensor_apply"):
         (tmp_path / "apex" / part).mkdir(parents=True)
-    monkeypatch.setattr(packages, "package_folder", lambda _: tmp_path / "apex")
+    (tmp_path / "apex" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
     return tmp_path / "apex"
 
 

@@ -16,7 +16,7 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.checking import run_checks
-from tepo_megatron.trainer.registry import check_plugins
+from tepo_megatron.trainer.protocol import check_plugins
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = "examples/own_objective"

@@ -24,7 +24,7 @@ from tepo_megatron.run.output.output import Retention
 from tepo_megatron.run.output.resume import find_checkpoint, prepare_folder
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.trainer.checkpoint_folder import checkpoint_folder, checkpoints, retained, step_of
+from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints, retained, step_of
 from tepo_megatron.trainer.run_compatibility import describe_run
 from tests.support.checkpoints import DAMAGES, ONLY_BY_READING, make_whole
 from tests.support.fake_sampling import FakeFleet, FakeVerifiers, collector
@@ -400,6 +400,6 @@ def test_what_cannot_be_removed_is_said_and_no_longer_a_checkpoint(tmp_path: Pat
         retention.after_row(2)
         assert [sentence.partition(" could not")[0] for sentence in said] == [str(busy)]
         assert "busy" in said[0]
-        assert checkpoints(parent) == [checkpoint_folder(parent, 2)]
+        assert checkpoints(parent) == [parent / checkpoint_name(2)]
     finally:
         subprocess.run(["umount", str(busy)], check=True)

@@ -32,14 +32,14 @@ def test_an_evaluation_without_a_trainer_reads_the_model(tmp_path: Path, monkeyp
 
 
 def test_nccl_of_the_trainer_takes_the_interface_that_the_run_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tepo_megatron.trainer.megatron.gpu import set_interface
+    from tepo_megatron.trainer.megatron.gpu import prepare_process
 
     environment: dict[str, str] = {}
     monkeypatch.setattr("tepo_megatron.trainer.megatron.gpu.os.environ", environment)
-    set_interface(None)
+    prepare_process(RunConfig())
     assert environment == {}
-    set_interface("ib0")
-    set_interface("ib1")  # what is set stays
+    for interface in ("ib0", "ib1"):  # what is set stays
+        prepare_process(RunConfig.model_validate({"rollout": {"server": {"interface": interface}}}))
     assert environment == {"NCCL_SOCKET_IFNAME": "ib0"}
 
 

@@ -1,4 +1,4 @@
-"""What the choice of layers comes to in the modules that Megatron builds from it."""
+"""What the choice of layers comes to in the modules that Megatron builds from it; one world builds all."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tepo_megatron.config import EngineConfig, RunConfig
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
 from tests.support.launch import run_dist
@@ -19,52 +20,39 @@ pytestmark = pytest.mark.slow
 
 TOKENS, VOCABULARY, LAYERS = 6, 5, 2
 SPEC = ModelSpec("LlamaForCausalLM", LAYERS, 8, 2, 1, 4, 16, VOCABULARY, False, 1e-5, 1e4, None, 64)
+RECIPES = ("none", "delayed", "tensorwise", "blockwise")
+KERNELS = [(kind, wgrad) for kind in ("te", "local") for wgrad in (False, True)]
 
 
-def build(model_section: dict[str, Any], engine_section: dict[str, Any]) -> Any:
-    """Megatron's model of a small Llama with local layers, in a world of one."""
-    from tepo_megatron.config import RunConfig
+def look(rank: int, world: int) -> dict[str, Any]:
     from tepo_megatron.trainer.megatron import platform
-    from tepo_megatron.trainer.megatron.model.model import LOCAL, build_model, transformer_config
 
     warnings.filterwarnings("ignore")
-    run = RunConfig.model_validate({"model": model_section, "engine": engine_section})
-    cpu = start()
-    ranks = platform.initialize(run.engine.parallel, cpu, seed=0)
+    cpu = platform.select_platform(EngineConfig(platform="cpu"))
+    ranks = platform.initialize(RunConfig().engine.parallel, cpu, seed=0)
     with cpu.megatron():
-        return build_model(SPEC, transformer_config(SPEC, run.model, run.engine, cpu, LOCAL), ranks, LOCAL)
+        return {
+            "parameters": {name: tuple(param.shape) for name, param in build(cpu, ranks, {}, {}).named_parameters()},
+            "recipes": {recipe: seen_in_a_forward(cpu, ranks, recipe) for recipe in RECIPES},
+            "refusals": {kernels: refusal_of_a_linear(*kernels) for kernels in KERNELS},
+            "swiglu": {kind: swiglu(kind) for kind in ("te", "local")},
+        }
 
 
-def start() -> Any:
-    from tepo_megatron.trainer.megatron import platform as platform_cpu
-    from tepo_megatron.trainer.megatron.platform import Platform
+def build(cpu: Any, ranks: Any, model_section: dict[str, Any], engine_section: dict[str, Any]) -> Any:
+    """Megatron's model of a small Llama with local layers."""
+    from tepo_megatron.trainer.megatron.model.model import LOCAL, build_model, transformer_config
 
-    platform_cpu.install_cpu_patches()
-    return Platform("cpu", torch.device("cpu"), "gloo")
-
-
-def parameters(rank: int, world: int) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(param.shape) for name, param in build({}, {}).named_parameters()}
+    run = RunConfig.model_validate({"model": model_section, "engine": engine_section})
+    return build_model(SPEC, transformer_config(SPEC, run.model, run.engine, cpu, LOCAL), ranks, LOCAL)
 
 
-def test_parameters_are_where_the_bridge_looks_for_them() -> None:
-    """Those of Transformer Engine's layers: test_te_layouts.py."""
-    from tepo_megatron.trainer.megatron.model.model import LOCAL
-
-    (found,) = run_dist(1, parameters)
-    (layout,) = megatron_ranks(SPEC, MegatronParallel(fused_norms=LOCAL.fused_norms))
-    assert found == dict(layout.params)
-
-
-# -- FP8 -----------------------------------------------------------------------------------------------------------------------
-
-
-def seen_in_a_forward(rank: int, world: int, recipe: str) -> dict[str, Any]:
+def seen_in_a_forward(cpu: Any, ranks: Any, recipe: str) -> dict[str, Any]:
     """Which linears compute within Megatron's FP8 context, for which a stand-in is put here; and what the head gives."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer import transformer_block
 
-    model = build({"dtype": "bfloat16"}, {"fp8": {"recipe": recipe}})
+    model = build(cpu, ranks, {"dtype": "bfloat16"}, {"fp8": {"recipe": recipe}})
     depth = 0
 
     @contextlib.contextmanager
@@ -76,42 +64,27 @@ def seen_in_a_forward(rank: int, world: int, recipe: str) -> dict[str, Any]:
 
     transformer_block.get_fp8_context = context
     within: dict[str, bool] = {}
-    given: list[torch.Tensor] = []
+    inputs: list[torch.Tensor] = []
     for name, module in model.named_modules():
         if name.rpartition(".")[2].startswith(("linear_", "output_layer", "word_embeddings")):
             module.register_forward_pre_hook(lambda _module, _inputs, name=name: within.update({name: depth > 0}))
-    model.output_layer.register_forward_pre_hook(lambda _module, inputs: given.append(inputs[0]))
+    model.output_layer.register_forward_pre_hook(lambda _module, args: inputs.append(args[0]))
     ids, offsets = torch.arange(TOKENS)[None] % VOCABULARY, torch.tensor([0, TOKENS], dtype=torch.int32)
     packed = PackedSeqParams("thd", offsets, offsets, max_seqlen_q=TOKENS, max_seqlen_kv=TOKENS)
-    with torch.no_grad(), start().megatron():
+    with torch.no_grad():
         logits = model(ids, torch.arange(TOKENS)[None], None, packed_seq_params=packed)
         weight = model.output_layer.weight
-        exact = given[0].double() @ weight.double().t()
+        exact = inputs[0].double() @ weight.double().t()
     return {"within": within, "logits": logits, "exact": exact, "weight": (weight.dtype, tuple(weight.shape))}
-
-
-@pytest.mark.parametrize("recipe", ["none", "delayed", "tensorwise", "blockwise"])
-def test_fp8_is_for_the_linears_of_the_layers_and_not_for_the_head(recipe: str) -> None:
-    """Nor for the embedding: the vocabulary needs no multiple of 16, and logits are products in the parameters' dtype."""
-    (seen,) = run_dist(1, seen_in_a_forward, recipe)
-    assert len(seen["within"]) == 4 * LAYERS + 2
-    for name, within in seen["within"].items():
-        assert within == (recipe != "none" and name.startswith("decoder.layers.")), name
-    assert seen["weight"] == (torch.bfloat16, (VOCABULARY, 8))
-    assert seen["logits"].dtype == torch.bfloat16
-    torch.testing.assert_close(seen["logits"].double().flatten(), seen["exact"].flatten(), atol=1e-3, rtol=2**-7)
-
-
-# -- fused kernels -------------------------------------------------------------------------------------------------------------
 
 
 def config_of(kind: Any, *, wgrad: bool) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from tepo_megatron.trainer.megatron.gpu import Packages
-    from tepo_megatron.trainer.megatron.model.model import Layers, kernel_options
+    from tepo_megatron.trainer.megatron.model.model import Layers
 
-    options = kernel_options(Layers(kind, Packages(te="2.11.0", apex=wgrad, wgrad=wgrad)))
+    options = Layers(kind, Packages(te="2.11.0", apex=wgrad, wgrad=wgrad)).kernel_options
     options["apply_rope_fusion"] = False  # Megatron refuses it where there is no Transformer Engine (test_layers.py)
     sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 16}
     silu = torch.nn.functional.silu
@@ -120,13 +93,9 @@ def config_of(kind: Any, *, wgrad: bool) -> Any:
     )
 
 
-def what_megatron_says_to_a_linear(rank: int, world: int, kind: str, wgrad: bool) -> str | None:
+def refusal_of_a_linear(kind: str, wgrad: bool) -> str | None:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from tepo_megatron.config import RunConfig
-    from tepo_megatron.trainer.megatron import platform
-
-    platform.initialize(RunConfig().engine.parallel, start(), seed=0)
     config = config_of(kind, wgrad=wgrad)
     try:
         ColumnParallelLinear(8, 5, config=config, init_method=config.init_method, bias=False)
@@ -135,31 +104,13 @@ def what_megatron_says_to_a_linear(rank: int, world: int, kind: str, wgrad: bool
     return None
 
 
-@pytest.mark.parametrize("wgrad", [False, True])
-@pytest.mark.parametrize("kind", ["te", "local"])
-def test_gradients_are_added_in_the_product_where_the_extension_is_said_to_be(kind: str, wgrad: bool) -> None:
-    """Here it is not, so that Megatron refuses: once it is asked for, the head asks for it too, in any kind of layers."""
-    (said,) = run_dist(1, what_megatron_says_to_a_linear, kind, wgrad)
-    if kind == "te" and wgrad:
-        assert said is not None
-        assert "gradient_accumulation_fusion" in said
-    else:
-        assert said is None
-
-
-def swiglu(rank: int, world: int, kind: str) -> dict[str, Any]:
+def swiglu(kind: str) -> dict[str, Any]:
     """An MLP's output, gradients, and how many bytes it keeps for them."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
-    from tepo_megatron.config import RunConfig
-    from tepo_megatron.trainer.megatron import platform
-
     torch.compiler.set_stance("force_eager")  # the formulas, without minutes of compilation
-    cpu = start()
-    platform.initialize(RunConfig().engine.parallel, cpu, seed=0)
-    with cpu.megatron():
-        mlp = MLP(config_of(kind, wgrad=False), MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    mlp = MLP(config_of(kind, wgrad=False), MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
     generator = torch.Generator().manual_seed(0)
     for param in mlp.parameters():
         param.data = torch.randn(param.shape, generator=generator, dtype=torch.float64)
@@ -170,16 +121,46 @@ def swiglu(rank: int, world: int, kind: str) -> dict[str, Any]:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), cpu.megatron():
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out, _ = mlp(x)
     out.square().sum().backward()
     gradients = {name: param.grad for name, param in mlp.named_parameters()}
     return {"out": out.detach(), "gradients": {**gradients, "x": x.grad}, "kept": sum(kept.values())}
 
 
-def test_the_fused_swiglu_gives_the_same_and_keeps_less() -> None:
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    (report,) = run_dist(1, look)
+    return report
+
+
+def test_parameters_are_where_the_bridge_looks_for_them(seen: dict[str, Any]) -> None:
+    """Those of Transformer Engine's layers: test_te_layouts.py."""
+    (layout,) = megatron_ranks(SPEC, MegatronParallel())
+    assert seen["parameters"] == dict(layout.params)
+
+
+def test_fp8_is_for_the_linears_of_the_layers_and_not_for_the_head(seen: dict[str, Any]) -> None:
+    """Nor for the embedding: the vocabulary needs no multiple of 16, and logits are products in the parameters' dtype."""
+    for recipe, report in seen["recipes"].items():
+        assert len(report["within"]) == 4 * LAYERS + 2
+        for name, within in report["within"].items():
+            assert within == (recipe != "none" and name.startswith("decoder.layers.")), name
+        assert report["weight"] == (torch.bfloat16, (VOCABULARY, 8))
+        assert report["logits"].dtype == torch.bfloat16
+        torch.testing.assert_close(report["logits"].double().flatten(), report["exact"].flatten(), atol=1e-3, rtol=2**-7)
+
+
+def test_gradients_are_added_in_the_product_where_the_extension_is_said_to_be(seen: dict[str, Any]) -> None:
+    """Here it is not, so that Megatron refuses: once it is asked for, the head asks for it too, in any kind of layers."""
+    for kernels, refusal in seen["refusals"].items():
+        assert ("gradient_accumulation_fusion" in (refusal or "")) == (kernels == ("te", True)), kernels
+        assert (refusal is None) == (kernels != ("te", True))
+
+
+def test_the_fused_swiglu_gives_the_same_and_keeps_less(seen: dict[str, Any]) -> None:
     """Of the activation its input, [7, 32], and the product's input, [7, 16]; without fusion both halves' factors as well."""
-    (fused,), (plain,) = (run_dist(1, swiglu, kind) for kind in ("te", "local"))
+    fused, plain = seen["swiglu"]["te"], seen["swiglu"]["local"]
     torch.testing.assert_close(fused["out"], plain["out"])
     assert fused["gradients"].keys() == plain["gradients"].keys()
     for name, gradient in plain["gradients"].items():

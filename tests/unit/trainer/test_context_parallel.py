@@ -1,8 +1,6 @@
-"""Which tokens a context-parallel rank computes, and what a run with context parallelism is refused for."""
+"""Which tokens a context-parallel rank computes, and which splits are refused."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -10,13 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
 
-from tepo_megatron.config import EngineConfig
-from tepo_megatron.trainer.megatron.batch import cut, packed_order, pad_sequences, padded_tokens, rank_order
+from tepo_megatron.config import EngineConfig, ParallelConfig
+from tepo_megatron.trainer.megatron.batch import cut, padded_tokens, rank_order
 from tepo_megatron.trainer.megatron.model.fp8 import token_multiple
-from tepo_megatron.trainer.megatron.model.model import decide
 from tepo_megatron.trainer.megatron.platform import Ranks
 from tepo_megatron.trainer.packing import pack
-from tepo_megatron.weights.layouts import check_trainer_split
+from tepo_megatron.weights.layouts import check_trainer_split, pipeline_stages_of
 from tests.support.small_llama import draw_rollouts
 from tests.unit.trainer.test_refusals_gpu import SPEC
 
@@ -32,7 +29,6 @@ def test_each_rank_has_its_two_chunks_of_every_sequence(chunks: list[int], cp: i
     """A token is computed once, as many on every rank; and at the positions that Megatron's RoPE takes them to have."""
     order_T = rank_order(offsets([2 * cp * chunk for chunk in chunks]), cp)
     assert sorted(order_T.tolist()) == list(range(2 * cp * sum(chunks)))
-    assert torch.equal(packed_order(order_T)[order_T], torch.arange(order_T.numel()))
     for rank, own_t in enumerate(order_T.view(cp, -1)):
         start = 0
         expected: list[int] = []
@@ -76,46 +72,27 @@ def test_shares_are_all_of_a_micro_batch_and_padding_has_no_scores(lengths: list
         assert (share.packed.cu_seqlens_q_padded is share.packed.cu_seqlens_q) == (cp > 1)
 
 
-@given(st.lists(st.integers(3, 20), min_size=1, max_size=6), st.integers(1, 16))
-def test_sequences_are_padded_by_their_last_token(lengths: list[int], multiple: int) -> None:
-    batch = pack(draw_rollouts(lengths)).with_(advantages_S=torch.ones(len(lengths)))
-    padded = pad_sequences(batch, multiple)
-    for number, length in enumerate(lengths):
-        before, after = batch.select([number]), padded.select([number])
-        assert after.num_tokens == -(-length // multiple) * multiple
-        assert torch.equal(after.tokens_T[:length], before.tokens_T)
-        assert torch.equal(after.sampler_logprobs_T[:length], before.sampler_logprobs_T)
-        assert (after.tokens_T[length:] == before.tokens_T[-1]).all()
-        assert after.loss_mask_T.sum() == before.loss_mask_T.sum()
-        assert not after.sampler_logprobs_T[length:].any()
-
-
-@pytest.mark.parametrize(
-    ("engine", "message"),
-    [
-        ({"parallel": {"cp_comm_type": "a2a"}}, r"cp_comm_type = a2a is for context parallelism, and cp = 1"),
-        ({"parallel": {"cp": 2, "cp_comm_type": "a2a"}, "platform": "cpu"}, r"cp_comm_type = a2a .* platform = cpu gathers"),
-        ({"parallel": {"cp": 2, "cp_comm_type": "a2a"}, "layers": "local"}, r"cp_comm_type = a2a .* layers = local gathers"),
-        ({"parallel": {"cp": 2}, "fp8": {"recipe": "delayed"}}, r"cp = 2 with fp8.recipe = delayed.*blockwise"),
-        ({"parallel": {"cp": 2}, "fp8": {"recipe": "tensorwise"}}, r"cp = 2 with fp8.recipe = tensorwise.*mxfp8"),
-        ({"parallel": {"cp": 2, "ep": 4}}, r"ep × etp = 4 × 1 does not divide the 2 ranks of a pipeline stage"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_the_configuration(engine: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EngineConfig.model_validate(engine)
-
-
-def test_an_exchange_of_transformer_engine_is_refused_on_a_machine_without_a_gpu() -> None:
-    config = EngineConfig(parallel={"cp": 2, "cp_comm_type": "a2a"})
-    with pytest.raises(ValueError, match=r"cp_comm_type = a2a is for Transformer Engine's attention, which needs a GPU"):
-        decide(config, "cpu", None)
-    assert decide(config, "cuda", None) == "te"
-
-
 @pytest.mark.parametrize(("tp", "cp", "heads"), [(1, 8, "4 key/value"), (2, 4, "2 key/value"), (1, 3, "8 attention")])
 def test_heads_that_ranks_cannot_trade_are_refused(tp: int, cp: int, heads: str) -> None:
     parallel = EngineConfig(parallel={"tp": tp, "cp": cp, "cp_comm_type": "a2a"}).parallel
     with pytest.raises(ValueError, match=rf"cp = {cp} with cp_comm_type = a2a does not divide the {heads} heads"):
         check_trainer_split(SPEC, parallel)
     check_trainer_split(SPEC, parallel.model_copy(update={"cp_comm_type": "p2p"}))
+
+
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pp": 3}, r"engine.parallel.pp = 3 does not divide the model's 8 layers"),
+        ({"pp": 2, "vpp": 3}, r"pp = 2, vpp = 3: 3 chunks do not divide a pipeline stage of 4 layers"),
+        ({"pp": 2, FIRST: 3, LAST: 4}, rf"pp = 2, {FIRST} = 3, {LAST} = 4: 8 layers do not split over 2"),
+        ({"pp": 4, FIRST: 1}, rf"pp = 4, {FIRST} = 1: 8 layers do not split over 4 pipeline stages with 1 in the first"),
+        ({"pp": 2, "vpp": 2, FIRST: 2, LAST: 4}, r"8 layers do not split"),
+    ],
+)
+def test_stages_that_do_not_fit_the_layers_are_refused(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pipeline_stages_of(SPEC, ParallelConfig.model_validate(changes))

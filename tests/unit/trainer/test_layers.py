@@ -4,7 +4,6 @@ weights beside plain ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.optimizer.optimizer import FP32Optimizer
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import save_file
-from torch.overrides import TorchFunctionMode
 
 from tepo_megatron.trainer.megatron import gpu as packages
-from tepo_megatron.trainer.megatron import optimizer_states
-from tepo_megatron.trainer.megatron.gpu import NO_PACKAGES, Packages
+from tepo_megatron.trainer.megatron.gpu import Packages
 from tepo_megatron.trainer.megatron.model import fp8 as fp8_weights
-from tepo_megatron.trainer.megatron.model.attention_cpu import PackedDotProductAttention
-from tepo_megatron.trainer.megatron.model.model import LOCAL, Layers, RMSNorm, kernel_options
+from tepo_megatron.trainer.megatron.model.model import LOCAL, Layers
+from tepo_megatron.trainer.megatron.optimizer_states import STATES, OptimizerStates
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
 from tepo_megatron.weights.table import tensor_shapes
@@ -35,7 +30,7 @@ SPEC = ModelSpec("LlamaForCausalLM", 1, 8, 2, 1, 4, 16, 5, False, 1e-5, 1e4, Non
 def config(layers: Layers, **changes: Any) -> TransformerConfig:
     options = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "gated_linear_unit": True, "add_bias_linear": False}
     silu = torch.nn.functional.silu
-    return TransformerConfig(**{**options, "activation_func": silu, **kernel_options(layers), **changes})
+    return TransformerConfig(**{**options, "activation_func": silu, **layers.kernel_options, **changes})
 
 
 def test_megatron_takes_the_fusions() -> None:
@@ -46,60 +41,20 @@ def test_megatron_takes_the_fusions() -> None:
     assert not config(LOCAL).bias_activation_fusion
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_local_norm_has_the_models_dtype(dtype: torch.dtype) -> None:
-    local = config(LOCAL, params_dtype=dtype, bf16=dtype == torch.bfloat16, use_cpu_initialization=True)
-    norm = RMSNorm(local, 8)
-    x = torch.randn(3, 8, dtype=dtype)
-    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    assert norm.weight.dtype == norm(x).dtype == dtype
-    torch.testing.assert_close(norm(x).double(), exact, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-2)
-
-
-class Factories(TorchFunctionMode):
-    """Which devices tensors are made on that are made of nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.devices: list[Any] = []
-
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.arange, torch.zeros, torch.ones, torch.empty, torch.full, torch.tensor):
-            self.devices.append((kwargs or {}).get("device"))
-        return func(*args, **(kwargs or {}))
-
-
-def test_local_attention_makes_nothing_on_a_default_device() -> None:
-    attention = PackedDotProductAttention(config(LOCAL, use_cpu_initialization=True), 1, AttnMaskType.causal, "self")
-    query, key = torch.randn(8, 2, 4), torch.randn(8, 1, 4)
-    offsets = torch.tensor([0, 5, 8], dtype=torch.int32)
-    packed = PackedSeqParams("thd", offsets, offsets, max_seqlen_q=5, max_seqlen_kv=5)
-    with Factories() as made:
-        attention(query, key, key, None, packed_seq_params=packed)
-    assert set(made.devices) == {query.device}
-
-
 # -- whose kernels -------------------------------------------------------------------------------------------------------------
 
 
-def test_nvidias_apex_is_told_from_its_namesake(tmp_path: Path) -> None:
-    namesake, nvidia = tmp_path / "namesake", tmp_path / "nvidia"
-    (namesake / "views").mkdir(parents=True)
-    for part in ("optimizers", "multi_tensor_apply"):
-        (nvidia / part).mkdir(parents=True)
-    assert packages.is_nvidia_apex(nvidia)
-    assert not packages.is_nvidia_apex(namesake)
-    assert not packages.is_nvidia_apex(None)
-
-
 def test_packages_are_found_without_importing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert packages.installed_packages() == NO_PACKAGES
-    for part in ("optimizers", "multi_tensor_apply"):
-        (tmp_path / "apex" / part).mkdir(parents=True)
+    """NVIDIA's apex is told from its namesake by its parts."""
+    assert Packages.installed() == Packages()
+    (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("raise ImportError('was imported')")
     (tmp_path / f"{packages.WGRAD}.py").write_text("raise ImportError('was imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert packages.installed_packages() == Packages(apex=True, wgrad=True)
+    assert Packages.installed() == Packages(wgrad=True)
+    for part in ("optimizers", "multi_tensor_apply"):
+        (tmp_path / "apex" / part).mkdir(parents=True)
+    assert Packages.installed() == Packages(apex=True, wgrad=True)
 
 
 @pytest.mark.parametrize(
@@ -107,17 +62,17 @@ def test_packages_are_found_without_importing_them(tmp_path: Path, monkeypatch: 
     [
         (Packages(te="2.11.0", apex=True), "Transformer Engine's"),
         (Packages(apex=True), "apex'"),
-        (NO_PACKAGES, "torch's"),
+        (Packages(), "torch's"),
     ],
 )
 def test_whose_adam_is_megatrons_own_order(found: Packages, whose: str) -> None:
-    assert packages.adam_kernel(found)[0] == whose
+    assert found.adam[0] == whose
 
 
 def test_what_is_said_of_adam_here_is_what_megatron_does() -> None:
     from megatron.core import optimizer
 
-    torchs = packages.adam_kernel(packages.installed_packages())[0] == "torch's"
+    torchs = Packages.installed().adam[0] == "torch's"
     assert torchs is issubclass(optimizer.Adam, torch.optim.Adam)
 
 
@@ -171,7 +126,7 @@ def test_fp8_parameters_are_loaded_whole_and_their_masters_unrounded(stand_in: N
     assert list(unrounded) == [fc1]
     assert torch.equal(unrounded[fc1], plain[fc1])
 
-    seen = fp8_weights.PlainWeights(params)
+    seen = fp8_weights.plain_weights(params)
     assert list(seen) == list(params)
     assert len(seen) == len(params)
     for name, value in plain.items():
@@ -201,8 +156,8 @@ def test_a_resumed_fused_adam_counts_on(updates: int) -> None:
     param = torch.nn.Parameter(torch.zeros(3))
     wrapped = object.__new__(FP32Optimizer)
     wrapped.optimizer = GroupCounting([param])
-    values = {state: torch.full((3,), float(number)) for number, state in enumerate(optimizer_states.STATES, 1)}
-    optimizer_states.restore(wrapped, param, values, updates=updates)
+    values = {state: torch.full((3,), float(number)) for number, state in enumerate(STATES, 1)}
+    OptimizerStates(wrapped).restore(param, values, updates=updates)
     wrapped.optimizer.step()
     assert wrapped.optimizer.param_groups[0]["step"] == updates + 1
     assert torch.equal(param, torch.ones(3))
@@ -214,5 +169,5 @@ def test_a_master_is_set_where_it_is_held() -> None:
     wrapped = object.__new__(FP32Optimizer)
     wrapped.optimizer = torch.optim.AdamW([param])
     value = torch.arange(6.0).view(2, 3)
-    optimizer_states.set_master(wrapped, param, value)
+    OptimizerStates(wrapped).set_master(param, value)
     assert torch.equal(param, value)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,21 +12,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from tepo_megatron.config import LoraConfig
-from tepo_megatron.config.load import ConfigError, load_run
+from tepo_megatron.config.load import load_run
 from tepo_megatron.run.checks import RUN_CHECKS
-from tepo_megatron.sampler.vllm.plugin.middleware import Middleware
-from tepo_megatron.sampler.vllm.server import Server
-from tepo_megatron.sampler.vllm.wire import (
-    ADAPTER_NAME,
-    ADAPTER_PATH,
-    ADAPTER_VARIABLE,
-    AWAITS_VARIABLE,
-    KEY_VARIABLE,
-    USE_ADAPTER,
-)
-from tepo_megatron.trainer.megatron.model.lora import Adapter, Lora, with_merged_weights
+from tepo_megatron.trainer.megatron.model.lora import Adapter, Lora
 from tepo_megatron.weights.adapters import AdapterBlock
-from tests.support.asgi import ask
 from tests.support.reshard_models import MOE, small_spec
 
 BLOCKS = [
@@ -66,8 +53,8 @@ class Layer(torch.nn.Module):
 
 def adapted(dtype: torch.dtype) -> tuple[Layer, Adapter, Lora]:
     layer, made = Layer(torch.randn(6, 7, dtype=dtype)), adapter(dtype)
-    lora = Lora(LORA, [], [], None, None, {}, {"weight": made})
-    layer.forward = with_merged_weights(layer, {"weight": made}, lambda: lora.on)  # type: ignore[method-assign]
+    lora = Lora(LORA, [], None, None, {}, {"weight": made})
+    lora.attach([layer], {"weight": layer.weight})
     return layer, made, lora
 
 
@@ -111,59 +98,6 @@ def test_a_failure_within_a_layer_leaves_its_weight_as_it_was() -> None:
     assert layer.weight is weight
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("model.lora.dropout=0.1", r"dropout must be 0: a training step draws no random numbers"),
-        ("model.lora.target_modules=[]", r"target_modules is empty"),
-        ("model.lora.target_modules=[q_proj,q_proj]", r"names a layer twice"),
-        ("model.lora.target_modules=[q_proj,all-linear]", r"all-linear already means every layer"),
-        ("model.lora.rank=0", r"got 0; allowed: an integer ≥ 1"),
-        (
-            "model.lora.serve=adapter model.lora.rank=600",
-            r"takes ranks up to 512, .*rank = 600; set .*merged",
-        ),
-        ("model.lora.serve=adapter rollout.server.placement=colocated", r"servers that keep their weights.*serve = merged"),
-        (
-            "model.lora.serve=adapter rollout.server.load_format=dummy",
-            r"never sends the weights under the adapters; set rollout.server.load_format = auto",
-        ),
-        (
-            "model.lora.serve=adapter model.dtype=bfloat16 rollout.server.quantization=fp8_per_tensor rollout.uncorrected=true",
-            r"full precision, and rollout.server.quantization = fp8_per_tensor; set model.lora.serve = merged",
-        ),
-    ],
-)
-def test_settings_that_cannot_act_are_refused(override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_run(None, ["model.lora.rank=4", *override.split()])
-
-
-@pytest.mark.parametrize(("rank", "served"), [(1, 1), (4, 8), (8, 8), (300, 320), (512, 512)])
-def test_servers_of_adapters_are_told_a_rank_that_vllm_takes(rank: int, served: int, tmp_path: Path) -> None:
-    config = load_run(None, [f"model.lora.rank={rank}", "model.lora.serve=adapter"])
-    server = Server(
-        config.rollout.server,
-        model_dir=tmp_path,
-        dtype="float32",
-        cores="0",
-        key="k",
-        log=tmp_path / "log",
-        adapter_rank=config.adapter_rank,
-    )
-    command = server.command(on_gpu=True)
-    assert command[command.index("--max-lora-rank") + 1] == str(served)
-    assert "--enable-lora" in command
-    assert {AWAITS_VARIABLE, ADAPTER_VARIABLE} <= server.environment(on_gpu=True).keys()
-    assert load_run(None, [f"model.lora.rank={rank}"]).adapter_rank is None
-
-
-def test_lora_is_not_trained_in_fp8() -> None:
-    given = ["model.lora.rank=4", "model.dtype=bfloat16", "engine.fp8.recipe=tensorwise"]
-    with pytest.raises(ConfigError, match=r"model\.lora with engine\.fp8\.recipe = tensorwise"):
-        load_run(None, given)
-
-
 def test_scales_are_those_of_peft() -> None:
     assert LoraConfig(rank=16, alpha=32).scale == 2
     assert LoraConfig(rank=16, alpha=32, rslora=True).scale == 8
@@ -176,64 +110,3 @@ def test_adapters_of_experts_are_served_merged_alone() -> None:
         run: Any = SimpleNamespace(config=load_run(None, [f"model.lora.serve={serve}"]), spec=spec)
         assert problem in (check.problem(run) or "")
         assert bool(check.problem(run)) == bool(problem)
-
-
-class Loader:
-    """vLLM's table of models, as far as the route asks it."""
-
-    def __init__(self, problem: str = "") -> None:
-        self.lora_requests: dict[str, Any] = {}
-        self.asked: list[Any] = []
-        self.problem = problem
-
-    async def load_lora_adapter(self, request: Any) -> Any:
-        self.asked.append(request)
-        if self.problem:
-            return SimpleNamespace(error=SimpleNamespace(message=self.problem))
-        self.lora_requests[request.lora_name] = request
-        return "loaded"
-
-
-@pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Loader], tuple[int, str]]:
-    """Asks a server with these models for the adapters."""
-    monkeypatch.setenv(KEY_VARIABLE, "key")
-    monkeypatch.delenv(AWAITS_VARIABLE, raising=False)
-    middleware = Middleware(cast(Any, None))
-    return lambda models: ask(middleware, USE_ADAPTER, state=SimpleNamespace(openai_serving_models=models))
-
-
-def test_a_server_is_told_once_where_its_adapters_lie_and_says_why_it_cannot_load_them(use: Any) -> None:
-    """Once: a request that names them again after an update loads the new ones."""
-    pytest.importorskip("vllm")
-    models = Loader()
-    assert [use(models), use(models)] == [(200, "{}")] * 2
-    (asked,) = models.asked
-    assert (asked.lora_name, asked.lora_path, asked.load_inplace) == (ADAPTER_NAME, ADAPTER_PATH, False)
-    status, said = use(Loader("no place for it"))
-    assert status == 500
-    assert "no place for it" in said
-
-
-def test_a_worker_takes_adapters_from_memory_only_where_each_has_a_layer() -> None:
-    pytest.importorskip("vllm")
-    from tepo_megatron.sampler.vllm.plugin import patches
-
-    inner = SimpleNamespace(model=None, packed_modules_mapping={"qkv_proj": ["q_proj"]}, supported_lora_modules=["qkv_proj"])
-    manager = SimpleNamespace(
-        _adapter_manager=inner, lora_config=SimpleNamespace(max_lora_rank=8, lora_dtype=torch.float32), vocab_size=9
-    )
-    request = SimpleNamespace(lora_int_id=1, lora_path=ADAPTER_PATH)
-    patches._adapters.clear()
-    with pytest.raises(RuntimeError, match="holds no adapters yet"):
-        patches._adapters_from_memory(manager, request)
-    settings = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
-    tensors = {f"model.layers.0.self_attn.q_proj.lora_{part}.weight": torch.ones(2, 2) for part in "AB"}
-    patches.hold_adapters(settings, tensors)
-    for _ in range(2):  # vLLM forgets it after every update, and scales what it is given
-        found = patches._adapters_from_memory(manager, request).loras["model.layers.0.self_attn.q_proj"].optimize()
-        assert found.lora_b.tolist() == [[2.0, 2.0]] * 2
-    patches.hold_adapters(settings, {name.replace("q_proj", "gate"): tensor for name, tensor in tensors.items()})
-    with pytest.raises(RuntimeError, match=r"no place for the adapters of model\.layers\.0\.self_attn\.gate; set .*merged"):
-        patches._adapters_from_memory(manager, request)
-    patches._adapters.clear()

@@ -56,7 +56,7 @@ def test_copies_in_fp8_leave_with_the_weights() -> None:
     ddp: Any = SimpleNamespace(offload_grad_buffers=lambda **_: None, restore_grad_buffers=lambda **_: None)
     policy: Any = SimpleNamespace(chunks=[model], ddp=[ddp], optimizer=optimizer)
     offloader = offload.Offloader(policy, CPU, barrier=lambda: None)
-    offloader.onload_only("weights")
+    offloader.keep("weights")
     assert model._fp8_workspaces
-    offloader.onload_only("nothing")
+    offloader.keep()
     assert not model._fp8_workspaces

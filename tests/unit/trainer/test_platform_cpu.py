@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tepo_megatron.config import EngineConfig
 from tepo_megatron.trainer.megatron import platform as platform_cpu
 from tests.support.launch import run_dist
 
@@ -31,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_one_step(rank: int, world: int, model: Path, missing: str | None) -> None:
     """Two pipeline stages with full recomputation, and Adam's states on the host; without one of the patches."""
-    from tepo_megatron.config import EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+    from tepo_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
     from tepo_megatron.core.rollout import Rollout, WeightsVersion
     from tepo_megatron.trainer.megatron.engine import Engine
 
@@ -39,7 +40,7 @@ def train_one_step(rank: int, world: int, model: Path, missing: str | None) -> N
     every = platform_cpu.cpu_patches()
     platform_cpu.cpu_patches = lambda: [patch for patch in every if patch.key != missing]
     if missing == MODE:
-        platform_cpu.cuda_means_cpu = contextlib.nullcontext  # type: ignore[assignment]
+        platform_cpu.Platform.megatron = lambda self: contextlib.nullcontext()  # type: ignore[method-assign]
     os.environ["WORLD_SIZE"] = str(world)
     config = RunConfig(
         model=ModelConfig(dtype="bfloat16"),
@@ -71,10 +72,10 @@ def test_without_a_patch_megatron_fails(model: Path, patch: str) -> None:
 def test_a_megatron_that_was_not_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform_cpu, "version", lambda _: "0.17.0")
     with pytest.raises(RuntimeError, match=r"megatron-core 0\.17\.0 was not tried on CPU; install 0\.16\.x"):
-        platform_cpu.install_cpu_patches()
+        platform_cpu.select_platform(EngineConfig(platform="cpu"))
 
 
 def test_a_machine_with_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RuntimeError, match="this machine has a GPU"):
-        platform_cpu.install_cpu_patches()
+        platform_cpu.select_platform(EngineConfig(platform="cpu"))

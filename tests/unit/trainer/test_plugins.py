@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.trainer.megatron import engine
 from tepo_megatron.trainer.run_compatibility import compare_runs, describe_run, refusal
+from tests.support.launch import run_dist
 
 EXAMPLE = Path(__file__).parents[3] / "examples/own_objective"
 MODEL = resolve_model_path("builtin:tiny")
@@ -60,19 +60,21 @@ def test_a_checkpoint_of_before_there_were_plugins(copy: Path) -> None:
     assert "by its digest" in str(refusal(compare_runs(saved, describe_run(load(copy), MODEL)), []))
 
 
-def test_ranks_compare_their_bytes(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load(copy)
+def start(rank: int, world: int, folder: Path) -> None:
+    """An engine whose plugin may differ on the last rank."""
+    from tepo_megatron.trainer.megatron.engine import Engine
 
-    def gather(own: Any, *, device: torch.device) -> list[Any]:
-        del device
-        return [own, own, ["node7", {"my_objective.py": "0123456789abcdef"}]]
+    os.environ["WORLD_SIZE"] = str(world)
+    split = load(folder / f"rank{rank}" / "my_objective.py").model_dump() | {"engine": {"parallel": {"dp": world}}}
+    Engine(RunConfig.model_validate(split), MODEL)
 
-    monkeypatch.setattr(engine, "all_gather_json", gather)
+
+def test_ranks_compare_their_bytes(copy: Path) -> None:
+    for rank in range(2):
+        copy.with_name(f"rank{rank}").mkdir()
+        (copy.with_name(f"rank{rank}") / copy.name).write_text(copy.read_text() + "\n# another\n" * rank)
     with pytest.raises(
-        ValueError, match=r"rank 2 on node7 has other bytes of my_objective\.py than rank 0 on .* \(digest 0123456"
+        RuntimeError,
+        match=r"rank 1 on .* has other bytes of my_objective\.py than rank 0 on .* \(digest [0-9a-f]+ and [0-9a-f]+",
     ):
-        engine.check_same_plugins(config, torch.device("cpu"))
-    monkeypatch.setattr(engine, "all_gather_json", lambda own, device: [own, own])
-    engine.check_same_plugins(config, torch.device("cpu"))
-    monkeypatch.setattr(engine, "all_gather_json", None)  # nothing is asked of a run without plugins
-    engine.check_same_plugins(load_run(None, []), torch.device("cpu"))
+        run_dist(2, start, copy.parent)

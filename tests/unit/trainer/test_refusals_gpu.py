@@ -75,11 +75,7 @@ def test_a_recipe_is_taken_where_gpu_te_and_cuda_have_it(gpu: str, te: str, cuda
             {"capability": (8, 0)},
             r"needs a GPU of compute capability 8\.9 or more .*, and this one has 8\.0; choose ",
         ),
-        (
-            "mxfp8",
-            {},
-            r"10\.0 or more \(Blackwell B200 or B300\), and this one has 9\.0; choose engine.fp8.recipe = delayed or ",
-        ),
+        ("mxfp8", {}, r"10\.0 or more \(Blackwell B200 or B300\), .* has 9\.0; choose engine.fp8.recipe = delayed or "),
         ("mxfp8", {"capability": (12, 0)}, r"has no kernels for GPUs of compute capability 12\.0 yet"),
         ("blockwise", {"cuda": "12.8"}, r"needs CUDA 12\.9 or newer on this GPU, and torch was built for 12\.8"),
         ("blockwise", {"te": "2.2.0"}, r"unknown to the installed Transformer Engine 2\.2\.0, 2\.3 or newer is needed"),
@@ -151,56 +147,43 @@ def test_layers_in_bfloat16_stay_within_the_model_and_a_stage() -> None:
         fp8.check_model(Fp8Config(recipe="tensorwise", first_layers_bf16=5, last_layers_bf16=3), SPEC, ParallelConfig())
 
 
+A2A = {"cp": 2, "cp_comm_type": "a2a"}
+CPU, CUDA = Platform("cpu", torch.device("cpu"), "gloo"), Platform("cuda", torch.device("cuda", 0), "nccl")
+
+
 @pytest.mark.parametrize(
-    ("asked", "platform", "problem", "expected"),
+    ("engine_section", "platform", "te", "expected"),
     [
-        ("auto", "cpu", None, "local"),
-        ("local", "cpu", None, "local"),
-        ("auto", "cuda", None, "te"),
-        ("te", "cuda", None, "te"),
-        ("local", "cuda", None, "local"),
-        ("local", "cuda", "ImportError: none", "local"),
+        ({"layers": "auto"}, CPU, True, "local"),
+        ({"layers": "local"}, CPU, False, "local"),
+        ({"layers": "auto"}, CUDA, True, "te"),
+        ({"layers": "te"}, CUDA, True, "te"),
+        ({"layers": "local"}, CUDA, True, "local"),
+        ({"layers": "local"}, CUDA, False, "local"),
         (
-            "te",
-            "cpu",
-            None,
-            "engine.layers = te is for Transformer Engine's layers, which need a GPU, and the trainer runs on a CPU",
+            {"layers": "te"},
+            CPU,
+            True,
+            "engine.layers = te is for Transformer Engine's layers, which need a GPU, and the trainer",
         ),
-        (
-            "te",
-            "cuda",
-            "OSError: libcublas",
-            r"engine.layers = te, but .* cannot be imported \(OSError: libcublas\); install it",
-        ),
-        (
-            "auto",
-            "cuda",
-            "ImportError: none",
-            r"engine.layers = auto means Transformer Engine on a GPU, but .* set engine.layers=local",
-        ),
+        ({"fp8": {"recipe": "tensorwise"}}, CPU, True, "engine.fp8 is for Transformer Engine's layers, which need a GPU"),
+        ({"parallel": A2A}, CPU, True, "cp_comm_type = a2a is for Transformer Engine's attention, which needs a GPU"),
+        ({"parallel": A2A}, CUDA, True, "te"),
+        ({"layers": "te"}, CUDA, False, r"engine.layers = te, but .* cannot be imported \(ModuleNotFoundError.*; install it"),
+        ({}, CUDA, False, r"engine.layers = auto means Transformer Engine on a GPU, but .* set engine.layers=local"),
     ],
 )
 def test_layers_are_chosen_by_config_and_never_by_accident(
-    asked: str, platform: Any, problem: str | None, expected: str
+    engine_section: dict[str, Any], platform: Platform, te: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = EngineConfig(layers=asked)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("pytorch") if te else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    config = EngineConfig.model_validate(engine_section)
     if expected in ("te", "local"):
-        assert model.decide(config, platform, problem) == expected
+        assert model.choose_layers(config, platform).kind == expected
     else:
         with pytest.raises((ValueError, RuntimeError), match=expected):
-            model.decide(config, platform, problem)
-
-
-def test_fp8_on_a_cpu_is_refused() -> None:
-    config = EngineConfig.model_validate({"fp8": {"recipe": "tensorwise"}})
-    with pytest.raises(ValueError, match="is for Transformer Engine's layers, which need a GPU"):
-        model.choose_layers(config, Platform("cpu", torch.device("cpu"), "gloo"))
-
-
-def test_the_reason_of_a_failed_import_is_kept() -> None:
-    problem = model.import_problem()
-    assert problem is not None
-    assert "No module named 'transformer_engine'" in problem
+            model.choose_layers(config, platform)
 
 
 @pytest.mark.slow
@@ -235,10 +218,10 @@ def test_the_engine_stops_before_any_process_group(
     monkeypatch: pytest.MonkeyPatch, section: dict[str, Any], capability: tuple[int, int] | None, message: str
 ) -> None:
     """As on a machine with a GPU, of the given capability where Transformer Engine is installed."""
-    monkeypatch.setattr(engine, "select_platform", lambda _: Platform("cuda", torch.device("cuda", 0), "nccl"))
+    monkeypatch.setattr(engine, "select_platform", lambda _: CUDA)
     if capability is not None:
-        monkeypatch.setattr(model, "import_problem", lambda: None)
-        monkeypatch.setattr(model, "installed_packages", lambda: Packages(te="2.11.0"))
+        monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("pytorch"))
+        monkeypatch.setattr(Packages, "installed", lambda: Packages(te="2.11.0"))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     config = RunConfig.model_validate({"model": {"dtype": "bfloat16"}, "engine": section})
     with pytest.raises((ValueError, RuntimeError), match=message):

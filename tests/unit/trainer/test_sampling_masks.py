@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -13,9 +11,9 @@ from hypothesis import strategies as st
 from tepo_megatron.core.rollout import Rollout, SamplingMask, WeightsVersion
 from tepo_megatron.core.types import Batch
 from tepo_megatron.run.step.minibatches import summarize
-from tepo_megatron.trainer.megatron.batch import cut, pad_sequences, pad_to
+from tepo_megatron.trainer.megatron.batch import cut, padded_tokens
 from tepo_megatron.trainer.megatron.platform import Ranks
-from tepo_megatron.trainer.packing import check_masks, pack
+from tepo_megatron.trainer.packing import check_recorded, pack
 from tepo_megatron.trainer.protocol import UpdateResult
 
 
@@ -43,24 +41,20 @@ ids = st.lists(st.integers(1, 50), min_size=1, max_size=6)
 rollouts = st.lists(st.builds(rollout, ids, ids), min_size=1, max_size=6)
 
 
-@given(rollouts, st.integers(1, 4), st.integers(0, 9), st.data())
-def test_masks_stay_with_their_labels(sampled: list[Rollout], multiple: int, extra: int, data: st.DataObject) -> None:
+@given(rollouts, st.integers(0, 9), st.data())
+def test_masks_stay_with_their_labels(sampled: list[Rollout], extra: int, data: st.DataObject) -> None:
     batch = pack(sampled)
     assert_in_place(batch)
     order = data.draw(st.lists(st.sampled_from(range(len(sampled))), unique=True, min_size=1))
-    padded = pad_sequences(batch.select(order), multiple)
-    assert_in_place(pad_to(padded, padded.num_tokens + extra))
-
-
-@pytest.mark.parametrize("cp", [1, 2])
-def test_a_context_parallel_rank_gets_those_of_its_tokens(cp: int) -> None:
-    batch = pack([rollout([5, 6], [7, 8, 11]), rollout([9], [4])])
-    for rank in range(cp):
-        ranks: Any = SimpleNamespace(cp=cp, cp_rank=rank, cp_group=None)
-        share = cut(batch, 12, cast(Ranks, ranks))
-        assert share.kept_tK is not None
-        for row, label, scored in zip(share.kept_tK.tolist(), share.labels_t.tolist(), share.mask_t.tolist(), strict=True):
-            assert [token for token in row if token >= 0] == expected(label, scored)
+    selected = batch.select(order)
+    assert_in_place(selected)
+    for cp in (1, 2):
+        size = -(-(padded_tokens(selected.lengths_S.tolist(), cp) + extra) // (2 * cp)) * 2 * cp
+        for rank in range(cp):
+            share = cut(selected, size, Ranks(rank, cp, 1, 0, 1, 0, 1, 0, cp, rank, None, None))
+            assert share.kept_tK is not None
+            for row, label, scored in zip(share.kept_tK.tolist(), share.labels_t.tolist(), share.mask_t.tolist(), strict=True):
+                assert [token for token in row if token >= 0] == expected(label, scored)
 
 
 def test_what_is_not_known_is_refused() -> None:
@@ -71,9 +65,9 @@ def test_what_is_not_known_is_refused() -> None:
     for wrong in (none, replace(second, sampling_mask=first.sampling_mask)):
         with pytest.raises(ValueError, match="problem p0 should have a sampling mask of 1 tokens, but has"):
             pack([first, wrong])
-    check_masks([first, second])
+    check_recorded([first, second], routes_of=None, sampling_masks=True)
     with pytest.raises(ValueError, match=r"problem p0 has no sampling mask, but rollout\.sampling\.top_k says"):
-        check_masks([first, none])
+        check_recorded([first, none], routes_of=None, sampling_masks=True)
 
 
 def test_a_steps_row_says_from_how_many_tokens_one_was_drawn() -> None:

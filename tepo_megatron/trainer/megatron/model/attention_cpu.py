@@ -6,7 +6,6 @@ Right-padded rows make plain causal attention exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tepo_megatron.trainer.megatron.batch import packed_order, rank_order
+from tepo_megatron.trainer.megatron.batch import rank_order
 
 
 class PackedDotProductAttention(torch.nn.Module):
@@ -48,75 +47,43 @@ class PackedDotProductAttention(torch.nn.Module):
     ) -> Tensor:
         """query [t, heads, d], key and value [t, kv heads, d] → [t, heads · d]."""
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        order = like_lengths(lengths)
-        whole = local = arrange(lengths, order, query.device)
-        visible: list[Tensor | None] = [None] * len(order)
+        local = [length // self.cp for length in lengths]
+        places: Sequence[Tensor] = ()
         if self.cp_group is not None:
             order_T = rank_order(packed_seq_params.cu_seqlens_q, self.cp)
             # backward: every rank's loss has a gradient for the keys and values of all, and they are summed
             both = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.cp_group)
-            key, value = both[packed_order(order_T)].chunk(2, -1)
-            local = arrange([length // self.cp for length in lengths], order, query.device)
+            key, value = both[order_T.argsort()].chunk(2, -1)
             positions_T = torch.cat([torch.arange(length, device=query.device) for length in lengths])
-            positions_t = positions_T[order_T.view(self.cp, -1)[self.cp_group.rank()]]
-            seen = zip(local.spread(positions_t[:, None]), whole.blocks, strict=True)
-            visible = [torch.arange(longest, device=query.device) <= block[..., None] for block, (_, longest) in seen]
-        blocks = zip(local.spread(query), whole.spread(key), whole.spread(value), visible, strict=True)
-        # With grouped queries each key/value head serves as many neighbouring query heads.
-        options = {"scale": self.softmax_scale, "enable_gqa": True}
-        attended = [
-            scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, **options) for q, k, v, mask in blocks
-        ]
-        return local.collect(attended).flatten(1)
+            places = positions_T[order_T.view(self.cp, -1)[self.cp_group.rank()]][:, None].split(local)
+        queries, keys, values = query.split(local), key.split(lengths), value.split(lengths)
+        attended: dict[int, Tensor] = {}
+        for members in _like_lengths(lengths):
+            q, k, v = (_rows([parts[number] for number in members]) for parts in (queries, keys, values))
+            visible = None
+            if places:
+                seen = _rows([places[number] for number in members])
+                visible = torch.arange(k.size(2), device=query.device) <= seen[..., None]
+            # With grouped queries each key/value head serves as many neighbouring query heads.
+            options = {"scale": self.softmax_scale, "enable_gqa": True}
+            rows = scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, **options)
+            sizes = [size for number in members for size in (local[number], rows.size(2) - local[number])]
+            attended |= zip(members, rows.transpose(1, 2).flatten(0, 1).split(sizes)[::2], strict=True)
+        return torch.cat([attended[number] for number in range(len(lengths))]).flatten(1)
 
 
-_CPU = torch.device("cpu")  # indices are computed on the host, whatever torch's default device is
+def _rows(parts: Sequence[Tensor]) -> Tensor:
+    """Maps [length, heads, …] of each sequence to [sequences, heads, longest, …]."""
+    longest = max(part.size(0) for part in parts)
+    padding = parts[0].new_zeros((longest, *parts[0].shape[1:]))
+    joined = torch.cat([piece for part in parts for piece in (part, padding[part.size(0) :])])
+    return joined.unflatten(0, (len(parts), longest)).transpose(1, 2)
+
 
 _LONGER, _SLACK = 1.5, 16
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Places of t packed tokens in blocks of rows [sequences, longest], R places in all. Padding has no gradient."""
-
-    blocks: Sequence[tuple[int, int]]
-    source_R: Tensor  # int64; padding has the last token of its sequence
-    place_t: Tensor  # int64
-    padding_R: Tensor
-
-    def spread(self, packed: Tensor) -> list[Tensor]:
-        """Maps [t, heads, …] to [sequences, heads, longest, …] of each block. Padding is arbitrary."""
-        spread_R = _Spread.apply(packed, self.source_R, self.place_t)
-        # splitting and joining one block would copy it
-        parts = spread_R.split([count * longest for count, longest in self.blocks]) if len(self.blocks) > 1 else (spread_R,)
-        return [part.unflatten(0, block).transpose(1, 2) for part, block in zip(parts, self.blocks, strict=True)]
-
-    def collect(self, blocks: Sequence[Tensor]) -> Tensor:
-        parts = [block.transpose(1, 2).flatten(0, 1) for block in blocks]
-        parts_R = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return _Collect.apply(parts_R, self.source_R, self.place_t, self.padding_R)
-
-
-def arrange(lengths: Sequence[int], order: Sequence[Sequence[int]], device: torch.device) -> Rows:
-    lengths_S = torch.tensor(lengths, device=_CPU)
-    offsets_S = lengths_S.cumsum(0) - lengths_S
-    blocks, sources, paddings = [], [], []
-    for numbers in order:
-        longest = max(lengths[number] for number in numbers)
-        members = torch.tensor(numbers, device=_CPU)
-        position = torch.arange(longest, device=_CPU)
-        last = lengths_S[members, None] - 1
-        blocks.append((len(numbers), longest))
-        sources.append((offsets_S[members, None] + torch.minimum(position, last)).flatten())
-        paddings.append((position > last).flatten())
-    source_R, padding_R = torch.cat(sources), torch.cat(paddings)
-    places = (~padding_R).nonzero().squeeze(1)
-    place_t = torch.empty_like(places)
-    place_t[source_R[places]] = places
-    return Rows(blocks, source_R.to(device), place_t.to(device), padding_R.to(device))
-
-
-def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
+def _like_lengths(lengths: Sequence[int]) -> list[list[int]]:
     blocks: list[list[int]] = []
     longest = 0
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
@@ -125,27 +92,3 @@ def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
             longest = lengths[number]
         blocks[-1].append(number)
     return blocks
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, packed: Tensor, source_R: Tensor, place_t: Tensor) -> Tensor:
-        ctx.place_t = place_t
-        return packed.index_select(0, source_R)
-
-    @staticmethod
-    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None, None]:
-        return grad_R.index_select(0, ctx.place_t), None, None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, spread_R: Tensor, source_R: Tensor, place_t: Tensor, padding_R: Tensor) -> Tensor:
-        ctx.source_R, ctx.padding_R = source_R, padding_R
-        return spread_R.index_select(0, place_t)
-
-    @staticmethod
-    def backward(ctx: Any, grad_t: Tensor) -> tuple[Tensor, None, None, None]:
-        grad_R = grad_t.index_select(0, ctx.source_R)
-        grad_R[ctx.padding_R] = 0
-        return grad_R, None, None, None

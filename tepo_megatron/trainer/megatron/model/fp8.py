@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,16 +40,17 @@ class _Needs:
     tokens: int = 16
     gathered: int = 1
 
+    def is_in(self, te: str) -> bool:
+        return Version(te) >= Version(f"{self.te}.dev0")  # a development build of the version has it already
 
-PER_TENSOR: dict[str, Any] = {
-    "capability": (8, 9),
-    "gpus": "Ada, Hopper or newer",
-    "cuda": "12.1",
-    "cuda_up_to": (8, 9),
-}
+    def runs_on(self, capability: _Capability) -> bool:
+        return self.capability <= capability and (self.below is None or capability < self.below)
+
+
+_PER_TENSOR: dict[str, Any] = {"capability": (8, 9), "gpus": "Ada, Hopper or newer", "cuda": "12.1", "cuda_up_to": (8, 9)}
 _NEEDS = {
-    "delayed": _Needs(te="1.8", **PER_TENSOR),
-    "tensorwise": _Needs(te="2.2", **PER_TENSOR),
+    "delayed": _Needs(te="1.8", **_PER_TENSOR),
+    "tensorwise": _Needs(te="2.2", **_PER_TENSOR),
     # Transformer Engine gathers activations under SP in blocks of 128 tokens by 128 columns, and asserts both.
     "blockwise": _Needs(
         te="2.3",
@@ -110,23 +111,19 @@ def check_gpu(fp8: Fp8Config, *, capability: _Capability, te: str, cuda: str) ->
     if not fp8.enabled:
         return
     needs, asked = _NEEDS[fp8.recipe], f"engine.fp8.recipe = {fp8.recipe}"
-    here = f"{capability[0]}.{capability[1]}"
-    if Version(te) < Version(f"{needs.te}.dev0"):  # a development build of the version has it already
+    if not needs.is_in(te):
+        known = ", ".join(["none", *(name for name, other in _NEEDS.items() if other.is_in(te))])
         raise ValueError(
             f"{asked} is unknown to the installed Transformer Engine {te}, {needs.te} or newer is needed; upgrade it, or "
-            f"choose one of {_known_to(te)}"
+            f"choose one of {known}"
         )
-    if capability < needs.capability:
-        least = f"{needs.capability[0]}.{needs.capability[1]}"
-        raise ValueError(
-            f"{asked} needs a GPU of compute capability {least} or more ({needs.gpus}), and this one has {here}; choose "
-            f"{_possible_on(capability)}"
-        )
-    if needs.below is not None and capability >= needs.below:
-        raise ValueError(
-            f"{asked} has no kernels for GPUs of compute capability {here} yet (only {needs.gpus}); choose "
-            f"{_possible_on(capability)}"
-        )
+    if not needs.runs_on(capability):
+        here, least = (f"{major}.{minor}" for major, minor in (capability, needs.capability))
+        problem = f"has no kernels for GPUs of compute capability {here} yet (only {needs.gpus})"
+        if capability < needs.capability:
+            problem = f"needs a GPU of compute capability {least} or more ({needs.gpus}), and this one has {here}"
+        possible = [name for name, other in _NEEDS.items() if other.runs_on(capability)] or ["none"]
+        raise ValueError(f"{asked} {problem}; choose " + " or ".join(f"engine.fp8.recipe = {name}" for name in possible))
     concerns = needs.cuda_up_to is None or capability <= needs.cuda_up_to
     if needs.cuda is not None and concerns and Version(cuda) < Version(needs.cuda):
         instead = "tensorwise" if needs.cuda_up_to is None else "none"
@@ -134,19 +131,6 @@ def check_gpu(fp8: Fp8Config, *, capability: _Capability, te: str, cuda: str) ->
             f"{asked} needs CUDA {needs.cuda} or newer on this GPU, and torch was built for {cuda}; install a torch for a "
             f"newer CUDA, or choose engine.fp8.recipe = {instead}"
         )
-
-
-def _known_to(te: str) -> str:
-    return ", ".join(["none", *(name for name, needs in _NEEDS.items() if Version(te) >= Version(f"{needs.te}.dev0"))])
-
-
-def _possible_on(capability: _Capability) -> str:
-    possible = [
-        name
-        for name, needs in _NEEDS.items()
-        if capability >= needs.capability and (needs.below is None or capability < needs.below)
-    ]
-    return " or ".join(f"engine.fp8.recipe = {name}" for name in possible or ["none"])
 
 
 def ask_transformer_engine(fp8: Fp8Config) -> None:
@@ -201,19 +185,25 @@ def _widths(spec: ModelSpec, parallel: ParallelConfig) -> Iterator[tuple[str, in
         yield from ((f"{name} on a rank", size // parallel.tp) for name, size in spec.mlp_sizes.items())
 
 
-class PlainWeights(Mapping[str, Tensor]):
-    def __init__(self, params: Mapping[str, Tensor]) -> None:
-        self._params = params
+class LazyWeights(Mapping[str, Tensor]):
+    """Applies ``read`` to a name and its parameter at each access."""
+
+    def __init__(self, params: Mapping[str, Tensor], read: Callable[[str, Tensor], Tensor]) -> None:
+        self._params, self._read = params, read
 
     def __getitem__(self, name: str) -> Tensor:
-        param = self._params[name]
-        return dequantize_fp8_tensor(param.detach()) if is_float8tensor(param) else param
+        return self._read(name, self._params[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._params)
 
     def __len__(self) -> int:
         return len(self._params)
+
+
+def plain_weights(params: Mapping[str, Tensor]) -> LazyWeights:
+    """Dequantizes parameters in FP8."""
+    return LazyWeights(params, lambda _, param: dequantize_fp8_tensor(param.detach()) if is_float8tensor(param) else param)
 
 
 def load_weights(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> dict[str, Tensor]:

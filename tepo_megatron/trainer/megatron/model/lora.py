@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tepo_megatron.config import LoraConfig
+from tepo_megatron.trainer.megatron.model.fp8 import LazyWeights
 from tepo_megatron.weights.adapters import (
     AdapterBlock,
     adapted_tensors,
@@ -31,16 +32,45 @@ from tepo_megatron.weights.transfer.full_tensors import GatherPlan
 class Lora:
     config: LoraConfig
     tensors: Sequence[str]
-    layouts: Sequence[ShardLayout]
     layout: ShardLayout
     sources: GatherPlan
     params: dict[str, torch.nn.Parameter] = field(repr=False)
     adapters: dict[str, Adapter] = field(repr=False)  # by the parameters that they change
     on: bool = True
 
+    def attach(self, chunks: Sequence[torch.nn.Module], params: Mapping[str, torch.nn.Parameter]) -> None:
+        """Lets modules of ``chunks`` compute with merged weights, and makes the adapters submodules of their chunk."""
+        by_identity = {id(params[name]): adapter for name, adapter in self.adapters.items()}
+        for chunk in chunks:
+            modules = torch.nn.ModuleList()
+            for module in list(chunk.modules()):
+                here = {
+                    attribute: by_identity[id(param)]
+                    for attribute, param in module._parameters.items()
+                    if param is not None and id(param) in by_identity
+                }
+                if here:
+                    modules.extend(here.values())
+                    module.forward = _with_merged_weights(module, here, lambda: self.on)
+            chunk.lora = modules
+            embedding = getattr(chunk, "embedding", None)
+            if embedding is not None:
+                embedding.register_forward_hook(_start_graph)
+
     def merged(self, params: Mapping[str, Tensor], *, remember: bool = True) -> Mapping[str, Tensor]:
         """Merges at each access. ``remember`` keeps the last one."""
-        return _MergedWeights(params, self.adapters, remember=remember)
+        last: dict[str, Tensor] = {}
+
+        def merge(name: str, param: Tensor) -> Tensor:
+            if name not in self.adapters:
+                return param
+            if name not in last:
+                last.clear()
+                with torch.no_grad():
+                    last[name] = self.adapters[name](param)
+            return last[name] if remember else last.pop(name)
+
+        return LazyWeights(params, merge)
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -50,31 +80,25 @@ class Lora:
         finally:
             self.on = True
 
-    def stream(self) -> Iterator[tuple[str, Tensor | None]]:
-        return self.sources.gather_to_root(self.params)
-
     def settings(self) -> AdapterSettings:
         config, targets = self.config, dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in self.tensors)
         return AdapterSettings(config.rank, config.alpha, config.rslora, config.dropout, tuple(targets))
 
     def sum_gradients(self) -> None:
         """Sums over ranks with copies of A or B; micro-batches and data-parallel ranks are summed before. Every rank calls."""
-        for group, params in self._copies():
-            grads = [param.main_grad for param in params]  # type: ignore[attr-defined]
-            flat = torch.cat([grad.reshape(-1) for grad in grads])
-            dist.all_reduce(flat, group=group)
-            for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-                grad.copy_(summed.view_as(grad))
-
-    def _copies(self) -> Iterator[tuple[dist.ProcessGroup, list[torch.nn.Parameter]]]:
-        for of_experts, group in ((False, _tensor_group(False)), (True, _tensor_group(True))):
-            params = [
+        for of_experts in (False, True):
+            group = _tensor_group(of_experts)
+            copies = [
                 param
                 for name, param in self.params.items()
                 if _is_expert(name) == of_experts and tuple(param.shape) == self.layout.shapes[name]
             ]
-            if params and dist.get_world_size(group) > 1:
-                yield group, params
+            if copies and dist.get_world_size(group) > 1:
+                grads = [param.main_grad for param in copies]  # type: ignore[attr-defined]
+                flat = torch.cat([grad.reshape(-1) for grad in grads])
+                dist.all_reduce(flat, group=group)
+                for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                    grad.copy_(summed.view_as(grad))
 
 
 def build_lora(
@@ -96,7 +120,7 @@ def build_lora(
     layout = adapted[rank]
     held = shards_by_tensor(layout_of_model, frozenset(tensors))
     pairs = _new_parameters(layout, {shard.tensor: params[shard.param] for shards in held.values() for shard in shards})
-    lora = Lora(config, tensors, adapted, layout, GatherPlan(adapted), pairs, {})
+    lora = Lora(config, tensors, layout, GatherPlan(adapted), pairs, {})
     if config.path is None:
         _draw(layout, pairs, seed)
     else:
@@ -107,7 +131,7 @@ def build_lora(
     for name, members in by_param.items():
         matrices = [pairs[part] for tensor in members for part in adapter_names(tensor)]
         lora.adapters[name] = Adapter(config.scale, [adapter_blocks(held[tensor]) for tensor in members], matrices)
-    _hang_adapters(lora.adapters, chunks, params, lambda: lora.on)
+    lora.attach(chunks, params)
     return lora
 
 
@@ -185,36 +209,12 @@ class Adapter(torch.nn.Module):
         return merged
 
 
-def _hang_adapters(
-    adapters: Mapping[str, Adapter],
-    chunks: Sequence[torch.nn.Module],
-    params: Mapping[str, torch.nn.Parameter],
-    is_on: Callable[[], bool],
-) -> None:
-    by_identity = {id(params[name]): adapter for name, adapter in adapters.items()}
-    for chunk in chunks:
-        modules = torch.nn.ModuleList()
-        for module in list(chunk.modules()):
-            here = {
-                attribute: by_identity[id(param)]
-                for attribute, param in module._parameters.items()
-                if param is not None and id(param) in by_identity
-            }
-            if here:
-                modules.extend(here.values())
-                module.forward = with_merged_weights(module, here, is_on)
-        chunk.lora = modules
-        embedding = getattr(chunk, "embedding", None)
-        if embedding is not None:
-            embedding.register_forward_hook(_start_graph)
-
-
 def _start_graph(module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
     # recomputed layers have gradients only if their input needs one; a frozen embedding's does not
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
-def with_merged_weights(
+def _with_merged_weights(
     module: torch.nn.Module, adapters: Mapping[str, Adapter], is_on: Callable[[], bool]
 ) -> Callable[..., Any]:
     plain = module.forward
@@ -235,54 +235,20 @@ def with_merged_weights(
     return forward
 
 
-@dataclass(frozen=True)
-class _Forgotten:
-    adapter: Adapter
-    weight: Tensor
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
 def _forgets(
     merged: Mapping[str, Tensor], frozen: Mapping[str, Any], adapters: Mapping[str, Adapter]
-) -> Callable[[Tensor], Tensor | _Forgotten]:
-    def pack(tensor: Tensor) -> Tensor | _Forgotten:
+) -> Callable[[Tensor], Tensor | Callable[[], Tensor]]:
+    def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         for attribute, value in merged.items():
             if tensor.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
-                offset = int(tensor.storage_offset())
-                return _Forgotten(adapters[attribute], frozen[attribute], tensor.size(), tensor.stride(), offset)
+                adapter, weight = adapters[attribute], frozen[attribute]
+                view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+                return lambda: adapter(weight).as_strided(*view)
         return tensor
 
     return pack
 
 
-def _recall(packed: Tensor | _Forgotten) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    with torch.no_grad():
-        merged: Tensor = packed.adapter(packed.weight)
-    return merged.as_strided(packed.size, packed.stride, packed.offset)
-
-
-class _MergedWeights(Mapping[str, Tensor]):
-    def __init__(self, params: Mapping[str, Tensor], adapters: Mapping[str, Adapter], *, remember: bool) -> None:
-        self._params, self._adapters, self._remember = params, adapters, remember
-        self._last: tuple[str, Tensor] | None = None
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._adapters:
-            return self._params[name]
-        if self._last is not None and self._last[0] == name:
-            return self._last[1]
-        with torch.no_grad():
-            merged: Tensor = self._adapters[name](self._params[name])
-        if self._remember:
-            self._last = (name, merged)
-        return merged
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._params)
-
-    def __len__(self) -> int:
-        return len(self._params)
+@torch.no_grad()
+def _recall(packed: Tensor | Callable[[], Tensor]) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed()

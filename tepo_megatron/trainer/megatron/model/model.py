@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -23,10 +23,9 @@ from torch import Tensor
 
 from tepo_megatron.config import EngineConfig, ModelConfig, ParallelConfig
 from tepo_megatron.trainer.megatron import TE_PROBLEM
-from tepo_megatron.trainer.megatron.gpu import INSTALL_TE, NO_PACKAGES, Packages, installed_packages
+from tepo_megatron.trainer.megatron.gpu import INSTALL_TE, Packages
 from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.attention_cpu import PackedDotProductAttention
-from tepo_megatron.trainer.megatron.model.fp8 import ask_transformer_engine, check_gpu
 from tepo_megatron.trainer.megatron.model.routers import Float32Router, moe_options, one_length
 from tepo_megatron.trainer.megatron.platform import Platform, Ranks
 from tepo_megatron.weights.architecture import ModelSpec
@@ -69,7 +68,7 @@ def transformer_config(
         **_recompute_options(engine),
         # Or else the host waits for the whole GPU after each exchange between stages, as a torch older than ours needs.
         batch_p2p_sync=False,
-        **kernel_options(layers),
+        **layers.kernel_options,
         **fp8.layer_options(engine.fp8),
         **moe_options(spec, engine, platform, grouped=layers.kind == "te"),
     )
@@ -110,8 +109,8 @@ def build_model(
         rope_scaling_factor=spec.rope_scaling.factor if spec.rope_scaling else 1.0,
         parallel_output=True,
     )
-    if head == "fused":
-        _fuse_head(model)
+    if head == "fused" and model.post_process:
+        model.output_layer = _FusedHead(model.output_layer)
     return model
 
 
@@ -130,24 +129,15 @@ class _FusedHead(torch.nn.Module):
         return input_, None
 
 
-class HeadWeight(NamedTuple):
-    weight_VpH: Tensor
-    sequence_parallel: bool  # whether hidden states are this rank's share of the tokens
-
-
-def _fuse_head(model: GPTModel) -> None:
-    if model.post_process:
-        model.output_layer = _FusedHead(model.output_layer)
-
-
-def fused_head(model: torch.nn.Module) -> HeadWeight | None:
+def fused_head(model: torch.nn.Module) -> tuple[Tensor, bool] | None:
+    """Returns the weight [V/tp, H], and whether hidden states are this rank's share of the tokens."""
     gpt: Any = unwrap_model(model)
     head = gpt.output_layer
     if not isinstance(head, _FusedHead):
         return None
     tied = gpt.share_embeddings_and_output_weights
     weight: Any = gpt.shared_embedding_or_output_weight() if tied else head.weight
-    return HeadWeight(weight, head.sequence_parallel)
+    return weight, head.sequence_parallel
 
 
 def _stage_options(parallel: ParallelConfig) -> dict[str, Any]:
@@ -168,12 +158,24 @@ def _stage_options(parallel: ParallelConfig) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Layers:
     kind: Literal["te", "local"]
-    packages: Packages = NO_PACKAGES
+    packages: Packages = field(default_factory=Packages)
 
     @property
     def fused_norms(self) -> bool:
         """The weights of two norms are then inside the linears that follow."""
         return self.kind == "te"
+
+    @property
+    def kernel_options(self) -> dict[str, Any]:
+        # fusions stay off for what the model lacks: masked softmax outside Transformer Engine, bias, dropout
+        return {
+            "bias_activation_fusion": self.kind == "te",  # SwiGLU keeps only its input for the backward pass
+            "apply_rope_fusion": self.kind == "te",  # one kernel for all packed sequences
+            "gradient_accumulation_fusion": self.kind == "te" and self.packages.wgrad,
+            "persist_layer_norm": self.kind == "te",
+            "masked_softmax_fusion": False,
+            "bias_dropout_fusion": False,
+        }
 
 
 LOCAL = Layers("local")
@@ -181,39 +183,21 @@ LOCAL = Layers("local")
 
 def choose_layers(config: EngineConfig, platform: Platform) -> Layers:
     """Raises RuntimeError if a needed Transformer Engine cannot be imported, ValueError for an unsuitable GPU."""
-    packages = installed_packages()
-    problem = import_problem() if platform.kind == "cuda" and config.layers != "local" else None
-    layers = Layers(decide(config, platform.kind, problem), packages)
-    if layers.kind == "te":
-        capability = torch.cuda.get_device_capability(platform.device)
-        check_gpu(config.fp8, capability=capability, te=packages.te or "0", cuda=torch.version.cuda or "0")
-        ask_transformer_engine(config.fp8)
-    return layers
-
-
-def decide(config: EngineConfig, platform: Literal["cpu", "cuda"], te_problem: str | None) -> Literal["te", "local"]:
-    if platform == "cpu":
-        for asked, name in ((config.layers == "te", "engine.layers = te"), (config.fp8.enabled, "engine.fp8")):
-            if asked:
-                raise ValueError(
-                    f"{name} is for Transformer Engine's layers, which need a GPU, and the trainer runs on a CPU; set "
-                    "engine.layers=local and engine.fp8.recipe=none"
-                )
-        if config.parallel.cp_comm_type != "p2p":
-            raise ValueError(
-                f"engine.parallel.cp_comm_type = {config.parallel.cp_comm_type} is for Transformer Engine's attention, which "
-                "needs a GPU, and the trainer runs on a CPU, where keys and values are gathered; unset it"
-            )
-        return "local"
-    if config.layers == "local":
-        return "local"
-    if te_problem is not None:
+    if platform.kind == "cpu":
+        _refuse_transformer_engine(config)
+    if platform.kind == "cpu" or config.layers == "local":
+        return Layers("local", Packages.installed())
+    if (problem := import_problem()) is not None:
         meaning = "engine.layers = te" if config.layers == "te" else "engine.layers = auto means Transformer Engine on a GPU"
         raise RuntimeError(
-            f"{meaning}, but transformer_engine.pytorch cannot be imported ({te_problem}); install it ({INSTALL_TE}), or set "
+            f"{meaning}, but transformer_engine.pytorch cannot be imported ({problem}); install it ({INSTALL_TE}), or set "
             "engine.layers=local"
         )
-    return "te"
+    packages = Packages.installed()
+    capability = torch.cuda.get_device_capability(platform.device)
+    fp8.check_gpu(config.fp8, capability=capability, te=packages.te or "0", cuda=torch.version.cuda or "0")
+    fp8.ask_transformer_engine(config.fp8)
+    return Layers("te", packages)
 
 
 def import_problem() -> str | None:
@@ -226,20 +210,21 @@ def import_problem() -> str | None:
     return None
 
 
-def kernel_options(layers: Layers) -> dict[str, Any]:
-    # fusions stay off for what the model lacks: masked softmax outside Transformer Engine, bias, dropout
-    te = layers.kind == "te"
-    return {
-        "bias_activation_fusion": te,  # SwiGLU keeps only its input for the backward pass; compiled by torch
-        "apply_rope_fusion": te,  # one kernel for all packed sequences
-        "gradient_accumulation_fusion": te and layers.packages.wgrad,
-        "persist_layer_norm": te,
-        "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
-    }
+def _refuse_transformer_engine(config: EngineConfig) -> None:
+    for asked, name in ((config.layers == "te", "engine.layers = te"), (config.fp8.enabled, "engine.fp8")):
+        if asked:
+            raise ValueError(
+                f"{name} is for Transformer Engine's layers, which need a GPU, and the trainer runs on a CPU; set "
+                "engine.layers=local and engine.fp8.recipe=none"
+            )
+    if config.parallel.cp_comm_type != "p2p":
+        raise ValueError(
+            f"engine.parallel.cp_comm_type = {config.parallel.cp_comm_type} is for Transformer Engine's attention, which needs "
+            "a GPU, and the trainer runs on a CPU, where keys and values are gathered; unset it"
+        )
 
 
-class RMSNorm(torch.nn.RMSNorm):
+class _RMSNorm(torch.nn.RMSNorm):
     """Sequence parallelism needs the weight marked."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
@@ -263,19 +248,19 @@ def _layer_spec(
     dense, with_experts = (_local_layer(config, experts) for experts in (None, config.num_moe_experts))
     specs = [with_experts if sparse[layer] else dense for layer in range(first, first + count)]
     # The block spec, unlike the layer spec, names the final norm, which Megatron's local one would refuse under SP.
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_RMSNorm)
 
 
 def _local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     layer: ModuleSpec = get_gpt_layer_local_spec(
         num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _RMSNorm
     if num_experts is not None:
         layer.submodules.mlp.submodules.router = Float32Router
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedDotProductAttention
     if config.qk_layernorm:
         # Its gradient, a share on each tensor-parallel rank, is summed by Megatron because of the parameter's name.
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = _RMSNorm
     return layer

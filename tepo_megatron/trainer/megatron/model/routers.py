@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler, TopKRouter
 from torch import Tensor
 from torch.nn.functional import linear
@@ -29,36 +27,20 @@ from tepo_megatron.weights.architecture import Experts, ModelSpec
 _TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
-class _Micro:
-    chosen_tLk: Tensor | None
-
-    recorded_t: Tensor | None  # bool; for last tokens of sequences and padding the routers choose
-    real_t: Tensor  # not padding
-    load_LE: Tensor | None
-
-    train: bool
-
-
 class Routers:
     """Megatron's ``RouterReplay`` would mix policy and reference."""
 
-    def __init__(
-        self,
-        chunks: Sequence[torch.nn.Module],
-        experts: Experts,
-        *,
-        num_layers: int,
-        ranks: Ranks,
-        balance: MoeBalanceConfig,
-    ) -> None:
-        self._ranks, self._experts, self._balance = ranks, experts, balance
-        self._micro: _Micro | None = None
+    def __init__(self, chunks: Sequence[torch.nn.Module], spec: ModelSpec, *, ranks: Ranks, balance: MoeBalanceConfig) -> None:
+        assert spec.experts is not None
+        self._ranks, self._experts, self._balance = ranks, spec.experts, balance
+        self._now: tuple[Share, bool] | None = None
         self._counting = self._has_loss = False
-        self._loads_LE = torch.zeros(num_layers, experts.count, dtype=torch.int64)
+        device = next(chunks[0].parameters()).device
+        self._loads_LE = torch.zeros(spec.num_layers, spec.experts.count, dtype=torch.int64, device=device)
         self._before_LE = self._loads_LE
-        self._aux_loss = torch.zeros(2, dtype=torch.float64)  # sum, number of updates
-        self._replayed_L2 = torch.zeros(num_layers, 2, dtype=torch.int64)  # tokens with a record; those that differ
+        self._aux_loss = torch.zeros(2, dtype=torch.float64, device=device)  # sum, number of updates
+        # tokens with a record; those that differ
+        self._replayed_L2 = torch.zeros(spec.num_layers, 2, dtype=torch.int64, device=device)
         self._choices: list[_Choice] = []
         for chunk in chunks:
             for module in chunk.modules():
@@ -69,13 +51,24 @@ class Routers:
 
     @contextmanager
     def forward_pass(self, share: Share, *, train: bool) -> Iterator[None]:
-        chosen_tLk = None if share.chosen_tLk is None else self._local_tokens(share.chosen_tLk)
-        recorded_t = None if chosen_tLk is None else chosen_tLk[:, 0, 0] != not_recorded(chosen_tLk.itemsize)
-        self._micro = _Micro(chosen_tLk, recorded_t, self._local_tokens(share.real_t), share.micro.expert_load_LE, train)
+        self._now = share, train
         try:
             yield
         finally:
-            self._micro = None
+            self._now = None
+
+    def share(self, waiting: deque[Share]) -> Share | None:
+        """A backward pass recomputes ``waiting`` in the order of the forward passes."""
+        if self._now is None:
+            return waiting.popleft() if waiting else None
+        share, train = self._now
+        if train:
+            waiting.append(share)
+        return share
+
+    def local(self, values_t: Tensor) -> Tensor:
+        """Returns the part of this tensor-parallel rank; routers need sequence parallelism."""
+        return values_t.view(self._ranks.tp, -1, *values_t.shape[1:])[self._ranks.tp_rank]
 
     def end_run(self) -> None:
         for choice in self._choices:
@@ -95,19 +88,28 @@ class Routers:
         """Returns int64 [layers, experts]: tokens in the last :meth:`counted`, over all ranks. Every rank calls."""
         if self._balance.kind != "aux_loss":
             return None
-        load_LE = self._loads_LE - self._before_LE.to(self._loads_LE.device)
+        load_LE = self._loads_LE - self._before_LE
         dist.all_reduce(load_LE)
         return load_LE
 
-    def add_loss(self, layer: int, micro: _Micro, probabilities: Tensor, logits_tE: Tensor) -> Tensor:
-        if micro.load_LE is None or not torch.is_grad_enabled():
+    def add_loss(self, layer: int, share: Share, probabilities: Tensor, logits_tE: Tensor) -> Tensor:
+        load_LE = share.micro.expert_load_LE
+        if load_LE is None or not torch.is_grad_enabled():
             return probabilities
-        load_E, coefficient = micro.load_LE[layer], self._balance.coefficient
-        loss = _auxiliary_loss(logits_tE, load_E, micro.real_t, self._experts, coefficient)
-        self._aux_loss = self._aux_loss.to(loss.device)
+        loss = _auxiliary_loss(logits_tE, load_LE[layer], self.local(share.real_t), self._experts, self._balance.coefficient)
         self._aux_loss[0] += loss.detach()
         self._has_loss = True
-        return _attach(probabilities, loss)
+        attached: Tensor = MoEAuxLossAutoScaler.apply(probabilities, loss)
+        return attached
+
+    def count(self, layer: int, share: Share, experts_tk: Tensor, router_choice_tk: Tensor, recorded_t: Tensor | None) -> None:
+        if not self._counting:
+            return
+        real_t = self.local(share.real_t)
+        self._loads_LE[layer].scatter_add_(0, experts_tk.flatten(), real_t.repeat_interleave(experts_tk.shape[1]).long())
+        if recorded_t is not None:
+            differs_t = (experts_tk.sort().values != router_choice_tk.sort().values).any(1)
+            self._replayed_L2[layer] += torch.stack([recorded_t.sum(), (differs_t & recorded_t).sum()])
 
     def take_metrics(self) -> dict[str, float]:
         """Returns metrics since the last call. Every rank calls.
@@ -135,80 +137,48 @@ class Routers:
         for name, values in columns.items():
             measure = name.removeprefix("moe/")
             metrics |= {f"moe/layer_{layer:02}/{measure}": value for layer, value in zip(layers, values.tolist(), strict=True)}
-        return metrics | self._take_aux_loss()
-
-    def _take_aux_loss(self) -> dict[str, float]:
-        if self._balance.kind != "aux_loss":
-            return {}
-        loss, updates = self._aux_loss.split(1)
-        self._aux_loss = torch.zeros_like(self._aux_loss)
-        dist.all_reduce(loss)
-        dist.all_reduce(updates, dist.ReduceOp.MAX)  # a stage may have no layer with experts
-        return {"moe/aux_loss": float(loss) / float(updates)} if updates else {}
-
-    def _local_tokens(self, values_t: Tensor) -> Tensor:
-        return values_t.view(self._ranks.tp, -1, *values_t.shape[1:])[self._ranks.tp_rank]
-
-    def micro_batch(self, waiting: deque[_Micro]) -> _Micro | None:
-        """A backward pass recomputes ``waiting`` in the order of the forward passes."""
-        if self._micro is None:
-            return waiting.popleft() if waiting else None
-        if self._micro.train:
-            waiting.append(self._micro)
-        return self._micro
-
-    def count(self, layer: int, micro: _Micro, experts_tk: Tensor, router_choice_tk: Tensor) -> None:
-        if not self._counting:
-            return
-        if self._loads_LE.device != experts_tk.device:
-            self._loads_LE, self._replayed_L2 = self._loads_LE.to(experts_tk.device), self._replayed_L2.to(experts_tk.device)
-        self._loads_LE[layer].scatter_add_(
-            0, experts_tk.flatten(), micro.real_t.repeat_interleave(router_choice_tk.shape[1]).long()
-        )
-        if micro.recorded_t is not None:
-            differs_t = (experts_tk.sort().values != router_choice_tk.sort().values).any(1)
-            self._replayed_L2[layer] += torch.stack([micro.recorded_t.sum(), (differs_t & micro.recorded_t).sum()])
-
-
-def policy_routers(
-    chunks: Sequence[torch.nn.Module], spec: ModelSpec, ranks: Ranks, balance: MoeBalanceConfig
-) -> Routers | None:
-    if spec.experts is None:
-        return None
-    return Routers(chunks, spec.experts, num_layers=spec.num_layers, ranks=ranks, balance=balance)
+        if self._balance.kind == "aux_loss":
+            loss, updates = self._aux_loss.split(1)
+            self._aux_loss = torch.zeros_like(self._aux_loss)
+            dist.all_reduce(loss)
+            dist.all_reduce(updates, dist.ReduceOp.MAX)  # a stage may have no layer with experts
+            metrics |= {"moe/aux_loss": float(loss) / float(updates)} if updates else {}
+        return metrics
 
 
 class _Choice:
     def __init__(self, routers: Routers, layer: int) -> None:
-        self.waiting: deque[_Micro] = deque()
+        self.waiting: deque[Share] = deque()
         self._routers, self._layer = routers, layer
-        self._micro: _Micro | None = None
+        self._share: Share | None = None
 
     def route(
         self, routing: Callable[..., tuple[Tensor, Tensor]], logits: Tensor, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """logits [t, 1, experts] → weights and choice, both [t, experts]."""
-        self._micro = micro = self._routers.micro_batch(self.waiting)
-        if micro is not None and padding_mask is None:
-            padding_mask = ~micro.real_t  # Megatron's count for the biases leaves these out
+        self._share = share = self._routers.share(self.waiting)
+        if share is not None and padding_mask is None:
+            padding_mask = ~self._routers.local(share.real_t)  # Megatron's count for the biases leaves these out
         weights_tE, chosen_tE = routing(logits, padding_mask=padding_mask)
-        if micro is not None:
-            weights_tE = self._routers.add_loss(self._layer, micro, weights_tE, logits.flatten(0, -2))
+        if share is not None:
+            weights_tE = self._routers.add_loss(self._layer, share, weights_tE, logits.flatten(0, -2))
         return weights_tE, chosen_tE
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: _TopK
     ) -> tuple[Tensor, Tensor]:
-        """[t, k] each. Differentiable in ``scores`` [t, experts]."""
+        """[t, k] each. Differentiable in ``scores`` [t, experts]. For last tokens of sequences and padding routers choose."""
         values_tk, router_choice_tk = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        micro = self._micro
-        if micro is None:
+        share = self._share
+        if share is None:
             return values_tk, router_choice_tk
-        experts_tk = router_choice_tk
-        if micro.chosen_tLk is not None and micro.recorded_t is not None:
-            experts_tk = torch.where(micro.recorded_t[:, None], micro.chosen_tLk[:, self._layer].long(), router_choice_tk)
+        experts_tk, recorded_t = router_choice_tk, None
+        if share.chosen_tLk is not None:
+            chosen_tLk = self._routers.local(share.chosen_tLk)
+            recorded_t = chosen_tLk[:, 0, 0] != not_recorded(chosen_tLk.itemsize)
+            experts_tk = torch.where(recorded_t[:, None], chosen_tLk[:, self._layer].long(), router_choice_tk)
             values_tk = scores.gather(1, experts_tk)
-        self._routers.count(self._layer, micro, experts_tk, router_choice_tk)
+        self._routers.count(self._layer, share, experts_tk, router_choice_tk, recorded_t)
         return values_tk, experts_tk
 
 
@@ -256,21 +226,9 @@ def moe_options(spec: ModelSpec, engine: EngineConfig, platform: Platform, *, gr
     }
 
 
-def gathers_tokens(parallel: ParallelConfig, platform: Platform) -> bool:
-    # ranks that gather each other's tokens need equally many
-    return parallel.ep > 1 and platform.kind == "cpu"
-
-
 def one_length(spec: ModelSpec, parallel: ParallelConfig, platform: Platform) -> bool:
     # Megatron's gathering dispatcher exchanges micro-batches of one length
     return parallel.pp > 1 and spec.experts is not None and platform.kind == "cpu"
-
-
-def largest_in_group(sizes: list[int], device: torch.device) -> list[int]:
-    """Every rank that gathers tokens calls, with equally many sizes."""
-    most = torch.tensor(sizes, device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel_state.get_expert_tensor_and_model_parallel_group())
-    return most.tolist()
 
 
 def _auxiliary_loss(logits_tE: Tensor, load_E: Tensor, real_t: Tensor, experts: Experts, coefficient: float) -> Tensor:
@@ -283,8 +241,3 @@ def _auxiliary_loss(logits_tE: Tensor, load_E: Tensor, real_t: Tensor, experts: 
     tokens = load_E.sum() / experts.per_token
     share_E = (load_E / load_E.sum()).to(probability_tE)
     return coefficient * experts.count / tokens * (probability_tE @ share_E)[real_t].sum()
-
-
-def _attach(probabilities: Tensor, loss: Tensor) -> Tensor:
-    attached: Tensor = MoEAuxLossAutoScaler.apply(probabilities, loss)
-    return attached
