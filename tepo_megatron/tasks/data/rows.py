@@ -65,8 +65,6 @@ class DataFiles:
     @staticmethod
     def splits(path: Path) -> list[str]:
         """Empty for a file and for data that are not split. Raises ValueError if there is no data."""
-        if not path.exists():
-            raise ValueError(f"the data file {path} does not exist")
         if (path / "dataset_dict.json").is_file():
             splits = _json(path / "dataset_dict.json").get("splits")
             if not isinstance(splits, list) or not splits:

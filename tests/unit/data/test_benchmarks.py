@@ -197,6 +197,11 @@ def test_what_cannot_be_found_or_fetched_is_a_sentence(tmp_path: Path, monkeypat
     with pytest.raises(ValueError, match=r"has no test\.jsonl of HuggingFaceH4/MATH-500"):
         prepare("math500", tmp_path, source=tmp_path)
 
+    (tmp_path / LOCK).write_text("[")
+    with pytest.raises(ValueError, match=r"digests\.json is damaged: .*; restore it, or prepare into another folder"):
+        prepare("math500", tmp_path, source=write("math500", tmp_path / "file"))
+    (tmp_path / LOCK).unlink()
+
     def no_network(*_given: Any, **_options: Any) -> str:
         raise OSError("no route to host")
 

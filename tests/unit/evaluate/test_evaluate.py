@@ -257,6 +257,8 @@ def test_a_file_of_another_digest_is_refused(make_config: Callable[..., RunConfi
     path.write_bytes(path.read_bytes() + b"\n")
     with pytest.raises(ValueError, match=r"evaluate\.sets\.sums\.sha256 = .* it was changed"):
         load_sets(make_config(sets={"sums": given}), TOKENIZER)
+    with pytest.raises(ValueError, match=r"evaluate\.sets\.sums: the data file none\.jsonl does not exist"):
+        load_sets(make_config(sets={"sums": {"path": "none.jsonl"}}), TOKENIZER)
 
 
 def test_each_set_has_its_turn_and_its_verifier(make_config: Callable[..., RunConfig]) -> None:
