@@ -29,7 +29,6 @@ from tepo_megatron.cli.machine_checks import (
     has_gpu,
     is_fit,
     node_checks,
-    node_names,
 )
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import BUILTIN
@@ -79,10 +78,10 @@ def _doctor(
     """
     selected = dict(LAUNCH_CHECKS if launch else CHECKS)
     with user_errors():
-        names = node_names(nodes) if nodes is not None else []
+        of_nodes = [] if nodes is None else node_checks(nodes)
         if run is not None or overrides:
             selected |= run_checks(load_config(run, overrides or ()))
-    checks = diagnose(selected) + (node_checks(names) if names else [])
+    checks = diagnose(selected) + of_nodes
     if as_json:
         print_json({"fit_for_cpu": is_fit(checks), "checks": [asdict(check) for check in checks]})
     else:

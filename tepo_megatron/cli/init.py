@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -45,7 +44,7 @@ def _init(
     [dim]tepo init mine.yaml --model models/mine --train train.csv --heldout test.csv --verifier last_number --gpus 0[/]
     """
     with user_errors():
-        from tepo_megatron.cli.new_run import NewRun, ask, at_least
+        from tepo_megatron.cli.new_run import NewRun
 
         if file.exists() and not overwrite:
             raise ValueError(f"{file} is there already; give another name, or --overwrite")
@@ -54,11 +53,9 @@ def _init(
         new.ask_heldout(heldout, heldout_split)
         new.ask_template(chat_template)
         new.ask_verifier(verifier)
-        here = sum(name.removeprefix("nvidia").isdecimal() for name in os.listdir("/dev") if name.startswith("nvidia"))
-        gpus = ask("GPUs of this machine, or of a node (0: CPU)", gpus, "--gpus", at_least(0), default=str(here))
-        count = ask("Nodes of a cluster (1: this machine)", nodes, "--nodes", at_least(1), default="1") if gpus else 1
-        text = new.text(gpus, count, output)
+        new.ask_machines(gpus, nodes)
+        text = new.text(output)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
-    launch = "tepo launch" if count > 1 else "tepo train"
+    launch = "tepo launch" if new.nodes > 1 else "tepo train"
     echo(f"wrote {file}; next: tepo doctor --run {file}, then {launch} {file}")

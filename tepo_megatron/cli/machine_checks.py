@@ -317,18 +317,15 @@ LAUNCH_CHECKS: Mapping[str, Check] = {
 """A machine that submits jobs needs neither torch nor vLLM."""
 
 
-def node_names(text: str) -> list[str]:
-    """Raises ValueError for anything but ``n1,n2``, such as Slurm's host lists."""
-    names = list(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
-    if not names or not all(_NODE_NAME.fullmatch(name) for name in names):
+def node_checks(text: str, timeout_s: float = 5.0) -> list[Diagnosis]:
+    """Asks all nodes in parallel, through ``srun`` inside a Slurm allocation (``SLURM_JOB_ID``), else ``ssh``. Raises
+    ValueError for anything but ``n1,n2``, such as Slurm's host lists.
+    """
+    nodes = list(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
+    if not nodes or not all(_NODE_NAME.fullmatch(name) for name in nodes):
         raise ValueError(
             f"--nodes = {text!r} is not a list of nodes such as n1,n2; 'scontrol show hostnames' writes out Slurm's n[1-2]"
         )
-    return names
-
-
-def node_checks(nodes: Sequence[str], timeout_s: float = 5.0) -> list[Diagnosis]:
-    """Asks all nodes in parallel, through ``srun`` inside a Slurm allocation (``SLURM_JOB_ID``), else ``ssh``."""
     with ThreadPoolExecutor(max_workers=min(32, len(nodes))) as pool:
         findings = pool.map(lambda node: _check_node(node, timeout_s), nodes)
         return [Diagnosis(f"node {node}", *finding, needed=True) for node, finding in zip(nodes, findings, strict=True)]

@@ -45,7 +45,7 @@ _COMMENTS = {
 _Answer = TypeVar("_Answer")
 
 
-def ask(question: str, value: object, option: str, check: Callable[[str], _Answer], *, default: str | None = None) -> _Answer:
+def _ask(question: str, value: object, option: str, check: Callable[[str], _Answer], *, default: str | None = None) -> _Answer:
     """Asks until the answer is valid. ``value``: of the option, which is not asked for. If nobody answers: the default, or
     ValueError.
     """
@@ -64,7 +64,7 @@ def ask(question: str, value: object, option: str, check: Callable[[str], _Answe
             echo(f"  {error}", err=True)
 
 
-def at_least(least: int) -> Callable[[str], int]:
+def _at_least(least: int) -> Callable[[str], int]:
     def check(answer: str) -> int:
         if not answer.isdecimal() or int(answer) < least:
             raise ValueError(f"{answer!r} is no number of {least} or more")
@@ -79,17 +79,18 @@ class NewRun:
     """
 
     def __init__(self, model: str | None) -> None:
-        self._model = ask("Model: a Hugging Face folder, or builtin:tiny", model, "--model", _model)
+        self._model = _ask("Model: a Hugging Face folder, or builtin:tiny", model, "--model", _model)
         self._folder = resolve_model_path(self._model)
         self._tokenizer = load_tokenizer(self._folder)
         self._data: dict[str, Any] = {}  # that section of the run's file
         self._train: list[Problem] = []
         self._heldout: list[Problem] = []
         self._path, self._split, self._verifier = "", "", ""
+        self._gpus, self.nodes = 0, 1
 
     def ask_data(self, train: str | None, split: str | None, prompt: str | None, answer: str | None) -> None:
         what = "a file (JSON lines, JSON, CSV, Parquet), a folder of a data set, or builtin:addition"
-        self._path = path = ask(f"Training problems: {what}", train, "--train", _path)
+        self._path = path = _ask(f"Training problems: {what}", train, "--train", _path)
         self._split = _ask_split(path, split, "--split", default=None)
         columns: list[str] = []
         if not path.startswith("builtin:"):
@@ -99,7 +100,7 @@ class NewRun:
         for field, value, usual in (("prompt", prompt, {"prompt", "messages"}), ("answer", answer, {"answer"})):
             if value is not None or (columns and not usual & set(columns)):
                 question = f"Which column is the {field} ({', '.join(columns)})"
-                column = ask(question, value, f"--{field}-column", _one_of(columns, f"column of {path}"))
+                column = _ask(question, value, f"--{field}-column", _one_of(columns, f"column of {path}"))
                 fields |= {field: column} if column != field else {}
         self._data = {"train": _source(path, self._split), "heldout": None, **({"fields": fields} if fields else {})}
         self._load()
@@ -116,7 +117,7 @@ class NewRun:
             return answer if answer == _NONE else _path(answer)
 
         question = f"Held-out problems to evaluate on ({_NONE}: none)"
-        path = ask(question, heldout, "--heldout", check, default=self._path if others else _NONE)
+        path = _ask(question, heldout, "--heldout", check, default=self._path if others else _NONE)
         if path == _NONE:
             return
         chosen = _ask_split(path, split, "--heldout-split", default=proposed if path == self._path else None)
@@ -134,7 +135,7 @@ class NewRun:
             question = "The tokenizer has a chat template: is each prompt a user's message in it (yes, no)"
             option = None if value is None else "yes" if value else "no"
             check = _one_of(["yes", "no", "y", "n"], "answer")
-            if ask(question, option, "--chat-template", check, default="yes").startswith("y"):
+            if _ask(question, option, "--chat-template", check, default="yes").startswith("y"):
                 self._data["chat_template"] = True
                 self._load()
         read = self._tokenizer.show(encode_prompt(self._tokenizer, self._train[0]))[:200].replace("\n", "\\n")
@@ -148,9 +149,16 @@ class NewRun:
                 echo(f"  warning: {refuses}: no response solves them", err=True)
             return answer
 
-        self._verifier = ask(f"Verifier: {_VERIFIERS}", value, "--verifier", check)
+        self._verifier = _ask(f"Verifier: {_VERIFIERS}", value, "--verifier", check)
 
-    def text(self, gpus: int, nodes: int, output: Path | None) -> str:
+    def ask_machines(self, gpus: int | None, nodes: int | None) -> None:
+        here = sum(name.removeprefix("nvidia").isdecimal() for name in os.listdir("/dev") if name.startswith("nvidia"))
+        question = "GPUs of this machine, or of a node (0: CPU)"
+        self._gpus = _ask(question, gpus, "--gpus", _at_least(0), default=str(here))
+        if self._gpus:
+            self.nodes = _ask("Nodes of a cluster (1: this machine)", nodes, "--nodes", _at_least(1), default="1")
+
+    def text(self, output: Path | None) -> str:
         """Raises ValueError for a prompt too long for the model, GPUs without a simple layout, and a run that the model does
         not allow.
         """
@@ -167,7 +175,7 @@ class NewRun:
         run: dict[str, Any] = {
             "name": name,
             "output": str(output or Path("out") / name),
-            "model": {"path": self._model, "dtype": "bfloat16" if gpus else "float32"},
+            "model": {"path": self._model, "dtype": "bfloat16" if self._gpus else "float32"},
             "data": self._data,
             "reward": {"verifier": self._verifier},
             "rollout": {
@@ -176,12 +184,12 @@ class NewRun:
                 "sampling": {"max_new_tokens": new},
                 "server": {"max_model_len": longest + new},
             },
-            "engine": {"platform": "cuda" if gpus else "cpu", "micro_batch_tokens": max(4096, longest + new)},
+            "engine": {"platform": "cuda" if self._gpus else "cpu", "micro_batch_tokens": max(4096, longest + new)},
             "optimizer": {"lr": 5e-5 if model_parameters(spec) < _SMALL else 1e-6, "warmup_steps": 10},
             "train": {"steps": 100, "minibatches": 4, "save_every": 20},
             "evaluate": {"every": 10 if self._heldout else 0},
         }
-        run = _first_that_fits(run, gpus, nodes) if gpus else run
+        run = _first_that_fits(run, self._gpus, self.nodes) if self._gpus else run
         check_model(RunConfig.model_validate(run), machine=False)
         return _as_yaml(run)
 
@@ -221,7 +229,7 @@ def _ask_split(path: str, value: str | None, option: str, *, default: str | None
     splits = _splits(path)
     if len(splits) < 2 and value is None:
         return ""
-    return ask(f"Split of {path} ({', '.join(splits)})", value, option, _one_of(splits, f"split of {path}"), default=default)
+    return _ask(f"Split of {path} ({', '.join(splits)})", value, option, _one_of(splits, f"split of {path}"), default=default)
 
 
 def _one_of(known: Sequence[str], what: str) -> Callable[[str], str]:

@@ -27,6 +27,9 @@ class RewardResult:
     parts: Mapping[str, float] = field(default_factory=dict, repr=False)
     seconds: float = field(default=0.0, repr=False, compare=False)
 
+    def is_correct(self, correct_at: float) -> bool:
+        return self.error is None and self.reward is not None and self.reward >= correct_at
+
 
 class Generate(Protocol):
     """Keeps the prompts' order; temperature 0 is greedy."""

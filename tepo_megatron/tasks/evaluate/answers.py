@@ -41,10 +41,6 @@ class Scored:
         }
 
 
-def is_correct(result: RewardResult, correct_at: float) -> bool:
-    return result.error is None and result.reward is not None and result.reward >= correct_at
-
-
 Notion = Literal["verifier", "text"]
 Tally = list[tuple[int, int]]  # of a problem: (responses, correct ones) of each distinct answer
 
@@ -96,7 +92,7 @@ def _equal_for_the_verifier(
     if pairs:
         items = [(replace(problems[number], answer=one), f"\\boxed{{{other}}}") for number, one, other in pairs]
         results = pool.score(items, list(range(len(items))))
-        yield from (pair for pair, result in zip(pairs, results, strict=True) if is_correct(result, correct_at))
+        yield from (pair for pair, result in zip(pairs, results, strict=True) if result.is_correct(correct_at))
 
 
 def _tally(group: Sequence[Scored], answers: Sequence[str | None], classes: dict[str, str]) -> Tally:

@@ -18,7 +18,7 @@ from tepo_megatron.tasks.data.problems import encode_prompt
 from tepo_megatron.tasks.data.rows import file_digest
 from tepo_megatron.tasks.data.sources import read_source
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
-from tepo_megatron.tasks.evaluate.answers import Notion, Scored, Scorer, Tally, is_correct, tally_answers
+from tepo_megatron.tasks.evaluate.answers import Notion, Scored, Scorer, Tally, tally_answers
 from tepo_megatron.tasks.evaluate.estimators import maj_at_k, pass_at_k
 from tepo_megatron.tasks.protocol import Task
 from tepo_megatron.tasks.reward.pool import RewardPool
@@ -306,7 +306,7 @@ def _score_groups(
     numbers = [number for number in range(len(of.problems)) for _ in range(n)]
     results = pool.score([(of.problems[number], text) for number, text in zip(numbers, texts, strict=True)], numbers)
     scored = [
-        Scored(text, len(response.response_ids), response.finish_reason, result, is_correct(result, of.correct_at))
+        Scored(text, len(response.response_ids), response.finish_reason, result, result.is_correct(of.correct_at))
         for text, response, result in zip(texts, responses, results, strict=True)
     ]
     return [scored[index : index + n] for index in range(0, len(scored), n)]

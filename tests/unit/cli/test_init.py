@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tepo_megatron.cli import doctor
 from tepo_megatron.cli.doctor import run_checks
 from tepo_megatron.cli.machine_checks import diagnose, is_fit
 from tepo_megatron.cli.main import app
@@ -138,7 +139,8 @@ def test_a_verifier_that_refuses_the_answers_themselves_is_said(own: Path) -> No
         assert (done.exit_code, said in done.stderr) == (code, True), done.stderr
 
 
-def test_the_doctor_takes_settings_over_a_file_and_without_one(own: Path) -> None:
+def test_the_doctor_takes_settings_over_a_file_and_without_one(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "CHECKS", {})  # of the machine
     settings = ["model.path=model", "data.train=train.jsonl", "data.heldout=heldout.jsonl", "rollout.sampling.max_new_tokens=9"]
     done = runner.invoke(app, ["doctor", "--json", *settings])
     found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
