@@ -282,7 +282,7 @@ def _read(requests: BinaryIO, inbox: SimpleQueue[dict[str, Any]]) -> None:
     inbox.put({"finish": "failed"})
 
 
-def main() -> None:
+def _main() -> None:
     for number in STOP_SIGNALS:  # they ask the run to stop; rank 0 sends "finish" afterwards
         signal.signal(number, signal.SIG_IGN)
     for name, value in _QUIET.items():
@@ -312,4 +312,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

@@ -15,7 +15,7 @@ from tepo_megatron.run.display.plots import plot_curves
 from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.loggers.loggers import Ending, Loggers, check_installed
 from tepo_megatron.run.metrics import FOLDER, MetricsWriter, TokenSamples, read_metrics, read_rows, token_file, token_files
-from tepo_megatron.run.output.resume import check_no_run, forget_start, resumes, unwritable_is_a_sentence
+from tepo_megatron.run.output.resume import LOGGED, check_no_run, resumes, unwritable_is_a_sentence
 from tepo_megatron.runtime.files import Failed, LogFile, write_atomically
 from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.runtime.run_lock import RunLock
@@ -61,7 +61,9 @@ class Output:
         if not self.resumes:
             if self._config.train.resume == "auto":
                 _put_aside(self.folder)
-            forget_start(self.folder)
+            for pattern in (*LOGGED, "wandb/run.json", "mlflow/run.json"):  # of a failed start
+                for path in self.folder.glob(pattern):
+                    path.unlink()
             # A resumed run writes it when the checkpoint has been accepted.
             (self.folder / "resolved.yaml").write_text(dump_resolved(self._config), encoding="utf-8")
         present = [file.path for file in (self._samples, self._train_samples) if file.path.exists()]

@@ -193,10 +193,10 @@ def _is_finished(config: RunConfig, folder: Path) -> bool:
     return picture.exists() and picture.stat().st_mtime >= (folder / "state.json").stat().st_mtime
 
 
-_ROWS = ("metrics.jsonl", "samples.jsonl", "train_samples.jsonl", "tokens/step_*", "tensorboard/events.out.tfevents.*")
+LOGGED = ("metrics.jsonl", "samples.jsonl", "train_samples.jsonl", "tokens/step_*", "tensorboard/events.out.tfevents.*")
 
 MADE_BY_A_RUN = (
-    *_ROWS,
+    *LOGGED,
     *("resolved.yaml", "resolved.*.yaml", "curves.png", "model"),
     *("metrics.before-*.jsonl", "samples.before-*.jsonl", "train_samples.before-*.jsonl", "tokens.before-*"),
     *("checkpoints/step_*", "rollouts/step_*", "journal/step_*", "skipped/step_*", "status/*"),
@@ -227,12 +227,6 @@ def _holds_run(folder: Path) -> bool:
     metrics = folder / "metrics.jsonl"
     whole = metrics.read_bytes().split(b"\n")[:-1] if metrics.is_file() else []
     return bool(checkpoints(folder / "checkpoints")) or any(line.strip() and not _FIRST_ROW.match(line) for line in whole)
-
-
-def forget_start(folder: Path) -> None:
-    for pattern in (*_ROWS, "wandb/run.json", "mlflow/run.json"):
-        for path in folder.glob(pattern):
-            path.unlink()
 
 
 def check_no_run(config: RunConfig) -> None:
