@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
-from tepo_megatron.core.scores.shard import LocalLabels, Scoring, combine, merge
+from tepo_megatron.core.scores.shard import Gradients, LocalLabels, Scoring, combine, merge
 from tepo_megatron.core.scores.triton_sweep import gradient, statistics
 from tepo_megatron.tools.bench.scores import methods
 from tests.support.dense_scores import dense_logprob_and_entropy
@@ -125,7 +125,7 @@ def test_shards(world, width, vocab):
     torch.testing.assert_close(slope_R.double(), oracle.entropy_slope, rtol=1e-5, atol=1e-5)
     out = torch.full_like(logits, torch.nan)
     for shard, scoring, out_shard in zip(shards, scorings, out.split(width, 1), strict=True):
-        gradient(shard, scoring, scores, weights[0], weights[1], out_shard)
+        gradient(shard, scoring, scores, Gradients(*weights), out_shard)
     torch.testing.assert_close(out.double(), dense.grad, rtol=1e-5, atol=1e-6)
 
 

@@ -176,7 +176,7 @@ def _check_deterministic(objective: Objective, step: Step, _: int) -> None:
     before = torch.get_rng_state()
     first, second = step.whole(objective), step.whole(objective)
     advice = ": ranks that compute the same micro-batch would differ; keep no state, and make randomness from the token itself"
-    _compare(first, second, step, "at first", "when computed again", advice, rtol=0.0, atol=0.0)
+    _compare(first, second, step, "at first", "when computed again", advice, exact=True)
     if not torch.equal(before, torch.get_rng_state()):
         raise _ObjectiveError(
             "it draws random numbers from torch's generator, whose state differs between ranks and after a resume; make "
@@ -290,22 +290,15 @@ RULES: Mapping[str, Callable[[Objective, Step, int], object]] = {
 
 
 def _compare(
-    expected: _StepOutcome,
-    outcome: _StepOutcome,
-    step: Step,
-    here: str,
-    there: str,
-    advice: str = "",
-    *,
-    rtol: float = 1e-9,
-    atol: float = 1e-12,
+    expected: _StepOutcome, outcome: _StepOutcome, step: Step, here: str, there: str, advice: str = "", *, exact: bool = False
 ) -> None:
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-9, "atol": 1e-12}
     names = ("the gradient by the log-prob", "the gradient by the entropy")
     pairs = [("the loss", expected.loss, outcome.loss), *zip(names, expected.gradients, outcome.gradients, strict=True)]
     for left_metrics, right_metrics in ((expected.metrics, outcome.metrics), (expected.extrema, outcome.extrema)):
         pairs += [(f"the metric {name}", left_metrics[name], right_metrics[name]) for name in left_metrics]
     for name, left, right in pairs:
-        differs = ~torch.isclose(left, right, rtol=rtol, atol=atol, equal_nan=True).flatten()
+        differs = ~torch.isclose(left, right, **tolerance, equal_nan=True).flatten()
         if differs.any():
             index = int(differs.nonzero()[0])
             if name in names:

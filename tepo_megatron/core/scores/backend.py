@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.core.scores import native
-from tepo_megatron.core.scores.shard import RowScores, Scoring
+from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring
 from tepo_megatron.core.scores.torch_sweep import IN_TORCH, KeptTokens, RowSweeps
 
 BackendName = Literal["auto", "torch", "cpp", "triton"]
@@ -25,15 +25,7 @@ class Backend(Protocol):
     def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
         """Writes the statistics of `combine` into a contiguous [R, K], fp32 (fp64 for fp64)."""
 
-    def gradient(
-        self,
-        logits_TVp: Tensor,
-        scoring: Scoring,
-        scores: RowScores,
-        grad_logprob_T: Tensor | None,
-        grad_entropy_T: Tensor | None,
-        out_TVp: Tensor,
-    ) -> None:
+    def gradient(self, logits_TVp: Tensor, scoring: Scoring, scores: RowScores, gradients: Gradients, out_TVp: Tensor) -> None:
         """Writes all of ``out_TVp``, zeros for padding and masked rows. It may be the logits or have another dtype."""
 
 

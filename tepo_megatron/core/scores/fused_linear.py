@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from tepo_megatron.core.scores.backend import Backend, BackendName, get_backend
 from tepo_megatron.core.scores.shard import (
+    Gradients,
     RowScores,
     Scoring,
     all_gather,
@@ -129,8 +131,7 @@ class _FusedLinear(torch.autograd.Function):
             scoring,
             ctx.backend,
             RowScores(*saved),
-            None if grad_logprob_T is None else scoring.of_rows(grad_logprob_T),
-            None if grad_entropy_T is None else scoring.of_rows(grad_entropy_T),
+            Gradients(grad_logprob_T, grad_entropy_T).map(scoring.of_rows),
             grad_weight_VpH,
         )
         del hidden_RH
@@ -159,8 +160,7 @@ def _add_gradients(
     scoring: Scoring,
     backend: Backend,
     rows: RowScores,
-    grad_logprob_R: Tensor | None,
-    grad_entropy_R: Tensor | None,
+    gradients: Gradients,
     grad_weight_VpH: Tensor | None,
 ) -> Tensor:
     grad_hidden_RH = torch.empty_like(hidden_RH)
@@ -171,8 +171,7 @@ def _add_gradients(
             logits_cVp,
             chunk,
             RowScores(*(value_R[index] for value_R in rows)),
-            None if grad_logprob_R is None else grad_logprob_R[index],
-            None if grad_entropy_R is None else grad_entropy_R[index],
+            gradients.map(itemgetter(index)),
             gradient_cVp,
         )
         torch.mm(gradient_cVp, weight_VpH, out=grad_hidden_RH[index])
@@ -313,5 +312,6 @@ class _LogprobAndEntropy(torch.autograd.Function):
             return None, None, None, None
         # detach() shares the version counter: autograd then refuses any other backward that saved the overwritten logits.
         out_TVp = logits_TVp.detach() if ctx.inplace else torch.empty_like(logits_TVp)
-        ctx.backend.gradient(logits_TVp, ctx.scoring, RowScores(*saved), grad_logprob_T, grad_entropy_T, out_TVp)
+        gradients = Gradients(grad_logprob_T, grad_entropy_T)
+        ctx.backend.gradient(logits_TVp, ctx.scoring, RowScores(*saved), gradients, out_TVp)
         return out_TVp, None, None, None

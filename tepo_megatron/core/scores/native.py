@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.core.scores import torch_sweep as sweep
-from tepo_megatron.core.scores.shard import EMPTY_MAX, LocalLabels, RowScores
+from tepo_megatron.core.scores.shard import EMPTY_MAX, Gradients, RowScores, Scoring
 
 _LOG2_E = math.log2(math.e)
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -33,33 +33,25 @@ _FORWARD = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT, _FLOAT, _POINTER, _
 _BACKWARD = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT, *(_POINTER,) * 6, _SIZE)
 
 
-def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_RK: Tensor) -> None:
+def forward(logits_TV: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
     if logits_TV.dtype not in _NAMES:
-        return sweep.forward(logits_TV, rows_R, temperature, stats_RK)
+        return sweep.forward(logits_TV, scoring, stats_RK)
 
     def rest(index: slice) -> tuple[float, ...]:
         out_RK = stats_RK[index]
         return EMPTY_MAX, out_RK.data_ptr(), out_RK.shape[1]
 
-    _call(f"forward_{_NAMES[logits_TV.dtype]}", _FORWARD, logits_TV, rows_R, temperature, stats_RK.shape[0], rest)
+    _call(f"forward_{_NAMES[logits_TV.dtype]}", _FORWARD, logits_TV, scoring, rest)
     stats_RK[:, 2] /= _LOG2_E  # the C++ has t in units of log 2
     if stats_RK.shape[1] == 6:
         stats_RK[:, 5] /= _LOG2_E
 
 
-def backward(
-    logits_TV: Tensor,
-    rows_R: Tensor | None,
-    temperature: float,
-    scores: RowScores,
-    labels: LocalLabels,
-    grad_logprob_R: Tensor,
-    grad_entropy_R: Tensor | None,
-    out_TV: Tensor,
-) -> None:
+def backward(logits_TV: Tensor, scoring: Scoring, scores: RowScores, gradients: Gradients, out_TV: Tensor) -> None:
     if logits_TV.dtype not in _NAMES:
-        return sweep.backward(logits_TV, rows_R, temperature, scores, labels, grad_logprob_R, grad_entropy_R, out_TV)
-    grad_entropy_R = torch.zeros_like(grad_logprob_R) if grad_entropy_R is None else grad_entropy_R
+        return sweep.backward(logits_TV, scoring, scores, gradients, out_TV)
+    temperature, labels = scoring.temperature, scoring.labels
+    grad_logprob_R, grad_entropy_R = (torch.zeros_like(scores.logprob_R) if grad is None else grad for grad in gradients)
     scale_R = (-scores.log_sum_R).exp() / temperature  # of `sweep.backward`, as are the terms below
     constant_R = -scale_R * (grad_logprob_R + grad_entropy_R * (scores.entropy_R - scores.log_sum_R))
     at_label_R = grad_logprob_R * labels.inside_R / temperature
@@ -67,21 +59,14 @@ def backward(
     per_row = [values_R.contiguous() for values_R in per_row]
 
     def rest(index: slice) -> tuple[float, ...]:
-        target_TV, _ = _part_of(out_TV, rows_R, index)
+        target_TV, _ = _part_of(out_TV, scoring.rows_R, index)
         return *(values_R[index].data_ptr() for values_R in per_row), target_TV.data_ptr(), target_TV.stride(0)
 
-    name = f"backward_{_NAMES[logits_TV.dtype]}_{_NAMES[out_TV.dtype]}"
-    _call(name, _BACKWARD, logits_TV, rows_R, temperature, scale_R.numel(), rest)
+    _call(f"backward_{_NAMES[logits_TV.dtype]}_{_NAMES[out_TV.dtype]}", _BACKWARD, logits_TV, scoring, rest)
 
 
 def _call(
-    name: str,
-    types: tuple[type, ...],
-    logits_TV: Tensor,
-    rows_R: Tensor | None,
-    temperature: float,
-    count: int,
-    rest: Callable[[slice], tuple[float, ...]],
+    name: str, types: tuple[type, ...], logits_TV: Tensor, scoring: Scoring, rest: Callable[[slice], tuple[float, ...]]
 ) -> None:
     """Calls the function once per thread; ``rest`` gives the arguments behind those for the logits."""
     function = getattr(_library(), name)
@@ -89,12 +74,12 @@ def _call(
     logits_TV = logits_TV if logits_TV.stride(1) == 1 else logits_TV.contiguous()
 
     def part(index: slice) -> None:
-        base_TV, rows = _part_of(logits_TV, rows_R, index)
+        base_TV, rows = _part_of(logits_TV, scoring.rows_R, index)
         size = index.stop - index.start, logits_TV.shape[1]
-        function(base_TV.data_ptr(), base_TV.stride(0), rows, *size, _LOG2_E / temperature, *rest(index))
+        function(base_TV.data_ptr(), base_TV.stride(0), rows, *size, _LOG2_E / scoring.temperature, *rest(index))
 
-    threads = min(torch.get_num_threads(), max(count, 1))
-    cuts = [count * number // threads for number in range(threads + 1)]
+    threads = min(torch.get_num_threads(), max(scoring.count, 1))
+    cuts = [scoring.count * number // threads for number in range(threads + 1)]
     parts = [slice(first, last) for first, last in itertools.pairwise(cuts)]
     if threads == 1:
         part(parts[0])

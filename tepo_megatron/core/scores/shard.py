@@ -8,6 +8,7 @@ The slope of the entropy adds Σ e^2t and Σ e^2t·t: K = 6.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -162,6 +163,16 @@ class RowScores(NamedTuple):
     entropy_R: Tensor
     max_R: Tensor  # not divided by the temperature
     log_sum_R: Tensor  # log Σ exp((x − max)/temperature)
+
+
+class Gradients(NamedTuple):
+    """By scores, of tokens or of scored rows. None: the loss does not use the score."""
+
+    logprob: Tensor | None
+    entropy: Tensor | None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Gradients:
+        return Gradients(*(None if values is None else function(values) for values in self))
 
 
 def combine(

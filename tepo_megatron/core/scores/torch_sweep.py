@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from tepo_megatron.core.scores.shard import EMPTY_MAX, LocalLabels, RowScores, Scoring
+from tepo_megatron.core.scores.shard import EMPTY_MAX, Gradients, LocalLabels, RowScores, Scoring
 
 _LOG2_E = math.log2(math.e)
 _FAR_BELOW = -1e4  # stands for −inf in an exponent: 0 · −inf is NaN
@@ -26,15 +26,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_RK: Tensor) -> None:
+def forward(logits_TV: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
     """Writes all statistics but the label's logit."""
-    workspace = _workspace(logits_TV)
-    for index, where in _chunks(rows_R, logits_TV.shape[0], workspace.shape[1]):
-        t_cV, e_cV = workspace[:, : index.stop - index.start]
-        logits_cV = logits_TV[where]
-        source_cV = logits_cV if logits_cV.dtype == t_cV.dtype else t_cV.copy_(logits_cV)
+    for index, _, source_cV, (t_cV, e_cV) in _chunks(logits_TV, scoring.rows_R):
         max_c1 = source_cV.amax(1, keepdim=True).clamp(min=EMPTY_MAX)
-        _exponents(source_cV, max_c1, temperature, t_cV)
+        _exponents(source_cV, max_c1, scoring.temperature, t_cV)
         torch.exp2(t_cV, out=e_cV)
         stats_RK[index, 0:1] = max_c1
         stats_RK[index, 1] = e_cV.sum(1)
@@ -54,31 +50,20 @@ def _inner(a_cV: Tensor, b_cV: Tensor) -> Tensor:
     return torch.stack([torch.dot(a_V, b_V) for a_V, b_V in zip(a_cV, b_cV, strict=True)])
 
 
-def backward(
-    logits_TV: Tensor,
-    rows_R: Tensor | None,
-    temperature: float,
-    scores: RowScores,
-    labels: LocalLabels,
-    grad_logprob_R: Tensor,
-    grad_entropy_R: Tensor | None,
-    out_TV: Tensor,
-) -> None:
-    """Writes (grad_logprob · (1[label] − p) − grad_entropy · p (log p + H)) / temperature."""
+def backward(logits_TV: Tensor, scoring: Scoring, scores: RowScores, gradients: Gradients, out_TV: Tensor) -> None:
+    """Writes (grad_logprob · (1[label] − p) − grad_entropy · p (log p + H)) / temperature; ``gradients`` are of rows."""
     # As a function of t alone it is e^t · (constant + slope · t), and at_label more in the label's column: one product a logit.
+    temperature, grad_entropy_R = scoring.temperature, gradients.entropy
+    grad_logprob_R = torch.zeros_like(scores.logprob_R) if gradients.logprob is None else gradients.logprob
     scale_R = (-scores.log_sum_R).exp() / temperature
     constant_R1 = (-grad_logprob_R * scale_R).unsqueeze(1)
     slope_R1 = None
     if grad_entropy_R is not None:
         constant_R1 = constant_R1 - (grad_entropy_R * scale_R * (scores.entropy_R - scores.log_sum_R)).unsqueeze(1)
         slope_R1 = (-grad_entropy_R * scale_R / _LOG2_E).unsqueeze(1)  # t is in units of log 2 below
-    max_R1, column_R1 = scores.max_R.unsqueeze(1), labels.column_R.unsqueeze(1)
-    at_label_R1 = (grad_logprob_R * labels.inside_R / temperature).unsqueeze(1)
-    workspace = _workspace(logits_TV)
-    for index, where in _chunks(rows_R, logits_TV.shape[0], workspace.shape[1]):
-        t_cV, e_cV = workspace[:, : index.stop - index.start]
-        logits_cV = logits_TV[where]
-        source_cV = logits_cV if logits_cV.dtype == t_cV.dtype else t_cV.copy_(logits_cV)
+    max_R1, column_R1 = scores.max_R.unsqueeze(1), scoring.labels.column_R.unsqueeze(1)
+    at_label_R1 = (grad_logprob_R * scoring.labels.inside_R / temperature).unsqueeze(1)
+    for index, where, source_cV, (t_cV, e_cV) in _chunks(logits_TV, scoring.rows_R):
         _exponents(source_cV, max_R1[index], temperature, t_cV)
         torch.exp2(t_cV, out=e_cV)
         if slope_R1 is None:
@@ -95,25 +80,23 @@ def _exponents(source_cV: Tensor, max_c1: Tensor, temperature: float, out_cV: Te
     out_cV.mul_(_LOG2_E / temperature).clamp_(min=_FAR_BELOW)
 
 
-def _workspace(logits_TV: Tensor) -> Tensor:
-    dtype, columns = compute_dtype(logits_TV.dtype), logits_TV.shape[1]
+def _chunks(logits_TV: Tensor, rows_R: Tensor | None) -> Iterator[tuple[slice, slice | Tensor, Tensor, Tensor]]:
+    """Yields places among the scored rows, places in the logits, the logits as they are computed with, and work [2, c, V]."""
+    tokens, columns = logits_TV.shape
+    dtype, count = compute_dtype(logits_TV.dtype), tokens if rows_R is None else rows_R.numel()
     budget = _WORKSPACE_BYTES.get(logits_TV.device.type, _WORKSPACE_BYTES_ACCELERATOR)
-    rows = max(1, min(budget // (2 * dtype.itemsize * columns), logits_TV.shape[0]))
-    return torch.empty(2, rows, columns, dtype=dtype, device=logits_TV.device)
-
-
-def _chunks(rows_R: Tensor | None, tokens: int, size: int) -> Iterator[tuple[slice, slice | Tensor]]:
-    count = tokens if rows_R is None else rows_R.numel()
+    size = max(1, min(budget // (2 * dtype.itemsize * columns), tokens))
+    workspace = torch.empty(2, size, columns, dtype=dtype, device=logits_TV.device)
     places = None if rows_R is None else rows_R.cpu()
     for start in range(0, count, size):
         index = slice(start, min(start + size, count))
-        if rows_R is None or places is None:
-            yield index, index
-            continue
-        # Rows without a gap between them are indexed by a slice, which copies nothing.
-        first, last = int(places[index.start]), int(places[index.stop - 1])
-        adjacent = last - first == index.stop - index.start - 1
-        yield index, slice(first, last + 1) if adjacent else rows_R[index]
+        where: slice | Tensor = index
+        if rows_R is not None and places is not None:
+            # Rows without a gap between them are indexed by a slice, which copies nothing.
+            first, last = int(places[index.start]), int(places[index.stop - 1])
+            where = slice(first, last + 1) if last - first == index.stop - index.start - 1 else rows_R[index]
+        work, logits_cV = workspace[:, : index.stop - index.start], logits_TV[where]
+        yield index, where, logits_cV if logits_cV.dtype == dtype else work[0].copy_(logits_cV), work
 
 
 @dataclass(frozen=True)
@@ -126,41 +109,21 @@ class RowSweeps:
         if not scoring.columns:  # a shard of padding alone: it must not change the other shards' sums
             stats_RK.zero_()[:, 0] = EMPTY_MAX
             return
-        self.forward(logits_TVp[:, : scoring.columns], rows_R, scoring.temperature, stats_RK)
+        self.forward(logits_TVp[:, : scoring.columns], scoring, stats_RK)
         row_R = torch.arange(labels.column_R.numel(), device=logits_TVp.device) if rows_R is None else rows_R
         # A label of another shard has column 0 here, so that the indexing is valid; its logit is then replaced by 0.
         label_logit_R = logits_TVp[row_R, labels.column_R].to(stats_RK.dtype)
         stats_RK[:, 3] = torch.where(labels.inside_R, label_logit_R, 0.0)
 
-    def gradient(
-        self,
-        logits_TVp: Tensor,
-        scoring: Scoring,
-        scores: RowScores,
-        grad_logprob_T: Tensor | None,
-        grad_entropy_T: Tensor | None,
-        out_TVp: Tensor,
-    ) -> None:
+    def gradient(self, logits_TVp: Tensor, scoring: Scoring, scores: RowScores, gradients: Gradients, out_TVp: Tensor) -> None:
         rows_R, columns = scoring.rows_R, scoring.columns
         # The sweep writes scored rows and true columns only. The rest is 0 whatever the storage held.
         if rows_R is not None:
             masked_T = torch.ones(scoring.tokens, dtype=torch.bool, device=out_TVp.device).index_fill_(0, rows_R, False)
             out_TVp[masked_T] = 0
         out_TVp[:, columns:] = 0
-        if not columns:
-            return
-        grad_logprob_R = torch.zeros_like(scores.logprob_R) if grad_logprob_T is None else scoring.of_rows(grad_logprob_T)
-        grad_entropy_R = None if grad_entropy_T is None else scoring.of_rows(grad_entropy_T)
-        self.backward(
-            logits_TVp[:, :columns],
-            rows_R,
-            scoring.temperature,
-            scores,
-            scoring.labels,
-            grad_logprob_R,
-            grad_entropy_R,
-            out_TVp[:, :columns],
-        )
+        if columns:
+            self.backward(logits_TVp[:, :columns], scoring, scores, gradients.map(scoring.of_rows), out_TVp[:, :columns])
 
 
 IN_TORCH = RowSweeps(forward, backward)
@@ -173,26 +136,17 @@ class KeptTokens:
         if not scoring.count:
             return
         picked_RC, _, inside_RC = _pick(logits_TVp, scoring)
-        forward(picked_RC, None, scoring.temperature, stats_RK)
+        forward(picked_RC, replace(scoring, rows_R=None), stats_RK)
         stats_RK[:, 3] = torch.where(inside_RC[:, 0], picked_RC[:, 0], 0.0)
 
-    def gradient(
-        self,
-        logits_TVp: Tensor,
-        scoring: Scoring,
-        scores: RowScores,
-        grad_logprob_T: Tensor | None,
-        grad_entropy_T: Tensor | None,
-        out_TVp: Tensor,
-    ) -> None:
+    def gradient(self, logits_TVp: Tensor, scoring: Scoring, scores: RowScores, gradients: Gradients, out_TVp: Tensor) -> None:
         if not scoring.count:
             out_TVp.zero_()
             return
         picked_RC, column_RC, _ = _pick(logits_TVp, scoring)  # before the gradient may take the logits' place
-        grad_logprob_R = torch.zeros_like(scores.logprob_R) if grad_logprob_T is None else scoring.of_rows(grad_logprob_T)
-        grad_entropy_R = None if grad_entropy_T is None else scoring.of_rows(grad_entropy_T)
         labels = LocalLabels(torch.zeros_like(scoring.labels.column_R), scoring.labels.inside_R)
-        backward(picked_RC, None, scoring.temperature, scores, labels, grad_logprob_R, grad_entropy_R, picked_RC)
+        rows = replace(scoring, rows_R=None, labels=labels)
+        backward(picked_RC, rows, scores, gradients.map(scoring.of_rows), picked_RC)
         # Each column is in a row once; a −inf outside this shard adds its gradient, 0, to column 0.
         out_TVp.zero_()
         out_TVp.index_put_((_rows(scoring, logits_TVp), column_RC), picked_RC.to(out_TVp.dtype), accumulate=True)

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from tepo_megatron.core.scores import triton_kernels
-from tepo_megatron.core.scores.shard import RowScores, Scoring, merge
+from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring, merge
 from tepo_megatron.core.scores.torch_sweep import IN_TORCH
 
 _LOG2_E = math.log2(math.e)
@@ -67,16 +67,9 @@ def statistics(logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
         stats_RK.copy_(merge(parts_JRK, scoring.temperature))
 
 
-def gradient(
-    logits_TVp: Tensor,
-    scoring: Scoring,
-    scores: RowScores,
-    grad_logprob_T: Tensor | None,
-    grad_entropy_T: Tensor | None,
-    out_TVp: Tensor,
-) -> None:
+def gradient(logits_TVp: Tensor, scoring: Scoring, scores: RowScores, gradients: Gradients, out_TVp: Tensor) -> None:
     if logits_TVp.dtype == torch.float64:
-        return IN_TORCH.gradient(logits_TVp, scoring, scores, grad_logprob_T, grad_entropy_T, out_TVp)
+        return IN_TORCH.gradient(logits_TVp, scoring, scores, gradients, out_TVp)
     if not scoring.count:
         out_TVp.zero_()
         return
@@ -93,8 +86,7 @@ def gradient(
             scores.max_R,
             scores.log_sum_R,
             scores.entropy_R,
-            None if grad_logprob_T is None else grad_logprob_T.contiguous(),
-            None if grad_entropy_T is None else grad_entropy_T.contiguous(),
+            *gradients.map(Tensor.contiguous),
             scoring.columns,
             logits_TVp.shape[1],
             grid.span,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tepo_megatron.core.scores import logprob_and_entropy
 from tepo_megatron.core.scores.backend import Backend, BackendName, get_backend
-from tepo_megatron.core.scores.shard import RowScores, Scoring, combine, plan_scoring
+from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring, combine, plan_scoring
 from tepo_megatron.tools.bench.step_rank import peak_bytes
 from tepo_megatron.tools.results import Report, Table, in_processes
 
@@ -295,7 +295,7 @@ class _Kernels(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (logits,) = ctx.saved_tensors
-        ctx.backend.gradient(logits, ctx.scoring, ctx.scores, *gradients, logits.detach())
+        ctx.backend.gradient(logits, ctx.scoring, ctx.scores, Gradients(*gradients), logits.detach())
         return logits.detach(), None, None, None
 
 
