@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # in this form a name is exported for type checkers; at run time __getattr__ imports it
     from tepo_megatron.config import ObjectiveConfig as ObjectiveConfig
-    from tepo_megatron.config import OwnAdvantage as OwnAdvantage
-    from tepo_megatron.config import OwnAggregation as OwnAggregation
-    from tepo_megatron.config import OwnMask as OwnMask
-    from tepo_megatron.config import OwnMismatch as OwnMismatch
-    from tepo_megatron.config import OwnPenalty as OwnPenalty
-    from tepo_megatron.config import OwnRatio as OwnRatio
-    from tepo_megatron.config import OwnTrustRegion as OwnTrustRegion
     from tepo_megatron.config import RunConfig as RunConfig
     from tepo_megatron.config.load import ConfigError as ConfigError
     from tepo_megatron.config.load import dump_resolved as dump_resolved
     from tepo_megatron.config.load import load_run as load_run
+    from tepo_megatron.config.objective.custom import OwnAdvantage as OwnAdvantage
+    from tepo_megatron.config.objective.custom import OwnAggregation as OwnAggregation
+    from tepo_megatron.config.objective.custom import OwnMask as OwnMask
+    from tepo_megatron.config.objective.custom import OwnMismatch as OwnMismatch
+    from tepo_megatron.config.objective.custom import OwnPenalty as OwnPenalty
+    from tepo_megatron.config.objective.custom import OwnRatio as OwnRatio
+    from tepo_megatron.config.objective.custom import OwnTrustRegion as OwnTrustRegion
     from tepo_megatron.core.objective.checking import check_objective as check_objective
     from tepo_megatron.core.objective.compose import Objective as Objective
     from tepo_megatron.core.objective.compose import StepContext as StepContext
@@ -72,13 +72,13 @@ _HOMES = {
     "Objective": "core.objective.compose",
     "ObjectiveConfig": "config",
     "ObjectiveOutput": "core.types",
-    "OwnAdvantage": "config",
-    "OwnAggregation": "config",
-    "OwnMask": "config",
-    "OwnMismatch": "config",
-    "OwnPenalty": "config",
-    "OwnRatio": "config",
-    "OwnTrustRegion": "config",
+    "OwnAdvantage": "config.objective.custom",
+    "OwnAggregation": "config.objective.custom",
+    "OwnMask": "config.objective.custom",
+    "OwnMismatch": "config.objective.custom",
+    "OwnPenalty": "config.objective.custom",
+    "OwnRatio": "config.objective.custom",
+    "OwnTrustRegion": "config.objective.custom",
     "Plan": "plan",
     "Problem": "core.problem",
     "ReshardPlan": "weights.geometry",

@@ -1,20 +1,11 @@
 """The configuration of a run: pydantic models, filled from YAML and dotted overrides. No torch."""
 
 from tepo_megatron.config.cluster import ClusterConfig
-from tepo_megatron.config.data import DataConfig, EvaluateConfig
+from tepo_megatron.config.data import DataConfig
 from tepo_megatron.config.engine import EngineConfig, Fp8Config, LoraConfig, ModelConfig, MoeBalanceConfig, ParallelConfig
-from tepo_megatron.config.objective.custom import (
-    OwnAdvantage,
-    OwnAggregation,
-    OwnMask,
-    OwnMismatch,
-    OwnPenalty,
-    OwnRatio,
-    OwnTrustRegion,
-)
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.config.rollout import RolloutConfig, SamplingConfig, ServerConfig
+from tepo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from tepo_megatron.config.run import RunConfig
 from tepo_megatron.config.train import LogConfig, OptimizerConfig, TrainConfig
 
@@ -22,7 +13,6 @@ __all__ = [
     "ClusterConfig",
     "DataConfig",
     "EngineConfig",
-    "EvaluateConfig",
     "Fp8Config",
     "LogConfig",
     "LoraConfig",
@@ -30,18 +20,10 @@ __all__ = [
     "MoeBalanceConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
-    "OwnAdvantage",
-    "OwnAggregation",
-    "OwnMask",
-    "OwnMismatch",
-    "OwnPenalty",
-    "OwnRatio",
-    "OwnTrustRegion",
     "ParallelConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
     "SamplingConfig",
-    "ServerConfig",
     "TrainConfig",
 ]

@@ -45,10 +45,7 @@ class SchemaGenerator(GenerateJsonSchema):
 
 
 class Section(BaseModel):
-    """Refuses unknown keys, infinite numbers, integers beyond 31 bits, and text that no file can hold.
-
-    ``tepo config schema`` shows the string below a field.
-    """
+    """Refuses unknown keys, infinite numbers, integers beyond 31 bits, and text that no file can hold."""
 
     model_config = ConfigDict(
         extra="forbid",

@@ -37,9 +37,7 @@ class _PromptsConfig(Section):
     """How lines of a file become prompts; a source may override ``data``."""
 
     template: str | None = None
-    r"""Makes a prompt of a line: text with columns in braces, such as ``"{prompt}\nAnswer:"``; ``{{`` is a brace. null: the
-    prompt as it is.
-    """
+    r"""Makes a prompt of a line's columns, such as ``"{prompt}\nAnswer:"``; ``{{`` is a brace. null: the prompt as it is."""
 
     system_prompt: str | None = None
     """System message in the chat template; a line's own one wins. null, or empty: none."""
@@ -148,14 +146,12 @@ class DataConfig(_PromptsConfig):
 
     filter: _Filters = ()
     """Filters of training problems; all must keep a problem: ``unique`` (no repeated prompt in a source), ``number`` (the
-    answer has a number), or a custom ``(problem) -> bool``, true to keep it, as ``path/file.py:function`` or
-    ``package.module:function``.
+    answer has a number), or a custom ``(problem) -> bool``, true to keep it, as ``path/file.py:function``.
     """
 
     order: str = "shuffled"
-    """Order of a source's problems in each pass: ``shuffled`` (by ``seed``, new in each pass), ``as_given``, ``shortest_first``
-    (by characters), or a custom ``(problem) -> float`` as ``path/file.py:function``, smallest first. Sources alternate by
-    weight.
+    """Order of a source's problems: ``shuffled`` (by ``seed``, new in each pass), ``as_given``, ``shortest_first`` (by
+    characters), or a custom ``(problem) -> float``, smallest first, as ``path/file.py:function``. Sources alternate by weight.
     """
 
     max_prompt_tokens: PositiveInt | None = None

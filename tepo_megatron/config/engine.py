@@ -34,9 +34,8 @@ class ParallelConfig(Section):
     """Context-parallel size: ranks that share the tokens of every sequence (docs/reference/context.md)."""
 
     cp_comm_type: Literal["p2p", "a2a"] = "p2p"
-    """Exchange of context-parallel ranks in Transformer Engine's attention. ``p2p``: keys and values pass round a ring.
-    ``a2a``: ranks trade tokens for heads; cp must divide a rank's key/value heads. A CPU gathers keys and values. Not run on a
-    GPU yet.
+    """Exchange of context-parallel ranks in Transformer Engine's attention: ``p2p`` passes keys and values in a ring, ``a2a``
+    trades tokens for heads (cp must divide a rank's key/value heads). A CPU gathers keys and values. Not run on a GPU yet.
     """
 
     ep: PositiveInt = 1
@@ -127,9 +126,7 @@ class Fp8Config(Section):
 
 class MoeBalanceConfig(Section):
     kind: Literal["none", "aux_loss", "expert_bias"] = "none"
-    """``aux_loss``: an auxiliary loss on the routers, over the mini-batch. ``expert_bias``: a bias per expert, moved against
-    its load after each update (DeepSeek-V3), for families whose servers have it too.
-    """
+    """``aux_loss``: a loss on the routers. ``expert_bias``: a bias per expert, moved against its load (DeepSeek-V3)."""
 
     coefficient: Annotated[float, Field(gt=0, le=1)] = 1e-3
     """``aux_loss`` only: factor of a layer's loss, 1 at even load; competes with the objective. Usual: 1e-3 to 1e-2."""
@@ -190,9 +187,7 @@ class EngineConfig(Section):
     """Parameters per bucket of ``overlap_grad_reduce``. Default: max(40 million, a million per data-parallel rank)."""
 
     head: Literal["logits", "fused"] = "logits"
-    """``logits``: faster if memory suffices for ``micro_batch_tokens`` × vocabulary / ``tp`` logits. ``fused``: head and scores
-    run together on chunks of tokens, but the backward pass repeats the product.
-    """
+    """``fused`` computes head and scores by chunks of tokens: less memory than ``logits``, but the product twice."""
 
     score_backend: Literal["auto", "torch", "cpp", "triton"] = "auto"
     """Computes log-probs and entropies: ``cpp`` (CPU), ``triton`` (GPU) or ``torch``. ``auto``: the fastest there is."""
@@ -250,9 +245,7 @@ class LoraConfig(Section):
     """Must be 0, so that scores can be repeated; refuses copied settings."""
 
     target_modules: tuple[Annotated[str, Field(min_length=1)], ...] = (ALL_LINEAR,)
-    """Layers with adapters, by Hugging Face names: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (of every
-    expert too; w1, w2, w3 in Mixtral). ``all-linear``: all of them.
-    """
+    """Layers with adapters, by Hugging Face names such as q_proj, also of every expert. ``all-linear``: all of them."""
 
     path: Path | None = None
     """PEFT folder of adapters to train further. None: A from the seed and B = 0."""

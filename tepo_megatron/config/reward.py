@@ -97,9 +97,7 @@ class AgentConfig(Section):
     """How an agent's requests become an episode, with ``adapter: agent`` and the agent as ``name``."""
 
     history: Literal["fail", "restart"] = "fail"
-    """If an agent changes its conversation's history (edits, summaries, a second conversation). ``fail``: the episode fails.
-    ``restart``: it starts again with these messages; earlier turns are not trained on.
-    """
+    """If an agent changes its history: the episode fails, or restarts with it, without training on earlier turns."""
 
     ignore: tuple[Ignorable, ...] = ()
     """Request fields to ignore, such as temperature or seed. Others that change the output are refused."""
@@ -138,17 +136,13 @@ class EnvironmentConfig(Section):
     """
 
     name: str
-    """``guess_number``, ``calculator``, ``python``, or a custom ``path/file.py:Class`` or ``package.module:Class``; with
-    ``adapter: agent`` a custom function, or ``outside``.
-    """
+    """``guess_number``, ``calculator``, ``python``, or ``path/file.py:Class``; for agents a function, or ``outside``."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class, made once per episode. No secrets: the run's folder keeps them."""
 
     adapter: Literal["none", "gymnasium", "skyrl_gym", "openenv", "agent"] = "none"
-    """Interface of ``name``: ``none`` is this package's; ``agent`` a function that calls the model by the OpenAI protocol
-    (docs/guides/agents.md); the others are those libraries' (text environments).
-    """
+    """Interface of ``name``: ``none`` is this package's; an ``agent`` (docs/guides/agents.md) calls the model by HTTP."""
 
     agent: AgentConfig | None = None
     """Settings for ``adapter: agent``."""

@@ -12,9 +12,7 @@ from tepo_megatron.config.base import Seconds, Section, check_known
 
 
 class SpeculativeConfig(Section):
-    """Speculative decoding: n-grams or a draft model guess tokens, and the model checks them in one pass. Samples change, their
-    distribution does not. Pays if few sequences are decoded at a time.
-    """
+    """Speculative decoding: n-grams or a draft model guess tokens. Samples change, their distribution does not."""
 
     num_speculative_tokens: PositiveInt = 4
     """Most tokens guessed at a time."""
@@ -102,9 +100,7 @@ class ServerConfig(Section):
     """Retries of a sample request after invalid answers, on another server if possible. More in a row restart the server."""
 
     transfer: Literal["reshard", "gather"] = "reshard"
-    """How weights reach the servers. ``reshard``: trainer ranks send shards straight to the workers. ``gather``: rank 0 gathers
-    and broadcasts each full tensor, for models without an entry in ``weights/layouts``.
-    """
+    """``reshard``: trainer ranks send shards to the workers. ``gather``: rank 0 broadcasts full tensors, of any model."""
 
     transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
     """Transport of shards. ``gloo``: sockets, through host memory. ``nccl``: between separate GPUs. ``ipc``: within a colocated
@@ -201,9 +197,7 @@ class SamplingConfig(Section):
     """Draw from the likeliest tokens that reach this probability; 1: from all (docs/reference/truncated-sampling.md)."""
 
     top_k: PositiveInt | None = None
-    """Draw from this many likeliest tokens; default: all. Training with ``top_p``, ``min_p`` or ``bad_words`` needs it, usually
-    20 to 100 and at most 1024, since a server lists them.
-    """
+    """Draw from this many likeliest tokens; default: all. Training with ``top_p``, ``min_p`` or ``bad_words`` needs it."""
 
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Draw from tokens with this fraction of the likeliest one's probability; 0: from all. Training needs ``top_k``."""
@@ -235,15 +229,12 @@ NAMED_FILTERS = ("zero_variance", "too_long", "reward_range")
 
 
 class FilterGroupsConfig(Section):
-    """Dynamic sampling (DAPO): filtered groups are not trained on; further prompts fill the batch to ``prompts_per_step``
-    groups.
-    """
+    """Dynamic sampling (DAPO): filtered groups are not trained on; further prompts fill the batch."""
 
     filters: tuple[str, ...] = ("zero_variance",)
     """In this order; all must keep a group. ``zero_variance`` refuses equal rewards, ``too_long`` more than ``max_truncated``
     cut responses, ``reward_range`` a mean reward outside ``reward_range``, or a custom ``(group: Sequence[Rollout]) -> bool``,
-    true to keep it: ``package.module:function`` or ``path/file.py:function``. They see the verifier's rewards, without
-    ``overlong``.
+    true to keep it: ``path/file.py:function``. They see the verifier's rewards, without ``overlong``.
     """
 
     max_batches: PositiveInt = 10
@@ -287,9 +278,7 @@ class OverlongConfig(Section):
 
 
 class _CanaryConfig(Section):
-    """Checks that servers compute as the trainer: on a fixed prompt after a weight sync, through prefix caches, and on
-    rollouts. A difference above tolerance stops the run.
-    """
+    """Stops the run if servers score a fixed prompt after a weight sync, or rollouts, unlike the trainer."""
 
     every: NonNegativeInt = 1
     """Weight syncs between checks; rollouts are checked in every step. 0: never."""
@@ -315,9 +304,7 @@ class RolloutConfig(Section):
     """Groups started per missing group, with ``filter_groups`` or ``partial``: less waiting. The next step uses the surplus."""
 
     partial: bool = False
-    """Partial rollouts: a step ends with enough groups; unfinished responses continue in the next one. Needs ``oversample``
-    above 1. The seed alone does not repeat such a run; its record does.
-    """
+    """Unfinished responses continue in the next step. Needs ``oversample`` above 1. The seed does not repeat such a run."""
 
     truncated: Literal["train", "mask", "penalise"] = "train"
     """For responses cut at ``max_new_tokens``. ``train``: as any other. ``mask``: no loss on their tokens; rewards still count

@@ -83,9 +83,7 @@ def _schema(plugins: tuple[tuple[str, str], ...]) -> Node:
 
 
 def schema_rows(*, of_lists: bool = False) -> list[SchemaRow]:
-    """Rows are in order of declaration, and for each variant of a section. ``of_lists``: also fields of sections in lists, such
-    as ``data.train[].path``, which no override names.
-    """
+    """In order of declaration. ``of_lists``: also fields of sections in lists, such as ``data.train[].path``."""
     rows = _rows(json_schema(), "", json_schema().get("default"), "")
     return [row for row in rows if of_lists or "[]" not in row.path]
 

@@ -132,8 +132,7 @@ MomentDtype = Literal["float32", "bfloat16", "float16", "fp8"]
 STALLS_AT: Mapping[MomentDtype, float] = MappingProxyType(
     {"float32": 2**-24, "bfloat16": 2**-8, "float16": 2**-11, "fp8": 2**-4}
 )
-"""A running mean that loses less per optimizer step than half of a dtype's largest relative step may be rounded back for ever.
-"""
+"""Half of a dtype's largest relative step: a running mean that loses less per optimizer step may be rounded back for ever."""
 
 
 class OptimizerConfig(Section):
@@ -174,9 +173,7 @@ class OptimizerConfig(Section):
     """Store only the 16 bits of an fp32 weight that bfloat16 lacks. Needs Transformer Engine. Not run on a GPU yet."""
 
     offload_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Fraction of weights with optimizer states in host memory, where Adam then computes: Megatron's hybrid optimizer. Costs 16
-    host bytes a weight, and transfers each step. Not run on a GPU yet.
-    """
+    """Fraction of weights that Adam updates in host memory, 16 bytes each: Megatron's hybrid. Not run on a GPU yet."""
 
     @property
     def precision_aware(self) -> bool:
@@ -247,9 +244,7 @@ class _WandbConfig(Section):
 
 
 class _MlflowConfig(Section):
-    """An MLflow run with the rows of ``metrics.jsonl``, and the configuration without secrets as parameters. Needs
-    ``tepo-megatron[mlflow]``.
-    """
+    """An MLflow run: the rows of ``metrics.jsonl``, the configuration as parameters. Needs ``tepo-megatron[mlflow]``."""
 
     experiment_name: Name
     """MLflow experiment; made if missing."""
