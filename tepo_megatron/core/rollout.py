@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -42,24 +43,11 @@ class _Sampled:
     """None if the model wrote every response token."""
     sampling_mask: SamplingMask | None
 
-    def _fill(
-        self,
-        response_ids: ArrayLike,
-        versions: Spans | WeightsVersion,
-        routed_experts: Routes | None,
-        loss_mask: ArrayLike | None,
-        **others: object,
-    ) -> None:
-        ids = token_ids(response_ids)
-        values = {
-            "response_ids": ids,
-            "versions": ((0, versions),) if isinstance(versions, WeightsVersion) else tuple(versions),
-            "routed_experts": _read_only(routed_experts),
-            "loss_mask": _loss_mask(loss_mask, len(ids)),
-            **others,
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+    def _fill(self, arguments: Mapping[str, Any]) -> None:
+        """Sets the arguments of ``__init__`` as fields."""
+        values = {item.name: _CONVERSIONS.get(item.name, _same)(arguments[item.name]) for item in fields(self)}
+        values["loss_mask"] = _loss_mask(values["loss_mask"], len(values["response_ids"]))
+        self.__dict__.update(values)  # the class is frozen
 
     @property
     def weights_version(self) -> WeightsVersion:
@@ -106,15 +94,7 @@ class Response(_Sampled):
         sampling_mask: SamplingMask | None = None,
     ) -> None:
         """An environment's token belongs to the span before it."""
-        self._fill(
-            response_ids,
-            versions,
-            routed_experts,
-            loss_mask,
-            logprobs=token_logprobs(logprobs),
-            finish_reason=finish_reason,
-            sampling_mask=sampling_mask,
-        )
+        self._fill(locals())
 
 
 NO_PARTS: Mapping[str, float] = MappingProxyType({})
@@ -154,21 +134,7 @@ class Rollout(_Sampled):
         sampling_mask: SamplingMask | None = None,
     ) -> None:
         """Arrays of the right dtype are not copied, but made read-only."""
-        self._fill(
-            response_ids,
-            versions,
-            routed_experts,
-            loss_mask,
-            problem_id=problem_id,
-            group=group,
-            prompt_ids=token_ids(prompt_ids),
-            sampler_logprobs=token_logprobs(sampler_logprobs),
-            finish_reason=finish_reason,
-            text=text,
-            reward=reward,
-            reward_parts=dict(reward_parts),
-            sampling_mask=sampling_mask,
-        )
+        self._fill(locals())
 
     @classmethod
     def of(
@@ -210,6 +176,14 @@ def token_logprobs(values: ArrayLike) -> Logprobs:
     return logprobs
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
+def _spans(versions: Spans | WeightsVersion) -> Spans:
+    return ((0, versions),) if isinstance(versions, WeightsVersion) else tuple(versions)
+
+
 def _read_only(routes: Routes | None) -> Routes | None:
     if routes is not None:
         if routes.ndim != 3 or routes.dtype not in (np.uint8, np.int16):
@@ -230,6 +204,17 @@ def _loss_mask(mask: ArrayLike | None, tokens: int) -> LossMask | None:
         return None  # so that equal responses are equal
     bools.flags.writeable = False
     return bools
+
+
+_CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
+    "response_ids": token_ids,
+    "prompt_ids": token_ids,
+    "logprobs": token_logprobs,
+    "sampler_logprobs": token_logprobs,
+    "versions": _spans,
+    "routed_experts": _read_only,
+    "reward_parts": dict,
+}
 
 
 def not_recorded(itemsize: int) -> int:
