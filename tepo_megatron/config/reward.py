@@ -72,25 +72,11 @@ def component_fault(name: Any) -> str | None:
     return None
 
 
-Ignorable = Literal[
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "stop",
-    "seed",
-    "max_tokens",
-    "max_completion_tokens",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "response_format",
-    "tool_choice",
-    "parallel_tool_calls",
-    "reasoning_effort",
-    "verbosity",
-]  # do not change the form of the answer
+_Draws = Literal["temperature", "top_p", "top_k", "min_p", "stop", "seed", "max_tokens", "max_completion_tokens"]
+_Penalties = Literal["frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"]
+_Forms = Literal["response_format", "tool_choice", "parallel_tool_calls", "reasoning_effort", "verbosity"]
+Ignorable = Literal[_Draws, _Penalties, _Forms]
+"""Fields of a request without which the answer has the same form."""
 
 
 class AgentConfig(Section):

@@ -29,8 +29,7 @@ class Problem:
     """One task of a dataset.
 
     ``metadata``: all other keys of its line in the data file, ignored by ``==``. ``messages``: (role, content) pairs for a chat
-    template; ``prompt`` is then the last user message. ``special_tokens``: names of special tokens in ``prompt`` become these
-    tokens.
+    template; ``prompt`` is then the last user message. ``special_tokens``: their names in ``prompt`` become these tokens.
     """
 
     id: str

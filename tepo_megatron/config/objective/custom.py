@@ -95,8 +95,7 @@ class OwnRatio(CustomKind):
     def log_ratio(self, values: Any) -> Any:
         """Log-ratio at every token of a micro-batch, [T], differentiable.
 
-        ``values``: `TokenValues`; its ``delta_T`` is log π_θ − log π_old, 0 outside the loss mask (already bounded with the
-        trust region ``log_clip``).
+        ``values``: `TokenValues`; its ``delta_T`` is log π_θ − log π_old (bounded with ``log_clip``), 0 outside the loss mask.
         """
         raise NotImplementedError
 
@@ -132,8 +131,7 @@ class OwnAggregation(CustomKind):
     def denominator(self, lengths_S: Any) -> Any:
         """Divisor of the sum over all micro-batches and ranks: a positive scalar.
 
-        ``lengths_S``: response tokens of every sequence of the optimizer step, on all ranks, floating point. Sequences of
-        length 0 are padding and must change nothing.
+        ``lengths_S``: as above, of the optimizer step on all ranks. Sequences of length 0 are padding and must change nothing.
         """
         raise NotImplementedError
 
@@ -193,10 +191,9 @@ class OwnPenalty(_CustomTerm):
         del values, prepared
 
     def penalty(self, values: Any, prepared: Any) -> Any:
-        """Penalty at each token of a micro-batch, [T], coefficient included, differentiable.
+        """Penalty at each token of a micro-batch, [T], coefficient included, differentiable; finite everywhere.
 
-        ``values``: `TokenValues`; ``prepared``: the result of ``prepare``. Only tokens of ``choose`` count, but value and
-        gradient must be finite everywhere.
+        ``values``: `TokenValues`; ``prepared``: the result of ``prepare``. Only tokens of ``choose`` count.
         """
         raise NotImplementedError
 
@@ -222,11 +219,7 @@ class Plugin:
 
 
 def load_plugin(name: str) -> Plugin:
-    """Imports ``path/file.py`` or a module, unless the same bytes were imported before.
-
-    Raises:
-        ValueError: it cannot be imported, defines no kind, or has an incomplete kind.
-    """
+    """Imports ``path/file.py`` or a module. Raises ValueError if that fails, or if a kind is missing or incomplete."""
     where = f"objective.plugins: {name}"
     place = locate_user_module(name, "objective.plugins")
     loaded = load_user_module(place, "objective.plugins")

@@ -171,12 +171,9 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 def find_preset(name: Any) -> Preset:
-    """A file has the keys of an ``objective`` section, and ``formula`` and ``source`` as text.
+    """A file has the keys of an ``objective`` section, and ``formula`` and ``source`` as text. Raises ValueError.
 
     Its ``preset`` names the preset below, by default ``tepo``; paths of ``plugins`` are relative to the file.
-
-    Raises:
-        ValueError: unknown name, no such file, other YAML, or an unknown preset below.
     """
     if isinstance(name, str) and is_preset_file(name):
         return _read_preset(name)

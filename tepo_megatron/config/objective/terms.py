@@ -216,9 +216,7 @@ class OffPolicySequenceMask(ObjectiveSection):
 
 
 class SecondMomentMask(ObjectiveSection):
-    """No gradient for the fewest tokens, of largest (log π_old − log π_sampler)², that bring the others' mean to the threshold
-    (M2PO).
-    """
+    """No gradient for the fewest tokens of largest (log π_old − log π_sampler)², so that the others' mean is low (M2PO)."""
 
     threshold: PositiveFloat = 0.04
     """Largest mean of (log π_old − log π_sampler)² over kept tokens."""

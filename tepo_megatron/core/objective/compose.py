@@ -156,13 +156,9 @@ class Objective:
     def prepare(
         self, batch: Batch, *, entropy_noise: float = 0.0, clip_range: tuple[float, float] | None = None
     ) -> StepContext:
-        """Computes the statistics of one optimizer step. No collective.
+        """Computes the statistics of one optimizer step, whose batch is that of all data-parallel ranks. No collective.
 
-        Args:
-            batch: all data-parallel ranks' mini-batch, with ``advantages_S``, ``old_logprobs_T``, and what the objective needs.
-            entropy_noise: rounding noise of a token's entropy, in nats.
-            clip_range: (low, high) of ``auto`` bounds, from `next_clip_range` of the last step; None before there are any.
-
+        ``entropy_noise``: rounding noise of a token's entropy, in nats. ``clip_range``: of `next_clip_range` of the last step.
         Raises ValueError if the batch is incomplete, not finite, or without a response token.
         """
         _check_step(batch, reference=self.config.needs_reference)

@@ -31,9 +31,7 @@ class GradientWeights:
 
 
 def gradient_weights(config: ObjectiveConfig, log_ratios_N: Tensor | None = None) -> GradientWeights:
-    """By default at log-ratios that show where a bound begins. Mechanisms that choose by covariance or mismatch choose no token
-    here.
-    """
+    """By default at log-ratios that show where a bound begins. Covariance and mismatch choose no token here."""
     logs_N = _telling_log_ratios(config) if log_ratios_N is None else log_ratios_N.double()
     curves = [_push(config, logs_N, sign, fall) for sign, fall in ((1.0, 0.0), (-1.0, 0.0), (1.0, _FALL))]
     return GradientWeights(logs_N.exp(), *curves)

@@ -84,9 +84,7 @@ def entropy_tolerance(term: KLMask, noise: float) -> float:
 
 
 def entropy_falls(term: KLMask, tolerance: float, values: TokenValues) -> Tensor:
-    """Returns bool [T]. Two forward passes of the same weights differ by rounding: without ``tolerance``, tokens of a first
-    update, where nothing has changed yet, would count as falling.
-    """
+    """Returns bool [T]. Without ``tolerance`` the rounding of a second forward pass would count as falling."""
     if term.falling == "covariance":
         return values.covariance_T > 0
     if term.falling == "first_order":
@@ -194,9 +192,7 @@ MECHANISMS: Mapping[str, Callable[[Any, StepValues], Mechanism | None]] = {
     "mask": _custom_mask,
     "penalty": _custom_penalty,
 }
-"""By field of the objective, whose section each gets; no collective. Penalties are added in this order; add new ones last: sums
-then stay the same bits.
-"""
+"""By field of the objective, whose section each gets; no collective. Penalties are added in this order: add new ones last."""
 
 
 def prepare_mechanisms(config: ObjectiveConfig, step: StepValues) -> tuple[Mechanism, ...]:

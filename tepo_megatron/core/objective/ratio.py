@@ -31,9 +31,7 @@ def _prefix_sum(values_T: Tensor, sequence_index_T: Tensor) -> Tensor:
 
 
 def length_factor(ratio: Ratio, values: TokenValues) -> Tensor:
-    """Returns the factor by which a log-ratio's spread differs from a token's, were tokens independent: √n of a product of n
-    ratios, 1/√n of a mean.
-    """
+    """Returns the spread of a log-ratio relative to an independent token's: √n of a product of n ratios, 1/√n of a mean."""
     lengths_S = values.lengths_S
     if isinstance(ratio, OwnRatio) or ratio.kind == "token":
         return torch.ones_like(values.mask_T, dtype=lengths_S.dtype)

@@ -134,9 +134,7 @@ def _custom_surrogate(region: OwnTrustRegion, ratio_T: Tensor, values: TokenValu
 def next_clip_range(region: TrustRegion, moves: Tensor, current: tuple[float, float] | None) -> tuple[float, float] | None:
     """Returns (low, high) for ``auto`` bounds; None if the region has none.
 
-    Args:
-        moves: `ObjectiveOutput.moves`, summed over a step. A side without a spread keeps its bound.
-        current: (low, high) of the step, or None before there were any.
+    ``moves``: `ObjectiveOutput.moves`, summed over a step. A side without a spread keeps its bound, ``current``.
     """
     if not isinstance(region, Clip) or not region.is_auto:
         return None
