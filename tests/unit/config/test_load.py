@@ -1,17 +1,24 @@
 """Files and overrides become a run, or sentences."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
+import warnings
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.config import RunConfig
+from tepo_megatron.config import DataConfig, RunConfig
+from tepo_megatron.config.base import Section
 from tepo_megatron.config.load import ConfigError, dump_diff, dump_resolved, load_run
 from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.config.schema import schema_rows
+from tepo_megatron.tools.faults.input_faults import malformed_configs
 
 LEAVES = [row.path for row in schema_rows() if not row.when]
 
@@ -192,3 +199,117 @@ def test_the_configuration_does_not_import_torch() -> None:
     probe = "import sys, tepo_megatron.config.load\nprint('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+NEVER_VALID = {"a tag", "deep lists", "not UTF-8", "too large"}
+
+
+@settings(deadline=None, max_examples=80)
+@given(seed=st.integers(0, 2**63), number=st.integers(0, 50))
+def test_each_is_valid_or_refused_in_sentences(seed: int, number: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One that is accepted is written and read back as the same run."""
+    (damaged,) = islice(malformed_configs(number + 1, seed), number, None)
+    path = tmp_path_factory.mktemp("malformed") / "run.yaml"
+    path.write_bytes(damaged.text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            config = load_run(path, damaged.overrides)
+        except ConfigError as error:
+            problems = error.problems
+        else:
+            problems = ("accepted",) if damaged.kind not in NEVER_VALID else ()
+            path.write_text(dump_resolved(config), encoding="utf-8")
+            assert load_run(path).model_dump() == config.model_dump()
+    assert problems, damaged.kind
+    assert all(problem and problem.isprintable() and len(problem) < 1500 for problem in problems)
+
+
+def test_the_same_seed_gives_the_same_configurations() -> None:
+    assert list(malformed_configs(90, 7)) == list(malformed_configs(90, 7)) != list(malformed_configs(90, 8))
+
+
+@pytest.mark.parametrize("override", ["output=/dev/shm/run", "seed=2147483647", "objective.kl_mask={}", "output=out/${name}"])
+def test_what_can_be_meant_is_accepted(override: str) -> None:
+    load_run(None, [override])
+
+
+def test_an_environment_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A secret of the environment would be in resolved.yaml."""
+    monkeypatch.setenv("TOKEN", "secret")
+    path = tmp_path / "run.yaml"
+    for text in ("name: ${oc.env:TOKEN}\n", "base: ${oc.env:TOKEN}\n", "data: {train: 'a/${ oc.env : TOKEN }'}\n"):
+        path.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            load_run(path)
+        assert "secret" not in str(caught.value)
+    path.write_text("name: \\${oc.env:TOKEN}\n")  # text, as dump_resolved writes it
+    assert load_run(path).name == "${oc.env:TOKEN}"
+    path.write_text(dump_resolved(load_run(path)))
+    assert load_run(path).name == "${oc.env:TOKEN}"
+
+
+def test_no_section_takes_an_infinite_number() -> None:
+    def sections(of: type[Section]) -> list[type[Section]]:
+        return [of, *(inner for each in of.__subclasses__() for inner in sections(each))]
+
+    assert len(sections(Section)) > 40
+    assert [each.__name__ for each in sections(Section) if each.model_config.get("allow_inf_nan") is not False] == []
+
+
+def load(*overrides: str) -> tuple[RunConfig, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = load_run(None, overrides)
+    return config, [str(each.message) for each in caught]
+
+
+def test_the_demonstration_is_examined_in_what_it_is_trained_in() -> None:
+    config, said = load()
+    assert (config.data.train, config.data.heldout, config.evaluate.every, said) == (
+        "builtin:addition",
+        "builtin:addition-heldout",
+        10,
+        [],
+    )
+
+
+@pytest.mark.parametrize("given", [(), ("data.heldout=null",)])
+def test_without_held_out_problems_nothing_is_evaluated_and_that_is_said(given: tuple[str, ...], tmp_path: Path) -> None:
+    config, said = load("data.train=mine.jsonl", *given)
+    assert (config.data.heldout, config.evaluate.every) == (None, 0)
+    assert len(said) == 1
+    assert said[0].startswith("no held-out problems (data.heldout): nothing is evaluated.")
+    silent, nothing = load("data.train=mine.jsonl", "evaluate.every=0", *given)
+    assert (silent.evaluate.every, nothing) == (0, [])
+    path = tmp_path / "resolved.yaml"
+    path.write_text(dump_resolved(config))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_run(path) == config
+
+
+def test_a_section_that_was_built_in_a_program_counts_as_given() -> None:
+    with pytest.warns(UserWarning, match="nothing is evaluated"):
+        config = RunConfig(data=DataConfig(train="mine.jsonl"))
+    assert (config.data.heldout, config.evaluate.every) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({"model": {"path": "models/mine"}}, True),
+        ({"model": {"path": "models/mine"}, "data": {"max_prompt_tokens": 9}}, True),
+        ({"model": {"path": "models/mine"}, "data": {"train": "builtin:addition"}}, False),
+        ({"model": {"path": "models/mine"}, "rollout": {"replay": "recorded"}}, False),
+        ({"model": {"path": "builtin:tiny"}}, False),
+        ({}, False),
+    ],
+)
+def test_ones_own_model_is_not_trained_on_sums_by_an_oversight(given: dict[str, Any], refused: bool) -> None:
+    config = RunConfig.model_validate(given)
+    if refused:
+        with pytest.raises(ValueError, match=r"data.train is not given, and model.path = models/mine is a model of your own"):
+            config.require_data()
+    else:
+        config.require_data()

@@ -38,7 +38,7 @@ NOT_WALKED = {"preset", "plugins", "mask", "penalty"}
 """What only a plugin has kinds of is tested with one, in test_checking.py."""
 
 SAME = {("ratio", '{"kind": "sequence"}'), ("ratio", '{"kind": "sequence_token"}')}
-"""Two names of one thing, wherever all tokens of a sequence weigh the same: see test_ratio.py. (field, value as JSON)."""
+"""Two names of one thing, wherever all tokens of a sequence weigh the same: see test_regions.py. (field, value as JSON)."""
 
 WITH_AUTO = {"trust_region.share", "trust_region.initial"}
 """Fields of ``auto`` bounds, refused without them; seen to act in test_every_field_of_a_clip_by_length_acts_or_is_refused."""
