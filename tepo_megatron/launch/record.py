@@ -23,8 +23,6 @@ def submission(command: list[str], source: Path = Path(__file__).parent) -> dict
 
 
 def _git_state(folder: Path) -> dict[str, Any]:
-    """Returns {} without checkout or git."""
-
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout
 

@@ -195,8 +195,6 @@ WatchedRank = tuple[Process, RankRecord | None]
 
 @dataclass(frozen=True)
 class _Hang:
-    """``processes`` are PIDs to kill."""
-
     processes: tuple[int, ...]
     sentence: str
 
@@ -324,8 +322,6 @@ def _write_report(status: Path, hang: _Hang) -> str:
 
 
 def _request_stacks(status: Path, records: Sequence[RankRecord]) -> None:
-    """Waits until no rank writes any more."""
-
     def sizes() -> list[int]:
         paths = [_stacks_path(status, record.rank) for record in records]
         return [path.stat().st_size if path.exists() else 0 for path in paths]

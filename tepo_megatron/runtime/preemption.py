@@ -224,7 +224,6 @@ def stop_signals() -> StopSignals:
 
 
 def _root_process() -> int:
-    """Returns the PID of rank 0 on this machine, or 0."""
     folder = os.environ.get(RANKS_FOLDER)
     if folder is None or os.environ.get("RANK", "0") == "0" or not PROC.exists():
         return 0

@@ -104,7 +104,6 @@ def _stop_code(error: ChildFailedError, asked: int | None) -> int | None:
 def _run_ranks(
     arguments: Sequence[str], world_size: int, folder: Path, asked: Callable[[], int | None]
 ) -> tuple[int, str, bool]:
-    """Returns the exit code, a sentence, and whether a rank was killed."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

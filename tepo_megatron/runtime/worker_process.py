@@ -306,7 +306,6 @@ class WorkerPool(ABC, Generic[W, C]):
         return time.monotonic() + self._limits.timeout_s + (_EXTRA_TIME_S if worker.concurrent else 0.0)
 
     def _wait(self, timeout_s: float) -> None:
-        """Returns at once if no worker works."""
         due = min((worker.deadline for worker in self._workers), default=float("inf"))
         patience = max(0.0, min(timeout_s, due - time.monotonic())) if due < float("inf") else 0.0
         readable = {key.data for key, _ in self._selector.select(patience)}

@@ -92,8 +92,6 @@ class _Version(BaseModel):
 
 
 class _OldLine(_Common):
-    """A line of formats 1 and 2."""
-
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     sampler_logprobs: tuple[float, ...]

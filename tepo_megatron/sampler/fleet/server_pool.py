@@ -165,7 +165,6 @@ class ServerPool:
             raise
 
     def _restart(self, servers: Sequence[Server | ExternalServer], *, stop: bool = False) -> None:
-        """May run in a thread."""
         if stop:
             for_all_at_once(servers, lambda server: server.stop())
         while servers:

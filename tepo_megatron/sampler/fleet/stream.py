@@ -98,8 +98,6 @@ class ProgressWatch:
 
 @dataclass(eq=False)
 class _Lane:
-    """A server that samples."""
-
     index: int
     client: Client
     watch: ProgressWatch

@@ -252,7 +252,6 @@ class Server:
         return [sys.executable, "-m", *start, "vllm.entrypoints.openai.api_server", *pairs, *flags, *config.extra_args]
 
     def _speculative_options(self) -> str:
-        """Uses vLLM's names."""
         config = self.config.speculative
         assert config is not None
         options: dict[str, object] = {"method": "ngram", "num_speculative_tokens": config.num_speculative_tokens}

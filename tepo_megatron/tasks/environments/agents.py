@@ -314,8 +314,6 @@ def _key_of(request: web.Request) -> str:
 
 
 class _Connection(asyncio.Protocol):
-    """Passes all events of a connection on to aiohttp's handler."""
-
     def __init__(self, handler: asyncio.Protocol, strangers: Strangers) -> None:
         self._handler, self._strangers = handler, strangers
         self._transport: asyncio.BaseTransport | None = None

@@ -177,7 +177,6 @@ def _is_call(item: Any) -> bool:
 
 
 def _take(queue: SimpleQueue[Any], wait_s: float) -> list[Any]:
-    """Returns all that is there, after at most ``wait_s``."""
     results = []
     with suppress(Empty):
         results.append(queue.get(timeout=wait_s))
@@ -246,7 +245,6 @@ class _Handler(BaseHTTPRequestHandler):
         return int(length) if length.isdecimal() and len(length) < 20 else None
 
     def _refuse(self, status: int, sentence: str) -> None:
-        """The rest of the request is not read."""
         self.close_connection = True
         self._reply(status, {"error": sentence})
 

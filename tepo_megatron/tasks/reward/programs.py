@@ -163,7 +163,6 @@ class StackMachine:
 
 
 def _execute(instruction: str, stack: list[int], inputs: Sequence[int]) -> Sequence[int]:
-    """Takes values from the stack and returns those to push."""
     if instruction in _INPUTS:
         if _INPUTS.index(instruction) >= len(inputs):
             raise ValueError(f"there is no input {instruction}")

@@ -71,7 +71,6 @@ class _Verifier:
 
 
 def _scoring(setup: Mapping[str, Any], limits: WorkerLimits, custom: Any) -> tuple[Callable[..., Any], bool]:
-    """Returns the function, and whether it scores groups. Raises ValueError."""
     name, kwargs = setup["verifier"], setup["kwargs"]
     verifier = load_verifier(name) if custom is None else custom
     if getattr(verifier, "runs_code", False) and not setup["run_code"]:
