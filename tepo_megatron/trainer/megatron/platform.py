@@ -6,6 +6,7 @@ On a CPU Megatron-Core is patched (docs/decisions/005-cpu-patches.md).
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -216,13 +217,13 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
         store = rank_store(world, timeout) if "RANK" in os.environ else dist.HashStore()  # type: ignore[attr-defined]
         rank = int(os.environ.get("RANK", 0))
         dist.init_process_group(platform.backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    ranks = split_world(config)
+    ranks = split_world(config, timeout=timeout)
     with platform.megatron():
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return ranks
 
 
-def split_world(config: ParallelConfig, *, gloo: bool = True) -> Ranks:
+def split_world(config: ParallelConfig, *, gloo: bool = True, timeout: timedelta = _TIMEOUT) -> Ranks:
     """Makes Megatron's groups of the ranks in torch's world. Every rank calls."""
     parallel_state.initialize_model_parallel(
         config.tp,
@@ -231,6 +232,7 @@ def split_world(config: ParallelConfig, *, gloo: bool = True) -> Ranks:
         context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep,
         expert_tensor_parallel_size=config.etp,
+        distributed_timeout_minutes=math.ceil(timeout / timedelta(minutes=1)),  # Megatron's own is 30
         create_gloo_process_groups=gloo,
     )
     return Ranks(

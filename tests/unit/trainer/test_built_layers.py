@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -25,17 +26,20 @@ KERNELS = [(kind, wgrad) for kind in ("te", "local") for wgrad in (False, True)]
 
 
 def look(rank: int, world: int) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
     from tepo_megatron.trainer.megatron import platform
 
     warnings.filterwarnings("ignore")
     cpu = platform.select_platform(EngineConfig(platform="cpu"))
-    ranks = platform.initialize(RunConfig().engine.parallel, cpu, seed=0)
+    ranks = platform.initialize(RunConfig().engine.parallel, cpu, seed=0, timeout=timedelta(hours=2))
     with cpu.megatron():
         return {
             "parameters": {name: tuple(param.shape) for name, param in build(cpu, ranks, {}, {}).named_parameters()},
             "recipes": {recipe: seen_in_a_forward(cpu, ranks, recipe) for recipe in RECIPES},
             "refusals": {kernels: refusal_of_a_linear(*kernels) for kernels in KERNELS},
             "swiglu": {kind: swiglu(kind) for kind in ("te", "local")},
+            "timeout": parallel_state.get_tensor_model_parallel_group()._get_backend(torch.device("cpu")).options._timeout,
         }
 
 
@@ -138,6 +142,11 @@ def test_parameters_are_where_the_bridge_looks_for_them(seen: dict[str, Any]) ->
     """Those of Transformer Engine's layers: test_te_layouts.py."""
     (layout,) = megatron_ranks(SPEC, MegatronParallel())
     assert seen["parameters"] == dict(layout.params)
+
+
+def test_megatrons_groups_wait_as_long_as_the_world(seen: dict[str, Any]) -> None:
+    """The watch must report a rank that hangs before a group gives up; Megatron's own limit is 30 minutes."""
+    assert seen["timeout"] == timedelta(hours=2)
 
 
 def test_fp8_is_for_the_linears_of_the_layers_and_not_for_the_head(seen: dict[str, Any]) -> None:
