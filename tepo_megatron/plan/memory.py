@@ -49,7 +49,18 @@ def is_colocated(config: RunConfig) -> bool:
 
 
 @dataclass(frozen=True)
-class RankMemory:
+class _Terms:
+    @property
+    def terms(self) -> dict[str, float]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def total(self) -> float:
+        return sum(self.terms.values())
+
+
+@dataclass(frozen=True)
+class RankMemory(_Terms):
     """Bytes at the peak of an optimizer step, on a rank of one pipeline stage."""
 
     weights: float
@@ -63,26 +74,14 @@ class RankMemory:
     context: float
     server: float
 
-    @property
-    def total(self) -> float:
-        return sum(self.terms.values())
-
-    @property
-    def terms(self) -> dict[str, float]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
 
 @dataclass(frozen=True)
-class HostMemory:
+class HostMemory(_Terms):
     process: float
     states: float
     turns: float  # what leaves the GPU for colocated servers
     staged: float
     routes: float
-
-    @property
-    def total(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self))
 
 
 class TrainingRanks:

@@ -243,12 +243,8 @@ def pipeline_stages_of(spec: ModelSpec, parallel: _TrainerSizes) -> _Stages:
     try:
         return pipeline_stages(spec.num_layers, parallel.pp, chunks=parallel.vpp, first=first, last=last)
     except ValueError as error:
-        settings = {
-            "pp": parallel.pp,
-            "vpp": parallel.vpp if parallel.vpp > 1 else None,
-            "num_layers_in_first_pipeline_stage": first,
-            "num_layers_in_last_pipeline_stage": last,
-        }
+        names = ("pp", "vpp", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+        settings = {name: getattr(parallel, name) for name in names if name != "vpp" or parallel.vpp > 1}
         shown = ", ".join(f"{name} = {value}" for name, value in settings.items() if value is not None)
         raise ValueError(f"engine.parallel does not fit the model with {shown}: {error}") from None
 

@@ -5,7 +5,6 @@ CUDA itself: tests/gpu.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -38,8 +37,7 @@ class Memory:
     """Handles are numbers of storages of this process. ``corrupt``: the first synchronized copy loses a bit."""
 
     def __init__(self, location: dict[str, str] | None = None) -> None:
-        self.storages: dict[int, torch.UntypedStorage] = {}
-        self.numbers = itertools.count()
+        self.storages: list[torch.UntypedStorage] = []
         self.where = location or {"host": "h", "gpu": "g"}
         self.corrupt = False
 
@@ -47,9 +45,8 @@ class Memory:
         return self.where
 
     def export(self, slots: Tensor) -> dict[str, Any]:
-        number = next(self.numbers)
-        self.storages[number] = slots.untyped_storage()
-        return {"number": number}
+        self.storages.append(slots.untyped_storage())
+        return {"number": len(self.storages) - 1}
 
     def open(self, handle: dict[str, Any], device: torch.device) -> torch.UntypedStorage:
         return self.storages[handle["number"]]
@@ -57,7 +54,7 @@ class Memory:
     def synchronize(self, device: torch.device) -> None:
         if self.corrupt:
             self.corrupt = False
-            torch.empty(0, dtype=torch.uint8).set_(next(iter(self.storages.values())))[5] ^= 1
+            torch.empty(0, dtype=torch.uint8).set_(self.storages[0])[5] ^= 1
 
 
 def enter(box: Any, store: Any, member: Member, memory: Memory) -> IpcGroup:

@@ -16,8 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
+from tepo_megatron.weights.transfer.transport import Rendezvous
 from tepo_megatron.weights.transfer.transports import nccl
 from tepo_megatron.weights.transfer.transports.nccl import NcclGroup
 from tests.support.programs import TIMEOUT_S
@@ -155,23 +157,10 @@ class FakeProcessGroup:
         return call
 
 
-class FakeRendezvous:
-    """Stands in for the store, and knows whether somebody has left."""
-
-    def __init__(self) -> None:
-        self.left = threading.Event()
-
-    def member_left(self) -> bool:
-        return self.left.is_set()
-
-    def announce_departure(self) -> None:
-        self.left.set()
-
-
 def groups(world: int, fabric: Fabric, *, timeout_s: float = TIMEOUT_S) -> list[NcclGroup]:
-    rendezvous = FakeRendezvous()
+    rendezvous = Rendezvous(HashStore(), world, timeout_s)
     made = [FakeProcessGroup(fabric, rank) for rank in range(world)]
-    return [NcclGroup(group, group.abort, rendezvous, CPU, timeout_s) for group in made]  # type: ignore[arg-type]
+    return [NcclGroup(group, group.abort, rendezvous, CPU, timeout_s) for group in made]
 
 
 @settings(max_examples=15, deadline=None)
@@ -223,12 +212,12 @@ def test_a_failure_within_a_round_closes_the_group_call() -> None:
 
 
 def test_connecting_ends_when_a_member_leaves_or_is_late() -> None:
-    never, rendezvous = threading.Event(), FakeRendezvous()
+    never, rendezvous = threading.Event(), Rendezvous(HashStore(), 2, TIMEOUT_S)
     with pytest.raises(RuntimeError, match=r"within 0.1 s"):
-        nccl._run_with_timeout(0.1, lambda: never.wait(TIMEOUT_S) and None, rendezvous)  # type: ignore[arg-type]
+        nccl._run_with_timeout(0.1, lambda: never.wait(TIMEOUT_S) and None, rendezvous)
     with pytest.raises(OSError, match="refused"):
-        nccl._run_with_timeout(TIMEOUT_S, lambda: (_ for _ in ()).throw(OSError("refused")), rendezvous)  # type: ignore[arg-type]
+        nccl._run_with_timeout(TIMEOUT_S, lambda: (_ for _ in ()).throw(OSError("refused")), rendezvous)
     rendezvous.announce_departure()
     with pytest.raises(RuntimeError, match="a member left while NCCL connected"):
-        nccl._run_with_timeout(TIMEOUT_S, lambda: never.wait(TIMEOUT_S) and None, rendezvous)  # type: ignore[arg-type]
+        nccl._run_with_timeout(TIMEOUT_S, lambda: never.wait(TIMEOUT_S) and None, rendezvous)
     never.set()
