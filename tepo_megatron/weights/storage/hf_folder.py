@@ -80,6 +80,7 @@ def write_model(
         for batch in tensor_batches(cast, shard_bytes):
             written.append({name: tensor.nbytes for name, tensor in batch.items()})
             _save(batch, partial / _PART.format(len(written)))
+            batch.clear()
         for number in range(1, len(written) + 1):
             (partial / _PART.format(number)).rename(partial / model_file_name(number, len(written)))
         write_index(partial, written)

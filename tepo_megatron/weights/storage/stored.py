@@ -223,7 +223,7 @@ def batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Itera
 
 
 def tensor_batches(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Yields tensors on the CPU."""
+    """Yields tensors on the CPU. Clear each batch, or two of them are in memory."""
     on_cpu = ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors)
     return map(dict, batches(on_cpu, lambda named: named[1].nbytes, limit))
 
@@ -249,6 +249,7 @@ def write_boxes(
                 written.files[name] = _write_file(folder, name, batch, metadata)
             except OSError as error:
                 written.error = f"{folder / name}: {describe_os_error(error)}"
+        batch.clear()
     return written
 
 
