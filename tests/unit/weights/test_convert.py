@@ -328,20 +328,24 @@ def test_a_layout_that_does_not_fit_is_refused(model: Path, tmp_path: Path, spli
 # -- folders that a run reads and writes
 
 
-def test_every_wrong_tensor_is_named_at_once_and_nothing_is_loaded(tmp_path: Path) -> None:
+def test_a_whole_model_is_loaded_and_of_another_every_wrong_tensor_is_named_at_once(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", shard_bytes=2**20)
     tensors = all_tensors(model)
+    layout = megatron_layout(read_model_spec(model), MegatronParallel(), 0)
+    params = {name: torch.full(shape, 7.0) for name, shape in layout.params.items()}
+    load_into(model, layout, params)
+    for shard in layout.shards:
+        assert torch.equal(params[shard.param][shard.param_box.slices], tensors[shard.tensor][shard.box.slices])
+    loaded = {name: param.clone() for name, param in params.items()}
     del tensors["model.norm.weight"]
     changed = {"model.layers.1.mlp.up_proj.weight": torch.zeros(3, 12), "model.layers.9.extra.weight": torch.zeros(2)}
     save_file(tensors | changed, model / "model.safetensors")
-    layout = megatron_layout(read_model_spec(model), MegatronParallel(), 0)
-    params = {name: torch.full(shape, 7.0) for name, shape in layout.params.items()}
     with pytest.raises(ValueError, match="does not hold the model") as caught:
         load_into(model, layout, params)
     assert "missing: model.norm.weight" in str(caught.value)
     assert "unexpected: model.layers.9.extra.weight" in str(caught.value)
     assert "misshapen: model.layers.1.mlp.up_proj.weight is (3, 12), config.json makes it (8, 12)" in str(caught.value)
-    assert all((param == 7).all() for param in params.values())
+    assert all(torch.equal(param, loaded[name]) for name, param in params.items())
 
 
 def test_a_model_that_cannot_be_written_leaves_what_was_there_and_nothing_half_written(model: Path, tmp_path: Path) -> None:

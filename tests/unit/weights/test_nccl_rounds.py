@@ -213,11 +213,15 @@ def test_a_failure_within_a_round_closes_the_group_call() -> None:
 
 def test_connecting_ends_when_a_member_leaves_or_is_late() -> None:
     never, rendezvous = threading.Event(), Rendezvous(HashStore(), 2, TIMEOUT_S)
+
+    def hang() -> None:
+        never.wait(TIMEOUT_S)
+
     with pytest.raises(RuntimeError, match=r"within 0.1 s"):
-        nccl._run_with_timeout(0.1, lambda: never.wait(TIMEOUT_S) and None, rendezvous)
+        nccl._run_with_timeout(0.1, hang, rendezvous)
     with pytest.raises(OSError, match="refused"):
         nccl._run_with_timeout(TIMEOUT_S, lambda: (_ for _ in ()).throw(OSError("refused")), rendezvous)
     rendezvous.announce_departure()
     with pytest.raises(RuntimeError, match="a member left while NCCL connected"):
-        nccl._run_with_timeout(TIMEOUT_S, lambda: never.wait(TIMEOUT_S) and None, rendezvous)
+        nccl._run_with_timeout(TIMEOUT_S, hang, rendezvous)
     never.set()
