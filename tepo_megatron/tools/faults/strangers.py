@@ -61,7 +61,7 @@ def _write_to_store(port: int, proof: Path, runs_code: bool) -> bool:
     value = f"cposix\nsystem\n(S'touch {proof}'\ntR.".encode() if runs_code else b"stranger"
     names = ["tepo_stranger", "torch.rendezvous.state", "/torch.rendezvous.state"] if runs_code else ["tepo_stranger"]
     try:
-        patience = datetime.timedelta(seconds=10)
+        patience = datetime.timedelta(seconds=PATIENCE_S / 3)
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=patience)
         for name in names:
             store.set(name, value)  # type: ignore[arg-type]  # bytes are taken, too
