@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def sequence_sum(values_T: Tensor, sequence_index_T: Tensor, num_sequences: int) -> Tensor:
-    return values_T.new_zeros(num_sequences).index_add(0, sequence_index_T, values_T)
+    # A GPU adds in any order: in fp32 the ranks of a tensor-parallel group could differ by a bit, and so about what is clipped.
+    dtype = torch.float64 if values_T.is_floating_point() else values_T.dtype
+    sums_S = values_T.new_zeros(num_sequences, dtype=dtype).index_add(0, sequence_index_T, values_T.to(dtype))
+    return sums_S.to(values_T.dtype)
 
 
 def _prefix_sum(values_T: Tensor, sequence_index_T: Tensor) -> Tensor:

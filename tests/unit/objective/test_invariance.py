@@ -11,6 +11,7 @@ from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.checking import RULES, Step
 from tepo_megatron.core.objective.compose import build_objective
+from tepo_megatron.core.objective.ratio import sequence_sum
 from tests.support.objective_batches import make_batch, masks, whole
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -71,3 +72,14 @@ def test_no_mean_of_means():
     _, (gradient, _), *_ = whole(objective, batch, scores)
     weight = gradient.abs() / objective.advantages(batch).abs()[batch.sequence_index_T]
     torch.testing.assert_close(weight, torch.full((4,), 0.25, dtype=torch.float64))
+
+
+@given(seed=st.integers(0, 2**31), sequences=st.integers(1, 20), tokens=st.integers(1, 3000))
+def test_the_order_of_adding_does_not_change_a_sequences_sum(seed: int, sequences: int, tokens: int) -> None:
+    """A GPU adds by atomics, in any order; the ranks of a tensor-parallel group must agree about what is clipped."""
+    generator = torch.Generator().manual_seed(seed)
+    values_T, order = torch.randn(tokens, generator=generator) * 0.03, torch.randperm(tokens, generator=generator)
+    index_T = torch.randint(0, sequences, (tokens,), generator=generator)
+    sums_S = sequence_sum(values_T, index_T, sequences)
+    assert sums_S.dtype == torch.float32
+    assert torch.equal(sums_S, sequence_sum(values_T[order], index_T[order], sequences))
