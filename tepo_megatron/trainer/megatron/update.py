@@ -88,7 +88,9 @@ def _reduce(
         names = list(results[0]["metrics"])
         # (sum, count) pairs; the loss is put in twice. Tensor- and context-parallel ranks agree already.
         pairs = [pair for micro in results for pair in [(micro["loss"], micro["loss"]), *micro["metrics"].values()]]
-        values = torch.stack([torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in pair]) for pair in pairs])
+        values = torch.stack(
+            [torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in pair]) for pair in pairs]
+        )
         values = values.view(len(results), 1 + len(names), 2).sum(0)
         group = parallel_state.get_data_parallel_group()
         dist.all_reduce(values, group=group)
@@ -99,7 +101,7 @@ def _reduce(
         extrema = {}
         for name in results[0]["extrema"]:
             largest = name.endswith("/max")
-            values_of_rank = torch.stack([torch.as_tensor(micro["extrema"][name]) for micro in results])
+            values_of_rank = torch.stack([torch.as_tensor(micro["extrema"][name], device=device) for micro in results])
             value = values_of_rank.max() if largest else values_of_rank.min()
             dist.all_reduce(value, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN, group=group)
             extrema[name] = float(value)
