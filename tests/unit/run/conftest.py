@@ -26,7 +26,7 @@ from tepo_megatron.run.output.output import Output
 from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.trainer.protocol import UpdateResult
+from tepo_megatron.trainer.protocol import UpdateResult, trainer_kind
 from tests.support.reference_sampler import ReferenceSampler, ReferenceStream
 from tests.support.reference_trainer import ReferenceCheckpoints, ReferenceTrainer
 
@@ -273,7 +273,7 @@ def few_problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference_run(tmp_path: Path, few_problems: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ReferenceRun]:
     """Makes a run of two steps of two groups of two, changed by settings (sections or dotted names) and planted faults."""
     current: list[ReferenceRun] = []
-    monkeypatch.setattr(training, "make_trainer", lambda config, model_dir, **_: _Trainer(current[-1], model_dir))
+    monkeypatch.setattr(trainer_kind(), "make_trainer", lambda config, model_dir, **_: _Trainer(current[-1], model_dir))
     monkeypatch.setattr(rank0_module, "make_sampler", lambda config, **options: _Sampler(current[-1], config, **options))
     monkeypatch.setattr(Progress, "message", lambda self, text: current[-1].said.append(text))
 
