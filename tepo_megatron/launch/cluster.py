@@ -1,4 +1,4 @@
-"""Checks, files, states and logs of a run on a cluster."""
+"""Checks, files, states and logs of a cluster's run."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _QUERIES = (
 
 @dataclass(frozen=True)
 class ClusterRun:
-    """Commands go through the tunnel, to the cluster or to this machine."""
+    """Commands go through the tunnel, to the cluster or this machine."""
 
     config: RunConfig
     tunnel: Tunnel
 
     def check(self) -> None:
-        """Raises ValueError for a missing file, image or checkpoint, and for an output folder in use."""
+        """Raises ValueError for a missing file, image or checkpoint, or an output folder in use."""
         self._check_files()
         self._check_images()
         self._check_output()

@@ -1,4 +1,4 @@
-"""A job's absolute paths, and a shell script for each of its roles."""
+"""A job's absolute paths, and a shell script per role."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ValueChange = Callable[[str, Any], Any]  # (field such as data.train[1].verifie
 
 @dataclass(frozen=True)
 class Role:
-    """``script`` runs once on each node; ``arguments`` are its words of the shell."""
+    """``script`` runs once per node; ``arguments`` are its shell words."""
 
     name: str
     first_node: int
@@ -37,9 +37,9 @@ class Role:
 
 
 def on_nodes(config: RunConfig) -> RunConfig:
-    """Makes paths absolute; external servers get nodes of their own.
+    """Makes paths absolute and gives external servers nodes of their own.
 
-    Raises ValueError for a relative path through ssh, and for a space in the output's path.
+    Raises ValueError for a relative path through ssh, and a space in the output's path.
     """
     config = _with_absolute_paths(config)
     output = config.output
@@ -137,7 +137,7 @@ class Job:
 
     @property
     def warning_lead_s(self) -> int:
-        """Returns the time from SIGUSR1 to Slurm's limit."""
+        """Seconds from SIGUSR1 to Slurm's limit."""
         return math.ceil(self.config.train.warning_s) + _JOB_END_S
 
     @property

@@ -1,4 +1,4 @@
-"""Submits and follows a job through NeMo-Run: one allocation, one ``srun`` per role. When a role ends, the job ends."""
+"""Submits and follows a job through NeMo-Run: one allocation, one ``srun`` per role; it ends with its first role."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _QUIET: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Scripts:
-    """``sbatch`` is empty without Slurm. ``roles``: file name below OUT/launch → text."""
+    """``sbatch`` is empty without Slurm; ``roles``: file name in OUT/launch → text."""
 
     sbatch: str
     roles: dict[str, str]

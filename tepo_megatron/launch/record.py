@@ -1,6 +1,6 @@
-"""Records git state, command and versions of a job.
+"""Records a job's git state, command and versions.
 
-``python -m tepo_megatron.launch.record FILE [DISTRIBUTION...]`` fails if one of the distributions is not installed.
+``python -m tepo_megatron.launch.record FILE [DISTRIBUTION...]`` fails if a distribution is not installed.
 """
 
 from __future__ import annotations

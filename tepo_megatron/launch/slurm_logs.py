@@ -8,7 +8,7 @@ from nemo_run.core.execution.slurm import SlurmJobDetails
 
 @dataclass(kw_only=True)
 class JobLogs(SlurmJobDetails):  # type: ignore[misc]  # NeMo-Run's types are not followed
-    """Writes ``slurm-JOB.out`` for the batch script, ``ROLE-JOB.RESTART-nodeN.log`` for each node of a role."""
+    """Writes ``slurm-JOB.out`` for the batch script, ``ROLE-JOB.RESTART-nodeN.log`` per role's node."""
 
     role: str = ""
 

@@ -1,4 +1,4 @@
-"""Bytes on a training rank's GPU and host (docs/reference/plan.md). T tokens of a micro-batch on this rank."""
+"""Bytes on a training rank's GPU and host (docs/reference/plan.md)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _Terms:
 
 @dataclass(frozen=True)
 class RankMemory(_Terms):
-    """Bytes at the peak of an optimizer step, on a rank of one pipeline stage."""
+    """Bytes at the peak of an optimizer step."""
 
     weights: float
     gradients: float
@@ -85,7 +85,7 @@ class HostMemory(_Terms):
 
 
 class TrainingRanks:
-    """Memory of the ranks that train ``spec`` by ``config``. ``stage`` is a pipeline stage."""
+    """``stage`` is a pipeline stage."""
 
     def __init__(self, spec: ModelSpec, config: RunConfig) -> None:
         self.spec, self.config = spec, config
@@ -143,7 +143,7 @@ class TrainingRanks:
 
     @property
     def token_multiple(self) -> int:
-        """Applies to the tokens of all context-parallel ranks together."""
+        """Applies to all context-parallel ranks together."""
         cp, share = self._parallel.cp, self._sequence_split * _FP8_TOKENS[self.config.engine.fp8.recipe]
         return cp * math.lcm(2, share) if cp > 1 else share
 
@@ -160,7 +160,6 @@ class TrainingRanks:
         return -(-(-(-tokens // self.token_multiple) * self.token_multiple) // self._parallel.cp)
 
     def memory(self, stage: int, *, longest: int, step_tokens: float) -> RankMemory:
-        """``longest``: tokens of the longest sequence."""
         spec, config, parallel, b = self.spec, self.config, self._parallel, self._element
         count, trained = self.split.in_stage(stage).total, self._trained(stage)
         adapters = trained.total if config.model.lora is not None else 0
@@ -188,7 +187,6 @@ class TrainingRanks:
         )
 
     def _communicators(self) -> int:
-        """Counts groups of more than one rank, at the end of the pipeline."""
         spec, config, parallel, split = self.spec, self.config, self._parallel, self.split
         copies = parallel.cp * parallel.dp
         apart = config.rollout.replay is None and config.rollout.server.placement != "colocated"
@@ -245,7 +243,7 @@ class TrainingRanks:
         return in_flight * (tokens * retained) + tokens * recomputed + final_norm
 
     def _head_or_layer(self, stage: int, tokens: int) -> tuple[float, float]:
-        """Returns (logits, transient) in bytes for the head, or an MLP if that needs more."""
+        """Returns bytes of logits and transient, of the head or a larger MLP."""
         spec, parallel, b = self.spec, self._parallel, self._element
         hidden, mlp = spec.hidden_size, spec.ffn_size / (self.split.expert_tp if spec.experts else parallel.tp)
         gathered = b * tokens * hidden
@@ -296,7 +294,6 @@ class TrainingRanks:
 
     @property
     def rank_checkpoint_bytes(self) -> float:
-        """Returns the bytes of the rank that has most."""
         return 12 * max(self.owned_weights(stage) for stage in range(self._parallel.pp))
 
     def host_memory(self, stage: int, memory: RankMemory, *, step_tokens: float) -> HostMemory:
@@ -313,13 +310,13 @@ class TrainingRanks:
         return step_tokens * self.spec.route_bytes if self.config.rollout.server.routing_replay else 0
 
     def root_routes(self, step_tokens: float) -> float:
-        """Rank 0 also holds routes of rollouts, and of steps sampled ahead."""
+        """Rank 0 also holds routes of rollouts and of steps sampled ahead."""
         train = self.config.train
         ahead = train.max_staleness + 1 if train.schedule == "overlap" else 0
         return (1 + ahead) * self._step_routes(step_tokens)
 
     def host_problem(self, hosts: Collection[HostMemory], step_tokens: float) -> str | None:
-        """``hosts``: of a rank, by stage. Returns a sentence if a node's memory is too small."""
+        """``hosts`` are by stage. Returns a sentence if a node's memory is too small."""
         cluster = self.config.cluster
         ranks, root = min(self._parallel.world_size, cluster.gpus_per_node), self.root_routes(step_tokens)
         most = ranks * max(host.total for host in hosts) + root

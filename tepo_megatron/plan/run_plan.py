@@ -51,12 +51,11 @@ class Plan:
 
     @property
     def stage_parameters(self) -> tuple[int, ...]:
-        """Parameters of one rank of each pipeline stage."""
+        """Counts one rank's parameters, by pipeline stage."""
         return tuple(count.total for count in self.ranks.split.stages())
 
     @cached_property
     def stages(self) -> tuple[RankMemory, ...]:
-        """Memory of one rank of each pipeline stage."""
         stages = range(self.config.engine.parallel.pp)
         longest, tokens = self.lengths.longest, self._step_tokens
         return tuple(self.ranks.memory(stage, longest=longest, step_tokens=tokens) for stage in stages)
@@ -90,7 +89,6 @@ class Plan:
 
     @cached_property
     def problems(self) -> tuple[str, ...]:
-        """Reasons why the run cannot start."""
         return tuple(self._problems())
 
     @property
@@ -134,7 +132,6 @@ class Plan:
             )
 
     def _suggest(self, usable: float) -> str:
-        """Changes one or two knobs, or adds nodes. Changes that compute the same come first, then the fastest."""
         knobs = list(_knobs(self.config, self.spec, self.lengths.longest))
         for groups in ([(knob,) for knob in knobs], combinations(knobs, 2), [(knob,) for knob in _more_nodes(self.config)]):
             changes = [
@@ -153,7 +150,6 @@ class Plan:
         return f"{why}; use larger GPUs or a smaller model"
 
     def _changed(self, values: _Settings) -> Plan | None:
-        """Returns None if a run with these settings is impossible."""
         raw = self.config.model_dump()
         for path, value in values.items():
             *sections, name = path.split(".")
@@ -174,9 +170,9 @@ class Plan:
 
 
 def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Plan:
-    """``prompt_tokens`` and ``response_tokens`` are mean lengths (default: half the longest).
+    """``prompt_tokens`` and ``response_tokens`` are means (default: half the longest).
 
-    Raises ValueError for a run that cannot be laid out. If it does not fit, ``Plan.problems`` states why.
+    Raises ValueError for a run that cannot be laid out; if it does not fit, ``Plan.problems`` says why.
     """
     check_placement(config)
     spec, substitute = resolve_spec(config.model.path)

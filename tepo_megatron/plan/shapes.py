@@ -1,4 +1,4 @@
-"""Shapes of known models, and their numbers of parameters: of a whole model, and of a training rank."""
+"""Shapes of known models, and parameter counts of a model and of a training rank."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ KNOWN_MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(
 
 
 def resolve_spec(source: str, field: str = "model.path") -> tuple[ModelSpec, str | None]:
-    """Returns also the assumption made if the folder is missing. Raises ValueError for an unknown model."""
+    """Also returns the assumption about a missing folder. Raises ValueError for an unknown model."""
     folder = Path(source).expanduser()
     if source.startswith("builtin:"):
         folder = Path(str(files("tepo_megatron.tasks.data").joinpath("builtin", source.removeprefix("builtin:"))))
@@ -85,13 +85,13 @@ def _trained_tensors(spec: ModelSpec, lora: LoraConfig | None = None) -> Mapping
 
 @lru_cache(maxsize=64)
 def model_parameters(spec: ModelSpec, lora: LoraConfig | None = None) -> int:
-    """Without padding; with ``lora`` those of its adapters."""
+    """Excludes padding; counts adapters alone with ``lora``."""
     return sum(map(math.prod, _trained_tensors(spec, lora).values()))
 
 
 @lru_cache(maxsize=64)
 def active_parameters(spec: ModelSpec) -> int:
-    """Without experts that are not chosen."""
+    """Excludes experts that are not chosen."""
     if spec.experts is None:
         return model_parameters(spec)
     experts = sum(math.prod(shape) for name, shape in _trained_tensors(spec).items() if ".experts." in name)
@@ -130,9 +130,9 @@ def _layer_parameters(
 
 @dataclass(frozen=True)
 class ModelSplit:
-    """A rank's parameters, by pipeline stage; with ``lora`` its adapters' parameters.
+    """A rank's parameters, by pipeline stage; with ``lora`` its adapters'.
 
-    Raises ValueError if the layers do not fit the stages, or for LoRA targets that match nothing.
+    Raises ValueError if the layers do not fit the stages, or LoRA targets match nothing.
     """
 
     spec: ModelSpec
@@ -153,7 +153,7 @@ class ModelSplit:
 
     @property
     def vocabulary(self) -> int:
-        """Returns a rank's part, with padding."""
+        """Counts a rank's embedding weights, with padding."""
         return self.spec.padded_vocab_size(self.parallel.tp) // self.parallel.tp * self.spec.hidden_size
 
     def in_layers(self, stage: int, lora: LoraConfig | None = None) -> ParameterCount:

@@ -39,7 +39,7 @@ def plan_notes(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> list
 
 
 def plan_json(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> str:
-    """Bytes, tokens, FLOPs and seconds. ``exact`` is the result of ``check_exact``."""
+    """Sizes are bytes, tokens, FLOPs and seconds. ``exact``: see ``check_exact``."""
     result: dict[str, Any] = {
         "name": plan.config.name,
         "model": asdict(plan.spec),

@@ -1,4 +1,4 @@
-"""Estimates of one step: FLOPs, seconds, a vLLM worker's memory, and the traffic of a weight sync."""
+"""Estimates a step's FLOPs and seconds, a vLLM worker's memory, and a weight sync's traffic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VLLM_WORKSPACE = 3 * GIB  # largest prefill and CUDA graphs of a worker: an ass
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """Bytes on one worker. ``capacity`` in tokens, ``concurrency_…`` in sequences."""
+    """Sizes are bytes, ``capacity`` tokens, ``concurrency_…`` sequences."""
 
     weights: float
     draft: float  # 0 without a draft model, or if its shape is unknown
@@ -33,7 +33,6 @@ class ServerMemory:
 
     @classmethod
     def of(cls, spec: ModelSpec, config: RunConfig, *, longest: int, mean: float) -> ServerMemory:
-        """``longest`` and ``mean``: tokens of prompt and response."""
         server, b = config.rollout.server, _server_bytes(config)
         quantised = linear_parameters(spec) if server.quantization != "none" else 0  # their scales are negligible
         weights = (b * model_parameters(spec) - (b - 1) * quantised) / server.tp
@@ -77,7 +76,7 @@ class _LinkTraffic:
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """Traffic is in bytes; ``imbalance`` is the sources' largest load over the mean."""
+    """Traffic is in bytes; ``imbalance`` is the sources' largest load over their mean."""
 
     sources: int
     destinations: int
@@ -92,7 +91,7 @@ class PlanSummary:
 
 @dataclass(frozen=True)
 class Links:
-    """Rates are in 10⁹ bytes/s per GPU and direction. Unless ``shared``, workers have nodes of their own."""
+    """Rates are in 10⁹ bytes/s per GPU and direction. Unless ``shared``, workers have their own nodes."""
 
     gpus_per_node: int = 8
     nvlink_gb_per_s: float = 450.0
@@ -130,7 +129,6 @@ class Links:
 
 
 def _ends(pairs: Counter[tuple[int, int]]) -> tuple[Counter[int], Counter[int]]:
-    """Returns bytes by source, and by destination."""
     sent, received = Counter[int](), Counter[int]()
     for (source, destination), size in pairs.items():
         sent[source] += size
@@ -167,7 +165,7 @@ def _server_bytes(config: RunConfig) -> int:
 
 
 def draft_spec(config: RunConfig) -> tuple[ModelSpec | None, str | None]:
-    """Returns the shape, or why it is unknown. vLLM supports models that the trainer does not."""
+    """Returns the shape, or why it is unknown. vLLM supports more models than the trainer."""
     speculative = config.rollout.server.speculative
     if speculative is None or speculative.draft_model is None:
         return None, None
@@ -183,7 +181,7 @@ def _kv_bytes_per_token(spec: ModelSpec, tp: int, element: int) -> float:
 
 
 def _link_rate(cluster: ClusterConfig, *, across: bool) -> float:
-    """Returns bytes per second within a node, or ``across`` nodes."""
+    """Returns bytes per second."""
     return (cluster.network_gb_per_s if across else cluster.nvlink_gb_per_s) * 1e9 * cluster.link_efficiency
 
 
@@ -202,7 +200,7 @@ _ADAM_BANDWIDTH = 0.7  # share of a GPU's memory bandwidth: an assumption
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens; ``longest``: of prompt and response together."""
+    """Numbers of tokens; ``longest``: of prompt and response together."""
 
     prompt: float
     response: float
@@ -258,7 +256,7 @@ class StepTime:
         sync: SyncTraffic | None,
         hosts: Sequence[HostMemory],
     ) -> StepTime:
-        """Counts 3 forward passes plus recomputation in training, 1 in scoring (2 with a reference), 1 in generation."""
+        """Counts forward passes: 3 plus recomputation in training, 1 in scoring (2 with a reference), 1 in generation."""
         spec, config = ranks.spec, ranks.config
         cluster, parallel, rollout = config.cluster, config.engine.parallel, config.rollout
         sequences = rollout.prompts_per_step * rollout.samples_per_prompt
@@ -306,7 +304,7 @@ class StepTime:
 
     @property
     def trainer_seconds(self) -> float:
-        """Without the servers' part, checkpoints and rank 0's packing."""
+        """Excludes servers, checkpoints and rank 0's packing."""
         return self.score + self.train + self.exchange + self.adam + self.turns
 
     def schedules(self, *, is_colocated: bool) -> list[ScheduleTime]:
@@ -334,7 +332,7 @@ def _stage_imbalance(ranks: TrainingRanks) -> float:
 
 
 def _exposed_seconds(ranks: TrainingRanks, tokens: float) -> tuple[float, float]:
-    """Activations move 4 times forward, 6 times backward per layer; 2 of these are hidden."""
+    """A layer's activations move 4 times forward, 6 backward; 2 are hidden."""
     parallel, cluster = ranks.config.engine.parallel, ranks.config.cluster
     share = tokens / (parallel.dp * parallel.cp)  # that a rank sees
     activations = ELEMENT_BYTES[ranks.config.model.dtype] * ranks.spec.hidden_size * share
@@ -375,7 +373,7 @@ def _save(ranks: TrainingRanks) -> float:
 
 
 def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefill: float, decode: float) -> float:
-    """A wave reads weights once per position of its longest response, keys and values once per token."""
+    """A wave reads weights once per position of its longest response, keys and values per token."""
     cluster, rollout = config.cluster, config.rollout
     if rollout.replay is not None:
         return 0.0

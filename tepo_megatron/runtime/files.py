@@ -15,7 +15,7 @@ def partial_path(path: Path) -> Path:
 
 
 def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) -> None:
-    """``sync``: the content survives a power cut. Raises OSError, and then leaves no partial file."""
+    """``sync``: content survives a power cut. Raises OSError, leaving no partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_path(path)
     data = content.encode("utf-8", errors="backslashreplace") if isinstance(content, str) else content
@@ -44,7 +44,7 @@ def sync_folder(folder: Path) -> None:
 
 
 class LogFile:
-    """Grows by whole pieces; a failed one is retried before the next."""
+    """Grows by whole pieces, and retries a failed one before the next."""
 
     def __init__(self, path: Path, failed: Failed | None = None) -> None:
         """``failed`` None: errors are raised."""
@@ -72,7 +72,7 @@ class LogFile:
 
 
 def read_lines(path: Path) -> tuple[list[str], bool]:
-    """Returns the complete lines, and whether a crash cut off one more. Raises ValueError unless they are UTF-8."""
+    """Returns complete lines, and whether a crash cut off one more. Raises ValueError unless UTF-8."""
     # Not splitlines(): a response may contain characters that it, unlike JSON, treats as the end of a line.
     *lines, rest = path.read_bytes().split(b"\n")
     result = []

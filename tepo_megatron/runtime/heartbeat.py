@@ -1,4 +1,4 @@
-"""Every few seconds each rank writes what it does as a JSON line into its own file."""
+"""Each rank regularly writes what it does as a JSON line into its own file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tepo_megatron.runtime.proc import STOPPED, Process
 INTERVAL_S = 2.0
 
 _STACK_SIGNAL = signal.SIGUSR2
-"""Makes a rank write its stacks into :func:`stacks_path`. SIGUSR1 is Slurm's warning."""
+"""Makes a rank write its stacks into :func:`stacks_path`; SIGUSR1 is Slurm's."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class RankRecord:
     step: int = 0
     waits_for: str = ""
     passive: bool = False
-    """The rank waits for rank 0, and need not move before."""
+    """The rank waits for rank 0, and need not move."""
     allowance_s: float = 0.0  # added to hang_timeout_s by the phase's own time-outs
     done: int = 0
     total: int = 0
@@ -74,7 +74,7 @@ def _stacks_path(folder: Path, rank: int) -> Path:
 
 
 class Heartbeat:
-    """The main thread uses it. No method waits for a disk. ``limits``: phase → seconds that its own time-outs may need."""
+    """The main thread uses it, without waiting for a disk. ``limits``: phase → seconds of its own time-outs."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Heartbeat:
         self._longest = 0
 
     def start(self) -> None:
-        """Rank 0 calls it first, holding the output folder; the others follow after a collective. Raises OSError."""
+        """Rank 0 calls first, holding the output folder, others after a collective. Raises OSError."""
         folder, rank = self._folder, self._record.rank
         if folder is None or self._thread is not None:
             return
@@ -116,7 +116,6 @@ class Heartbeat:
     # -- what the rank does ------------------------------------------------------------------------------------------------
 
     def phase(self, name: str, *, waits_for: str = "", total: int = 0) -> None:
-        """``waits_for`` names what the rank waits for."""
         record = self._record
         record.phase, record.waits_for, record.done, record.total = name, waits_for, 0, total
         record.since, record.allowance_s = time.time(), self._limits.get(name, 0.0)
@@ -185,7 +184,7 @@ STOPPED_S = 30.0
 """Only another signal continues a stopped rank."""
 
 _STACKS_TIMEOUT_S = 10.0
-"""Ranks write their stacks in milliseconds, unless the disk hangs."""
+"""Stacks take milliseconds, unless the disk hangs."""
 
 _STATES = {"R": "runs", "S": "sleeps", "D": "waits for a device or a disk", STOPPED: "stopped", "t": "traced", "Z": "ended"}
 
@@ -208,8 +207,8 @@ class _Observed:
 
 @contextlib.contextmanager
 def watching(status: Path | None, notify: Callable[[str], None]) -> Iterator[None]:
-    """Kills a rank that hangs by its heartbeats in ``status`` (None: no watch), after a report to ``logs/hang-….txt`` next to
-    it. Whoever started the ranks ends the others.
+    """Kills a rank that hangs by its heartbeats in ``status`` (None: no watch), after a report to ``logs/hang-….txt`` beside
+    it. Its starter ends the others.
     """
     if status is None:
         yield
@@ -225,7 +224,7 @@ def watching(status: Path | None, notify: Callable[[str], None]) -> Iterator[Non
 
 
 class HangDetector:
-    """Only time between two checks counts, so that no rank is blamed after the machine slept."""
+    """Counts only time between two checks, so that no rank is blamed after the machine slept."""
 
     def __init__(self) -> None:
         self._observed: defaultdict[tuple[int, int], _Observed] = defaultdict(_Observed)
@@ -233,8 +232,8 @@ class HangDetector:
     def check(self, ranks: Sequence[WatchedRank], elapsed_s: float) -> _Hang | None:
         """``elapsed_s`` is the time since the last check.
 
-        A rank hangs if it is stopped for ``STOPPED_S`` (or a shorter ``hang_timeout_s``), or makes no move for
-        ``hang_timeout_s`` and its phase's allowance, unless it waits for rank 0.
+        A rank hangs if it is stopped for ``STOPPED_S`` (or a shorter ``hang_timeout_s``), or, unless it waits for rank 0, makes
+        no move for ``hang_timeout_s`` and its phase's allowance.
         """
         stopped: list[tuple[WatchedRank, float]] = []
         still: list[tuple[WatchedRank, float]] = []
@@ -303,7 +302,7 @@ def _local_ranks(status: Path) -> list[WatchedRank]:
 
 
 def _write_report(status: Path, hang: _Hang) -> str:
-    """Returns the report's path, or why there is none: a hang must end even if nothing can be written."""
+    """A hang must end even if nothing can be written."""
     path = status.parent / "logs" / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}.txt"
     ranks = _local_ranks(status)
     _request_stacks(status, [r for p, r in ranks if r is not None and not r.ended and p.state != STOPPED])

@@ -1,4 +1,4 @@
-"""Ctrl-Z for a job of processes in several sessions, of which the terminal stops only the first."""
+"""Ctrl-Z for processes in several sessions; the terminal stops only the first."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _CONTINUE = 'read _; kill -CONT "$@"'
 
 @contextmanager
 def stopped_together(before_stop: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Ctrl-Z (SIGTSTP) stops every process below this one, and then this one; when this one continues, or dies, the others
-    continue. Needs the main thread and Linux's /proc, and acts only if SIGTSTP is not ignored.
+    """Ctrl-Z (SIGTSTP) stops every process below this one, then this one; when it continues or dies, the others continue. Needs
+    the main thread and Linux's /proc, and acts only if SIGTSTP is not ignored.
     """
     if not PROC.exists() or not not_ignored([signal.SIGTSTP]):
         yield
@@ -51,7 +51,7 @@ def stopped_together(before_stop: Callable[[], None] = lambda: None) -> Iterator
 
 
 def _stop_descendants() -> list[int]:
-    """Parents come first: a stopped one starts no further process."""
+    """Parents come first: stopped, they start no further process."""
     stopped: list[int] = []
     while running := [
         state.pid for state in Process.below(os.getpid()) if state.alive and state.state != STOPPED and state.pid not in stopped
@@ -65,7 +65,7 @@ def _stop_descendants() -> list[int]:
 
 @contextmanager
 def _continued_later(pids: Sequence[int]) -> Iterator[None]:
-    """Another process continues them, so that this one may be killed meanwhile."""
+    """Another process continues them, in case this one is killed."""
     command = ["/bin/sh", "-c", _CONTINUE, "sh", *map(str, pids)]
     quiet = subprocess.DEVNULL
     helper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)

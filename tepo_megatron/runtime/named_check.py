@@ -1,4 +1,4 @@
-"""Checks that several commands share: one stops at the first problem, another reports all."""
+"""Checks of several commands: one stops at the first problem, another reports all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop (SIGINT, SIGTERM, SIGHUP, and SIGUSR1, Slurm's warning), and exit codes. Imports no torch."""
+"""Signals that stop a run (SIGINT, SIGTERM, SIGHUP, Slurm's warning SIGUSR1), and exit codes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PREEMPTED = 75  # after another signal (EX_TEMPFAIL): the run can be resumed
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 RANKS_FOLDER = "TEPO_RANKS_FOLDER"
-"""Each rank of this machine writes its PID here once it handles signals."""
+"""Each rank of this machine writes its PID here when it handles signals."""
 
 _POLL_INTERVAL_S = 1.0  # between looks whether rank 0 lives, after a signal
 
@@ -47,19 +47,19 @@ class StopRequested(KeyboardInterrupt):
 
 
 def not_ignored(numbers: Iterable[signal.Signals] = STOP_SIGNALS) -> tuple[signal.Signals, ...]:
-    """Leaves out what this process's starter ignores, as ``nohup`` does SIGHUP. A job's script ignores SIGUSR1 for all but the
-    ranks, which handle it.
+    """Leaves out what the starter ignores, as ``nohup`` does SIGHUP, but SIGUSR1: a job's script ignores it for all but the
+    ranks.
     """
     return tuple(item for item in numbers if item == signal.SIGUSR1 or signal.getsignal(item) is not signal.SIG_IGN)
 
 
 class StopSignals:
     """Until :meth:`defer` the first signal raises ``StopRequested`` in the main thread; later only within
-    :meth:`interruptible`, and elsewhere it sets :attr:`requested`. A thread ends the process after the grace time, or at a
-    second Ctrl-C.
+    :meth:`interruptible`, elsewhere it sets :attr:`requested`. A thread ends the process after the grace time, or at a second
+    Ctrl-C.
 
-    ``grace_s``, ``warning_s``: seconds from SIGTERM and from SIGUSR1; Ctrl-C and SIGHUP have no limit. Without ``ends`` a
-    second Ctrl-C raises KeyboardInterrupt. Signals that are ignored at :meth:`install` stay ignored.
+    ``grace_s``, ``warning_s``: seconds from SIGTERM and SIGUSR1; Ctrl-C and SIGHUP have no limit. Without ``ends`` a second
+    Ctrl-C raises KeyboardInterrupt. Signals ignored at :meth:`install` stay ignored.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class StopSignals:
 
     @contextmanager
     def borrowed(self) -> Iterator[StopSignals]:
-        """Handles signals meanwhile, if this is the main thread."""
+        """Handles signals in the context, if in the main thread."""
         global _current
         before, _current = _current, self
         if threading.current_thread() is threading.main_thread():
@@ -101,7 +101,7 @@ class StopSignals:
             _current = before
 
     def install(self) -> StopSignals:
-        """They are this process's :func:`stop_signals` from now on."""
+        """Makes them this process's :func:`stop_signals`."""
         global _current
         _current = self
         self._install()
@@ -127,14 +127,13 @@ class StopSignals:
             self._wakes = None
 
     def defer(self) -> None:
-        """Signals then raise only within :meth:`interruptible`."""
         self._raises = False
         if self._wakes is not None:
             self._handle_all()
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A signal in this context, also an earlier one, raises ``StopRequested``."""
+        """A signal in this context, or an earlier one, raises ``StopRequested``."""
         self._raises = True
         try:
             if self.requested is not None:
@@ -168,7 +167,7 @@ class StopSignals:
                 self._deadline, self._limited_by = deadline, came
 
     def _listen(self, hears: socket.socket) -> None:
-        """The kernel reports signals here whatever the main thread does."""
+        """The kernel reports signals here, whatever the main thread does."""
         first: signal.Signals | None = None
         while True:
             left = max(0.0, self.seconds_left() + _patience())
@@ -219,7 +218,7 @@ _current = StopSignals()
 
 
 def stop_signals() -> StopSignals:
-    """Returns a handler without signals if the caller of the public functions handles them."""
+    """Returns a handler without signals if the caller handles them."""
     return _current
 
 

@@ -1,4 +1,4 @@
-"""Processes of this machine, read from Linux's /proc. Other systems have no results."""
+"""This machine's processes, from Linux's /proc; other systems have no results."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Process:
 
     @classmethod
     def children(cls, pid: int) -> list[Process]:
-        """Reads every process of the machine if the kernel keeps no lists of children."""
+        """Reads all processes if the kernel keeps no lists of children."""
         lists = list((PROC / str(pid) / "task").glob("*/children"))
         if not lists:
             return [process for process in cls.all() if process.parent == pid]
@@ -75,12 +75,12 @@ class Process:
 
     @classmethod
     def in_group(cls, group: int) -> list[int]:
-        """Returns the PIDs of those that are alive."""
+        """Returns PIDs of living processes."""
         return [process.pid for process in cls.all() if process.group == group and process.alive]
 
     @classmethod
     def start_time(cls, pid: int) -> int:
-        """Returns 0 if the process has ended."""
+        """Returns 0 for an ended process."""
         process = cls.read(pid)
         return process.started if process is not None and process.alive else 0
 
@@ -90,13 +90,13 @@ class Process:
 
     @staticmethod
     def environment(pid: int) -> dict[str, str]:
-        """Returns the variables at the process's start."""
+        """Returns the variables it started with."""
         entries = _read(pid, "environ").decode(errors="surrogateescape").split("\0")
         return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
     @staticmethod
     def wait_channel(pid: int) -> str:
-        """Returns the kernel function in which the process sleeps."""
+        """Returns the kernel function of a sleeping process."""
         return _read(pid, "wchan").decode().strip("0")
 
 
@@ -107,7 +107,7 @@ def _read(pid: int, name: str) -> bytes:
 
 
 def boot_id() -> str:
-    """All containers share it; without /proc it is the host name."""
+    """Containers share it; without /proc it is the host name."""
     with suppress(OSError):
         return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()

@@ -21,7 +21,7 @@ _LEAVE_S = 2.0  # for threads, which may wait for servers
 _REPORTED = "_tepo_reported"
 
 FAILURE_FILE = "TEPO_FAILURE_FILE"
-"""The first rank that fails writes its message here."""
+"""The first failing rank writes its message here."""
 
 
 def under_torchrun() -> bool:
@@ -29,14 +29,14 @@ def under_torchrun() -> bool:
 
 
 def speaks_first() -> bool:
-    """True in the parent, and in rank 0 if ``torchrun`` was called by hand."""
+    """Is true in the parent, and in rank 0 if ``torchrun`` was called by hand."""
     return not under_torchrun() or (os.environ["RANK"] == "0" and FAILURE_FILE not in os.environ)
 
 
 def run_rank(work: Callable[[], None], *, grace_s: float, warning_s: float) -> int:
     """Returns the exit code.
 
-    After a stop signal rank 0 returns 130 or 75 and the others 0: at the first other code the agent would end rank 0.
+    After a stop signal it is 130 or 75 in rank 0 and 0 in others, since the agent ends rank 0 at the first other code.
     """
     code = _run(work, grace_s, warning_s)
     if _in_a_group():
@@ -61,7 +61,7 @@ def _run(work: Callable[[], None], grace_s: float, warning_s: float) -> int:
 
 
 def report_before_leaving(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-    """Reports this rank's error before its peers fail of the closed connection."""
+    """Reports this rank's error before peers fail of the closed connection."""
     del kind, trace
     signals = stop_signals()
     if under_torchrun() and isinstance(error, Exception) and (signals.requested is None or signals.at_risk()):
@@ -108,7 +108,7 @@ def _leave(code: int) -> int:
 
 
 def _in_a_group() -> bool:
-    """Python's exit with gloo's threads alive may abort, and hide the rank that failed first."""
+    """Python's exit with gloo's threads may abort, and hide the first failed rank."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 

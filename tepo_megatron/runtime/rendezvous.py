@@ -1,7 +1,6 @@
 """Where ranks meet, so that they unpickle nothing from strangers (docs/decisions/015-rendezvous.md).
 
-torchrun's dynamic rendezvous unpickles state from a store that any process may write. Here one machine's ranks meet in a file
-of a private folder; agents of several nodes meet as ``torchrun.py`` says.
+One machine's ranks meet in a file of a private folder; agents of several nodes as ``torchrun.py`` says.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def _remove_if_orphaned(folder: Path, agent: int) -> None:
 
 @functools.cache
 def private_folder() -> Path:
-    """The folder has mode 0700, a path short enough for sockets, and is removed when this process ends."""
+    """The folder has mode 0700, a path short enough for sockets, and is removed at this process's end."""
     ranks = os.environ.get(FOLDER_VARIABLE)
     parent, name = (ranks, "tepo-") if ranks else (tempfile.gettempdir(), f"{folder_name()}-")
     if len(os.fsencode(f"{parent}/{name}12345678")) > _LONGEST_FOLDER:
@@ -84,9 +83,9 @@ def private_folder() -> Path:
 
 
 def refuse_pickles() -> None:
-    """Torch's collectives of Python objects then raise RuntimeError, since connections between ranks have no keys.
+    """Torch's collectives of Python objects then raise RuntimeError, since ranks' connections have no keys.
 
-    Raises ValueError if torchrun has a dynamic rendezvous.
+    Raises ValueError for torchrun's dynamic rendezvous.
     """
     from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
@@ -112,9 +111,9 @@ def _refuse_to_unpickle(_bytes: object) -> NoReturn:
 
 @functools.cache
 def share_gloo_thread() -> None:
-    """Lets all of this process's gloo groups share one thread, also on a GPU. Call before the first group is made.
+    """Lets this process's gloo groups share one thread, also on a GPU. Call before the first group is made.
 
-    Otherwise torch gives each group a thread that wakes a hundred times a second, and Megatron makes about twenty groups.
+    Otherwise each group's thread wakes a hundred times a second, and Megatron makes about twenty groups.
     """
     from torch import distributed
 

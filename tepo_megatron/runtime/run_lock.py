@@ -1,7 +1,7 @@
 """Allows one run at a time in an output folder: rank 0 holds ``run.lock``. Imports no torch.
 
-Within a machine the kernel's lock (flock) decides. Shared file systems may lack it; so the holder renews the file's time.
-Another machine's lock is stale if that time is old, or if its Slurm job was requeued (decision 014).
+Within a machine the kernel's flock decides. Shared file systems may lack it, so the holder renews the file's time: another
+machine's lock is stale if that is old, or its Slurm job was requeued (decision 014).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 @dataclass(frozen=True)
 class _Holder:
-    """``kernel``: within it flock is certain; ``born``: the process's start in kernel ticks (0: unknown); ``life``: Slurm's
-    number of requeues.
+    """``kernel``: where flock is certain; ``born``: the process's start in kernel ticks (0: unknown); ``life``: Slurm's
+    requeues.
     """
 
     host: str
@@ -88,7 +88,7 @@ class RunLock:
             return None
 
     def take(self) -> _Holder | None:
-        """Renews the lock until :meth:`release`; returns the holder of a stale lock.
+        """Renews the lock until :meth:`release`; returns a stale lock's holder.
 
         Raises ValueError if a run holds the folder, OSError if it cannot be written.
         """
@@ -142,7 +142,6 @@ class RunLock:
 
 
 def _judge(fd: int, path: Path, mode: int) -> _Holder | None:
-    """Returns the dead holder. Raises ValueError if a living run holds the lock."""
     certain = _flock(fd, mode)
     holder = _parse(os.pread(fd, 4096, 0))
     if certain is False:
@@ -175,7 +174,7 @@ def _held(
 
 
 def _flock(fd: int, mode: int) -> bool | None:
-    """None means that the file system has no flock."""
+    """None means no flock in the file system."""
     try:
         fcntl.flock(fd, mode | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -195,7 +194,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _write(fd: int, holder: _Holder) -> None:
-    """Writes in place: a lock is on the file, not on its name."""
+    """Writes in place, since a lock is on the file, not its name."""
     text = (json.dumps(asdict(holder)) + "\n").encode()
     os.pwrite(fd, text, 0)
     os.ftruncate(fd, len(text))

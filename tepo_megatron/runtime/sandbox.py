@@ -21,7 +21,7 @@ _ENVIRONMENT: Mapping[str, str] = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "
 
 @dataclass(frozen=True)
 class _Ran:
-    """Has the first and last bytes of output and the exit status, or names the limit that ended the program."""
+    """Has first and last bytes of output, and the exit status or the limit that ended the program."""
 
     head: bytes
     tail: bytes
@@ -33,8 +33,8 @@ class _Ran:
 class Sandbox:
     """Runs programs by this Python with the standard library alone, each in an empty folder.
 
-    ``seconds`` limits clock and processor time; ``memory_mb`` is in 10⁶ bytes. Programs may read all files of this user. Since
-    they have the caller's network, it raises RuntimeError if this process still has its parent's.
+    ``seconds`` limits clock and processor time; ``memory_mb`` is in 10⁶ bytes. Programs may read all files of this user. They
+    have the caller's network: it raises RuntimeError if that is still the parent's.
     """
 
     seconds: float

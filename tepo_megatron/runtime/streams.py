@@ -9,8 +9,8 @@ from typing import Any
 
 
 def open_closed_streams() -> None:
-    """Puts ``/dev/null`` where the starter closed a stream (``>&-``): another file or socket would take its number, and get
-    what processes below print. Call it before any file is opened.
+    """Puts ``/dev/null`` where the starter closed a stream (``>&-``): another file or socket would take its number, and what
+    processes below print. Call it before any file is opened.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -32,8 +32,8 @@ def _is_open(number: int) -> bool:
 
 
 def outlive_readers() -> None:
-    """Printing never fails from now on: work that writes files must not end because ``head`` has ended, a terminal is
-    gone, or the disk of its log is full.
+    """Printing never fails from now on: work that writes files must not end because ``head`` has ended, a terminal is gone, or
+    the log's disk is full.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

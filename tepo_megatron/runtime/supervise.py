@@ -1,10 +1,9 @@
 """``python -m tepo_megatron.runtime.supervise -- COMMAND...``: runs a command that must not outlive its starter.
 
-When standard input, a pipe from the starter, closes, or on SIGTERM, the process group gets SIGTERM, the command first, then
-SIGKILL. Then its temporary folder and shared memory are removed. The supervisor must lead its process group
-(``start_new_session=True``).
+When standard input, the starter's pipe, closes, or on SIGTERM, the process group gets SIGTERM, the command first, then SIGKILL;
+then its temporary folder and shared memory are removed. The supervisor must lead its group (``start_new_session=True``).
 
-It records the names in /dev/shm that its group has mapped; if it is killed too, :func:`sweep` removes them.
+It records names in /dev/shm that its group has mapped; if it is killed too, :func:`sweep` removes them.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ SHM = Path("/dev/shm")  # noqa: S108
 _LONGEST_BASE = 107 - len("/tepo-01abcd-1234567-1234567890") - len(f"/{uuid4()}")
 _RECORD = "shm"
 _LOOKS = 3
-"""A name that the server has not mapped in this many looks belongs to others."""
+"""Names that the server has not mapped in so many looks are others'."""
 
 
 class _Scratch:
@@ -118,7 +117,7 @@ class _Scratch:
         self._written = 0
 
     def environment(self) -> dict[str, str]:
-        """vLLM's processes unpickle messages from sockets in the folder: its mode is 0700."""
+        """The folder has mode 0700: vLLM's processes unpickle messages from its sockets."""
         return dict.fromkeys(("TMPDIR", "TMP", "TEMP", "VLLM_RPC_BASE_PATH"), str(self.folder))
 
     def record(self) -> None:
@@ -141,7 +140,6 @@ class _Scratch:
 
 
 def folder_name() -> str:
-    """Returns ``tepo-PLACE-PID-STARTED``."""
     pid = os.getpid()
     return f"{_PREFIX}-{_place()}-{pid}-{Process.start_time(pid)}"
 
@@ -153,9 +151,9 @@ def temporary_folder() -> Path:
 
 
 def sweep(base: Path | None = None) -> list[Path]:
-    """Removes the folders of this user's killed servers and trainers.
+    """Removes folders of this user's killed servers and trainers.
 
-    A folder is in use while its process, one of that group, or one with the folder in its environment lives.
+    A folder is in use while its process, one of its group, or one with it in its environment lives.
     """
     if not PROC.exists():
         return []
@@ -214,7 +212,7 @@ def _own_inode(path: Path) -> int:
 
 
 def _used_inodes(processes: Iterable[int]) -> set[int]:
-    """Semaphores are mapped under another name, from which they were renamed."""
+    """Semaphores are mapped under a name before they are renamed."""
     used: set[int] = set()
     for process in processes:
         with suppress(OSError):

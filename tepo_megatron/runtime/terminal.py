@@ -1,4 +1,4 @@
-"""Tables and live views on a terminal pass :func:`printable`, as lines do."""
+"""Tables and live views pass text through :func:`printable`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tepo_megatron.runtime.text import printable
 
 
 class Terminal(Console):
-    """A console that shows escapes in a text as text; only its own styles act on the terminal."""
+    """Shows escapes in a text as text; only its own styles act on the terminal."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Escapes the text before its width is measured; :meth:`render` escapes the rest."""
+        """Escapes before the width is measured; :meth:`render` escapes the rest."""
         return super().render_str(printable(text, self.encoding), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -27,5 +27,5 @@ class Terminal(Console):
 
     @classmethod
     def of_output(cls, **options: Any) -> Terminal:
-        """Returns standard output's. A pipe has no width, and cells are not cut there."""
+        """A pipe has no width, and cells are not cut there."""
         return cls(width=None if sys.stdout.isatty() else 160, **options)

@@ -1,4 +1,4 @@
-"""Checks text that enters from outside, and escapes text for a terminal. Imports only the standard library."""
+"""Checks text from outside, and escapes it for a terminal, with the standard library only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_NESTED = 100
 
 
 def text_fault(value: Any) -> str | None:
-    """``value``: text, or JSON values with their keys. Returns None if it is Unicode text that is not nested too deeply."""
+    """``value``: text, or JSON values with keys. Returns None for Unicode that is not nested too deeply."""
     level = [value]
     for _ in range(_MOST_NESTED):
         for item in level:
@@ -25,14 +25,14 @@ def text_fault(value: Any) -> str | None:
 
 
 def check_text(value: Any, place: str) -> None:
-    """As :func:`text_fault`. Raises ValueError, with ``place``."""
+    """Raises ValueError, with ``place``, for a :func:`text_fault`."""
     fault = text_fault(value)
     if fault is not None:
         raise ValueError(f"{place} has {fault}; change it, or leave it out")
 
 
 def read_json(raw: bytes, what: str) -> Any:
-    """Raises ValueError, with ``what``, for no JSON, no Unicode, and values nested too deeply."""
+    """Raises ValueError, with ``what``, for no JSON, no Unicode, or values nested too deeply."""
     try:
         value = json.loads(raw)
     except RecursionError:
@@ -44,7 +44,7 @@ def read_json(raw: bytes, what: str) -> Any:
 
 
 def valid_text(text: str) -> str:
-    """Lone surrogates become their escapes (``\\ud83d``), so that every writer takes the text."""
+    """Escapes lone surrogates (``\\ud83d``), so that every writer takes the text."""
     return text.encode("utf-8", "backslashreplace").decode() if _surrogate_in(text) else text
 
 
@@ -66,7 +66,7 @@ _NOT_ASCII = re.compile(r"[^\n\t -~]")
 
 
 def printable(text: str, encoding: str | None = None) -> str:
-    """What does not print, such as a terminal's escapes, or is not in ``encoding`` becomes ``\\u001b``, as in JSON."""
+    """Escapes what does not print or is not in ``encoding`` as JSON does (``\\u001b``)."""
 
     def shown(match: re.Match[str]) -> str:
         item = match[0]
@@ -76,7 +76,7 @@ def printable(text: str, encoding: str | None = None) -> str:
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Writes ``text`` and a line break, whatever standard output (``err``: standard error) can show."""
+    """Writes ``text`` and a line break, whatever the stream can show."""
     stream = sys.stderr if err else sys.stdout
     if stream is not None:  # it was closed before Python started
         stream.write(printable(text, stream.encoding) + "\n")

@@ -1,6 +1,6 @@
-"""Starts and ends the ranks of one machine together.
+"""Starts and ends a machine's ranks together.
 
-``python -m tepo_megatron.runtime.torchrun`` is ``torchrun`` for a node of a cluster, with our signals and exit codes.
+``python -m tepo_megatron.runtime.torchrun`` is ``torchrun`` for a cluster's node, with our signals and exit codes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run_ranks(
 ) -> tuple[int, str]:
     """Returns the exit code and the first failed rank's message.
 
-    ``status``: folder of heartbeats. Stop signals go to every rank. If a rank fails, the others are ended.
+    ``status``: folder of heartbeats. Stop signals go to every rank. If one fails, the others are ended.
     """
     hangs: list[str] = []
     with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder:
@@ -66,9 +66,9 @@ def run_ranks(
 
 
 def run_node(arguments: Sequence[str]) -> int:
-    """One node of several: ``--status FOLDER``, the folder of heartbeats, may come first.
+    """Runs one of several nodes; ``--status FOLDER``, of heartbeats, may come first.
 
-    After a stop signal the node of rank 0 returns 75 or 130. Other failures are raised as ``torchrun`` does.
+    After a stop signal rank 0's node returns 75 or 130. Other failures are raised as by ``torchrun``.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -163,10 +163,9 @@ _BACKEND = "tepo"  # of the rendezvous
 
 @contextmanager
 def _forwarded_signals(folder: Path, ranks: int) -> Iterator[Callable[[], int | None]]:
-    """The ranks' parent passes every stop signal on to each rank.
+    """The parent passes every stop signal on to each rank; ``folder`` is private.
 
-    Before all ranks handle signals, ``StopRequested`` is raised in the parent. ``folder`` is private. Yields a function that
-    returns the first signal or None.
+    Before all ranks handle signals, ``StopRequested`` is raised in the parent. Yields a function that returns the first signal.
     """
     received: list[int] = []
 
@@ -192,16 +191,13 @@ def _forwarded_signals(folder: Path, ranks: int) -> Iterator[Callable[[], int | 
 
 
 def _agent_environment() -> dict[str, str]:
-    """torchrun's agent then handles no stop signal, at which it would kill the ranks after 30 s, and none that is ignored."""
+    """Lets torchrun's agent handle no stop signal, after which it kills the ranks in 30 s, and none that is ignored."""
     # The list may not be empty; nobody sends the other one.
     return {"PET_SIGNALS_TO_HANDLE": "SIGQUIT" if not_ignored([signal.SIGQUIT]) else "SIGRTMAX"}
 
 
 def _run_agent(arguments: Sequence[str], folder: Path) -> None:
-    """``arguments`` are torchrun's flags, and ``folder`` is private.
-
-    Raises torchrun's errors, and ValueError for flags of a dynamic rendezvous.
-    """
+    """Raises torchrun's errors, and ValueError for a dynamic rendezvous."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
@@ -247,7 +243,7 @@ def _make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _meet(host: str, port: int, node: int, nodes: int, limit: timedelta) -> Store:
-    """The first node listens on ``host`` only; torch's own store would listen on every interface."""
+    """The first node listens on ``host`` only, torch's own store on every interface."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if node > 0:

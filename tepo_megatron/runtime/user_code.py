@@ -1,4 +1,4 @@
-"""Loads the user's code by name: ``path/file.py:name``, ``package.module:name``, or a whole module."""
+"""Loads the user's code: ``path/file.py:name``, ``package.module:name``, or a whole module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 
 
 def locate_user_code(name: str, what: str) -> str:
-    """Does not import. ``what`` names the code in messages, such as ``the verifier 'mine.py:score'``. Raises ValueError."""
+    """Does not import. ``what`` names the code in messages (``the verifier 'mine.py:score'``). Raises ValueError."""
     place, _, attribute = name.rpartition(":")
     if place.endswith(".py") and attribute.isidentifier():
         path = Path(place).expanduser().resolve()
@@ -73,7 +73,7 @@ class _UserModule:
 
 
 def locate_user_module(name: str, what: str) -> str:
-    """Does not import. Returns ``/path/of/file.py`` or ``package.module``."""
+    """Returns ``/path/of/file.py`` or ``package.module``, not imported."""
     if name.endswith(".py"):
         path = Path(name).expanduser().absolute()
         if not path.is_file():
@@ -85,9 +85,8 @@ def locate_user_module(name: str, what: str) -> str:
 
 
 def load_user_module(name: str, what: str) -> _UserModule:
-    """Imports a file, by exactly the bytes of the digest, or an installed module.
-
-    Neither a file's neighbours nor the current folder are searched: no code runs unless it was named.
+    """Imports a file, by exactly the digest's bytes, or an installed module. Searches neither its neighbours nor the current
+    folder.
     """
     place = locate_user_module(name, what)
     try:
@@ -100,8 +99,6 @@ _IMPORTED: dict[tuple[str, str], _UserModule] = {}
 
 
 class _Bytes(SourceFileLoader):
-    """Skips Python's cache of compiled files."""
-
     def __init__(self, fullname: str, path: str, data: bytes) -> None:
         super().__init__(fullname, path)
         self._data = data
@@ -137,7 +134,7 @@ def _import_installed(name: str) -> _UserModule:
 
 @contextmanager
 def _without_current_folder() -> Iterator[None]:
-    """``python -m`` searches the current folder first, and the command ``tepo`` does not."""
+    """``python -m`` searches the current folder first, ``tepo`` does not."""
     here = os.getcwd()
     named = {os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path}
     before = list(sys.path)

@@ -41,7 +41,7 @@ _MB = 10**6
 
 
 class _Served(Protocol):
-    """``busy``: the process may not end now; ``worn``: it should; ``facts`` are for the parent."""
+    """``busy``: the process may not end now; ``worn``: it should; ``facts`` go to the parent."""
 
     @property
     def concurrent(self) -> bool: ...
@@ -53,7 +53,7 @@ class _Served(Protocol):
     def facts(self) -> Mapping[str, Any]: ...
     async def answer(self, *call: Any) -> Any: ...
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs an :meth:`answer` to its end, unless it is ``concurrent``."""
+        """Runs an :meth:`answer`, unless it is ``concurrent``."""
 
 
 def serve(
@@ -61,7 +61,7 @@ def serve(
     what: str,
     open_files: Callable[[Mapping[str, Any]], int] = lambda _: OPEN_FILES,
 ) -> None:
-    """``make`` gets the setup and may raise ValueError. The exit status tells whether memory was the cause of the end."""
+    """``make`` gets the setup and may raise ValueError. The exit status tells of too little memory."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm warns all processes of a step; the trainer acts on it
     try:
         _serve(make, what, open_files)
@@ -147,13 +147,13 @@ class _Desk:
         return self._size() > self._most
 
     def _size(self) -> int:
-        """Returns the bytes of private writable memory, which RLIMIT_DATA limits; 0 if unknown."""
+        """Bytes of private writable memory, which RLIMIT_DATA limits; 0 if unknown."""
         file = self._memory
         return 0 if file is None else int(os.pread(file, 200, 0).split()[5]) * resource.getpagesize()
 
 
 def redirect_standard_streams() -> tuple[BinaryIO, Callable[[Any], None]]:
-    """Returns the parent's pipe, and a function that sends it JSON. User code prints to stderr, and reads an empty input."""
+    """Returns the parent's pipe, and a function that sends it JSON. User code prints to stderr and reads nothing."""
     requests = os.fdopen(os.dup(0), "rb")
     replies = FileIO(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -171,7 +171,7 @@ def redirect_standard_streams() -> tuple[BinaryIO, Callable[[Any], None]]:
 
 
 def _read_lines(requests: BinaryIO, inbox: SimpleQueue[Any]) -> None:
-    """A thread runs this: the end of the input ends the process even during user code."""
+    """The input's end ends the process even during user code."""
     try:
         for line in requests:
             inbox.put(json.loads(line))
@@ -188,7 +188,7 @@ _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 def leave_network() -> str | None:
     """Returns None, or why the kernel refuses.
 
-    Call it before there is a second thread. Without privileges it also enters a user namespace.
+    Call it before a second thread starts. Without privileges it also enters a user namespace.
     """
     if sys.platform != "linux":
         return f"{sys.platform} has no network namespaces"
@@ -246,8 +246,8 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """The limits of user code, and sentences for their excess. ``what`` names the code, and ``section`` of the configuration
-    has the limits.
+    """Limits of user code, and sentences for their excess. ``what`` names the code, ``section`` of the configuration has the
+    limits.
     """
 
     what: str
@@ -302,7 +302,6 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def place_of(function: Callable[..., Any], line: int | None = None) -> str:
-    """Returns ``, at file:line: "…"``, or ""."""
     code = getattr(function, "__code__", None)
     if code is None:
         return ""

@@ -1,4 +1,4 @@
-"""The parent's side of child processes that exchange JSON lines over pipes."""
+"""The parent's side of children that exchange JSON lines over pipes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class WorkerProcess:
         return self._stdout.fileno()
 
     def send(self, value: Any, timeout_s: float) -> None:
-        """After ``timeout_s`` a part is written, and no reply will come. Ignores an ended process."""
+        """After ``timeout_s`` a part is written and no reply comes. Ignores an ended process."""
         remaining = memoryview(json.dumps(value).encode() + b"\n")
         deadline = time.monotonic() + timeout_s
         try:
@@ -79,7 +79,6 @@ class WorkerProcess:
         return [json.loads(line) for line in lines]
 
     def exit_status(self) -> str:
-        """Returns ``signal N`` or ``exit status N``."""
         try:
             code = self._process.wait(_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -92,7 +91,7 @@ class WorkerProcess:
         return state is not None and state.state in (STOPPED, "t")
 
     def close(self) -> None:
-        """The end of its input ends it; otherwise it is killed after a second."""
+        """Its input's end ends it; otherwise it is killed after a second."""
         self._stdin.close()
         try:
             self._process.wait(_CLOSE_TIMEOUT_S)
@@ -113,7 +112,7 @@ _POLL_INTERVAL_S = 0.005
 class _ForkedProcess:
     """Runs ``main``, which need not be importable, in a fork, with pipes as standard input and output.
 
-    The child has one thread. ``main`` must not acquire a C library's lock that another thread may hold.
+    The child has one thread: ``main`` must not acquire a C library's lock that another may hold.
     """
 
     def __init__(self, main: Callable[[], None]) -> None:
@@ -184,7 +183,7 @@ def _close_others() -> None:
 
 
 _START_TIMEOUT_S = 120.0
-"""User code may import symbolic mathematics libraries, which needs several seconds."""
+"""User code may import symbolic mathematics, which takes seconds."""
 
 _EXTRA_TIME_S = 2.0  # a concurrent worker ends late calls itself
 
@@ -211,7 +210,7 @@ class Worker(Generic[C]):
     ready: bool = False
     concurrent: bool = False
     pending: deque[C] = field(default_factory=deque)
-    """They are sent when it is ready, since it does not read before."""
+    """They are sent when it reads."""
     start_deadline: float = field(default_factory=lambda: time.monotonic() + _START_TIMEOUT_S)
 
     @property
@@ -234,7 +233,7 @@ W = TypeVar("W", bound=Worker[Any])
 
 
 class WorkerPool(ABC, Generic[W, C]):
-    """Children that run user code. One that dies, hangs or grows too large is replaced. Used from one thread."""
+    """Children that run user code, replaced if they die, hang or grow too large. One thread uses it."""
 
     _workers: list[W]
 
@@ -246,7 +245,7 @@ class WorkerPool(ABC, Generic[W, C]):
         names: tuple[str, str, str],
         setup: Mapping[str, Any],
     ) -> None:
-        """``config`` is a section of the configuration; ``names``: the code's kind, the section, and the setting with the code.
+        """``config`` is a section of the configuration; ``names``: the code's kind, the section, and the code's setting.
 
         Raises ValueError for unusable code, RuntimeError if a worker does not start.
         """
@@ -269,7 +268,7 @@ class WorkerPool(ABC, Generic[W, C]):
 
     @property
     def notice(self) -> str | None:
-        """A limit that this machine's kernel does not support."""
+        """A limit that this machine's kernel lacks."""
         return self._facts["notice"]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Defines a sampler's contract, which ``tests/contracts/sampler_contract.py`` checks."""
+"""A sampler's contract, checked by ``tests/contracts/sampler_contract.py``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INITIAL_WEIGHTS = WeightsVersion(0)  # the model's folder
 NO_SERVERS = dict.fromkeys(("servers/restarts", "servers/timeouts", "requests/retried"), 0.0)
 
 KeyedResponse = tuple[Any, int, Response]
-"""The values are the request's key, the sample's number in its group, and the response."""
+"""Has the request's key, the sample's number in its group, and the response."""
 
 
 class ServerDied(RuntimeError):  # noqa: N818
@@ -31,13 +31,12 @@ class ServerDied(RuntimeError):  # noqa: N818
 
 
 class SampleStream(Protocol):
-    """Requests for samples go in at any time; responses come out as they finish.
+    """Takes requests at any time, and returns responses as they finish.
 
-    Leaving the context drops unfinished samples. One thread uses it. Another may update the weights: responses in progress
+    One thread uses it; leaving the context drops unfinished samples. Another may update the weights: responses in progress
     continue with the new ones, and ``versions`` has (first token, version).
 
-    Sample ``j`` has the seed ``seed + j``. The same prompt, seed and weights give the same response, up to the numerics of
-    batching.
+    Sample ``j`` has the seed ``seed + j``. The same prompt, seed and weights give the same response, up to batching's numerics.
     """
 
     def __enter__(self) -> Self: ...
@@ -67,10 +66,10 @@ class SampleStream(Protocol):
         room: int | None = None,
         home: Hashable = None,
     ) -> None:
-        """Requests samples 0 to n − 1 of a prompt, or the numbers in ``only``.
+        """Requests samples 0 to n − 1, or the numbers in ``only``.
 
-        A sample in ``continued`` continues a part from :meth:`abort`, and its response includes it. ``room`` limits the new
-        tokens. Requests with one ``home`` share a prefix cache until :meth:`leave`.
+        A sample in ``continued`` continues a part from :meth:`abort`, and its response includes it. ``room`` limits new tokens.
+        Requests with one ``home`` share a prefix cache until :meth:`leave`.
 
         Raises ValueError for an empty prompt, n > 1 with temperature 0, and a part that leaves no room.
         """
@@ -79,39 +78,39 @@ class SampleStream(Protocol):
         """Returns None if no sample is unfinished, or after ``timeout_s``.
 
         The finish reason is ``stop`` (a stop token or string) or ``length``. Raises ServerDied if the sampler cannot continue,
-        RuntimeError for other failures.
+        otherwise RuntimeError.
         """
 
     def abort(self) -> list[KeyedResponse]:
-        """Returns parts with a token (finish reason ``abort``), and responses that finished meanwhile."""
+        """Returns parts with a token (finish reason ``abort``), and finished responses."""
 
     def leave(self, home: Hashable) -> None:
         """Forgets ``home``."""
 
 
 class WeightReceiver(Protocol):
-    """A run uses the same method throughout.
+    """A run uses one method. It returns when every server uses the new weights for its next token.
 
-    A method returns when every server uses the new weights for its next token. An error leaves the weights undefined:
-    ServerDied (then :meth:`Sampler.revive` and repeat), otherwise RuntimeError or ValueError with the tensor at fault.
+    An error leaves the weights undefined: ServerDied (then :meth:`Sampler.revive` and repeat), otherwise RuntimeError or
+    ValueError with the tensor.
     """
 
     def update_weights_from_tensors(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
-        """``manifest`` has (Hugging Face name, shape, dtype name). Consumes all tensors even on an error: the trainer's ranks
-        gather them together.
+        """``manifest`` has (Hugging Face name, shape, dtype name). Consumes all tensors even on an error: ranks gather them
+        together.
         """
 
     def update_weights_from_shards(self, version: WeightsVersion, sender: ShardSender) -> None:
-        """Other ranks than 0 call ``sender.update_as_non_root``."""
+        """Ranks other than 0 call ``sender.update_as_non_root``."""
 
     def update_adapters(
         self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor], settings: Mapping[str, Any]
     ) -> None:
-        """``settings`` are those of a PEFT folder. The weights stay the folder's."""
+        """``settings`` are a PEFT folder's. The weights stay the folder's."""
 
 
 class Sampler(WeightReceiver, Protocol):
-    """Draws responses with the policy's weights. A context manager, for rank 0 only. An implementation inherits it.
+    """Draws responses on rank 0, as a context manager; an implementation inherits it.
 
     Only :meth:`start` and streams may run in another thread. Methods may raise ServerDied.
     """
@@ -132,22 +131,21 @@ class Sampler(WeightReceiver, Protocol):
         """The servers' addresses."""
 
     def start(self) -> None:
-        """Returns when the sampler is ready, or after :meth:`stop`. Raises RuntimeError if a server fails."""
+        """Returns when ready, or after :meth:`stop`. Raises RuntimeError if a server fails."""
 
     def stop(self) -> None:
         """May be repeated."""
 
     def revive(self) -> bool:
-        """Restarts dead servers. If True, update the weights before the next sample.
-
-        Raises RuntimeError after too many restarts.
+        """Restarts dead servers; if True, update the weights before the next sample. Raises RuntimeError after too many
+        restarts.
         """
 
     def sleep(self) -> None:
-        """Frees the GPU memory that it shares with the trainer, including the weights."""
+        """Frees GPU memory shared with the trainer, including the weights."""
 
     def wake_up(self) -> None:
-        """Takes the rest of the memory back after a weight update."""
+        """Takes the remaining memory back after a weight update."""
 
     def generate(
         self,
@@ -167,11 +165,11 @@ class Sampler(WeightReceiver, Protocol):
         on_progress: Callable[[int, int], None] | None = None,
         on_move: Callable[[], None] = lambda: None,
     ) -> list[list[Response]]:
-        """Draws ``n`` responses to each prompt, in the prompts' order.
+        """Draws ``n`` responses to each prompt, in their order.
 
         Prompt ``i`` has the group seed ``prompt_seed(seed, i)``, or ``prompt_seed(seed, numbers[i])``. Temperature 0 is greedy
-        and needs n = 1. ``on_group`` gets (index of the prompt, responses), ``on_progress`` (prompts done, all prompts).
-        ``on_move`` runs when a server made tokens. Raises as :meth:`SampleStream.submit` and ``next``.
+        and needs n = 1. ``on_group`` gets (prompt's index, responses), ``on_progress`` (prompts done, all), ``on_move`` runs
+        when a server made tokens. Raises as :meth:`SampleStream.submit` and ``next``.
         """
         groups: list[dict[int, Response]] = [{} for _ in prompts]
         done = 0
@@ -192,24 +190,24 @@ class Sampler(WeightReceiver, Protocol):
     def sample_stream(
         self, sampling: SamplingSettings, *, sampling_mask: bool = False, on_move: Callable[[], None] = lambda: None
     ) -> SampleStream:
-        """``sampling_mask``: responses have the possible token ids of each position; needs ``top_k``.
+        """``sampling_mask``: responses have each position's possible token ids; needs ``top_k``.
 
-        Raises RuntimeError if the sampler does not have the current weights.
+        Raises RuntimeError without the current weights.
         """
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> dict[str, list[float]]:
         """Returns, by address, natural log-probs of all tokens but the first, at temperature 1."""
 
     def cached_logprobs(self, prompt: Sequence[int], n: int) -> dict[str, tuple[list[float], list[float]]]:
-        """Returns, by address, log-probs of up to ``n`` drawn tokens, with its prefix cache and without."""
+        """Returns, by address, log-probs of up to ``n`` drawn tokens, with prefix cache and without."""
 
     def figures(self) -> dict[str, float]:
         """Covers the time since the last call."""
 
 
 class SamplerOptions(TypedDict):
-    """``report`` gets a sentence for every repaired fault. ``keep_cache``: responses keep keys and values in an update.
-    ``trained``: a weight update comes before the first sample. ``tokenizer``: load the model's, for stop strings and bad words.
+    """``report`` gets a sentence per repaired fault. ``keep_cache``: responses keep keys and values in an update. ``trained``:
+    a weight update precedes the first sample. ``tokenizer``: load it, for stop strings and bad words.
     """
 
     model_dir: Path
@@ -227,7 +225,7 @@ class SamplerOptions(TypedDict):
 
 @dataclass(frozen=True)
 class SamplerSpec:
-    """``make`` takes a ServerConfig and SamplerOptions, and does not start. The checks raise ValueError with the remedy."""
+    """``make`` takes ServerConfig and SamplerOptions, and does not start. Checks raise ValueError with the remedy."""
 
     make: Callable[..., Sampler]
     check_model: Callable[[ServerConfig, ModelSpec], None]

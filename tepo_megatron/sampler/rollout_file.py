@@ -1,8 +1,8 @@
-"""A step's rollouts as JSON lines: written whole or not at all.
+"""A step's rollouts as JSON lines, written whole or not at all.
 
-The first line has the format, the step, the number of rollouts, and a digest of the rest. Token ids are base64 of little-endian
-int32, log-probs of float32; ``versions`` are (first token, step, digest); ``loss_mask`` has one bit per response token, 1 for
-the model's. Formats 1 and 2 are read too.
+The first line has format, step, number of rollouts, and a digest of the rest. Token ids are base64 of little-endian int32,
+log-probs of float32; ``versions`` are (first token, step, digest); ``loss_mask`` has a bit per response token, 1 for the
+model's. Formats 1 and 2 are read too.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _OldLine(_Common):
 
 @dataclass(frozen=True)
 class Record:
-    """``drawn_by`` names weights and settings, as the writer numbers them."""
+    """``drawn_by`` names weights and settings, as numbered by the writer."""
 
     rollouts: list[Rollout]
     drawn_by: str = ""
@@ -125,7 +125,7 @@ def write_rollouts(
     failed_rewards: int = 0,
     flush: bool = True,
 ) -> Path:
-    """The file gets its name when it is whole and, with ``flush``, on disk."""
+    """The file gets its name when whole and, with ``flush``, on disk."""
     path = record_path(folder, step)
     head = {"format": FORMAT, "step": step, "rollouts": len(rollouts), "drawn_by": drawn_by, "failed_rewards": failed_rewards}
     body = "".join(_line(rollout) for rollout in rollouts).encode()
@@ -155,7 +155,7 @@ def read_rollouts(folder: Path, step: int) -> list[Rollout]:
 
 
 def read_record(folder: Path, step: int) -> Record:
-    """Includes the contents of the first line."""
+    """Includes the first line."""
     path = record_path(folder, step)
     try:
         text = path.read_text(encoding="utf-8")
@@ -245,7 +245,7 @@ def check_rollouts(
 ) -> None:
     """Raises ValueError with ``path``, line and fault.
 
-    Needs ``samples`` responses to each of ``prompts`` prompts, group by group, by weights up to ``stalest`` steps old, with
+    Expects ``samples`` responses to each of ``prompts`` prompts, group by group, by weights up to ``stalest`` steps old, with
     finite log-probs and rewards (or None).
     """
     for number, rollout in enumerate(rollouts):
@@ -260,7 +260,6 @@ def check_rollouts(
 
 
 def rollout_fault(rollout: Rollout, step: int, *, vocab_size: int, stalest: int = 0) -> str | None:
-    """Returns why a rollout is not usable, or None."""
     return next(_faults(rollout, step, stalest, vocab_size), None)
 
 

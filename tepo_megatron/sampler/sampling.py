@@ -1,4 +1,4 @@
-"""Settings and seeds of samples (decision 006), and checks and joins of responses."""
+"""Settings and seeds of samples (decision 006), checks and joins of responses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tepo_megatron.core.rollout import Logprobs, Response, Rollout, SamplingMask
 
 _NO_TOKENS = token_ids(())
 _ROUNDING = 1e-3
-"""Nats by which a log-prob may be above 0."""
+"""Nats that a log-prob may exceed 0."""
 
 
 class Sampling(NamedTuple):
@@ -45,14 +45,13 @@ SamplingSettings = SamplingConfig | Sampling
 
 
 def truncation_of(settings: SamplingSettings) -> dict[str, Any]:
-    """Returns keyword arguments without defaults."""
     usual, names = Sampling._field_defaults, ("top_p", "top_k", "min_p", "stop", "bad_words")
     return {name: value for name in names if (value := getattr(settings, name)) != usual[name]}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """``seed`` is None if nothing is drawn; new tokens follow ``prefix``."""
+    """``seed`` is None if nothing is drawn; ``prefix`` precedes new tokens."""
 
     index: int
     seed: int | None
@@ -61,7 +60,7 @@ class Sample:
 
     @classmethod
     def of(cls, index: int, seed: int, sampling: Sampling, part: Response | None = None) -> Sample:
-        """A continued sample gets another seed, or it would repeat its first random numbers. Raises ValueError if ``part``
+        """A continued sample needs another seed: its own would repeat the first random numbers. Raises ValueError if ``part``
         leaves no room.
         """
         done = _NO_TOKENS if part is None else part.response_ids
@@ -78,7 +77,6 @@ def prompt_seed(seed: int, prompt: int) -> int:
 
 
 def response_faults(response: Response | Rollout, logprobs: Logprobs, vocab_size: int | None) -> Iterator[str]:
-    """Yields why the values cannot be right."""
     ids, mask = response.response_ids, response.sampling_mask
     starts = [start for start, _ in response.versions]
     if starts[:1] != [0] or starts != sorted(set(starts)) or starts[-1] >= max(1, ids.size):
@@ -127,7 +125,6 @@ def join_parts(part: Response | None, rest: Response) -> Response:
 
 
 def _continued(part: Response, before: Any, after: Any, join: Callable[[Any, Any], Any]) -> Any:
-    """Returns no record if the model's tokens in ``part`` or the rest have none."""
     if after is None or (before is None and part.versions):
         return None
     return after if before is None else join(before, after)

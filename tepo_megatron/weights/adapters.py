@@ -1,7 +1,5 @@
-"""Layout of LoRA adapters over Megatron-Core's ranks.
-
-The adapter of a matrix [out, in] is A [rank, in] and B [out, rank]. A rank with some rows needs these rows of B and all of A;
-with some columns, these columns of A and all of B.
+"""Lays out LoRA adapters A [rank, in] and B [out, rank]: a rank's rows of a matrix need these rows of B and all of A, its
+columns need these columns of A and all of B.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ _ROUTER = "gate"
 
 
 def adapter_names(tensor: str) -> tuple[str, str]:
-    """Returns those of A and B."""
     module = tensor.removesuffix(".weight")
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class _Family:
-    """Differences of an architecture from the plain decoder (RMSNorm, RoPE, grouped queries, SwiGLU, no biases).
+    """Differences from a decoder with RMSNorm, RoPE, grouped queries, SwiGLU and no biases.
 
     ``qkv_bias``, ``qk_norm``, ``ffn_size`` may name a field. ``only``: fields with one supported value.
     """
@@ -121,8 +121,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Experts:
-    """``renormalize``: the chosen probabilities sum to 1. ``biased``: scores are sigmoids; a bias per expert counts for the
-    choice only, and the chosen weights sum to ``scale``. ``shared_ffn_size``: an MLP for every token (0: none).
+    """``renormalize``: chosen probabilities sum to 1. ``biased``: scores are sigmoids, with a bias per expert for the choice
+    only, and chosen weights sum to ``scale``. ``shared_ffn_size``: an MLP for every token (0: none).
     """
 
     count: int
@@ -142,9 +142,9 @@ class Experts:
 class ModelSpec:
     """Shape of a decoder in Hugging Face's terms.
 
-    ``qkv_bias``: of query, key and value projections only. ``qk_norm``: an RMSNorm of ``head_dim`` weights before RoPE. The
-    first ``dense_layers`` layers of a model with experts have an MLP of ``dense_ffn_size``. RoPE turns the first
-    ``rotary_fraction`` of a head.
+    ``qkv_bias``: of query, key and value projections only. ``qk_norm``: an RMSNorm of ``head_dim`` weights before RoPE, which
+    turns the first ``rotary_fraction`` of a head. With experts, the first ``dense_layers`` layers have an MLP of
+    ``dense_ffn_size``.
     """
 
     architecture: str
@@ -172,7 +172,7 @@ class ModelSpec:
 
     @property
     def mlp_sizes(self) -> dict[str, int]:
-        """MLPs that tensor-parallel ranks split, by their names in errors."""
+        """Sizes that tensor parallelism splits, by their names in errors."""
         if self.experts is None:
             return {"MLP size": self.ffn_size}
         sizes = {
@@ -183,11 +183,10 @@ class ModelSpec:
 
     @property
     def route_bytes(self) -> int:
-        """0 without experts."""
+        """Bytes of a token's routing record."""
         return 0 if self.experts is None else self.num_layers * self.experts.per_token * self.experts.number_bytes
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Megatron pads to the next multiple of ``tp``."""
         return -(-self.vocab_size // tp) * tp
 
     def check_parallel(self, *, tp: int, pp: int, ep: int = 1, etp: int | None = None) -> None:
@@ -221,7 +220,7 @@ class ModelSpec:
             )
 
     def check_recompute(self, modules: Iterable[str], *, transformer_engine: bool) -> None:
-        """Refuses modules that have no effect, or fail, in this model."""
+        """Refuses modules that fail or have no effect."""
         has_experts, te_only = self.experts is not None, "which Megatron-Core has in Transformer Engine's layers alone"
         without = f"which is for models with experts, and {self.architecture} has none; name mlp instead"
         refusals = (
@@ -242,7 +241,6 @@ class ModelSpec:
                     raise ValueError(f"engine.recompute_modules has {module}, {reason}")
 
     def check_balance(self, kind: str) -> None:
-        """Refuses a ``kind`` with nothing to act on."""
         if kind != "none" and self.experts is None:
             raise ValueError(
                 f"engine.moe_balance.kind = {kind} balances experts, and {self.architecture} has none; leave "
@@ -256,7 +254,7 @@ class ModelSpec:
 
 
 def read_model_spec(folder: Path) -> ModelSpec:
-    """Raises ValueError for a bad ``config.json``, an unknown architecture, or an unsupported feature."""
+    """Raises ValueError for a bad ``config.json`` and unsupported architectures and features."""
     path = folder / "config.json"
     try:
         raw: dict[str, Any] = json.loads(path.read_text())
@@ -268,7 +266,7 @@ def read_model_spec(folder: Path) -> ModelSpec:
 
 
 def generation_end_ids(folder: Path) -> list[int]:
-    """Returns the end tokens that ``generation_config.json`` names; the rest of that file is not used. Raises ValueError."""
+    """Nothing else of ``generation_config.json`` is used. Raises ValueError."""
     path = folder / "generation_config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

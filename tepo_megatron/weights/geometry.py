@@ -46,7 +46,7 @@ class Box:
 
     @classmethod
     def of_range(cls, shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-        """Yields at most 2 · dimensions − 1 boxes of elements in row-major order."""
+        """Yields at most 2 · dimensions − 1 boxes of row-major elements."""
         if start >= stop:
             return
         inner = math.prod(shape[1:])
@@ -119,10 +119,9 @@ class Move:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """All moves between ranks, in one order for all, so that they cannot deadlock.
+    """Moves are in one order for all ranks, so that they cannot deadlock.
 
-    ``local``: destination rank → the source rank on the same device. Equal ``digest`` (hex SHA-256 of the inputs) means equal
-    plans.
+    ``local``: destination rank → source rank on the same device. ``digest``: hex SHA-256 of the inputs.
     """
 
     moves: tuple[Move, ...]
@@ -145,7 +144,7 @@ class ReshardPlan:
         return tuple(move for move in self.moves if move.destination == destination)
 
     def bytes_between(self, itemsize: int, *, local: bool = False) -> Counter[tuple[int, int]]:
-        """Returns (source, destination) → bytes between different devices, or with ``local`` within one."""
+        """Returns (source, destination) → bytes between devices, or with ``local`` within one."""
         total = Counter[tuple[int, int]]()
         for move in self.moves:
             if self.is_local(move) == local:

@@ -36,10 +36,10 @@ class _RankCoordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class MegatronParallel:
-    """Says how the trainer splits a model.
+    """Global ranks count tp fastest, then dp, then pp; for experts etp, then ep, then copies.
 
-    Global ranks count tp fastest, then dp, then pp; for experts etp, then ep, then copies. ``dp`` includes context parallelism.
-    ``etp`` None means tp; ``stages`` None means even stages. ``fused_norms``: layers are Transformer Engine's.
+    ``dp`` includes context parallelism. ``etp`` None means tp, ``stages`` None even stages. ``fused_norms``: layers are
+    Transformer Engine's.
     """
 
     tp: int = 1
@@ -90,7 +90,7 @@ class MegatronParallel:
 
 
 def pipeline_stages(num_layers: int, pp: int, *, chunks: int = 1, first: int | None = None, last: int | None = None) -> _Stages:
-    """``chunks`` is Megatron's virtual pipeline size; ``first`` and ``last`` are the end stages' layers if they differ."""
+    """``chunks``: Megatron's virtual pipeline size; ``first``, ``last``: layers of the end stages if they differ."""
     if chunks > 1 and pp == 1:
         raise ValueError(f"a virtual pipeline size of {chunks} needs a pipeline; set pp, or leave one chunk")
     fixed = {stage: layers for stage, layers in ((0, first), (pp - 1, last)) if layers is not None}
@@ -213,7 +213,7 @@ class _TrainerSizes(Protocol):
 
 
 def check_trainer_split(spec: ModelSpec, parallel: _TrainerSizes) -> MegatronParallel:
-    """Raises ValueError for a split that the model, or Megatron, does not allow."""
+    """Raises ValueError for a split that model or Megatron refuses."""
     tp, cp, ep, etp = parallel.tp, parallel.cp, parallel.ep, parallel.etp
     spec.check_parallel(tp=tp, pp=1, ep=ep, etp=etp)  # stages may be uneven
     stages = pipeline_stages_of(spec, parallel)
@@ -269,7 +269,7 @@ class VllmParallel:
         return self.server_size * self.replicas
 
     def stages(self, num_layers: int) -> tuple[range, ...]:
-        """Remaining layers go one each to the stages before the last, from the back."""
+        """Remaining layers go one each to stages before the last, from the back."""
         counts = [num_layers // self.pp] * self.pp
         for extra in range(num_layers % self.pp):
             counts[self.pp - 2 - extra] += 1

@@ -1,4 +1,4 @@
-"""Plans the moves between two layouts. Ranks with the same inputs make the same plan."""
+"""Plans the moves between two layouts; ranks with the same inputs make the same plan."""
 
 from __future__ import annotations
 
@@ -46,10 +46,7 @@ _Part = tuple[_BoxRequest, int, int, int]  # request, source rank, first row, en
 def reshard_plan(
     spec: ModelSpec, source: MegatronParallel, destination: VllmParallel, local: Mapping[int, int] | None = None
 ) -> ReshardPlan:
-    """Returns the proved plan from a trainer to all workers of all its servers; caches 8.
-
-    ``local``: destination rank → the source rank on the same device.
-    """
+    """Returns the proved plan from a trainer to all servers' workers; caches 8."""
     return _reshard_plan(spec, source, destination, tuple(sorted((local or {}).items())))
 
 
@@ -75,8 +72,8 @@ def plan_moves(
 ) -> ReshardPlan:
     """Minimizes the bytes sent; sources with the same parts share the work.
 
-    ``server_size``: number of consecutive destinations with one copy of the model (default: all). Raises ValueError naming a
-    tensor that the sources do not cover.
+    ``server_size``: consecutive destinations with one copy of the model (default: all). Raises ValueError for a tensor that
+    sources do not cover.
     """
     local = dict(local or {})
     for destination, source in local.items():
@@ -170,7 +167,7 @@ def _layer_of(tensor: str) -> int | None:
 
 
 def _assign_senders(items: Mapping[tuple[int, ...], Sequence[_BoxRequest]]) -> Iterator[_Part]:
-    """Balances the ranks' loads. Negligible sets, such as norms, go to a rank that sends to the receiver anyway."""
+    """Negligible sets, such as norms, go to a rank that sends to the receiver anyway."""
     loads, routes = Counter[int](), set[tuple[int, int]]()
     amounts = {owners: sum(item.rows * item.row_size for item in group) for owners, group in items.items()}
     for owners, group in sorted(items.items(), key=lambda pair: (len(pair[0]), -amounts[pair[0]], pair[0])):
@@ -205,7 +202,7 @@ def _water_level(loads: Sequence[int], amount: int) -> float:
 def _assign_in_order(
     order: Sequence[int], capacities: Sequence[float], items: Sequence[_BoxRequest], *, slack: float
 ) -> Iterator[_Part]:
-    """Units are elements. An item is divided if more than ``slack`` would be too much."""
+    """Divides an item if more than ``slack`` elements would be too much."""
     index, capacity = 0, capacities[0]
     for item in items:
         start, row_size = 0, item.row_size
@@ -251,7 +248,7 @@ def plan_to_json(plan: ReshardPlan) -> str:
 
 
 def prove(plan: ReshardPlan, sources: Sequence[ShardLayout], destinations: Sequence[ShardLayout]) -> None:
-    """Every element of every destination must be written once, from its place in the source. Raises RuntimeError."""
+    """Raises RuntimeError unless every destination's element is written once, from its place in the source."""
     source_shards, destination_shards = _shards_by_param(sources), _shards_by_param(destinations)
     written: dict[tuple[int, str], list[Box]] = defaultdict(list)
     for move in plan.moves:
@@ -307,10 +304,7 @@ def _in_tensor(box: Box, tensor: str, shards: Mapping[str, Sequence[Shard]]) -> 
 
 @lru_cache(maxsize=4096)
 def _overlaps(sources: tuple[Box, ...], destinations: tuple[Box, ...]) -> tuple[tuple[Box, Box, Box], ...]:
-    """Returns (source, destination, common box). Cached: layers have the same boxes.
-
-    Raises ValueError if sources overlap or leave gaps.
-    """
+    """Returns (source, destination, common box). Raises ValueError if sources overlap or leave gaps."""
     for one, other in _overlapping_pairs(sources):
         raise ValueError(f"the parts {one} and {other} of one tensor overlap without being equal")
     result: list[tuple[Box, Box, Box]] = []
@@ -337,7 +331,6 @@ def _overlapping_pairs(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
 
 @lru_cache(maxsize=4096)
 def _coalesce(pairs: tuple[tuple[Box, Box], ...]) -> tuple[tuple[Region, Region], ...]:
-    """Joins adjoining rows to one box, equal boxes at equal distances to one region."""
     merged: list[tuple[Box, Box]] = []
     for source, destination in sorted(pairs, key=lambda pair: pair[1].start):
         if merged and _adjoin(merged[-1][0], source) and _adjoin(merged[-1][1], destination):

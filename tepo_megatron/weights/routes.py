@@ -1,4 +1,4 @@
-"""Routing records: the experts that every token was sent to, as the sampler records them and the trainer replays them."""
+"""Routing records: every token's experts, which the sampler records and the trainer replays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def routes_dtype(spec: ModelSpec) -> np.dtype[Any]:
 
 
 def routes_fault(routes: NDArray[Any], spec: ModelSpec, tokens: int) -> str | None:
-    """Returns why a record cannot be replayed, as the end of a sentence, or None."""
+    """Returns the end of a sentence, or None if the record can be replayed."""
     if spec.experts is None:
         return f"has a routing record, and {spec.architecture} has no experts"
     expected = (tokens - 1, spec.num_layers, spec.experts.per_token)

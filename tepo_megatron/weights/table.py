@@ -1,4 +1,4 @@
-"""Hugging Face tensors, their parameters in Megatron-Core and vLLM, and their boxes on a rank."""
+"""Hugging Face tensors, their parameters in Megatron-Core and vLLM, and a rank's boxes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
 SplitKind = Literal["replicated", "columns", "vocab", "gate", "up", "query", "key", "value"]
 
 _Dimension = Literal["hidden", "heads", "kv_heads", "head", "ffn", "dense_ffn", "shared_ffn", "experts", "vocab"]
-"""Rows: ``heads`` and ``kv_heads`` of all heads, ``head`` of one; ``ffn`` is an expert's."""
+"""``heads`` and ``kv_heads`` are rows of all heads, ``head`` of one; ``ffn`` is an expert's."""
 
 _Feature = Literal["qkv_bias", "qk_norm", "dense_mlp", "untied_head"]
 
@@ -83,7 +83,7 @@ HEAD = ParamMapping("lm_head.weight", "output_layer.weight", "lm_head.weight", "
 
 
 class _ExpertNames(NamedTuple):
-    """``ends_everywhere``: vLLM makes embedding, norm and head on every pipeline stage."""
+    """``ends_everywhere``: vLLM makes embedding, norm and head on all pipeline stages."""
 
     block: str
     gate: str
@@ -187,7 +187,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 RowBlock = tuple[int, int, int]
-"""First row, end of rows, and the first row's place in the parameter."""
+"""Has the first row, the end, and the first row's place in the parameter."""
 
 
 def lay_out(
@@ -200,8 +200,8 @@ def lay_out(
     vocab_rows: int,
     first_row: Callable[[ParamMapping], int] = lambda _: 0,
 ) -> ShardLayout:
-    """``split``: number of ranks, and this one's; ``head_blocks``: this rank's rows of queries, keys or values; ``first_row``:
-    a tensor's first row in its parameter.
+    """``split``: number of ranks, and this one's; ``head_blocks``: its rows of queries, keys or values; ``first_row``: a
+    tensor's place in its parameter.
     """
 
     def row_blocks(mapping: ParamMapping, rows: int) -> Iterable[RowBlock]:

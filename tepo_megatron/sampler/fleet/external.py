@@ -1,4 +1,4 @@
-"""Servers that ``tepo serve`` runs on other nodes, registered on the shared disk."""
+"""Servers of ``tepo serve`` on other nodes, registered on the shared disk."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RegistryEntry:
         return None
 
     def claim(self, life: str) -> bool:
-        """Returns False if another trainer has this life: the server may hold that one's weights."""
+        """Returns False if another trainer has this life: the server may hold its weights."""
         try:
             self._path.with_suffix(f".{life}.claimed").touch(exist_ok=False)
         except FileExistsError:
@@ -120,10 +120,7 @@ def with_local_address(config: ServerConfig) -> ServerConfig:
 
 
 class ExternalServer:
-    """Has the methods of ``Server``; ``start`` and ``stop`` only decide whether to wait for a server.
-
-    Starting a failed server again retires it.
-    """
+    """``start`` and ``stop`` only decide whether to wait for a server; starting a failed one again retires it."""
 
     def __init__(self, config: ServerConfig, *, index: int, log: Path) -> None:
         assert config.registry is not None
@@ -186,9 +183,9 @@ def _is_healthy(registration: _Registration) -> bool:
 
 
 def serve_node(config: RunConfig, *, model_dir: Path, node: int, nodes: int) -> None:
-    """Runs a node's equal share of the servers, and replaces dead and retired ones, until interrupted.
+    """Runs a node's share of the servers until interrupted, and replaces dead and retired ones.
 
-    Raises ValueError if the nodes cannot share the servers equally, RuntimeError if a server does not start or dies too often.
+    Raises ValueError if nodes cannot have equal shares, RuntimeError if a server does not start or dies too often.
     """
     share = _share(config.rollout.server, node, nodes)
     server, registry = with_local_address(config.rollout.server), config.rollout.server.registry

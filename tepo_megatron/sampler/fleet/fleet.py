@@ -22,10 +22,8 @@ T = TypeVar("T")
 
 
 class Fleet(ServerPool, Sampler):
-    """A ``Sampler`` of ``config.count`` vLLM servers.
-
-    With ``"external"`` placement it leaves them running; ``"colocated"`` ones sleep after starting, reviving and an update,
-    until :meth:`wake_up`.
+    """Servers with ``"external"`` placement are left running; ``"colocated"`` ones sleep after starting, reviving and an
+    update, until :meth:`wake_up`.
     """
 
     @property

@@ -54,7 +54,7 @@ class ServerPool:
         self._first_cause = ""  # later ones may be consequences
         self._counts = dict(NO_SERVERS)
         self._lost: dict[int, Future[None] | None] = {}
-        """Servers that wait for the next update, with the start of their replacement."""
+        """Servers that wait for the next update, with their replacement's start."""
         self._replaced: set[int] = set()
         self._revived = False
         self._replacing = ThreadPoolExecutor(1, thread_name_prefix="replace-server")
@@ -63,9 +63,8 @@ class ServerPool:
         self._stopped = False
         self._versions: list[WeightsVersion] = [INITIAL_WEIGHTS]
         self.published = 1
-        """Number of versions that all servers have had."""
+        """Counts versions that all servers have had."""
         self.updating = False
-        """Whether servers hold requests for an update."""
         # A stream of samples may lose a server in one thread while another updates weights.
         self._changing = threading.RLock()
 
@@ -75,11 +74,10 @@ class ServerPool:
 
     @property
     def _away(self) -> set[int]:
-        """Servers that do not sample."""
         return self._lost.keys() | self._replaced
 
     def sampling(self) -> dict[int, Client]:
-        """Returns the clients of servers that sample, by their numbers."""
+        """Returns servers that sample, by number."""
         if self._revived and self._version is None:
             return {}
         return {index: client for index, client in enumerate(self._clients) if index not in self._away}
@@ -88,7 +86,7 @@ class ServerPool:
         return self._servers[index].healthy()
 
     def versions(self, since: int) -> list[WeightsVersion]:
-        """Returns the last of the first ``since`` versions and all after it: they may draw tokens."""
+        """Returns the versions that may draw tokens: number ``since``, from 1, and later ones."""
         return self._versions[since - 1 :]
 
     def count_retried(self, requests: int) -> None:
@@ -96,7 +94,7 @@ class ServerPool:
 
     @contextmanager
     def _announced(self, version: WeightsVersion) -> Iterator[None]:
-        """During an update some servers may already draw with the new weights."""
+        """Some servers may draw with the new weights during an update."""
         self._versions.append(version)
         self.updating = True
         try:

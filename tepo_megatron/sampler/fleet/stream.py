@@ -20,7 +20,7 @@ from tepo_megatron.sampler.sampling import Sample, Sampling, join_parts
 from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone, ServerSilent
 
 FIRST_PAUSE_S = 0.1
-"""It doubles with each repetition, up to ``_LAST_PAUSE_S``."""
+"""It doubles per repetition, up to ``_LAST_PAUSE_S``."""
 
 _LAST_PAUSE_S = 5.0
 
@@ -37,7 +37,7 @@ _MAX_INTERVAL_S = 5.0
 
 
 class ProgressWatch:
-    """Counts only time in which this process ran. Only one thread uses it.
+    """Counts only time in which this process ran. One thread uses it.
 
     ``probe`` runs in another thread and raises ServerSilent or ServerGone.
     """
@@ -59,7 +59,7 @@ class ProgressWatch:
         self._gone = 0
 
     def note_progress(self) -> None:
-        """Call it when the server answers a request, or gets its first one."""
+        """Call it at a server's answers and its first request."""
         self._silent_s, self._checked_at, self._gone = 0.0, self._clock(), 0
 
     def look(self) -> str:
@@ -103,7 +103,7 @@ class _Lane:
     watch: ProgressWatch
     samples: int = 0
     tokens: int = 0
-    """Upper bound for the outstanding samples, prompts included."""
+    """Upper bound of outstanding tokens, prompts included."""
     faults: int = 0  # consecutive ones
 
 
@@ -138,10 +138,9 @@ class _Event:
 
 @dataclass
 class FleetStream:
-    """A ``SampleStream`` over the servers of ``pool``.
+    """Requests go to the server with the fewest outstanding tokens, and are repeated up to ``max_retries`` times.
 
-    Requests go to the server with the fewest outstanding tokens, and are repeated up to ``max_retries`` times. The stream gives
-    up a server after more faults in a row, if it is dead, or silent for ``request_timeout_s``.
+    The stream gives up a server after more faults in a row, if it is dead, or silent for ``request_timeout_s``.
     """
 
     pool: ServerPool

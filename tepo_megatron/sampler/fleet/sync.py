@@ -1,7 +1,7 @@
 """Puts the trainer's weights into running servers, which then continue their responses.
 
-Servers on the trainer's GPUs sleep instead of pausing. A failure leaves the weights undefined: restart the servers, and make a
-new sync.
+Servers on the trainer's GPUs sleep instead of pausing. After a failure the weights are undefined: restart the servers, and make
+a new sync.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOOK_S = 2.0
 
 
 class WeightSync:
-    """All errors are RuntimeErrors; ServerSilent if a server hangs. ``keep_cache``: held responses keep keys and values."""
+    """Raises only RuntimeErrors; ServerSilent if a server hangs."""
 
     _group: GlooGroup | ShardSender | None = None
 
@@ -42,7 +42,6 @@ class WeightSync:
         self._close_group()
 
     def _close_group(self) -> None:
-        """Pending waits of the workers fail."""
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -54,9 +53,9 @@ class WeightSync:
         tensors: Iterable[Tensor],
         adapter_settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Sends full tensors, or LoRA adapters, from this process to all workers.
+        """Sends full tensors, or LoRA adapters with a PEFT folder's ``adapter_settings``, to all workers.
 
-        ``adapter_settings`` are a PEFT folder's. Raises RuntimeError naming server and tensor.
+        Raises RuntimeError naming server and tensor.
         """
         has_adapters = adapter_settings is not None
         if not isinstance(self._group, GlooGroup):
@@ -74,9 +73,9 @@ class WeightSync:
             self._everywhere(Client.use_adapter)
 
     def update_from_shards(self, version: WeightsVersion, sender: ShardSender) -> None:
-        """Rank 0 calls; the others ``update_as_non_root``. Raises RuntimeError naming server, tensor and ranks.
+        """Rank 0 calls; the others ``update_as_non_root``, and wait for ``sender.finish_update``: always call it afterwards.
 
-        Always call ``sender.finish_update`` afterwards: other ranks wait for it.
+        Raises RuntimeError naming server, tensor and ranks.
         """
         if self._group is not sender:
             self._close_group()
@@ -116,7 +115,7 @@ class WeightSync:
         first_worker: int,
         info: Mapping[str, Any],
     ) -> T:
-        """Returns the result of ``enter``, by which this process joins; ``leave`` ends the others' waits."""
+        """This process joins by ``enter``, and returns its result; ``leave`` ends the others' waits."""
         info = {"host": self._config.host, "timeout_s": self._timeout_s, **info}
         joining = [
             self._pool.submit(client.init_weight_transfer, {**info, "rank_offset": first_worker + self._config.tp * index})
@@ -177,7 +176,7 @@ class WeightSync:
 
 
 def _end_if_gone(client: Client) -> None:
-    """A dead engine would never answer. A silent server may be slow."""
+    """A dead engine never answers; a silent server may be slow."""
     try:
         client.progress()
     except ServerGone:

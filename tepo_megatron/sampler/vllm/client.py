@@ -33,7 +33,7 @@ GENERATE = "/inference/v1/generate"
 """vLLM's route for token ids, which scores prompts here."""
 
 _FIRST = -1
-"""vLLM's priority of requests before all samples (0)."""
+"""Priority of requests before all samples (0)."""
 
 
 class ServerFault(RuntimeError):  # noqa: N818
@@ -49,16 +49,16 @@ class ServerSilent(ServerFault):
 
 
 class ServerGone(ServerFault):
-    """A server refuses connections, or reports a dead engine."""
+    """The server refuses connections, or reports a dead engine."""
 
 
 class Client:
     """Requests to one server, from several threads.
 
     Raises ServerSilent after ``timeout_s``, ServerFault if the server cannot be reached, fails (status 5xx) or answers wrongly,
-    RuntimeError for a refusal. Samples and the receiving of weights have no time limit, but :meth:`close` ends them.
-    ``asleep``: memory that the server has freed. ``routed``: responses must have their experts. ``versions_apart``: versions
-    share no cached prompts. ``pool``: threads for requests; one per server keeps a hanging one from blocking others.
+    RuntimeError for a refusal. Samples and receiving weights have no time limit, but :meth:`close` ends them. ``asleep``: freed
+    memory. ``routed``: responses must have their experts. ``versions_apart``: versions share no cached prompts. ``pool`` is one
+    per server, so that a hanging one blocks no others.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Client:
         self.pool.shutdown(wait=False)
 
     def progress(self) -> object:
-        """Returns a value that changes with every token and request, or None. Raises ServerGone or ServerSilent."""
+        """Returns a value that changes with each token and request, or None. Raises ServerGone or ServerSilent."""
         limit = min(self._timeout_s, HEALTH_TIMEOUT_S)
         try:
             health = self._http.get("/health", timeout=limit, extensions=self._traced)
@@ -128,10 +128,11 @@ class Client:
         first: bool = False,
         is_aborted: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, Response]]:
-        """Yields (sample, response) as samples finish. ``versions``: the weights that may draw tokens, oldest first. ``first``:
-        the request passes others. ``is_aborted`` tells whether :meth:`abort` was called: then unfinished samples come in part.
+        """Yields (sample, response) as samples finish.
 
-        Raises ServerFault for a wrong answer, RuntimeError for a token of other weights.
+        ``versions``: weights that may draw tokens, oldest first. ``first``: the request passes others. ``is_aborted``:
+        :meth:`abort` was called, and unfinished samples come in part. Raises ServerFault for a wrong answer, RuntimeError for a
+        token of other weights.
         """
         self._check_awake()
         body = {
@@ -173,7 +174,7 @@ class Client:
         self._post(ABORT, {"ids": list(names)})
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
-        """Natural log-probs of all tokens but the first, at temperature 1. Passes all waiting samples."""
+        """Passes all waiting samples."""
         self._check_awake()
         # prompt_logprobs = 0: only those of the prompt's own tokens; vLLM applies no temperature to them
         sampling = {"max_tokens": 1, "prompt_logprobs": 0}
@@ -189,7 +190,6 @@ class Client:
             ) from error
 
     def cached_logprobs(self, prompt: Sequence[int], n: int, version: WeightsVersion) -> tuple[list[float], list[float]]:
-        """Returns log-probs of up to ``n`` drawn tokens, with the prefix cache and without."""
         # Drawn, and not the likeliest: log-probs near 0 say little. The same seed draws the same tokens.
         sample, sampling = Sample(0, 0, n), Sampling(1.0, n)
         cached, fresh = (
@@ -202,7 +202,6 @@ class Client:
         return cached.logprobs[:same].tolist(), fresh.logprobs[:same].tolist()
 
     def pause(self, *, keep_cache: bool = False) -> None:
-        """Without ``keep_cache``, held requests compute their keys and values again."""
         self._post("/pause?mode=keep" + ("&clear_cache=false" if keep_cache else ""))
 
     def resume(self) -> None:

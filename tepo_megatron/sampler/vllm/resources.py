@@ -19,11 +19,11 @@ _GIB, _MIB = 2**30, 2**20
 _FP8_CAPABILITY = (8, 9)  # Ada and Hopper
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Those of vLLM's ``CPUAttentionBackend``; others end the server at its first request."""
+"""vLLM's ``CPUAttentionBackend`` has these; others end the server at its first request."""
 
 
 def reserve_port(host: str, first: int = 0, taken: Collection[int] = ()) -> socket.socket:
-    """``first`` 0 means any. The socket keeps the port until the server, with SO_REUSEADDR, takes it."""
+    """``first`` 0 means any. The socket keeps the port until the server takes it with SO_REUSEADDR."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -40,7 +40,7 @@ def reserve_port(host: str, first: int = 0, taken: Collection[int] = ()) -> sock
 
 
 def worker_cores(config: ServerConfig, servers: int, available: Sequence[int] | None = None) -> list[str]:
-    """Returns ``VLLM_CPU_OMP_THREADS_BIND`` of each server, such as ``"0,1|2,3"``: a core per worker, or equal parts of all."""
+    """Returns each server's ``VLLM_CPU_OMP_THREADS_BIND``, such as ``"0,1|2,3"``: a core per worker, or equal parts of all."""
     if config.cpu_threads not in ("auto", "all"):
         return [config.cpu_threads] * servers
     cores = list(available_cores() if available is None else available)

@@ -44,10 +44,10 @@ from tepo_megatron.weights.transfer.transport import BACKEND
 T = TypeVar("T")
 
 HEALTH_TIMEOUT_S = 30.0
-"""A busy server may be slow; a dead one refuses at once."""
+"""A busy server is slow; a dead one refuses at once."""
 
 IDLE_CONNECTION_S = 30.0
-"""The server waits four times as long: a connection must not close while it is reused."""
+"""The server waits four times as long, so that no connection closes while it is reused."""
 
 MODEL_NAME = "policy"
 
@@ -66,11 +66,10 @@ _TORCHRUN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
 @dataclass(eq=False)
 class Server:
-    """A vLLM server, which never outlives the process that started it.
+    """A vLLM server that never outlives its starter.
 
-    ``cores`` is ``VLLM_CPU_OMP_THREADS_BIND``; ``gpus`` are indices, by default all; ``key`` protects every path but /health.
-    ``dummy``: it does not sample until it gets weights; ``adapter_rank``: until it gets adapters. ``tokenizer``: for stop
-    strings and bad words.
+    ``cores`` is ``VLLM_CPU_OMP_THREADS_BIND``; ``gpus`` are indices (default: all); ``key`` protects every path but /health.
+    Sampling waits for weights with ``dummy``, for adapters with ``adapter_rank``.
     """
 
     config: ServerConfig
@@ -151,7 +150,7 @@ class Server:
 
     @property
     def alive(self) -> bool:
-        """The processes run, but may not answer."""
+        """Its processes may not answer."""
         return self._process is not None and self._process.poll() is None
 
     def healthy(self) -> bool:
@@ -180,7 +179,7 @@ class Server:
         sweep()
 
     def log_end(self, lines: int = _LOG_LINES) -> str:
-        """Returns the log's path, its first error (the likely cause) and its last lines."""
+        """Returns the log's path, first error (the likely cause) and last lines."""
         try:
             with self.log.open(errors="replace") as log:
                 log.seek(self._log_start)
@@ -263,7 +262,7 @@ class Server:
         return json.dumps(options)
 
     def _forks(self, on_gpu: bool) -> bool:
-        """On CPUs, workers with cores of their own are forks of the first process."""
+        """On CPUs, workers with own cores are forks of the first process."""
         if on_gpu or sys.platform != "linux":
             return False
         with suppress(ValueError):  # vLLM decides, with nobind for example
@@ -320,7 +319,7 @@ class Server:
 
 
 def make_servers(config: ServerConfig, numbers: Sequence[int], *, key: str, **options: Unpack[SamplerOptions]) -> list[Server]:
-    """Servers get ``config.tp`` GPUs each from ``first_gpu`` on. Raises ValueError if the machine has too few resources."""
+    """Servers get ``config.tp`` GPUs each from ``first_gpu`` on. Raises ValueError for too few resources."""
     model_dir, adapter_rank, first_gpu = options["model_dir"], options.get("adapter_rank"), options.get("first_gpu", 0)
     weights_bytes = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
     check_machine(config, len(numbers), weights_bytes=weights_bytes, on_gpu=_has_gpu())
@@ -384,11 +383,11 @@ _CONSEQUENCES = re.compile(
     r"|EngineDeadError|EngineCore encountered an issue"
     r"|KeyError: '/(psm_|mp-|sem)"  # Python's resource tracker
 )
-"""Shown only without another error."""
+"""It is shown only without another error."""
 
 
 def _first_error(log: Sequence[str]) -> list[str]:
-    """Later errors are consequences. Skips levels below ERROR: healthy servers log tracebacks as warnings."""
+    """Later errors are consequences, and healthy servers log tracebacks as warnings."""
     errors: list[list[str]] = []
     messages: list[list[str]] = []
     last: str | None = ""  # the process that wrote an error just before

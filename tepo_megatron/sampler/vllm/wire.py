@@ -1,4 +1,4 @@
-"""Names that server and client share, and drawn responses between them: a stream of frames, one for each finished response.
+"""Names that server and client share, and the stream of drawn responses, a frame for each.
 
 A frame is the length of its head (4 bytes), the head as JSON, and arrays of the dtypes and shapes in the head; numbers are
 little-endian. A response's head is ``{"sample": 3, "finish_reason": "stop", "versions": [[0, "4:ab"]], "arrays": {"ids":
@@ -48,7 +48,7 @@ _MAX_ARRAY_BYTES = 2**34
 
 
 class BadAnswer(ValueError):  # noqa: N818
-    """The message continues the server's address. ``repeat``: another try may succeed."""
+    """The message follows the server's address. ``repeat``: another try may succeed."""
 
     def __init__(self, message: str, *, repeat: bool = True) -> None:
         super().__init__(message)
@@ -153,10 +153,7 @@ def read_responses(
     sampling_mask: bool = False,
     is_aborted: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, Response]]:
-    """Yields (sample, response), without those that were aborted before their first token.
-
-    ``versions``: the weights that may draw tokens, oldest first. Raises BadAnswer for what cannot be right.
-    """
+    """Yields (sample, response), except those aborted before their first token. Raises BadAnswer for impossible values."""
     missing = set(samples)
     frames = _read_frames(pieces)
     while True:

@@ -1,4 +1,4 @@
-"""``tepo export`` and ``tepo import`` in one process, without Megatron. The same command continues after an interruption."""
+"""``tepo export`` and ``tepo import`` in one process without Megatron; the same command continues after an interruption."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def export_model(
     """Writes a Hugging Face folder from a checkpoint (any layout) or an imported folder.
 
     ``model`` has config and tokenizer (default: the checkpoint's start). ``dtype`` defaults to its config's. Raises ValueError
-    for another model's weights and a damaged checkpoint, RuntimeError for a full disk.
+    for other or damaged weights, RuntimeError for a full disk.
     """
     model = model or _model_of(source)
     if (source / MANIFEST).exists():
@@ -152,9 +152,9 @@ def import_model(
     bucket_bytes: int = _BUCKET_BYTES,
     report: _ProgressCallback = lambda done, total: None,
 ) -> None:
-    """Writes weights as files per rank of a ``tp`` × ``pp`` layout (``model.shards``), in their dtypes.
+    """Writes weights as files per rank of a ``tp`` × ``pp`` layout (``model.shards``), which any layout can read.
 
-    Any layout can read them. ``vpp``: chunks of a stage. Raises as :func:`export_model`.
+    Keeps dtypes. ``vpp``: chunks of a stage. Raises as :func:`export_model`.
     """
     spec, weights = read_model_spec(source), StoredWeights.open(source)
     spec.check_parallel(tp=tp, pp=pp if first_layers is None and last_layers is None else 1)
@@ -259,7 +259,6 @@ def _conversion_digest(weights: StoredWeights, files: Sequence[_PlannedFile]) ->
 
 
 def _unfinished(files: Sequence[_PlannedFile], partial: Path, out: Path) -> list[_PlannedFile]:
-    """Raises RuntimeError if the disk has no space for them."""
     for path in partial.rglob("*.unfinished"):
         path.unlink()
     unfinished = [file for file in files if not file.is_written(partial)]
@@ -290,7 +289,6 @@ def _model_of(source: Path) -> Path:
 
 
 def _stored_dtype(dtype: torch.dtype | None, model: Path) -> str:
-    """Returns safetensors' name."""
     if dtype is None:
         config = json.loads((model / "config.json").read_text())
         name = config.get("dtype") or config.get("torch_dtype") or "float32"

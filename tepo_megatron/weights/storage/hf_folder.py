@@ -72,7 +72,7 @@ def load_into(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -
 def write_model(
     out: Path, tensors: Iterable[tuple[str, Tensor]], *, source: Path, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """One process calls. ``out`` is replaced atomically. Raises RuntimeError if a file cannot be written."""
+    """One process calls. Replaces ``out`` atomically. Raises RuntimeError if a file cannot be written."""
     with _atomic_folder(out) as partial:
         copy_description(source, partial, dtype)
         cast = ((name, tensor.to(torch.float32 if is_always_fp32(name) else dtype)) for name, tensor in tensors)

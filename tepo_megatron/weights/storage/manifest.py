@@ -2,7 +2,7 @@
 
     step_000100/manifest.json    {"step": 100, "files": {"state.json": {"bytes": …, "sha256": …}, "shards/…": …}, "sha256": …}
 
-It is written last and reveals any file that was changed, cut, lost, added or taken from another checkpoint.
+It is written last, and reveals every changed, missing or additional file.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class CheckpointManifest:
 
     @classmethod
     def read_whole(cls, folder: Path) -> CheckpointManifest:
-        """Reads every byte of the checkpoint. Raises DamagedCheckpoint."""
+        """Reads every byte. Raises DamagedCheckpoint."""
         manifest = cls.read(folder)
         wrong = manifest.wrong_files()
         with ThreadPoolExecutor() as readers:  # digests are computed without Python's lock
@@ -96,7 +96,7 @@ class CheckpointManifest:
         return sum(record.bytes for record in self.files.values())
 
     def wrong_files(self) -> dict[str, str]:
-        """Returns a sentence for each missing, additional, or longer or shorter file."""
+        """Returns a sentence for each missing, additional or resized file."""
         shards = {str(path.relative_to(self.folder)) for path in self.folder.glob("*/*.safetensors")}
         problems = {name: f"{name} does not belong to it" for name in sorted(shards - self.files.keys())}
         for name, record in self.files.items():
@@ -144,10 +144,7 @@ def _step_within(path: Path) -> int | None:
 
 
 def sampled_digest(folder: Path) -> str | None:
-    """Covers name, dtype and shape of every tensor, and 4 KiB of 64 of them; None without safetensors.
-
-    It does not depend on the division into files.
-    """
+    """Covers every tensor's name, dtype and shape, and 4 KiB of 64, whatever files they are in; None without safetensors."""
     tensors: dict[str, tuple[Path, int, dict[str, Any]]] = {}
     for path in _files(folder):
         header, start = _read_header(path)
@@ -175,7 +172,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Returns also the place of the tensors' bytes. Raises ValueError for a damaged file."""
+    """Also returns where data start. Raises ValueError for a damaged file."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

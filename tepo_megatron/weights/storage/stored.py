@@ -1,4 +1,4 @@
-"""Reads boxes of weights from any of three kinds of folder, and writes those of a checkpoint.
+"""Reads boxes of weights from three kinds of folder, and writes a checkpoint's.
 
 Hugging Face folder      model-00001-of-00002.safetensors: whole tensors under their names
 folder of `tepo import`  shards/rank00003-00001.safetensors: "weight|model.norm.weight|0" → the box that starts there
@@ -122,7 +122,7 @@ class StoredWeights:
             )
 
     def read(self, tensor: str, box: Box, into: Tensor | None = None) -> Tensor:
-        """Returns ``into``. Raises ValueError if the box is incomplete or a file damaged."""
+        """Raises ValueError if the box is incomplete or a file damaged."""
         into = torch.empty(box.shape) if into is None else into
         # The stored boxes of a tensor are parts of one layout and do not overlap, so that counting elements shows a gap.
         filled = 0
@@ -177,7 +177,7 @@ def _stored(handle: safe_open, path: Path, key: str, start: tuple[int, ...]) -> 
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[safe_open]:
-    """Errors become ValueErrors that name file and remedy."""
+    """Raises ValueError with file and remedy."""
     try:
         with safe_open(path, framework="pt") as handle:
             yield handle
@@ -201,7 +201,7 @@ def safetensors_header(tensors: Mapping[str, tuple[str, Sequence[int]]], metadat
 
 @dataclass
 class WrittenBoxes:
-    """After an ``error`` some ``files`` are missing, but ``bytes`` counts all boxes."""
+    """After an ``error`` some ``files`` are missing; ``bytes`` counts all boxes, for the space needed."""
 
     files: dict[str, FileRecord] = field(default_factory=dict)
     bytes: int = 0
@@ -223,7 +223,7 @@ def batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Itera
 
 
 def tensor_batches(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Yields tensors on the CPU. Clear each batch, or two of them are in memory."""
+    """Yields CPU tensors. Clear each batch, or two are in memory."""
     on_cpu = ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors)
     return map(dict, batches(on_cpu, lambda named: named[1].nbytes, limit))
 
@@ -236,10 +236,7 @@ def write_boxes(
     metadata: Mapping[str, str],
     file_bytes: int = _FILE_BYTES,
 ) -> WrittenBoxes:
-    """Writes durably, holding at most ``file_bytes`` or one box.
-
-    After an error it counts the remaining boxes, for the space needed.
-    """
+    """Writes durably, holding at most ``file_bytes`` or one box."""
     written = WrittenBoxes()
     for number, batch in enumerate(tensor_batches(boxes, file_bytes), 1):
         written.bytes += sum(tensor.nbytes for tensor in batch.values())

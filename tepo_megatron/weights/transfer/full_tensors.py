@@ -1,4 +1,4 @@
-"""Full tensors are gathered on rank 0 and broadcast in buckets, in the order of a manifest."""
+"""Gathers full tensors on rank 0 and broadcasts them in buckets, in a manifest's order."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def send(
     cancelled: Callable[[], bool] = lambda: False,
     limit: int = _BUCKET_BYTES,
 ) -> None:
-    """Rank 0 calls. A waiting message polls ``cancelled``.
+    """Rank 0 calls; waits poll ``cancelled``.
 
     Raises ValueError for a wrong tensor, RuntimeError with a failed message's tensors.
     """
@@ -109,10 +109,7 @@ def _broadcast(group: GlooGroup, entries: list[_BucketEntry], bucket: Tensor, ca
 
 
 class GatherPlan:
-    """Names (rank, shard) pairs that cover each tensor once, of the ranks with ``layouts``.
-
-    Raises ValueError if the ranks together lack an element.
-    """
+    """Names (rank, shard) pairs that cover each tensor once. Raises ValueError if the ranks together lack an element."""
 
     def __init__(self, layouts: Sequence[ShardLayout]) -> None:
         self.shapes = layouts[0].shapes

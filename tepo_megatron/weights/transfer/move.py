@@ -1,4 +1,4 @@
-"""Sends every part of a tensor straight to the ranks that need it, by a plan.
+"""Sends every part of a tensor straight to the ranks that need it.
 
 Message n of every peer is in round n, digests in the last; a rank starts up to WINDOW rounds ahead. No deadlock: in the lowest
 unfinished round every rank has started its messages, or will without waiting.
@@ -41,7 +41,7 @@ WINDOW = 2
 class MoveEnd:
     """``name`` is the destination's parameter.
 
-    ``fp32``: both ends are fp32; each element travels as ``units`` of the wire's elements, which ``region`` counts.
+    ``fp32``: both ends are fp32; an element travels as ``units`` of the wire's, which ``region`` counts.
     """
 
     peer: int
@@ -92,7 +92,7 @@ def message_sizes(queue: Iterable[_WireMessage], itemsize: int) -> tuple[int, ..
 
 
 def move_ends(plan: ReshardPlan, rank: int) -> list[MoveEnd]:
-    """``rank`` is that of the transfer group, in which the destinations follow the sources."""
+    """``rank`` is the transfer group's, in which destinations follow sources."""
     ends = []
     for move in plan.moves:
         name, destination, fp32 = move.destination_param, plan.num_sources + move.destination, is_always_fp32(move.tensor)
@@ -170,7 +170,7 @@ def receive(
 ) -> None:
     """Calls ``complete(name)`` for each complete parameter.
 
-    Raises RuntimeError with tensors and peer of a failed message, or tensors with another digest.
+    Raises RuntimeError with a failed message's tensors and peer, or tensors with another digest.
     """
     exchange = _Exchange("receiving", transport, incoming, params, wire)
     missing: Counter[str] = Counter()
@@ -192,8 +192,6 @@ def receive(
 
 
 class _Exchange:
-    """Messages of this rank in one direction."""
-
     def __init__(
         self, direction: _Direction, transport: TransferGroup, queues: Queues, params: Mapping[str, Tensor], wire: torch.dtype
     ) -> None:
@@ -244,7 +242,6 @@ class _Exchange:
         return data
 
     def buffer(self, message: _WireMessage, peer: int, number: int) -> Tensor:
-        """Returns the parameter's own memory for a single contiguous segment that needs no conversion."""
         if len(message) == 1:
             view = message[0].view(self._params[message[0].end.param].detach(), self._wire)
             if view.is_contiguous() and view.dtype == self._wire and view.device == self._devices[peer]:

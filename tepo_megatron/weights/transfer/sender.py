@@ -1,4 +1,4 @@
-"""A trainer rank's end of weight updates. Rank 0 talks to the servers."""
+"""A trainer rank's end of weight updates."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ _FAILED = "failed"
 class ShardSender:
     """Sends this rank's shards of ``params`` (Megatron's names) by ``plan``; every trainer rank has one.
 
-    In each update rank 0 calls ``open_rendezvous`` (the first time and after a failure), ``broadcast_rendezvous``,
-    ``join_group``, ``send_shards`` and ``finish_update``; the others ``update_as_non_root``. ``or_gloo``: gloo replaces NCCL if
-    a server shares a GPU.
+    Per update rank 0 calls ``open_rendezvous`` (first and after a failure), ``broadcast_rendezvous``, ``join_group``,
+    ``send_shards``, ``finish_update``; others call ``update_as_non_root``.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class ShardSender:
         self._group.finish()
 
     def finish_update(self, arrived: bool) -> str:
-        """Rank 0 calls. Returns which other rank failed first and why, or ""."""
+        """Rank 0 calls. Returns the first other rank that failed, and why, or ""."""
         if not arrived:
             self.close()
         self._broadcast_from_root(arrived if self._others_wait else None)
@@ -140,7 +139,7 @@ class ShardSender:
         return failed
 
     def update_as_non_root(self) -> None:
-        """Raises RuntimeError only if rank 0 does not know of this rank's failure."""
+        """Raises RuntimeError only for a failure that rank 0 does not know."""
         rendezvous = self._broadcast_from_root(None)
         if rendezvous is None:
             return
@@ -191,7 +190,6 @@ class ReceiveOrder:
 
     @staticmethod
     def key(rank: int) -> str:
-        """Names the entry in the rendezvous store."""
         return f"order/{rank}"
 
     def encode(self) -> str:
@@ -212,7 +210,7 @@ class ReceiveOrder:
 
     @property
     def writers(self) -> dict[int, int]:
-        """Source → the sender on the worker's GPU that brings its messages."""
+        """Source → the sender that is on the worker's GPU."""
         return {
             source: self.near for source in self.incoming if self.near is not None and (self.relayed or source == self.near)
         }

@@ -1,4 +1,4 @@
-"""Interface of transports, and the rendezvous of a group (trainer ranks, then workers). Imports neither Megatron nor vLLM."""
+"""Interface of transports, and the rendezvous of trainer ranks and workers."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ _APART = "set rollout.server.placement = colocated, or rollout.server.transport 
 class TransferGroup(Protocol):
     """Point-to-point messages, identified by both ranks and a number, with equal sizes at both ends.
 
-    Messages of one :meth:`round` travel together. Two ranks start their messages in the same order, round by round.
+    Messages of one :meth:`round` travel together. Two ranks start theirs in the same order, round by round.
     """
 
     cancelled: Callable[[], bool]
     """Endless waits poll it; if true, the message fails."""
 
     rounds: int
-    """A sender takes part in at least so many rounds before that of the digests, also without messages."""
+    """A sender joins at least so many rounds before the digests', also without messages."""
 
     def device(self, peer: int) -> torch.device:
         """Tensors from and to ``peer`` must be here."""
 
     def round(self) -> AbstractContextManager[None]:
-        """Messages may start only inside, at least one per block."""
+        """Messages start only inside, at least one per block."""
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
         """``data`` is contiguous, and must not change until :meth:`wait`."""
@@ -69,7 +69,7 @@ class TransferGroup(Protocol):
 
 @dataclass(frozen=True)
 class RelayRoutes:
-    """Messages that go through the trainer rank on the receiver's GPU.
+    """Messages through the trainer rank on the receiver's GPU.
 
     ``via``: worker on another GPU → the rank on its GPU. ``forwards``: (source, worker) → bytes of each message that this rank
     relays, digests last. ``rounds``: the largest of all ranks.
@@ -83,8 +83,8 @@ class RelayRoutes:
 
 @dataclass(frozen=True)
 class Member:
-    """``same_gpu_receivers``: rank on the same GPU → bytes of the largest message to it. ``writers``: source → the rank on the
-    same GPU that brings its messages.
+    """``same_gpu_receivers``: rank on the same GPU → bytes of its largest message. ``writers``: source → the rank on the same
+    GPU that brings its messages.
     """
 
     rank: int
@@ -106,7 +106,7 @@ class TransportSpec:
 
 
 def listen(host: str) -> tuple[Store, str]:
-    """The place, for :func:`connect`, is a file at a loopback address, otherwise a free port of ``host`` only."""
+    """The place for :func:`connect` is a file at a loopback address, otherwise a port of ``host`` only."""
     if _is_loopback(host):
         # The file stays: a process that still asks whether a member has left would wait for a missing file.
         place = str(private_folder() / f"transfer-{uuid.uuid4()}")
@@ -148,9 +148,9 @@ def announce_departure(store: Store) -> None:
 
 
 class Rendezvous:
-    """Joining gloo or NCCL cannot be interrupted, so it starts only when all are present.
+    """Joining gloo or NCCL cannot be interrupted: it starts only when all are present.
 
-    ``stage`` separates meetings at one store. ``parts``: after all have come, one may leave.
+    ``stage`` separates meetings at one store. ``parts``: one may leave after all have come.
     """
 
     def __init__(self, store: Store, world_size: int, timeout_s: float, stage: str = _JOINED, *, parts: bool = False) -> None:
@@ -185,7 +185,7 @@ class Rendezvous:
             present = self._members_present()
 
     def member_left(self) -> bool:
-        """Also true if rank 0, which keeps the store, is gone."""
+        """Also true if rank 0, the store's keeper, is gone."""
         try:
             return bool(self.store.check([_LEFT]))
         except RuntimeError:
@@ -227,7 +227,7 @@ class Introduction:
 
 
 def check_members(store: Store, world_size: int, *, nccl: bool, may_share: bool = False) -> str:
-    """Raises the same RuntimeError on all members, before NCCL fails in one and hangs in the others.
+    """Raises the same RuntimeError on all members, before NCCL fails in one and hangs others.
 
     ``may_share``: returns two members that share a GPU, or "".
     """

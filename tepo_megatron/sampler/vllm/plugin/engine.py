@@ -44,7 +44,7 @@ from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 
 @dataclass
 class _InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm's types are not followed, here and below
-    """``rank_offset`` is the rank of the server's first worker. ``sharded``: trainer ranks send shards by the plan in the
+    """``rank_offset`` is that of the server's first worker. ``sharded``: trainer ranks send shards by the plan in the
     rendezvous store; otherwise rank 0 broadcasts.
     """
 
@@ -173,7 +173,7 @@ def _process_tied_heads(model: torch.nn.Module) -> None:
 
 
 def _pack_experts_again(model: torch.nn.Module) -> None:
-    """On CPUs vLLM 0.32 packs expert weights only when it builds kernels; a kernel would misread unpacked ones."""
+    """On CPUs vLLM 0.32 packs expert weights only when it builds kernels, which misread unpacked ones."""
     if not current_platform.is_cpu():
         return
     for layer in model.modules():
@@ -184,7 +184,7 @@ def _pack_experts_again(model: torch.nn.Module) -> None:
 
 @register_model_loader(DUMMY_FORMAT)  # type: ignore[untyped-decorator, unused-ignore]  # vllm's types are not followed, here and below
 class _DummyWeights(DummyModelLoader):  # type: ignore[misc]
-    """Buffers keep their values, since no update sends them."""
+    """Buffers keep their values: no update sends them."""
 
     def load_weights(self, model: torch.nn.Module, model_config: object) -> None:
         kept = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
@@ -202,8 +202,8 @@ _ONLINE_WITHIN_A_SHARD = (Fp8PerBlockOnlineLinearMethod, Fp8PerBlockOnlineMoEMet
 
 
 class ShardLoader(Mapping[str, Tensor]):
-    """The model's unprocessed parameters by name. Write each between ``start`` and ``complete``. All workers of a server must
-    take part.
+    """The model's unprocessed parameters by name, each written between ``start`` and ``complete``; all workers of a server take
+    part.
 
     Raises RuntimeError if parameters differ from ``incoming``, or the checkpoint is quantised.
     """
@@ -243,14 +243,14 @@ class ShardLoader(Mapping[str, Tensor]):
         return len(self._given)
 
     def complete(self, name: str) -> None:
-        """A layer with scales over all workers waits for ``finish``, since workers get shards in different orders."""
+        """A layer with scales over all workers, which get shards in different orders, waits for ``finish``."""
         if any(_agrees_with_other_workers(module) for module, _ in self._places[name]):
             self._waiting.add(name)
         else:
             self._load(name)
 
     def finish(self) -> None:
-        """All workers have all parameters: processes the layers that waited, in the model's order."""
+        """Call it when all workers have all parameters: processes layers that waited, in the model's order."""
         for name in self._places:
             if name in self._waiting:
                 self._load(name)
@@ -288,7 +288,7 @@ def _refuse_quantised_checkpoints(model: torch.nn.Module) -> None:
 
 
 def _agrees_with_other_workers(module: torch.nn.Module) -> bool:
-    """If quantising takes the largest weight over all workers, all must do it at the same point."""
+    """If quantising takes the largest weight of all workers, all must do it at one point."""
     method = getattr(module, "quant_method", None)
     split = isinstance(method, _ONLINE) and not isinstance(method, _ONLINE_WITHIN_A_SHARD)
     return split and get_tensor_model_parallel_world_size() > 1

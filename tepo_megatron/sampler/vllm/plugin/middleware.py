@@ -1,4 +1,4 @@
-"""ASGI middleware, which ``Server.command`` names on vLLM's command line: the run's key, the wait for weights, our routes."""
+"""ASGI middleware on vLLM's command line (``Server.command``): the run's key, the wait for weights, our routes."""
 
 from __future__ import annotations
 
@@ -45,14 +45,13 @@ _IMPOSSIBLE = -1e30
 
 
 class Middleware:
-    """Answers 401 without ``Authorization: Bearer $VLLM_API_KEY``: vLLM's own check leaves the weight-update routes open.
-
-    Answers 409 before a required first weight update, and from ``/sleep`` until the next.
+    """Answers 401 without ``Authorization: Bearer $VLLM_API_KEY``, since vLLM's own check leaves weight-update routes open, and
+    409 before a required first weight update, and from ``/sleep`` until the next.
 
     A request for samples is ``{"id": "…", "model": "…", "prompt": [ids], "sampling": {vLLM's parameters}, "samples":
     [{"sample": 0, "seed": 7, "max_tokens": 64, "prefix": [ids]}], "cache_salt": null, "priority": 0, "sampling_mask": false}``;
-    one to abort is ``{"ids": ["…"]}``. Different salts share no prefix cache; a lower priority starts first.
-    Raises RuntimeError at start-up without a key.
+    one to abort is ``{"ids": ["…"]}``. Different salts share no prefix cache; a lower priority starts first. Raises
+    RuntimeError at start-up without a key.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -178,7 +177,7 @@ def split_logprobs(
 ) -> tuple[NDArray[np.float32], tuple[NDArray[np.int32], NDArray[np.int32]]]:
     """Returns the drawn tokens' log-probs, and a sampling mask's counts and ids.
 
-    vLLM gives 1 + ``others`` values per position: the drawn token's, and the likeliest, maybe with the drawn again.
+    vLLM gives 1 + ``others`` values per position: the drawn token's and the likeliest, which may include it.
     """
     ids = np.asarray(token_ids, np.int32).reshape(-1, 1 + others)
     values = np.asarray(logprobs, np.float32).reshape(ids.shape)
@@ -205,7 +204,7 @@ async def _progress(request: Request) -> Response:
 
 
 async def _use_adapter(request: Request) -> Response:
-    """vLLM's ``/v1/load_lora_adapter`` would take any folder."""
+    """vLLM's ``/v1/load_lora_adapter`` takes any folder."""
     from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 
     models = request.app.state.openai_serving_models
@@ -218,7 +217,7 @@ async def _use_adapter(request: Request) -> Response:
 
 
 def _stop_waiting_first(engine: Any) -> None:
-    """vLLM 0.32 may log an EngineDeadError at an orderly end (``tests/unit/sampler/test_middleware.py``)."""
+    """vLLM 0.32 may log an EngineDeadError at an orderly end (``test_middleware.py``)."""
     close = engine.shutdown
 
     def shutdown(timeout: float | None = None) -> None:

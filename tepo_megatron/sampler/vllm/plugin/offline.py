@@ -46,7 +46,7 @@ def _draw(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _take_stdout() -> TextIO:
-    """vLLM's standard output goes to standard error."""
+    """vLLM prints to standard error."""
     own = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return own

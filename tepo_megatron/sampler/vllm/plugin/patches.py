@@ -23,8 +23,8 @@ _SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
 def sign_objects(key: str) -> None:
-    """Every member of a group must call it. vLLM's workers exchange pickles through loopback ports without a key: another user
-    could run code.
+    """Every member of a group calls it: vLLM's workers exchange pickles through loopback ports without a key, by which another
+    user could run code.
     """
     from torch.distributed import distributed_c10d
 
@@ -81,7 +81,7 @@ _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 def fork_processes() -> None:
-    """Call it before vLLM makes its config. Affects CPUs only."""
+    """Call it before vLLM makes its config; affects CPUs only."""
     import vllm
     from vllm import envs
     from vllm.platforms import current_platform
@@ -94,7 +94,7 @@ def fork_processes() -> None:
 
 
 def take_cores(cores: str, worker: int) -> int:
-    """Binds the calling thread and its later ones to part ``worker`` of ``cores`` (``0|1``); returns their number."""
+    """Binds this thread and its later ones to part ``worker`` of ``cores`` (``0|1``); returns their number."""
     requested = set(read_cores(cores)[worker])
     try:
         os.sched_setaffinity(0, requested)
@@ -111,7 +111,7 @@ def take_cores(cores: str, worker: int) -> int:
 
 
 def leave_parent() -> None:
-    """In a fork: leaves the signals and sockets of the server's event loop."""
+    """A fork leaves the signals and sockets of the server's event loop."""
     signal.set_wakeup_fd(-1)
     with open(os.devnull, "rb") as nothing:
         for descriptor in map(int, os.listdir("/proc/self/fd")):

@@ -16,9 +16,9 @@ from tepo_megatron.sampler.vllm.wire import FORK_VARIABLE
 
 
 class Worker(CPUWorker):  # type: ignore[misc] # vllm's types are not followed
-    """Returns experts: vLLM 0.32 does so in Model Runner V2 only, which needs Triton; CPUs run V1.
+    """Returns experts on CPUs, where vLLM 0.32 does not (Model Runner V2 needs Triton).
 
-    A fork binds to its cores: OpenMP reads ``VLLM_CPU_OMP_THREADS_BIND`` only once, before the fork.
+    A fork binds to its cores: OpenMP reads ``VLLM_CPU_OMP_THREADS_BIND`` once, before the fork.
     """
 
     _connector: AuxOutputWorkerConnector | None = None

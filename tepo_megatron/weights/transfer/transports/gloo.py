@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 
 
 class GlooGroup:
-    """The constructor returns when all have joined; RuntimeError if one does not. ``host`` selects the interface."""
+    """The constructor returns when all have joined, or raises RuntimeError. ``host`` selects the interface."""
 
     def __init__(self, store: Store, host: str, rank: int, world_size: int, timeout_s: float) -> None:
         self._rendezvous = Rendezvous(store, world_size, timeout_s)
@@ -68,7 +68,7 @@ class GlooGroup:
     def finish(self) -> None: ...
 
     def close(self) -> None:
-        """A thread closes: destroying a gloo group waits for pending operations, up to their time-out."""
+        """Uses a thread: destroying a gloo group waits for pending operations, up to their time-out."""
         self._rendezvous.announce_departure()
         # The thread holds the last references. Pending operations come before the group: each holds the connections open.
         keep, self._group, self._pending = [*self._pending.values(), self._group], None, {}

@@ -22,7 +22,7 @@ from tepo_megatron.weights.transfer.transports.nccl import join_nccl
 
 
 class IpcGroup:
-    """``written`` by (source, worker), ``read`` by source. ``relay`` has the messages to workers on other GPUs."""
+    """``written`` is by (source, worker), ``read`` by source."""
 
     def __init__(
         self,
@@ -49,7 +49,6 @@ class IpcGroup:
         return contextlib.nullcontext() if self._relay is None else self._relay.round()
 
     def _carrier(self, peer: int) -> GlooGroup | _Relay:
-        """Carries messages to and from a peer without slots."""
         return self._gloo if self._relay is None or peer not in self._via else self._relay
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
@@ -104,7 +103,7 @@ class IpcGroup:
 class _Slots:
     """``memory``, uint8 [WINDOW, bytes], holds messages of ``source`` and is also open in the process of ``peer``.
 
-    A signal of one byte over gloo: a message is in its slot, or was copied out.
+    A byte over gloo signals that a message is in its slot, or was copied out.
     """
 
     memory: Tensor
@@ -136,7 +135,7 @@ def join_ipc(
     join_leg: Callable[[GlooGroup], TransferGroup],
     handles: _MemoryHandles | None = None,
 ) -> IpcGroup:
-    """The gloo group carries all but the slots; ``join_leg`` joins the trainer ranks' group, which relays."""
+    """Gloo carries all but the slots; ``join_leg`` joins the trainer ranks' group, which relays."""
     handles, rank, world_size, routes = handles or _CudaHandles(), member.rank, member.world_size, member.routes
     sizes = {(rank, worker): size for worker, size in member.same_gpu_receivers.items()}
     sizes |= {pair: max(messages) for pair, messages in routes.forwards.items()}
@@ -203,7 +202,7 @@ class _MemoryHandles(Protocol):
         """Names of host and GPU."""
 
     def export(self, slots: Tensor) -> dict[str, Any]:
-        """The handle is of the whole storage, which must stay alive."""
+        """The handle is of the whole storage: keep it alive."""
 
     def open(self, handle: dict[str, Any], device: torch.device) -> torch.UntypedStorage: ...
 
@@ -287,7 +286,7 @@ class _Relay:
         self._round += 1
 
     def _incoming(self) -> Iterator[tuple[int, int, int]]:
-        """Yields source, worker and number of this round's messages; digests are the last round's."""
+        """Yields source, worker and number; digests are in the last round."""
         for source, worker in sorted(self._routes.forwards, key=lambda pair: pair[::-1]):
             digests = len(self._routes.forwards[source, worker]) - 1
             if self._round == self._routes.rounds or self._round < digests:
@@ -325,7 +324,6 @@ class _Relay:
             _wait_for(self._signals.pop(message, ()))
 
     def _outgoing(self, worker: int, number: int) -> tuple[int, int]:
-        """Returns the rank that relays, and the message's tag."""
         via = self._routes.via[worker]
         return via, self._tag(number, worker, self._member.rank, via)
 

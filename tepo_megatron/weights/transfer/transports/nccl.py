@@ -21,7 +21,7 @@ from tepo_megatron.weights.transfer.transport import Member, Rendezvous, Transpo
 _POLL_INTERVAL_S = 5e-5
 
 FAILURE_POLL_INTERVAL_S = 0.2
-"""NCCL does not notice within a node that another rank has left."""
+"""Within a node NCCL does not notice that a rank has left."""
 
 _ABORT_GRACE_S = 10.0
 """An abort can hang in the driver; training continues with a new communicator."""
