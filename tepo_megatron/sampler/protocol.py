@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NotRequired, Protocol, Self, TypedDict, Unpack
+from typing import Any, NamedTuple, NotRequired, Protocol, Self, TypedDict, Unpack
 
 from numpy.typing import ArrayLike
 from torch import Tensor
@@ -198,11 +198,19 @@ class Sampler(WeightReceiver, Protocol):
     def prompt_logprobs(self, prompt: Sequence[int]) -> dict[str, list[float]]:
         """Returns, by address, natural log-probs of all tokens but the first, at temperature 1."""
 
-    def cached_logprobs(self, prompt: Sequence[int], n: int) -> dict[str, tuple[list[float], list[float]]]:
-        """Returns, by address, log-probs of up to ``n`` drawn tokens, with prefix cache and without."""
+    def read_through_cache(self, prompt: Sequence[int], n: int) -> dict[str, CacheReading]:
+        """Returns, by address, log-probs of up to ``n`` tokens drawn after ``prompt``, with the prefix cache and without."""
 
     def figures(self) -> dict[str, float]:
         """Covers the time since the last call."""
+
+
+class CacheReading(NamedTuple):
+    """``cached_tokens``: tokens of the prompt whose keys and values were there before it was first read since the update."""
+
+    logprobs: list[float]
+    logprobs_without: list[float]
+    cached_tokens: int
 
 
 class SamplerOptions(TypedDict):

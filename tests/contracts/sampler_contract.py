@@ -171,7 +171,7 @@ def calls(sampler: Sampler) -> None:
     returned("addresses", sampler.addresses, list)
     returned("figures", sampler.figures(), dict)
     returned("prompt_logprobs", sampler.prompt_logprobs(PROMPTS[0]), dict)
-    returned("cached_logprobs", sampler.cached_logprobs(PROMPTS[0], 2), dict)
+    returned("read_through_cache", sampler.read_through_cache(PROMPTS[0], 2), dict)
     sampler.sleep()
     send(sampler, 0)
     sampler.wake_up()
@@ -395,13 +395,14 @@ def prompt_oracle(seed: int, prompt: Sequence[int]) -> list[float]:
 @check("prompt_logprobs: every server scores a prompt")
 def prompt_scores(sampler: Sampler) -> None:
     send(sampler, 0)
-    scores, cached = sampler.prompt_logprobs(PROMPTS[2]), sampler.cached_logprobs(PROMPTS[2], 6)
+    scores, cached = sampler.prompt_logprobs(PROMPTS[2]), sampler.read_through_cache(PROMPTS[2], 6)
     assert set(scores) == set(cached) == set(sampler.addresses), "prompt_logprobs: not one result for each address"
     for url in scores:
         assert_close("prompt_logprobs", scores[url], prompt_oracle(0, PROMPTS[2]))
-        through, fresh = cached[url]
-        assert 0 < len(through) <= 6, "cached_logprobs: no tokens, or too many"
-        assert_close("cached_logprobs", through, fresh)
+        reading = cached[url]
+        assert 0 < len(reading.logprobs) <= 6, "read_through_cache: no tokens, or too many"
+        assert_close("read_through_cache", reading.logprobs, reading.logprobs_without)
+        assert reading.cached_tokens == 0, "read_through_cache: tokens in a cache that the update has emptied"
 
 
 @check("sleep: an update and wake_up bring the sampler back")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -145,8 +146,28 @@ def test_keys_and_values_stay_in_an_update_where_the_config_says_so(
             break
     assert max(gaps) > 1e-2
     # What later requests begin with is never taken from a cache of older weights.
-    for through, fresh in fleet.cached_logprobs(list(range(1, 60)) * 3, 8).values():
-        assert through == fresh
+    for reading in fleet.read_through_cache(list(range(1, 60)) * 3, 8).values():
+        assert reading.logprobs == reading.logprobs_without
+        assert reading.cached_tokens == 0
+    fleet._close_sync()
+
+
+def test_a_cache_that_an_update_has_not_emptied_is_counted(
+    fleet: Fleet, first_weights: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, client = list(range(1, 60)) * 3, fleet._clients[0]
+    assert fleet.read_through_cache(prompt, 2)[client.url].cached_tokens == 0
+    post = client._post
+
+    def keep_cache(path: str, *args: Any, **options: Any) -> Any:
+        if path == "/reset_prefix_cache":
+            return {}
+        return post(path.replace("/pause?", "/pause?clear_cache=false&"), *args, **options)
+
+    monkeypatch.setattr(client, "_post", keep_cache)
+    sync(fleet, contract_model(1), WeightsVersion(9))
+    assert fleet.read_through_cache(prompt, 2)[client.url].cached_tokens >= 128  # a block of vLLM on a CPU
+    monkeypatch.undo()
     fleet._close_sync()
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Response, SamplingMask, WeightsVersion, token_ids
-from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, NO_SERVERS, KeyedResponse, Sampler, SamplerOptions
+from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, NO_SERVERS, CacheReading, KeyedResponse, Sampler, SamplerOptions
 from tepo_megatron.sampler.sampling import Sample, Sampling, SamplingSettings, join_parts
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 
@@ -141,9 +141,9 @@ class ReferenceSampler(Sampler):
         logprobs = self._logits(prompt)[:-1].log_softmax(-1)
         return {"reference": logprobs.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()}
 
-    def cached_logprobs(self, prompt: Sequence[int], n: int) -> dict[str, tuple[list[float], list[float]]]:
+    def read_through_cache(self, prompt: Sequence[int], n: int) -> dict[str, CacheReading]:
         ((response,),) = self.generate([prompt], n=1, temperature=1.0, max_new_tokens=n, seed=0)
-        return {"reference": (response.logprobs.tolist(), response.logprobs.tolist())}
+        return {"reference": CacheReading(response.logprobs.tolist(), response.logprobs.tolist(), 0)}
 
     def _logits(self, ids: Sequence[int]) -> Tensor:
         if not (self._is_running and self._is_awake and self._weights):

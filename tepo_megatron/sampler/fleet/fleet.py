@@ -10,7 +10,7 @@ from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.fleet.server_pool import ServerPool
 from tepo_megatron.sampler.fleet.stream import FleetStream
 from tepo_megatron.sampler.fleet.sync import WeightSync
-from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, Sampler, SamplerSpec, ServerDied
+from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, CacheReading, Sampler, SamplerSpec, ServerDied
 from tepo_megatron.sampler.sampling import Sampling, SamplingSettings
 from tepo_megatron.sampler.vllm.client import Client, ServerFault, ServerGone, ServerSilent
 from tepo_megatron.sampler.vllm.resources import check_machine_serves, check_server_split, cores_of_servers
@@ -56,11 +56,11 @@ class Fleet(ServerPool, Sampler):
     def prompt_logprobs(self, prompt: Sequence[int]) -> dict[str, list[float]]:
         return self._ask_all(lambda client: client.prompt_logprobs(prompt))
 
-    def cached_logprobs(self, prompt: Sequence[int], n: int) -> dict[str, tuple[list[float], list[float]]]:
+    def read_through_cache(self, prompt: Sequence[int], n: int) -> dict[str, CacheReading]:
         version = self._version
         if version is None:
             raise RuntimeError("the servers do not have the current weights; update their weights first")
-        return self._ask_all(lambda client: client.cached_logprobs(prompt, n, version))
+        return self._ask_all(lambda client: client.read_through_cache(prompt, n, version))
 
     def _ask_all(self, question: Callable[[Client], T]) -> dict[str, T]:
         answers: dict[str, T] = {}

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -13,6 +14,7 @@ import httpx
 import numpy as np
 
 from tepo_megatron.core.rollout import Response, TokenIds, WeightsVersion
+from tepo_megatron.sampler.protocol import CacheReading
 from tepo_megatron.sampler.sampling import Sample, Sampling
 from tepo_megatron.sampler.vllm.server import HEALTH_TIMEOUT_S, IDLE_CONNECTION_S, MODEL_NAME
 from tepo_megatron.sampler.vllm.wire import (
@@ -89,6 +91,7 @@ class Client:
         self._traced = {"trace": self._note_socket}
         self._sockets: set[socket.socket] = set()
         self._lock = threading.Lock()
+        self._read_for: WeightsVersion | None = None
 
     def close(self) -> None:
         """Requests of other threads fail at once."""
@@ -126,13 +129,14 @@ class Client:
         *,
         from_cache: bool = True,
         first: bool = False,
+        cached: list[int] | None = None,
         is_aborted: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, Response]]:
         """Yields (sample, response) as samples finish.
 
-        ``versions``: weights that may draw tokens, oldest first. ``first``: the request passes others. ``is_aborted``:
-        :meth:`abort` was called, and unfinished samples come in part. Raises ServerFault for a wrong answer, RuntimeError for a
-        token of other weights.
+        ``versions``: weights that may draw tokens, oldest first. ``first``: the request passes others. ``cached`` gets, for
+        each sample, the tokens of the prompt that came from the prefix cache. ``is_aborted``: :meth:`abort` was called, and
+        unfinished samples come in part. Raises ServerFault for a wrong answer, RuntimeError for a token of other weights.
         """
         self._check_awake()
         body = {
@@ -141,6 +145,7 @@ class Client:
             "prompt": _listed(prompt),
             **({"cache_salt": label(versions()[-1])} if self.versions_apart else {}),
             **({"priority": _FIRST} if first else {}),
+            **({} if cached is None else {"count_cached": True}),
             "sampling": {**sampling.parameters(), **({} if from_cache else {"skip_reading_prefix_cache": True})},
             **({"sampling_mask": True} if sampling.sampling_mask else {}),
             "samples": [
@@ -164,6 +169,7 @@ class Client:
                     vocab_size=self._vocab_size,
                     routed=self._routed,
                     sampling_mask=sampling.sampling_mask,
+                    cached=cached,
                     is_aborted=is_aborted,
                 )
             except BadAnswer as error:
@@ -189,17 +195,17 @@ class Client:
                 url=self.url,
             ) from error
 
-    def cached_logprobs(self, prompt: Sequence[int], n: int, version: WeightsVersion) -> tuple[list[float], list[float]]:
+    def read_through_cache(self, prompt: Sequence[int], n: int, version: WeightsVersion) -> CacheReading:
         # Drawn, and not the likeliest: log-probs near 0 say little. The same seed draws the same tokens.
         sample, sampling = Sample(0, 0, n), Sampling(1.0, n)
-        cached, fresh = (
-            dict(self.draw("", prompt, [sample], sampling, lambda: (version,), from_cache=from_cache, first=True))[0]
-            for from_cache in (True, False)
-        )
+        is_first, self._read_for = self._read_for != version, version  # a second try finds what the first has left there
+        counts: list[int] = []
+        draw = partial(self.draw, "", prompt, [sample], sampling, lambda: (version,), first=True, cached=counts)
+        cached, fresh = (dict(draw(from_cache=from_cache))[0] for from_cache in (True, False))
         pairs = zip(cached.response_ids.tolist(), fresh.response_ids.tolist(), strict=False)
         # after a different token the scores are of another text
         same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        return cached.logprobs[:same].tolist(), fresh.logprobs[:same].tolist()
+        return CacheReading(cached.logprobs[:same].tolist(), fresh.logprobs[:same].tolist(), counts[0] if is_first else 0)
 
     def pause(self, *, keep_cache: bool = False) -> None:
         self._post("/pause?mode=keep" + ("&clear_cache=false" if keep_cache else ""))

@@ -60,6 +60,7 @@ class _Head(BaseModel):
     sample: int | None = None
     finish_reason: str | None = None
     versions: list[tuple[int, str]] = []
+    cached: int | None = None
     arrays: dict[
         Literal["ids", "logprobs", "routes", "counts", "others"],
         tuple[Literal["<i4", "<f4", "|u1", "<u2"], list[Annotated[int, Ge(0)]]],
@@ -89,14 +90,15 @@ def response_frame(
     versions: Sequence[tuple[int, str]],
     routes: NDArray[Any] | None = None,
     mask: tuple[ArrayLike, ArrayLike] | None = None,
+    cached: int | None = None,
 ) -> bytes:
-    """``mask`` has counts and ids."""
+    """``mask`` has counts and ids. ``cached``: tokens of the prompt that came from the prefix cache."""
     arrays = {"ids": np.asarray(ids, "<i4"), "logprobs": np.asarray(logprobs, "<f4")}
     if routes is not None:
         arrays["routes"] = np.asarray(routes, f"<u{routes.itemsize}")
     if mask is not None:
         arrays |= {"counts": np.asarray(mask[0], "<i4"), "others": np.asarray(mask[1], "<i4")}
-    head = {"sample": sample, "finish_reason": finish_reason, "versions": list(versions)}
+    head = {"sample": sample, "finish_reason": finish_reason, "versions": list(versions), "cached": cached}
     sizes = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
     return b"".join([head_frame(head | {"arrays": sizes}), *(array.tobytes() for array in arrays.values())])
 
@@ -151,9 +153,13 @@ def read_responses(
     vocab_size: int | None = None,
     routed: ModelSpec | None = None,
     sampling_mask: bool = False,
+    cached: list[int] | None = None,
     is_aborted: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, Response]]:
-    """Yields (sample, response), except those aborted before their first token. Raises BadAnswer for impossible values."""
+    """Yields (sample, response), except those aborted before their first token. Raises BadAnswer for impossible values.
+
+    ``cached`` gets the frames' counts of cached tokens.
+    """
     missing = set(samples)
     frames = _read_frames(pieces)
     while True:
@@ -180,6 +186,10 @@ def read_responses(
         response = _response(head, arrays, sample, versions(), prompt_tokens, routed, sampling_mask)
         for fault in response_faults(response, response.logprobs, vocab_size or 2**31):
             raise BadAnswer(f"returned a response that cannot be right: {fault}")
+        if cached is not None:
+            if head.cached is None:
+                raise BadAnswer("returned a response without the number of tokens from its prefix cache", repeat=False)
+            cached.append(head.cached)
         yield head.sample, response
 
 

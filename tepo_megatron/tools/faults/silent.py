@@ -253,10 +253,13 @@ class _World:
         with _noting(caught, "prompt"):
             canary.check(step, self.prompt, ours, theirs)
         with _noting(caught, "version"):
-            through = self.fleet.cached_logprobs(self.cached, CACHED_TOKENS)
-            figures["cache"] = max(abs(a - b) for pair in through.values() for a, b in zip(*pair, strict=True))
+            readings = self.fleet.read_through_cache(self.cached, CACHED_TOKENS)
+            pairs = [
+                pair for reading in readings.values() for pair in zip(reading.logprobs, reading.logprobs_without, strict=True)
+            ]
+            figures["cache"] = max(abs(through - without) for through, without in pairs)
             with _noting(caught, "cache"):
-                canary.check_cache(step, through)
+                canary.check_cache(step, readings)
             parts = [self._sample()]
             result = check_agreement(step, parts, tolerance=math.inf, token_tolerance=0.0)
             figures["rollouts"] = result["canary/rollouts_worst_group"]

@@ -24,7 +24,7 @@ from tepo_megatron.run.loop import Loop
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.run.output.output import Output
 from tepo_megatron.runtime.preemption import StopSignals
-from tepo_megatron.sampler.protocol import ServerDied
+from tepo_megatron.sampler.protocol import CacheReading, ServerDied
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.protocol import UpdateResult, trainer_kind
 from tests.support.reference_sampler import ReferenceSampler, ReferenceStream
@@ -257,8 +257,8 @@ class _Sampler(ReferenceSampler):
         self._note("canary")
         return super().prompt_logprobs(prompt)
 
-    def cached_logprobs(self, prompt: Sequence[int], n: int) -> dict[str, tuple[list[float], list[float]]]:
-        return {"reference": ([-1.0] * n, [-1.0] * n)}  # it has no cache
+    def read_through_cache(self, prompt: Sequence[int], n: int) -> dict[str, CacheReading]:
+        return {"reference": CacheReading([-1.0] * n, [-1.0] * n, 0)}  # it has no cache
 
 
 @pytest.fixture(scope="session")

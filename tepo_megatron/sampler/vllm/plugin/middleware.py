@@ -143,7 +143,7 @@ class _Samples:
         # The adapters that the trainer sends are a model of their own, which vLLM knows by this name.
         if body.get("model") == ADAPTER_NAME:
             self._options["lora_request"] = state.openai_serving_models.lora_requests[ADAPTER_NAME]
-        self._cache_salt = body.get("cache_salt")
+        self._cache_salt, self._counts_cached = body.get("cache_salt"), bool(body.get("count_cached"))
         self._others = 0
         if body.get("sampling_mask"):
             self._others = min(named_tokens(body["sampling"]["top_k"]), self._engine.model_config.get_vocab_size())
@@ -169,7 +169,8 @@ class _Samples:
         versions = [(span.start, span.version) for span in drawn.weight_versions or ()]
         logprobs, mask = split_logprobs(drawn.logprobs.token_ids, drawn.logprobs.logprobs, self._others)
         result = (drawn.token_ids, logprobs, drawn.finish_reason, versions, drawn.routed_experts)
-        return response_frame(sample["sample"], *result, mask if self._others else None)
+        cached = output.num_cached_tokens if self._counts_cached else None
+        return response_frame(sample["sample"], *result, mask if self._others else None, cached)
 
 
 def split_logprobs(
