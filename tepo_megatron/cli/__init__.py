@@ -1,1 +1,1 @@
-"""Each sub-command of ``tepo`` has a file. Functions import torch, so that help is instant."""
+"""Each sub-command of ``tepo`` has a file. Functions import torch: help is instant."""

@@ -252,7 +252,6 @@ def _find_samples(output: Path, *, train: bool) -> Path:
 
 
 def _that_have(rows: list[dict[str, Any]], path: Path, key: str, value: object) -> list[dict[str, Any]]:
-    """Raises ValueError, which lists the existing values, if there is none."""
     usual = {"step": 0}
     result = [row for row in rows if row.get(key, usual.get(key)) == value]
     if not result:
@@ -269,7 +268,7 @@ def _responses(row: _Row) -> list[tuple[str, _Row]]:
 
 
 def _is_correct(response: _Row) -> bool:
-    """As the evaluation judged; in training and older files, by a reward of 1."""
+    """Training and older files have only the reward."""
     return bool(response.get("correct", (response.get("reward") or 0) >= 1))
 
 

@@ -1,5 +1,3 @@
-"""``tepo config`` and ``tepo plan``."""
-
 from __future__ import annotations
 
 import sys

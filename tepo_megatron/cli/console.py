@@ -1,5 +1,3 @@
-"""Arguments and output of commands."""
-
 from __future__ import annotations
 
 import json
@@ -41,7 +39,7 @@ def as_records(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[di
 def show_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None, as_json: bool = False
 ) -> None:
-    """The first column is left-aligned, others right-aligned; JSON is a list of objects."""
+    """JSON is a list of objects."""
     if as_json:
         print_json(as_records(columns, rows))
         return
@@ -58,7 +56,7 @@ def show_table(
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Turns user errors into a sentence on standard error and exit code 1, and Ctrl-C into 130."""
+    """Turns user errors into a sentence on standard error and exit code 1, Ctrl-C into 130."""
     try:
         yield
     except typer.Exit:  # it is a subclass of RuntimeError
@@ -73,7 +71,7 @@ def user_errors() -> Iterator[None]:
 
 
 def _complete_setting(incomplete: str) -> list[str]:
-    """Completions for a shell: ``optimizer.l`` → ``optimizer.lr=``; after ``=`` the possible values."""
+    """``optimizer.l`` → ``optimizer.lr=``; after ``=`` the possible values."""
     from tepo_megatron.config.schema import schema_rows
 
     name, equals, _ = incomplete.partition("=")
@@ -92,7 +90,7 @@ AsJson = Annotated[bool, Option("--json", help="For tools.")]
 
 
 def split_run(run: Path | None, overrides: Sequence[str] | None) -> tuple[Path | None, list[str]]:
-    """A first word such as ``model.path=…`` is an override. Raises ValueError if neither is given."""
+    """A first word such as ``model.path=…`` is an override. Raises ValueError without either."""
     settings = list(overrides or ())
     if run is not None and "=" in str(run) and not run.exists():
         return None, [str(run), *settings]
@@ -105,7 +103,7 @@ def split_run(run: Path | None, overrides: Sequence[str] | None) -> tuple[Path |
 
 
 def load_config(run: Path | None, overrides: Sequence[str]) -> RunConfig:
-    """``load_run`` with warnings as sentences, printed by one process only."""
+    """``load_run`` with warnings as sentences, by one process only."""
     from tepo_megatron.config.load import load_run
 
     with warnings.catch_warnings(record=True) as caught:

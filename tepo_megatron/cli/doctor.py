@@ -1,5 +1,3 @@
-"""``tepo doctor``."""
-
 from __future__ import annotations
 
 import math
@@ -92,13 +90,11 @@ def _doctor(
 
 _GIB = 2**30
 _BYTES_PER_CHECKPOINT_BYTE = 8
-"""A checkpoint's disk space over the model files': fp32 weights and two fp32 moments are 6 times bf16 files, the export is 1;
-rounded up.
-"""
+"""A checkpoint's disk space over bf16 model files': 6 for fp32 weights and two moments, 1 for the export; rounded up."""
 
 
 def run_checks(config: RunConfig) -> dict[str, Check]:
-    """Name → check, not called yet. A replayed run reads no data."""
+    """Returns checks by name, not yet called."""
     from tepo_megatron.run.checks import MODEL, RUN_CHECKS, RunSubject
     from tepo_megatron.runtime.machine import this_machine
 

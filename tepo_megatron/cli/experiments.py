@@ -1,5 +1,3 @@
-"""``tepo sweep`` and ``tepo faults``: many runs from one command."""
-
 from __future__ import annotations
 
 import signal

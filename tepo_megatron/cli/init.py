@@ -1,5 +1,3 @@
-"""``tepo init``: asks questions and writes a run's file."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""``tepo launch``."""
-
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""``tepo doctor``'s checks of distributions (by metadata), of this machine, and of nodes."""
+"""``tepo doctor``'s checks of distributions, this machine, and nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Status = Literal["ok", "warn", "missing", "fail"]
 
 
 class Finding(NamedTuple):
-    """``detail`` is a version or measurement, ``advice`` what it enables or how to correct it."""
+    """``detail``: a version or measurement; ``advice``: what it enables or how to correct it."""
 
     status: Status
     detail: str
@@ -52,7 +52,7 @@ class Diagnosis:
 
 
 def diagnose(checks: Mapping[str, Check]) -> list[Diagnosis]:
-    """A check that raises is reported with the error."""
+    """Reports the error of a check that raises."""
     results = []
     for name, check in checks.items():
         try:
@@ -183,7 +183,6 @@ def _compiler() -> Finding:
 
 
 def _graded(detail: str, *faults: tuple[bool, Status, str]) -> Finding:
-    """The first fault that is true."""
     return next((Finding(status, detail, advice) for is_true, status, advice in faults if is_true), Finding("ok", detail))
 
 
@@ -193,7 +192,6 @@ def _cores() -> Finding:
 
 
 def _memory() -> Finding:
-    """The container's limit counts if it is smaller."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()).isdigit():
@@ -225,7 +223,7 @@ def _shared_memory() -> Finding:
 
 
 def _verifiers() -> Finding:
-    """Only the network limit depends on the kernel; Linux grants the other limits everywhere."""
+    """Only the network limit depends on the kernel."""
     probe = "from tepo_megatron.runtime.worker_child import leave_network; print(leave_network() or '')"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False)
     why = done.stdout.strip() or done.stderr.strip().rpartition("\n")[2]
@@ -263,7 +261,6 @@ def _transformer_engine() -> Finding:
 
 
 def _apex() -> Finding:
-    """PyPI's project named apex is not NVIDIA's and has no fused optimizers."""
     version = installed_version("apex")
     if version is None:
         return Finding("missing", "", "optional on GPU; built from NVIDIA's source, never from PyPI")
@@ -275,7 +272,7 @@ def _apex() -> Finding:
 
 
 def _kernels() -> Finding:
-    """By installed packages; the engine also tries the import."""
+    """Reads installed packages; the engine also tries the import."""
     packages = Packages.installed()
     adam, why_adam = packages.adam
     norm, why_norm = "torch's", "the layers are Megatron-Core's own, whose fused norm (apex') is no RMSNorm"
@@ -359,8 +356,8 @@ def _check_node(node: str, timeout_s: float) -> Finding:
 
 
 def _clock_offset(command: Sequence[str], timeout_s: float) -> tuple[float, float]:
-    """(uncertainty, node's clock minus this machine's) in seconds, assuming as in NTP that the node reads its clock midway.
-    Raises RuntimeError with the last line of a command that fails, hangs or is not installed.
+    """(uncertainty, node's clock minus this machine's) in seconds; as in NTP the node reads its clock midway. Raises
+    RuntimeError with the last line of a command that fails, hangs or is missing.
     """
     start = time.time()
     try:

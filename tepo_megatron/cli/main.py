@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _lazy(name: str, target: str, text: str, default: str | None = None) -> None:
-    """Mounts the Typer app ``module:attribute``, imported on use; ``default`` is the command if the first word names none."""
+    """Mounts the Typer app ``module:attribute``, imported on use; ``default``: the command if the first word names none."""
 
     class Lazy(TyperGroup):
         def _load(self) -> TyperGroup:

@@ -1,4 +1,4 @@
-"""A run's file out of answers: the questions of ``tepo init`` and the settings that follow from them."""
+"""The questions of ``tepo init``, and what follows from the answers."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ _Answer = TypeVar("_Answer")
 
 
 def _ask(question: str, value: object, option: str, check: Callable[[str], _Answer], *, default: str | None = None) -> _Answer:
-    """Asks until the answer is valid. ``value``: of the option, which is not asked for. If nobody answers: the default, or
-    ValueError.
-    """
+    """Asks until the answer is valid, but not for an option with a ``value``. If nobody answers: the default, or ValueError."""
     if value is not None:
         return check(str(value))
     while True:
@@ -74,9 +72,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 class NewRun:
-    """The answers so far. Its methods take options and ask for those that are None; they raise ValueError for what cannot be
-    used.
-    """
+    """Methods take options and ask for those that are None; they raise ValueError for unusable ones."""
 
     def __init__(self, model: str | None) -> None:
         self._model = _ask("Model: a Hugging Face folder, or builtin:tiny", model, "--model", _model)
@@ -107,7 +103,6 @@ class NewRun:
         _say(self._train)
 
     def ask_heldout(self, heldout: str | None, split: str | None) -> None:
-        """Proposes another split if the training problems are a split."""
         others = [item for item in _splits(self._path) if item != self._split] if self._split else []
         proposed = next((name for name in _EVALUATED if name in others), others[0] if others else None)
 
@@ -159,8 +154,8 @@ class NewRun:
             self.nodes = _ask("Nodes of a cluster (1: this machine)", nodes, "--nodes", _at_least(1), default="1")
 
     def text(self, output: Path | None) -> str:
-        """Raises ValueError for a prompt too long for the model, GPUs without a simple layout, and a run that the model does
-        not allow.
+        """Raises ValueError for a prompt too long for the model, GPUs without a simple layout, and a run that the model
+        forbids.
         """
         spec = read_model_spec(self._folder)
         self._tokenizer.check_model()
@@ -212,7 +207,7 @@ def _model(answer: str) -> str:
 
 
 def _path(answer: str) -> str:
-    """Checks only existence and format; rows are read once their columns are known."""
+    """Checks only existence and format, since the columns are not known yet."""
     if answer.startswith("builtin:") or not Path(answer).expanduser().exists():
         load_problems(answer)  # raises with the reason
     else:
@@ -225,7 +220,6 @@ def _splits(path: str) -> list[str]:
 
 
 def _ask_split(path: str, value: str | None, option: str, *, default: str | None) -> str:
-    """An empty string for data without splits."""
     splits = _splits(path)
     if len(splits) < 2 and value is None:
         return ""
@@ -253,7 +247,6 @@ def _say(problems: Sequence[Problem]) -> None:
 
 
 def _first_that_fits(run: dict[str, Any], gpus: int, nodes: int) -> dict[str, Any]:
-    """Fewest tensor-parallel ranks for which the plan fits trainer and servers."""
     why = "give 1, 2, 4 or 8 GPUs"
     for tp in (size for size in (1, 2, 4, 8) if size <= gpus):
         laid_out = _laid_out(run, tp, gpus=gpus, nodes=nodes)
@@ -270,9 +263,7 @@ def _first_that_fits(run: dict[str, Any], gpus: int, nodes: int) -> dict[str, An
 
 
 def _laid_out(run: dict[str, Any], tp: int, *, gpus: int, nodes: int) -> dict[str, Any] | None:
-    """Half of the GPUs, or nodes, train, the others serve; a single GPU does both in turn. None if ``tp`` does not divide
-    them.
-    """
+    """Half of the GPUs, or nodes, train, the others serve; a single GPU does both."""
     training = gpus * (nodes // 2) if nodes > 1 else max(1, gpus // 2)
     serving = gpus * nodes - training
     if training % tp or serving % tp:
@@ -304,5 +295,5 @@ def _as_yaml(run: dict[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    """JSON, which YAML reads if 5e-05 has a point (5.0e-05)."""
+    """JSON; YAML needs a point in 5.0e-05."""
     return f"{value:.1e}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)

@@ -204,7 +204,6 @@ def _table(*columns: str, keep: str, title: str | None = None) -> Table:
 
 
 def _plain(text: str) -> str:
-    """One line, with brackets escaped from Rich's styles."""
     from rich.markup import escape
 
     return escape(" ".join(text.replace("``", "`").split()))
@@ -234,7 +233,6 @@ class _Curve(NamedTuple):
 
 
 def _curves(weights: GradientWeights) -> list[_Curve]:
-    """A > 0 and A < 0, and A > 0 with falling entropy if that differs."""
     result = [
         _Curve("A = 1", "+", "#2b6cb0", weights.positive_N.tolist()),
         _Curve("A = −1", "o", "#d9480f", weights.negative_N.tolist()),
@@ -294,12 +292,10 @@ _TRIED = (1.0, 0.1, 0.5, 2.0, 0.01, 10.0, 1)
 
 
 def _find_preset(name: str) -> Preset | None:
-    """None for anything but a preset, which may be a plugin."""
     return find_preset(name) if is_preset_file(name) or name in PRESETS else None
 
 
 def _find_plugin(name: str) -> Plugin:
-    """Raises ValueError that describes a plugin."""
     if not name.endswith(".py") and "." not in name:
         raise ValueError(
             f"{name} is no preset; there are {', '.join(PRESETS)}, or give a file: my_preset.yaml, my_objective.py"
@@ -322,7 +318,6 @@ def _kind_records(plugin: Plugin) -> dict[str, Any]:
 
 
 def _objectives_of(target: str, preset: str) -> Iterator[tuple[str, ObjectiveConfig]]:
-    """(label, objective): a preset as it is; each kind of a plugin, over ``preset``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a range for another ratio is not an error of the kind
         if _find_preset(target) is not None:
@@ -334,7 +329,7 @@ def _objectives_of(target: str, preset: str) -> Iterator[tuple[str, ObjectiveCon
 
 
 def _notes_on(plugins: Iterable[str]) -> list[str]:
-    """A sentence for each plugin that cannot be read without torch."""
+    """Names plugins that cannot be read without torch."""
     script = (
         "import sys; sys.modules['torch'] = None\n"
         "from tepo_megatron.config.objective.custom import load_plugin; load_plugin(sys.argv[1])"

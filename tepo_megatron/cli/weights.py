@@ -149,7 +149,7 @@ def _row(path: Path) -> list[str]:
 
 
 def _check(path: Path, *, thoroughly: bool = True) -> CheckpointManifest | None:
-    """``thoroughly`` also reads its shards. None for the first format, which has no digests. Raises DamagedCheckpoint."""
+    """``thoroughly`` also reads its shards. None for the first format, without digests. Raises DamagedCheckpoint."""
     manifest = manifest_of(path)
     return CheckpointManifest.read_whole(path) if manifest is not None and thoroughly else manifest
 
@@ -159,7 +159,6 @@ def _bytes_below(path: Path) -> int:
 
 
 def _changed(path: Path) -> float:
-    """Seconds since 1970."""
     return max(item.stat().st_mtime for item in [path, *path.rglob("*")])
 
 

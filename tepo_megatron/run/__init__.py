@@ -1,1 +1,1 @@
-"""One training run: the loop, rank 0's other work, output, display."""
+"""A training run: the loop, rank 0's other work, output, display."""

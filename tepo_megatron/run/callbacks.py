@@ -95,9 +95,8 @@ def check_callbacks(config: RunConfig) -> None:
 
 
 def make_callbacks(config: RunConfig, objects: Sequence[object] = ()) -> list[object]:
-    """``objects``: instances, or classes without arguments.
-
-    Raises ValueError for one that cannot be imported or created, or has no method of :class:`Callback`.
+    """``objects``: instances, or classes without arguments. Raises ValueError for one that cannot be imported or created,
+    or has no method of :class:`Callback`.
     """
     made = []
     for named in config.train.callbacks:
@@ -221,7 +220,7 @@ _BUILT_IN: Mapping[str, type] = {"early_stopping": EarlyStopping}
 
 @dataclass(frozen=True)
 class Extensions:
-    """Rank 0's objects, besides what the config names. Others cannot import ``reward`` and ``collect``."""
+    """Rank 0's objects, besides the config's. Others cannot import ``reward`` and ``collect``."""
 
     callbacks: Sequence[object] = ()
     reward: Any = None

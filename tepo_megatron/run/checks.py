@@ -1,6 +1,5 @@
-"""Checks before anything starts: ``tepo train`` stops at the first failure, ``tepo doctor`` reports all.
-
-A check raises ValueError with a sentence; its name is in ``RUN_CHECKS``.
+"""Checks before a run starts, which raise ValueError: ``tepo train`` stops at the first failure, ``tepo doctor`` reports
+all.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class RunSubject:
 
 
 def check_model(config: RunConfig, *, machine: bool = True) -> Path:
-    """Every rank calls. ``machine``: false checks only what does not depend on this machine."""
+    """Every rank calls. ``machine`` false leaves out what depends on this machine."""
     run = RunSubject(config, this_machine())
     model_dir = run.model_dir
     NamedCheck.verify_all((check for check in RUN_CHECKS if machine or check.needs <= _MODEL), run)

@@ -1,4 +1,4 @@
-"""Compares the trainer's log-probs (natural) with the servers', since digests only show that weights arrived."""
+"""Compares the trainer's log-probs (natural) with the servers': digests only show that weights arrived."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Canaries:
         self._has_left_the_record = False
 
     def check_record(self, step: int, rollouts: Sequence[Rollout], weights: WeightsVersion) -> str | None:
-        """Compares the weights that drew replayed ``rollouts`` with the trainer's in ``step``. Returns a sentence at the first
-        difference. Raises ValueError for another model's record, unless it is allowed.
+        """Compares the weights that drew replayed ``rollouts`` with the trainer's. Returns a sentence at the first
+        difference. Raises ValueError for another model's record, unless allowed.
         """
         drawn_by = {version.digest for rollout in rollouts for _, version in rollout.versions if version.step == step}
         others = sorted(drawn_by - {"", weights.digest})  # a record that was not written by a run may have no digests
@@ -80,7 +80,7 @@ class Canaries:
 
 
 def _ages(part: Batch, rollouts: Sequence[Rollout], step: int) -> Tensor:
-    """int64 [T]: in steps; −1 for tokens that are not the model's response. ``rollouts`` are the part's sequences."""
+    """int64 [T], in steps; −1 for tokens that are not the model's response. ``rollouts``: the part's sequences."""
     ages_T = torch.full_like(part.labels_T, -1)
     for first, rollout in zip(part.cu_seqlens.tolist(), rollouts, strict=False):
         first += len(rollout.prompt_ids) - 1  # the last prompt token's label is the first of the response
@@ -90,7 +90,7 @@ def _ages(part: Batch, rollouts: Sequence[Rollout], step: int) -> Tensor:
 
 
 def _mismatch_by_age(parts: Sequence[Batch], ages: Sequence[Tensor]) -> dict[str, float]:
-    """KL(π_sampler‖π_old) by k3, over the tokens of each age with a finite log-prob of the trainer."""
+    """KL(π_sampler‖π_old) by k3, over each age's tokens with a finite log-prob of the trainer."""
     gaps, olds = [], []
     for part, ages_T in zip(parts, ages, strict=True):
         assert part.old_logprobs_T is not None
@@ -106,10 +106,10 @@ def _mismatch_by_age(parts: Sequence[Batch], ages: Sequence[Tensor]) -> dict[str
 def check_agreement(
     step: int, parts: Sequence[Batch], *, tolerance: float, token_tolerance: float, fresh: Sequence[Tensor] | None = None
 ) -> dict[str, float]:
-    """A group's mean difference may be ``tolerance`` + ``token_tolerance`` / tokens, in nats: one rare token raises no alarm.
+    """A group's mean difference may be ``tolerance`` + ``token_tolerance`` / tokens, in nats.
 
-    ``fresh``: for each part the tokens drawn by the current weights, bool [T]; None: all. Tokens without a finite log-prob of
-    the trainer are left out; the sampler's non-finite ones count as inf. Raises RuntimeError with the worst group.
+    ``fresh``: the tokens of each part that the current weights drew, bool [T]; None: all. Leaves out tokens without a
+    finite log-prob of the trainer; the sampler's non-finite ones count as inf. Raises RuntimeError with the worst group.
     """
     gaps, groups = [], []
     for index, part in enumerate(parts):
@@ -170,14 +170,14 @@ def due_prompt(config: RunConfig, spec: ModelSpec, *, sync: int) -> tuple[int, .
 
 
 class Tolerances(NamedTuple):
-    """In nats, of a token and of the mean over a group's tokens."""
+    """In nats, of a token and of a group's mean."""
 
     token: float
     mean: float
 
     @classmethod
     def of(cls, config: RunConfig) -> Tolerances:
-        """What the config says, else the coarser side's: docs/reference/numerics.md."""
+        """What the config says, else the coarser side's (docs/reference/numerics.md)."""
         canary, server = config.rollout.canary, config.rollout.server
         defaults = max(_TOLERANCES[config.model.dtype], _TOLERANCES[server.served_dtype(config.model.dtype)])
         if server.quantization != "none" or config.engine.fp8.enabled:
@@ -187,7 +187,7 @@ class Tolerances(NamedTuple):
 
 
 class Canary:
-    """In nats. Log-probs that stay the same reveal old weights."""
+    """In nats. Unchanged log-probs reveal old weights."""
 
     def __init__(self, tolerance: float) -> None:
         self._tolerance = tolerance
@@ -199,7 +199,7 @@ class Canary:
 
     @staticmethod
     def cached_prompt(vocab_size: int, limit: int) -> tuple[int, ...]:
-        """Longer than a cache block, and the same after every sync, to find blocks of older weights."""
+        """Longer than a cache block and always the same, to reveal blocks of older weights."""
         return _tokens("cached canary", max(2, min(_CACHED_LENGTH, limit - CACHED_TOKENS - 1)), vocab_size)
 
     def check(self, step: int, prompt: Sequence[int], ours: Sequence[float], theirs: Mapping[str, Sequence[float]]) -> float:

@@ -51,7 +51,7 @@ class Loop:
         self.rollback = Rollback(self.config.train.rollback)
 
     def run(self) -> None:
-        """Every rank calls. Raises StopRequested on every rank after a signal, once unsaved steps are saved."""
+        """Every rank calls. After a signal, raises StopRequested on all once unsaved steps are saved."""
         try:
             self.run_steps()
         except StopRequested as stop:
@@ -124,7 +124,7 @@ class Loop:
         return True
 
     def update_weights(self) -> None:
-        """Returns when all servers have the weights. Shared GPUs are then the servers'."""
+        """Returns when all servers have the weights; shared GPUs are then theirs."""
         while not self.try_update_weights():
             continue
         self.updates_sent += 1
@@ -166,7 +166,7 @@ class Loop:
             self.with_servers(lambda rank0: rank0.evaluate(self.step))
 
     def save_if_due(self) -> None:
-        """Runs right after an update: the GPUs are the trainer's, and no server's death can end the run before."""
+        """Call it right after an update: the GPUs are the trainer's, and no server's death can end the run before."""
         config = self.config.train
         by_count = self.step == config.steps or (config.save_every and self.step % config.save_every == 0)
         if by_count or self.from_root(lambda _: self.stopping.save_is_due(config.save_minutes)):
@@ -211,7 +211,7 @@ class Loop:
         return contextlib.nullcontext()
 
     def with_servers(self, work: Callable[[Rank0], _T | None]) -> _T | None:
-        """Other ranks return None. If a server dies, it is revived and updated, and the work repeated."""
+        """Other ranks return None. If a server dies, revives and updates it, and repeats the work."""
         results: list[_T | None] = []
 
         def attempt(rank0: Rank0) -> bool:
@@ -227,7 +227,7 @@ class Loop:
         return None if self.rank0 is None else work(self.rank0)
 
     def safe_point(self, *, unless: Callable[[], bool] = bool) -> None:
-        """Raises StopRequested on every rank if a signal told rank 0 to stop, unless ``unless`` is true there."""
+        """Raises StopRequested on every rank after a signal to rank 0, except while ``unless`` is true there."""
         self.from_root(lambda rank0: None, unless=unless)
 
     def from_root(self, work: Callable[[Rank0], _T], *, unless: Callable[[], bool] = bool) -> _T | None:

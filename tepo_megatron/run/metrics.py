@@ -1,5 +1,3 @@
-"""A run's rows of metrics, token values on disk, and time split."""
-
 from __future__ import annotations
 
 import io
@@ -26,7 +24,7 @@ PHASES = ("rollout", "reward", "journal", "score", "update", "sync", "eval")
 
 
 class MetricsWriter:
-    """Rank 0 only. Non-finite numbers become ``null``. Rows that cannot be written are written with the next one."""
+    """Rank 0 only. Non-finite numbers become ``null``. Writes rows that failed with the next one."""
 
     def __init__(self, output: Path, tensorboard: bool, failed: Failed | None = None) -> None:
         output.mkdir(parents=True, exist_ok=True)
@@ -88,7 +86,7 @@ def read_rows(path: Path, what: str) -> tuple[list[dict[str, Any]], bool]:
 
 
 class Stopwatch:
-    """An inner phase stops the outer one's clock. ``clock``: monotonic seconds."""
+    """An inner phase stops the outer one's clock."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -242,11 +240,11 @@ class TokenSamples:
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
-        """[S + 1]: first token of each response, and the end of the last."""
+        """[S + 1]: where responses start, and the end."""
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
     def encode(self) -> bytes:
-        """The content of a file. Equal values are equal bytes."""
+        """Equal values are equal bytes."""
         meta = {
             "format": _FORMAT,
             "step": self.step,
@@ -272,7 +270,7 @@ def token_files(folder: Path) -> dict[int, Path]:
 
 
 def read_tokens(path: Path) -> TokenSamples:
-    """Raises ValueError if the file is unreadable or of another kind; FileNotFoundError."""
+    """Raises FileNotFoundError, or ValueError for an unreadable file or another kind."""
     try:
         with np.load(path, allow_pickle=False) as archive:
             meta: Any = json.loads(str(archive["meta"][()]))

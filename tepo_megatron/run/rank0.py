@@ -1,5 +1,3 @@
-"""Rank 0's work besides training."""
-
 from __future__ import annotations
 
 import contextlib
@@ -140,7 +138,7 @@ class Rank0:
     # -- servers ---------------------------------------------------------------------------------------------------------
 
     def update_weights(self, version: WeightsVersion, publisher: WeightPublisher) -> bool:
-        """Returns whether a server died. It stays dead until ``servers.revive_or_wake``: the trainer may still use its GPU."""
+        """Returns whether a server died; it stays dead until ``servers.revive_or_wake``, since the trainer may use its GPU."""
         start = time.monotonic()
         with self.collector.clock.hold():
             died = self.servers.run_or_report(lambda: publisher.update_weights(version))[1]
@@ -219,7 +217,6 @@ class Rank0:
         return {"sampler": self.collector.state(), "row": self._row}
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
-        """See :meth:`RolloutCollector.restore`."""
         restarted = self.collector.restore(state)
         if self.output.last_step != state["step"]:
             self._row = dict(state.get("row", {}))  # checkpoints of 0.1.0 lack it
@@ -235,7 +232,7 @@ _T = TypeVar("_T")
 
 
 class _Servers:
-    """Servers on the trainer's GPUs start in :meth:`wait_until_ready`, others in the background; none in a replayed run."""
+    """Servers on the trainer's GPUs start in :meth:`wait_until_ready`, others in the background; none for a replay."""
 
     def __init__(self, config: RunConfig, inputs: Inputs, output: Output, heartbeat: Heartbeat, lost: dict[str, float]) -> None:
         self._config, self._output, self._heartbeat, self._lost = config, output, heartbeat, lost
@@ -279,7 +276,7 @@ class _Servers:
         self._heartbeat.tell(servers=addresses, reward_workers=self._config.reward.workers)
 
     def run_or_revive(self, work: Callable[[], _T | None]) -> tuple[_T | None, bool]:
-        """A server that dies is revived, with stale weights; also returns whether one died."""
+        """Also returns whether a server died; it is revived with stale weights."""
         start = time.monotonic()
         result, died = self.run_or_report(work)
         if died:
@@ -287,7 +284,7 @@ class _Servers:
         return result, died
 
     def run_or_report(self, work: Callable[[], _T | None]) -> tuple[_T | None, bool]:
-        """A server that dies stays dead; also returns whether one died."""
+        """Also returns whether a server died; it stays dead."""
         try:
             return work(), False
         except ServerDied as error:

@@ -1,5 +1,3 @@
-"""The start of a run: its output folder, then its ranks."""
-
 from __future__ import annotations
 
 import os

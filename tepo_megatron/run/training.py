@@ -1,5 +1,3 @@
-"""A training run, as torchrun starts it on every rank."""
-
 from __future__ import annotations
 
 import contextlib
@@ -137,7 +135,7 @@ def _resume(loop: Loop, model_dir: Path) -> None:
 
 
 def phase_limits(config: RunConfig) -> dict[str, float]:
-    """Seconds without progress that a phase's own time-outs allow a rank. While servers sample, every token is progress."""
+    """Seconds without progress that a phase's own time-outs allow. While servers sample, every token is progress."""
     server, reward = config.rollout.server, config.reward
     servers = server.longest_wait_s
     responses = config.rollout.prompts_per_step * config.rollout.samples_per_prompt

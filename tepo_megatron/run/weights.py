@@ -1,4 +1,4 @@
-"""Sends the trainer's weights to the servers, as shards or as full tensors."""
+"""Sends weights to the servers, as shards or full tensors."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is asked of the model, and how answers are judged."""
+"""What the model is asked, and how answers are judged."""

@@ -1,4 +1,4 @@
-"""A run's task: how prompts become responses, and responses rewards."""
+"""A run's task: prompts become responses, and responses rewards."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tepo_megatron.sampler.protocol import Sampler, SampleStream
 
 @dataclass(frozen=True)
 class RewardResult:
-    """``error``: why it could not be scored. ``parts``: the reward is their weighted sum. ``seconds``: of scoring;
-    with a verifier of groups, of the group.
+    """``error``: why it could not be scored. ``parts``: the reward is their weighted sum. ``seconds``: of scoring it, or
+    its group for a verifier of groups.
     """
 
     reward: float | None
@@ -61,21 +61,20 @@ class ResponseStream(Protocol):
 
 
 class Task(Protocol):
-    """One thread of rank 0 uses it. A response is a sample (``VerifierTask``) or an episode (``EnvironmentTask``). An
-    implementation inherits it; the defaults are a sample's.
+    """One thread of rank 0 uses it. A response is a sample (``VerifierTask``) or an episode (``EnvironmentTask``).
+    Implementations inherit it; the defaults are a sample's.
     """
 
     @property
     def notice(self) -> str | None:
-        """A limit that this machine's kernel does not support."""
+        """A limit that the kernel does not support."""
 
     @property
     def verifier(self) -> str | None:
-        """None: only responses from its stream can be scored."""
+        """None: scores only responses of its stream."""
 
     @property
-    def scores_groups(self) -> bool:
-        """A response is rewarded with its whole group."""
+    def scores_groups(self) -> bool: ...
 
     @property
     def unfinished(self) -> int:
@@ -86,7 +85,7 @@ class Task(Protocol):
         return samples
 
     def heldout_generate(self, generate: Generate, fleet: Sampler, problems: Sequence[Problem], **settings: Any) -> Generate:
-        """Returns a function that answers ``problems``, called with their prompts in this order. ``settings``: as of
+        """Returns a function that answers ``problems``, called with their prompts in this order. ``settings``: of
         ``Sampler.generate``.
         """
         return generate
@@ -109,21 +108,20 @@ class Task(Protocol):
             results.update(self.poll(None))
         return [results[index] for index in range(len(items))]
 
-    def reset(self) -> None:
-        """Drops submitted responses."""
+    def reset(self) -> None: ...
 
     def rehearse(self, problems: Sequence[Problem]) -> None:
         """Raises ValueError if none of the first few can be rewarded."""
 
     def take_figures(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Metrics of these rollouts and of responses since the last call."""
+        """Metrics of these rollouts, and of responses since the last call."""
         return turn_figures(rollouts)
 
     def another(self) -> Task:
         """It is for another thread."""
 
     def close(self) -> None:
-        """It can be called twice."""
+        """May be called twice."""
 
     def __enter__(self) -> Self:
         return self
@@ -143,7 +141,7 @@ def turn_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _turns(rollout: Rollout) -> int:
-    """Turns without environment tokens between them count as one."""
+    """Adjacent turns count as one."""
     if rollout.loss_mask is None:
         return 1
     return int(np.count_nonzero(np.diff(rollout.loss_mask.astype(np.int8), prepend=0) == 1))

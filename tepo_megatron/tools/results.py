@@ -1,4 +1,4 @@
-"""What measurements share: processes, memory, and reports as JSON and Markdown."""
+"""What measurements share: processes, memory, reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PACKAGES = ("tepo-megatron", "torch", "numpy", "megatron-core", "transformer-en
 
 
 def in_processes(worker: Callable[..., Any], count: int, *arguments: Any, backend: str = "") -> Any:
-    """Returns rank 0's result, as JSON. With a ``backend`` the processes are a group."""
+    """Returns rank 0's result, as JSON. ``backend`` makes the processes a group."""
     from torch.multiprocessing.spawn import start_processes
 
     with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +61,7 @@ def _run_worker(
 
 
 class Child:
-    """A Python process that answers lines of JSON; its other output goes to ``log``."""
+    """Answers lines of JSON; its other output goes to ``log``."""
 
     def __init__(self, arguments: Sequence[str], log: Path, **environment: str) -> None:
         self._log = log
@@ -82,7 +82,7 @@ class Child:
             print(json.dumps(request), file=self._process.stdin, flush=True)
 
     def receive(self) -> Any:
-        """Raises RuntimeError with the last line of its log if it has ended."""
+        """Raises RuntimeError with its log's last line if it has ended."""
         assert self._process.stdout is not None
         if line := self._process.stdout.readline():
             return json.loads(line)
@@ -112,7 +112,7 @@ class Child:
 
 @contextmanager
 def resident_peak(into: list[int]) -> Iterator[None]:
-    """Appends by how many bytes resident memory grew at most; on Linux only."""
+    """Appends the most bytes by which resident memory grew; Linux only."""
     reset, before = Path("/proc/self/clear_refs"), resident_bytes("VmRSS")
     if reset.exists():
         reset.write_text("5")
@@ -131,7 +131,7 @@ def resident_bytes(key: str, pid: int | None = None) -> int:
 
 
 def study_parser(description: str | None, **numbers: tuple[float, str]) -> argparse.ArgumentParser:
-    """``numbers`` maps an option to its default and help."""
+    """``numbers`` has each option's default and help."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("docs/results/data"), help="folder for the results")
     for name, (default, text) in numbers.items():
@@ -141,7 +141,7 @@ def study_parser(description: str | None, **numbers: tuple[float, str]) -> argpa
 
 
 def select(only: str, known: Mapping[str, T], what: str) -> list[T]:
-    """``only``: names, separated by commas; empty: all. Keeps the order of ``known``. Raises ValueError for an unknown one."""
+    """``only``: names, separated by commas; empty: all, in the order of ``known``. Raises ValueError for an unknown one."""
     names = [name.strip() for name in only.split(",") if name.strip()]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"--only {', '.join(unknown)}: no such {what}; known: {', '.join(known)}")

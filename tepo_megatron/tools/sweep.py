@@ -1,7 +1,4 @@
-"""A sweep: its file, its runs, the table of their results, and the runner.
-
-The runner skips finished runs, resumes started ones, reports failures and continues.
-"""
+"""A sweep: its file, runs, table of results, and the runner."""
 
 from __future__ import annotations
 
@@ -76,7 +73,7 @@ class SweepFile(Section):
     leave_out: tuple[Mapping[str, str], ...] = ()  # combinations, such as {objective: gspo, lr: high}
 
     figures: tuple[str, ...] = ("accuracy/greedy", "reward/mean", "time/step")
-    """In the table: last values, for time/… the median of steps."""
+    """Last values in the table, or medians for time/…."""
 
     area: tuple[str, ...] = ("accuracy/greedy",)  # metrics whose mean over the run's steps is in the table
 
@@ -154,7 +151,7 @@ def read_sweep(path: Path) -> SweepFile:
 
 
 def runs_of(sweep: SweepFile, output: Path | None = None) -> list[SweepRun]:
-    """Seed by seed, so that an interrupted sweep has each choice equally often. Raises ValueError for too many."""
+    """Seed by seed: an interrupted sweep has each choice equally often. Raises ValueError for too many."""
     root = output or sweep.output
     cells = [dict(zip(sweep.axes, names, strict=True)) for names in itertools.product(*sweep.axes.values())]
     cells = [cell for cell in cells if not any(dict(left_out).items() <= cell.items() for left_out in sweep.leave_out)]
@@ -237,7 +234,6 @@ class SweepResults:
         self._figures = next((list(figures) for of_choice in self._seeds.values() for figures in of_choice.values()), [])
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Means over the seeds."""
         rows = []
         for choices, seeds in self._seeds.items():
             spreads = [Spread(tuple(figures[name] for figures in seeds.values())) for name in self._figures]
@@ -272,7 +268,7 @@ class _RunEnd:
 
 
 def check_runs(sweep: SweepFile, runs: Sequence[SweepRun]) -> None:
-    """Starts nothing. Raises ValueError for wrong settings or a folder with other ones."""
+    """Raises ValueError for wrong settings or a folder with other ones."""
     for run in runs:
         try:
             expected = _compared(load_run(sweep.run, run.overrides))
@@ -291,7 +287,6 @@ def _compared(config: RunConfig) -> dict[str, str]:
 
 
 def core_shares(cores: Sequence[int], jobs: int) -> list[list[int]]:
-    """Equal disjoint shares if there are enough, else one core each."""
     if jobs >= len(cores):
         return [[cores[job % len(cores)]] for job in range(jobs)]
     return [list(cores[job * len(cores) // jobs : (job + 1) * len(cores) // jobs]) for job in range(jobs)]
@@ -308,7 +303,7 @@ def seconds_left(took: Sequence[float], running: Sequence[float], waiting: int, 
 
 
 class Sweep:
-    """Each run has its share of cores: servers of two runs would otherwise bind the same ones."""
+    """Runs have their shares of cores: servers of two would otherwise bind the same ones."""
 
     def __init__(self, sweep: SweepFile, runs: Sequence[SweepRun], *, say: Callable[[str], None], jobs: int = 1) -> None:
         check_runs(sweep, runs)

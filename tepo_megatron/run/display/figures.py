@@ -1,5 +1,3 @@
-"""A run's figures in words."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -87,7 +85,6 @@ def figures_line(row: Row) -> str:
 
 
 def set_lines(row: Row) -> dict[str, str]:
-    """Evaluation set → its accuracies."""
     lines: dict[str, str] = {}
     for key, value in row.items():
         if key.startswith("eval/") and value is not None:

@@ -1,5 +1,3 @@
-"""The curves of one run, or of several, as one picture."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +35,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def plot_curves(metrics_path: Path, png: Path, title: str) -> None:
-    """Draws a PNG of 1800×1080. Raises ValueError if there is no row."""
+    """Draws a PNG of 1800×1080. Raises ValueError without rows."""
     rows = _rows(metrics_path)
     with _picture(png, title, rows) as panel:
         _reward_and_accuracy(panel("Reward and accuracy", "reward, accuracy"), rows)
@@ -73,7 +71,6 @@ def plot_comparison(runs: Mapping[str, Path], png: Path, title: str) -> None:
 
 @contextmanager
 def _picture(png: Path, title: str, rows: Sequence[Row]) -> Iterator[Callable[[str, str], Axes]]:
-    """Yields a function that adds a panel with a title and a label."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -166,7 +163,7 @@ def _series(rows: Sequence[Row], key: str) -> _Series:
 
 
 def _timed(rows: Sequence[Row]) -> list[Row]:
-    """Drops row 0: its wait for servers and model would dwarf the others."""
+    """Drops row 0: its wait for servers would dwarf the others."""
     return [row for row in rows if row["step"] and row.get("time/step") is not None]
 
 

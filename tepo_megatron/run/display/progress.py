@@ -48,13 +48,12 @@ class Progress:
         pass
 
     def close(self) -> None:
-        """Restores the terminal, also after a failure. May be called twice."""
+        """Restores the terminal. May be called twice."""
 
 
 def make_progress(
     config: LogConfig, stream: TextIO | None = None, width: int | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Progress:
-    """``stream``, ``width`` and ``clock`` are for tests."""
     stream = stream or sys.stdout
     kind = config.progress
     if kind == "auto":

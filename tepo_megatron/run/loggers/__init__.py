@@ -1,1 +1,1 @@
-"""W&B and MLflow: rank 0's side, and the child process (decision 041)."""
+"""W&B and MLflow: rank 0's side and the child process (decision 041)."""

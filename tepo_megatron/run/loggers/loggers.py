@@ -1,4 +1,4 @@
-"""Rank 0's side of W&B and MLflow: each has a child process, and only the run's end waits for it."""
+"""Rank 0's side of W&B and MLflow, each a child process for which only the run's end waits."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def check_installed(config: LogConfig) -> None:
 
 
 def without_secrets(value: Any) -> Any:
-    """Hides fields named …key, …token, …secret or …password, a URL's user and password, and values of such environment
-    variables.
+    """Hides fields named …key, …token, …secret or …password, a URL's user and password, and values of such variables of the
+    environment.
     """
     values = {value for name, value in os.environ.items() if _SECRET_NAME.search(name) and len(value) >= _MIN_SECRET_LENGTH}
     return _hide(value, sorted(values, key=len, reverse=True))
@@ -81,7 +81,7 @@ class Loggers:
             process.take_reports()
 
     def close(self, ending: Ending, timeout_s: float) -> None:
-        """Waits at most ``timeout_s`` and ``log.finish_timeout_s``, and ends the processes."""
+        """Waits at most ``timeout_s`` and ``log.finish_timeout_s``, then ends the processes."""
         deadline = time.monotonic() + min(self._timeout_s, timeout_s)
         for process in self._processes:
             process.post({"finish": ending})
@@ -90,7 +90,7 @@ class Loggers:
 
 
 class _LoggerProcess(WorkerProcess):
-    """Rows beyond a waiting megabyte are dropped: no step waits for a logger."""
+    """Drops rows beyond a waiting megabyte: no step waits for a logger."""
 
     def __init__(
         self, output: Path, setup: Mapping[str, Any], notify: Callable[[str], None], count_failure: Callable[[], None]

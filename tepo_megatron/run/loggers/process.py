@@ -54,13 +54,13 @@ class _Client(Protocol):
     def open(self, run_id: str | None) -> str: ...
     def address(self) -> str: ...
     def log(self, number: int, step: int, row: Mapping[str, float]) -> None:
-        """``number`` counts the run's rows; ``step`` goes back when the run returns to a checkpoint."""
+        """``number`` counts the run's rows; ``step`` goes back after a rollback."""
 
     def finish(self, ending: Ending) -> None: ...
 
 
 class _WandbClient:
-    """W&B drops lower steps than before: its step counts rows, and ``step`` is every curve's x axis."""
+    """W&B drops lower steps: its step counts rows, and ``step`` is every curve's x axis."""
 
     def __init__(self, run: _RunSettings) -> None:
         import wandb
@@ -257,7 +257,7 @@ class Session:
         write_atomically(self._state, json.dumps({"id": self._run_id, "rows": self._rows}))
 
     def _attempt(self, work: Callable[[_Client], None]) -> None:
-        """An open client that fails is opened again once: W&B's service process may have ended."""
+        """Opens a failing client again once: W&B's service process may have ended."""
         may_try_again = self._is_open
         try:
             work(self._open())
@@ -275,7 +275,7 @@ class Session:
 
 
 def _read(requests: BinaryIO, inbox: SimpleQueue[dict[str, Any]]) -> None:
-    """Runs in a thread, so that rank 0 can always write."""
+    """Runs in a thread: rank 0 can always write."""
     for line in requests:
         if inbox.qsize() < _MAX_WAITING_ROWS or b'"finish"' in line[:12]:
             inbox.put(json.loads(line))

@@ -23,11 +23,11 @@ from tepo_megatron.runtime.terminal import Terminal
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, leftovers, remove, retained, step_of
 
 _OF_CHOSEN_TOKENS = ("mask/fraction", "kl/masked", "entropy/delta_masked", "entropy/delta_unmasked")
-"""Only objectives that select tokens have these columns: a missing mask is not 0 %."""
+"""Only objectives that select tokens have these: a missing mask is not 0 %."""
 
 
 class Output:
-    """Holds the folder's lock. A failed write is shown once, counted (``log/failed``), and retried with the next row."""
+    """Holds the folder's lock. Shows a failed write once, counts it (``log/failed``), and retries with the next row."""
 
     def __init__(self, config: RunConfig, progress: Progress) -> None:
         """Raises ValueError if the folder is unwritable, in use, or of another run, or a logger's package is missing."""
@@ -56,7 +56,7 @@ class Output:
             self.message(f"{path}: its last line was cut off when the run ended, and is dropped")
 
     def _open_files(self) -> list[Path]:
-        """Returns the files whose last line was cut off."""
+        """Returns files whose last line was cut off."""
         self.resumes = resumes(self._config)
         if not self.resumes:
             if self._config.train.resume == "auto":
@@ -179,7 +179,7 @@ class Output:
 
 
 class _TokenLog:
-    """Writes each file atomically. A failed one is retried with the next."""
+    """Writes files atomically, and retries a failed one with the next."""
 
     def __init__(self, folder: Path, failed: Failed) -> None:
         self._folder, self._failed = folder, failed

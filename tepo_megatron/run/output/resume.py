@@ -1,4 +1,4 @@
-"""Chooses the checkpoint to resume from, and refuses one of another run."""
+"""Chooses the checkpoint to resume from and refuses another run's."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Resumed:
         return int(self.state["step"])
 
     def messages(self, config: RunConfig, restarted: Sequence[str] = ()) -> list[str]:
-        """``restarted``: fields that differ, so that the problems are drawn from the beginning."""
+        """``restarted``: changed fields for which the problems are drawn from the beginning."""
         sentences = [f"{error}; resuming from {self.folder.name}" for error in self.damaged]
         sentences.append(f"resumed from {self.folder} at step {self.step}")
         if "identity" not in self.state:
@@ -75,7 +75,7 @@ class Resumed:
         return failed
 
     def set_aside_others(self, config: RunConfig) -> list[str]:
-        """Renames checkpoints that are damaged or later than this one. Rank 0 calls. Returns what failed."""
+        """Renames damaged and later checkpoints. Rank 0 calls. Returns what failed."""
         failed = []
         broken = {error.folder.resolve() for error in self.damaged}
         for folder in checkpoints(config.output / "checkpoints"):
@@ -93,15 +93,14 @@ def resumes(config: RunConfig) -> bool:
 
 
 def find_checkpoint(config: RunConfig, model_dir: Path) -> Resumed:
-    """Reads no shards and needs no torch, for the parent.
-
-    Raises ValueError if there is none, none is whole, it is of another run or model, or the run is over.
+    """Reads no shards and needs no torch. Raises ValueError if there is none, none is whole, it is of another run or model,
+    or the run is over.
     """
     return _accepted(config, model_dir, _first_whole(_candidates(config), read_state))
 
 
 def resume(config: RunConfig, engine: Trainer, model_dir: Path) -> Resumed:
-    """Checks every byte. Every rank calls; all get the same checkpoint, or the ValueError of :func:`find_checkpoint`."""
+    """Checks every byte. Every rank calls; all get the same checkpoint, or :func:`find_checkpoint`'s ValueError."""
     # On a shared disk the ranks need not see the same at once: only rank 0's candidates count.
     folders = engine.broadcast_from_root([str(folder) for folder in _candidates(config)])
     checkpoint = _accepted(config, model_dir, _first_whole(map(Path, folders), engine.checkpoints.check))
@@ -129,7 +128,6 @@ _Whole = tuple[tuple[Path, Mapping[str, Any]] | None, Sequence[DamagedCheckpoint
 
 
 def _first_whole(folders: Iterable[Path], check: Callable[[Path], Mapping[str, Any]]) -> _Whole:
-    """Also returns the damaged ones before it."""
     damaged: list[DamagedCheckpoint] = []
     for folder in folders:
         try:
@@ -202,7 +200,7 @@ MADE_BY_A_RUN = (
     *("checkpoints/step_*", "rollouts/step_*", "journal/step_*", "skipped/step_*", "status/*"),
     *("logs/server-*", "logs/hang-*", "logs/wandb.log", "logs/mlflow.log", "wandb/*", "mlflow/*"),
 )
-"""``--overwrite`` removes these; all else stays, such as the files of ``tepo launch``."""
+"""``--overwrite`` removes only these, not files of ``tepo launch``."""
 
 
 _FIRST_ROW = re.compile(rb'\{"step": 0[,}]')  # the evaluation before the first step
@@ -223,7 +221,7 @@ def prepare_folder(config: RunConfig, *, overwrite: bool = False) -> None:
 
 
 def _holds_run(folder: Path) -> bool:
-    """A failed start leaves neither checkpoint nor row of a trained step; a damaged row counts as one."""
+    """A failed start leaves no checkpoint and no row of a trained step; a damaged row counts as one."""
     metrics = folder / "metrics.jsonl"
     whole = metrics.read_bytes().split(b"\n")[:-1] if metrics.is_file() else []
     return bool(checkpoints(folder / "checkpoints")) or any(line.strip() and not _FIRST_ROW.match(line) for line in whole)

@@ -116,7 +116,6 @@ def _is_there(record: RankRecord, now: float) -> bool:
 
 
 def _process(record: RankRecord) -> Process | None:
-    """None if it has ended on this machine."""
     state = Process.read(record.pid)
     return state if state is not None and state.alive and state.started == record.started else None
 

@@ -32,7 +32,7 @@ def token_samples(
     problems: Mapping[str, Problem],
     tokenizer: Tokenizer,
 ) -> TokenSamples:
-    """Values of the first ``count`` groups. ``rollouts`` are in batch order; ``step`` is the number of its row."""
+    """Values of the first ``count`` groups. ``rollouts`` are in batch order; ``step`` is its row's number."""
     places = recorded_places([rollout.group for rollout in rollouts], count)
     chosen = [rollouts[place] for place in places]
     trained: dict[int, dict[str, _Values]] = {}

@@ -1,6 +1,7 @@
 """A step's rollouts on rank 0: sampled, rewarded and filtered, or read from the journal or a replay.
 
-``train.schedule`` chooses the buffer's window: 0 samples within a step (``sync``), k samples ahead in a thread (``overlap``).
+``train.schedule`` chooses the buffer's window: 0 samples within a step (``sync``), k samples ahead in a thread
+(``overlap``).
 """
 
 from __future__ import annotations
@@ -29,9 +30,8 @@ from tepo_megatron.trainer.run_compatibility import is_allowed
 
 
 class RolloutCollector:
-    """A repeated or dropped step gets the same prompts. For the main thread.
-
-    ``fleet``: None in a replayed run. ``rollouts``: of the last :meth:`collect`; ``drawn``: also those without a reward.
+    """A repeated or dropped step gets the same prompts. For the main thread. ``fleet``: None for a replay. ``rollouts``: of
+    the last :meth:`collect`; ``drawn``: also those without a reward.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RolloutCollector:
         self._is_dynamic = window == 0 and (rollout.filter_groups is not None or rollout.partial)
         self._store = GroupStore(journal, active=self._is_dynamic and rollout.journal)
         self._sampled_task = None if window else task
-        """A task belongs to one thread, and evaluations use the run's: the thread of window k opens another."""
+        """A task belongs to one thread, and evaluations use the run's: window k's thread opens another."""
         self.clock = BusyClock()
         self._thread = BackgroundThread(self._sample, self._buffer) if window else None
         self._collected_step = -1
@@ -75,9 +75,8 @@ class RolloutCollector:
     # -- a step ----------------------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> list[Rollout]:
-        """The same rollouts if called again for the same step.
-
-        Raises RuntimeError if too few groups or responses are left, ServerDied if servers that the step needs are gone.
+        """The same rollouts for a repeated step. Raises RuntimeError if too few groups or responses are left, ServerDied if
+        required servers are gone.
         """
         if self._collected_step != step:
             self.drawn, self._collected_step = self._collect(step), step
@@ -231,12 +230,11 @@ class RolloutCollector:
 
     @property
     def weights(self) -> WeightsVersion:
-        """The last that :meth:`published` was called with."""
         assert self._buffer.version is not None, "nothing was published"
         return self._buffer.version
 
     def idle_shares(self, split: Mapping[str, float]) -> dict[str, float]:
-        """Shares of a step, without its evaluation. ``split``: seconds by phase."""
+        """Shares of a step without its evaluation. ``split``: seconds by phase."""
         seconds, busy_s = split["time/step"] - split["time/eval"], self.clock.take()
         if seconds <= 0:
             return {}
@@ -258,9 +256,8 @@ class RolloutCollector:
         return self._buffer.state()
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
-        """Returns the changed fields for which the problems are drawn from the beginning.
-
-        Raises ValueError for other problems or another seed, unless ``train.allow_change`` permits them.
+        """Returns the changed fields for which the problems are drawn from the beginning. Raises ValueError for other
+        problems or another seed, unless ``train.allow_change`` permits them.
         """
         if "sampler" not in state:
             raise ValueError("the checkpoint does not say which problems were drawn; it was not written by a training run")
@@ -278,7 +275,7 @@ class RolloutCollector:
                 self._sampled_task.close()
 
     def _step_identity(self, groups: Sequence[Group]) -> str:
-        """``groups``: in window 0 those that the step starts with, in window k those that it was trained on."""
+        """``groups``: in window 0 those that the step starts with, in window k those that it trained on."""
         train, also = self._config.train, {}
         if self._thread is not None:
             order = self._buffer.order.state()["problems"]  # the groups come from anywhere in the order

@@ -111,9 +111,8 @@ def load_collect(config: RunConfig, function: Any = None) -> Collect | None:
 
 
 def draw_groups(collect: Collect, problems: Sequence[Problem], sampler: StepSampler, *, ahead: bool) -> list[Rollout]:
-    """Returns groups in the problems' order. ``ahead``: any weights may have drawn them.
-
-    Errors of ``collect``, and rollouts that cannot be trained on, become RuntimeError; sampling errors pass.
+    """Returns groups in the problems' order. ``ahead``: any weights may have drawn them. Errors of ``collect``, and
+    rollouts that cannot be trained on, become RuntimeError; sampling errors pass.
     """
     what, samples = f"rollout.collect = {sampler._config.rollout.collect}", sampler.samples
     try:

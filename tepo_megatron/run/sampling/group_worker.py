@@ -1,6 +1,5 @@
-"""Samples and scores a buffer's groups; each finished response goes to its verifier at once.
-
-An error ends the stream of samples; only the main thread revives servers and sends weights.
+"""Samples and scores a buffer's groups, each finished response at once; only the main thread revives servers and sends
+weights.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Ended = Callable[[], bool]
 
 
 class BusyClock:
-    """Thread-safe. ``clock``: monotonic seconds."""
+    """Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._lock = clock, threading.Lock()
@@ -50,7 +49,7 @@ class BusyClock:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """The servers receive weights, or evaluate: no time counts."""
+        """No time counts while the servers receive weights, or evaluate."""
         with self._charged():
             self._holds += 1
         try:
@@ -233,7 +232,7 @@ class BackgroundThread:
                 raise error
 
     def close(self) -> None:
-        """Takes seconds unless user code blocks it; safe to call twice."""
+        """Takes seconds unless user code blocks it; may be called twice."""
         with self._buffer.changed:
             self._is_closed = True
             self._buffer.changed.notify_all()

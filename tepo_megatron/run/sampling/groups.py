@@ -1,7 +1,4 @@
-"""Groups of responses, and the buffer that decides which are drawn, sampled and trained on.
-
-Window 0 is the sync schedule; in window k groups of k more steps may exist. No I/O here.
-"""
+"""Groups of responses, and the buffer that decides, without I/O, which are drawn, sampled and trained on."""
 
 from __future__ import annotations
 
@@ -28,9 +25,9 @@ UNFINISHED = "abort"  # ``finish_reason`` of a partial response, which a later r
 
 @dataclass(eq=False)
 class Group:
-    """``number`` counts the run's prompts. ``step`` and ``place`` (within the step) decide the seed; without ``step`` (drawn
-    ahead) ``number`` does. ``version``: the first tokens' weights. ``samples``: None before the first token. ``asked``: samples
-    sent to a verifier.
+    """``number`` counts the run's prompts. ``step`` and ``place`` (within it) decide the seed; without ``step`` (drawn
+    ahead) ``number`` does. ``version``: the first tokens' weights. ``samples``: None before the first token. ``asked``:
+    samples sent to a verifier.
     """
 
     number: int
@@ -49,7 +46,7 @@ class Group:
 
     @property
     def oldest_step(self) -> int:
-        """The oldest weights that drew a token of a complete group."""
+        """The oldest weights of a complete group's tokens."""
         return min(version.step for rollout in self.rollouts() for _, version in rollout.versions)
 
     def is_finished(self, sample: int) -> bool:
@@ -68,12 +65,11 @@ class Group:
 
 
 class GroupBuffer:
-    """All groups between their draw and their update: ``waiting``, ``running`` (by number), ``done`` (unfiltered, in order of
+    """All groups between draw and update: ``waiting``, ``running`` (by number), ``done`` (unfiltered, in order of
     completion).
 
     In window 0 without ``rollout.partial``, a step trains on the first groups by number that pass the filters, once all are
-    decided: timing does not matter. Otherwise it trains on groups that complete first, those of the oldest weights before
-    others.
+    decided: timing does not matter. Otherwise it trains on those that complete first, the oldest weights' before others.
 
     In window k, groups of k + 1 steps may exist while step s is due and the servers have weights s; of k steps while the
     trainer trains. So groups in number order are at most k versions old.
@@ -114,7 +110,7 @@ class GroupBuffer:
     # -- a step ----------------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> list[Group]:
-        """In window 0: the groups that ``step`` starts with; the same for a started step."""
+        """In window 0: the groups that ``step`` starts with, the same for a repeated call."""
         with self.changed:
             self._turn = step
             if self.window == 0 and self._first is None:
@@ -188,7 +184,7 @@ class GroupBuffer:
             self.changed.notify_all()
 
     def groups_of(self, problem_ids: Sequence[str]) -> list[Group]:
-        """As they are drawn now, without a number; empty if a problem is not there. The order does not change."""
+        """Draws without a number or a change of the order; empty if a problem is unknown."""
         if any(name not in self._by_id for name in problem_ids):
             return []
         return [self._group(-1, None, 0, self._by_id[name], None) for name in problem_ids]
@@ -206,7 +202,7 @@ class GroupBuffer:
             return self._figures(batch)
 
     def skip_step(self, state: Mapping[str, Any] | None) -> None:
-        """In window 0. ``state``: at the step's end; None: as at its start."""
+        """In window 0. ``state``: at the step's end; None: at its start."""
         with self.changed:
             if state is not None:
                 self.restore(state)
@@ -262,7 +258,7 @@ class GroupBuffer:
         return sorted([*self.waiting, *self.running.values(), *self.done], key=_NUMBER)
 
     def state(self) -> dict[str, Any]:
-        """JSON values: the order of the problems, and the pending groups without responses."""
+        """JSON values: the problems' order, and pending groups without responses."""
         with self.changed:
             state: dict[str, Any] = dict(self.order.state())
             if pending := self.pending():
@@ -323,7 +319,7 @@ class GroupBuffer:
         return max(0, short if filters is None else min(short, filters.max_batches * self._size - self._drawn))
 
     def _free(self) -> int:
-        """How many more groups may exist in window k. Running ones that will be too old do not count."""
+        """Running groups that will be too old do not count."""
         room = 0
         if self.version is not None:
             steps = min(self.version.step + self.window + 1, self._train.steps) - self._turn
@@ -386,7 +382,6 @@ class GroupBuffer:
 
 
 def _show_rewards(counts: Mapping[float, int], bins: int = 10) -> str:
-    """For example ``0 × 4980, 1 × 140``; ranges for more than ``bins`` values."""
     if len(counts) <= bins:
         return ", ".join(f"{value:g} × {counts[value]}" for value in sorted(counts)) or "none"
     totals, edges = np.histogram(list(counts), bins, weights=list(counts.values()))
@@ -395,5 +390,5 @@ def _show_rewards(counts: Mapping[float, int], bins: int = 10) -> str:
 
 
 def _times(factor: float, count: int) -> int:
-    """``count`` times a factor, rounded up; 1.1 × 10 is 11."""
+    """Rounds up, but 1.1 × 10 is 11."""
     return math.ceil(round(factor * count, 6))

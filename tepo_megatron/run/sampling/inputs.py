@@ -82,7 +82,6 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
 
 
 def _unsolvable(rewards: Mapping[str, RewardConfig], sources: Sequence[Source]) -> list[str]:
-    """Returns notices. Raises ValueError if no response can solve any problem."""
     notices = []
     for source in sources:
         reward = rewards.get(source.name) or rewards.get("")
@@ -105,7 +104,7 @@ def read_replay(config: RunConfig, vocab_size: int, step: int) -> list[Rollout]:
 
 
 def _check_replay(config: RunConfig, spec: ModelSpec) -> None:
-    """The first record must have the token masks that scoring needs, and this model's experts if they are replayed."""
+    """The first record must have the token masks for scoring, and this model's experts if replayed."""
     folder, first = config.rollout.replay, 0
     assert folder is not None, "the run samples its rollouts"
     saved = checkpoints(config.output / "checkpoints")

@@ -1,8 +1,8 @@
 """The journal: rollouts on disk once drawn and rewarded, so that a killed run draws none twice. Rank 0 only.
 
-``journal/step_0000012.jsonl`` has a step's rollouts, with a digest of the weights and settings that drew them (decision 014).
-With dynamic sampling, ``step_0000012.json`` has what was drawn up to that step, and ``groups/step_0000123.jsonl`` has group 123
-until an entry has it (decision 024).
+``journal/step_0000012.jsonl`` has a step's rollouts, with a digest of the weights and settings that drew them (decision
+014). With dynamic sampling, ``step_0000012.json`` has what was drawn up to that step, and ``groups/step_0000123.jsonl``
+group 123 until an entry has it (decision 024).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_BYTES = 2**30  # without the newest entry; the oldest entries are removed fi
 
 
 class Journal:
-    """``failed`` is called for an unwritable file, which does not end the run. ``end_ids``: tokens that end a response."""
+    """``failed`` is called for an unwritable file, which does not end the run. ``end_ids`` end a response."""
 
     def __init__(self, config: RunConfig, say: Callable[[str], None], failed: Failed, end_ids: Sequence[int] = ()) -> None:
         self._config, self._say, self._failed, self._end_ids = config, say, failed, end_ids
@@ -84,7 +84,7 @@ class Journal:
         return sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
     def find(self, step: int, drawn_by: Callable[[Sequence[Rollout]], str | None], *, stalest: int = 0) -> Record | None:
-        """None if the rollouts must be drawn. ``drawn_by``: the identity that a present entry of these rollouts has, or None.
+        """None if the rollouts must be drawn. ``drawn_by``: the identity of a valid entry with these rollouts, or None.
         ``stalest``: how many versions older weights may be.
         """
         path = record_path(self.folder, step)
@@ -106,7 +106,7 @@ class Journal:
         return entry
 
     def write(self, step: int, rollouts: Sequence[Rollout], drawn_by: str, failed_rewards: int) -> None:
-        """Returns when the rollouts are on disk, in the run's records too."""
+        """Returns when the rollouts are on disk, also in the run's records."""
         folder = self.folder if self._config.rollout.journal else self._records
         if folder is None:
             return
@@ -117,7 +117,7 @@ class Journal:
                 self._prune()
 
     def _prune(self) -> None:
-        """Keeps entries since the oldest checkpoint, up to ``MAX_BYTES``, in case the newest checkpoint is damaged."""
+        """Keeps entries since the oldest checkpoint, up to ``MAX_BYTES``: the newest checkpoint may be damaged."""
         oldest = min(map(step_of, checkpoints(self._config.output / "checkpoints")), default=0)
         room = MAX_BYTES
         with suppress(OSError):  # a file that cannot be removed is tried again after the next step
@@ -134,7 +134,6 @@ class Journal:
 
     @contextmanager
     def reporting(self, path: Path) -> Iterator[None]:
-        """A file that cannot be written does not end the run."""
         try:
             yield
         except OSError as error:
@@ -142,7 +141,7 @@ class Journal:
 
 
 class GroupStore:
-    """Without ``active``, nothing is written or read."""
+    """Without ``active``, writes and reads nothing."""
 
     def __init__(self, journal: Journal, *, active: bool) -> None:
         self._journal, self._folder, self._active = journal, journal.folder / "groups", active

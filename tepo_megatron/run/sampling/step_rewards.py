@@ -20,7 +20,7 @@ from tepo_megatron.tasks.protocol import RewardResult, Task
 
 
 def rehearsed(task: Task, config: RunConfig, problems: Sequence[Problem]) -> Task:
-    """A replayed run skips the rehearsal. Raises ValueError with the task closed."""
+    """Raises ValueError with the task closed."""
     try:
         if config.rollout.replay is None:
             task.rehearse(problems)
@@ -104,9 +104,8 @@ def _trained_on(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 
 def apply_overlong(rollouts: Sequence[Rollout], config: RunConfig, step: int) -> tuple[list[Rollout], dict[str, float]]:
-    """Returns the rollouts with DAPO's punishment of long responses, and figures of cut ones.
-
-    Raises RuntimeError if ``truncated: mask`` leaves too few.
+    """Returns the rollouts with DAPO's punishment of long responses, and figures of cut ones. Raises RuntimeError if
+    ``truncated: mask`` leaves too few.
     """
     rollout = config.rollout
     whole = len(trained_places(rollouts, rollout))
@@ -123,7 +122,7 @@ def apply_overlong(rollouts: Sequence[Rollout], config: RunConfig, step: int) ->
 
 
 def _penalised(rollout: Rollout, config: RolloutConfig) -> Rollout:
-    """DAPO's equation 13 (2503.14476): 0 up to ``max_new_tokens`` − ``buffer``, then linear to −``penalty``."""
+    """Computes DAPO's equation 13 (2503.14476): 0 up to ``max_new_tokens`` − ``buffer``, then linear to −``penalty``."""
     if (overlong := config.overlong) is None or rollout.reward is None:
         return rollout
     beyond = rollout.model_tokens - (config.sampling.max_new_tokens - overlong.buffer)
@@ -141,9 +140,8 @@ _NO_REWARD = "no_reward"  # the cause for a group with fewer than two rewards; n
 
 
 class GroupFilters:
-    """The filters of ``rollout.filter_groups``, in order; false without any. They see the responses that have a reward.
-
-    Raises ValueError for a custom filter that cannot be loaded.
+    """The filters of ``rollout.filter_groups``, in order; false without any. They see only responses with a reward. Raises
+    ValueError for a custom filter that cannot be loaded.
     """
 
     def __init__(self, config: FilterGroupsConfig | None) -> None:
@@ -154,7 +152,7 @@ class GroupFilters:
         return bool(self._filters)
 
     def refuse(self, group: Sequence[Rollout]) -> str | None:
-        """Returns the cause; None if the group is kept. Raises RuntimeError if a filter raises, or returns no boolean."""
+        """Returns the cause, None for a kept group. Raises RuntimeError if a filter raises, or returns no boolean."""
         rewarded = [rollout for rollout in group if rollout.reward is not None]
         if self._filters and len(rewarded) < min(2, len(group)):
             return _NO_REWARD

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SkippedUpdates:
-    """Every rank has one. ``keep`` saves the batch on rank 0, and returns the file."""
+    """Every rank has one. ``keep`` saves the batch on rank 0 and returns the file."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class SkippedUpdates:
         self._first = ""  # step and cause of the first consecutive one
 
     def check(self, step: int, batch: Batch, updates: Sequence[UpdateResult]) -> None:
-        """Raises RuntimeError on every rank if too many consecutive steps were skipped."""
+        """Raises RuntimeError on every rank after too many consecutive skipped steps."""
         too_many = False
         for number, update in enumerate(updates):
             self._in_a_row = self._in_a_row + 1 if update.skipped else 0
@@ -73,7 +73,7 @@ class SkippedUpdates:
 
 
 class Rollback:
-    """A factor is of the median of up to ``WINDOW`` values, and acts from ``LEAST`` values on."""
+    """Factors are of the median of up to ``WINDOW`` values, from ``LEAST`` values on."""
 
     WINDOW, LEAST = 20, 5
 
@@ -83,7 +83,7 @@ class Rollback:
         self.times = 0
 
     def reason(self, row: Mapping[str, float]) -> str:
-        """Empty if the run should not go back. Raises ValueError if the row lacks the metric."""
+        """Empty if the run continues. Raises ValueError if the row lacks the metric."""
         config = self._config
         if config is None:
             return ""
@@ -130,7 +130,7 @@ def below_the_noise(objective: ObjectiveConfig, row: Mapping[str, float]) -> Ite
 
 
 class ClipWatch:
-    """Reports once that a clip takes too many gradients, or that it cannot act."""
+    """Reports once that a clip takes too many gradients or cannot act."""
 
     STEPS, MOST, SHARE = 5, 0.25, 0.1
 
@@ -140,7 +140,6 @@ class ClipWatch:
         self._has_warned = False
 
     def note(self, row: Mapping[str, float], updates: Sequence[UpdateResult]) -> str:
-        """Returns a sentence, or an empty one."""
         region, moves = self._region, [update.moves for update in updates if update.moves is not None]
         if self._has_warned or not isinstance(region, Clip) or not moves:
             return ""

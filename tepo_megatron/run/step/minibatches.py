@@ -1,5 +1,3 @@
-"""Divides a step's batch into mini-batches, and chooses recorded sequences."""
-
 from __future__ import annotations
 
 import math
@@ -20,13 +18,12 @@ if TYPE_CHECKING:
 
 
 def minibatches(batch: Batch, count: int, *, seed: int, step: int) -> Iterator[Batch]:
-    """The order depends only on (seed, step). Sequences without a loss token are left out."""
+    """The order depends only on (seed, step). Leaves out sequences without a loss token."""
     for part in members(trained_sequences(batch), count, seed=seed, step=step):
         yield batch.select(part)
 
 
 def members(sequences: Sequence[int], count: int, *, seed: int, step: int) -> list[list[int]]:
-    """Returns the sequences of each of ``count`` mini-batches."""
     trained = torch.tensor(sequences, dtype=torch.int64)
     generator = torch.Generator().manual_seed(derive_seed(seed, step, "minibatches"))
     order = torch.randperm(trained.numel(), generator=generator)
@@ -39,7 +36,7 @@ def trained_sequences(batch: Batch) -> list[int]:
 
 
 def mark_recorded(batch: Batch, log: LogConfig, step: int) -> Batch:
-    """``step`` is the number of the row. The same on every rank."""
+    """``step`` is the row's number. The same on every rank."""
     if not log.records_tokens(step):
         return batch
     recorded = recorded_places(batch.groups_S.tolist(), log.token_samples)
@@ -59,8 +56,8 @@ def derive_seed(seed: int, step: int, purpose: str) -> int:
 
 
 def summarize(batch: Batch, updates: Sequence[UpdateResult]) -> dict[str, float]:
-    """Means over tokens, or over what a metric counts. Skipped steps count only in ``update/skipped``; if all were, loss and
-    norm are NaN.
+    """Means over tokens, or over what a metric counts. Skipped steps count only in ``update/skipped``; if all were, loss
+    and norm are NaN.
     """
     lr = updates[-1].lr
     count_skipped = sum(bool(update.skipped) for update in updates)
@@ -104,7 +101,7 @@ def _rollout_figures(batch: Batch) -> dict[str, float]:
 
 
 def source_figures(rollouts: Sequence[Rollout], problems: Mapping[str, Problem]) -> dict[str, float]:
-    """Each source's share of the groups, and mean reward. Empty for a single source without a name."""
+    """Each source's share of the groups, and mean reward. Empty for a single unnamed source."""
     names = sorted({problem.source for problem in problems.values()} - {""})
     source_of = {
         rollout.problem_id: problems[rollout.problem_id].source for rollout in rollouts if rollout.problem_id in problems

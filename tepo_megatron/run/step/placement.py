@@ -1,5 +1,3 @@
-"""Placement of servers and trainer on this machine."""
-
 from __future__ import annotations
 
 import warnings
@@ -37,7 +35,6 @@ class Placement:
 
     @property
     def on_gpus(self) -> bool:
-        """Whether the trainer runs on GPUs."""
         return self.config.engine.platform != "cpu" and self.machine.gpus > 0
 
     @property
@@ -56,11 +53,11 @@ class Placement:
 
     @property
     def shared_gpus(self) -> dict[int, int]:
-        """Worker, numbered over all servers → the trainer's rank on its GPU."""
+        """Worker, numbered over all servers → trainer's rank on its GPU."""
         return {worker: worker for worker in range(self.workers)} if self.server.placement == "colocated" else {}
 
     def trainer_threads(self, cores: Sequence[int]) -> int | None:
-        """None: torch's default."""
+        """None is torch's default."""
         threads = self.config.engine.cpu_threads
         if threads is None or self.on_gpus:
             return None

@@ -1,4 +1,4 @@
-"""What a signal, a checkpoint and their times mean for the rest of a run."""
+"""What signals and checkpoints' times mean for the rest of a run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Stopping:
         return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
     def update_fits(self) -> bool:
-        """Returns false for a first update, of unknown length; a first save is assumed to take as long."""
+        """Returns false for a first update, of unknown length; assumes that a first save takes as long."""
         left = self.signals.seconds_left()
         update = self.seconds.get("update", math.inf)
         return left == math.inf or _MARGIN * (update + self.seconds.get("save", update)) <= left

@@ -26,9 +26,7 @@ def solution(problem: Problem) -> str:
 
 
 def supervised_examples(n: int, noise: float, seed: int) -> list[tuple[str, str]]:
-    """(prompt, response) pairs, repeated beyond all problems. ``noise``: probability in [0, 1] of a slip, which makes the
-    result wrong.
-    """
+    """(prompt, response) pairs. ``noise``: probability in [0, 1] of a slip, which makes the result wrong."""
     rng = random.Random(seed)
     problems = train_problems()
     examples: list[tuple[str, str]] = []
@@ -60,6 +58,6 @@ def _write_solution(problem: Problem, slip: str | None, rng: random.Random | Non
 
 @cache
 def _problems() -> tuple[Problem, ...]:
-    """Sorted by digest, because random generators may change between versions."""
+    """Sorted by digest: random generators may change between versions."""
     problems = [Problem(id=f"{a}+{b}", prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(10, 100) for b in range(10, 100)]
     return tuple(sorted(problems, key=lambda problem: sha256(problem.id.encode()).digest()))

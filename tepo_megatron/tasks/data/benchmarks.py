@@ -108,7 +108,6 @@ def sets_yaml(folder: Path, lock: Mapping[str, Mapping[str, Any]]) -> str:
 
 @cache
 def _templates() -> Mapping[str, Mapping[str, Any]]:
-    """Model family → fields of an evaluation set, by ``all``, ``code`` or a benchmark's name."""
     text = files("tepo_megatron.tasks.data").joinpath("benchmark_templates.yaml").read_text(encoding="utf-8")
     result: Mapping[str, Mapping[str, Any]] = yaml.safe_load(text)
     return result
@@ -127,8 +126,8 @@ def _read_lock(folder: Path) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Benchmark:
-    """``prompt`` and ``answer``: columns, or functions of the row. ``id``: a column; None: rows are numbered. ``sha256`` None:
-    the first preparation records it. ``kept``: columns for the metadata; ``more``: more metadata. ``samples``: usual number
+    """``prompt`` and ``answer``: columns, or functions of the row. ``id`` None: rows are numbered. ``sha256`` None: the
+    first preparation records it. ``kept``: columns for the metadata; ``more``: more metadata. ``samples``: usual number
     per problem.
     """
 
@@ -203,7 +202,6 @@ def _text(field: str | _OfRow, row: _Row, what: str, number: int) -> str:
 
 
 def _number_after_hashes(row: _Row) -> Any:
-    """GSM8K ends each solution with ``#### 1,234``."""
     match = re.search(r"####\s*(\S[^\n]*?)\s*$", str(row["answer"]))
     return match[1].replace(",", "") if match else None
 

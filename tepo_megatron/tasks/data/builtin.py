@@ -1,5 +1,3 @@
-"""Finds a model folder: the user's, or a built-in one."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Loads problems and encodes their prompts."""
-
 from __future__ import annotations
 
 import json
@@ -38,7 +36,7 @@ _BUILTIN_TASKS: Mapping[str, Callable[[], list[Problem]]] = {
 
 def load_problems(source: str | SourceConfig) -> list[Problem]:
     """Default columns are ``prompt``, ``answer`` and ``id``; others become ``metadata``. The default id is ``<file
-    stem>:<line>``, after the source's name, if any. Raises ValueError, with file and line.
+    stem>:<line>``, after any source name. Raises ValueError, with file and line.
     """
     config = SourceConfig(path=source) if isinstance(source, str) else source
     problems: list[Problem] = []
@@ -108,7 +106,7 @@ def _problem(row: DataRow, config: SourceConfig) -> Problem:
 def _read_prompt(
     columns: Mapping[str, Any], config: SourceConfig, fields: FieldsConfig
 ) -> tuple[str, tuple[tuple[str, str], ...], str | None]:
-    """(text, messages if the chat template is used, column that was read)."""
+    """(text, messages for the chat template, column that was read)."""
     system = (("system", config.system_prompt),) if config.system_prompt else ()
     column = _messages_column(columns, fields)
     if column is not None:
@@ -140,7 +138,7 @@ def _messages_column(columns: Mapping[str, Any], fields: FieldsConfig) -> str | 
 
 
 def _get(columns: Mapping[str, Any], name: str) -> Any:
-    """``a.b`` is the key b of column a. None if it is not there."""
+    """``a.b`` is the key b of column a."""
     value: Any = columns
     for part in [name] if name in columns else name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -164,7 +162,7 @@ def _text(columns: Mapping[str, Any], name: str, field: str) -> str:
 
 
 def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> tuple[int, ...]:
-    """Raises ValueError for unknown characters, and for messages without a usable chat template."""
+    """Raises ValueError for unknown characters, or messages without a usable chat template."""
     special, unknown = problem.special_tokens, tokenizer.unk_id
     texts = [content for _, content in problem.messages] or [problem.prompt]
     try:
@@ -191,7 +189,7 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 
 def _fill_template(template: str, columns: Mapping[str, Any]) -> str:
-    """``{a.b}`` is the key b of column a; ``{{`` is a brace. Raises ValueError for a missing or empty column."""
+    """``{{`` is a brace. Raises ValueError for a missing or empty column."""
 
     def fill(match: re.Match[str]) -> str:
         name = match[1]
@@ -206,7 +204,7 @@ def _fill_template(template: str, columns: Mapping[str, Any]) -> str:
 
 
 def _read_messages(value: Any, column: str) -> tuple[tuple[str, str], ...]:
-    """(role, content) pairs. Raises ValueError, also if the last message needs no answer."""
+    """Raises ValueError, also if the last message needs no answer."""
     if not isinstance(value, list) or not value:
         raise ValueError(f"{column!r} must be a list of messages, each with role and content, not {json.dumps(value)[:40]}")
     messages = tuple(_message(message, f"{column}[{index}]") for index, message in enumerate(value))

@@ -1,4 +1,4 @@
-"""Reads JSON, CSV, Parquet and folders of Hugging Face ``datasets``. Binary columns are left out."""
+"""Reads JSON, CSV, Parquet and Hugging Face ``datasets``, without binary columns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DataRow:
 
 @dataclass(frozen=True)
 class DataFiles:
-    """The files of a data set, or of one of its splits. ``stem`` begins the default ids."""
+    """``stem`` begins the default ids."""
 
     format: _Format
     paths: tuple[Path, ...]
@@ -43,7 +43,7 @@ class DataFiles:
 
     @classmethod
     def find(cls, path: Path, split: str | None = None) -> DataFiles:
-        """Takes a file, a folder of ``save_to_disk``, or one with files named by their split
+        """Takes a file, a folder of ``save_to_disk``, or one with files named by split
         (``data/train-00000-of-00002.parquet``). Raises ValueError.
         """
         splits = cls.splits(path)
@@ -64,7 +64,7 @@ class DataFiles:
 
     @staticmethod
     def splits(path: Path) -> list[str]:
-        """Empty for a file and for data that are not split. Raises ValueError if there is no data."""
+        """Empty if the data are not split. Raises ValueError without data."""
         if (path / "dataset_dict.json").is_file():
             splits = _json(path / "dataset_dict.json").get("splits")
             if not isinstance(splits, list) or not splits:
@@ -134,7 +134,6 @@ def _list_rows(path: Path) -> Iterator[DataRow]:
 
 
 def _csv_rows(path: Path) -> Iterator[DataRow]:
-    """The delimiter is the most frequent of comma, semicolon and tab in the first line."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
             header = file.readline()

@@ -1,5 +1,3 @@
-"""Reads, filters and orders a run's problems."""
-
 from __future__ import annotations
 
 import math
@@ -159,9 +157,7 @@ def make_sampler(problems: Sequence[Problem], config: DataConfig, seed: int) -> 
 
 
 class ProblemSampler:
-    """Problems, ``keys`` (ascending; ties are shuffled), seed and the number of draws determine the order: a small state
-    restores it.
-    """
+    """Problems, ``keys`` (ascending; ties are shuffled), seed and the number of draws determine the order."""
 
     _what = "training problems are"
     _remedy = "restore the data source"
@@ -207,7 +203,7 @@ class ProblemSampler:
 
 
 class _MixedSampler(ProblemSampler):
-    """Quota method of Balinski and Young: after n draws, a source of share w has n·w of them, rounded up or down."""
+    """Quota method of Balinski and Young: n draws have n·w of a source of share w, rounded up or down."""
 
     _what = "sources of data.train (their problems, names, weights or order) are"
     _remedy = "restore them"
@@ -244,7 +240,6 @@ class _MixedSampler(ProblemSampler):
 
 
 def _whole_weights(weights: Sequence[float]) -> list[int]:
-    """The smallest integers in the weights' ratio."""
     exact = [Fraction(repr(float(weight))) for weight in weights]
     scale = math.lcm(*(fraction.denominator for fraction in exact))
     whole = [int(fraction * scale) for fraction in exact]

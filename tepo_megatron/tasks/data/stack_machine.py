@@ -25,7 +25,7 @@ def heldout_problems() -> list[Problem]:
 
 @cache
 def problems_with_trees() -> tuple[tuple[Problem, Tree], ...]:
-    """Drawn from digests, because random generators may change between versions."""
+    """Drawn from digests: random generators may change between versions."""
     drawn_by_text: dict[str, tuple[Problem, Tree]] = {}
     number = 0
     while len(drawn_by_text) < NUM_HELDOUT + NUM_TRAIN:
@@ -76,7 +76,6 @@ def _draw(leaves: int, pick: Callable[[int], int]) -> Tree:
 
 
 def _draw_choice(leaves: int, pick: Callable[[int], int]) -> Tree:
-    """``leaves`` (at least 2): those of both branches."""
     smaller = pick(3)
     condition = ("<", INPUTS[smaller], INPUTS[(smaller + 1 + pick(2)) % 3])
     first = 1 + pick(leaves - 1)

@@ -1,5 +1,3 @@
-"""Tokenizers: SentencePiece models and Hugging Face tokenizers."""
-
 from __future__ import annotations
 
 import json
@@ -26,8 +24,8 @@ _TEXTS = 200
 
 
 def load_tokenizer(model_dir: str | Path) -> Tokenizer:
-    """Takes ``tokenizer.json``, else ``tokenizer.model``, else ``AutoTokenizer`` without the folder's code. Raises ValueError
-    if none is usable or no end token is known.
+    """Takes ``tokenizer.json``, else ``tokenizer.model``, else ``AutoTokenizer`` without the folder's code. Raises
+    ValueError if none is usable or no end token is known.
     """
     folder = Path(model_dir)
     has_json, has_model = (folder / "tokenizer.json").is_file(), (folder / "tokenizer.model").is_file()
@@ -52,8 +50,8 @@ class Tokenizer(ABC):
         self._special = (set(special) - {self.unk_id}) | set(self.eos_ids)  # some have one token for end and unknown
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """No special tokens are added, and their names in ``text`` become such only with ``special_tokens``. Raises ValueError
-        if that cannot be done, or if ``text`` is no Unicode.
+        """Adds no special tokens; their names in ``text`` become such only with ``special_tokens``. Raises ValueError if
+        that fails or ``text`` is no Unicode.
         """
         check_text(text, "the text")
         ids = self._encode(text, special_tokens)
@@ -67,7 +65,7 @@ class Tokenizer(ABC):
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens are left out; ids without text become ``UNKNOWN_TEXT``."""
+        """Leaves special tokens out; ids without text become ``UNKNOWN_TEXT``."""
         runs: list[list[int]] = [[]]
         for token in ids:
             if token in self._special:
@@ -83,8 +81,8 @@ class Tokenizer(ABC):
         """Puts the begin token before what :meth:`encode` returns."""
 
     def chat_ids(self, messages: Sequence[AnyMessage], *, tools: Tools = None) -> list[int]:
-        """Returns ids up to the beginning of the answer. Special tokens' texts in a content stay plain text: they must not end
-        the user's turn. Raises ValueError if the template is missing or refuses.
+        """Returns ids up to the answer. Special tokens' texts in a content stay plain text. Raises ValueError if the
+        template is missing or refuses.
         """
         raise ValueError(
             "the model's tokenizer has no chat template, which prompts of messages and chat_template = true need; use an "
@@ -92,7 +90,7 @@ class Tokenizer(ABC):
         )
 
     def turn_ids(self, messages: Sequence[AnyMessage], *, ended: bool) -> list[int]:
-        """Returns ids between an answer and the next. ``ended``: the answer has its end token, which is left out."""
+        """Returns ids between two answers. ``ended``: the first has its end token, which is left out."""
         raise ValueError("the environment returned messages, and the model's tokenizer has no chat template; return text")
 
     def show(self, ids: Sequence[int]) -> str:
@@ -121,7 +119,7 @@ class Tokenizer(ABC):
         )
 
     def check_model(self) -> None:
-        """Raises ValueError for ids beyond the vocabulary of the folder's model, or no common end token."""
+        """Raises ValueError for ids beyond the model's vocabulary, or no common end token."""
         path = self._folder / "config.json"
         config = _read_json(path)
         rows, ends = config.get("vocab_size"), config.get("eos_token_id")
@@ -141,7 +139,7 @@ class Tokenizer(ABC):
             )
 
     def check_served(self, texts: Iterable[str]) -> None:
-        """vLLM's ``AutoTokenizer`` may differ from ``tokenizer.json``. Raises ValueError if it does on the first texts."""
+        """Raises ValueError if vLLM's ``AutoTokenizer`` differs from ``tokenizer.json`` on the first texts."""
         if not (self._folder / "tokenizer.json").is_file():
             return
         from transformers import AutoTokenizer
@@ -230,9 +228,7 @@ class _HuggingFaceTokenizer(Tokenizer):
         return ids[1:] if ended and ids and ids[0] in self.eos_ids else ids
 
     def _fill_template(self, messages: Sequence[AnyMessage], tools: Tools = None, *, after_answer: bool = False) -> list[int]:
-        """``after_answer``: only what follows an answer. Special tokens' texts in messages are replaced by numbers between
-        marks while the template is filled.
-        """
+        """``after_answer``: only what follows an answer. Numbers between marks replace special tokens' texts meanwhile."""
         check_text((list(messages), tools), "a message")
         plain = [item if isinstance(item, Mapping) else {"role": item[0], "content": item[1]} for item in messages]
         characters = set(json.dumps(_with_texts([plain, tools], str), ensure_ascii=False, default=str))

@@ -1,1 +1,1 @@
-"""Environments of several turns, in processes with limits, here or on other machines."""
+"""Environments of several turns, in limited processes, here or on other machines."""

@@ -61,8 +61,6 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class AgentRequest:
-    """What an agent sends."""
-
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     max_tokens: int | None
@@ -72,9 +70,7 @@ class AgentRequest:
 
     @classmethod
     def read(cls, body: Any, sampling: Mapping[str, Any], ignored: frozenset[str]) -> AgentRequest:
-        """A request may repeat settings in ``sampling``, but not change them. ``ignored`` fields are skipped. Raises
-        RefusedError.
-        """
+        """A request may repeat ``sampling``, but not change it. Skips ``ignored`` fields. Raises RefusedError."""
         if not isinstance(body, dict):
             raise RefusedError("the body must be a JSON object")
         try:
@@ -145,7 +141,7 @@ def _short(value: Any) -> str:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """``malformed``: a call of a tool cannot be read."""
+    """``malformed``: a tool call cannot be read."""
 
     message: Message
     finish_reason: str
@@ -189,7 +185,6 @@ class ChatAnswer:
 
     @staticmethod
     def chunks(completion: Mapping[str, Any], *, usage: bool) -> list[dict[str, Any]]:
-        """The parts of a stream."""
         (choice,) = completion["choices"]
         delta = dict(choice["message"])
         if "tool_calls" in delta:
@@ -275,7 +270,7 @@ def _compared(message: Message) -> Message:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What the model is to answer. ``messages``: the new ones, or all if the conversation ``begins``."""
+    """``messages``: the new ones, or all if the conversation ``begins``."""
 
     messages: tuple[Message, ...]
     begins: bool
@@ -296,8 +291,8 @@ class _Turn:
 
 @dataclass(eq=False)
 class AgentSession:
-    """Connects an agent (:meth:`ask`) with its episode (:meth:`wait`, :meth:`give`), in one event loop. A refused request fails
-    the episode: an agent that continues would be rewarded for something else.
+    """Connects an agent (:meth:`ask`) with its episode (:meth:`wait`, :meth:`give`), in one event loop. A refused request
+    fails the episode.
     """
 
     history: Literal["fail", "restart"]
@@ -371,7 +366,6 @@ class AgentSession:
         return self._turn
 
     def _why_other(self, asked: AgentRequest) -> str | None:
-        """Returns None if the request continues what was said."""
         for index, (ours, theirs) in enumerate(zip(self._said, asked.messages, strict=False)):
             if _compared(ours) != _compared(theirs):
                 if ours["role"] != theirs["role"]:

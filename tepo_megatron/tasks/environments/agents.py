@@ -34,7 +34,7 @@ _MAX_RUNNING_AGENTS = 32  # a process with more agents left from ended episodes 
 
 
 class Agents:
-    """``solve`` None: external agents. Raises ValueError if ``name`` is no function of (problem, base_url, api_key)."""
+    """``solve`` None: external agents. Raises ValueError unless ``name`` is a function of (problem, base_url, api_key)."""
 
     def __init__(
         self, solve: Callable[..., Any] | None, kwargs: Mapping[str, Any], setup: Mapping[str, Any], limits: WorkerLimits
@@ -181,7 +181,7 @@ _LONGEST_WAIT_S = 60.0
 
 
 class ChatAddress:
-    """``POST /v1/chat/completions`` and ``/v1/reward``, ``GET /v1/models``, and for external agents ``POST /episodes``. Keys
+    """``POST /v1/chat/completions`` and ``/v1/reward``, ``GET /v1/models``, for external agents ``POST /episodes``. Keys
     identify episodes. Used from one event loop.
     """
 

@@ -1,4 +1,4 @@
-"""Built-in environments (docs/guides/environments.md), and adapters for other libraries, which are not imported here."""
+"""Built-in environments (docs/guides/environments.md), and adapters for libraries that are not imported here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Decimal, Decimal], Decimal]] =
 
 
 class _Tool:
-    """The model's last text between ``begin`` and ``end`` is for the tool; a turn without one is the answer."""
+    """The model's last text between ``begin`` and ``end`` is for the tool; without one the turn is the answer."""
 
     def __init__(self, begin: str, end: str, open: str, close: str, verifier: str) -> None:
         self._call = re.compile(re.escape(begin) + r"(.*?)" + (re.escape(end) if end else "$"), re.S)
@@ -104,7 +104,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 class GuessNumber:
-    """The first number of a turn is the guess. A turn without a number is a tool error."""
+    """The first number of a turn is the guess; a turn without one is a tool error."""
 
     def __init__(self, turns: int = 3) -> None:
         self._left = turns
@@ -124,9 +124,9 @@ class GuessNumber:
 
 
 class PythonTool(_Tool):
-    """Limits: ``seconds`` of wall and processor time, ``memory_mb``, ``output`` characters, 64 open files of 10 MB, no child
-    processes (except as root), 16 programs at a time per worker. A failing or silent program is a tool error. Needs
-    ``environment.run_code`` and a kernel that can cut the network, else raises RuntimeError.
+    """Limits: ``seconds`` of wall and processor time, ``memory_mb``, ``output`` characters, 64 open files of 10 MB, no
+    child processes (except as root), 16 programs at a time per worker. A failing or silent program is a tool error.
+    Raises RuntimeError without ``environment.run_code`` or a kernel that can cut the network.
     """
 
     runs_code = True
@@ -167,9 +167,7 @@ class PythonTool(_Tool):
 
 
 class _Gymnasium:
-    """``reset`` gets the problem's id, prompt, answer and metadata as ``options``. An info with a true ``tool_error`` counts as
-    one.
-    """
+    """The problem is in ``options`` of ``reset``. A true ``tool_error`` in the info counts."""
 
     def __init__(self, make: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         self._environment = make(**kwargs)
@@ -189,8 +187,8 @@ class _Gymnasium:
 
 
 class _SkyrlGym:
-    """A ``BaseTextEnv``, made with ``env_config`` (``environment.kwargs``) and ``extras`` (the metadata; by default the answer
-    is ``reward_spec.ground_truth``). ``init`` must not change the prompt.
+    """A ``BaseTextEnv``: ``environment.kwargs`` are ``env_config``, metadata are ``extras`` (by default the answer is
+    ``reward_spec.ground_truth``). ``init`` must not change the prompt.
     """
 
     def __init__(self, make: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
@@ -217,10 +215,6 @@ class _SkyrlGym:
 
 
 class _OpenEnv:
-    """Clients of a server. ``environment.kwargs``: ``action`` (``package.module:Class``), ``action_field`` (for the text),
-    ``observation_field`` (default: all), and the client's own.
-    """
-
     def __init__(self, make: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         options = dict(kwargs)
         missing = [name for name in ("action", "action_field") if name not in options]

@@ -1,5 +1,3 @@
-"""Task of a run with environments: a response is an episode."""
-
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
@@ -33,9 +31,7 @@ _UNKNOWN_RESULT = "its episode was played before the interruption, and what came
 
 
 class EnvironmentTask(Task):
-    """:meth:`submit` and :meth:`score` look up the rewards of ended episodes. ``max_length``: tokens of prompt and all
-    turns.
-    """
+    """:meth:`submit` and :meth:`score` look up rewards of ended episodes. ``max_length``: tokens of prompt and turns."""
 
     verifier = None
     scores_groups = False
@@ -136,7 +132,7 @@ class EnvironmentTask(Task):
         self._finished.clear()
 
     def rehearse(self, problems: Sequence[Problem]) -> None:
-        """Begins an episode of each, except with external agents, which may start later. Raises ValueError if none begins."""
+        """Begins an episode of each, except with external agents. Raises ValueError if none begins."""
         tried = problems[: _REHEARSAL_PROBLEMS if self._environment.name != OUTSIDE else 0]
         errors: list[str] = []
         for problem in tried:

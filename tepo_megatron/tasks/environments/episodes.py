@@ -1,4 +1,4 @@
-"""Drives episodes: servers sample turns, and environments answer them."""
+"""Drives episodes: servers sample turns, environments answer them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class EpisodeLimits:
 
 @dataclass(frozen=True)
 class EpisodeEnd:
-    """``reward``: sum over turns. ``new_histories``: conversations that the agent began again."""
+    """``reward``: sum over turns. ``new_histories``: conversations that the agent restarted."""
 
     turns: int
     reward: Reward
@@ -84,7 +84,7 @@ class _Episode:
 @dataclass
 class EpisodeStream:
     """Exiting ends all episodes. The finish reason is the last turn's, or ``length`` at a limit. A failed episode has its
-    tokens so far; ``sink`` receives the cause. ``numbers``: never shared, since ended episodes may still be answered.
+    tokens so far; ``sink`` receives the cause. ``numbers`` are never shared: ended episodes may still be answered.
     """
 
     inner: SampleStream
@@ -128,7 +128,7 @@ class EpisodeStream:
             self._begin(_Episode(key, index, self.problem_of(key), token_ids(prompt_ids), seed))
 
     def next(self, timeout_s: float | None) -> KeyedResponse | None:
-        """None after ``timeout_s`` (None: no limit), or if none is open. Raises RuntimeError if environments cannot run."""
+        """Also returns None if none is open. Raises RuntimeError if environments cannot run."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._ready and self._open:
             left = _POLL_INTERVAL_S if deadline is None else min(_POLL_INTERVAL_S, max(0.0, deadline - time.monotonic()))
@@ -247,7 +247,7 @@ class EpisodeStream:
 
 
 def add_rewards(total: Reward, turn: Reward) -> Reward:
-    """Numbers, or components by name; 0 adds to either. Raises ValueError for a mix."""
+    """0 adds to numbers and to components. Raises ValueError for a mix."""
     if isinstance(total, dict) and isinstance(turn, dict):
         return {name: total.get(name, 0.0) + turn.get(name, 0.0) for name in {**total, **turn}}
     if turn == 0.0:
@@ -270,7 +270,7 @@ class Observations:
     chat_ids: Callable[[Sequence[AnyMessage], Any], Sequence[int]] | None = None
 
     def ids(self, observation: Sequence[Any] | None, *, ended: bool | None, opening: TokenIds | None = None) -> TokenIds:
-        """``ended``: the preceding turn has an end token; None: no turn precedes. ``opening``: an agent's prompt, left out of
+        """``ended``: the preceding turn has an end token; None: there is none. ``opening``: an agent's prompt, left out of
         its chat. Raises ValueError for what cannot be encoded.
         """
         if observation is None:
@@ -333,9 +333,7 @@ class Observations:
 
 
 def opening_of(environment: EnvironmentConfig | None, tokenizer: Tokenizer) -> tuple[int, ...] | None:
-    """Returns the token that begins every chat: agents write their own messages, which count as the environment's. None without
-    agents. Raises ValueError if no token begins a chat.
-    """
+    """Returns the token that begins every chat, None without agents. Raises ValueError if there is no such token."""
     if environment is None or environment.adapter != "agent":
         return None
     if not environment.agent_settings.chat_template:

@@ -57,16 +57,15 @@ class EnvironmentHost(Protocol):
     def busy(self) -> bool: ...
 
     def call(self, episode: int, call: list[Any]) -> None:
-        """Sends ``["reset", problem, seed, alone]`` (``alone``: in a worker without other episodes) or ``["step", *response]``.
-
-        :meth:`poll` returns the answer.
+        """Sends ``["reset", problem, seed, alone]`` (``alone``: in a worker without other episodes) or
+        ``["step", *response]``.
         """
 
     def end(self, episode: int) -> None:
-        """Further answers of it are dropped."""
+        """Further answers are dropped."""
 
     def poll(self, timeout_s: float) -> Sequence[EpisodeAnswer]:
-        """Waits up to ``timeout_s`` for the first one. Raises RuntimeError if environments cannot run."""
+        """Waits up to ``timeout_s`` for the first. Raises RuntimeError if environments cannot run."""
 
     def close(self) -> None: ...
 
@@ -75,8 +74,8 @@ END = ["end"]
 
 
 class Strangers:
-    """Connections to an address that have not shown a key yet. The oldest is closed when there are more than ``most``: nobody
-    takes all threads or open files of a process. Thread-safe.
+    """Connections that have not shown a key yet. Beyond ``most`` the oldest is closed, so that nobody takes all threads or
+    open files. Thread-safe.
     """
 
     def __init__(self, most: int = 64) -> None:
@@ -96,7 +95,7 @@ class Strangers:
 
 
 def read_key(path: Path, setting: str = "environment.key_file", *, write: bool = False) -> str:
-    """``write``: a missing file is written, for its owner only. Raises ValueError if it is missing or not its owner's alone."""
+    """``write``: writes a missing file, for its owner only. Raises ValueError if it is missing or not its owner's alone."""
     if write and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

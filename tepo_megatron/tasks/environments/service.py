@@ -33,7 +33,7 @@ _SESSIONS = "/sessions"
 
 _MAX_REQUEST_BYTES = 64 * 2**20
 _UNREAD_BYTES = 2**16
-"""What a connection without the key may send at most."""
+"""Limits what a connection without the key may send."""
 
 _TIMEOUT_S = 120.0
 _LONGEST_WAIT_S = 60.0
@@ -277,7 +277,7 @@ class _RemoteServer:
 
 
 class RemoteEnvironments:
-    """Episodes of a server that fails begin again on the others. Raises ValueError for a wrong key or another environment,
+    """A failed server's episodes begin again on the others. Raises ValueError for a wrong key or another environment,
     RuntimeError if no server answers.
     """
 

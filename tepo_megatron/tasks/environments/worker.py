@@ -58,7 +58,7 @@ class EpisodeTable:
     facts: Mapping[str, Any] = {}
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        """Raises ValueError if the environment cannot be made, or lacks ``reset`` or ``step``."""
+        """Raises ValueError for an environment that cannot be made or lacks ``reset`` or ``step``."""
         self._setup, self._limits = setup, WorkerLimits.of("environment", "environment", setup)
         self._runner = asyncio.Runner()
         self._agents: Any = None
@@ -85,7 +85,7 @@ class EpisodeTable:
         self._runner.run(coroutine)
 
     async def answer(self, number: int, call: Sequence[Any]) -> _Answer:
-        """Exceptions become answers; those of ``close`` are printed too, since the reward is already known."""
+        """Exceptions become answers; those of ``close`` are printed too."""
         kind, *arguments = call
         method: Callable[..., Any] = self._make
         try:

@@ -1,5 +1,3 @@
-"""Worker processes that run episodes."""
-
 from __future__ import annotations
 
 import time
@@ -37,8 +35,8 @@ class _Worker(Worker[_Call]):
 
 
 class EnvironmentWorkers(WorkerPool[_Worker, _Call]):
-    """A call that raises, is invalid or exceeds a limit fails its episode. A worker that hangs or dies is replaced: the late
-    call's episode fails, others are lost, and suspected ones begin again one by one in an extra worker.
+    """A call that raises, is invalid or exceeds a limit fails its episode. A worker that hangs or dies is replaced: the
+    late call's episode fails, others are lost; suspected ones begin again one by one in an extra worker.
     """
 
     def __init__(self, config: EnvironmentConfig, sampling: SamplingConfig | None = None) -> None:
@@ -142,7 +140,7 @@ class EnvironmentWorkers(WorkerPool[_Worker, _Call]):
 
     @staticmethod
     def shared_setup(settings: AgentConfig, sampling: SamplingConfig | None) -> dict[str, Any]:
-        """Settings that determine an agent's episode, as JSON values."""
+        """JSON values that determine an agent's episode."""
         drawn = (sampling or SamplingConfig()).model_dump(
             include={"temperature", "top_p", "top_k", "min_p", "stop"}, mode="json"
         )
@@ -151,7 +149,7 @@ class EnvironmentWorkers(WorkerPool[_Worker, _Call]):
 
     @classmethod
     def agent_setup(cls, config: EnvironmentConfig, sampling: SamplingConfig | None) -> dict[str, Any] | None:
-        """As :meth:`shared_setup`, with this machine's settings; None without an agent. Writes a missing key file."""
+        """Adds this machine's settings to :meth:`shared_setup`; None without an agent. Writes a missing key file."""
         if config.adapter != "agent":
             return None
         settings = config.agent_settings

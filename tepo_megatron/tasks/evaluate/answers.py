@@ -1,5 +1,3 @@
-"""Scored responses, and which of them give the same answer (maj@k)."""
-
 from __future__ import annotations
 
 import re
@@ -58,8 +56,8 @@ def tally_answers(
     pool: Scorer,
     correct_at: float,
 ) -> list[Tally]:
-    """Responses without a final answer are left out; numbers compare by value. If the verifier compares, correct answers are
-    equal, and two others are equal if one is correct when the other is expected.
+    """Leaves out responses without a final answer; numbers compare by value. If the verifier compares, correct answers are
+    equal, and two others are if one is correct when the other is expected.
     """
     answers = [[_final_answer(response.text, verifier) for response in group] for group in groups]
     classes = [{answer: answer for answer in texts if answer is not None} for texts in answers]
@@ -82,7 +80,7 @@ def _right_answers(group: Sequence[Scored], answers: Sequence[str | None]) -> li
 def _equal_for_the_verifier(
     problems: Sequence[Problem], answers: Sequence[Sequence[str]], pool: Scorer, correct_at: float
 ) -> Iterator[tuple[int, str, str]]:
-    """Yields (problem's index, answer, equal answer). Two numbers were compared already."""
+    """Yields (problem's index, answer, equal answer), except for two numbers."""
     pairs = [
         (number, one, other)
         for number, texts in enumerate(answers)
@@ -106,7 +104,7 @@ def _tally(group: Sequence[Scored], answers: Sequence[str | None], classes: dict
 
 def _final_answer(text: str, verifier: str) -> str | None:
     r"""What exact, last_word and last_number compare; else the last ``\boxed{…}``, the line after the last "answer is", the
-    last number (math), or the last line.
+    last number (math) or line.
     """
     if verifier == "exact":
         return text.strip() or None

@@ -1,5 +1,3 @@
-"""Estimators of accuracy from n samples of a problem, and confidence intervals over problems."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -21,8 +19,8 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def maj_at_k(answers: Sequence[tuple[int, int]], num_samples: int, k: int) -> float:
-    """Unbiased: the mean over all k-subsets, k <= n. Ties share, and a subset without votes is wrong. ``answers``: (samples,
-    correct samples) of each distinct answer; ``num_samples`` includes samples without one.
+    """Unbiased: the mean over all k-subsets, k <= n. Ties share, and a subset without votes is wrong. ``answers``:
+    (samples, correct samples) of each distinct answer; ``num_samples`` includes samples without one.
     """
     counts = [count for count, _ in answers]
     silent = num_samples - sum(counts)
@@ -31,8 +29,8 @@ def maj_at_k(answers: Sequence[tuple[int, int]], num_samples: int, k: int) -> fl
 
 
 def _chance_to_win(count: int, counts: Sequence[int], silent: int, k: int) -> float:
-    """For each number m of its votes, ``ways[t][s]`` counts the draws of s other samples in which t answers also have m and
-    none has more.
+    """For each number m of its votes, ``ways[t][s]`` counts the draws of s other samples in which t answers have m and none
+    more.
     """
     others = list(counts)
     others.remove(count)
@@ -92,8 +90,8 @@ def bootstrap(
     seed: int = 0,
     share: bool = False,
 ) -> Interval:
-    """The 95 % percentile interval, widened to the tails of Student's t with n - 1 degrees of freedom and by sqrt(n / (n - 1)),
-    because it is too narrow for few problems (Hesterberg 2015, "What Teachers Should Know About the Bootstrap"). Equal values
+    """The 95 % percentile interval, widened to the tails of Student's t with n - 1 degrees of freedom and by sqrt(n / (n - 1)):
+    it is too narrow for few problems (Hesterberg 2015, "What Teachers Should Know About the Bootstrap"). Equal values
     give a point, or for a ``share`` of 0 or 1 a one-sided binomial interval.
     """
     array = np.asarray(values, dtype=np.float64)

@@ -1,5 +1,3 @@
-"""Evaluates held-out problems and evaluation sets on rank 0."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +28,7 @@ Pools = Mapping[str | None, Scorer]
 
 @contextmanager
 def verifier_pools(config: RunConfig, sets: Sequence[EvaluationSet], task: Task) -> Iterator[Pools]:
-    """Yields each verifier's scorer: the task itself (None is its key, too), or a pool. Raises ValueError for a verifier that
+    """Yields each verifier's scorer: the task itself (also for None), or a pool. Raises ValueError for a verifier that
     cannot score its set.
     """
     pools: dict[str | None, Scorer] = {None: task, task.verifier: task}
@@ -59,7 +57,7 @@ def evaluate_all(
     seed: Callable[[str], int],
     step: int | None = None,
 ) -> EvaluationResult:
-    """``seed``: purpose → seed. ``generate`` answers the sets. ``step``: evaluates only what is due after it."""
+    """``seed``: purpose → seed. ``generate`` answers the sets. ``step``: only what is due after it."""
     settings, last = config.evaluate, config.train.steps
     results = []
     plain: SetResult | None = None
@@ -118,7 +116,7 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """``name`` is empty for held-out problems. ``notion`` None: no maj@k. ``left_out``: problems with too long a prompt."""
+    """``name`` is empty for held-out problems. ``notion`` None: no maj@k. ``left_out``: problems with too long prompts."""
 
     name: str
     problems: tuple[Problem, ...]
@@ -138,7 +136,7 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class _ProblemResult:
-    """``figures``: ``greedy``, ``avg@n``, ``pass@k``, ``maj@k`` and others, if they apply."""
+    """``figures``: ``greedy``, ``avg@n``, ``pass@k``, ``maj@k`` and others."""
 
     problem: Problem
     greedy: Scored | None
@@ -170,19 +168,17 @@ class SetResult:
 
     @property
     def errors(self) -> list[str]:
-        """Of responses that could not be scored."""
         results = [response.result for problem in self.problems for response in problem.responses]
         return [result.error for result in results if result.error is not None]
 
     @property
     def samples(self) -> list[dict[str, Any]]:
-        """Rows of ``samples.jsonl``."""
         named = {"set": self.of.name} if self.of.name else {}
         return [{**named, **problem.row()} for problem in self.problems[: self.of.show]]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Means over the problems that have the figure, as ``eval/NAME/…``."""
+        """``eval/NAME/…``: means over the problems that have the figure."""
         means = {name: fmean(values) for name, values in self.figures.items()}
         if self.of.name:
             return {f"eval/{self.of.name}/{name}": mean for name, mean in (means | {"failed": float(len(self.errors))}).items()}
@@ -197,7 +193,6 @@ class SetResult:
 
     @property
     def figures(self) -> dict[str, list[float]]:
-        """Name → the values of the problems that have it."""
         names = dict.fromkeys(name for problem in self.problems for name in problem.figures)
         return {name: [problem.figures[name] for problem in self.problems if name in problem.figures] for name in names}
 

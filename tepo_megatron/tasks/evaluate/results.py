@@ -1,5 +1,3 @@
-"""Stores and compares results of evaluation sets."""
-
 from __future__ import annotations
 
 import json
@@ -28,7 +26,7 @@ def interval(figure: str, values: Sequence[float]) -> Interval:
 
 
 def write_results(folder: Path, result: SetResult, *, model: Path | str, seed: int) -> dict[str, Interval]:
-    """``NAME.json``: settings, figures and intervals. ``NAME.jsonl``: problems with responses. Returns the intervals."""
+    """``NAME.json`` has settings, figures and intervals, ``NAME.jsonl`` problems with responses."""
     folder.mkdir(parents=True, exist_ok=True)
     of, lines = result.of, []
     for problem in result.problems:
@@ -108,7 +106,7 @@ class _SetComparison:
 
 
 def compare_results(first: Path, second: Path) -> list[_SetComparison]:
-    """Pairs by problem, so that difficulty cancels. Raises ValueError without common problems."""
+    """Pairs by problem. Raises ValueError without common problems."""
     one, other = read_results(first), read_results(second)
     comparisons = [_compare_sets(one[name], other[name]) for name in one if name in other]
     if not any(comparison.problems for comparison in comparisons):

@@ -113,7 +113,7 @@ def _heldout(config: RunConfig, tokenizer: Tokenizer, sets: Sequence[str] | None
 
 
 def _without_trainer(server: ServerConfig) -> ServerConfig:
-    """Colocated servers become local ones that never sleep and read the model's weights."""
+    """Colocated servers become local and read the model's weights."""
     if server.placement == "external":
         return server
     return server.model_copy(update={"placement": "local", "load_format": "auto"})
@@ -166,8 +166,8 @@ def _sets_table(model: Path | str, results: Sequence[SetResult], intervals: Sequ
 
 
 class StoredResponses:
-    """Draws only responses that the file lacks. Seeds depend on a prompt's index alone, so the result is the same. Responses
-    of another model or other settings do not count. Log-probs are not stored.
+    """Draws only responses that the file lacks, with seeds by the prompt's index: the result is the same. Responses of
+    another model or other settings do not count. Log-probs are not stored.
     """
 
     def __init__(self, path: Path, generate: SampleGroups, model: Path) -> None:

@@ -1,1 +1,1 @@
-"""Verifiers, and the pool of worker processes that runs them."""
+"""Verifiers, and the worker processes that run them."""

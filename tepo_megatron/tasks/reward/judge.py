@@ -1,5 +1,3 @@
-"""A verifier that asks another model."""
-
 from __future__ import annotations
 
 import asyncio

@@ -12,7 +12,7 @@ _SOFT_LIMIT_S = 5  # math-verify's own alarm needs the main thread, where worker
 
 def math(problem: Problem, response: str) -> float:
     r"""1 if the final answer, as math-verify finds it (``\boxed{...}``, LaTeX, plain), equals the problem's, else 0. Raises
-    ValueError if the problem's answer is no expression.
+    ValueError if the latter is no expression.
     """
     try:
         gold = _parse_gold(problem.answer)

@@ -1,5 +1,3 @@
-"""Worker processes of rank 0 that run a verifier."""
-
 from __future__ import annotations
 
 import json
@@ -25,14 +23,14 @@ _REHEARSAL_PROBLEMS = 4
 
 
 class RewardPool(WorkerPool[Worker["_Job"], "_Job"], Task):
-    """A response fails if its verifier raises, returns no finite number or exceeds a limit; equal responses then fail without a
-    try. If a worker dies, its response is tried once more.
+    """A response fails if its verifier raises, returns no finite number or exceeds a limit; equal responses then fail
+    untried. If a worker dies, its response is tried once more.
     """
 
     unfinished = 0  # includes incomplete groups
 
     def __init__(self, config: RewardConfig, components: Sequence[str] | None = None, custom: Any = None) -> None:
-        """``components`` is known from another pool's rehearsal; ``custom`` is the verifier as an object, run in forks."""
+        """``components`` is known from another pool's rehearsal; ``custom`` is a verifier object, run in forks."""
         self._config, self._custom = config, custom
         self._queue = _JobQueue()
         self._numbers = count()
@@ -61,7 +59,7 @@ class RewardPool(WorkerPool[Worker["_Job"], "_Job"], Task):
         return RewardPool(self._config, self.components, self._custom)
 
     def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:
-        """``response`` must not change later. A verifier of groups needs ``group_size`` responses."""
+        """``response`` must not change later."""
         self._move(0.0)
         text = response if isinstance(response, ResponseText) else ResponseText(response)
         self.unfinished += 1
@@ -247,7 +245,7 @@ class _JobQueue:
         return len(self._waiting)
 
     def add(self, job: _Job) -> str | None:
-        """Returns the cause if an equal job failed before."""
+        """Returns why an equal job failed before."""
         cause = self._failures.get(job.digest)
         if cause is None and job.digest in self._first:
             self._alike[self._first[job.digest]].append(job)
@@ -272,7 +270,7 @@ class _JobQueue:
         return taken
 
     def succeeded(self, job: _Job) -> None:
-        """Verifiers may be random, so that equal jobs are queued."""
+        """Queues equal jobs: verifiers may be random."""
         self._first.pop(job.digest, None)
         self._waiting.extend(self._alike.pop(job, []))
 

@@ -32,10 +32,10 @@ _LINE_BYTES = 100
 
 
 class PythonTests:
-    """1 if a program passes all tests, else 0; ``partial``: the share of passed tests. docs/guides/rewards.md describes
-    columns. The program is the last code block that defines ``entry_point``, or the whole response; text before ``</think>`` is
-    ignored. ``seconds``: of wall and processor time, fewer than ``reward.timeout_s``. Needs ``reward.run_code`` and a kernel
-    that can cut the network, else raises RuntimeError.
+    """1 if a program passes all tests, else 0; ``partial``: the share of passed tests. Columns: docs/guides/rewards.md. The
+    program is the last code block that defines ``entry_point``, or the whole response; text before ``</think>`` is
+    ignored. ``seconds``: of wall and processor time, fewer than ``reward.timeout_s``. Raises RuntimeError without
+    ``reward.run_code`` or a kernel that can cut the network.
     """
 
     runs_code = True
@@ -117,7 +117,7 @@ _INSTRUCTIONS: Mapping[str, tuple[int, Callable[..., tuple[int, ...]]]] = {
     "]": (1, lambda a: (a,)),
     **{digit: (0, partial(lambda value: (value,), int(digit))) for digit in "0123456789"},
 }
-"""How many values an instruction takes, and what it pushes."""
+"""(number of values taken, function that returns those pushed)"""
 
 
 class StackMachine:

@@ -1,5 +1,3 @@
-"""Reads responses to score without a trainer."""
-
 from __future__ import annotations
 
 import json
@@ -17,8 +15,8 @@ RecordedGroup = tuple[Problem, list[ResponseText]]
 
 
 def read_recorded(path: Path) -> list[RecordedGroup]:
-    """A line is a row of ``samples.jsonl``, or an object with ``prompt``, ``answer``, ``response`` or ``responses``; other keys
-    are metadata. Raises ValueError, with file and line.
+    """A line is a row of ``samples.jsonl``, or an object with ``prompt``, ``answer``, ``response`` or ``responses``; other
+    keys are metadata. Raises ValueError, with file and line.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): JSON may have other line separators in it

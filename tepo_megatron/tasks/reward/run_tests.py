@@ -1,7 +1,7 @@
-"""Runs a program and its tests within a sandbox; needs only the standard library.
+"""Runs a program and its tests in a sandbox; needs only the standard library.
 
-Input: a JSON object with ``key``, ``setup``, ``program``, ``tests``, ``may_hide``, ``all``. Output: ``KEY started``, then ``KEY
-n`` for each passed test n; with ``all`` it stops at the first failure.
+Input: a JSON object with ``key``, ``setup``, ``program``, ``tests``, ``may_hide``, ``all``. Output: ``KEY started``, then
+``KEY n`` for each passed test n; with ``all`` it stops at the first failure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STARTED = "started"
 
 
 def _main() -> None:
-    """Ends the process with status 0, also if tests fail."""
+    """Exits with status 0, also if tests fail."""
     task = json.load(sys.stdin)
     key, replies = task.pop("key"), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)

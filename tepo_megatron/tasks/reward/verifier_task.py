@@ -1,5 +1,3 @@
-"""Task of a run with verifiers: a response is one sample."""
-
 from __future__ import annotations
 
 import time

@@ -1,4 +1,4 @@
-"""Built-in verifiers (docs/guides/rewards.md). Imports only light modules, so that workers start quickly."""
+"""Built-in verifiers (docs/guides/rewards.md). Imports only light modules: workers start quickly."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def last_number(problem: Problem, response: str) -> float:
 
 
 def check_reachable(name: str, problems: Iterable[Problem]) -> int:
-    """Counts the answers that a built-in verifier refuses. Raises ValueError if no problem can be solved."""
+    """Counts the answers that a built-in verifier refuses. Raises ValueError if it refuses all."""
     verifier = {"exact": exact, "last_number": last_number, "last_word": last_word}.get(name)
     if verifier is None:
         return 0

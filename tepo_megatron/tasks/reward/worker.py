@@ -51,7 +51,7 @@ class _Verifier:
             return [(None, why)] * len(texts)
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Without an event loop, since a verifier may have its own."""
+        """Runs without an event loop, since a verifier may have its own."""
         with suppress(StopIteration):
             coroutine.send(None)
 
@@ -98,7 +98,6 @@ def _scoring(setup: Mapping[str, Any], limits: WorkerLimits, custom: Any) -> tup
 
 
 def check_value(value: Any, *, what: str = "verifier") -> ScoreOutcome:
-    """``what``: the source in messages."""
     if not isinstance(value, Mapping):
         number, fault = _number(value)
         return number, fault and f"the {what} returned {fault}"

@@ -1,1 +1,1 @@
-"""Benchmarks of parts of the system, which ``tepo bench`` runs."""
+"""Benchmarks of parts of the system (``tepo bench``)."""

@@ -33,7 +33,7 @@ class _NavigatedError(RuntimeError):
 
 
 class Tab:
-    """``problems`` collects exceptions, console errors, and violations of the content security policy."""
+    """``problems``: exceptions, console errors, violations of the content security policy."""
 
     def __init__(self, browser: subprocess.Popen[bytes]) -> None:
         assert browser.stdin is not None
@@ -159,7 +159,7 @@ def measure(html: Path, parts: Sequence[str], repeats: int, *, state: str = "", 
 
 
 def _load(page: Tab, html: Path, state: str) -> tuple[float, float]:
-    """Milliseconds until the page was drawn, and until its HTML was parsed."""
+    """Milliseconds until the page was drawn, and until it was parsed."""
     page.open(html, state)
     if failed := page.evaluate("document.body.dataset.failed"):
         raise RuntimeError(f"{html} cannot be shown: {failed}")

@@ -6,7 +6,7 @@
     python -m tepo_megatron.tools.bench.evidence --tiny out/evidence-tiny --stack-machine out/evidence-stack-machine \\
         --overhead out/evidence-overhead
 
-Folders may be unfinished or omitted: earlier data stays in docs/results/data/evidence, and the page lists the finished seeds.
+Folders may be unfinished or omitted: earlier data stays in docs/results/data/evidence.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _mean_curve(runs: Sequence[Sequence[tuple[int, float]]], window: int = 1) ->
 
 
 def frontier(evidence: Evidence, key: Key) -> np.ndarray:
-    """[N, 2]: entropy and greedy accuracy at each evaluated step, smoothed as in the curves and averaged over seeds."""
+    """[N, 2]: entropy and greedy accuracy at evaluated steps, smoothed as the curves and averaged over seeds."""
     entropy, accuracy = (
         dict(zip(steps.tolist(), values[0], strict=True))
         for steps, values in (
@@ -129,7 +129,7 @@ def frontier(evidence: Evidence, key: Key) -> np.ndarray:
 
 
 def _grid(evidence: Evidence, label: str, below: str, draw: Callable[[Axes, str, str, str], None]) -> Figure:
-    """Makes a row for each learning rate. ``draw``: axes, objective, rate, colour."""
+    """``draw`` has arguments axes, objective, rate, colour."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12.0, 3.9 * len(evidence.rates)))

@@ -1,5 +1,3 @@
-"""Figures of a sweep's runs, and statistics over seeds."""
-
 from __future__ import annotations
 
 import csv
@@ -55,7 +53,7 @@ class Evidence:
 
     @classmethod
     def collect(cls, file: Path, folder: Path, results: Path) -> int:
-        """Adds finished runs to ``results`` and counts them. Raises ValueError for other settings, or if rows lack steps."""
+        """Adds finished runs to ``results`` and counts them. Raises ValueError for other settings, or missing steps."""
         evidence, head = cls.read(file, results), _read_head(results)
         sweep, runs, dates, machines = evidence.sweep, dict(evidence.runs), dict(evidence.dates), dict(evidence.machines)
         volatile = ("seed=", "output=")  # all other settings must be equal for the seeds of one combination
@@ -115,7 +113,6 @@ class Evidence:
         return settings[0].partition("=")[2] if settings else name
 
     def values(self, name: str, key: Key) -> dict[int, float | None]:
-        """A figure of FIGURES by seed."""
         return {seed: FIGURES[name].of(self.runs[key][seed]) for seed in self.seeds(key)}
 
     def cell(self, name: str, key: Key) -> str:
@@ -176,13 +173,12 @@ def _entropy_at(rows: _Rows, accuracy: float) -> float | None:
 
 
 def _jitter(values: Sequence[float]) -> float | None:
-    """Standard deviation of step differences over √2: that of the values if they are independent."""
+    """Standard deviation of step differences over √2, which is that of independent values."""
     differences = [after - before for before, after in itertools.pairwise(values)]
     return statistics.stdev(differences) / math.sqrt(2) if len(differences) > 1 else None
 
 
 def _largest_fall(values: Sequence[float], window: int = 3) -> float | None:
-    """Compares means of ``window`` values with the best earlier one; 0 for a rising curve."""
     means = [statistics.fmean(values[index : index + window]) for index in range(len(values) - window + 1)]
     best = itertools.accumulate(means, max)
     return max((high - mean for high, mean in zip(best, means, strict=True)), default=None)
@@ -222,7 +218,6 @@ def _percent(name: str, of: Callable[[_Rows], float | None], digits: int = 1) ->
 
 
 def _mean_of(column: str, last: int = 0) -> Callable[[_Rows], float | None]:
-    """Of the ``last`` values, or of all."""
     return lambda rows: _mean(_column(rows, column)[-last:])
 
 
@@ -283,9 +278,7 @@ class Estimate:
 
     @classmethod
     def paired(cls, figure: _Figure, pairs: Sequence[tuple[float | None, float | None]], budget: float) -> Estimate:
-        """Of the differences, or of the ratios. ``budget`` replaces missing values, and the pair counts as a
-        bound.
-        """
+        """Of the differences, or ratios. ``budget`` replaces missing values; the pair counts as a bound."""
         known = [pair for pair in pairs if pair != (None, None) and (figure.reached or None not in pair)]
         filled = [(budget if a is None else a, budget if b is None else b) for a, b in known]
         if not figure.ratio:

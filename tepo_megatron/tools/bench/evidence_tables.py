@@ -1,7 +1,7 @@
 """Tables of docs/results/evidence.md, and the papers' claims with the figure that tests each.
 
-Figures and rules were fixed before the sweep's first run ended; :data:`_FEWEST_PAIRS` after two seeds, :data:`NOT_HALF` after
-three.
+Figures and rules were fixed before the sweep's first run ended; :data:`_FEWEST_PAIRS` after two seeds, :data:`NOT_HALF`
+after three.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class _Claim:
 
     @property
     def edges(self) -> tuple[float, ...]:
-        """Values that a verdict compares the interval with."""
         return (0.5, 1.0) if self.words is _HALF else (FIGURES[self.figure].no_effect,)
 
     def judge(self, result: Estimate) -> str:
@@ -83,7 +82,7 @@ _LEVEL = 0.05
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """p-values are corrected for their number (Holm 1979)."""
+    """Corrects p-values for their number (Holm 1979)."""
     result = [1.0] * len(values)
     highest = 0.0
     for rank, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
@@ -171,7 +170,7 @@ def _claims(evidence: Evidence) -> str:
 
 
 def _best_rate(evidence: Evidence, objective: str) -> str | None:
-    """None if the rates do not have equally many runs."""
+    """None for unequal numbers of runs."""
     rates = evidence.rates
     areas = {rate: [area for area in evidence.values("area", (objective, rate)).values() if area is not None] for rate in rates}
     if len({len(item) for item in areas.values()}) != 1 or not all(areas.values()):
@@ -240,7 +239,7 @@ def _parts(evidence: Evidence) -> str:
 
 
 def effects(values: Sequence[Sequence[float]]) -> list[Estimate]:
-    """Returns those of likelihood and mask, and their interaction. Values are with both, likelihood, mask, neither."""
+    """Effects of likelihood and mask, and their interaction. ``values``: with both, likelihood, mask, neither."""
     parts = [
         ((both + likelihood - mask - neither) / 2, (both + mask - likelihood - neither) / 2, both - likelihood - mask + neither)
         for both, likelihood, mask, neither in values

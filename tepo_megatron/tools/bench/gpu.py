@@ -1,4 +1,4 @@
-"""Runs every check that needs a GPU and writes a report (``scripts/gpu_check.sh``)."""
+"""Runs every check that needs a GPU (``scripts/gpu_check.sh``)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_GPU = 3  # exit status without a GPU
 
 @dataclass(frozen=True)
 class Part:
-    """``command`` follows ``python -m``; ``{out}`` is the part's folder. Without its ``packages`` a part is skipped."""
+    """``command`` follows ``python -m``; ``{out}`` is the part's folder. Skipped without its ``packages``."""
 
     name: str
     what: str
@@ -65,7 +65,7 @@ _State = Literal["passed", "failed", "not run"]
 
 @dataclass(frozen=True)
 class _Outcome:
-    """``reason``: why the part was not run, or the end of its output."""
+    """``reason``: why it did not run, or its output's end."""
 
     name: str
     what: str
@@ -84,7 +84,7 @@ class Gpu:
 
 
 def find_gpu() -> Gpu | str:
-    """The text says why there is none."""
+    """Returns a text if there is none."""
     import torch
 
     if torch.version.cuda is None:
@@ -97,7 +97,6 @@ def find_gpu() -> Gpu | str:
 
 
 def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
-    """The output, and why it failed."""
     process = subprocess.Popen(
         [sys.executable, "-m", *command],
         stdout=subprocess.PIPE,
@@ -114,7 +113,7 @@ def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
 
 
 def check(parts: Sequence[Part], gpu: Gpu, output: Path, say: Callable[[str], None]) -> tuple[Report, bool]:
-    """Writes after each part, since the machine may be taken away. False if a part failed."""
+    """Writes after each part. False if a part failed."""
     started, outcomes = datetime.datetime.now(datetime.UTC), list[_Outcome]()
     for part in parts:
         outcomes.append(part.run(gpu, say))

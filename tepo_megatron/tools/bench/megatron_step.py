@@ -1,7 +1,7 @@
 """Makes Megatron-Core's training step, as in ``pretrain_gpt.py``, on an engine's model and data.
 
-Megatron's local attention takes no packed sequences: a step is packed with this project's attention, or in right-padded rows
-with Megatron's.
+Megatron's local attention takes no packed sequences: a step is packed with this project's attention, or padded right with
+Megatron's.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class MegatronStep:
         output = model(micro.tokens, micro.positions, micro.attention_mask, labels=micro.labels, packed_seq_params=micro.packed)
 
         def loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            """As pretrain_gpt's ``loss_func``; keeps token losses."""
+            """pretrain_gpt's ``loss_func``; keeps token losses."""
             total, count = (losses.view(-1) * micro.loss_mask.view(-1)).sum(), micro.loss_mask.sum().int()
             return total, count, {"report": torch.stack([total.detach(), count.to(total.dtype)]), "losses": losses.detach()}
 

@@ -1,4 +1,4 @@
-"""Optimizer steps under FP8 recipes (``tepo bench recipes``), and the random models of all benchmarks."""
+"""Optimizer steps under FP8 recipes (``tepo bench recipes``), and all benchmarks' random models."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class RecipeSetting:
 
 @dataclass(frozen=True)
 class RecipeMeasurement:
-    """Lists have one entry per step. ``logprobs``: means before the step."""
+    """Lists have an entry per step. ``logprobs``: means before it."""
 
     recipe: str
     platform: str

@@ -1,4 +1,4 @@
-"""Compares the weight sync from shard to shard with alternatives (``tepo bench reshard``)."""
+"""Compares the weight sync between shards with alternatives (``tepo bench reshard``)."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class ReshardSetting:
         return reshard_plan(self.spec, *self.splits)
 
     def run(self, repeats: int) -> list[dict[str, Any]]:
-        """Returns one row per method. Peaks are bytes of a rank beyond its shards (None: unknown), ``largest_link`` and
-        ``digest_seconds`` the busiest rank's. Raises ValueError for an impossible split, RuntimeError if two methods leave
-        different weights.
+        """Returns a row per method. Peaks are bytes of a rank beyond its shards (None: unknown), ``largest_link`` and
+        ``digest_seconds`` the busiest rank's. Raises ValueError for an impossible split, RuntimeError if two methods'
+        weights differ.
         """
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"--dtype {self.dtype} is unknown; give float32 or bfloat16")
@@ -145,7 +145,7 @@ class _Rank:
                 self.params[shard.param][shard.param_box.slices] = tensor[shard.box.slices]
 
     def raw_copy(self) -> None:
-        """As large as the messages, but without digests."""
+        """As large as the messages, without digests."""
         assert self._pairs is not None
         queues, start = self._queues, self._pairs.send if self.is_source else self._pairs.receive
         largest = max(move.numel_of(message) for queue in queues.values() for message in queue)
@@ -169,7 +169,7 @@ class _Rank:
 
 
 def _group(members: list[int], rank: int) -> GlooGroup | None:
-    """None on ranks outside the group. All ranks must call."""
+    """Returns None outside the group. All ranks must call."""
     store, place = listen(_HOST) if rank == members[0] else (None, "")
     place = broadcast_json(place, source=members[0], device=torch.device("cpu"))
     if rank not in members:

@@ -1,4 +1,4 @@
-"""Compares a rollout server with vLLM's offline engine, and measures what responses cost rank 0."""
+"""Compares a rollout server with vLLM's offline engine, and measures rank 0's cost of responses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RolloutSetting:
             return self.report(_measure_draws(self, Path(scratch), say), rank0)
 
     def measure_rank0(self, say: Callable[[str], None]) -> dict[str, float]:
-        """Returns seconds; JSON's are extrapolated from ``_SAMPLE`` responses."""
+        """Seconds; JSON's are extrapolated from ``_SAMPLE`` responses."""
         responses, length = self.responses, self.length
         say(f"rank 0: {responses} responses of {length} tokens")
         seconds: dict[str, float] = {}
@@ -68,7 +68,6 @@ class RolloutSetting:
         return seconds | {name: value * responses / some for name, value in _older(some, length).items()}
 
     def report(self, draws: Sequence[DrawMeasurement], rank0: Mapping[str, float]) -> Report:
-        """``rank0`` comes from :meth:`measure_rank0`."""
         ours, offline = draws
         ratio = median_and_range([a / b for a, b in zip(ours.rates, offline.rates, strict=True)])
         shares = (ours.share("client"), ours.share("API server"), ours.share("engine core") + ours.share("worker"))
@@ -237,7 +236,7 @@ def _receive(responses: int, length: int) -> list[Rollout]:
 
 
 def _older(responses: int, length: int) -> dict[str, float]:
-    """Seconds for the earlier format: JSON with an object per token, and tensors from lists."""
+    """Seconds for the earlier JSON, with an object per token."""
     ids, logprobs = _random(length)
     pairs = zip(ids.tolist(), logprobs.tolist(), strict=True)
     content = [{"token_id": token, "logprob": value, "rank": 1, "top_logprobs": []} for token, value in pairs]

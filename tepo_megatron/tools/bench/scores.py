@@ -100,7 +100,7 @@ class ScoreMeasurement:
 
     @property
     def gbps(self) -> tuple[float, float]:
-        """Of the required bytes: one read forward, one read and write backward."""
+        """Of one read forward, one read and write backward."""
         return self.shard_bytes / self.forward_ms / 1e6, 2 * self.shard_bytes / self.backward_ms / 1e6
 
 
@@ -174,7 +174,7 @@ def _scratch() -> Tensor:
 
 
 def _copy_gbps(repeats: int, device: str) -> float:
-    """On a CPU all ranks copy at once, and the slowest counts."""
+    """On a CPU all ranks copy at once; the slowest counts."""
     source = torch.randint(0, 2**31, ((_SCRATCH_BYTES if device == "cuda" else _CPU_COPY_BYTES) // 8,), device=device)
     target = torch.empty_like(source)
     best = float("inf")
@@ -338,7 +338,7 @@ class _Floor(torch.autograd.Function):
 
 
 def _verl(module: ModuleType, logits: Tensor, labels: Tensor) -> _Outputs:
-    """Uses a copy: Megatron's cross-entropy overwrites its input."""
+    """Copies, since Megatron's cross-entropy overwrites its input."""
     retained = logits.clone()
     entropy = module.vocab_parallel_entropy(logits)
     logprob = module.vocab_parallel_log_probs_from_logits(retained.unsqueeze(1), labels.unsqueeze(1)).squeeze(1)

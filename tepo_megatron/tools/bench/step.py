@@ -51,8 +51,8 @@ class StepSetting:
     repeats: int
 
     def run(self, before: str, *, say: Callable[[str], None] = lambda line: None) -> list[StepMeasurement]:
-        """Methods alternate on the same weights and tokens. ``before``: see :func:`source_of`. Raises ValueError for an invalid
-        setting, RuntimeError if a rank fails or log-probs differ.
+        """Methods alternate on the same weights and tokens. ``before``: see :func:`source_of`. Raises ValueError for an
+        invalid setting, RuntimeError if a rank fails or log-probs differ.
         """
         if self.size not in SIZES:
             raise ValueError(f"--size {self.size} is unknown; known: {', '.join(SIZES)}")
@@ -98,7 +98,7 @@ class StepSetting:
 
     def draw_lengths(self, ratio: float) -> list[int]:
         """Lognormal quantiles (tokens with prompt) in a fixed random order; the longest is ``ratio`` times the mean. Raises
-        ValueError for a ratio out of reach.
+        ValueError for an unreachable ratio.
         """
         count = self.sequences
         if count % _GROUP:
@@ -154,7 +154,7 @@ class StepSetting:
 
 @dataclass(frozen=True)
 class StepMeasurement:
-    """Repeats have one entry each, of the slowest rank."""
+    """Has an entry per repeat, of the slowest rank."""
 
     layout: str
     ratio: float

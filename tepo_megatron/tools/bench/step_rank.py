@@ -1,6 +1,7 @@
-"""One rank of ``tepo bench step``, as a script: its package may be another checkout's.
+"""One rank of ``tepo bench step``, as a script that uses only what both versions have: its package may be another
+checkout's.
 
-It uses only what both versions have. Requests are JSON lines on standard input, answers those on standard output.
+Requests are JSON lines on standard input, answers on standard output.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ R = TypeVar("R")
 
 
 class _Ours:
-    """It has the methods of :class:`MegatronStep`; every rank calls."""
+    """Has the methods of :class:`MegatronStep`; every rank calls."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -39,7 +40,7 @@ class _Ours:
         return self.engine.batch_from_root(rollouts)
 
     def score(self, data: Any) -> tuple[Any, float | None]:
-        """Returns the input of ``update``, and the mean negative log-prob of response tokens if known."""
+        """Returns ``update``'s input, and the mean negative log-prob of response tokens if known."""
         scored = self.engine.score(data)
         assert scored.old_logprobs_T is not None
         return scored, -float(scored.old_logprobs_T[scored.loss_mask_T].double().mean())

@@ -1,1 +1,1 @@
-"""What can go wrong with a run, made on purpose."""
+"""Injected faults of a run."""

@@ -1,4 +1,4 @@
-"""Spoils weights inside a vLLM worker before the layer processes them, by ``--worker-extension-cls``."""
+"""Spoils weights in a vLLM worker before the layer processes them (``--worker-extension-cls``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KEPT: dict[str, Tensor] = {}
 
 class FaultyWorker:
     def tepo_fault(self, raw: str) -> str:
-        """``raw`` is JSON with kind, param and scale, in effect from the next update; kind ``none`` stops it."""
+        """``raw``: JSON with kind, param and scale, in effect from the next update; kind ``none`` stops it."""
         fault = json.loads(raw)
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         rank = int(self.rank)  # type: ignore[attr-defined]

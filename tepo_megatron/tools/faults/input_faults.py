@@ -1,7 +1,7 @@
-"""Answers that a verifier must survive, and damaged configurations.
+"""Wrong answers that a verifier must survive, and damaged configurations.
 
-All answers are wrong. A verifier may reject one or fail within its limits; no other response may suffer. A command must refuse
-each configuration in one sentence, quickly, in little memory.
+A verifier may reject an answer or fail within its limits; no other response may suffer. A command must refuse each
+configuration in one sentence, quickly, in little memory.
 """
 
 from __future__ import annotations
@@ -328,7 +328,6 @@ class _MalformedConfigs(FaultClass):
 
 
 def _read(path: Path, overrides: Sequence[str]) -> tuple[str, str]:
-    """The outcome, and what was said."""
     os.chdir(path.parent)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))

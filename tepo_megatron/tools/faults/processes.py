@@ -1,4 +1,4 @@
-"""The processes of a run started here, by role; only those are ever signalled."""
+"""The processes of a run started here, by role; only those are signalled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def descendants(root: int) -> list[int]:
 
 
 def by_role(root: int, module: str) -> dict[str, list[int]]:
-    """Adds ``parent``, ``rank 0`` … ``module`` is what ranks run."""
+    """Adds ``parent``, ``rank 0`` … ``module``: what ranks run."""
     result: dict[str, list[int]] = {"parent": [root]}
     for pid in descendants(root)[1:]:
         line = Process.command_line(pid)
@@ -57,7 +57,7 @@ def wait_until(ready: Callable[[], T], timeout_s: float, what: str) -> T:
 
 
 def wait_gone(pids: Sequence[int], timeout_s: float) -> list[int]:
-    """Returns the processes still running."""
+    """Returns those still running."""
     with suppress(TimeoutError):
         wait_until(lambda: not any(map(Process.start_time, pids)), timeout_s, "")
     return [pid for pid in pids if Process.start_time(pid)]
@@ -96,7 +96,7 @@ def listening(pids: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def in_fork(work: Callable[..., Any], *arguments: Any, limit_s: float) -> Any:
-    """Returns ``work(*arguments)``, as JSON, of a fork of this process; None if it did not finish."""
+    """Returns ``work(*arguments)`` of a fork, as JSON; None if it did not finish."""
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
     child = context.Process(target=lambda: answers.put(json.dumps(work(*arguments))))

@@ -2,7 +2,7 @@
 
     python -m tepo_megatron.tools.faults.program train RUN.yaml [a.b=c ...]
 
-The file ``armed`` in ``$TEPO_FAULTS_FOLDER`` names a phase; rank 0 renames it to ``reached`` on entering that phase.
+The file ``armed`` in ``$TEPO_FAULTS_FOLDER`` names a phase; rank 0 renames it to ``reached`` on entering it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOLDER = "TEPO_FAULTS_FOLDER"
 
 
 def slow_last_word(problem: Problem, response: str) -> float:
-    """Slow, so that a fault can come in between."""
+    """Lets a fault come in between."""
     time.sleep(0.005)
     return last_word(problem, response)
 

@@ -37,7 +37,7 @@ _ENDING = "ending"
 
 
 def _lanes(*, quick: bool) -> dict[str, FaultClasses]:
-    """With ``quick`` one live run serves both: a second costs more than it saves."""
+    """With ``quick`` one live run serves both."""
     first = (*LIVE, *strangers.FAULTS) if quick else LIVE[:1]
     return {"first": first, "second": [kind for kind in CLASSES.values() if kind not in first]}
 
@@ -121,7 +121,7 @@ _ESCAPED = str.maketrans({"|": "\\|", "<": "&lt;", "`": "'", "*": "\\*", "_": "\
 
 
 class OutcomeLog:
-    """The record of all outcomes, and its tables. Raises ValueError if the folder holds another seed or count."""
+    """Raises ValueError if the folder holds another seed or count."""
 
     def __init__(self, folder: Path, *, seed: int, quick: bool) -> None:
         self.folder, self.seed, self.quick = folder, seed, quick

@@ -1,4 +1,4 @@
-"""Faults of whole runs: a signal to a process, a full disk, a damaged checkpoint."""
+"""Faults of whole runs: signals, a full disk, a damaged checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tepo_megatron.runtime.proc import Process
 from tepo_megatron.tools.faults.workshop import SAVED, STEPS, FaultClass, FaultOutcome, differences, replay, undisturbed
 
 WITHIN_S = {"rollout": 0.3, "reward": 0.05, "score": 0.15, "update": 0.2, "save": 0.03, "sync": 0.3, "eval": 0.2}
-"""Maps a phase to the longest delay from its start to the fault."""
+"""Longest delays from a phase's start to the fault."""
 
 
 class _LiveFaults(FaultClass):
@@ -58,7 +58,7 @@ PHASES = tuple(WITHIN_S)
 
 
 class _Kills(_LiveFaults):
-    """Each round of roles shifts the phases by one, so that all pairs come up."""
+    """Rounds of roles shift the phases by one, so that all pairs come up."""
 
     name = "kills"
     title = "kill −9 of any process in any phase, live"
@@ -168,7 +168,6 @@ _Damage = Callable[[Path, random.Random], bytes | None]  # of the file: its new 
 
 
 def _values(data: bytes) -> int:
-    """Where the header of a shard ends."""
     return 8 + int.from_bytes(data[:8], "little")
 
 

@@ -1,7 +1,6 @@
-"""Faults in a vLLM worker that no digest sees: which check stops the run, and at which size of error.
+"""Faults in a vLLM worker that no digest sees: which check stops the run, at which size of error.
 
-The program (``… FOLDER SERVER``) is a trainer and a server with a
-faulty worker; it answers lines of JSON.
+The program (``… FOLDER SERVER``) is a trainer and a server with a faulty worker; it answers lines of JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from tepo_megatron.tools.results import Child
 
 @dataclass(frozen=True)
 class _SilentFault:
-    """``param``: end of parameters' names (empty: all). ``scales``: the error's size can be chosen."""
+    """``param``: end of parameters' names (empty: all). ``scales``: the error's size is variable."""
 
     name: str
     kind: str

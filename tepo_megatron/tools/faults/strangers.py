@@ -1,4 +1,4 @@
-"""Another user tries every port of a running job: with no key, a wrong one, or a poisoned rendezvous."""
+"""Another user tries every port of a job without a key, with a wrong one, or at a poisoned rendezvous."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _write_to_store(port: int, proof: Path, runs_code: bool) -> bool:
 
 
 def _at_every_port(work: Callable[[int], object], ports: Sequence[int]) -> list[int]:
-    """In parallel: a run listens at a hundred ports, and one of another protocol may never answer."""
+    """In parallel: a run listens at a hundred ports, and another protocol's may never answer."""
     took: list[int] = []
 
     def attempt(port: int) -> None:
@@ -102,7 +102,7 @@ def _send_to_all(ports: Sequence[int], payload: bytes) -> None:
 
 
 def plain_files(folder: Path) -> Iterator[Path]:
-    """Skips files that are removed meanwhile (``Path.rglob`` would raise)."""
+    """Skips files removed meanwhile (``Path.rglob`` would raise)."""
     for parent, _, names in os.walk(folder):
         yield from (path for name in names if (path := Path(parent, name)).is_file() and not path.is_symlink())
 

@@ -1,6 +1,6 @@
-"""What classes of faults share: tiny runs to hit, outcomes and their record.
+"""What classes of faults share: tiny runs, outcomes and their record.
 
-A live run trains on two-digit sums, with a server; a replayed run takes ten seconds on one rank, on rollouts made here.
+A live run trains on two-digit sums, with a server; a replayed run takes ten seconds on one rank.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LIVE = (
     "train.grace_s=3600",  # shows processes that do not end by themselves
 )
 _SHORT_TIMEOUTS = ("rollout.server.request_timeout_s=20", "rollout.server.transfer_timeout_s=20")
-"""Only for servers that are stopped: on a busy machine, slow ones would be restarted too."""
+"""Only for stopped servers: on a busy machine, slow ones would be restarted too."""
 
 _NOT_COMPARED = ("time/", "idle/", "tokens/s", "reward/failed", "faults/", "lost/", "servers/", "requests/", "log/", "memory/")
 
@@ -61,14 +61,13 @@ def write_run(folder: Path) -> Path:
 
 
 def _rows(out: Path) -> list[dict[str, Any]]:
-    """Without the figures that may differ."""
     path = out / "metrics.jsonl"
     rows = read_metrics(path) if path.exists() else []
     return [{key: value for key, value in row.items() if not key.startswith(_NOT_COMPARED)} for row in rows]
 
 
 def differences(out: Path, reference: Path) -> str:
-    """Compares metrics, rollouts with weight digests, and exported weights by every bit."""
+    """Compares metrics, rollouts with weight digests, and every bit of exported weights."""
     expected, rows = {row["step"]: row for row in _rows(reference)}, _rows(out)
     for row in rows:
         other = expected[row["step"]]
@@ -199,7 +198,7 @@ class LiveRun:
             self._process = None
 
     def complete(self) -> Path:
-        """Runs to the end unless it has. Raises RuntimeError if it fails."""
+        """Raises RuntimeError if the run fails."""
         if not self.finished:
             shutil.rmtree(self.out, ignore_errors=True)
             self.start()
@@ -290,7 +289,7 @@ class Workshop:
         return self._reference
 
     def live_run(self) -> LiveRun:
-        """It has at least four steps left. Raises RuntimeError if the previous one ended unlike the undisturbed run."""
+        """At least four steps are left. Raises RuntimeError if the previous run ended unlike the undisturbed one."""
         self.reference()
         if self._run is not None and self._run.last_step > self.steps - 5 and (wrong := self.finish_run()):
             raise RuntimeError(f"the run before, which survived its faults, ended with a difference: {wrong}")
@@ -303,7 +302,7 @@ class Workshop:
         return self._run
 
     def finish_run(self) -> str | None:
-        """The differences from the undisturbed run."""
+        """Differences from the undisturbed run."""
         run, self._run = self._run, None
         if run is None:
             return None
@@ -323,8 +322,8 @@ class Workshop:
 
 @dataclass(frozen=True)
 class FaultOutcome:
-    """``survived``: nothing is missing. ``refused``: it stopped with the message ``said``, undamaged. ``lost``: anything else.
-    ``recovery_s``: seconds until work continued.
+    """``survived``: nothing is missing. ``refused``: it stopped with the message ``said``, undamaged. ``lost``: anything
+    else. ``recovery_s``: seconds until work continued.
     """
 
     fault: str
@@ -335,7 +334,7 @@ class FaultOutcome:
 
 
 class FaultClass(ABC):
-    """It holds what its faults share; ``folder`` belongs to the class."""
+    """Holds what its faults share; ``folder`` belongs to it."""
 
     name: ClassVar[str]
     title: ClassVar[str]

@@ -1,7 +1,7 @@
 """Builds a report: one HTML file that loads nothing else.
 
-Data is base64 of gzipped JSON, which HTML cannot misread; the script inserts texts as text. The content security policy permits
-only this script.
+Data is base64 of gzipped JSON, which HTML cannot misread; the script inserts texts as text, and the content security policy
+permits only this script.
 """
 
 from __future__ import annotations

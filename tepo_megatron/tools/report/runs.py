@@ -1,5 +1,3 @@
-"""Reads runs for a report, also while they run."""
-
 from __future__ import annotations
 
 import json
@@ -33,7 +31,7 @@ def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def compared(runs: Sequence[Settings]) -> list[dict[str, Any]]:
-    """Settings unknown to another version count as their default."""
+    """Settings unknown to another version have their default."""
     paths = dict.fromkeys(path for run in runs for path in run)
     usual = {path: {"{}", "[]", "null"} for path in paths}  # an empty section has no default of its own
     for row in schema_rows():
@@ -98,7 +96,7 @@ class Run:
 
     @classmethod
     def read(cls, name: str, folder: Path) -> Run:
-        """Skips a half-written line. Raises ValueError for a damaged one."""
+        """Skips a half-written line. Raises ValueError for damaged ones."""
         metrics = folder / "metrics.jsonl"
         rows = read_metrics(metrics) if metrics.is_file() else []
         resolved = folder / "resolved.yaml"
@@ -136,7 +134,7 @@ class Run:
 
 
 def find_runs(paths: Sequence[Path]) -> dict[str, Path]:
-    """In the given folders or the folders in them. Raises ValueError for a path without runs."""
+    """Raises ValueError for a path without runs."""
     result: list[Path] = []
     for path in paths:
         inside = runs_in(path)
@@ -150,7 +148,7 @@ def find_runs(paths: Sequence[Path]) -> dict[str, Path]:
 
 
 def runs_in(path: Path) -> list[Path]:
-    """Finds runs in the folder, else in its children, else in its grandchildren."""
+    """Reads the folder, else its children, else its grandchildren."""
     folder = path.parent if path.name == "metrics.jsonl" else path
     for depth in ("", "*/", "*/*/"):
         files = [item for name in ("metrics.jsonl", "resolved.yaml") for item in folder.glob(depth + name) if item.is_file()]
@@ -182,7 +180,7 @@ def _settings(path: Path) -> Settings:
 
 
 def run_groups(runs: Sequence[Run]) -> list[tuple[str, tuple[int, ...]]]:
-    """(label, indices of runs), whose settings are equal but for the seed; a run without settings is alone."""
+    """(label, indices of runs) with equal settings but for the seed; a run without settings is alone."""
     result: dict[tuple[Any, ...], list[int]] = {}
     for index, run in enumerate(runs):
         alone = (index,) if not run.settings else ()

@@ -1,5 +1,3 @@
-"""Samples of evaluations and training steps, as text."""
-
 from __future__ import annotations
 
 import base64
@@ -17,7 +15,7 @@ from tepo_megatron.runtime.files import parse_samples, read_lines
 
 @dataclass
 class SampleGroup:
-    """``kind``: ``heldout``, ``train`` or ``tokens``. ``cost``: tokens, or characters."""
+    """``kind`` is ``heldout``, ``train`` or ``tokens``; ``cost`` counts tokens, or characters."""
 
     run: int
     kind: str
@@ -32,7 +30,7 @@ class SampleGroup:
 
 
 def evenly(groups: Sequence[SampleGroup], responses: int, room: int) -> list[SampleGroup]:
-    """First groups of all steps come before second ones, spread evenly. Keeps the given order."""
+    """First groups of all steps come before second ones, spread evenly. Keeps the order."""
     ranks: dict[int, list[int]] = {}
     seen: dict[tuple[int, int], int] = {}
     for index, group in enumerate(groups):
@@ -50,7 +48,7 @@ def evenly(groups: Sequence[SampleGroup], responses: int, room: int) -> list[Sam
 
 
 def _spread(places: Sequence[int]) -> list[int]:
-    """Every prefix is spread evenly: the last, the first, the middle, the quarters …"""
+    """Every prefix is spread evenly: last, first, middle, quarters …"""
     if len(places) < 3:
         return list(reversed(places))
     order, step = [len(places) - 1, 0], len(places) - 1
@@ -66,7 +64,7 @@ FILES = {"heldout": "samples.jsonl", "train": "train_samples.jsonl"}
 
 
 def read_samples(run: int, folder: Path, kind: str) -> list[SampleGroup]:
-    """Skips a half-written last line. Raises ValueError for a damaged file."""
+    """Skips a half-written last line. Raises ValueError for damaged files."""
     if kind == "tokens":
         return _token_groups(run, folder)
     path = folder / FILES[kind]
@@ -122,7 +120,6 @@ COLUMNS: Mapping[str, Callable[[TokenSamples], Array]] = {
 
 
 def _token_groups(run: int, folder: Path) -> list[SampleGroup]:
-    """Raises ValueError for an unreadable file; skips files that a resumed run removes."""
     result: list[SampleGroup] = []
     for path in token_files(folder).values():
         try:
@@ -185,6 +182,6 @@ def _bfloat16(values: Array) -> Array:
 
 
 def _encode(values: Array, dtype: np.dtype[Any]) -> str:
-    """Base64 of little-endian integers, all lowest bytes first, then the next."""
+    """Base64 of little-endian integers: all lowest bytes, then the next."""
     planes = np.ascontiguousarray(values.astype(dtype.newbyteorder("<"))).view(np.uint8).reshape(len(values), dtype.itemsize)
     return base64.b64encode(planes.T.tobytes()).decode("ascii")

@@ -1,1 +1,1 @@
-"""Measurements that a page quotes, run by ``python -m tepo_megatron.tools.bench.studies.NAME``."""
+"""Measurements for a page, run by ``python -m tepo_megatron.tools.bench.studies.NAME``."""

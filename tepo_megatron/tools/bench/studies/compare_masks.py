@@ -3,8 +3,8 @@
     tepo train examples/tiny/run.yaml output=out/tiny rollout.record=true train.steps=10
     python -m tepo_megatron.tools.bench.studies.compare_masks out/tiny --steps 10
 
-It repeats the run's first steps on one rank without servers. At every update all three ways of `objective.kl_mask.falling`
-choose tokens. Shares are of tokens with a positive advantage, the only candidates.
+It repeats the run's first steps on one rank without servers. All three ways of `objective.kl_mask.falling` choose tokens.
+Shares are of tokens with a positive advantage, the only candidates.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WAYS = ("measured", "covariance", "first_order")
 @dataclass(frozen=True)
 class _Watched(Objective):
     noted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """For A tokens of positive advantage per micro-batch: bool [3, A], π_old's entropy [A]."""
+    """Of A tokens with positive advantage per micro-batch: bool [3, A], π_old's entropy [A]."""
 
     tolerances: list[float] = field(default_factory=list)  # nats of rounding that measured allows at each optimizer step
 

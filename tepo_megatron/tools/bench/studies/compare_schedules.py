@@ -3,8 +3,8 @@
     python -m tepo_megatron.tools.bench.studies.compare_schedules --repeats 3
 
 A constructed model ends a response with a probability set by the prompt's first digit: one prompt in ten has responses twenty
-times as long. Schedules alternate with equal problems and steps. Equal work means
-equal tokens: an overlapped run's unfinished samples are time without tokens.
+times as long. Schedules alternate with equal problems and steps; an overlapped run's unfinished samples are time without
+tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CONSTANT, _IS_CLASS, _IS_LONG, _IS_SHORT, _TO_LONG, _TO_SHORT = range(6)
 
 
 def _make_model(folder: Path, *, mean_long: float, mean_short: float) -> Path:
-    """Response lengths are geometric with these means."""
+    """Lengths are geometric with these means."""
     source = resolve_model_path("builtin:tiny")
     shutil.copytree(source, folder)
     config = json.loads((source / "config.json").read_text()) | {"max_position_embeddings": 1024}

@@ -3,9 +3,8 @@
     python -m tepo_megatron.tools.bench.studies.measure_head   # a CPU: 8 192 tokens, vocabulary 128 256, both dtypes
     python -m tepo_megatron.tools.bench.studies.measure_head --hidden 4096 --dtypes bfloat16   # on a GPU
 
-The engine scores and differentiates a random one-layer Llama, all tokens in one micro-batch. Each head runs in its own
-process, in turn; the best repeat counts. Peaks are memory that a pass adds: of the resident set on a CPU (malloc returns freed
-memory at once), of the allocator on a GPU.
+A random one-layer Llama has all tokens in one micro-batch. Each head runs in its own process, in turn; the best repeat counts.
+Peaks are memory that a pass adds: resident on a CPU (malloc returns freed memory at once), the allocator's on a GPU.
 """
 
 from __future__ import annotations
@@ -65,7 +64,6 @@ class _Setting:
         return self.tokens * self.vocab * (4 if self.dtype == "float32" else 2)
 
     def measure(self, repeats: int) -> dict[str, _Figures]:
-        """Returns the least figures of each head."""
         result: dict[str, list[_Figures]] = {head: [] for head in _HEADS}
         with tempfile.TemporaryDirectory() as folder:
             more = {"max_position_embeddings": self.tokens, "tie_word_embeddings": False}

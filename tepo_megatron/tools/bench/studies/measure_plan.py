@@ -2,8 +2,7 @@
 
     python -m tepo_megatron.tools.bench.studies.measure_plan     # two ranks, a minute
 
-Bytes are counted by tensor after one update, and by file after a checkpoint; they do not depend on the machine. Rates are of
-one core.
+Bytes are counted by tensor after one update, and by file after a checkpoint. Rates are of one core.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _RUNS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class _Term:
-    """Bytes of the rank with most, or of all ranks for disk."""
+    """Bytes of the largest rank, or of all for disk."""
 
     run: str
     term: str
@@ -70,7 +69,7 @@ def _held(tensors: Iterable[Tensor]) -> int:
 
 
 def counts(config: RunConfig, folder: Path) -> dict[str, int]:
-    """Every rank calls, in an existing process group."""
+    """Every rank of an existing process group calls."""
     from megatron.core import parallel_state
 
     from tepo_megatron.trainer.megatron.engine import Engine
@@ -113,7 +112,6 @@ def compare(name: str, config: RunConfig, ranks: list[Mapping[str, int]]) -> Ite
 
 
 def _rates() -> Iterator[tuple[str, float, float]]:
-    """(name, planned, measured), on one core."""
     rollouts, raw = random_rollouts(256, 511, _VOCAB, prompt=1, logprob=-6.0), bytes(2**27)
     packed = sum(len(item.response_ids) for item in rollouts)
     yield "packing a sampled token, µs", PACK_SECONDS_PER_TOKEN * 1e6, _best(lambda: pack(rollouts)) / packed * 1e6
