@@ -21,20 +21,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "package, lines": 52_500,
-    "tests, lines": 49_500,
-    "docs and docstrings, words": 112_250,
-    "public classes and functions": 1_142,
-    "modules": 277,
+    "package, lines": 48_000,
+    "tests, lines": 43_300,
+    "docs and docstrings, words": 107_700,
+    "public classes and functions": 855,
+    "modules": 272,
     "modules below 60 lines": 51,
     "largest folder, files": 19,
     "entries at the top of the package": 14,
     "files above 500 lines": 0,
     "functions above 80 lines": 0,
     "marker words per 1 000 docstring words": 1.0,
-    "fragments without a verb per 1 000 docstrings": 32,
+    "fragments without a verb per 1 000 docstrings": 30,
     "docstring words per line of code": 0.88,
-    "replaced names": 73,
+    "replaced names": 53,
     "lines of documents above 100 characters": 9,
 }
 """Figure → the most that it may be."""
