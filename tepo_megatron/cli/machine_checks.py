@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -257,6 +258,14 @@ def _transformer_engine() -> Finding:
         return Finding("missing", "", f"GPU only: fused kernels and FP8; {expected}")
     if not in_range(version, TE_RANGE):
         return Finding("warn", version, expected)
+    if importlib.util.find_spec("transformer_engine") is not None:
+        # in a process of its own: a build for another torch may crash
+        command = [sys.executable, "-W", "ignore", "-c", "import transformer_engine.pytorch"]
+        attempt = subprocess.run(command, capture_output=True, text=True)
+        if attempt.returncode:
+            reason = (attempt.stderr.strip().splitlines() or [f"status {attempt.returncode}"])[-1]
+            advice = f"runs use Megatron's own layers where engine.layers=local, and refuse others; {INSTALL_TE}"
+            return Finding("fail", f"{version} cannot be imported ({reason})", advice)
     return Finding("ok", version, "fused kernels and FP8 on GPU")
 
 

@@ -5,25 +5,37 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
 
 
-def _broken_transformer_engine() -> str | None:
-    """Returns why an installed Transformer Engine cannot be imported, and makes Megatron-Core go without it.
+class _TransformerEngine(MetaPathFinder):
+    """Tries Transformer Engine before Megatron-Core's first import, and hides it if it is broken.
 
-    Megatron-Core imports it wherever it is installed and survives an ImportError only; a missing or foreign torch part raises
+    Megatron-Core imports it wherever it is installed and survives an ImportError only. A missing or foreign torch part raises
     FileNotFoundError or OSError, which would end every run, those with ``engine.layers=local`` too.
     """
-    if importlib.util.find_spec("transformer_engine") is None:
-        return None
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # whatever a wrong build raises
-        for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
-            del sys.modules[name]
-        sys.modules["transformer_engine"] = None  # type: ignore[assignment] # imports of it raise ModuleNotFoundError
-        return f"{type(error).__name__}: {error}"
-    return None
+
+    problem: str | None = None
+    """Why the Transformer Engine that is installed is not used."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if fullname == "megatron.core":
+            sys.meta_path.remove(self)
+            self._try()
+
+    def _try(self) -> None:
+        if importlib.util.find_spec("transformer_engine") is None:
+            return
+        try:
+            importlib.import_module("transformer_engine.pytorch")
+        except Exception as error:  # whatever a wrong build raises
+            self.problem = f"{type(error).__name__}: {error}"
+            for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+                del sys.modules[name]
+            sys.modules["transformer_engine"] = None  # type: ignore[assignment] # its imports raise ModuleNotFoundError
 
 
-TE_PROBLEM = _broken_transformer_engine()
-"""Why the Transformer Engine that is installed is not used, or None."""
+TRANSFORMER_ENGINE = _TransformerEngine()
+sys.meta_path.insert(0, TRANSFORMER_ENGINE)

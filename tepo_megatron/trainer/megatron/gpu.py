@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tepo_megatron.config import OptimizerConfig, RunConfig
+from tepo_megatron.trainer.megatron import TRANSFORMER_ENGINE
 from tepo_megatron.versions import TE_RANGE, installed_version
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import check_trainer_split
@@ -25,8 +26,8 @@ class Packages:
 
     @classmethod
     def installed(cls) -> Packages:
-        # a broken package counts: nothing is imported
-        te = installed_version("transformer-engine")
+        # a broken package counts until Megatron-Core is imported
+        te = None if TRANSFORMER_ENGINE.problem else installed_version("transformer-engine")
         return cls(te=te, apex=_has_nvidia_apex(), wgrad=importlib.util.find_spec(WGRAD) is not None)
 
     @property

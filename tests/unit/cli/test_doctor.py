@@ -127,6 +127,20 @@ def test_missing_transformer_engine_is_a_fault_only_beside_a_gpu(
     assert not gpu or ("docker/trainer.Dockerfile" in check.advice and "engine.layers=local" in check.advice)
 
 
+def test_a_half_installed_transformer_engine_is_a_fault(
+    installed: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed["transformer-engine"] = "2.10.0"
+    package = tmp_path / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text("raise FileNotFoundError('no torch part')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    check = found("transformer-engine")
+    assert (check.status, check.detail) == ("fail", "2.10.0 cannot be imported (FileNotFoundError: no torch part)")
+
+
 @pytest.mark.parametrize(("versions", "fit"), [({}, False), ({"nemo-run": "0.11.1"}, True)])
 def test_launching_needs_nemo_run_and_no_part_of_the_trainer(
     installed: dict[str, str], monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], fit: bool

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec as ImportSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -186,6 +188,22 @@ def test_layers_are_chosen_by_config_and_never_by_accident(
             model.choose_layers(config, platform)
 
 
+@pytest.mark.parametrize(
+    ("capability", "flash_attn", "warns"), [((8, 0), False, True), ((8, 0), True, False), ((9, 0), False, False)]
+)
+def test_attention_that_holds_all_scores_is_warned_of(
+    capability: tuple[int, int], flash_attn: bool, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformer Engine's cuDNN attention takes packed sequences from compute capability 9.0."""
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("pytorch"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    module = ModuleType("flash_attn")
+    module.__spec__ = ImportSpec("flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn", module if flash_attn else None)
+    with pytest.warns(UserWarning, match="install flash-attn") if warns else contextlib.nullcontext():
+        assert model.choose_layers(EngineConfig(), CUDA).kind == "te"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", ["FileNotFoundError('no torch part')", "OSError('undefined symbol')"])
 def test_a_broken_transformer_engine_does_not_stop_local_layers(tmp_path: Path, failure: str) -> None:
@@ -195,14 +213,15 @@ def test_a_broken_transformer_engine_does_not_stop_local_layers(tmp_path: Path, 
     (package.parent / "__init__.py").touch()
     (package / "__init__.py").write_text(f"raise {failure}\n")
     program = (
-        "from tepo_megatron.trainer.megatron import engine\n"
+        "from tepo_megatron.trainer.megatron import engine, gpu\n"
         "from tepo_megatron.trainer.megatron.model import model\n"
         "print(model.import_problem())\n"
+        "print(gpu.Packages.installed().te)\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}
     result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == failure.replace("('", ": ").replace("')", "")
+    assert result.stdout.splitlines() == [failure.replace("('", ": ").replace("')", ""), "None"]
 
 
 @pytest.mark.parametrize(

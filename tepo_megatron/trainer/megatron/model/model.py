@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,7 +24,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from tepo_megatron.config import EngineConfig, ModelConfig, ParallelConfig
-from tepo_megatron.trainer.megatron import TE_PROBLEM
+from tepo_megatron.trainer.megatron import TRANSFORMER_ENGINE
 from tepo_megatron.trainer.megatron.gpu import INSTALL_TE, Packages
 from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.attention_cpu import PackedDotProductAttention
@@ -197,12 +199,19 @@ def choose_layers(config: EngineConfig, platform: Platform) -> Layers:
     capability = torch.cuda.get_device_capability(platform.device)
     fp8.check_gpu(config.fp8, capability=capability, te=packages.te or "0", cuda=torch.version.cuda or "0")
     fp8.ask_transformer_engine(config.fp8)
+    if capability < (9, 0) and importlib.util.find_spec("flash_attn") is None:
+        warnings.warn(
+            f"this GPU has compute capability {capability[0]}.{capability[1]}: Transformer Engine takes cuDNN's attention for "
+            "packed sequences from 9.0, and flash-attn is not installed, so that the attention of a sequence of T tokens holds "
+            "T × T scores; install flash-attn for long responses",
+            stacklevel=2,
+        )
     return Layers("te", packages)
 
 
 def import_problem() -> str | None:
-    if TE_PROBLEM is not None:
-        return TE_PROBLEM
+    if TRANSFORMER_ENGINE.problem is not None:
+        return TRANSFORMER_ENGINE.problem
     try:
         importlib.import_module("transformer_engine.pytorch")
     except ImportError as error:
