@@ -68,6 +68,10 @@ def is_fit(checks: Sequence[Diagnosis]) -> bool:
     return not any(check.needed and check.status in ("missing", "fail") for check in checks)
 
 
+_DRIVER = 580
+"""NVIDIA's first driver line with CUDA 13."""
+
+
 def has_gpu() -> bool:
     return os.path.exists("/dev/nvidiactl")
 
@@ -246,6 +250,23 @@ def _loopback() -> Finding:
         return Finding("fail", str(error), "ranks and servers talk over 127.0.0.1")
 
 
+def _driver() -> Finding:
+    if not has_gpu():
+        return Finding("missing", "", "GPU only")
+    command = ["nvidia-smi", "--query-gpu=driver_version,name,compute_cap", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        version, name, capability = (part.strip() for part in answer.splitlines()[0].split(","))
+        is_old = int(version.partition(".")[0]) < _DRIVER
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError) as error:
+        return Finding("warn", f"nvidia-smi does not say: {error}", f"CUDA 13 needs {_DRIVER} or newer")
+    advice = (
+        f"CUDA 13 needs {_DRIVER} or newer; or its forward compatibility package: /usr/local/cuda-13.0/compat on "
+        "LD_LIBRARY_PATH, and VLLM_ENABLE_CUDA_COMPATIBILITY=1 for the servers"
+    )
+    return _graded(f"{version}, {name}, compute capability {capability}", (is_old, "fail", advice))
+
+
 def _transformer_engine() -> Finding:
     version = installed_version("transformer-engine")
     expected = f"megatron-core {MEGATRON_LINE} wants {TE_RANGE}"
@@ -301,6 +322,7 @@ CHECKS: Mapping[str, Check] = {
     "transformers": Check(partial(_pinned, "transformers", "tokenizers and model configurations")),
     "sentencepiece": Check(partial(_pinned, "sentencepiece", "the tiny model's tokenizer")),
     "C compiler": Check(_compiler),
+    "driver": Check(_driver, needed=False),
     "transformer-engine": Check(_transformer_engine, needed=False),
     "apex": Check(_apex, needed=False),
     "kernels": Check(_kernels, needed=False),

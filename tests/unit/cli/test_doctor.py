@@ -127,6 +127,27 @@ def test_missing_transformer_engine_is_a_fault_only_beside_a_gpu(
     assert not gpu or ("docker/trainer.Dockerfile" in check.advice and "engine.layers=local" in check.advice)
 
 
+@pytest.mark.parametrize(
+    ("answer", "status", "text"),
+    [
+        ("580.159.04, NVIDIA H100 80GB HBM3, 9.0", "ok", "580.159.04, NVIDIA H100 80GB HBM3, compute capability 9.0"),
+        ("535.104.05, NVIDIA H100 80GB HBM3, 9.0", "fail", "VLLM_ENABLE_CUDA_COMPATIBILITY=1"),
+        ("No devices were found", "warn", "nvidia-smi does not say"),
+    ],
+)
+def test_the_driver_must_be_one_of_cuda_13(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, status: str, text: str
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(machine_checks, "has_gpu", lambda: True)
+    check = found("driver")
+    assert check.status == status
+    assert text in f"{check.detail} {check.advice}"
+
+
 def test_a_half_installed_transformer_engine_is_a_fault(
     installed: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
