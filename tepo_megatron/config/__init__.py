@@ -1,4 +1,4 @@
-"""The configuration of a run: pydantic models, filled from YAML and dotted overrides. No torch."""
+"""The configuration of a run: pydantic models, filled from YAML and overrides, without torch."""
 
 from tepo_megatron.config.cluster import ClusterConfig
 from tepo_megatron.config.data import DataConfig

@@ -15,7 +15,7 @@ _FUNCTION_FORM = "package.module:function or path/file.py:function"
 
 
 def check_known(names: Iterable[str], known: Sequence[str], what: str, form: str) -> None:
-    """Raises ValueError for a name that is neither known nor a user's function, whose signature is ``form``."""
+    """Raises ValueError for a name that is neither known nor a user's function of signature ``form``."""
     for name in names:
         if name not in known and not _USER_FUNCTION.fullmatch(name):
             raise ValueError(f"{name!r} is no {what}; known: {', '.join(known)}, or your own {form} as {_FUNCTION_FORM}")
@@ -38,14 +38,14 @@ Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
 
 
 class SchemaGenerator(GenerateJsonSchema):
-    """Names a section without the underscore of a class that only its own module uses."""
+    """Names sections without their class's leading underscore."""
 
     def normalize_name(self, name: str) -> str:
         return super().normalize_name(name.removeprefix("_"))
 
 
 class Section(BaseModel):
-    """Refuses unknown keys, infinite numbers, integers beyond 31 bits, and text that no file can hold."""
+    """Refuses unknown keys, infinite numbers, integers beyond 31 bits, and unwritable text."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -77,20 +77,20 @@ class Section(BaseModel):
         return value
 
     def _changed(self, *names: str) -> dict[str, Any]:
-        """Those that differ from their defaults, which a complete configuration (resolved.yaml) names too."""
+        """Fields that differ from their defaults; a complete configuration (resolved.yaml) sets all."""
         values = {name: getattr(self, name) for name in names}
         values = {name: value for name, value in values.items() if value != type(self).model_fields[name].default}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def _idle(self, names: Iterable[str], other: str, needed: Any) -> Iterator[str]:
-        """Yields a sentence for each field that is set, and acts only if ``other`` has the value ``needed``."""
+        """Yields a sentence for each set field that acts only if ``other`` has the value ``needed``."""
         if getattr(self, other) != needed:
             for name, value in self._changed(*names).items():
                 actual, remedy = (f"{other} = {_as_yaml(item)}" for item in (getattr(self, other), needed))
                 yield f"{name} = {_as_yaml(value)} does nothing with {actual}; set {remedy}, or leave {name} out"
 
     def _faults(self) -> Iterator[str]:
-        """Yields sentences that say what to change in fields that contradict each other; validation reports the first."""
+        """Yields sentences on contradicting fields; validation reports the first."""
         return iter(())
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""``cluster``: nodes, their GPUs, and Slurm's options."""
+"""``cluster``: nodes, GPUs, and Slurm's options."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,10 +11,10 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class ClusterConfig(Section):
-    """Nodes and GPUs for ``tepo plan`` and ``tepo launch``; ``tepo train`` ignores them."""
+    """For ``tepo plan`` and ``tepo launch``; ``tepo train`` ignores it."""
 
     train_nodes: PositiveInt = 1
-    """Nodes for training. More than one: engine.parallel fills all their GPUs."""
+    """Nodes for training. If several, engine.parallel fills all their GPUs."""
 
     rollout_nodes: NonNegativeInt = 0
     """Nodes for vLLM servers; 0: the training node's free GPUs."""
@@ -23,19 +23,19 @@ class ClusterConfig(Section):
     """GPUs per node, equal on all nodes."""
 
     gpu_memory_gib: PositiveFloat = 79.0
-    """Memory of one GPU, as torch reports it: 79 for an 80 GB H100 or A100, 139 for an H200."""
+    """GPU memory as torch reports it: 79 for an 80 GB H100 or A100, 139 for an H200."""
 
     host_memory_gib: PositiveFloat = 1000.0
-    """A node's memory."""
+    """Node memory."""
 
     gpu_tflops: PositiveFloat = 989.0
-    """Peak of one GPU in dense bf16, in 10¹² FLOP/s: 989 for an H100 SXM, 312 for an A100."""
+    """Peak of a GPU in dense bf16, 10¹² FLOP/s: 989 for an H100 SXM, 312 for an A100."""
 
     gpu_memory_gb_per_s: PositiveFloat = 3350.0
-    """Peak memory bandwidth of one GPU, in 10⁹ bytes/s: 3350 for an H100 SXM, 2039 for an A100."""
+    """Peak memory bandwidth, in 10⁹ bytes/s: 3350 for an H100 SXM, 2039 for an A100."""
 
     nvlink_gb_per_s: PositiveFloat = 450.0
-    """Peak rate between GPUs of a node, in 10⁹ bytes/s per GPU and direction."""
+    """Peak rate between a node's GPUs, in 10⁹ bytes/s per GPU and direction."""
 
     network_gb_per_s: PositiveFloat = 50.0
     """The same between nodes: 50 is a 400 Gbit/s adapter per GPU."""
@@ -44,25 +44,25 @@ class ClusterConfig(Section):
     """The same between GPU and host: PCIe 5.0 × 16 has 55, PCIe 4.0 has 25."""
 
     link_efficiency: Share = 0.7
-    """Assumed fraction of a link's peak rate; not measured."""
+    """Assumed fraction of a link's peak rate."""
 
     train_mfu: Share = 0.45
-    """Assumed model FLOPs utilisation in training while a GPU computes."""
+    """Assumed model FLOPs utilisation in training."""
 
     score_mfu: Share = 0.45
     """As ``train_mfu``, without gradient."""
 
     storage_gb_per_s: PositiveFloat = 7.0
-    """Assumed rate at which all nodes together write to the shared disk, in 10⁹ bytes/s."""
+    """Assumed rate of all nodes together to shared disk, in 10⁹ bytes/s."""
 
     host_adam_per_s: PositiveFloat = 2e9
-    """Assumed CPU-Adam throughput of a rank's cores with ``optimizer.offload_fraction``, in parameters per second."""
+    """Assumed CPU-Adam throughput per rank (``optimizer.offload_fraction``), in parameters per second."""
 
     decode_bandwidth: Share = 0.5
     """Assumed fraction of memory bandwidth in decoding."""
 
     account: str | None = None
-    """Slurm account to charge."""
+    """Charged Slurm account."""
 
     partition: str | None = None
     """Slurm partition."""
@@ -71,19 +71,19 @@ class ClusterConfig(Section):
     """Slurm's limit: [days-]hours:minutes:seconds."""
 
     max_requeues: NonNegativeInt = 50
-    """Most requeues of a job that was warned or preempted and has saved (exit code 75). 0: never."""
+    """Most requeues of a job that saved after a warning or preemption (exit code 75). 0: never."""
 
     sbatch: tuple[str, ...] = ()
-    """Further options of sbatch without dashes, such as ``qos=high``."""
+    """Further sbatch options without dashes, such as ``qos=high``."""
 
     ssh: str | None = Field(default=None, pattern=r"^[^@\s]+@[^@:\s]+(:\d+)?$")
-    """Jobs are submitted on this node, user@host[:port]. Default: this machine."""
+    """Submit on this node, user@host[:port]. Default: this machine."""
 
     ssh_identity: Path | None = None
-    """The private key is used for ``ssh``. Default: the agent's, or a password prompt."""
+    """Use this private key for ``ssh``. Default: the agent's, or a password prompt."""
 
     container: str | None = None
-    """Trainer image (registry name or .sqsh file), for Slurm with pyxis. Default: none; ``python`` on the nodes."""
+    """Trainer image (registry name or .sqsh file), for Slurm with pyxis. Default: ``python`` on nodes."""
 
     rollout_container: str | None = None
     """Image of the servers. Default: ``container``."""
@@ -92,10 +92,10 @@ class ClusterConfig(Section):
     """Further container folders, as source:target, besides output, model and data."""
 
     python: str = "python"
-    """Trainer's interpreter on the nodes or in ``container``, such as /shared/tepo/.venv/bin/python."""
+    """Trainer's interpreter on nodes or in ``container``, such as /shared/tepo/.venv/bin/python."""
 
     rollout_python: str | None = None
     """Servers' interpreter. Default: ``python``."""
 
     setup: tuple[str, ...] = ()
-    """Shell commands run first on every node, such as ``module load cuda``."""
+    """Shell commands run first on nodes, such as ``module load cuda``."""

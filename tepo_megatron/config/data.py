@@ -24,10 +24,10 @@ class FieldsConfig(Section):
     """The prompt as messages with ``role`` and ``content``. null: ``messages``, in lines without a prompt."""
 
     answer: Annotated[str, Field(min_length=1)] = "answer"
-    """Text, or a number."""
+    """Text or number."""
 
     id: Annotated[str, Field(min_length=1)] = "id"
-    """Names the problem. Without it, file and line do."""
+    """Names the problem. Default: file and line."""
 
 
 _OF_PROMPTS = ("template", "system_prompt", "chat_template", "special_tokens")
@@ -54,7 +54,7 @@ class _InheritingConfig(_PromptsConfig):
     """Unset fields are as in ``data``."""
 
     path: Annotated[str, Field(min_length=1)]
-    """``builtin:NAME``, a file (JSON lines or Parquet), or a folder (of Hugging Face's ``datasets``, or Parquet files)."""
+    """``builtin:NAME``, a file (JSON lines, Parquet), or a folder (of Hugging Face's ``datasets``, or Parquet files)."""
 
     chat_template: bool | None = None
     """As ``data.chat_template``; null: the same."""
@@ -66,7 +66,7 @@ class _InheritingConfig(_PromptsConfig):
     """As ``data.fields``; null: the same."""
 
     split: str | None = None
-    """Names a folder's split, such as ``train``. null: the only one."""
+    """Names a folder's split. null: the only one."""
 
 
 BUILTIN = "builtin:"
@@ -90,10 +90,10 @@ class SourceConfig(_InheritingConfig):
     """Unset fields are as in ``data``, or ``reward`` for the verifier."""
 
     name: str | None = None
-    """Name in metrics, messages and ids: letters, digits, ``_ . -``. null: the file's name, and ids without it."""
+    """Name in metrics, messages and ids: letters, digits, ``_ . -``. null: the file's, and ids without it."""
 
     weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    """Share of the prompts, relative to other sources' weights."""
+    """Share of prompts, relative to other sources."""
 
     verifier: str | None = None
     """Scores its responses. null: ``reward.verifier``, with its arguments and weights."""
@@ -105,7 +105,7 @@ class SourceConfig(_InheritingConfig):
     """As ``reward.weights``, for ``verifier``."""
 
     filter: _Filters | None = None
-    """As ``data.filter``; null: the same for problems to train on."""
+    """As ``data.filter``; null: the same for training problems."""
 
     @field_validator("name")
     @classmethod
@@ -130,32 +130,32 @@ Sources = str | tuple[SourceConfig, ...]
 
 class DataConfig(_PromptsConfig):
     train: Sources = "builtin:addition"
-    """Problems to train on: ``builtin:NAME``, a file or folder, or a list of sources (docs/guides/data.md)."""
+    """Training problems: ``builtin:NAME``, file, folder, or list of sources (docs/guides/data.md)."""
 
     heldout: Sources | None = "builtin:addition-heldout"
-    """Problems for evaluation, never trained on; weights do not count. null: none, the default if ``train`` is custom."""
+    """Problems for evaluation only, unweighted. null: none, the default for a custom ``train``."""
 
     chat_template: bool = False
     """Wrap prompts in the tokenizer's chat template; prompts of messages always are."""
 
     special_tokens: bool = False
-    """Names of special tokens in plain prompts, and in ``template``, become these tokens. false: they are plain text."""
+    """Special tokens' names in plain prompts and ``template`` become these tokens. false: plain text."""
 
     fields: FieldsConfig = FieldsConfig()
     """Column names of the files."""
 
     filter: _Filters = ()
-    """Filters of training problems; all must keep a problem: ``unique`` (no repeated prompt in a source), ``number`` (the
-    answer has a number), or a custom ``(problem) -> bool``, true to keep it, as ``path/file.py:function``.
+    """Filters of training problems; all must accept: ``unique`` (no repeated prompt in a source), ``number`` (the answer has
+    one), or a custom ``(problem) -> bool``, true to accept, as ``path/file.py:function``.
     """
 
     order: str = "shuffled"
-    """Order of a source's problems: ``shuffled`` (by ``seed``, new in each pass), ``as_given``, ``shortest_first`` (by
-    characters), or a custom ``(problem) -> float``, smallest first, as ``path/file.py:function``. Sources alternate by weight.
+    """Order in a source: ``shuffled`` (by ``seed``, new in each pass), ``as_given``, ``shortest_first`` (characters), or a
+    custom ``(problem) -> float``, smallest first, as ``path/file.py:function``. Sources alternate by weight.
     """
 
     max_prompt_tokens: PositiveInt | None = None
-    """Largest prompt in tokens; problems with longer ones are left out. Default: no bound."""
+    """Largest prompt in tokens; longer ones are left out. Default: no bound."""
 
     @field_validator("train", "heldout")
     @classmethod
@@ -176,7 +176,7 @@ class DataConfig(_PromptsConfig):
 
     @property
     def train_sources(self) -> tuple[SourceConfig, ...]:
-        """They inherit from this section. A plain path is a source without a name."""
+        """They inherit from this section. A plain path has no name."""
         return tuple(self.complete(source) for source in _listed(self.train))
 
     @property
@@ -186,7 +186,7 @@ class DataConfig(_PromptsConfig):
 
     @property
     def paths(self) -> dict[str, str]:
-        """Returns the path of each source by field, such as ``data.train[1].path``."""
+        """Paths by field, such as ``data.train[1].path``."""
         result: dict[str, str] = {}
         for field, raw in (("train", self.train), ("heldout", self.heldout or ())):
             named = {f"data.{field}": raw} if isinstance(raw, str) else {}
@@ -205,7 +205,7 @@ class DataConfig(_PromptsConfig):
         return self.model_copy(update={"train": moved("train", self.train), "heldout": moved("heldout", self.heldout)})
 
     def complete(self, source: SourceConfig, *, filtered: bool = True) -> SourceConfig:
-        """Fills in what the source inherits from this section."""
+        """Fills in what the source inherits."""
         inherited = [*_OF_PROMPTS, "fields", *(["filter"] if filtered else [])]
         return source.model_copy(update={name: getattr(self, name) for name in inherited if getattr(source, name) is None})
 
@@ -215,7 +215,7 @@ def _listed(raw: Sources) -> tuple[SourceConfig, ...]:
 
 
 class _SetSamplingConfig(Section):
-    """Sampling for a set; defaults are those of ``rollout.sampling``. Greedy uses only the length."""
+    """Sampling for a set. Greedy uses only the length."""
 
     temperature: Annotated[float | None, Field(ge=0.01, le=2)] = None
     """Sampling temperature. Default: ``rollout.sampling.temperature``."""
@@ -234,39 +234,39 @@ class _SetSamplingConfig(Section):
 
     @property
     def truncation(self) -> dict[str, float | int | None]:
-        """In the sampler's form: a ``top_k`` of None is all."""
+        """In the sampler's form: ``top_k`` None is all."""
         bounds = {name: getattr(self, name) for name in ("top_p", "min_p", "top_k")}
         return {name: value or None if name == "top_k" else value for name, value in bounds.items() if value is not None}
 
 
 class EvaluationSetConfig(_InheritingConfig):
     sha256: Annotated[str | None, Field(pattern="^[0-9a-f]{64}$")] = None
-    """Expected digest of the file, from ``tepo data prepare``. null: not checked."""
+    """Expected digest, from ``tepo data prepare``. null: unchecked."""
 
     verifier: str | None = None
-    """As ``reward.verifier``, with the limits of ``reward``, without its ``kwargs`` and ``weights``. null: the run's."""
+    """As ``reward.verifier``, with ``reward``'s limits, without ``kwargs`` and ``weights``. null: the run's."""
 
     every: NonNegativeInt | None = None
     """As ``evaluate.every``. null: the same. ``tepo eval`` ignores it."""
 
     problems: PositiveInt | None = None
-    """Use the first so many problems. Default: all."""
+    """Use the first so many. Default: all."""
 
     greedy: bool = True
-    """Greedy answers are added."""
+    """Also answer greedily."""
 
     samples: NonNegativeInt | None = None
     """n, the samples per problem. null: ``evaluate.samples``."""
 
     k: tuple[PositiveInt, ...] | None = None
-    """The k of pass@k and maj@k, estimated from the samples; each at most ``samples``. null: ``samples`` alone."""
+    """The k of pass@k and maj@k, estimated from samples; at most ``samples``. null: ``samples`` alone."""
 
     sampling: _SetSamplingConfig = _SetSamplingConfig()
 
     majority: Literal["auto", "verifier", "text", "none"] = "auto"
-    """Equality of answers for maj@k. ``verifier``: it accepts one for the other. ``text``: equal final answers, up to spaces,
-    case and the like. ``auto``: ``verifier`` for exact, last_word, last_number and math, ``none`` for python_tests and
-    stack_machine, else ``text``. ``none``: no maj@k.
+    """Equality of answers for maj@k. ``verifier`` accepts one for the other; ``text``: equal final answers, but for spaces,
+    case etc. ``auto``: ``verifier`` for exact, last_word, last_number and math, ``none`` for python_tests and stack_machine,
+    else ``text``. ``none``: no maj@k.
     """
 
     correct_at: float | None = None
@@ -287,22 +287,22 @@ _SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 
 class EvaluateConfig(Section):
     every: NonNegativeInt = 10
-    """Evaluate before the first step, after every multiple of this, and after the last; 0: never."""
+    """Evaluate before the first step, after multiples of this, and after the last; 0: never."""
 
     problems: PositiveInt | None = None
-    """Use the first so many held-out problems. Default: all."""
+    """Use the first so many. Default: all."""
 
     samples: NonNegativeInt = 4
-    """k, samples per problem for avg@k and pass@k, by ``rollout.sampling``; 0: greedy only."""
+    """k, samples per problem for avg@k and pass@k; 0: greedy only."""
 
     correct_at: float = 1.0
-    """Responses with at least this reward are correct. Mean rewards (``heldout/…``) do not depend on it."""
+    """Least reward of a correct response; mean rewards (``heldout/…``) ignore it."""
 
     show: NonNegativeInt = 32
-    """First problems of each evaluation written to ``samples.jsonl``."""
+    """First problems written to ``samples.jsonl``."""
 
     sets: dict[str, EvaluationSetConfig] = Field(default_factory=dict)
-    """Further problems by name: ``evaluate.sets.aime.path=aime.jsonl``. Metrics: ``eval/NAME/…``."""
+    """Further problems: ``evaluate.sets.aime.path=aime.jsonl``. Metrics: ``eval/NAME/…``."""
 
     def every_of(self, name: str | None) -> int:
         every = None if name is None else self.sets[name].every

@@ -20,22 +20,22 @@ class ParallelConfig(Section):
     """Data-parallel size. The world is tp × pp × cp × dp processes."""
 
     vpp: PositiveInt = 1
-    """Virtual pipeline stages: a rank's layers are cut into this many alternating chunks (interleaved 1F1B). Divides idle time
-    by vpp and multiplies transfers by it. More than 1 needs pp > 1 and at least dp × pp sequences per mini-batch.
+    """Virtual pipeline stages: alternating chunks of a rank's layers (interleaved 1F1B). Divides idle time and multiplies
+    transfers by vpp. Above 1 it needs pp > 1 and at least dp × pp sequences per mini-batch.
     """
 
     num_layers_in_first_pipeline_stage: PositiveInt | None = None
-    """Layers of the first stage (with the embedding); middle stages share the rest evenly. Default: as every other stage."""
+    """Layers of the first stage (with the embedding); middle stages share evenly. Default: as others."""
 
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
-    """Layers of the last stage (with the head). Default: as every other stage."""
+    """Layers of the last stage (with the head). Default: as others."""
 
     cp: PositiveInt = 1
-    """Context-parallel size: ranks that share the tokens of every sequence (docs/reference/context.md)."""
+    """Context-parallel size: ranks that share every sequence's tokens (docs/reference/context.md)."""
 
     cp_comm_type: Literal["p2p", "a2a"] = "p2p"
-    """Exchange of context-parallel ranks in Transformer Engine's attention: ``p2p`` passes keys and values in a ring, ``a2a``
-    trades tokens for heads (cp must divide a rank's key/value heads). A CPU gathers keys and values. Not run on a GPU yet.
+    """Context-parallel exchange in Transformer Engine's attention: ``p2p`` passes keys and values in a ring, ``a2a`` trades
+    tokens for heads (cp must divide a rank's key/value heads). CPUs gather keys and values. Not run on a GPU yet.
     """
 
     ep: PositiveInt = 1
@@ -45,7 +45,7 @@ class ParallelConfig(Section):
     """Expert-tensor-parallel size: ranks that share each expert. Default: tp."""
 
     sequence_parallel: bool = False
-    """Split activations outside attention and MLP over the tensor-parallel ranks (Megatron's SP)."""
+    """Split activations outside attention and MLP over tensor-parallel ranks (Megatron's SP)."""
 
     @property
     def world_size(self) -> int:
@@ -79,13 +79,12 @@ Recipe = Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"]
 
 class Fp8Config(Section):
     recipe: Recipe = "none"
-    """FP8 scaling of the layers' matrix products. ``delayed``: one scale per tensor, from earlier steps; ``tensorwise``: one
-    per tensor, from its values; ``blockwise``: one per 128 values (Hopper); ``mxfp8``: one per 32 values (Blackwell); ``none``:
-    no FP8. Not run on a GPU yet.
+    """FP8 scaling of layers' matrix products. ``delayed``: per tensor, from earlier steps; ``tensorwise``: per tensor, from its
+    values; ``blockwise``: per 128 values (Hopper); ``mxfp8``: per 32 values (Blackwell). Not run on a GPU yet.
     """
 
     format: Literal["e4m3", "hybrid"] = "hybrid"
-    """``e4m3`` for everything; ``hybrid``: E4M3 forward, and E5M2 (more range) for gradients."""
+    """``e4m3`` everywhere; ``hybrid``: E4M3 forward, E5M2 (more range) for gradients."""
 
     amax_history_len: PositiveInt | None = None
     """``delayed`` only: remembered steps. Default: 1024."""
@@ -94,7 +93,7 @@ class Fp8Config(Section):
     """``delayed`` only: which remembered value counts. Default: max."""
 
     margin: int | None = Field(default=None, ge=0)
-    """``delayed`` only: powers of two between the scale and the largest possible one. Default: 0."""
+    """``delayed`` only: powers of two below the largest possible scale. Default: 0."""
 
     first_layers_bf16: NonNegativeInt = 0
     """First layers in bfloat16."""
@@ -103,7 +102,7 @@ class Fp8Config(Section):
     """Last layers in bfloat16."""
 
     params: bool = False
-    """Keep and gather the layers' weights in FP8 only (masters stay fp32); needs optimizer.distributed."""
+    """Keep and gather layers' weights in FP8 only (masters: fp32); needs optimizer.distributed."""
 
     @property
     def enabled(self) -> bool:
@@ -126,13 +125,13 @@ class Fp8Config(Section):
 
 class MoeBalanceConfig(Section):
     kind: Literal["none", "aux_loss", "expert_bias"] = "none"
-    """``aux_loss``: a loss on the routers. ``expert_bias``: a bias per expert, moved against its load (DeepSeek-V3)."""
+    """``aux_loss``: a loss on routers. ``expert_bias``: a bias per expert, moved against load (DeepSeek-V3)."""
 
     coefficient: Annotated[float, Field(gt=0, le=1)] = 1e-3
-    """``aux_loss`` only: factor of a layer's loss, 1 at even load; competes with the objective. Usual: 1e-3 to 1e-2."""
+    """``aux_loss`` only: factor of a layer's loss, 1 at even load. Usual: 1e-3 to 1e-2."""
 
     update_rate: Annotated[float, Field(gt=0, le=1)] = 1e-3
-    """``expert_bias`` only: change of a bias per update; scores are between 0 and 1. 1e-3 is DeepSeek-V3's."""
+    """``expert_bias`` only: change of a bias per update (scores: 0 to 1). DeepSeek-V3: 1e-3."""
 
     def _faults(self) -> Iterator[str]:
         yield from self._idle(["coefficient"], "kind", "aux_loss")
@@ -144,59 +143,59 @@ RecomputeModule = Literal["core_attn", "mlp", "moe", "moe_act", "layernorm"]
 
 class EngineConfig(Section):
     platform: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the trainer; ``auto`` is CUDA if torch sees a GPU. CUDA has not been run on a GPU yet."""
+    """Trainer's device; ``auto`` is CUDA if torch sees a GPU. CUDA: not run on a GPU yet."""
 
     cpu_threads: PositiveInt | Literal["auto"] | None = None
-    """Torch's threads per rank on a CPU. ``auto``: an equal share of the cores with ``train.schedule = sync``; with ``overlap``
-    of those that servers leave. Default: ``OMP_NUM_THREADS``, else 1. The number changes rounding.
+    """CPU threads per rank. ``auto``: an equal share of cores with ``train.schedule = sync``, of those that servers leave with
+    ``overlap``. Default: ``OMP_NUM_THREADS``, else 1. Changes rounding.
     """
 
     layers: Literal["auto", "te", "local"] = "auto"
-    """``te``: Transformer Engine's layers (GPU only). ``local``: Megatron-Core's. ``auto``: ``te`` on a GPU, else ``local``."""
+    """``te``: Transformer Engine's layers (GPU only). ``local``: Megatron-Core's. ``auto``: ``te`` on GPUs, else ``local``."""
 
     fp8: Fp8Config = Fp8Config()
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of a GPU's memory that the trainer may allocate."""
 
     check_memory: bool = True
-    """Refuse a run that needs more memory than its GPUs have (docs/reference/plan.md). ``false``: only warn."""
+    """Refuse a run beyond its GPUs' memory (docs/reference/plan.md). ``false``: only warn."""
 
     parallel: ParallelConfig = ParallelConfig()
 
     moe_balance: MoeBalanceConfig = MoeBalanceConfig()
 
     micro_batch_tokens: PositiveInt = 4096
-    """Most tokens per micro-batch, over all context-parallel ranks, or a longer sequence."""
+    """Most tokens per micro-batch, over context-parallel ranks, or one longer sequence."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass: ``selective`` those of ``recompute_modules``, ``full`` all layers'."""
+    """Activations computed again in backward: ``selective`` those of ``recompute_modules``, ``full`` all layers'."""
 
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
-    """Modules of ``recompute = selective``, by Megatron-Core's names. ``core_attn``: attention without projections; ``mlp``: a
-    dense MLP; with experts ``moe`` (router, experts, exchange), or, with Transformer Engine, ``moe_act`` (the experts'
-    activation) and ``layernorm`` (before the router).
+    """Megatron-Core's modules for ``recompute = selective``. ``core_attn``: attention without projections; ``mlp``: dense; with
+    experts ``moe`` (router, experts, exchange), or, with Transformer Engine, ``moe_act`` (activation) and ``layernorm`` (before
+    the router).
     """
 
     overlap_grad_reduce: bool = False
-    """Reduce gradients by buckets during the last micro-batch's backward pass. Not run on a GPU yet."""
+    """Reduce gradients by buckets during the last micro-batch's backward. Not run on a GPU yet."""
 
     overlap_param_gather: bool = False
-    """Gather updated weights during the next forward pass. Needs ``overlap_grad_reduce``. Not run on a GPU yet."""
+    """Gather updated weights during the next forward. Needs ``overlap_grad_reduce``. Not run on a GPU yet."""
 
     bucket_size: PositiveInt | None = None
     """Parameters per bucket of ``overlap_grad_reduce``. Default: max(40 million, a million per data-parallel rank)."""
 
     head: Literal["logits", "fused"] = "logits"
-    """``fused`` computes head and scores by chunks of tokens: less memory than ``logits``, but the product twice."""
+    """``fused`` computes head and scores by chunks: less memory, but the product twice."""
 
     score_backend: Literal["auto", "torch", "cpp", "triton"] = "auto"
-    """Computes log-probs and entropies: ``cpp`` (CPU), ``triton`` (GPU) or ``torch``. ``auto``: the fastest there is."""
+    """Computes log-probs and entropies: ``cpp`` (CPU), ``triton`` (GPU) or ``torch``. ``auto``: the fastest."""
 
     noise_every: NonNegativeInt = 50
     """Steps between measurements of rounding noise (``…/noise``): a few sequences are scored twice. 0: never."""
 
     noise_sequences: PositiveInt = 8
-    """Sequences scored twice, from shortest to longest; a multiple of the data-parallel size."""
+    """Sequences scored twice, shortest to longest; a multiple of the data-parallel size."""
 
     @property
     def recomputed(self) -> tuple[RecomputeModule, ...]:
@@ -233,27 +232,27 @@ ALL_LINEAR = "all-linear"
 
 class LoraConfig(Section):
     rank: Annotated[int, Field(ge=1, le=1024)] = 16
-    """Inner dimension of an adapter: A is [rank, in], B is [out, rank]. 8 to 32 is usual for RL."""
+    """Inner dimension of adapters: A is [rank, in], B is [out, rank]. Usual for RL: 8 to 32."""
 
     alpha: Annotated[float, Field(gt=0)] = 32.0
-    """An adapter adds alpha / rank · B · A to its weight. Twice the rank is usual."""
+    """An adapter adds alpha / rank · B · A to its weight. Usual: twice the rank."""
 
     rslora: bool = False
     """alpha is divided by the square root of the rank instead."""
 
     dropout: float = 0.0
-    """Must be 0, so that scores can be repeated; refuses copied settings."""
+    """Must be 0, so that scores can be repeated."""
 
     target_modules: tuple[Annotated[str, Field(min_length=1)], ...] = (ALL_LINEAR,)
-    """Layers with adapters, by Hugging Face names such as q_proj, also of every expert. ``all-linear``: all of them."""
+    """Layers with adapters, by Hugging Face names such as q_proj, also of every expert."""
 
     path: Path | None = None
-    """PEFT folder of adapters to train further. None: A from the seed and B = 0."""
+    """PEFT folder of adapters to train further. None: A from the seed, B = 0."""
 
     serve: Literal["merged", "adapter"] = "merged"
-    """What servers receive. ``merged``: weights with adapters added, rounded as the trainer's. ``adapter``: only A and B,
-    applied next to the weights of ``model.path``: fewer bytes. Equal in float32; bfloat16 rounds differently. For dense models
-    up to rank 512, with servers on other GPUs or a CPU. Not run on a GPU yet.
+    """What servers receive. ``merged``: weights with adapters, rounded as the trainer's. ``adapter``: only A and B, applied
+    next to ``model.path``: fewer bytes. Equal in float32; bfloat16 rounds differently. For dense models up to rank 512, with
+    servers on other GPUs or a CPU. Not run on a GPU yet.
     """
 
     @property
@@ -274,13 +273,13 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     path: str = "builtin:tiny"
-    """Hugging Face folder with config.json, safetensors and tokenizer; ``builtin:tiny`` is this package's warm start."""
+    """Hugging Face folder with config.json, safetensors and tokenizer; ``builtin:tiny`` is this package's."""
 
     shards: Path | None = None
-    """Folder that ``tepo import`` wrote from ``path``, for the trainer's shards."""
+    """``tepo import`` writes this folder from ``path``."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the trainer and, by default, of the servers."""
+    """Trainer's dtype; servers' default."""
 
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights."""

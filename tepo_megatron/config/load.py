@@ -62,7 +62,7 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def _named_plugins(values: Any) -> tuple[str, ...]:
-    """Plugins of a run's values and its preset file; empty if one cannot be loaded, since validation reports why."""
+    """Plugins of a run and its preset file; empty if one cannot be loaded (validation says why)."""
     raw = values.get("objective") if isinstance(values, Mapping) else None
     if not isinstance(raw, Mapping):
         return ()
@@ -94,7 +94,7 @@ def dump_resolved(config: Section) -> str:
 
 
 def dump_diff(config: RunConfig) -> str:
-    """YAML of what differs from the defaults; ``load_run`` reads it back equal."""
+    """As :func:`dump_resolved`, of what differs from the defaults."""
     differing = _diff(config, RunConfig())
     return _to_yaml(differing) if differing else ""
 

@@ -13,44 +13,44 @@ _RESERVED_NAMES = ("mean", "std", "failed")
 
 class RewardConfig(Section):
     verifier: str = "last_word"
-    """``last_word``, ``exact``, ``last_number``, ``math`` (the math-verify library), ``judge`` (a model behind an
-    OpenAI-compatible address), ``python_tests`` (runs program and tests in a sandbox), ``stack_machine`` (the same for a small
-    stack machine), or your function ``(problem, response) -> float`` as ``path/file.py:function`` or
-    ``package.module:function``. Other forms: docs/guides/rewards.md. A reward of 1 or more is correct.
+    """``last_word``, ``exact``, ``last_number``, ``math`` (math-verify), ``judge`` (a model behind an OpenAI-compatible
+    address), ``python_tests`` (runs program and tests in a sandbox), ``stack_machine`` (likewise), or ``(problem, response) ->
+    float`` as ``path/file.py:function`` or ``package.module:function``. Others: docs/guides/rewards.md. A reward of 1 or more
+    is correct.
     """
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a verifier class, made once per worker. No secrets: the run's folder keeps them."""
+    """Arguments of a verifier class, made once per worker. No secrets: the run's folder keeps them."""
 
     weights: dict[str, float] | None = None
-    """Weights of named components; the verifier must return exactly these. null: 1 each."""
+    """Weights of exactly the components that the verifier returns. null: 1 each."""
 
     workers: PositiveInt = 1
-    """Processes that run the verifier, next to rank 0. More if many time out."""
+    """Verifier processes, next to rank 0. More if many time out."""
 
     concurrency: Annotated[int, Field(ge=1, le=128)] = 16
     """Concurrent calls per worker of an ``async`` verifier; others run one by one."""
 
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
-    """Seconds per response, or per group for a verifier of groups; then it fails."""
+    """Seconds per response, or per group for group verifiers; then it fails."""
 
     memory_mb: PositiveInt = 512
-    """A verifier's memory after the import, in 10⁶ bytes. More if it loads a model at its first call. Linux only."""
+    """A verifier's memory after the import, in 10⁶ bytes, with models that it loads. Linux only."""
 
     file_mb: PositiveInt = 256
-    """Largest file that a verifier may write, in 10⁶ bytes."""
+    """Largest file a verifier may write, in 10⁶ bytes."""
 
     network: bool | None = None
     """Network access. null: only for ``judge`` and custom verifiers. false cuts it if the kernel allows (``tepo doctor``)."""
 
     run_code: bool = False
-    """Lets ``python_tests`` run the model's programs: limited, without network. They may read what this user may read."""
+    """Lets ``python_tests`` run the model's programs, limited and without network. They may read this user's files."""
 
     failed_reward: Annotated[float, Field(ge=-1e15, le=1e15)] | None = None  # as core.problem.LARGEST_REWARD
-    """Reward if the verifier raised, returned no finite number, or passed a limit. null: the response leaves its group."""
+    """Reward after an exception, a non-finite result, or a passed limit. null: the response leaves its group."""
 
     max_failed: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Largest share of a step's responses that may fail; above it, or with too few left for a step, the run stops."""
+    """Largest share of a step's responses that may fail; beyond, or with too few left, the run stops."""
 
     def _faults(self) -> Iterator[str]:
         if self.weights == {}:
@@ -80,13 +80,13 @@ Ignorable = Literal[_Draws, _Penalties, _Forms]
 
 
 class AgentConfig(Section):
-    """How an agent's requests become an episode, with ``adapter: agent`` and the agent as ``name``."""
+    """How requests become an episode, with ``adapter: agent`` and the agent as ``name``."""
 
     history: Literal["fail", "restart"] = "fail"
-    """If an agent changes its history: the episode fails, or restarts with it, without training on earlier turns."""
+    """If an agent changes its history: the episode fails, or restarts, without training on earlier turns."""
 
     ignore: tuple[Ignorable, ...] = ()
-    """Request fields to ignore, such as temperature or seed. Others that change the output are refused."""
+    """Request fields to ignore, such as temperature or seed. Others that change output are refused."""
 
     verifier: str | None = None
     """Rates the last answer if the agent returns no reward: as ``reward.verifier``, of one response."""
@@ -95,10 +95,10 @@ class AgentConfig(Section):
     """false: concatenate messages instead."""
 
     tool_calls: Literal["text", "hermes"] = "text"
-    """``text``: as written. ``hermes``: JSON between ``<tool_call>`` tags (Qwen) becomes the message's ``tool_calls``."""
+    """``text``: as written. ``hermes``: JSON between ``<tool_call>`` tags (Qwen) becomes ``tool_calls``."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Loopback port for requests; 0: any free one, one per worker."""
+    """Loopback port for requests; 0: any, one per worker."""
 
     key_file: Path | None = None
     """Key of agents outside (``name: outside``); written if missing."""
@@ -117,57 +117,57 @@ OUTSIDE = "outside"  # agents elsewhere ask for episodes over HTTP
 
 
 class EnvironmentConfig(Section):
-    """Episodes of several turns: the model writes, the environment answers, until done. Only the model's tokens are trained on.
-    The environment gives rewards; ``reward.weights``, ``failed_reward`` and ``max_failed`` apply.
+    """Episodes of several turns; only the model's tokens are trained on. The environment gives rewards; ``reward.weights``,
+    ``failed_reward`` and ``max_failed`` apply.
     """
 
     name: str
     """``guess_number``, ``calculator``, ``python``, or ``path/file.py:Class``; for agents a function, or ``outside``."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the class, made once per episode. No secrets: the run's folder keeps them."""
+    """Arguments of the class, made once per episode. No secrets: the run's folder keeps them."""
 
     adapter: Literal["none", "gymnasium", "skyrl_gym", "openenv", "agent"] = "none"
-    """Interface of ``name``: ``none`` is this package's; an ``agent`` (docs/guides/agents.md) calls the model by HTTP."""
+    """Interface of ``name``: ``none`` is ours; an ``agent`` (docs/guides/agents.md) calls the model by HTTP."""
 
     agent: AgentConfig | None = None
     """Settings for ``adapter: agent``."""
 
     max_turns: PositiveInt = 8
-    """Most turns of the model per episode; a longer one is cut."""
+    """Most turns per episode; a longer one is cut."""
 
     max_tokens: PositiveInt | None = None
-    """Most tokens of an episode after the prompt; a longer one is cut. Default: the model's limit."""
+    """Most tokens after the prompt; a longer episode is cut. Default: the model's limit."""
 
     workers: PositiveInt = 1
-    """Processes that run environments, next to rank 0 or in each of ``servers``."""
+    """Environment processes, next to rank 0 or in each of ``servers``."""
 
     concurrency: Annotated[int, Field(ge=1, le=65536)] = 256
-    """Concurrent episodes per worker. Lower it if they need much memory."""
+    """Concurrent episodes per worker. Lower: less memory."""
 
     timeout_s: Annotated[float, Field(gt=0, le=86400)] = 10.0
-    """Seconds per ``reset`` or ``step``; an episode that needs more fails."""
+    """Seconds per ``reset`` or ``step``; then the episode fails."""
 
     memory_mb: PositiveInt = 1024
-    """A worker's memory for all its episodes, in 10⁶ bytes, beyond that after the import. Linux only."""
+    """A worker's memory for all episodes after the import, in 10⁶ bytes. Linux only."""
 
     file_mb: PositiveInt = 256
-    """Largest file that an environment may write, in 10⁶ bytes."""
+    """Largest file an environment may write, in 10⁶ bytes."""
 
     network: bool | None = None
-    """Network access. null: only for custom environments. false cuts it if the kernel allows (``tepo doctor``)."""
+    """As ``reward.network``; null: only for custom environments."""
 
     max_restarts: NonNegativeInt = 1
-    """Restarts, alone in a worker, of an episode that may have ended its worker; then it fails."""
+    """Restarts, alone in a worker, of an episode that may have ended its worker."""
 
     special_tokens: bool = False
-    """Names of special tokens in an environment's text become these tokens. false: they are plain text, as in messages."""
+    """Special tokens' names in an environment's text become these tokens. false: plain text."""
 
     run_code: bool = False
-    """Lets ``python`` run the model's programs: limited, without network. They may read what this user may read."""
+    """Allows ``python``, as ``reward.run_code`` does."""
 
     servers: tuple[str, ...] = ()
-    """Addresses of ``tepo environment serve``, such as http://node7:8400. Default: processes next to rank 0."""
+    """Addresses of ``tepo environment serve``, such as http://node7:8400. Default: next to rank 0."""
 
     key_file: Path | None = None
     """``tepo environment serve`` writes this key of ``servers``."""

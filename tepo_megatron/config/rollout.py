@@ -12,13 +12,13 @@ from tepo_megatron.config.base import Seconds, Section, check_known
 
 
 class SpeculativeConfig(Section):
-    """Speculative decoding: n-grams or a draft model guess tokens. Samples change, their distribution does not."""
+    """Speculative decoding: n-grams or a draft model guess tokens. The distribution of samples stays."""
 
     num_speculative_tokens: PositiveInt = 4
     """Most tokens guessed at a time."""
 
     draft_model: Path | None = None
-    """Folder of a smaller Hugging Face model with the policy's vocabulary; it is never updated. Default: n-grams."""
+    """Folder of a smaller Hugging Face model with the policy's vocabulary, never updated. Default: n-grams."""
 
     prompt_lookup_min: PositiveInt = 2
     """Shortest n-gram looked up, in tokens."""
@@ -36,24 +36,24 @@ class SpeculativeConfig(Section):
 
 class ServerConfig(Section):
     placement: Literal["local", "colocated", "external"] = "local"
-    """``local``: the trainer starts servers on free GPUs of its machine. ``colocated``: on its own GPUs, in turns, on one
+    """``local``: the trainer starts servers on its machine's free GPUs. ``colocated``: on its own GPUs, in turns, on one
     machine; not run on a GPU yet. ``external``: by ``tepo serve``, listed in ``registry``; ``tepo launch`` sets both.
     """
 
     registry: Path | None = None
-    """Shared folder with the external servers' addresses and the run's key."""
+    """Shared folder of external servers' addresses and the run's key."""
 
     interface: str | None = None
-    """Network interface for external servers, such as ib0. Default: that of the host name."""
+    """Network interface for external servers, such as ib0. Default: the host name's."""
 
     count: PositiveInt = 1
-    """Servers; prompts are spread over them."""
+    """Servers; they share the prompts."""
 
     tp: PositiveInt = 1
     """Tensor-parallel size."""
 
     host: str = "127.0.0.1"
-    """Address of this machine for local servers, no wildcard. Whoever has the run's key can change the weights there."""
+    """Address for local servers, no wildcard. Whoever has the run's key can change the weights there."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """First port to try; 0: the system chooses."""
@@ -62,68 +62,68 @@ class ServerConfig(Section):
     """The servers' dtype; ``auto`` is ``model.dtype``."""
 
     quantization: Literal["none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"] = "none"
-    """vLLM's online quantisation, scaled by tensor, output channel or 128 × 128 block. Needs dtype bfloat16."""
+    """vLLM's online quantisation, scaled by tensor, output channel or 128 × 128 block. Needs bfloat16."""
 
     head_dtype: Literal["model", "float32"] = "model"
-    """Dtype of the logits. ``model``: ``dtype``. ``float32``: not rounded, as with a fused head. Not run on a GPU yet."""
+    """Dtype of logits. ``model``: ``dtype``. ``float32``: not rounded, as with a fused head. Not run on a GPU yet."""
 
     max_model_len: PositiveInt | None = None
-    """Most tokens of prompt and response together. Default: the model's limit."""
+    """Most tokens of prompt and response. Default: the model's limit."""
 
     max_num_seqs: PositiveInt = 512
-    """Most sequences that a server decodes at once."""
+    """Most sequences a server decodes at once."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Fraction of each GPU's memory that an awake server uses; ``engine.gpu_memory_fraction`` bounds the trainer."""
+    """Fraction of a GPU's memory for an awake server; ``engine.gpu_memory_fraction`` bounds the trainer."""
 
     cpu_kv_cache_gib: PositiveInt = 1
-    """KV cache memory of a worker without GPU, in GiB."""
+    """KV cache of CPU workers, in GiB."""
 
     cpu_threads: str = "auto"
     """Without GPU: cores of each worker as in ``VLLM_CPU_OMP_THREADS_BIND``, such as ``0-3`` or ``0|1`` for two workers.
-    ``auto``: one each. ``all``: workers share all cores, for ``train.schedule = sync``.
+    ``auto``: one each. ``all``: workers share all, for ``train.schedule = sync``.
     """
 
     load_format: Literal["auto", "dummy", "model"] = "auto"
-    """A server's first weights. ``dummy``: meaningless numbers, until the trainer sends weights. ``model``: those of
-    ``model.path``. ``auto``: ``dummy`` in training and tepo serve, if transfer is ``reshard`` (whose plan fills every
-    parameter) and there is no draft model; else ``model``.
+    """A server's first weights. ``dummy``: meaningless, until the first update. ``model``: those of ``model.path``. ``auto``:
+    ``dummy`` in training and tepo serve, if transfer is ``reshard`` (which fills every parameter) without draft model; else
+    ``model``.
     """
 
     start_timeout_s: Seconds = 900.0
-    """Seconds from a server's start to its first answer: usually 15 to 60. A slow disk or compiling kernels may need more."""
+    """Seconds from a server's start to its first answer: usually 15 to 60, more with slow disks or compilation."""
 
     request_timeout_s: Seconds = 300.0
-    """Seconds without an answer, or a token, before a server is restarted; vLLM's limit for a step of its workers."""
+    """Seconds without an answer or token before a server is restarted; vLLM's limit for a worker's step."""
 
     max_retries: NonNegativeInt = 3
-    """Retries of a sample request after invalid answers, on another server if possible. More in a row restart the server."""
+    """Retries of a request after invalid answers, if possible elsewhere. More in a row restart the server."""
 
     transfer: Literal["reshard", "gather"] = "reshard"
-    """``reshard``: trainer ranks send shards to the workers. ``gather``: rank 0 broadcasts full tensors, of any model."""
+    """``reshard``: trainer ranks send shards to workers. ``gather``: rank 0 broadcasts full tensors, of any model."""
 
     transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
     """Transport of shards. ``gloo``: sockets, through host memory. ``nccl``: between separate GPUs. ``ipc``: within a colocated
-    GPU; other shards go by NCCL through the trainer's rank there. ``auto``: ``gloo`` if the trainer is on a CPU or shares a GPU
-    with a server, ``ipc`` if colocated, else ``nccl``. NCCL and IPC have not been run on a GPU yet.
+    GPU, to others by NCCL through the trainer's rank there. ``auto``: ``gloo`` if the trainer is on a CPU or shares a GPU with
+    a server, ``ipc`` if colocated, else ``nccl``. NCCL and IPC: not run on a GPU yet.
     """
 
     transfer_timeout_s: Seconds = 120.0
-    """Seconds for one message of a weight update; then the update fails."""
+    """Seconds for a message of a weight update; then it fails."""
 
     max_restarts: NonNegativeInt = 3
-    """Restarts in a run, over all servers; the next one stops it."""
+    """Restarts in a run, over all servers; one more stops it."""
 
     speculative: SpeculativeConfig | None = None
-    """Speculative decoding; ``{}``: n-grams with the defaults. Default: none. Not run on a GPU yet."""
+    """Speculative decoding; ``{}``: n-grams. Default: none. Not run on a GPU yet."""
 
     routing_replay: bool = False
-    """Servers return each token's experts, which the trainer replays in scores and updates (docs/reference/moe.md). Costs
-    layers × experts per token bytes per token. With ``rollout.replay`` recorded rollouts must have them.
+    """Servers return each token's experts (layers × experts per token bytes), which the trainer replays in scores and updates
+    (docs/reference/moe.md). With ``rollout.replay``, recorded rollouts need them.
     """
 
     extra_args: tuple[str, ...] = ()
-    """Further arguments of ``vllm.entrypoints.openai.api_server``, as on its command line."""
+    """Further arguments of ``vllm.entrypoints.openai.api_server``."""
 
     def served_dtype(self, model_dtype: str) -> str:
         return model_dtype if self.dtype == "auto" else self.dtype
@@ -135,11 +135,10 @@ class ServerConfig(Section):
 
     @property
     def drafts(self) -> bool:
-        """A draft model's weights are never updated."""
         return self.speculative is not None and self.speculative.draft_model is not None
 
     def starts_with_dummies(self, *, trained: bool) -> bool:
-        """``trained``: a weight update comes before their first sample."""
+        """``trained``: a weight update precedes their first sample."""
         own_format = any(item.split("=")[0] == "--load-format" for item in self.extra_args)
         if self.load_format == "auto":
             return trained and self.transfer == "reshard" and not own_format and not self.drafts
@@ -183,7 +182,7 @@ class ServerConfig(Section):
 
 
 MOST_KEPT = 1024
-"""Limit on ``top_k`` in training: a server names all candidates of every token."""
+"""Limit on ``top_k`` in training: servers name all candidates of every token."""
 
 
 class SamplingConfig(Section):
@@ -191,22 +190,22 @@ class SamplingConfig(Section):
     """Most tokens of a response; a longer one is cut."""
 
     temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
-    """The trainer divides its logits by it too. vLLM raises values below 0.01, and refuses values above 2."""
+    """Also divides the trainer's logits. vLLM raises values below 0.01, and refuses values above 2."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draw from the likeliest tokens that reach this probability; 1: from all (docs/reference/truncated-sampling.md)."""
+    """Draw from the likeliest tokens that reach this probability; 1: all (docs/reference/truncated-sampling.md)."""
 
     top_k: PositiveInt | None = None
     """Draw from this many likeliest tokens; default: all. Training with ``top_p``, ``min_p`` or ``bad_words`` needs it."""
 
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Draw from tokens with this fraction of the likeliest one's probability; 0: from all. Training needs ``top_k``."""
+    """Draw from tokens with this fraction of the likeliest one's probability; 0: all. Training needs ``top_k``."""
 
     stop: tuple[str, ...] = ()
-    """A response ends with the token that completes one of these strings (reason ``stop``), and keeps it."""
+    """Strings that end a response (reason ``stop``) with the token that completes them, which stays."""
 
     bad_words: tuple[str, ...] = ()
-    """Strings not to draw, as tokenized with and without a leading space. Training needs ``top_k``."""
+    """Strings not to draw, tokenized with and without leading space. Training needs ``top_k``."""
 
     @property
     def truncates(self) -> bool:
@@ -232,9 +231,9 @@ class FilterGroupsConfig(Section):
     """Dynamic sampling (DAPO): filtered groups are not trained on; further prompts fill the batch."""
 
     filters: tuple[str, ...] = ("zero_variance",)
-    """In this order; all must keep a group. ``zero_variance`` refuses equal rewards, ``too_long`` more than ``max_truncated``
-    cut responses, ``reward_range`` a mean reward outside ``reward_range``, or a custom ``(group: Sequence[Rollout]) -> bool``,
-    true to keep it: ``path/file.py:function``. They see the verifier's rewards, without ``overlong``.
+    """In this order; all must accept a group. ``zero_variance`` refuses equal rewards, ``too_long`` more than ``max_truncated``
+    cut responses, ``reward_range`` a mean reward outside it; or a custom ``(group: Sequence[Rollout]) -> bool``, true to
+    accept: ``path/file.py:function``. They see the verifier's rewards, without ``overlong``.
     """
 
     max_batches: PositiveInt = 10
@@ -268,26 +267,26 @@ class FilterGroupsConfig(Section):
 
 
 class OverlongConfig(Section):
-    """DAPO's soft overlong punishment, subtracted from the reward of a response close to ``max_new_tokens``."""
+    """DAPO's soft overlong punishment, subtracted from rewards of responses close to ``max_new_tokens``."""
 
     buffer: PositiveInt
-    """Tokens before ``max_new_tokens`` over which the punishment grows from 0 to ``penalty``; DAPO: 4096 of 20480."""
+    """Tokens before ``max_new_tokens`` over which the punishment grows from 0; DAPO: 4096 of 20480."""
 
     penalty: Annotated[float, Field(gt=0, le=1e15)] = 1.0  # as core.problem.LARGEST_REWARD
     """Subtracted from a cut response's reward; 1 in DAPO, with rewards −1 and 1."""
 
 
 class _CanaryConfig(Section):
-    """Stops the run if servers score a fixed prompt after a weight sync, or rollouts, unlike the trainer."""
+    """Stops the run if servers score a prompt after a weight sync, or rollouts, unlike the trainer."""
 
     every: NonNegativeInt = 1
-    """Weight syncs between checks; rollouts are checked in every step. 0: never."""
+    """Weight syncs between checks; rollouts are always checked. 0: never."""
 
     tolerance: PositiveFloat | None = None
-    """Largest difference of a token's log-prob, in nats. Default: by the coarser dtype (docs/reference/numerics.md)."""
+    """Largest difference of a token's log-prob, in nats. Default: by coarser dtype (docs/reference/numerics.md)."""
 
     rollouts_tolerance: PositiveFloat | None = None
-    """Largest mean log-prob difference over a group, in nats. Default: smaller than ``tolerance``'s, as a mean varies less."""
+    """Largest mean log-prob difference over a group, in nats. Default: below ``tolerance``'s, as means vary less."""
 
 
 class RolloutConfig(Section):
@@ -298,17 +297,17 @@ class RolloutConfig(Section):
     """G, responses per prompt."""
 
     filter_groups: FilterGroupsConfig | None = None
-    """Dynamic sampling: train on ``prompts_per_step`` groups that pass filters."""
+    """Dynamic sampling: train on groups that pass filters."""
 
     oversample: Annotated[float, Field(ge=1, le=2)] = 1.0
     """Groups started per missing group, with ``filter_groups`` or ``partial``: less waiting. The next step uses the surplus."""
 
     partial: bool = False
-    """Unfinished responses continue in the next step. Needs ``oversample`` above 1. The seed does not repeat such a run."""
+    """Unfinished responses continue in the next step. Needs ``oversample`` above 1. The seed repeats no such run."""
 
     truncated: Literal["train", "mask", "penalise"] = "train"
-    """For responses cut at ``max_new_tokens``. ``train``: as any other. ``mask``: no loss on their tokens; rewards still count
-    in the group (DAPO's overlong filtering). ``penalise``: ``overlong`` lowers rewards of long responses.
+    """Responses cut at ``max_new_tokens``. ``train``: as others. ``mask``: no loss on their tokens; rewards still count in the
+    group (DAPO's overlong filtering). ``penalise``: ``overlong`` lowers rewards of long ones.
     """
 
     overlong: OverlongConfig | None = None
@@ -321,16 +320,16 @@ class RolloutConfig(Section):
     server: ServerConfig = ServerConfig()
     canary: _CanaryConfig = _CanaryConfig()
     uncorrected: bool = False
-    """Train on samples of quantised servers or older weights (``train.schedule``) without ``objective.mismatch``."""
+    """Allow samples of quantised servers or older weights without ``objective.mismatch``."""
 
     journal: bool = True
-    """Write each step's rewarded rollouts to ``<output>/journal/``, for a resume, until no checkpoint needs them."""
+    """Write a step's rewarded rollouts to ``<output>/journal/`` until no resume needs them."""
 
     record: bool = False
-    """Write every step's rollouts to ``<output>/rollouts/``, and keep them."""
+    """Write and keep rollouts in ``<output>/rollouts/``."""
 
     replay: Path | None = None
-    """Read rollouts from this folder, written by ``record``; no server starts."""
+    """Read rollouts from this folder of ``record``; no server starts."""
 
     replay_weights: Literal["same", "any"] = "same"
     """``same``: the record's first weights must be this run's, by digest. ``any``: others are trained on, off-policy."""

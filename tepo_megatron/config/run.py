@@ -25,20 +25,20 @@ class RunConfig(Section):
     """All settings of a run: the sections of its YAML. Made by `load_run`, immutable, checked as a whole."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)] = "run"
-    """Run name in progress view, pictures and plans: printable, without the slash."""
+    """Name in progress views, pictures and plans: printable, without slash."""
 
     output: Path = Path("out/run")
-    """Folder for all output of the run; not in /proc, /sys or /dev, except /dev/shm."""
+    """The run's folder; not in /proc, /sys or /dev, except /dev/shm."""
 
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seed of everything random. On a CPU equal seed and rollouts give equal weights, bit for bit."""
+    """Seed of everything random. On CPUs equal seed and rollouts give equal weights, bit for bit."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig | None = None
-    """Default: none; each response is one turn, scored by ``reward.verifier``."""
+    """Default: none; responses are one turn, scored by ``reward.verifier``."""
 
     objective: ObjectiveConfig = ObjectiveConfig()
     engine: EngineConfig = EngineConfig()
@@ -61,7 +61,7 @@ class RunConfig(Section):
         return self.train.minibatches * parallel.dp * parallel.micro_batch_group
 
     def require_data(self) -> None:
-        """Raises ValueError if the user's model would be trained on built-in problems that the user did not name."""
+        """Raises ValueError if a user's model would train on built-in problems that the user did not name."""
         own_model = not self.model.path.startswith(BUILTIN)
         if own_model and self.rollout.replay is None and "train" not in self.data.model_fields_set:
             raise ValueError(
@@ -114,7 +114,6 @@ class RunConfig(Section):
 
 
 def _is_custom(sources: Sources) -> bool:
-    """Whether a problem is the user's own."""
     paths = [sources] if isinstance(sources, str) else [source.path for source in sources]
     return not all(path.startswith(BUILTIN) for path in paths)
 
@@ -239,7 +238,7 @@ def _source_with_verifier(run: RunConfig) -> str | None:
 
 
 def _gdpo_faults(run: RunConfig, over: tuple[float, ...] | None, weights: Mapping[str, float] | None) -> Iterator[str]:
-    """GDPO weighs normalised components by ``over``, a plain reward raw ones by ``weights``: neither replaces the other."""
+    """GDPO weighs normalised components by ``over``, a plain reward raw ones by ``weights``."""
     if source := _source_with_verifier(run):
         yield (
             f"objective.advantage.kind = gdpo weighs the components that one verifier returns, and the source {source} of "

@@ -57,7 +57,7 @@ _PLUGINS: ContextVar[tuple[str, ...]] = ContextVar("plugins", default=())
 
 @contextmanager
 def with_plugins(plugins: Sequence[str]) -> Iterator[None]:
-    """Within the block the schema includes the kinds of ``objective.plugins``."""
+    """The schema then includes the kinds of ``objective.plugins``."""
     token = _PLUGINS.set(tuple(load_plugin(plugin).name for plugin in plugins))
     try:
         yield
@@ -83,13 +83,12 @@ def _schema(plugins: tuple[tuple[str, str], ...]) -> Node:
 
 
 def schema_rows(*, of_lists: bool = False) -> list[SchemaRow]:
-    """In order of declaration. ``of_lists``: also fields of sections in lists, such as ``data.train[].path``."""
+    """In order of declaration. ``of_lists``: also of sections in lists, such as ``data.train[].path``."""
     rows = _rows(json_schema(), "", json_schema().get("default"), "")
     return [row for row in rows if of_lists or "[]" not in row.path]
 
 
 def _allowed(node: Node) -> str:
-    """Literals, type with bounds, or variants, in words."""
     node = _follow(node)
     if "discriminator" in node:
         tags = ", ".join(show(tag) for tag in node["discriminator"]["mapping"])
@@ -114,7 +113,6 @@ def _allowed(node: Node) -> str:
 
 
 def _locate(loc: tuple[int | str, ...]) -> _Place:
-    """Place of a pydantic error, without names of union members, which no user writes."""
     node, path, siblings = _follow(json_schema()), "", ()
     for step in loc:
         options = _options(node)
@@ -141,7 +139,6 @@ def show(value: Any, limit: int = 100) -> str:
 
 
 def _discriminator(node: Node) -> Node:
-    """``propertyName`` and ``mapping`` of a section with variants, also if nullable; else empty."""
     result = node.get("discriminator")
     return result or next((item["discriminator"] for item in node.get("anyOf", []) if "discriminator" in item), {})
 
@@ -172,7 +169,6 @@ def _rows(node: Node, path: str, default: Any, when: str) -> Iterator[SchemaRow]
 
 
 def _shown(default: Any) -> str:
-    """Shows only the kind of a section, since its fields have their own rows."""
     if default is ...:
         return "required"
     if isinstance(default, dict):
@@ -193,7 +189,6 @@ def _follow(node: Node) -> Node:
 
 
 def _options(node: Node) -> dict[str, Node]:
-    """Union members by pydantic's label in an error's location; one entry if it is no union."""
     if "discriminator" in node:
         return {tag: _follow({"$ref": ref}) for tag, ref in node["discriminator"]["mapping"].items()}
     members = [member for member in node.get("anyOf") or node.get("oneOf") or [node] if member.get("type") != "null"]
@@ -223,7 +218,7 @@ _MOST_PROBLEMS = 40
 
 
 def describe(error: Exception) -> list[str]:
-    """Sentences for what pydantic, OmegaConf or PyYAML raised; union members that all refused a value share one."""
+    """Sentences for an error of pydantic, OmegaConf or PyYAML; refusing union members share one."""
     if isinstance(error, ValidationError):
         details = error.errors()
         details = [item for item in details if not _is_of_another_form(item, details)]

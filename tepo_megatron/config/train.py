@@ -19,10 +19,10 @@ class RollbackConfig(Section):
     """Largest value allowed."""
 
     factor: Annotated[float, Field(gt=1)] | None = None
-    """Largest value allowed, as a multiple of the median over the last 20 steps, from the sixth step on."""
+    """Largest value, as a multiple of the median of the last 20 steps, from the sixth step on."""
 
     max_times: PositiveInt = 3
-    """Most rollbacks; the next one stops the run."""
+    """Most rollbacks; one more stops the run."""
 
     def _faults(self) -> Iterator[str]:
         if (self.above is None) == (self.factor is None):
@@ -31,7 +31,7 @@ class RollbackConfig(Section):
 
 class _KeepBestConfig(Section):
     metric: str = Field(min_length=1)
-    """A key of ``metrics.jsonl``, such as ``accuracy/greedy``; let ``save_every`` be a multiple of ``evaluate.every``."""
+    """Key of ``metrics.jsonl``, such as ``accuracy/greedy``; let ``save_every`` be a multiple of ``evaluate.every``."""
 
     mode: Literal["max", "min"] = "max"
     """Of equal values the newest counts."""
@@ -42,47 +42,47 @@ class CallbackConfig(Section):
     """``early_stopping``, or a custom class: ``path/file.py:Class`` or ``package.module:Class``."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the class. No secrets: the run's folder keeps them."""
+    """Arguments of the class. No secrets: the run's folder keeps them."""
 
 
 class TrainConfig(Section):
     steps: PositiveInt = 100
-    """Steps of the run, with one batch of rollouts each."""
+    """Steps, with one batch of rollouts each."""
 
     minibatches: PositiveInt = 4
-    """K, optimizer steps per batch of rollouts, each on an equal part of the responses."""
+    """K, optimizer steps per batch, each on an equal part of the responses."""
 
     schedule: Literal["sync", "overlap"] = "sync"
     """``sync``: trainer and servers take turns. ``overlap``: servers sample ahead; ``objective.mismatch`` corrects it."""
 
     max_staleness: Annotated[int, Field(ge=1, le=64)] = 1
-    """``overlap`` only: largest age of the weights that drew a token, in steps. More is further off-policy."""
+    """``overlap`` only: largest age of the weights that drew a token, in steps."""
 
     stale: Literal["drop", "keep"] = "drop"
     """``overlap`` only: groups above ``max_staleness``. ``drop``: slow prompts count less. ``keep``: trained on, corrected."""
 
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """``overlap`` only: keys and values of unfinished responses at a weight update. ``recompute``: with the new weights.
-    ``keep``: faster, but later tokens follow no single policy; the server returns their log-probs.
+    """``overlap`` only: keys and values of unfinished responses at a weight update. ``recompute``: with new weights. ``keep``:
+    faster, but later tokens follow no single policy.
     """
 
     max_skipped: NonNegativeInt = 8
-    """Most consecutive skips for a non-finite loss or gradient, kept in ``<output>/skipped``; one more stops the run."""
+    """Most consecutive skips for a non-finite loss or gradient, saved in ``<output>/skipped``; then the run stops."""
 
     hang_timeout_s: Annotated[float, Field(ge=60)] = 1800.0
     """Seconds without progress of a trainer rank before the job ends, with a report in ``<output>/logs/hang-….txt``. Progress:
-    a phase, a micro-batch, an answered prompt, a server's tokens; time-outs of awaited servers and verifiers are added. It must
-    exceed a micro-batch, a checkpoint, and a rank's start. For a rank stopped by a signal it is 30 seconds.
+    a phase, micro-batch, answered prompt, or server's tokens; time-outs of awaited servers and verifiers are added. It must
+    exceed a micro-batch, a checkpoint, and a rank's start. 30 for a rank stopped by a signal.
     """
 
     save_every: NonNegativeInt = 0
-    """Steps between checkpoints; one is always written at the end. 0: no others by count."""
+    """Steps between checkpoints; the end always writes one. 0: none by count."""
 
     async_save: bool = False
-    """A thread writes the checkpoint from host memory (12 bytes a parameter); a kill before its end loses it."""
+    """A thread writes checkpoints from host memory (12 bytes a parameter); a kill before its end loses one."""
 
     save_minutes: NonNegativeFloat = 30.0
-    """Minutes after which the next step ends with a checkpoint, whatever ``save_every``. 0: never."""
+    """Minutes after which a step ends with a checkpoint, whatever ``save_every``. 0: never."""
 
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints kept; an older one is deleted when a newer one has its row of metrics."""
@@ -91,14 +91,14 @@ class TrainConfig(Section):
     """Never delete checkpoints of steps that are multiples of this. 0: none."""
 
     keep_best: _KeepBestConfig | None = None
-    """The best checkpoint by a metric is kept too."""
+    """Keeps the best checkpoint too."""
 
     resume: bool | Literal["auto"] = False
-    """Continue from the newest whole checkpoint in the output folder. auto: without one start from the beginning."""
+    """Continue from the newest whole checkpoint in the output folder. auto: if there is one."""
 
     callbacks: tuple[str | CallbackConfig, ...] = ()
-    """Custom code on rank 0, which may end the run: ``early_stopping``, or classes as ``path/file.py:Class``; with arguments
-    ``{callback: early_stopping, kwargs: {patience: 3}}`` (docs/guides/from-python.md).
+    """Custom code on rank 0, which may end the run: ``early_stopping``, or ``path/file.py:Class``; with arguments ``{callback:
+    early_stopping, kwargs: {patience: 3}}`` (docs/guides/from-python.md).
     """
 
     grace_s: PositiveFloat = 60.0
@@ -108,13 +108,13 @@ class TrainConfig(Section):
     """The same for SIGUSR1, Slurm's warning, which ``tepo launch`` requests half a minute earlier."""
 
     rollback: RollbackConfig | None = None
-    """Return to the newest checkpoint, without the step's batch, if a metric explodes. Needs ``save_every``."""
+    """Return to the newest checkpoint, without the batch, if a metric explodes. Needs ``save_every``."""
 
     resume_from: str | None = None
-    """A name in the output folder (``step_000040``) or a path. Later checkpoints are set aside. Default: the newest."""
+    """A name in the output folder (``step_000040``) or a path. Later checkpoints are set aside. Default: newest."""
 
     allow_change: tuple[str, ...] = ()
-    """Fields or sections that may differ from the checkpoint's run, such as ``[seed, objective.kl]``."""
+    """Fields or sections that may differ from the checkpoint's, such as ``[seed, objective.kl]``."""
 
     def _faults(self) -> Iterator[str]:
         if self.rollback is not None and not self.save_every:
@@ -132,36 +132,36 @@ MomentDtype = Literal["float32", "bfloat16", "float16", "fp8"]
 STALLS_AT: Mapping[MomentDtype, float] = MappingProxyType(
     {"float32": 2**-24, "bfloat16": 2**-8, "float16": 2**-11, "fp8": 2**-4}
 )
-"""Half of a dtype's largest relative step: a running mean that loses less per optimizer step may be rounded back for ever."""
+"""Half of a dtype's largest relative step: a running mean that loses less per step may never change."""
 
 
 class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-6
-    """Adam's learning rate after the warm-up. The default suits billions of parameters; the tiny example uses 5e-5."""
+    """Adam's learning rate after warm-up. The default suits billions of parameters; the tiny example uses 5e-5."""
 
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear rise from 0 to ``lr``."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: ``constant``, or a line or half cosine down to ``min_lr`` at the run's end."""
+    """After warm-up: ``constant``, or a line or half cosine down to ``min_lr`` at the end."""
 
     min_lr: NonNegativeFloat = 0.0
     """Final learning rate of ``linear`` and ``cosine``; at most ``lr``."""
 
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay per optimizer step of Adam's means of the gradient and its square. 0.95 is usual for language models."""
+    """Decay per optimizer step of Adam's means of the gradient and its square. Usual for language models: 0.95."""
 
     eps: PositiveFloat = 1e-8
     """Adam's ε, added to the root of the mean square."""
 
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay (AdamW), but not of norms and biases. 0, since RL is short and starts from a trained model."""
+    """Decoupled (AdamW), not of norms and biases. 0, since RL is short and starts from a trained model."""
 
     clip_grad: NonNegativeFloat = 1.0
-    """Largest norm of the gradient over all weights. 0: no clipping."""
+    """Bounds the whole gradient's norm. 0: no clipping."""
 
     distributed: bool = False
-    """Shard optimizer states over data- and context-parallel ranks (Megatron's). The fields below need it."""
+    """Shard optimizer states over data- and context-parallel ranks (Megatron's). Fields below need it."""
 
     exp_avg_dtype: MomentDtype = "float32"
     """Dtype of Adam's mean gradient between steps. Needs a GPU and Transformer Engine. Not run on a GPU yet."""
@@ -216,8 +216,8 @@ Tag = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class _WandbConfig(Section):
-    """A Weights & Biases run with the rows of ``metrics.jsonl`` and the configuration without secrets. Needs
-    ``tepo-megatron[wandb]``, and the key of ``wandb login`` or WANDB_API_KEY.
+    """A Weights & Biases run of ``metrics.jsonl`` and the configuration without secrets. Needs ``tepo-megatron[wandb]``, and
+    ``wandb login`` or WANDB_API_KEY.
     """
 
     project: Annotated[str, Field(min_length=1, max_length=128)]
@@ -236,7 +236,7 @@ class _WandbConfig(Section):
     """Tags of the run."""
 
     mode: Literal["online", "offline"] = "online"
-    """``offline``: in ``OUT/wandb`` until ``wandb sync``. ``online``: sent during the run, offline if W&B is never reached."""
+    """``offline``: in ``OUT/wandb`` until ``wandb sync``. ``online``: sent at once, offline if W&B is never reached."""
 
     def _faults(self) -> Iterator[str]:
         if wrong := [character for character in "/\\#?%:" if character in self.project]:
@@ -282,10 +282,10 @@ class _MlflowConfig(Section):
 
 class LogConfig(Section):
     progress: Literal["auto", "live", "plain", "none"] = "auto"
-    """``live``: redraws itself; ``plain``: a line per step. ``auto``: live on a terminal, plain in a file or pipe."""
+    """``live``: redraws itself; ``plain``: a line per step. ``auto``: live on a terminal, else plain."""
 
     tensorboard: bool = True
-    """Also write TensorBoard events to ``<output>/tensorboard``."""
+    """Write TensorBoard events to ``<output>/tensorboard``."""
 
     wandb: _WandbConfig | None = None
     """Also log to Weights & Biases. null: off."""
@@ -294,14 +294,14 @@ class LogConfig(Section):
     """Also log to MLflow. null: off."""
 
     finish_timeout_s: Seconds = 30.0
-    """Seconds that the run's end waits for W&B and MLflow; rows that they have not accepted stay in ``metrics.jsonl``."""
+    """Seconds that the end waits for W&B and MLflow; rows not accepted stay in ``metrics.jsonl``."""
 
     train_samples: NonNegativeInt = 0
-    """First responses of each step in ``train_samples.jsonl``. 0: none; ``rollout.record`` keeps all, with tokens."""
+    """A step's first responses in ``train_samples.jsonl``. 0: none; ``rollout.record`` keeps all, with tokens."""
 
     token_samples: NonNegativeInt = 0
-    """First groups of a step written token by token to ``<output>/tokens``, for ``tepo report``: log-probs of sampler and
-    trainer, entropy and its change, advantage, mask, ratio, version. About 20 bytes a token; 0: none.
+    """A step's first groups, by token, in ``<output>/tokens``, for ``tepo report``: log-probs of sampler and trainer, entropy
+    and its change, advantage, mask, ratio, version. About 20 bytes a token; 0: none.
     """
 
     token_samples_every: PositiveInt = 10

@@ -1,7 +1,7 @@
 """The four choices of an objective: advantage, ratio, trust region, aggregation.
 
-A docstring with *our interpretation* fills a gap of the TEPO papers (docs/reference/tepo.md). π_θ is the trained policy, π_old
-the policy before the update, δ = log π_θ − log π_old at a response token.
+*Our interpretation* fills a gap of the TEPO papers (docs/reference/tepo.md). π_θ is the trained policy, π_old the policy before
+the update, δ = log π_θ − log π_old at a response token.
 """
 
 import math
@@ -32,7 +32,7 @@ class _LowHigh(ObjectiveSection):
 
 
 class _Range(_LowHigh):
-    """The interval [1 − low, 1 + high] for a ratio."""
+    """Interval [1 − low, 1 + high]."""
 
     low: Annotated[float, Field(ge=0, lt=1)]
     """Clips below 1 − low: about 0.2 for token ratios, 3e-4 for length-normalised sequence ratios."""
@@ -50,17 +50,16 @@ class Clip(_LowHigh):
 
     kind: Literal["clip"] = "clip"
     low: NonNegativeFloat | Literal["auto"]
-    """``scale: fixed``: clips below 1 − low, about 0.2 for token ratios. ``scale: length``: c of the lower bound, about 0.03.
-    ``auto``: c follows the last step's ratios (``share``).
+    """``fixed``: clips below 1 − low, about 0.2 for token ratios. ``length``: c of the lower bound, about 0.03. ``auto``: c
+    follows the last step's ratios (``share``).
     """
 
     high: NonNegativeFloat | Literal["auto"]
     """The same for the upper bound, 1 + high."""
 
     scale: Literal["fixed", "length"] = "fixed"
-    """``fixed``: one range for every response. ``length``: bounds of the log-ratio in proportion to its usual spread, −c/√n and
-    c/√n for a length-normalised ratio of n tokens, −c √n and c √n for a product. n: the response's tokens, or with ``prefix``
-    those up to this one.
+    """``fixed``: one range for all responses. ``length``: bounds of the log-ratio by its usual spread, ±c/√n for a
+    length-normalised ratio of n tokens, ±c √n for a product. n: the response's tokens, or with ``prefix`` those up to this one.
     """
 
     share: Annotated[float, Field(gt=0, lt=0.5)] | None = None
@@ -70,14 +69,14 @@ class Clip(_LowHigh):
     """With ``auto``: c before the first quantile. null: 0.03."""
 
     dual: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip: if A < 0 the surrogate is at least ``dual`` · A; null: no such bound."""
+    """Dual clip: if A < 0 the surrogate is at least ``dual`` · A; null: off."""
 
     @property
     def is_auto(self) -> bool:
         return "auto" in (self.low, self.high)
 
     def bounds(self, measured: tuple[float, float] | None) -> tuple[float, float]:
-        """Returns (low, high) in force; ``measured``: the last step's quantiles, or None before there are any."""
+        """``measured``: the last step's quantiles, or None before there are any."""
         low, high = measured or (self.initial or INITIAL_BOUND,) * 2
         return (low if self.low == "auto" else self.low), (high if self.high == "auto" else self.high)
 
@@ -106,17 +105,17 @@ INITIAL_BOUND, CLIPPED_SHARE = 0.03, 0.1
 
 
 class ClipCov(_Range):
-    """Clip, and no gradient for a few tokens drawn from those of high covariance (Clip-Cov)."""
+    """Clip, and no gradient for a few tokens of high covariance (Clip-Cov)."""
 
     kind: Literal["clip_cov"] = "clip_cov"
     fraction: Annotated[float, Field(gt=0, le=1)] = 2e-4
-    """Share of the step's response tokens that lose their gradient; at least one if there is a candidate."""
+    """Share of response tokens that lose their gradient; at least one if there is a candidate."""
 
     cov_low: float = 1.0
-    """Lower bound of candidates' covariance: (log π_old − mean)(A − mean), means over the step's tokens."""
+    """Candidates' least covariance (log π_old − mean)(A − mean), with means over the step's tokens."""
 
     cov_high: float = 5.0
-    """Upper bound of candidates' covariance."""
+    """Candidates' largest covariance."""
 
     selects_tokens: ClassVar[bool] = True
 
@@ -133,7 +132,7 @@ class _ClipWeight(_LowHigh):
     """The weight is at least 1 − low; null: unbounded."""
 
     high: NonNegativeFloat = 4.0
-    """The weight is at most 1 + high. The value is ours, to be tuned."""
+    """The weight is at most 1 + high. Our value, to be tuned."""
 
     @property
     def turning_points(self) -> tuple[float, ...]:
@@ -147,8 +146,8 @@ class _NoTrustRegion(ObjectiveSection):
 
 
 class _LogClip(_LowHigh):
-    """δ of a token is bounded before the ratio, on the side that its advantage favours: min(δ, high) if A > 0, max(δ, −low) if
-    A < 0. With a sequence ratio this is GMPO's clip.
+    """Bounds δ before the ratio, as the advantage favours: min(δ, high) if A > 0, max(δ, −low) if A < 0. With a sequence ratio
+    this is GMPO's clip.
     """
 
     kind: Literal["log_clip"] = "log_clip"
@@ -168,7 +167,7 @@ class LengthClip(ObjectiveSection):
 
     kind: Literal["length_clip"] = "length_clip"
     width: PositiveFloat = 0.03
-    """Largest log-ratio, either way, of a one-token response. The value is ours, to be tuned."""
+    """Bounds the log-ratio, either way, of a one-token response. Our value, to be tuned."""
 
     @property
     def turning_points(self) -> tuple[float, ...]:
@@ -187,8 +186,8 @@ class _SoftGate(ObjectiveSection):
 
 
 class _Divergence(ObjectiveSection):
-    """sg[min(ratio, cap)] · A · log π_θ, except for tokens whose probability went too far the way their advantage favours
-    (DPPO). The distance compares two distributions, this token or any other: p of π_θ and p of π_old.
+    """sg[min(ratio, cap)] · A · log π_θ, except for tokens that went too far where their advantage favours (DPPO). The distance
+    compares distributions over this token or any other: p of π_θ and p of π_old.
     """
 
     kind: Literal["divergence"] = "divergence"
@@ -199,7 +198,7 @@ class _Divergence(ObjectiveSection):
     """Largest divergence at which a token counts: about 0.2 for ``tv``, 0.05 for ``kl``."""
 
     cap: PositiveFloat = 20.0
-    """Largest weight; larger ratios are set to it."""
+    """Bounds the weight from above."""
 
 
 TrustRegion = Annotated[
@@ -212,13 +211,13 @@ class _OverlongPenaltyConfig(Section):
     """DAPO's soft penalty for long responses, added to the reward before the advantage."""
 
     max_tokens: PositiveInt
-    """Response tokens from which on the whole penalty applies."""
+    """Response tokens from which the whole penalty applies."""
 
     buffer_tokens: PositiveInt
     """Tokens before ``max_tokens`` over which the penalty grows from 0."""
 
     penalty: PositiveFloat = 1.0
-    """Reward lost by a response of ``max_tokens`` or more."""
+    """Subtracted at ``max_tokens`` or more."""
 
     def _faults(self) -> Iterator[str]:
         if self.buffer_tokens >= self.max_tokens:
@@ -238,7 +237,7 @@ class GroupAdvantage(_Advantage):
     """Divisor of the variance over G responses: ``sample`` G − 1, ``population`` G. Our interpretation: G − 1."""
 
     eps: PositiveFloat = 1e-6
-    """Added to the standard deviation. Our interpretation: the sources give no value."""
+    """Added to the standard deviation. Our interpretation: no source gives it."""
 
 
 class _NoStdAdvantage(_Advantage):
@@ -254,7 +253,7 @@ class _LeaveOneOutAdvantage(_Advantage):
 
 
 class _DivideByMeanAdvantage(ObjectiveSection):
-    """Reward minus the group's mean, divided by that mean (MaxRL). Rewards must not be negative; so no overlong penalty."""
+    """Reward minus the group's mean, divided by it (MaxRL). Rewards must not be negative; so no overlong penalty."""
 
     kind: Literal["divide_by_mean"] = "divide_by_mean"
 
@@ -264,20 +263,20 @@ class _WhitenedAdvantage(_Advantage):
 
     kind: Literal["whitened"] = "whitened"
     over: Literal["responses", "tokens"] = "responses"
-    """Mean and deviation: ``responses`` counts each once, as the paper; ``tokens`` by its response tokens, as verl."""
+    """Mean and deviation: ``responses`` counts each once (paper), ``tokens`` by its tokens (verl)."""
 
     eps: PositiveFloat = 1e-6
     """Added to the batch's standard deviation."""
 
 
 class GDPOAdvantage(ObjectiveSection):
-    """Several rewards per response, the components of ``reward.verifier``: each is normalised as by kind ``group``, then their
-    weighted sum is divided by its standard deviation over the rollout batch (GDPO). A length penalty is one of them.
+    """Several rewards per response, ``reward.verifier``'s components: each is normalised as by kind ``group``; their weighted
+    sum is divided by its standard deviation over the rollout batch (GDPO).
     """
 
     kind: Literal["gdpo"] = "gdpo"
     weights: Annotated[tuple[PositiveFloat, ...], Field(min_length=2)] | None = None
-    """One per component, in the order of ``reward.weights``; only proportions count. null: all equal."""
+    """One per component, as in ``reward.weights``; only proportions count. null: equal."""
 
     std: Literal["sample", "population"] = "sample"
     """Divisor of a variance of n responses: ``sample`` n − 1, ``population`` n."""
@@ -294,7 +293,7 @@ class TokenRatio(ObjectiveSection):
 
 
 class _SequenceRatio(ObjectiveSection):
-    """One ratio s_i for all tokens of response i, which then share one gradient (GSPO)."""
+    """One ratio s_i for all tokens of response i, which share one gradient (GSPO)."""
 
     noise: ClassVar[str] = "sequence_ratio"
     kind: Literal["sequence"] = "sequence"
@@ -303,16 +302,16 @@ class _SequenceRatio(ObjectiveSection):
 
 
 class SequenceTokenRatio(ObjectiveSection):
-    """The sequence ratio's value with each token's own gradient: sg[s_i] · exp(δ − sg[δ]); sg stops the gradient."""
+    """The sequence ratio's value with each token's gradient: sg[s_i] · exp(δ − sg[δ]); sg stops the gradient."""
 
     noise: ClassVar[str] = "sequence_ratio"
     kind: Literal["sequence_token"] = "sequence_token"
     length_normalized: bool = True
-    """true: s_i is the geometric mean of the token ratios; false: their product. Readers of the TEPO papers report the mean."""
+    """true: s_i is the geometric mean of token ratios, which readers of the TEPO papers report; false: their product."""
 
 
 class _PrefixRatio(ObjectiveSection):
-    """At token t the ratio of the response's first t tokens, with the token's own gradient (CTPO)."""
+    """At token t the ratio of the response's first t tokens, with the token's gradient (CTPO)."""
 
     noise: ClassVar[str] = "sequence_ratio"
     kind: Literal["prefix"] = "prefix"
@@ -321,12 +320,12 @@ class _PrefixRatio(ObjectiveSection):
 
 
 class _PowerMeanRatio(ObjectiveSection):
-    """One ratio for a response's tokens: the power mean of their ratios, (Σ_t exp(p δ) / T_i)^(1/p) (HölderPO)."""
+    """The power mean of a response's token ratios, (Σ_t exp(p δ) / T_i)^(1/p) (HölderPO)."""
 
     noise: ClassVar[str] = "ratio"
     kind: Literal["power_mean"] = "power_mean"
     p: Annotated[float, Field(ge=-10, le=10)]
-    """1: the arithmetic mean; 0: the geometric mean, as in GSPO. Larger p weighs the largest ratios more."""
+    """1: arithmetic mean; 0: geometric mean, as in GSPO. Larger p weighs the largest ratios more."""
 
 
 class TokenMean(ObjectiveSection):
@@ -336,20 +335,20 @@ class TokenMean(ObjectiveSection):
 
 
 class _SequenceMean(ObjectiveSection):
-    """Mean over the optimizer step's sequences of their means over response tokens."""
+    """Mean over the optimizer step's sequences of their token means."""
 
     kind: Literal["sequence_mean"] = "sequence_mean"
 
 
 class _ConstantSum(ObjectiveSection):
-    """Sum over response tokens, divided by a constant independent of response lengths."""
+    """Sum over response tokens, divided by a constant."""
 
     kind: Literal["constant"] = "constant"
     constant: PositiveFloat = 1024.0
-    """The divisor, in tokens; usually ``rollout.sampling.max_new_tokens``."""
+    """Divisor in tokens; usually ``rollout.sampling.max_new_tokens``."""
 
     per: Literal["sequence", "step"] = "sequence"
-    """``sequence``: the constant times the optimizer step's sequences; ``step``: the constant alone."""
+    """``sequence``: the constant times the step's sequences; ``step``: the constant alone."""
 
 
 Advantage = Annotated[

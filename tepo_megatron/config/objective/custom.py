@@ -1,6 +1,6 @@
-"""Custom kinds for the choices of an objective (docs/guides/own-objective.md): base classes, and their plugins.
+"""Custom kinds for an objective's choices: base classes without torch (docs/guides/own-objective.md), and plugins.
 
-No torch here, so no tensor type is named. Axes in names: S sequences, T tokens.
+Axes: S sequences, T tokens.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class ObjectiveSection(Section):
 
     @property
     def turning_points(self) -> tuple[float, ...]:
-        """Distances of a token's log-ratio from 0 at which the push on it changes, for plots."""
+        """Distances of a token's log-ratio from 0 at which its push changes."""
         return ()
 
 
@@ -62,7 +62,7 @@ class CustomKind(ObjectiveSection):
 
     @property
     def needs_reference(self) -> bool:
-        """True if it reads ``values.reference_delta_T``; then a frozen copy of the first weights is kept and scored."""
+        """True if it reads ``values.reference_delta_T``, which needs a frozen copy of the first weights."""
         return False
 
     @property
@@ -219,7 +219,7 @@ class Plugin:
 
 
 def load_plugin(name: str) -> Plugin:
-    """Imports ``path/file.py`` or a module. Raises ValueError if that fails, or if a kind is missing or incomplete."""
+    """Imports ``path/file.py`` or a module. Raises ValueError if that fails, or a kind is missing or incomplete."""
     where = f"objective.plugins: {name}"
     place = locate_user_module(name, "objective.plugins")
     loaded = load_user_module(place, "objective.plugins")
@@ -256,11 +256,9 @@ def _check_kind(kind: type[CustomKind], where: str) -> None:
 
 
 _BUILTIN: dict[str, tuple[type[Section], ...]] = {}
-"""The package's own kinds of each slot."""
 
 
 def _kinds_of(plugins: Sequence[str], slot: str) -> tuple[type[Section], ...]:
-    """Returns the package's kinds and, behind them, those of the plugins."""
     owners = {kind_name(kind): "the package" for kind in _BUILTIN[slot]}
     kinds = list(_BUILTIN[slot])
     for plugin in map(load_plugin, plugins):

@@ -14,10 +14,10 @@ class Preset(NamedTuple):
     """A name of `PRESETS`, or a file, which has a base."""
 
     source: str
-    """The paper, and a peer that has values which the paper lacks."""
+    """The paper, and a peer with values that the paper lacks."""
 
     formula: str
-    """Value to maximise at each token, and the divisor of the sum. Notation: docs/reference/tepo.md."""
+    """Value to maximise at a token, and the sum's divisor. Notation: docs/reference/tepo.md."""
 
     changes: Mapping[str, Any]  # sections that differ from TEPO's, or from the base's
     base: str | None = None  # built-in preset under the file
@@ -25,13 +25,11 @@ class Preset(NamedTuple):
 
 
 def _token(**changes: Any) -> Mapping[str, Any]:
-    """Token ratios, PPO's clip, no KL."""
     clip = {"kind": "clip", "low": 0.2, "high": 0.2}
     return {"ratio": {"kind": "token"}, "trust_region": clip, "kl_mask": None, **changes}
 
 
 def _sequence(**changes: Any) -> Mapping[str, Any]:
-    """Length-normalised sequence ratios, GSPO's clip, a mean over sequences, no KL."""
     return {"ratio": {"kind": "sequence"}, "aggregation": {"kind": "sequence_mean"}, "kl_mask": None, **changes}
 
 
@@ -165,15 +163,15 @@ CORRECTIONS: Mapping[str, Preset] = {
         "verl", "1[0.999 ≤ (Π_t w)^(1/T_i) ≤ 1.001]", {"rejection": {"level": "geometric", "low": 0.999, "high": 1.001}}
     ),
 }
-"""Weights w = π_old / π_sampler for another sampler, by peers' names. Each goes with any preset, a rejection with weights."""
+"""Weights w = π_old / π_sampler, by peers' names. Each goes with any preset, a rejection with weights."""
 
 _SUFFIXES = (".yaml", ".yml")
 
 
 def find_preset(name: Any) -> Preset:
-    """A file has the keys of an ``objective`` section, and ``formula`` and ``source`` as text. Raises ValueError.
+    """A file has the keys of ``objective``, and ``formula`` and ``source`` as text. Raises ValueError.
 
-    Its ``preset`` names the preset below, by default ``tepo``; paths of ``plugins`` are relative to the file.
+    Its ``preset`` is the one below (``tepo``); ``plugins`` are relative to the file.
     """
     if isinstance(name, str) and is_preset_file(name):
         return _read_preset(name)
@@ -218,7 +216,7 @@ def _read_preset(name: str) -> Preset:
 
 
 def beside(file: Path, path: Any) -> Any:
-    """Makes a preset's or plugin's path, or a list of them, relative to the file; leaves others, ``~`` and ``${`` alone."""
+    """Makes a preset's or plugin's path, or a list of them, relative to the file; ``~`` and ``${`` stay."""
     if isinstance(path, list | tuple):
         return tuple(beside(file, item) for item in path)
     is_path = isinstance(path, str) and path.endswith((*_SUFFIXES, ".py")) and not path.startswith(("~", "${"))

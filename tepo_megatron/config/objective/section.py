@@ -43,10 +43,10 @@ class ObjectiveConfig(Section):
     """
 
     preset: str = "tepo"
-    """A name from ``tepo objective list``, or your ``my_preset.yaml`` (relative to the run's file), over its preset."""
+    """A name from ``tepo objective list``, or a ``my_preset.yaml`` (relative to the run's file)."""
 
     plugins: tuple[str, ...] = ()
-    """Modules with custom kinds: ``my_objective.py`` (relative to the run's file), or an installed one. They are imported."""
+    """Modules with custom kinds to import: ``my_objective.py`` (relative to the run's file), or an installed one."""
 
     advantage: Advantage = GroupAdvantage()
     """How rewards become advantages A, one per response."""
@@ -64,35 +64,35 @@ class ObjectiveConfig(Section):
     """TEPO's KL penalty on tokens with positive advantage and falling entropy; null: off."""
 
     kl: KL | None = None
-    """A KL penalty on every response token; null: off."""
+    """A KL penalty on all response tokens."""
 
     kl_cov: KLCov | None = None
-    """A KL penalty on the tokens of highest covariance (KL-Cov); null: off."""
+    """A KL penalty on tokens of highest covariance (KL-Cov)."""
 
     entropy: EntropyBonus | None = None
-    """A bonus for the full distribution's entropy; null: off."""
+    """A bonus for the full distribution's entropy."""
 
     mismatch: Mismatch | None = None
-    """Weights for a sampler whose probabilities differ from the trainer's; default kind ``truncate``; null: off."""
+    """Weights for a sampler whose probabilities differ; default kind ``truncate``."""
 
     rejection: Rejection | None = None
-    """Leaves out samples whose sampler probabilities differ too much from the trainer's; null: off."""
+    """Leaves out samples whose sampler probabilities differ too much."""
 
     opsm: OffPolicySequenceMask | None = None
-    """Leaves out responses of negative advantage that the policy has left (OPSM); null: off."""
+    """Leaves out responses of negative advantage that the policy has left (OPSM)."""
 
     m2po: SecondMomentMask | None = None
-    """Leaves out the tokens on which trainer and sampler differ most (M2PO); null: off."""
+    """Leaves out tokens on which trainer and sampler differ most (M2PO)."""
 
     mask: Mask | None = None
-    """Your mask, from ``plugins``: chosen tokens get no gradient; null: off."""
+    """Your mask, from ``plugins``: chosen tokens lose their gradient."""
 
     penalty: Penalty | None = None
-    """Your penalty, from ``plugins``, subtracted from the surrogate; null: off."""
+    """Your penalty, from ``plugins``, subtracted from the surrogate."""
 
     @property
     def sections(self) -> dict[str, ObjectiveSection]:
-        """The sections that are on, by field."""
+        """Sections that are on, by field."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         return {name: value for name, value in values.items() if isinstance(value, ObjectiveSection)}
 
@@ -102,7 +102,7 @@ class ObjectiveConfig(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """True if a frozen copy of the first weights is kept and scored."""
+        """True if a frozen copy of the first weights is scored."""
         return "reference" in self.needs
 
     @property
@@ -171,7 +171,7 @@ def _warn_of_length_bounds(region: Clip) -> None:
 
 
 def _check_empty_sections(raw: Mapping[str, Any], preset: Mapping[str, Any]) -> None:
-    """An empty section would switch its term on, but looks as if it did nothing."""
+    """An empty section would switch its term on, but seems to do nothing."""
     for key in ObjectiveConfig.model_fields:
         value = raw.get(key)
         if isinstance(value, Mapping) and not value and preset.get(key) is None:

@@ -1,8 +1,4 @@
-"""Optional terms of an objective: KL, entropy bonus, corrections for the sampler.
-
-A docstring with *our interpretation* fills a gap of the TEPO papers (docs/reference/tepo.md). π_θ is the trained policy, π_old
-the policy before the update, δ = log π_θ − log π_old at a response token.
-"""
+"""Optional terms of an objective: KL, entropy bonus, corrections for the sampler; notation as in `choices`."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
@@ -34,13 +30,13 @@ class KLTerm(ObjectiveSection):
     """Factor of the KL, which is subtracted from the surrogate."""
 
     estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """KL of a token from d = log π_θ − log q of the sampled token: k1 = d, k2 = d²/2, k3 = exp(−d) − 1 + d, abs = |d|."""
+    """Computed from d = log π_θ − log q of a token: k1 = d, k2 = d²/2, k3 = exp(−d) − 1 + d, abs = |d|."""
 
     against: Literal["old", "reference"] = "old"
-    """q: ``old`` is π_old, the policy before the update; ``reference`` a frozen copy of the first weights."""
+    """q: ``old`` is π_old, before the update; ``reference`` a frozen copy of the first weights."""
 
     weight: Literal["importance", "none"] = "none"
-    """``importance`` multiplies by π_θ/π_old, with gradient, so that the mean over samples of π_old estimates KL(π_θ‖q)."""
+    """``importance`` multiplies by π_θ/π_old, with gradient: the mean over samples of π_old then estimates KL(π_θ‖q)."""
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -52,11 +48,11 @@ class KLTerm(ObjectiveSection):
 
 
 class KLMask(KLTerm):
-    """TEPO's token-level KL mask: a KL penalty only on response tokens with positive advantage and falling entropy."""
+    """TEPO's token-level KL mask: penalises only response tokens with positive advantage and falling entropy."""
 
     coefficient: Coefficient = 1.0
-    """β, factor of the KL. Our interpretation, no value is known: at 1 the penalty's gradient equals the surrogate's if r · δ
-    is the ratio times A, r = π_θ/π_old.
+    """β, factor of the KL. Our interpretation: at 1 its gradient equals the surrogate's if r · δ is the ratio times A, r =
+    π_θ/π_old.
     """
 
     estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
@@ -67,18 +63,18 @@ class KLMask(KLTerm):
 
     weight: Literal["importance", "none"] = "importance"
     """``importance`` multiplies by r = π_θ/π_old, with gradient. Our interpretation: k3 against π_old is then r · δ − r + 1,
-    unbiased for KL(π_θ‖π_old) under samples of π_old.
+    unbiased for KL(π_θ‖π_old).
     """
 
     falling: Literal["measured", "covariance", "first_order"] = "measured"
-    """Test of ΔH < 0 at a token. ``measured``: the full-vocabulary entropy of π_θ is below π_old's; ``covariance``: (log π_old
-    − mean)(A − mean) > 0 predicts it; ``first_order``: a policy-gradient step on the token lowers it to first order, exact even
-    if bf16 drowns measurements. Our interpretation: ``measured``.
+    """Tests ΔH < 0. ``measured``: full-vocabulary entropy is below π_old's; ``covariance``: (log π_old − mean)(A − mean) > 0
+    predicts it; ``first_order``: a policy-gradient step on the token lowers it to first order, even if bf16 drowns
+    measurements. Our interpretation: ``measured``.
     """
 
     tolerance: NonNegativeFloat | Literal["auto"] = "auto"
-    """``measured`` only: the entropy must fall by more than this, in nats. ``auto``: twice the 99th percentile of
-    ``entropy/noise`` (``engine.noise_every``), and at least 1e-5, above fp32 rounding. Our interpretation: ``auto``.
+    """``measured`` only: nats by which entropy must fall. ``auto``: twice the 99th percentile of ``entropy/noise``
+    (``engine.noise_every``), at least 1e-5, above fp32 rounding. Our interpretation: ``auto``.
     """
 
     selects_tokens: ClassVar[bool] = True
@@ -108,7 +104,7 @@ class KL(KLTerm):
     """Factor of the KL; 0.04 is the GRPO paper's."""
 
     against: Literal["old", "reference"] = "reference"
-    """q: ``old`` is π_old, the policy before the update; ``reference`` a frozen copy of the first weights."""
+    """q: ``old`` is π_old, before the update; ``reference`` a frozen copy of the first weights."""
 
 
 class KLCov(KLTerm):
@@ -121,7 +117,7 @@ class KLCov(KLTerm):
     """As ``objective.kl.estimator``."""
 
     fraction: Annotated[float, Field(gt=0, le=1)] = 2e-4
-    """Penalised share of the step's response tokens; at least one if any covariance is positive."""
+    """Penalised share of response tokens; at least one if any covariance is positive."""
 
     selects_tokens: ClassVar[bool] = True
 
@@ -141,18 +137,18 @@ class _FixedEntropyBonus(_EntropyBonus):
 
 
 class _AdaptiveEntropyBonus(_EntropyBonus):
-    """A bonus that fades as the pre-update policy's entropy rises to the target.
+    """A bonus that fades as the entropy of π_old rises to the target.
 
-    The factor is coefficient · clip((target − H_old) / target, 0, 1), H_old the mean over the optimizer step's response tokens.
-    Our interpretation of "adaptive token-level entropy regularization". Stateless, so a resume changes nothing.
+    The factor is coefficient · clip((target − H_old) / target, 0, 1), H_old the mean over the step's response tokens. Our
+    interpretation of "adaptive token-level entropy regularization".
     """
 
     kind: Literal["adaptive"] = "adaptive"
     coefficient: Coefficient
-    """Largest factor, reached if the entropy of π_old is 0."""
+    """Largest factor, reached at zero entropy."""
 
     target: PositiveFloat
-    """Mean entropy of π_old, in nats per token, from which on there is no bonus."""
+    """Mean entropy of π_old, in nats per token, from which there is no bonus."""
 
 
 Level = Literal["token", "sequence", "geometric"]
@@ -163,10 +159,10 @@ class _Truncate(ObjectiveSection):
 
     kind: Literal["truncate"] = "truncate"
     level: Level = "token"
-    """``token``: a weight for each; ``sequence``: a response's product; ``geometric``: its geometric mean."""
+    """``token``: one per token; ``sequence``: a response's product; ``geometric``: its geometric mean."""
 
     cap: PositiveFloat = 2.0
-    """Largest weight; larger ones are set to it."""
+    """Largest weight."""
 
 
 class _MaskOutside(ObjectiveSection):
@@ -188,7 +184,7 @@ class _MaskOutside(ObjectiveSection):
 
 
 class Rejection(ObjectiveSection):
-    """No gradient if π_old / π_sampler is outside [low, high]. Other weights stay, so that a ``mismatch`` may be added."""
+    """No gradient if π_old / π_sampler is outside [low, high]; ``mismatch`` may be added."""
 
     level: Level = "geometric"
     """``token``: each by its ratio; ``sequence``: a response by the product; ``geometric``: by the geometric mean."""
@@ -216,7 +212,7 @@ class OffPolicySequenceMask(ObjectiveSection):
 
 
 class SecondMomentMask(ObjectiveSection):
-    """No gradient for the fewest tokens of largest (log π_old − log π_sampler)², so that the others' mean is low (M2PO)."""
+    """No gradient for the fewest tokens of largest (log π_old − log π_sampler)² that leave a low mean (M2PO)."""
 
     threshold: PositiveFloat = 0.04
     """Largest mean of (log π_old − log π_sampler)² over kept tokens."""
