@@ -1,1 +1,1 @@
-"""Values that pass between folders, the objective's mathematics, and scores of logits."""
+"""Values that pass between folders, the objective's mathematics, and scores."""

@@ -1,4 +1,4 @@
-"""A problem and a response as verifiers receive them. Verifier processes import no NumPy."""
+"""A problem and a response for verifiers, whose processes import no NumPy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 LARGEST_REWARD = 1e15
-"""The trainer computes in float32: sums of squares of a million rewards of this size are finite."""
+"""In float32, sums of squares of a million such rewards are finite."""
 
 
 def is_reward(value: float) -> bool:
@@ -41,7 +41,7 @@ class Problem:
     special_tokens: bool = False
 
     def to_json(self) -> list[Any]:
-        """``special_tokens`` are for the prompt alone, and left out."""
+        """Leaves ``special_tokens`` out: they are for the prompt."""
         return [self.id, self.prompt, self.answer, dict(self.metadata), [list(pair) for pair in self.messages], self.source]
 
     @classmethod
@@ -66,7 +66,7 @@ class ResponseText(str):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Empty if only the text is known."""
+        """Empty if unknown."""
         return tuple(self._ids)
 
     @cached_property
@@ -83,7 +83,7 @@ class ResponseText(str):
 
     @classmethod
     def from_json(cls, text: str, packed_ids: str, finish_reason: str, prompt_tokens: int = 0) -> ResponseText:
-        """``prompt_tokens``: older trainers do not send it."""
+        """Older trainers do not send ``prompt_tokens``."""
         ids = array("i")
         ids.frombytes(b64decode(packed_ids))
         response = cls(text, ids, finish_reason)

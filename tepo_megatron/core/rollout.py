@@ -1,4 +1,4 @@
-"""Responses of a sampler, and rollouts of a step."""
+"""Responses, and rollouts of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Routes = NDArray[np.uint8] | NDArray[np.int16]
 
 @dataclass(frozen=True, order=True)
 class WeightsVersion:
-    """``step``: the one after which the weights were taken; ``digest``: hex, empty if unknown."""
+    """``step``: the one after which weights were taken; ``digest``: hex, empty if unknown."""
 
     step: int
     digest: str = ""
@@ -44,7 +44,6 @@ class _Sampled:
     sampling_mask: SamplingMask | None
 
     def _fill(self, arguments: Mapping[str, Any]) -> None:
-        """Sets the arguments of ``__init__`` as fields."""
         values = {item.name: _CONVERSIONS.get(item.name, _same)(arguments[item.name]) for item in fields(self)}
         values["loss_mask"] = _loss_mask(values["loss_mask"], len(values["response_ids"]))
         self.__dict__.update(values)  # the class is frozen
@@ -76,7 +75,7 @@ class _Sampled:
 
 @dataclass(frozen=True, eq=False, init=False)
 class Response(_Sampled):
-    """``logprobs``: among the tokens that could be drawn, under the sampling temperature (1 for greedy decoding).
+    """``logprobs``: among tokens that could be drawn, under the sampling temperature (1 if greedy).
 
     ``finish_reason``: ``"stop"``, ``"length"`` or ``"abort"`` (can be continued).
     """
@@ -133,7 +132,7 @@ class Rollout(_Sampled):
         loss_mask: ArrayLike | None = None,
         sampling_mask: SamplingMask | None = None,
     ) -> None:
-        """Arrays of the right dtype are not copied, but made read-only."""
+        """Makes arrays of the right dtype read-only, without copy."""
         self._fill(locals())
 
     @classmethod

@@ -1,6 +1,6 @@
 """Tensors that pass between folders.
 
-S sequences, T packed tokens. A ``_T`` value at position t belongs to the *label* at t, the next token of its sequence.
+S sequences, T packed tokens. A ``_T`` value at t belongs to the *label* there, the next token of its sequence.
 """
 
 from __future__ import annotations

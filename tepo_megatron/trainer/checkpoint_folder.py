@@ -1,6 +1,6 @@
 """Manages checkpoint folders without torch.
 
-No run resumes from ``.partial``, ``.damaged``, or ``.abandoned`` (later than the step that a run was resumed from).
+No run resumes from ``.partial``, ``.damaged``, or ``.abandoned`` (later than the checkpoint that a run resumed from).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def leftovers(parent: Path) -> list[Path]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Does not read the shards' contents. Raises DamagedCheckpoint."""
+    """Reads no shard's contents. Raises DamagedCheckpoint."""
     if not (folder / MANIFEST).exists():
         return _read_first_format(folder)
     manifest = CheckpointManifest.read(folder)

@@ -1,4 +1,4 @@
-"""Packs rollouts into one batch, for any trainer."""
+"""Packs rollouts into a batch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tepo_megatron.weights.routes import rollout_fault
 def pack(
     rollouts: Sequence[Rollout], *, mask_truncated: bool = False, routes: bool = True, sampling_masks: bool = True
 ) -> Batch:
-    """Packs on the CPU. The label at t is the token at t + 1. Raises ValueError that names an unsuitable rollout.
+    """Packs on the CPU. The label at t is token t + 1. Raises ValueError that names an unsuitable rollout.
 
-    With ``mask_truncated`` a truncated response is outside the loss mask, but its reward still counts for its group.
+    With ``mask_truncated`` a truncated response is outside the loss mask; its reward still counts for its group.
     """
     for rollout in rollouts:
         if fault := _fault(rollout):
@@ -124,7 +124,7 @@ def _pack_masks(rollouts: Sequence[Rollout]) -> SamplingMask | None:
 
 
 def check_recorded(rollouts: Sequence[Rollout], *, routes_of: ModelSpec | None, sampling_masks: bool) -> None:
-    """Raises ValueError that names the first rollout without the experts or the mask that the config needs."""
+    """Raises ValueError that names a rollout without the experts or mask that the config needs."""
     for rollout in rollouts:
         where = f"rollout of problem {rollout.problem_id}"
         if routes_of is not None and (fault := rollout_fault(rollout, routes_of)):

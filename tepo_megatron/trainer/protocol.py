@@ -1,6 +1,6 @@
 """The contract between a run and its trainer; ``tests/contracts/trainer_contract.py`` checks it.
 
-A trainer is one object per rank. All ranks call every method, in the same order, unless its docstring says otherwise.
+Trainers are one object per rank. All ranks call every method, in the same order, unless its docstring differs.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class UpdateResult:
     skipped: str = ""  # the first cause, as one sentence; empty if the step was made
     not_finite: Sequence[Mapping[str, Any]] = ()  # what each rank found, as JSON objects
     token_values: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name → [R], for the tokens (prompts included) of sequences with ``Batch.recorded_S`` >= 0; undefined outside the mask."""
+    """Name → [R], for tokens (prompts included) of sequences with ``Batch.recorded_S`` >= 0; undefined outside the mask."""
     moves: Tensor | None = None
-    """`ObjectiveOutput.moves` of the mini-batch, on the host."""
+    """`ObjectiveOutput.moves`, on the host."""
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """Durations are the slowest rank's, in seconds."""
+    """The slowest rank's seconds."""
 
     path: Path
     step: int
@@ -69,14 +69,14 @@ class TensorMeta:
 
 
 class WeightSource(Protocol):
-    """The trained weights. After ``update(last=True)`` a reader sees complete new values."""
+    """After ``update(last=True)`` a reader sees complete new values."""
 
     def version(self, step: int) -> WeightsVersion:
-        """Equal weights give equal digests, on every rank and in any layout."""
+        """Equal weights give equal digests, on any rank and layout."""
 
     @property
     def manifest(self) -> Sequence[TensorMeta]:
-        """Describes the tensors of :meth:`stream` in order. Not collective."""
+        """Describes :meth:`stream`'s tensors in order. Not collective."""
 
     def stream(self) -> Iterator[tuple[str, Tensor | None]]:
         """Yields (Hugging Face name, full tensor) on rank 0 and (name, None) elsewhere. Every rank must exhaust it.
@@ -96,8 +96,8 @@ class WeightSource(Protocol):
     ) -> ShardSender:
         """Makes this rank's end of weight updates from shard to shard. No communication.
 
-        ``local`` maps a server's worker (numbered over all servers) to the trainer rank on the same GPU; ``dtype`` is the
-        servers'. Raises ValueError if vLLM cannot split the model over ``servers``, or if the trainer only has full tensors.
+        ``local`` maps a worker (numbered over all servers) to the trainer rank on its GPU; ``dtype`` is the servers'. Raises
+        ValueError if vLLM cannot split the model over ``servers``, or the trainer only has full tensors.
         """
 
     def export(self, out: Path) -> None:
@@ -112,10 +112,10 @@ class WeightSource(Protocol):
 
     @property
     def adapter_settings(self) -> AdapterSettings:
-        """Called only if the run trains adapters, like the next method."""
+        """Called only with adapters, like the next method."""
 
     def stream_adapters(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yields as :meth:`stream` does."""
+        """As :meth:`stream`."""
 
 
 class Checkpoints(Protocol):
@@ -124,10 +124,10 @@ class Checkpoints(Protocol):
     def begin(self, folder: Path, *, step: int, state: dict[str, Any], background: bool = False) -> None:
         """Starts to write ``folder/step_XXXXXX``, after finishing any unfinished save.
 
-        ``state``, rank 0's, is stored in ``state.json``, with ``step``, ``updates``, ``weights_digest``, ``model`` (path),
+        ``state``, rank 0's, goes into ``state.json``, with ``step``, ``updates``, ``weights_digest``, ``model`` (path),
         ``reference_digest`` and ``identity`` (``describe_run``). With ``background`` training may continue at once; the
-        checkpoint has the values of this call. Until :meth:`finish` the folder has the suffix ``.partial``. Every rank raises
-        RuntimeError if any rank cannot write; older checkpoints stay as they were.
+        checkpoint has this call's values. Until :meth:`finish` the folder ends in ``.partial``. Every rank raises RuntimeError
+        if any cannot write; older checkpoints stay.
         """
 
     def finish(self, *, wait: bool = True) -> SavedCheckpoint | None:
@@ -139,7 +139,7 @@ class Checkpoints(Protocol):
     def load(self, folder: Path, checked: dict[str, Any] | None = None) -> dict[str, Any]:
         """Returns the result of :meth:`check`, which may be passed as ``checked``.
 
-        Raises DamagedCheckpoint before anything is restored, and RuntimeError if the weights' digest is not the saved one.
+        Raises DamagedCheckpoint before any restoring, and RuntimeError if the weights' digest is not the saved one.
         """
 
 
@@ -156,32 +156,31 @@ class Trainer(Protocol):
 
     @property
     def reference_digest(self) -> str | None:
-        """None if the objective needs no reference model."""
+        """None if no reference is needed."""
 
     def batch_from_root(self, rollouts: list[Rollout] | None) -> Batch:
-        """Packs rank 0's rollouts (others are not read) in their order, with advantages, for every rank.
-
-        Raises ValueError on rank 0 if a rollout lacks experts or sampling masks that the config needs.
+        """Packs rank 0's rollouts (others are not read) in order, with advantages, for every rank. Raises ValueError on rank 0
+        if a rollout lacks experts or sampling masks that the config needs.
         """
 
     def score(self, batch: Batch) -> Batch:
         """Adds ``old_logprobs_T``, ``old_entropy_T``, and ``reference_logprobs_T`` if needed, under the sampling temperature.
 
-        ``batch`` is a mini-batch; while the weights are unchanged, :meth:`update` computes the same bits. If a value is not
-        finite, all are NaN, and update skips the mini-batch.
+        ``batch`` is a mini-batch; until the weights change, :meth:`update` computes the same bits. If a value is not finite,
+        all are NaN, and update skips it.
         """
 
     def update(self, batch: Batch, *, last: bool = True) -> UpdateResult:
-        """Makes one AdamW step on a mini-batch that :meth:`score` returned; the same for any micro-batches and ranks.
+        """Makes one AdamW step on a mini-batch from :meth:`score`, the same for any micro-batches and ranks.
 
-        Norms and biases have no weight decay. ``last`` must be true unless another update is the next to read the weights.
+        ``last`` must be true unless another update reads the weights next.
         """
 
     def measure_noise(self, batch: Batch) -> dict[str, float]:
-        """Returns quantiles of how far scores move, in the same micro-batches, if all weights are rounded once more.
+        """Returns quantiles of scores' moves, in the same micro-batches, if all weights are rounded once more: the objective's
+        tolerance.
 
-        They become the objective's tolerance. The weights stay as they are, to the bit. ``batch`` is a whole step's. Empty if
-        scores are not finite.
+        Weights stay, to the bit. ``batch`` is a whole step's. Empty if scores are not finite.
         """
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
@@ -200,31 +199,31 @@ class Trainer(Protocol):
         """Moves everything to the host."""
 
     def memory(self) -> dict[str, float]:
-        """Returns GiB, maxima over the ranks since the last call. Empty on CPUs."""
+        """Returns GiB, maxima over ranks since the last call. Empty on CPUs."""
 
     def take_routing_metrics(self) -> dict[str, float]:
-        """Returns the experts' load since the last call, on every rank. Empty for a dense model."""
+        """Returns experts' load since the last call, on every rank. Empty for dense models."""
 
     def broadcast_from_root(self, value: T) -> T:
-        """Returns rank 0's ``value`` as JSON returns it (tuples become lists). Others wait without a time limit or a GPU."""
+        """Returns rank 0's ``value`` as JSON (tuples become lists). Others wait without time limit or GPU."""
 
     def close(self) -> None:
         """Leaves the process groups."""
 
 
 class TrainerKind(Protocol):
-    """Importing such a module is cheap: no trainer framework, no CUDA."""
+    """Importing such a module is cheap: no framework, no CUDA."""
 
     def prepare_process(self, config: RunConfig) -> None:
-        """Sets environment variables. Every rank calls, before any CUDA call."""
+        """Sets environment variables. Every rank calls before CUDA."""
 
     def check_config(self, config: RunConfig, spec: ModelSpec, *, on_gpu: bool) -> None:
         """Raises ValueError for what this trainer cannot train. Starts no process and no CUDA."""
 
     def make_trainer(self, config: RunConfig, model_dir: Path, *, shares_gpus: bool, heartbeat: Heartbeat) -> Trainer:
-        """Every rank calls. Raises ValueError for a model that does not fit the parallel layout.
+        """Every rank calls. Raises ValueError for a model that does not fit the layout.
 
-        ``shares_gpus``: servers and the trainer take turns on the GPUs. ``heartbeat`` starts when the ranks have met.
+        ``shares_gpus``: servers and trainer take turns on GPUs. ``heartbeat`` starts when the ranks have met.
         """
 
 
@@ -238,7 +237,7 @@ def trainer_kind(name: str = "megatron") -> TrainerKind:
 
 
 def check_plugins(config: RunConfig) -> None:
-    """Raises ValueError if a plugin's loss depends on micro-batches, ranks, the order of sequences, or padding."""
+    """Raises ValueError if a plugin's loss depends on micro-batches, ranks, sequence order, or padding."""
     if not config.objective.plugins:
         return
     from tepo_megatron.core.objective.checking import check_invariance

@@ -72,7 +72,6 @@ class Difference:
 
 
 def describe_run(config: RunConfig, model_dir: Path) -> dict[str, Any]:
-    """Returns the ``identity`` of a run as JSON values."""
     architecture = {**asdict(read_model_spec(model_dir)), "dtype": config.model.dtype}
     files = [model_dir / name for name in _TOKENIZER_FILES]
     tokenizer = [f"{file.name} {_digest(file.read_bytes())}\n" for file in files if file.is_file()]
@@ -185,7 +184,7 @@ def refusal(differences: Sequence[Difference], allowed: Sequence[str]) -> str | 
 
 
 def idle_entries(changed: Sequence[str], allowed: Sequence[str]) -> list[str]:
-    """Entries that allow none of the ``changed`` fields."""
+    """Entries that allow no ``changed`` field."""
     return [entry for entry in allowed if not any(is_allowed(field, [entry]) for field in changed)]
 
 

@@ -1,1 +1,1 @@
-"""The paper's mathematics on [sequence, token] values."""
+"""The objective's mathematics."""

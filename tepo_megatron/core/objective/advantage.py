@@ -57,10 +57,10 @@ def _within_groups(
     std: _Std = "sample",
     eps: float = 0.0,
 ) -> Tensor:
-    """Returns fp64 [S]; groups of equal rewards get exactly 0.
+    """Returns fp64 [S]; exactly 0 for groups of equal rewards.
 
-    ``group`` is (R − mean) / (std + eps) (equation 1); ``no_std`` R − mean (Dr.GRPO); ``leave_one_out`` R minus the others'
-    mean (RLOO); ``divide_by_mean`` (R − mean) / mean (MaxRL).
+    ``group`` is (R − mean) / (std + eps) (equation 1); ``no_std`` R − mean; ``leave_one_out`` R minus the others' mean;
+    ``divide_by_mean`` (R − mean) / mean.
     """
     if rewards_S.ndim != 1 or rewards_S.shape != groups_S.shape:
         raise ValueError(
@@ -99,9 +99,8 @@ def _refuse(wrong_S: Tensor, rewards_S: Tensor, rule: str) -> None:
 
 
 def _gdpo(choice: GDPOAdvantage, rewards_SK: Tensor, groups_S: Tensor) -> Tensor:
-    """Returns Σ_k w_k (R_k − mean) / (std + eps), over its deviation in the batch + eps (GDPO, arXiv 2601.05242).
-
-    The paper also subtracts the batch's mean, which is 0 already.
+    """Returns Σ_k w_k (R_k − mean) / (std + eps), over its deviation in the batch + eps (arXiv 2601.05242). The batch's mean,
+    which the paper subtracts, is already 0.
     """
     if choice.weights is not None and len(choice.weights) != rewards_SK.shape[1]:
         raise ValueError(

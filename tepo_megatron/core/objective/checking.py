@@ -40,8 +40,6 @@ class _StepOutcome(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A batch and its scores, on a CPU in float64."""
-
     batch: Batch
     scores: TokenScores
 
@@ -95,7 +93,6 @@ class Step(NamedTuple):
         return self.summary([objective(scores, batch, objective.prepare(batch))])
 
     def summary(self, outputs: Sequence[ObjectiveOutput]) -> _StepOutcome:
-        """``outputs``: of the micro-batches."""
         loss = torch.stack([output.numerator / output.denominator for output in outputs]).sum()
         inputs = (self.scores.logprob, self.scores.entropy)
         gradients = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
@@ -286,7 +283,7 @@ RULES: Mapping[str, Callable[[Objective, Step, int], object]] = {
     "context-parallel ranks": _check_context_parallel,
     "padding": _check_padding,
 }
-"""Each raises ValueError for a step that breaks it; the number chooses an order and sizes."""
+"""Each raises ValueError for a step that breaks it; the number seeds orders and sizes."""
 
 
 def _compare(
@@ -317,15 +314,12 @@ def _random_steps(count: int, parts: int) -> Iterator[Step]:
 
 
 class FieldProbe:
-    """Compares configurations on a few steps, one of which any field of an objective changes."""
-
     def __init__(self, config: ObjectiveConfig, reward_parts: int = 2) -> None:
         self.config = config
         self.steps = [*_telling_steps(reward_parts)]
         self._expected = self._outcome(config)
 
     def acts(self, changed: ObjectiveConfig) -> bool:
-        """Whether ``changed`` gives another loss, gradient, metric, advantage or clip range."""
         values = self._outcome(changed)
         if len(values) != len(self._expected):
             return True
@@ -346,7 +340,7 @@ class FieldProbe:
         return values
 
     def fields(self, slot: str, section: Section) -> Iterator[tuple[str, Any, list[tuple[Any, str]]]]:
-        """Yields each field of ``objective.<slot>``, its value, and for other values "acts", "nothing" or "refused"."""
+        """Yields fields of ``objective.<slot>``, their values, and for other values "acts", "nothing" or "refused"."""
         for path, node, value in _leaves(section, type(section).model_json_schema()):
             outcomes = []
             for other in _other_values(node, value):

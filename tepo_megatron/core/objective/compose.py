@@ -86,7 +86,7 @@ def _entropy_coefficient(bonus: EntropyBonus | None, old_entropy_mean: Tensor | 
 
 
 def _covariance(logprob_T: Tensor, advantage_T: Tensor, logprob_mean: Tensor, advantage_mean: Tensor) -> Tensor:
-    """c_it = (log π_old(y_it) − mean)(A_i − mean) (docs/reference/tepo.md, equation 10)."""
+    """Equation 10 of docs/reference/tepo.md."""
     return (logprob_T - logprob_mean) * (advantage_T - advantage_mean)
 
 
@@ -99,7 +99,7 @@ def _effective_sample_share(difference_T: Tensor) -> Tensor:
 
 
 def _exact_mean(values_T: Tensor) -> Tensor:
-    """In fp64, so that equal values have an equal mean; otherwise rounding errors of c would choose tokens."""
+    """In fp64, so that equal values have an equal mean; else rounding errors of c choose tokens."""
     return values_T.double().mean().to(values_T.dtype)
 
 
@@ -225,7 +225,7 @@ class Objective:
         assert batch.old_logprobs_T is not None
 
         def inside(values_T: Tensor) -> Tensor:
-            """Outside the mask there may be NaN, and 0 · nan is nan."""
+            """Outside the mask 0 · nan would be nan."""
             return torch.where(mask_T, values_T, 0.0)
 
         reference_T = batch.reference_logprobs_T if self.needs_reference else None
@@ -297,7 +297,7 @@ def _measure(
 def _measure_clip(
     config: ObjectiveConfig, context: StepContext, values: TokenValues, gain: Surrogate
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Shares are of the tokens that have an advantage. ``ratio/sigma`` is the mean of (Σ_t δ)² / T_i; the row has its root."""
+    """Shares are of tokens with an advantage. ``ratio/sigma`` is the mean of (Σ_t δ)² / T_i; the row has its root."""
     mask_T, index_T, lengths_S = values.mask_T, values.index_T, values.lengths_S
     clipped_T = (gain.clipped_low_T | gain.clipped_high_T) & mask_T
     pushed_T = mask_T & (values.advantage_T != 0)
@@ -326,7 +326,7 @@ def _measure_clip(
 
 @torch.no_grad()
 def _count_moves(config: ObjectiveConfig, values: TokenValues, log_ratio_T: Tensor) -> Tensor | None:
-    """Returns [2, BINS]: moves towards the lower bound where A < 0, towards the upper one where A > 0, in the bounds' unit."""
+    """Returns [2, BINS]: moves towards the lower bound where A < 0, the upper where A > 0, in the bounds' unit."""
     region = config.trust_region
     if not isinstance(region, Clip):
         return None

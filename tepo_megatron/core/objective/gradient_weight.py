@@ -1,4 +1,4 @@
-"""The gradient weight of a token as a function of its ratio."""
+"""Gradient weights of tokens by their ratios."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GradientWeights:
 
 
 def gradient_weights(config: ObjectiveConfig, log_ratios_N: Tensor | None = None) -> GradientWeights:
-    """By default at log-ratios that show where a bound begins. Covariance and mismatch choose no token here."""
+    """The default log-ratios show where a bound begins. Covariance and mismatch choose no token here."""
     logs_N = _telling_log_ratios(config) if log_ratios_N is None else log_ratios_N.double()
     curves = [_push(config, logs_N, sign, fall) for sign, fall in ((1.0, 0.0), (-1.0, 0.0), (1.0, _FALL))]
     return GradientWeights(logs_N.exp(), *curves)

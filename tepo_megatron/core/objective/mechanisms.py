@@ -1,4 +1,4 @@
-"""Terms that act on chosen tokens: a penalty on them, or no gradient for them."""
+"""Terms that penalise chosen tokens, or drop their gradient."""
 
 from __future__ import annotations
 
@@ -31,10 +31,8 @@ if TYPE_CHECKING:
 
 
 class Mechanism(NamedTuple):
-    """A term with its statistics of the optimizer step."""
-
     choose: Callable[[TokenValues], Tensor | None]
-    """Returns bool [T], which must not depend on micro-batches or ranks; ``None``: every response token."""
+    """Returns bool [T], independent of micro-batches and ranks; ``None``: every response token."""
     penalty: Callable[[TokenValues], Tensor] | None = None
     """Returns [T], differentiable, also finite at other tokens."""
     detaches: bool = False
@@ -53,7 +51,7 @@ def kl_estimate(difference_T: Tensor, estimator: Literal["k1", "k2", "k3", "abs"
 
 
 def _kl_penalty(term: KLTerm, values: TokenValues) -> Tensor:
-    """``importance``: tokens are drawn from π_old, so the weight exp(δ) has a gradient (docs/reference/tepo.md, equation 8)."""
+    """``importance``: tokens are drawn from π_old, so exp(δ) has a gradient (docs/reference/tepo.md, equation 8)."""
     difference_T = values.delta_T if term.against == "old" else values.reference_delta_T
     assert difference_T is not None
     value_T = kl_estimate(difference_T, term.estimator)
@@ -71,7 +69,7 @@ def _kl_cov(term: KLCov, step: StepValues) -> Mechanism:
 
 
 def _kl_mask(term: KLMask, step: StepValues) -> Mechanism:
-    """Penalises A > 0 with falling entropy (docs/reference/tepo.md, equations 6 and 7)."""
+    """Penalises A > 0 with falling entropy (docs/reference/tepo.md, equations 6, 7)."""
     tolerance = entropy_tolerance(term, step.entropy_noise)
     return Mechanism(
         lambda values: (values.advantage_T > 0) & entropy_falls(term, tolerance, values), partial(_kl_penalty, term)
@@ -79,12 +77,12 @@ def _kl_mask(term: KLMask, step: StepValues) -> Mechanism:
 
 
 def entropy_tolerance(term: KLMask, noise: float) -> float:
-    """Returns the nats by which a measured entropy must fall: for ``auto`` twice the noise, and above the rounding of fp32."""
+    """Returns the nats that a measured entropy must fall: ``auto`` is twice the noise, above fp32 rounding."""
     return max(1e-5, 2 * noise) if term.tolerance == "auto" else term.tolerance
 
 
 def entropy_falls(term: KLMask, tolerance: float, values: TokenValues) -> Tensor:
-    """Returns bool [T]. Without ``tolerance`` the rounding of a second forward pass would count as falling."""
+    """Returns bool [T]. Without ``tolerance`` a second forward's rounding would count."""
     if term.falling == "covariance":
         return values.covariance_T > 0
     if term.falling == "first_order":
@@ -100,7 +98,6 @@ def entropy_falls(term: KLMask, tolerance: float, values: TokenValues) -> Tensor
 
 
 def _clip_cov(region: TrustRegion, step: StepValues) -> Mechanism | None:
-    """Draws the candidates with the lowest tickets."""
     if not isinstance(region, ClipCov):
         return None
 
@@ -123,7 +120,7 @@ def _token_count(fraction: float, of: Tensor) -> int:
 
 
 def _tickets(logprob_T: Tensor, advantage_T: Tensor, labels_T: Tensor) -> Tensor:
-    """Hashes to int64 in [0, 2³²): the draw does not depend on order, micro-batches, ranks or a resume."""
+    """Hashes to int64 in [0, 2³²): draws do not depend on order, micro-batches, ranks or a resume."""
     hashed_T = torch.zeros_like(labels_T)
     for part_T in (labels_T, logprob_T.float().view(torch.int32).long(), advantage_T.float().view(torch.int32).long()):
         hashed_T = (hashed_T ^ part_T) & 0xFFFFFFFF
@@ -147,7 +144,6 @@ def _rejection(term: Rejection, step: StepValues) -> Mechanism:
 
 
 def _opsm(term: OffPolicySequenceMask, step: StepValues) -> Mechanism:
-    """Chooses A < 0 with a mean of log π_old − log π_θ above ``delta``."""
     del step
 
     def choose(values: TokenValues) -> Tensor:
@@ -158,7 +154,7 @@ def _opsm(term: OffPolicySequenceMask, step: StepValues) -> Mechanism:
 
 
 def _m2po(term: SecondMomentMask, step: StepValues) -> Mechanism:
-    """Chooses the largest squares, the fewest whose exclusion brings the others' mean to the threshold."""
+    """Chooses the fewest largest squares without which the mean reaches the threshold."""
     ordered_R = (step.mismatch_R**2).sort().values
     means_R = ordered_R.double().cumsum(0) / torch.arange(1, ordered_R.numel() + 1, device=ordered_R.device)
     over_R = means_R > term.threshold  # means of ever larger values only grow, so this is a tail
@@ -192,7 +188,7 @@ MECHANISMS: Mapping[str, Callable[[Any, StepValues], Mechanism | None]] = {
     "mask": _custom_mask,
     "penalty": _custom_penalty,
 }
-"""By field of the objective, whose section each gets; no collective. Penalties are added in this order: add new ones last."""
+"""By field of the objective, whose section is the argument; no collective. Penalties add in this order: append new ones."""
 
 
 def prepare_mechanisms(config: ObjectiveConfig, step: StepValues) -> tuple[Mechanism, ...]:
@@ -201,7 +197,7 @@ def prepare_mechanisms(config: ObjectiveConfig, step: StepValues) -> tuple[Mecha
 
 
 def apply_mechanisms(mechanisms: Sequence[Mechanism], values: TokenValues) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Returns chosen tokens, tokens without gradient (bool [T]), and the penalties' sum."""
+    """Returns chosen tokens, tokens without gradient (bool [T]), and summed penalties."""
     chosen_T, detached_T = torch.zeros_like(values.mask_T), None
     penalty_T = torch.zeros_like(values.delta_T)
     for mechanism in mechanisms:

@@ -24,7 +24,6 @@ def sequence_sum(values_T: Tensor, sequence_index_T: Tensor, num_sequences: int)
 
 
 def _prefix_sum(values_T: Tensor, sequence_index_T: Tensor) -> Tensor:
-    """Returns fp64 sums over a sequence's tokens up to this one."""
     values_T = values_T.double()
     sums_T = values_T.cumsum(0)
     is_first_T = torch.ones_like(sequence_index_T, dtype=torch.bool)
@@ -34,7 +33,7 @@ def _prefix_sum(values_T: Tensor, sequence_index_T: Tensor) -> Tensor:
 
 
 def length_factor(ratio: Ratio, values: TokenValues) -> Tensor:
-    """Returns the spread of a log-ratio relative to an independent token's: √n of a product of n ratios, 1/√n of a mean."""
+    """Returns a log-ratio's spread relative to an independent token's: √n for a product of n ratios, 1/√n for a mean."""
     lengths_S = values.lengths_S
     if isinstance(ratio, OwnRatio) or ratio.kind == "token":
         return torch.ones_like(values.mask_T, dtype=lengths_S.dtype)
@@ -55,9 +54,8 @@ def over_sequence(values_T: Tensor, level: Level, values: TokenValues) -> Tensor
 def policy_log_ratio(ratio: BuiltinRatio, delta_T: Tensor, values: TokenValues) -> Tensor:
     """``delta_T``: δ, 0 outside the mask, perhaps bounded.
 
-    ``sequence``: log s_i = Σ_t δ_it / T_i (equation 3), or Σ_t δ_it un-normalised.
-    ``sequence_token``: sg[log s_i] + δ_it − sg[δ_it] (equation 4); ``prefix``: the same with the sum up to t.
-    ``power_mean``: log (Σ_t exp(p δ_it) / T_i)^(1/p).
+    ``sequence``: log s_i = Σ_t δ_it / T_i (equation 3), or Σ_t δ_it un-normalised. ``sequence_token``: sg[log s_i] + δ_it −
+    sg[δ_it] (equation 4); ``prefix``: the same up to t. ``power_mean``: log (Σ_t exp(p δ_it) / T_i)^(1/p).
     """
     if ratio.kind == "token":
         return delta_T
@@ -76,7 +74,7 @@ def policy_log_ratio(ratio: BuiltinRatio, delta_T: Tensor, values: TokenValues) 
 
 
 def _log_power_mean(p: float, delta_T: Tensor, values: TokenValues) -> Tensor:
-    """Dividing by the geometric mean keeps it exact near p = 0. fp32 would overflow in exp(p δ)."""
+    """Dividing by the geometric mean is exact near p = 0. fp32 would overflow in exp(p δ)."""
     mean_T = over_sequence(delta_T, "geometric", values)
     if abs(p) < 1e-100:  # 1 / p overflows in the gradient, and p changes no digit
         return mean_T
@@ -87,7 +85,7 @@ def _log_power_mean(p: float, delta_T: Tensor, values: TokenValues) -> Tensor:
 
 
 def sampler_weights(correction: Mismatch, values: TokenValues) -> Tensor:
-    """Returns π_old / π_sampler, at most ``cap`` (truncated importance sampling) or 0 outside [low, high] (IcePop)."""
+    """Returns π_old / π_sampler, at most ``cap`` or 0 outside [low, high]."""
     if isinstance(correction, OwnMismatch):
         weights_T = correction.importance_weights(values)
         return check_custom(correction, weights_T, "importance_weights", values.delta_T).detach()

@@ -1,4 +1,4 @@
-"""Trust regions of the ratio (docs/reference/tepo.md)."""
+"""Trust regions (docs/reference/tepo.md)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _clipped(
 
 
 def _binary_kl(from_logprob_T: Tensor, to_logprob_T: Tensor) -> Tensor:
-    """The KL of (q, 1 − q) from (p, 1 − p); finite also if rounding gives p ≥ 1."""
+    """KL of (q, 1 − q) from (p, 1 − p); finite also if rounding gives p ≥ 1."""
     tiny = torch.finfo(from_logprob_T.dtype).eps
     rest_from_T, rest_to_T = (-torch.expm1(logprob_T).clamp(max=-tiny) for logprob_T in (from_logprob_T, to_logprob_T))
     within_T = from_logprob_T.exp() * (from_logprob_T - to_logprob_T)
@@ -86,7 +86,7 @@ def surrogate(
     bounded: _Bounded,
     clip_range: tuple[float, float] | None = None,
 ) -> Surrogate:
-    """``detached_T``: tokens that lose their gradient, not their value. ``clip_range``: the last step's quantiles."""
+    """``detached_T``: tokens that lose only their gradient. ``clip_range``: the last step's quantiles."""
     region = config.trust_region
     if isinstance(region, OwnTrustRegion):
         return _custom_surrogate(region, ratio_T, values, detached_T)
@@ -132,9 +132,9 @@ def _custom_surrogate(region: OwnTrustRegion, ratio_T: Tensor, values: TokenValu
 
 
 def next_clip_range(region: TrustRegion, moves: Tensor, current: tuple[float, float] | None) -> tuple[float, float] | None:
-    """Returns (low, high) for ``auto`` bounds; None if the region has none.
+    """Returns (low, high) for ``auto`` bounds; None if there are none.
 
-    ``moves``: `ObjectiveOutput.moves`, summed over a step. A side without a spread keeps its bound, ``current``.
+    ``moves``: `ObjectiveOutput.moves`, summed over a step. A side without a spread keeps ``current``.
     """
     if not isinstance(region, Clip) or not region.is_auto:
         return None

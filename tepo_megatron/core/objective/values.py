@@ -1,4 +1,4 @@
-"""The inputs of the objective's terms, and checks of values from outside.
+"""Inputs of the objective's terms, and checks of values from outside.
 
 The covariance is c_it = (log π_old(y_it) − mean)(A_i − mean) (docs/reference/tepo.md, equation 10).
 """
@@ -64,7 +64,7 @@ class TokenValues:
 
 
 def check_token_values(values_by_name: Mapping[str, Tensor | None], batch: Batch) -> None:
-    """Raises ValueError unless each has a finite value for every response token."""
+    """Raises ValueError unless all are finite for every response token."""
     shape = tuple(batch.tokens_T.shape)
     if batch.loss_mask_T.shape != shape:
         raise ValueError(
@@ -86,7 +86,7 @@ def check_token_values(values_by_name: Mapping[str, Tensor | None], batch: Batch
 
 
 def check_custom(kind: CustomKind, result: Any, method: str, like: Tensor, unit: str = "token") -> Tensor:
-    """Raises ValueError unless ``result`` has the shape and kind of ``like``."""
+    """Raises ValueError unless ``result`` has ``like``'s shape and kind."""
     name = f"objective.{kind.slot} {kind.kind!r}: {type(kind).__name__}.{method}"
     if not isinstance(result, Tensor):
         raise ValueError(f"{name} gave {type(result).__name__}; give a tensor with one value per {unit}")

@@ -1,4 +1,4 @@
-"""Log-prob and entropy of logits that are sharded over the vocabulary."""
+"""Log-prob and entropy of sharded logits."""
 
 from tepo_megatron.core.scores.fused_linear import fused_linear_logprob_and_entropy, logprob_and_entropy
 

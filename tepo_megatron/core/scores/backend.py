@@ -1,4 +1,4 @@
-"""Chooses the implementation of the two passes over a shard of logits."""
+"""Chooses the implementation of the passes over logits."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _IN_CPP = RowSweeps(native.forward, native.backward)
 
 
 class Backend(Protocol):
-    """The two passes over one shard [T, Vp]. No collective."""
+    """The passes over a shard [T, Vp]. No collective."""
 
     def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
-        """Writes the statistics of `combine` into a contiguous [R, K], fp32 (fp64 for fp64)."""
+        """Writes the statistics of `combine` into contiguous [R, K], fp32 (fp64 for fp64)."""
 
     def gradient(self, logits_TVp: Tensor, scoring: Scoring, scores: RowScores, gradients: Gradients, out_TVp: Tensor) -> None:
         """Writes all of ``out_TVp``, zeros for padding and masked rows. It may be the logits or have another dtype."""

@@ -1,4 +1,4 @@
-"""Scores of sharded logits, or of hidden states and a shard of the head."""
+"""Scores of sharded logits, or of hidden states and a head's shard."""
 
 from __future__ import annotations
 
@@ -143,7 +143,6 @@ class _FusedLinear(torch.autograd.Function):
 
 
 def _scores_of(ctx: Any, scoring: Scoring, stats_RK: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The end of a forward pass; the backward pass gets ``saved`` and the fields of `RowScores`."""
     rows, slope_R = combine(stats_RK, scoring.rows_R, scoring.temperature, scoring.tp_group)
     ctx.scoring = scoring
     ctx.set_materialize_grads(False)  # a score that the loss does not use has gradient None, and costs nothing
@@ -181,7 +180,7 @@ def _add_gradients(
 
 
 def _placeholder(parameter: Any) -> Tensor | None:
-    """DDP's hook expects a gradient; without one, autograd runs it in another thread on a GPU. A tied weight needs the hook."""
+    """DDP's hook expects a gradient; without, autograd runs it in another thread on a GPU. A tied weight needs the hook."""
     parameter.grad_added_to_main_grad = True
     return None if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like(parameter)
 
@@ -189,7 +188,7 @@ def _placeholder(parameter: Any) -> Tensor | None:
 def _chunks(
     hidden_RH: Tensor, weight_VpH: Tensor, scoring: Scoring, *, gradient: bool = False
 ) -> Iterator[tuple[slice, Scoring, Tensor, Tensor]]:
-    """Yields buffers for a chunk's logits and for their gradient, in the factors' dtype: the same one if the dtypes are."""
+    """Yields buffers for a chunk's logits and their gradient, in the factors' dtype: the same if the dtypes are."""
     width, dtype = weight_VpH.shape[0], compute_dtype(hidden_RH.dtype)
     apart = gradient and dtype != hidden_RH.dtype
     budget = _CHUNK_BYTES.get(hidden_RH.device.type, _CHUNK_BYTES_ACCELERATOR)

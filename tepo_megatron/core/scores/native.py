@@ -1,4 +1,4 @@
-"""Sweeps on a CPU in C++, compiled on first use and kept in the user's cache folder."""
+"""Sweeps on a CPU in C++, compiled on first use into the user's cache folder."""
 
 from __future__ import annotations
 
@@ -68,7 +68,6 @@ def backward(logits_TV: Tensor, scoring: Scoring, scores: RowScores, gradients: 
 def _call(
     name: str, types: tuple[type, ...], logits_TV: Tensor, scoring: Scoring, rest: Callable[[slice], tuple[float, ...]]
 ) -> None:
-    """Calls the function once per thread; ``rest`` gives the arguments behind those for the logits."""
     function = getattr(_library(), name)
     function.argtypes, function.restype = types, None
     logits_TV = logits_TV if logits_TV.stride(1) == 1 else logits_TV.contiguous()

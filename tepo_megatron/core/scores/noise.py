@@ -1,4 +1,4 @@
-"""The noise between scores before and after an update that only rounds the weights again."""
+"""The noise of scores under an update that only rounds the weights again."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 @contextmanager
 def rerounded(weights: Iterable[Tensor], seed: int = 0) -> Iterator[None]:
-    """Rounds ``weights`` again, in place, and restores every bit at the end; ``seed`` must be the same on all ranks.
+    """Rounds ``weights`` again, in place, and restores every bit at the end; ``seed`` must be equal on all ranks.
 
-    A weight stands for masters within half a unit in the last place (ulp). An update with a learning rate near 0 moves a master
-    by little, and the weight by a whole ulp or not at all. With masters evenly spread and one more ulp of spread, a quarter of
-    the weights move, up as often as down.
+    A weight stands for masters within half a unit in the last place (ulp). A tiny update moves it by a whole ulp or not at all:
+    with masters evenly spread and one more ulp of spread, a quarter of the weights, up as often as down.
     """
     held = [weight.detach().view(_BITS[weight.element_size()]).view(-1) for weight in weights]
     _flip(held, seed)
@@ -32,7 +31,7 @@ def rerounded(weights: Iterable[Tensor], seed: int = 0) -> Iterator[None]:
 
 
 def _flip(held: Sequence[Tensor], seed: int) -> None:
-    """Flips the last bit of a quarter of the numbers, which is one ulp up or down; twice is not at all."""
+    """Flips the last bit of a quarter of the numbers; twice restores them."""
     generators: dict[torch.device, torch.Generator] = {}
     for bits in held:
         if bits.device not in generators:
@@ -44,7 +43,7 @@ def _flip(held: Sequence[Tensor], seed: int) -> None:
 
 
 def noise_quantiles(first: TokenScores, second: TokenScores, batch: Batch) -> dict[str, float]:
-    """Returns quantiles of differences: entropies (nats), token ratios and sequence ratios, as ``entropy/noise/p99`` etc."""
+    """Returns quantiles of differences: entropies (nats), token and sequence ratios, as ``entropy/noise/p99`` etc."""
     mask_T, index_T = batch.loss_mask_T, batch.sequence_index_T
     delta_T = torch.where(mask_T, second.logprob - first.logprob, 0.0).double()
     sums_S = delta_T.new_zeros(2, batch.num_sequences).index_add_(1, index_T, torch.stack([delta_T, mask_T.double()]))

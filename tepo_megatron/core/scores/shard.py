@@ -1,9 +1,9 @@
-"""A rank's columns of the vocabulary, the rows to score, and the merge of the shards' statistics.
+"""A rank's columns of the vocabulary, the rows to score, and the merge of shards' statistics.
 
 T tokens, R scored tokens, V true vocabulary, Vp columns per rank with padding.
 
-K = 4 statistics per row: m = max x, Σ e^t, Σ e^t·t, x of the label (0 if another shard has it), with t = (x − m)/temperature.
-The slope of the entropy adds Σ e^2t and Σ e^2t·t: K = 6.
+K = 4 statistics per row: m = max x, Σ e^t, Σ e^t·t, x of the label (0 if elsewhere), with t = (x − m)/temperature. The
+entropy's slope adds Σ e^2t and Σ e^2t·t: K = 6.
 """
 
 from __future__ import annotations
@@ -55,13 +55,12 @@ class Scoring:
         return values_T if self.rows_R is None else values_T[self.rows_R]
 
     def to_tokens(self, values_R: Tensor) -> Tensor:
-        """0 at tokens that are not scored."""
+        """Unscored tokens get 0."""
         if self.rows_R is None:
             return values_R
         return values_R.new_zeros(self.tokens, *values_R.shape[1:]).index_copy_(0, self.rows_R, values_R)
 
     def chunk(self, index: slice) -> Scoring:
-        """Of these scored rows alone."""
         kept = None if self.kept_tokens is None else _KeptColumns(*(values_RK[index] for values_RK in self.kept_tokens))
         labels = LocalLabels(*(values_R[index] for values_R in self.labels))
         return replace(self, tokens=index.stop - index.start, rows_R=None, labels=labels, kept_tokens=kept)
@@ -79,7 +78,7 @@ def plan_scoring(
     entropy_slope: bool,
     kept_TK: Tensor | None = None,
 ) -> Scoring:
-    """``width``: columns of the shard with padding. Raises ValueError."""
+    """``width``: the shard's columns with padding. Raises ValueError."""
     rank, world = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
     vocab_size = width * world if vocab_size is None else vocab_size
     if not 0 < vocab_size <= width * world:
@@ -166,7 +165,7 @@ class RowScores(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """By scores, of tokens or of scored rows. None: the loss does not use the score."""
+    """Of tokens or scored rows. None: the loss does not use the score."""
 
     logprob: Tensor | None
     entropy: Tensor | None

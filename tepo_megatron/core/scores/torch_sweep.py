@@ -1,4 +1,4 @@
-"""Sweeps over a shard of logits in torch, in chunks of rows that fit the cache.
+"""Sweeps over logits in torch, in chunks that fit the cache.
 
 T rows, R scored ones, c rows of a chunk, V ≥ 1 columns without padding.
 """
@@ -81,7 +81,7 @@ def _exponents(source_cV: Tensor, max_c1: Tensor, temperature: float, out_cV: Te
 
 
 def _chunks(logits_TV: Tensor, rows_R: Tensor | None) -> Iterator[tuple[slice, slice | Tensor, Tensor, Tensor]]:
-    """Yields places among the scored rows, places in the logits, the logits as they are computed with, and work [2, c, V]."""
+    """Yields places among scored rows and in the logits, logits to compute with, and work [2, c, V]."""
     tokens, columns = logits_TV.shape
     dtype, count = compute_dtype(logits_TV.dtype), tokens if rows_R is None else rows_R.numel()
     budget = _WORKSPACE_BYTES.get(logits_TV.device.type, _WORKSPACE_BYTES_ACCELERATOR)
@@ -130,7 +130,7 @@ IN_TORCH = RowSweeps(forward, backward)
 
 
 class KeptTokens:
-    """Scores a sampler's kept tokens: rows [R, 1 + K], label first, −inf for columns of another shard."""
+    """Scores kept tokens: rows [R, 1 + K], label first, −inf for columns elsewhere."""
 
     def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
         if not scoring.count:

@@ -1,7 +1,7 @@
-"""Triton kernels for the two passes over a shard of logits.
+"""Triton kernels for the passes over logits.
 
-A program takes a row, or a part of one if rows are few. A thread loads VECTOR neighbours with one instruction (16 bytes), and
-merges its sums with others once, at the end.
+A program takes a row, or a part if rows are few. A thread loads VECTOR neighbours at once (16 bytes), and merges its sums at
+the end.
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ def _at(row: tl.tensor, columns: tl.tensor, stride: int) -> tl.tensor:
 
 @triton.jit
 def _exponents(x: tl.tensor, highest: tl.tensor, to_log2: float) -> tl.tensor:
-    """In units of log 2. Subtracting first keeps large offsets exact."""
     return tl.maximum((x - highest) * to_log2, _FAR_BELOW, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _add_tile(x: tl.tensor, sums: tl.tuple, to_log2: float, SQUARES: tl.constexpr) -> tl.tuple:
-    """Updates maxima, Σ e^t and Σ e^t·t [THREADS], t in units of log 2."""
     highest, total, weighted, square, weighted_square = sums
     higher = tl.maximum(highest, tl.max(tl.max(x, 2), 0))
     t = _exponents(x, higher[None, :, None], to_log2)
@@ -75,7 +73,7 @@ def statistics_kernel(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> None:
-    """Program (r, j) writes statistics of part j of the r-th scored row to ``parts`` [J, R, STATISTICS]."""
+    """Program (r, j) writes statistics of part j of scored row r to ``parts`` [J, R, STATISTICS]."""
     TILE: tl.constexpr = VECTORS * THREADS * VECTOR
     SQUARES: tl.constexpr = STATISTICS == 6
     r, part = tl.program_id(0), tl.program_id(1)

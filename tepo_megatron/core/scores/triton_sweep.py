@@ -1,4 +1,4 @@
-"""Launches `triton_kernels`. No atomics and no tuning: the same input gives the same bits."""
+"""Launches `triton_kernels`. Without atomics and tuning, equal inputs give equal bits."""
 
 from __future__ import annotations
 

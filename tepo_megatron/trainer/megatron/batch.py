@@ -1,6 +1,6 @@
-"""Sends batches to every rank, and divides padded micro-batches over context-parallel ranks.
+"""Sends batches to every rank, and divides micro-batches over context-parallel ranks.
 
-Each sequence has 2 · cp equal chunks; rank r computes chunks r and 2 cp − 1 − r, as Transformer Engine does for ``thd``.
+A sequence has 2 · cp equal chunks; rank r computes chunks r and 2 cp − 1 − r, as Transformer Engine for ``thd``.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ def broadcast(batch: Batch | None, device: torch.device) -> Batch:
 
 
 def _pad(batch: Batch, num_tokens: int, cp: int) -> Batch:
-    """Makes lengths multiples of 2 · cp, and adds beginnings of the longest sequence.
-
-    Padding must not set a tensor's largest value, by which FP8 may scale.
+    """Makes lengths multiples of 2 · cp, with beginnings of the longest sequence: padding must not set a tensor's largest
+    value, by which FP8 may scale.
     """
     lengths_S, multiple = batch.lengths_S, _sequence_multiple(cp)
     padded_S = (lengths_S + multiple - 1) // multiple * multiple
@@ -104,7 +103,7 @@ def rank_order(cu_seqlens: Tensor, cp: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Share:
-    """The t = T/cp tokens that this rank computes."""
+    """The t = T/cp tokens of this rank."""
 
     micro: Batch
 
@@ -122,7 +121,7 @@ class Share:
     kept_tK: Tensor | None = None  # int32: tokens that could have been drawn, −1 if fewer than K. None: all
 
     def gather(self, scores: TokenScores) -> TokenScores:
-        """Every rank of the group calls. Backward does not communicate: each rank has the whole loss."""
+        """Every rank of the group calls. Backward does not communicate: ranks have the whole loss."""
         slope = scores.entropy_slope
         return TokenScores(
             self._gather(scores.logprob),

@@ -1,6 +1,6 @@
 """Writes checkpoints, also in the background, and reads them under any parallel layout.
 
-The key ``master|model.norm.weight|0`` has the tensor's box that starts at 0.
+The key ``master|model.norm.weight|0`` has the tensor's box from 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CPU = torch.device("cpu")
 
 
 def _check(folder: Path, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Each rank reads a part of the files. All ranks call, and all raise the same DamagedCheckpoint."""
+    """All ranks call, read a part, and raise the same DamagedCheckpoint."""
     # Rank 0 alone lists the files: a thousand ranks asking for a thousand files each would overload a file system.
     state: dict[str, Any] = {}
     problems: Sequence[str] = []
@@ -62,7 +62,7 @@ def _check(folder: Path, group: dist.ProcessGroup | None) -> dict[str, Any]:
 
 
 def _load(folder: Path, *, policy: Policy, layout: ShardLayout, updates: int) -> int:
-    """Returns the bytes that this rank read. Every rank calls. Raises ValueError if a tensor is missing."""
+    """Returns the bytes read here. Every rank calls. Raises ValueError if a tensor is missing."""
     stored = {kind: StoredWeights.open_boxes(folder, kind) for kind in STATES}
     states = OptimizerStates(policy.optimizer)
     by_param = _shards_by_param(layout.shards)
@@ -117,7 +117,7 @@ def _state_boxes(policy: Policy, shards: Sequence[Shard]) -> Iterator[tuple[str,
 
 
 def _local_parts(flat: Tensor, local: slice, param: Tensor, shards: Iterable[Shard]) -> Iterator[tuple[str, Box, Tensor]]:
-    """Yields (tensor, its box, the view of it). ``flat``: values of the elements ``local`` of the flat parameter."""
+    """Yields (tensor, its box, a view). ``flat``: elements ``local`` of the flat parameter."""
     pieces = list(Box.of_range(tuple(param.shape), local.start, local.stop))
     views = flat.split([piece.numel for piece in pieces])
     for shard in shards:
@@ -136,9 +136,9 @@ def _shards_by_param(shards: Iterable[Shard]) -> dict[str, list[Shard]]:
 
 
 class _Saving:
-    """Every rank calls the methods in the same order; all raise the same RuntimeError if any rank cannot write.
+    """Every rank calls in the same order; all raise the same RuntimeError if any cannot write.
 
-    ``group`` works on the host. ``background`` copies this rank's states to the host (12 bytes per parameter).
+    ``group`` works on the host. ``background`` copies local states to the host (12 bytes per parameter).
     """
 
     def __init__(
@@ -173,7 +173,6 @@ class _Saving:
         return all(all_gather_json(done, device=_CPU, group=self._group))
 
     def finish(self) -> SavedCheckpoint:
-        """Every rank calls."""
         began = time.monotonic()
         if self._thread is None:
             self._write()
@@ -226,7 +225,7 @@ class _Saving:
         self._end_if_any(all_gather_json(error, device=_CPU, group=self._group))
 
     def _end_if_any(self, errors: list[str | None]) -> None:
-        """Ranks exchange errors after each part, so that none waits for a rank with a failing file system."""
+        """Ranks exchange errors after each part, so that none waits for one with a failing file system."""
         failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
         if not failed:
             return

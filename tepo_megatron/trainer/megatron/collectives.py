@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch 
 
 
 def broadcast_json(value: Any, *, source: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
-    """Returns ``source``'s value as JSON returns it; floats are exact. Every rank calls."""
+    """Returns ``source``'s value as JSON, with exact floats. Every rank calls."""
     if dist.get_world_size() == 1:
         return json.loads(json.dumps(value))
     data = json.dumps(value).encode() if dist.get_rank() == source else b""
@@ -29,7 +29,7 @@ def broadcast_json(value: Any, *, source: int, device: torch.device, group: dist
 
 
 def all_gather_json(value: Any, *, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Returns the values by rank. Every rank of the group calls."""
+    """Returns values by rank. Every rank of the group calls."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([data.numel()], device=device), group=group)
@@ -43,7 +43,7 @@ def all_gather_json(value: Any, *, device: torch.device, group: dist.ProcessGrou
 
 @contextmanager
 def objects_as_json(device: torch.device) -> Iterator[None]:
-    """Makes ``torch.distributed.all_gather_object``, which Megatron's optimizers call, send JSON."""
+    """Makes ``torch.distributed.all_gather_object``, for Megatron's optimizers, send JSON."""
     original = dist.all_gather_object
 
     def gather(object_list: list[Any], obj: list[Any], group: dist.ProcessGroup | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Implements the trainer on Megatron-Core."""
+"""Implements the trainer."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ class Engine:
     # -- the ranks -------------------------------------------------------------------------------------------------------
 
     def broadcast_from_root(self, value: T) -> T:
-        """The other ranks wait on the host, so that a server can use their GPUs."""
+        """Other ranks wait on the host, so that a server can use their GPUs."""
         with contextlib.nullcontext() if self.ranks.rank == 0 else self.heartbeat.waiting("rank 0"):
             self.root_signal.pass_on()
         return broadcast_json(value, source=0, device=torch.device("cpu"), group=self.host_group)
@@ -268,7 +268,7 @@ class Engine:
 
 
 def _check_same_plugins(config: RunConfig, device: torch.device) -> None:
-    """Every rank calls; all raise ValueError if their plugins' bytes differ."""
+    """Every rank calls; all raise ValueError if plugins' bytes differ."""
     if not config.objective.plugins:  # the configuration is the same on every rank
         return
     everyone = all_gather_json([socket.gethostname(), plugin_digests(config)], device=device)

@@ -1,4 +1,4 @@
-"""Runs a batch through Megatron's schedule; scores tokens, and measures the scores' rounding noise."""
+"""Runs a batch through Megatron's schedule, for scores and their rounding noise."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ class Forward:
         *,
         train: bool,
     ) -> list[dict[str, Any]]:
-        """Every rank calls. Returns what ``loss`` kept of each micro-batch, on the last pipeline stage.
+        """Every rank calls. Returns ``loss``'s values of each micro-batch, on the last pipeline stage.
 
-        After a NotFiniteError the micro-batch's loss is NaN and its values have the reason under ``NOT_FINITE``.
+        After a NotFiniteError a micro-batch's loss is NaN and its values have the reason as ``NOT_FINITE``.
         """
         members = [batch.select(sequences) for sequences in micro_batches]
         tokens = [padded_tokens(micro.lengths_S.tolist(), self.ranks.cp) for micro in members]
@@ -158,7 +158,7 @@ class Forward:
         )
 
     def score(self, chunks: Sequence[torch.nn.Module], batch: Batch) -> TokenScores:
-        """Returns float32, detached, 0 outside the loss mask. Every rank calls; all raise the same NotFiniteError."""
+        """Returns float32, detached, 0 outside the mask. Every rank calls; all raise the same NotFiniteError."""
         micro_batches = self.micro_batches(batch)
 
         def keep(scores: TokenScores, micro: Batch) -> tuple[Tensor, dict[str, Any]]:
@@ -180,7 +180,7 @@ class Forward:
     def measure_noise(self, chunks: Sequence[torch.nn.Module], batch: Batch, sequences: int) -> dict[str, float]:
         """Returns `noise_quantiles` of a few sequences in the same micro-batches before and after `rerounded`.
 
-        Every rank calls. Weights in FP8 stay: their neighbours are too far apart, and activations are rounded again anyway.
+        Every rank calls. FP8 weights stay: their neighbours are too far apart.
         """
         group = self.ranks.dp * self.ranks.micro_batch_group
         count = max(min(sequences, batch.num_sequences) // group, 1) * group
@@ -194,7 +194,7 @@ class Forward:
     def on_every_rank(self, places: Sequence[Tensor], values_of: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
         """Returns float32 [n, tokens], 0 where missing. Every rank calls.
 
-        ``places``: positions of this rank's tokens; ``values_of``: [n, t], empty except on the last pipeline stage.
+        ``places``: positions of local tokens; ``values_of``: [n, t], empty except on the last pipeline stage.
         """
         result = torch.zeros(shape, device=self.platform.device)
         # Tensor- and context-parallel ranks have the same values; of the pipeline only the last stage has some.

@@ -1,4 +1,4 @@
-"""Finds GPU software and hardware without importing packages or starting CUDA; checks what they and the trainer can do."""
+"""Finds GPU software and hardware without imports or CUDA, and checks their abilities."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Packages:
 
     @property
     def adam(self) -> tuple[str, str]:
-        """Returns (package, reason). Megatron-Core tries Transformer Engine's Adam, then apex', then torch's."""
+        """Returns (package, reason). Megatron-Core tries Transformer Engine's, apex', then torch's."""
         if self.te is not None:
             return "Transformer Engine's", "it is installed"
         if self.apex:
@@ -53,9 +53,9 @@ _BLACKWELL = (10, 0)
 
 
 def prepare_process(config: RunConfig) -> None:
-    """Sets variables. Call before CUDA starts and before any NCCL. Values that are set stay.
+    """Sets unset variables. Call before CUDA and NCCL start.
 
-    Megatron wants ``CUDA_DEVICE_MAX_CONNECTIONS=1`` for tensor and context parallelism on GPUs before Blackwell.
+    Megatron wants ``CUDA_DEVICE_MAX_CONNECTIONS=1`` for tensor and context parallelism before Blackwell.
     """
     parallel, interface = config.engine.parallel, config.rollout.server.interface
     if interface is not None:
@@ -93,7 +93,7 @@ def check_config(config: RunConfig, spec: ModelSpec, *, on_gpu: bool) -> None:
 
 
 def check_states(config: OptimizerConfig, *, on_gpu: bool) -> None:
-    """Raises ValueError if no package here has states in fewer bits."""
+    """Raises ValueError if no package here has smaller states."""
     if not config.precision_aware:
         return
     field = config.reduced_fields[0]

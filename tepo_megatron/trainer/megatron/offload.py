@@ -1,7 +1,4 @@
-"""Moves the trainer's memory to the host and back, on GPUs that it shares with servers.
-
-Whole storages move, so that views stay valid.
-"""
+"""Moves the trainer's memory to the host and back on GPUs shared with servers, by whole storages: views stay valid."""
 
 from __future__ import annotations
 
@@ -61,7 +58,7 @@ class OffloadedStorages:
 
 
 class Offloader:
-    """Every rank calls the methods in the same order. ``frozen`` models count as optimizer state."""
+    """Every rank calls in the same order. ``frozen`` models count as optimizer state."""
 
     def __init__(
         self, policy: Policy, device: torch.device, barrier: Callable[[], None], frozen: Iterable[torch.nn.Module] = ()
@@ -74,7 +71,7 @@ class Offloader:
         self.most_offloaded = 0  # bytes
 
     def keep(self, *parts: Part) -> None:
-        """Every rank calls. Nothing is onloaded before all ranks have called; on return all have offloaded."""
+        """Nothing is onloaded before all ranks have called; on return all have offloaded."""
         coming, leaving = {*parts} - self._on_device, self._on_device - {*parts}
         self._on_device = {*parts}
         if "gradients" in leaving:

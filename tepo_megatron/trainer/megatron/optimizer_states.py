@@ -1,4 +1,4 @@
-"""Reads and writes Adam's states as flat ranges of their parameters, whichever optimizer holds them.
+"""Reads and writes Adam's states as flat ranges of parameters, for any optimizer.
 
 Adam's groups have the fp32 master; or the weight, with its master or 16 remaining bits in Adam (precision-aware), or a copy in
 another Adam on the host (hybrid).
@@ -29,18 +29,15 @@ def is_parallel_expert(param: torch.nn.Parameter) -> bool:
 
 
 class OptimizerStates:
-    """What a Megatron optimizer holds of its parameters on this rank."""
-
     def __init__(self, optimizer: MegatronOptimizer) -> None:
         self._inner = inner_optimizers(optimizer)
         self.distributed = isinstance(self._inner[0], DistributedOptimizer)
 
     def range_of(self, param: torch.nn.Parameter) -> slice:
-        """Returns the local range of the flat parameter."""
         return self._held(param)[2]
 
     def collect(self, params: Mapping[str, torch.nn.Parameter]) -> Iterator[tuple[str, str, Tensor]]:
-        """Yields (parameter, state, fp32 [elements of the local range])."""
+        """Yields (parameter, state, fp32 [local elements])."""
         for name, param in params.items():
             adam, main, local = self._held(param)
             if local.start != local.stop:
@@ -48,7 +45,7 @@ class OptimizerStates:
                     yield name, state, _read(adam, main, state)
 
     def restore(self, param: torch.nn.Parameter, values: dict[str, Tensor], *, updates: int) -> None:
-        """Call :meth:`spread` afterwards. ``values`` are fp32 [elements of the local range]."""
+        """Call :meth:`spread` afterwards. ``values`` are fp32 [local elements]."""
         adam, main, local = self._held(param)
         if local.start != local.stop:
             _write(adam, main, values, updates=updates)
@@ -58,7 +55,7 @@ class OptimizerStates:
                     group["step"] = updates
 
     def spread(self, ddp: Sequence[DistributedDataParallel]) -> None:
-        """Copies masters into the parameters of all ranks. Every rank calls."""
+        """Copies masters into all ranks' parameters. Every rank calls."""
         for inner in self._inner:
             if not isinstance(inner, FP32Optimizer):  # its masters are the parameters
                 inner._copy_main_params_to_model_params()
@@ -73,7 +70,6 @@ class OptimizerStates:
                 main.view(-1).copy_(value.reshape(-1)[local])
 
     def _held(self, param: torch.nn.Parameter) -> tuple[Any, Tensor, slice]:
-        """Returns Adam, the tensor that it holds of the parameter, and the local range."""
         # Megatron chains an optimizer for dense weights and, under expert parallelism, another.
         optimizer = self._inner[is_parallel_expert(param) if len(self._inner) > 1 else 0]
         if isinstance(optimizer, DistributedOptimizer):
@@ -194,7 +190,7 @@ _TIE = 0x8000  # last 17 bits of an fp32 number halfway between an even and the 
 def split_remainder(master: Tensor) -> tuple[Tensor, Tensor]:
     """Splits fp32 into bfloat16 weights and int16 remainders, as Transformer Engine's Adam.
 
-    At a tie the kernel rounds up, and the remainder is that of the next fp32 number towards zero.
+    At a tie the kernel rounds up; the remainder is that of the next fp32 number towards zero.
     """
     bits = master.contiguous().view(torch.int32)
     bits = torch.where((bits & 0x1FFFF) == _TIE, bits - 1, bits)

@@ -1,4 +1,4 @@
-"""Counts the parameters of every rank's real Megatron model, without memory, GPU and world.
+"""Counts parameters of every rank's real Megatron model, without memory, GPU and world.
 
 python -m tepo_megatron.trainer.megatron.parameter_count < REQUEST.json
 
@@ -25,7 +25,7 @@ from tepo_megatron.weights.architecture import ModelSpec
 
 
 def _count_rank(spec: ModelSpec, engine: EngineConfig, platform: Platform, rank: int) -> int:
-    """Joins torch's ``fake`` world: this process must not be in a world."""
+    """Joins torch's ``fake`` world: no other may exist here."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend; torch has no public way to it
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=engine.parallel.world_size)

@@ -1,4 +1,4 @@
-"""Assigns sequences to micro-batches: as few as possible, of equal cost, equally many on every rank."""
+"""Assigns sequences to micro-batches: as few as possible, of equal cost, equally many per rank."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def partition(
 ) -> list[list[_MicroBatch]]:
     """Returns indices as ``result[data-parallel rank][micro_batch]``. Raises ValueError for too few sequences.
 
-    A sequence of L tokens costs L + L² / ``attention_length``. The k-th micro-batches of all ranks cost about the same,
-    because ranks wait for each other. ``max_tokens`` is exceeded only by a single sequence, or if there are too few sequences.
+    A sequence of L tokens costs L + L² / ``attention_length``. All ranks' k-th micro-batches cost about the same, as ranks wait
+    for each other. Only a single sequence, or too few sequences, exceed ``max_tokens``.
     """
     if len(lengths) < ranks * multiple:
         per_rank_words = (

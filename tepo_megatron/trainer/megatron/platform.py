@@ -1,6 +1,5 @@
-"""Selects CUDA with NCCL, or a CPU with gloo, and divides the world into process groups.
-
-On a CPU Megatron-Core is patched (docs/decisions/005-cpu-patches.md).
+"""Selects CUDA with NCCL, or a CPU with gloo and a patched Megatron-Core (docs/decisions/005-cpu-patches.md), and divides the
+world into groups.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Platform:
     backend: str
 
     def megatron(self) -> contextlib.AbstractContextManager[None]:
-        """Megatron's code must be called in this context."""
+        """Megatron's code must run in this context."""
         return _CudaToCpu() if self.kind == "cpu" else contextlib.nullcontext()
 
     def host_group(self, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
@@ -41,7 +40,7 @@ class Platform:
 
 
 def select_platform(config: EngineConfig) -> Platform:
-    """Sets the device, or installs the CPU patches. Raises RuntimeError if CUDA is missing."""
+    """Sets the device, or installs CPU patches. Raises RuntimeError if CUDA is missing."""
     has_gpu = torch.cuda.is_available()
     if config.platform == "cuda" and not has_gpu:
         raise RuntimeError(
@@ -92,7 +91,7 @@ def cpu_patches() -> list[_CpuPatch]:
 
 
 def _install_cpu_patches() -> None:
-    """Idempotent. Raises RuntimeError on a machine with a GPU, and for an untested Megatron-Core version."""
+    """Idempotent. Raises RuntimeError with a GPU, or an untested Megatron-Core."""
     if torch.cuda.is_available():
         raise RuntimeError(
             "engine.platform = cpu patches torch.cuda, and this machine has a GPU; hide it (CUDA_VISIBLE_DEVICES=)"
@@ -121,7 +120,7 @@ class _CudaToCpu(TorchFunctionMode):
 
 
 class _HybridOnCpu(HybridDeviceOptimizer):  # type: ignore[misc] # Megatron has no types
-    """Megatron's own looks for CUDA tensors and, with none, misses their copies."""
+    """Megatron's own looks for CUDA tensors and, without, misses their copies."""
 
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> tuple[Any, ...]:
         total = sum(param.numel() for group in self.param_groups for param in group["params"])
@@ -168,7 +167,7 @@ def collective_timeout(config: RunConfig) -> timedelta:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Numbered tp innermost, then cp, dp and pp, as in Megatron. Groups of size 1 are None."""
+    """Numbered tp innermost, then cp, dp and pp. Groups of size 1 are None."""
 
     rank: int
     world: int
@@ -194,7 +193,7 @@ class Ranks:
 
     @property
     def micro_batch_group(self) -> int:
-        """The number of micro-batches must be a multiple of this."""
+        """The number of micro-batches is a multiple of this."""
         return self.pp if self.vpp > 1 else 1
 
     @property
@@ -224,7 +223,7 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
 
 
 def split_world(config: ParallelConfig, *, gloo: bool = True, timeout: timedelta = _TIMEOUT) -> Ranks:
-    """Makes Megatron's groups of the ranks in torch's world. Every rank calls."""
+    """Makes Megatron's groups in torch's world. Every rank calls."""
     parallel_state.initialize_model_parallel(
         config.tp,
         config.pp,

@@ -39,7 +39,7 @@ class Policy:
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     params: dict[str, Any] = field(repr=False)
-    """Includes experts' biases, which are no parameters. Complete after :meth:`finish_gather`."""
+    """Includes experts' biases, not parameters. Complete after :meth:`finish_gather`."""
 
     overlaps_gather: bool = False  # then the next forward pass after a step gathers each bucket
     lora: Lora | None = None
@@ -64,12 +64,12 @@ class Policy:
 
     @property
     def expert_biases(self) -> Mapping[str, Tensor]:
-        """fp32, the same on all ranks with the layer."""
+        """fp32, equal on all ranks with the layer."""
         return {name: param for name, param in self.params.items() if not isinstance(param, torch.nn.Parameter)}
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """Returns plain tensors, with adapters merged: for one reading."""
+        """Returns plain tensors, adapters merged, for one reading."""
         return plain_weights(self.params) if self.lora is None else self.lora.merged(self.params)
 
 
@@ -232,7 +232,7 @@ def _state_options(config: OptimizerConfig, *, on_gpu: bool) -> dict[str, Any]:
 
 
 def _build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer, *, total_steps: int) -> OptimizerParamScheduler:
-    """Call its ``step`` before the optimizer's, so that the first update has a learning rate above 0."""
+    """Call its ``step`` before the optimizer's: the first update then has a learning rate above 0."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -1,4 +1,4 @@
-"""The trainer kind "megatron"; imports Megatron when it makes a trainer."""
+"""The trainer kind "megatron"; imports Megatron late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes one optimizer step. Only this file decides how losses and gradients are scaled.
+"""Makes one optimizer step. Only this file scales losses and gradients.
 
 Megatron does not divide; the objective's numerator is divided here, once, by the mini-batch's denominator.
 """
@@ -42,7 +42,7 @@ def update(
     entropy_noise: float = 0.0,
     clip_range: tuple[float, float] | None = None,
 ) -> UpdateResult:
-    """Every rank calls. If any rank's loss, gradient or gradient norm is not finite, no rank makes the step."""
+    """Every rank calls. If any loss, gradient or norm is not finite, no rank steps."""
     optimizer = policy.optimizer
     try:
         context = objective.prepare(batch, entropy_noise=entropy_noise, clip_range=clip_range)
@@ -115,15 +115,15 @@ def _reduce(
 _MOST_NAMES = 8  # a NaN spreads: the first few parameters and ranks are enough
 
 _RankReport = dict[str, Any]
-"""``place``: coordinates; ``micro_batches``: why they have no loss; ``losses``: indices that are not finite; ``gradients``:
-names of parameters; ``more_gradients``: number of further ones.
+"""``place``: coordinates; ``micro_batches``: why they have no loss; ``losses``: non-finite indices; ``gradients``: parameters'
+names; ``more_gradients``: number of further ones.
 """
 
 
 def _find_not_finite(
     ranks: Ranks, policy: Policy, results: Sequence[Mapping[str, Any]], grad_norm: float, device: torch.device
 ) -> list[_RankReport]:
-    """Every rank calls. The norm leaves out copies on other tensor-parallel ranks, so gradients are checked too."""
+    """Every rank calls. The norm omits copies on other tensor-parallel ranks, so gradients are checked too."""
     flags = torch.zeros(ranks.world, dtype=torch.int32, device=device)
     flags[ranks.rank] = not (math.isfinite(grad_norm) and _is_finite(policy, results))
     dist.all_reduce(flags)

@@ -1,4 +1,4 @@
-"""A policy's weights in all forms that others read."""
+"""A policy's weights in all forms."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass
 class PolicyWeights:
-    """``layouts``: of every rank. ``model_dir``: tokenizer and config for exports."""
+    """``layouts``: every rank's. ``model_dir``: tokenizer and config for exports."""
 
     config: RunConfig
     spec: ModelSpec

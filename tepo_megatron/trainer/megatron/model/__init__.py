@@ -1,1 +1,1 @@
-"""The model and its layers."""
+"""The model."""

@@ -1,6 +1,6 @@
 """Causal attention over packed sequences (``thd``) without Transformer Engine.
 
-Right-padded rows make plain causal attention exact.
+Right-padding keeps plain causal attention exact.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class PackedDotProductAttention(torch.nn.Module):
 
 
 def _rows(parts: Sequence[Tensor]) -> Tensor:
-    """Maps [length, heads, …] of each sequence to [sequences, heads, longest, …]."""
+    """[length, heads, …] of sequences → [sequences, heads, longest, …]."""
     longest = max(part.size(0) for part in parts)
     padding = parts[0].new_zeros((longest, *parts[0].shape[1:]))
     joined = torch.cat([piece for part in parts for piece in (part, padding[part.size(0) :])])

@@ -1,4 +1,4 @@
-"""Translates ``engine.fp8`` to Megatron-Core's configs, and checks what FP8 needs."""
+"""Translates ``engine.fp8`` to Megatron-Core's configs, and checks FP8's needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Capability = tuple[int, int]  # (major, minor)
 
 @dataclass(frozen=True)
 class _Needs:
-    """Divisors: ``multiple`` of widths, ``tokens`` of a micro-batch, ``gathered`` of the hidden size under SP.
+    """Divisors: ``multiple`` of widths, ``tokens`` of micro-batches, ``gathered`` of the hidden size under SP.
 
     ``cuda``: on GPUs up to ``cuda_up_to``. ``below``: first capability without kernels.
     """
@@ -71,7 +71,7 @@ _NEEDS = {
         tokens=32,
     ),
 }
-"""Megatron-Core requires these versions of Transformer Engine."""
+"""Megatron-Core requires these Transformer Engines."""
 
 
 def layer_options(fp8: Fp8Config) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def _widths(spec: ModelSpec, parallel: ParallelConfig) -> Iterator[tuple[str, in
 
 
 class LazyWeights(Mapping[str, Tensor]):
-    """Applies ``read`` to a name and its parameter at each access."""
+    """Applies ``read`` to a name and parameter at each access."""
 
     def __init__(self, params: Mapping[str, Tensor], read: Callable[[str, Tensor], Tensor]) -> None:
         self._params, self._read = params, read
@@ -207,7 +207,7 @@ def plain_weights(params: Mapping[str, Tensor]) -> LazyWeights:
 
 
 def load_weights(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns FP8 parameters' values before rounding, on the CPU: fp32 masters start from them."""
+    """Returns FP8 parameters' values before rounding, on the CPU, for fp32 masters."""
     # The bridge writes parts of a parameter, and one in FP8 takes only the whole: it is read into a plain tensor first.
     unrounded = {name: torch.empty(param.shape, dtype=param.dtype) for name, param in params.items() if is_float8tensor(param)}
     load_into(folder, layout, {**params, **unrounded})

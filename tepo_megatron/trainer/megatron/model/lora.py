@@ -1,4 +1,4 @@
-"""LoRA: W + scale · B · A, rounded once to the model's dtype, has the same bits as on rollout servers."""
+"""LoRA: W + scale · B · A, rounded once to the model's dtype, equals the rollout servers' bits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Lora:
     on: bool = True
 
     def attach(self, chunks: Sequence[torch.nn.Module], params: Mapping[str, torch.nn.Parameter]) -> None:
-        """Lets modules of ``chunks`` compute with merged weights, and makes the adapters submodules of their chunk."""
+        """Lets modules compute with merged weights, and makes adapters submodules of their chunk."""
         by_identity = {id(params[name]): adapter for name, adapter in self.adapters.items()}
         for chunk in chunks:
             modules = torch.nn.ModuleList()
@@ -85,7 +85,7 @@ class Lora:
         return AdapterSettings(config.rank, config.alpha, config.rslora, config.dropout, tuple(targets))
 
     def sum_gradients(self) -> None:
-        """Sums over ranks with copies of A or B; micro-batches and data-parallel ranks are summed before. Every rank calls."""
+        """Sums over ranks with copies of A or B, after micro-batches and data-parallel ranks. Every rank calls."""
         for of_experts in (False, True):
             group = _tensor_group(of_experts)
             copies = [
@@ -110,7 +110,7 @@ def build_lora(
     rank: int,
     seed: int,
 ) -> Lora:
-    """Raises ValueError for targets that match nothing. Every rank calls before Megatron's DDP is made."""
+    """Raises ValueError for targets that match nothing. Every rank calls before Megatron's DDP exists."""
     layout_of_model = layouts[rank]
     tensors = adapted_tensors(layout_of_model.shapes, config.target_modules)
     same: dict[int, ShardLayout] = {}  # ranks share layouts
@@ -150,7 +150,7 @@ def _new_parameters(layout: ShardLayout, bases: Mapping[str, torch.nn.Parameter]
 
 
 def _draw(layout: ShardLayout, params: Mapping[str, torch.nn.Parameter], seed: int) -> None:
-    """A is uniform within ±1 / sqrt(in) as in PEFT, the same under every layout."""
+    """A is uniform within ±1 / sqrt(in) as in PEFT, equal under every layout."""
     for shard in layout.shards:
         if shard.tensor.endswith(".lora_A.weight"):
             digest = hashlib.sha256(f"{seed} {shard.tensor}".encode()).digest()
@@ -198,7 +198,7 @@ def _pairs(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
 
 class Adapter(torch.nn.Module):
     def __init__(self, scale: float, blocks: Sequence[Sequence[AdapterBlock]], pairs: Sequence[torch.nn.Parameter]) -> None:
-        """``pairs``: A [rank, columns], B [rows, rank] of each matrix; ``blocks``: where its rows belong."""
+        """``pairs``: A [rank, columns], B [rows, rank] per matrix; ``blocks``: where rows belong."""
         super().__init__()
         self.scale, self.blocks = scale, blocks
         for number, param in enumerate(pairs):  # not in a list: Megatron gathers a module's own parameters before its forward

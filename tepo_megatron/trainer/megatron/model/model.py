@@ -93,7 +93,7 @@ def build_model(
     *,
     head: Literal["logits", "fused"] = "logits",
 ) -> GPTModel:
-    """Loads no weights. Every rank calls for each of its chunks in order: a tied embedding is exchanged."""
+    """Loads no weights. Every rank calls for its chunks in order: tied embeddings are exchanged."""
     vp_stage = chunk if ranks.vpp > 1 else None
     model = GPTModel(
         config,
@@ -117,7 +117,7 @@ def build_model(
 
 
 class _FusedHead(torch.nn.Module):
-    """The scores compute the product with the weight, which is None if it is a tied embedding."""
+    """The scores compute the product with the weight, None for a tied embedding."""
 
     def __init__(self, output_layer: torch.nn.Module) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class _FusedHead(torch.nn.Module):
 
 
 def fused_head(model: torch.nn.Module) -> tuple[Tensor, bool] | None:
-    """Returns the weight [V/tp, H], and whether hidden states are this rank's share of the tokens."""
+    """Returns the weight [V/tp, H], and whether hidden states are a share of the tokens."""
     gpt: Any = unwrap_model(model)
     head = gpt.output_layer
     if not isinstance(head, _FusedHead):
@@ -164,7 +164,7 @@ class Layers:
 
     @property
     def fused_norms(self) -> bool:
-        """The weights of two norms are then inside the linears that follow."""
+        """Two norms' weights are then inside the linears that follow."""
         return self.kind == "te"
 
     @property

@@ -1,7 +1,7 @@
 """Routers with rollout routing replay (docs/decisions/027-routing-replay.md) and the auxiliary loss (037-expert-balance.md).
 
-Per layer, it is coefficient · E · Σ_i f_i · P_i, with f_i = (tokens at expert i) / (k T) over the mini-batch's T tokens on all
-ranks, and P_i the mean router probability. f_i has no gradient.
+A layer's is coefficient · E · Σ_i f_i · P_i, with f_i = (tokens at expert i) / (k T), without gradient, over the mini-batch's T
+tokens on all ranks, and P_i the mean router probability.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Routers:
             self._now = None
 
     def share(self, waiting: deque[Share]) -> Share | None:
-        """A backward pass recomputes ``waiting`` in the order of the forward passes."""
+        """Backward recomputes ``waiting`` in forward order."""
         if self._now is None:
             return waiting.popleft() if waiting else None
         share, train = self._now
@@ -67,7 +67,7 @@ class Routers:
         return share
 
     def local(self, values_t: Tensor) -> Tensor:
-        """Returns the part of this tensor-parallel rank; routers need sequence parallelism."""
+        """Returns this tensor-parallel rank's part; routers need sequence parallelism."""
         return values_t.view(self._ranks.tp, -1, *values_t.shape[1:])[self._ranks.tp_rank]
 
     def end_run(self) -> None:
@@ -114,8 +114,8 @@ class Routers:
     def take_metrics(self) -> dict[str, float]:
         """Returns metrics since the last call. Every rank calls.
 
-        ``moe/max_violation``: tokens of the busiest expert over the mean, minus 1 (MaxVio). ``moe/replay_differs``: share of
-        recorded choices that the trainer's router would not have made.
+        ``moe/max_violation``: the busiest expert's tokens over the mean, minus 1 (MaxVio). ``moe/replay_differs``: share of
+        recorded choices that the trainer's router would not make.
         """
         counts = torch.cat([self._loads_LE, self._replayed_L2], dim=1)
         self._loads_LE, self._replayed_L2 = torch.zeros_like(self._loads_LE), torch.zeros_like(self._replayed_L2)
@@ -167,7 +167,7 @@ class _Choice:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: _TopK
     ) -> tuple[Tensor, Tensor]:
-        """[t, k] each. Differentiable in ``scores`` [t, experts]. For last tokens of sequences and padding routers choose."""
+        """[t, k] each. Differentiable in ``scores`` [t, experts]. Routers choose for sequences' last tokens and padding."""
         values_tk, router_choice_tk = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         share = self._share
         if share is None:
@@ -196,7 +196,7 @@ class Float32Router(TopKRouter):  # type: ignore[misc]  # Megatron's types are n
 
 
 def moe_options(spec: ModelSpec, engine: EngineConfig, platform: Platform, *, grouped: bool) -> dict[str, Any]:
-    """Drops no token, as vLLM. ``grouped``: one matrix product for all experts of a rank."""
+    """Drops no token, as vLLM. ``grouped``: one matrix product for a rank's experts."""
     parallel, balance = engine.parallel, engine.moe_balance
     if spec.experts is None:
         # Nothing dispatches, but with its default Megatron refuses stages that exchange micro-batches of several lengths.
