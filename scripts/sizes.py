@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 48_000,
     "tests, lines": 43_300,
-    "docs and docstrings, words": 107_700,
+    "docs and docstrings, words": 106_100,
     "public classes and functions": 855,
     "modules": 272,
     "modules below 60 lines": 51,
@@ -31,9 +31,9 @@ LIMITS = {
     "entries at the top of the package": 14,
     "files above 500 lines": 0,
     "functions above 80 lines": 0,
-    "marker words per 1 000 docstring words": 1.0,
-    "fragments without a verb per 1 000 docstrings": 30,
-    "docstring words per line of code": 0.88,
+    "marker words per 1 000 docstring words": 0.8,
+    "fragments without a verb per 1 000 docstrings": 26,
+    "docstring words per line of code": 0.85,
     "replaced names": 53,
     "lines of documents above 100 characters": 9,
 }
