@@ -167,7 +167,8 @@ class Job:
     def _train_script(self) -> str:
         cluster = self.config.cluster
         ranks = self.config.engine.parallel.world_size // cluster.train_nodes
-        text = self._fill("train.sh", python=cluster.python, nodes=cluster.train_nodes, ranks=ranks)
+        values = {"nodes": cluster.train_nodes, "rollout_nodes": cluster.rollout_nodes, "ranks": ranks}
+        text = self._fill("train.sh", python=cluster.python, **values)
         return text.replace(" @needed@", "" if self.config.engine.platform == "cpu" else " transformer-engine")
 
     def _fill(self, template: str, **values: str | int) -> str:

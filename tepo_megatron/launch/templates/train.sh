@@ -38,9 +38,12 @@ if [[ $nodes == 1 ]]; then
   export GLOO_SOCKET_IFNAME=lo
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# Micro-batches differ in length, which fragments the memory of a GPU. Servers are processes on other nodes: no CUDA IPC, which
-# this would break.
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+# Micro-batches differ in length, which fragments the memory of a GPU. Servers on this node would inherit it, and it breaks CUDA
+# IPC, which vLLM's own all-reduce uses.
+rollout_nodes=@rollout_nodes@
+if [[ $rollout_nodes != 0 ]]; then
+  export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+fi
 # shellcheck disable=SC2016  # torchrun fills it in
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
 mkdir -p "$out/logs/ranks/$job/node-$node"

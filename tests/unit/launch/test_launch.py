@@ -86,6 +86,20 @@ def test_torchrun_gets_the_nodes_place_and_the_first_nodes_address(tmp_path: Pat
     assert Path(option(got, "--log-dir")).is_dir()
 
 
+@pytest.mark.parametrize(("rollout_nodes", "expected"), [(0, ""), (1, "expandable_segments:True")])
+def test_memory_segments_grow_where_no_server_inherits_it(tmp_path: Path, rollout_nodes: int, expected: str) -> None:
+    """Servers on the trainer's node get its environment, and vLLM's all-reduce shares memory by CUDA IPC."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *runtime.torchrun*) echo "segments=$PYTORCH_CUDA_ALLOC_CONF";; esac\n')
+    python.chmod(0o755)
+    script = script_of(
+        "train", job(f"output={tmp_path}/out", f"cluster.rollout_nodes={rollout_nodes}", f"cluster.python={python}")
+    )
+    environment = {"PATH": "/usr/bin:/bin"}
+    result = subprocess.run(["bash", "-c", script, "train.sh", "10.0.0.7"], env=environment, capture_output=True, text=True)
+    assert f"segments={expected}\n" in result.stdout, result.stderr
+
+
 def test_ranks_do_not_share_one_processor(tmp_path: Path) -> None:
     """Slurm may bind a task to one processor where --cpus-per-task is not stated."""
     for name, count in (("nproc", 1), ("getconf", 64)):
