@@ -177,7 +177,9 @@ class _MlflowClient:
         try:
             return str(self._client.create_experiment(name, artifact_location=artifacts))
         except self._mlflow.exceptions.MlflowException:  # another run was faster
-            return str(self._client.get_experiment_by_name(name).experiment_id)
+            if (experiment := self._client.get_experiment_by_name(name)) is None:
+                raise
+            return str(experiment.experiment_id)
 
     def _log_config(self) -> None:
         """A request takes at most 100. MLflow never changes parameters: a resumed run's changes are tags."""

@@ -167,6 +167,18 @@ class SetResult:
     problems: Sequence[_ProblemResult]
 
     @property
+    def name(self) -> str:
+        return self.of.name
+
+    @property
+    def failures(self) -> int:
+        return len(self.errors)
+
+    @property
+    def first_failure(self) -> str | None:
+        return next(iter(self.errors), None)
+
+    @property
     def errors(self) -> list[str]:
         results = [response.result for problem in self.problems for response in problem.responses]
         return [result.error for result in results if result.error is not None]
