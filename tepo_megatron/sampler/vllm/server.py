@@ -375,7 +375,9 @@ _LINE = re.compile(
     r"(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \[[^\]]*\] ?)?"
     r"(?P<text>.*)"
 )
-_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)\b(: .*|$)|.*\berror: \S.*")
+# a class that is named with its module may have any name: triton's OutOfResources, subprocess.TimeoutExpired
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)\b(: .*|$)|([a-z_]\w*\.)+[A-Z]\w*(: .*|$)|.*\berror: \S.*")
+_CHAIN = re.compile("During handling of the above exception|The above exception was the direct cause")
 _CONSEQUENCES = re.compile(
     r"WorkerProc initialization failed due to an exception in a background process"
     r"|Engine core initialization failed"
@@ -387,8 +389,10 @@ _CONSEQUENCES = re.compile(
 
 
 def _first_error(log: Sequence[str]) -> list[str]:
-    """Later errors are consequences, and healthy servers log tracebacks as warnings."""
+    """Later errors are consequences; healthy servers log tracebacks as warnings. Of a chain of exceptions the last counts."""
     errors: list[list[str]] = []
+    newest: dict[str | None, list[str]] = {}  # by process
+    chained: set[str | None] = set()
     messages: list[list[str]] = []
     last: str | None = ""  # the process that wrote an error just before
     for line in log:
@@ -397,11 +401,19 @@ def _first_error(log: Sequence[str]) -> list[str]:
         process, level, text = match.groups()
         if level not in (None, "ERROR", "CRITICAL"):
             last = ""
+        elif _CHAIN.search(text):
+            chained.add(process)
+            last = ""
         elif _ERROR.fullmatch(text):
-            errors.append([text])
+            if process in chained and process in newest:
+                newest[process][:] = [text]
+            else:
+                newest[process] = [text]
+                errors.append(newest[process])
+            chained.discard(process)
             last = process
         elif text.startswith("  ") and process == last:
-            errors[-1].append(text)
+            newest[process].append(text)
         else:
             last = ""
             if level and text and not text.startswith((" ", "Traceback")):

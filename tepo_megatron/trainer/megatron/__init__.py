@@ -22,7 +22,7 @@ class _TransformerEngine(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if fullname == "megatron.core":
-            sys.meta_path.remove(self)
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]  # importlib iterates over the old list
             self._try()
 
     def _try(self) -> None:

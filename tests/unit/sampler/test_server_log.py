@@ -66,6 +66,35 @@ def test_tracebacks_that_are_written_through_one_another_are_told_apart(data: st
     assert found.startswith("safetensors._safetensors_rust.SafetensorError: Error while deserializing header")
 
 
+def test_of_a_chain_of_exceptions_the_last_is_shown() -> None:
+    log = [
+        "Traceback (most recent call last):",
+        '  File "a.py", line 1, in f',
+        "KeyError: 'w'",
+        "",
+        "The above exception was the direct cause of the following exception:",
+        "",
+        "Traceback (most recent call last):",
+        '  File "a.py", line 3, in g',
+        "    raise",
+        "RuntimeError: layer 3 has no weight 'w'",
+        "Traceback (most recent call last):",
+        '  File "b.py", line 9, in h',
+        "ValueError: a consequence",
+    ]
+    assert first_error(log) == ["RuntimeError: layer 3 has no weight 'w'"]
+
+
+@pytest.mark.parametrize(
+    "error", ["triton.runtime.errors.OutOfResources: out of resource: shared memory", "subprocess.TimeoutExpired: nvcc"]
+)
+def test_an_exception_of_another_name_is_shown(error: str) -> None:
+    log = ["Traceback (most recent call last):", '  File "a.py", line 1, in f', error, "ValueError: a consequence"]
+    assert first_error(log) == [error]
+    prefix = "(EngineCore pid=7) ERROR 11-25 16:00:00 [core.py:1] "
+    assert first_error([f"{prefix}EngineCore failed to start.", *(prefix + line for line in log)]) == [error]
+
+
 def test_what_vllm_says_of_its_other_processes_is_shown_only_where_those_say_nothing() -> None:
     summary = [
         "Traceback (most recent call last):",
