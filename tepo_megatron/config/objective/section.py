@@ -122,9 +122,9 @@ class ObjectiveConfig(Section):
         for level in (preset.changes, raw) if preset.base else (raw,):
             _check_empty_sections(level, merged)
             merged = merge_sections(merged, level)
-        for name, kind in (("entropy", "fixed"), ("mismatch", "truncate")):
-            if isinstance(merged.get(name), Mapping):
-                merged[name] = {"kind": kind, **merged[name]}
+            for key, kind in (("entropy", "fixed"), ("mismatch", "truncate")):
+                if isinstance(merged.get(key), Mapping):
+                    merged[key] = {"kind": kind, **merged[key]}
         plugins = raw.get("plugins", ())
         if isinstance(plugins, list | tuple) and all(isinstance(item, str) for item in plugins):
             used = [item for item in preset.plugins if _uses(load_plugin(item), merged)]
@@ -137,7 +137,8 @@ class ObjectiveConfig(Section):
                 kinds = ", ".join(f"objective.{kind.slot}.kind = {kind_name(kind)}" for kind in plugin.kinds)
                 yield f"objective.plugins names {plugin.name}, and nothing of it is used; set {kinds}, or leave it out"
         ratio, region = self.ratio, self.trust_region
-        is_mean = getattr(ratio, "length_normalized", ratio.kind == "power_mean")  # of a response's tokens: stays near 1
+        # a mean of a response's tokens stays near 1
+        is_mean = not isinstance(ratio, OwnRatio) and getattr(ratio, "length_normalized", ratio.kind == "power_mean")
         with_ratio = f"objective.ratio.kind = {ratio.kind!r}"
         if isinstance(region, LengthClip) and (is_mean or ratio.kind in ("token", "prefix")):
             yield (

@@ -121,6 +121,10 @@ class KLCov(KLTerm):
 
     selects_tokens: ClassVar[bool] = True
 
+    @property
+    def turning_points(self) -> tuple[float, ...]:
+        return ()  # the pull is the same at any ratio
+
 
 class _EntropyBonus(ObjectiveSection):
     @property

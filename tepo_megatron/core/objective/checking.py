@@ -7,7 +7,7 @@ import json
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -317,7 +317,10 @@ class FieldProbe:
     def __init__(self, config: ObjectiveConfig, reward_parts: int = 2) -> None:
         self.config = config
         self.steps = [*_telling_steps(reward_parts)]
-        self._expected = self._outcome(config)
+
+    @cached_property
+    def _expected(self) -> list[Tensor]:
+        return self._outcome(self.config)  # within a check: a user's kind may raise
 
     def acts(self, changed: ObjectiveConfig) -> bool:
         values = self._outcome(changed)
@@ -339,16 +342,17 @@ class FieldProbe:
             values.append(torch.tensor(clip_range or (0.0, 0.0)))
         return values
 
-    def fields(self, slot: str, section: Section) -> Iterator[tuple[str, Any, list[tuple[Any, str]]]]:
+    def fields(self, slot: str, section: Section) -> Iterator[tuple[str, Any, Iterator[tuple[Any, str]]]]:
         """Yields fields of ``objective.<slot>``, their values, and for other values "acts", "nothing" or "refused"."""
         for path, node, value in _leaves(section, type(section).model_json_schema()):
-            outcomes = []
-            for other in _other_values(node, value):
-                if other != value:
-                    changed = _changed(section, path, other)
-                    acts = changed is not None and self.acts(self.config.model_copy(update={slot: changed}))
-                    outcomes.append((other, "acts" if acts else "refused" if changed is None else "nothing"))
-            yield ".".join(path), value, outcomes
+            others = (other for other in _other_values(node, value) if other != value)
+            yield ".".join(path), value, ((other, self._effect(slot, section, path, other)) for other in others)
+
+    def _effect(self, slot: str, section: Section, path: tuple[str, ...], value: Any) -> str:
+        changed = _changed(section, path, value)
+        if changed is None:
+            return "refused"
+        return "acts" if self.acts(self.config.model_copy(update={slot: changed})) else "nothing"
 
 
 def _other_values(node: Mapping[str, Any], value: Any) -> Iterator[Any]:
@@ -398,8 +402,9 @@ def _check_acts(probe: FieldProbe, kind: CustomKind) -> None:
 def _check_fields(probe: FieldProbe, kind: CustomKind) -> None:
     for field, value, outcomes in probe.fields(kind.slot, kind):
         # a choice that is refused does something; of numbers only some may be allowed
-        acts = [outcome == "acts" or (outcome == "refused" and is_choice(other)) for other, outcome in outcomes]
-        if acts and not any(acts):
+        acts = (outcome == "acts" or (outcome == "refused" and is_choice(other)) for other, outcome in outcomes)
+        first = next(acts, None)  # one value that acts is enough; a user's kind may raise for others
+        if first is not None and not (first or any(acts)):
             raise _ObjectiveError(
                 f"no other value of objective.{kind.slot}.{field} changes anything; it is {json.dumps(value)} here. Use the "
                 "field, or leave it out"

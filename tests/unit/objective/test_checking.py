@@ -128,6 +128,30 @@ def test_each_mistake_is_found_by_its_rule(rule, kind, message):
     assert re.search(message, found[rule]), found
 
 
+def test_a_kind_that_raises_at_some_values_breaks_a_rule_and_ends_nothing():
+    def choose(self, values, prepared):
+        if bool((values.logprob_T < -6).any()):
+            raise ValueError("too improbable")
+        return values.mask_T & (values.logprob_T < -3)
+
+    found = dict(run_checks(ObjectiveConfig(preset="grpo", mask=made(OwnMask, choose=choose))))
+    assert "it raised ValueError: too improbable" in found["mine acts"]
+
+
+def test_a_field_that_takes_some_numbers_only_acts_by_one_that_it_takes():
+    class Mine(OwnAggregation):
+        """A share of all tokens."""
+
+        kind: Literal["mine"] = "mine"
+        share: float = 0.3
+        """Factor of the number of tokens, above 0."""
+
+        def denominator(self, lengths_S: Any) -> Any:
+            return self.share * lengths_S.sum()
+
+    check_objective(ObjectiveConfig(preset="grpo", aggregation=Mine()))
+
+
 def test_ranks_that_divide_by_different_numbers_are_found():
     alternates = made(OwnAggregation, denominator=lambda self, lengths_S: 1 + next(COUNTER) % 2)
     found = dict(run_checks(ObjectiveConfig(preset="grpo", aggregation=alternates)))

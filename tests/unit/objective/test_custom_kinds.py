@@ -158,6 +158,11 @@ def test_a_preset_of_ones_own_is_laid_over_one_that_is_there(tmp_path):
     assert objective.kl_mask is None
     # a plugin that nothing is left of goes too
     assert load_run(run, ["objective.trust_region={kind: none}"]).objective.plugins == ()
+    # a section without a kind has the implied one, and gives way to another
+    write(tmp_path, "capped.yaml", "preset: grpo\nmismatch: {cap: 3.0}\n")
+    for overrides, kind in (([], "truncate"), (["objective.mismatch={kind: mask}"], "mask")):
+        capped = load_run(None, [f"objective.preset={tmp_path}/capped.yaml", *overrides]).objective
+        assert capped.mismatch.kind == kind
     plain = write(tmp_path, "plain.yaml", "preset: grpo\nkl: {coefficient: 0.1}\n")
     assert ObjectiveConfig(preset=str(plain)) == ObjectiveConfig(preset="grpo", kl={"coefficient": 0.1})
 
@@ -220,6 +225,18 @@ def test_the_schema_has_the_kinds_of_plugins_where_they_are_asked_for():
         sections = [section for section in json_schema()["$defs"].values() if "properties" in section]
         assert all(section["additionalProperties"] is False for section in sections)
     assert [row.path for row in schema_rows()] == usual
+
+
+def test_a_field_of_ones_own_is_not_taken_for_the_packages(recwarn):
+    class Mine(OwnRatio):
+        kind: str = "mine"
+        length_normalized: bool = True
+
+        def log_ratio(self, values):
+            return values.delta_T
+
+    ObjectiveConfig(preset="grpo", ratio=Mine(), trust_region={"kind": "clip", "low": 0.2, "high": 0.2})
+    assert not recwarn.list
 
 
 def test_an_instance_of_a_class_in_hand_needs_no_file():

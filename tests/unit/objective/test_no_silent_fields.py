@@ -88,8 +88,8 @@ def _check(config: ObjectiveConfig, label: str) -> set[str]:
     probe, seen, given = FieldProbe(config), set(), config.model_dump()
     conditional = set() if getattr(config.trust_region, "is_auto", False) else WITH_AUTO
     for name, section in config.sections.items():
-        for field, _, outcomes in probe.fields(name, section):
-            path = f"{name}.{field}"
+        for field, _, tried in probe.fields(name, section):
+            path, outcomes = f"{name}.{field}", list(tried)
             seen.add(path)
             silent = [other for other, outcome in outcomes if outcome == "nothing" and is_choice(other)]
             assert not silent, f"{label}: objective.{path} = {json.dumps(silent[0])} does nothing"
