@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, lines": 48_000,
-    "tests, lines": 43_300,
+    "tests, lines": 43_400,
     "docs and docstrings, words": 106_100,
     "public classes and functions": 855,
     "modules": 272,
