@@ -41,7 +41,9 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Micro-batches differ in length, which fragments the memory of a GPU. Servers on this node would inherit it, and it breaks CUDA
 # IPC, which vLLM's own all-reduce uses.
 rollout_nodes=@rollout_nodes@
+servers=()
 if [[ $rollout_nodes != 0 ]]; then
+  servers=("rollout.server.registry=$out/servers/$job")
   export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 fi
 # shellcheck disable=SC2016  # torchrun fills it in
@@ -52,7 +54,7 @@ code=0
   --nnodes "$nodes" --nproc-per-node "$ranks" --node-rank "$node" \
   --master-addr "$1" --master-port "$((20000 + ${SLURM_JOB_ID:-0} % 20000))" \
   --rdzv-id "$job" --tee 3 --log-dir "$out/logs/ranks/$job/node-$node" \
-  -m tepo_megatron train "$out/launch/run.yaml" "rollout.server.registry=$out/servers/$job" "${again[@]}" || code=$?
+  -m tepo_megatron train "$out/launch/run.yaml" "${servers[@]}" "${again[@]}" || code=$?
 if [[ $node == 0 ]]; then
   mkdir -p "$out/servers/$job"
   touch "$out/servers/$job/trainer-ended"

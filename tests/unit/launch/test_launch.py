@@ -86,6 +86,12 @@ def test_torchrun_gets_the_nodes_place_and_the_first_nodes_address(tmp_path: Pat
     assert Path(option(got, "--log-dir")).is_dir()
 
 
+def test_a_job_with_servers_on_the_trainers_node_names_no_registry(tmp_path: Path) -> None:
+    """A run with colocated servers refuses one."""
+    arguments = run_train_script(tmp_path, job(f"output={tmp_path}/out", "cluster.rollout_nodes=0"))
+    assert not [argument for argument in arguments if "registry" in argument]
+
+
 @pytest.mark.parametrize(("rollout_nodes", "expected"), [(0, ""), (1, "expandable_segments:True")])
 def test_memory_segments_grow_where_no_server_inherits_it(tmp_path: Path, rollout_nodes: int, expected: str) -> None:
     """Servers on the trainer's node get its environment, and vLLM's all-reduce shares memory by CUDA IPC."""
