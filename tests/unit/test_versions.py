@@ -105,7 +105,7 @@ def test_gpus_run_the_versions_that_the_tests_run_with() -> None:
 def test_the_lock_of_gpus_resolves() -> None:
     """Against the index; wheels are not downloaded."""
     check = subprocess.run(["bash", "scripts/gpu_lock.sh", "--check"], cwd=ROOT, capture_output=True, text=True)
-    if re.search("dns error|error sending request|Connection refused", check.stderr):
+    if re.search("dns error|error sending request|Connection refused|Failed to fetch|Request failed|timed out", check.stderr):
         pytest.skip("no package index can be reached")
     assert check.returncode == 0, check.stderr
 
