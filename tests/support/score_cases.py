@@ -5,24 +5,11 @@ import shutil
 
 import torch
 from hypothesis import strategies as st
-from torch.profiler import ProfilerActivity, profile
 
 from tepo_megatron.core.scores import logprob_and_entropy
 from tests.support.dense_scores import dense_logprob_and_entropy
 
 BACKENDS = ["torch", *(["cpp"] if shutil.which(os.environ.get("CXX", "c++")) else [])]
-
-
-def peak_bytes(compute):
-    """Most bytes of torch's tensors at a time that ``compute`` makes."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        compute()
-    held, peak = 0, 0
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
 
 
 @st.composite

