@@ -11,8 +11,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/common.sh
-kit=gpu-kit work=build/gpu-kit
 TORCH=${TORCH:-2.11.0} ARCHITECTURES=${ARCHITECTURES:-90}
+kit=gpu-kit work=build/gpu-kit/$TORCH
 lacking='megatron-core|pydantic|pydantic-core|annotated-types|typing-inspection|omegaconf|antlr4-python3-runtime|math-verify|latex2sympy2-extended'
 
 te=false check=false
@@ -24,7 +24,7 @@ for argument in "$@"; do
   esac
 done
 
-pin() { grep -E "^$1==" "${2:-requirements/gpu.txt}"; }
+pin() { grep -E "^$1==" requirements/gpu.txt; }
 
 # make_build_venv: a Python 3.12 with a CUDA build of the machine's torch.
 make_build_venv() {
@@ -44,6 +44,7 @@ mkdir -p "$kit" "$work"
 mapfile -t wheels < <(pin "($lacking)")
 if [[ ! -e $kit/.small || $(<"$kit/.small") != "${wheels[*]}" ]]; then
   say "fetching ${#wheels[@]} wheels for Python 3.12"
+  rm -f "$kit"/*.whl # of other versions, which would stop the installation
   platforms=()
   for glibc in 2_39 2_35 2_34 2_31 2_28 2_27 2_24 2_17; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done
   python=$(find_python)
