@@ -32,4 +32,6 @@ if [[ -z ${PYTHON:-} && -x .venv-gpu/bin/python ]]; then
   python=.venv-gpu/bin/python
 fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # the checkout need not be installed
+"$python" -c 'import tepo_megatron.cli.main' ||
+  die "$python lacks what tepo-megatron needs (above); install it there: docs/reference/gpu.md says how, with and without a network"
 exec "$python" -m tepo_megatron bench gpu "$@"

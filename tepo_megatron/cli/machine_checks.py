@@ -282,7 +282,7 @@ def _transformer_engine() -> Finding:
     if importlib.util.find_spec("transformer_engine") is not None:
         # in a process of its own: a build for another torch may crash
         command = [sys.executable, "-W", "ignore", "-c", "import transformer_engine.pytorch"]
-        attempt = subprocess.run(command, capture_output=True, text=True)
+        attempt = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if attempt.returncode:
             reason = (attempt.stderr.strip().splitlines() or [f"status {attempt.returncode}"])[-1]
             advice = f"runs use Megatron's own layers where engine.layers=local, and refuse others; {INSTALL_TE}"
