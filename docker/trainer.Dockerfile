@@ -12,8 +12,8 @@ ENV PATH=/opt/venv/bin:$PATH
 
 ARG PIP_INDEX_URL
 COPY docker/pins.txt requirements/gpu.txt /etc/tepo/
-ENV PIP_CONSTRAINT="/etc/tepo/pins.txt /etc/tepo/gpu.txt" CUDA_HOME=/usr/local/cuda PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore \
-    HF_HUB_OFFLINE=1
+ENV PIP_CONSTRAINT="/etc/tepo/pins.txt /etc/tepo/gpu.txt" CUDA_HOME=/usr/local/cuda \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore HF_HUB_OFFLINE=1
 RUN pip install torch nvidia-nccl-cu13 setuptools wheel pybind11 ninja packaging
 
 # PyPI's "apex" is another project: NVIDIA's is built from source. This commit is of 2026-07: torch builds extensions as C++20,
