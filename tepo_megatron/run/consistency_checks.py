@@ -132,8 +132,9 @@ def check_agreement(
         raise RuntimeError(
             f"step {step}: {wrong} of {len(names)} groups of rollouts were not drawn from the trainer's policy: in group "
             f"{int(names[worst])} the log-probs of {int(tokens[worst])} tokens differ by {float(mean[worst]):.3g} nats on "
-            f"average, {float(largest[worst]):.3g} at most (rollout.canary.rollouts_tolerance = {tolerance:g}). Nothing was "
-            "trained on them; start new servers with --resume"
+            f"average, {float(largest[worst]):.3g} at most (rollout.canary.rollouts_tolerance = {tolerance:g}). The servers' "
+            "weights, temperature or cache are not what this run gave them; nothing was trained on these rollouts. Start again "
+            "with --resume, which starts new servers"
         )
     return {
         "canary/rollouts_mean_gap": float(gap.mean()),
@@ -147,7 +148,6 @@ CACHED_TOKENS = 16
 _LENGTH = 32
 _STALE_SHARE = 0.01
 """Log-probs are stale if no bit changes while the trainer's change by more than this share of the tolerance."""
-
 
 _CACHED_LENGTH = 257  # two blocks of vLLM on a CPU (128; 16 on a GPU), and the last token, which is never cached
 
