@@ -6,8 +6,8 @@ import os
 import warnings
 from pathlib import Path
 
+from scripts.studies.measure_plan import MODEL, compare, configs, counts
 from tepo_megatron.tools.bench.recipes import make_model
-from tepo_megatron.tools.bench.studies.measure_plan import MODEL, compare, configs, counts
 from tests.support.launch import run_dist
 
 TOLERANCE = {"weights": 0.01, "gradients": 0.01, "optimizer": 0.01, "a step's batch": 0.03}

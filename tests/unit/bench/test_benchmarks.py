@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from scripts.studies.compare_masks import by_entropy
 from tepo_megatron.cli.bench import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
@@ -24,7 +25,6 @@ from tepo_megatron.tools.bench.recipes import SIZES, RecipeSetting, make_model, 
 from tepo_megatron.tools.bench.rollouts import DrawMeasurement, RolloutSetting
 from tepo_megatron.tools.bench.scores import FLOOR, MEGATRON, SLOPE, ScoreMeasurement, ScoreSetting
 from tepo_megatron.tools.bench.step import OLDER, OURS, PACKED, ROOT, ROWS, StepMeasurement, StepSetting, World, source_of
-from tepo_megatron.tools.bench.studies.compare_masks import by_entropy
 from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.table import tensor_shapes
 
@@ -243,7 +243,7 @@ def test_masks_of_a_recorded_run(tmp_path: Path) -> None:
         "train": {"steps": 2, "minibatches": 2},
     }
     (run / "resolved.yaml").write_text(dump_resolved(RunConfig.model_validate(document)))
-    command = [sys.executable, "-m", "tepo_megatron.tools.bench.studies.compare_masks", str(run)]
+    command = [sys.executable, "-m", "scripts.studies.compare_masks", str(run)]
     done = subprocess.run([*command, "--steps", "2", "--output", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     record = json.loads((tmp_path / "masks-float32.json").read_text())

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.evidence import figures
+from examples.evidence.figures import FIGURES, Estimate, Evidence
+from examples.evidence.page import frontier, make, page_text
+from examples.evidence.tables import CLAIMS, NOT_HALF, comparison, corrected, effects, holm
 from tepo_megatron.tasks.evaluate.estimators import t_975
-from tepo_megatron.tools.bench import evidence_figures
-from tepo_megatron.tools.bench.evidence import frontier, make, page_text
-from tepo_megatron.tools.bench.evidence_figures import FIGURES, Estimate, Evidence
-from tepo_megatron.tools.bench.evidence_tables import CLAIMS, NOT_HALF, comparison, corrected, effects, holm
 from tepo_megatron.tools.sweep import read_sweep, runs_of
 
 ROOT = Path(__file__).parents[3]
@@ -285,7 +285,7 @@ def test_an_unfinished_sweep_makes_the_page_and_a_second_one_adds_to_it(
 
     # Another machine's folder has the third seed only; what was collected stays, as what ran elsewhere.
     assert re.search(r"Collected on \d+ × .*, torch .*, python [\d.]+\.\n", page)
-    monkeypatch.setattr(evidence_figures, "describe_machine", lambda: "64 × another, load average 0.1")
+    monkeypatch.setattr(figures, "describe_machine", lambda: "64 × another, load average 0.1")
     make(root, {"tiny": first})
     assert (root / "docs/results/evidence.md").read_text() == page
     write_runs(root, "tiny", second, {"tepo": 3, "grpo": 3}, rates, noise=0.01)

@@ -1,6 +1,6 @@
 """Compares a plan's terms with what engines on CPU ranks hold and write, and its assumed rates with measured ones.
 
-    python -m tepo_megatron.tools.bench.studies.measure_plan     # two ranks, a minute
+    python -m scripts.studies.measure_plan     # two ranks, a minute
 
 Bytes are counted by tensor after one update, and by file after a checkpoint. Rates are of one core.
 """

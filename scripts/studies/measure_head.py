@@ -1,7 +1,7 @@
 """Memory and time of `engine.head = fused` and `logits`: scores and gradients of one micro-batch, on one rank.
 
-    python -m tepo_megatron.tools.bench.studies.measure_head   # a CPU: 8 192 tokens, vocabulary 128 256, both dtypes
-    python -m tepo_megatron.tools.bench.studies.measure_head --hidden 4096 --dtypes bfloat16   # on a GPU
+    python -m scripts.studies.measure_head   # a CPU: 8 192 tokens, vocabulary 128 256, both dtypes
+    python -m scripts.studies.measure_head --hidden 4096 --dtypes bfloat16   # on a GPU
 
 A random one-layer Llama has all tokens in one micro-batch. Each head runs in its own process, in turn; the best repeat counts.
 Peaks are memory that a pass adds: resident on a CPU (malloc returns freed memory at once), the allocator's on a GPU.

@@ -3,7 +3,7 @@
     tepo sweep examples/evidence/tiny.yaml                 # resumes if interrupted
     tepo sweep examples/evidence/stack_machine.yaml
     tepo sweep examples/evidence/overhead.yaml
-    python -m tepo_megatron.tools.bench.evidence --tiny out/evidence-tiny --stack-machine out/evidence-stack-machine \\
+    python -m examples.evidence.page --tiny out/evidence-tiny --stack-machine out/evidence-stack-machine \\
         --overhead out/evidence-overhead
 
 Folders may be unfinished or omitted: earlier data stays in docs/results/data/evidence.
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tepo_megatron.tools.bench.evidence_figures import FIGURES, Evidence, Key
-from tepo_megatron.tools.bench.evidence_tables import BASELINE, make_tables
+from examples.evidence.figures import FIGURES, Evidence, Key
+from examples.evidence.tables import BASELINE, make_tables
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -228,12 +228,12 @@ _PICTURES = (
 
 
 def _main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tepo_megatron.tools.bench.evidence", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.evidence.page", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for name in SWEEPS:
         text = f"output of examples/evidence/{name}.yaml"
         parser.add_argument(f"--{name.replace('_', '-')}", type=Path, metavar="FOLDER", help=text)
-    parser.add_argument("--root", type=Path, default=Path(__file__).parents[3], help="repository whose page is made")
+    parser.add_argument("--root", type=Path, default=Path(__file__).parents[2], help="repository whose page is made")
     args = parser.parse_args()
     folders = {name: folder for name in SWEEPS if (folder := getattr(args, name)) is not None}
     try:

@@ -1,6 +1,6 @@
 """Compares `sync` and `overlap` on heavy-tailed lengths: seconds per trained response token, and idle shares.
 
-    python -m tepo_megatron.tools.bench.studies.compare_schedules --repeats 3
+    python -m scripts.studies.compare_schedules --repeats 3
 
 A constructed model ends a response with a probability set by the prompt's first digit: one prompt in ten has responses twenty
 times as long. Schedules alternate with equal problems and steps; an overlapped run's unfinished samples are time without

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tepo_megatron.tools.bench.evidence_figures import FIGURES, Estimate, Evidence
+from examples.evidence.figures import FIGURES, Estimate, Evidence
 from tepo_megatron.tools.results import markdown
 
 _BEST = "best of each"  # each objective's learning rate with the largest area under the greedy curve

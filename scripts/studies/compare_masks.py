@@ -1,7 +1,7 @@
 """How far the three interpretations of "the entropy falls" agree on a run's recorded rollouts.
 
     tepo train examples/tiny/run.yaml output=out/tiny rollout.record=true train.steps=10
-    python -m tepo_megatron.tools.bench.studies.compare_masks out/tiny --steps 10
+    python -m scripts.studies.compare_masks out/tiny --steps 10
 
 It repeats the run's first steps on one rank without servers. All three ways of `objective.kl_mask.falling` choose tokens.
 Shares are of tokens with a positive advantage, the only candidates.

@@ -1,1 +1,0 @@
-"""Measurements for a page, run by ``python -m tepo_megatron.tools.bench.studies.NAME``."""
