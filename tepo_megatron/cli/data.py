@@ -25,8 +25,7 @@ from tepo_megatron.cli.console import (
     user_errors,
 )
 from tepo_megatron.runtime.preemption import not_ignored
-from tepo_megatron.runtime.streams import outlive_readers
-from tepo_megatron.runtime.text import echo
+from tepo_megatron.runtime.text import echo, outlive_readers
 from tepo_megatron.tasks.data.benchmarks import BENCHMARKS, SETS, prepare
 
 if TYPE_CHECKING:

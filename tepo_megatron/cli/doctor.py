@@ -34,8 +34,7 @@ from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.config.rollout import SamplingConfig
 
 if TYPE_CHECKING:
-    from tepo_megatron.run.checks import RunSubject
-    from tepo_megatron.runtime.named_check import NamedCheck
+    from tepo_megatron.run.checks import NamedCheck, RunSubject
 
 app = typer.Typer()
 

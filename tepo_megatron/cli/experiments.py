@@ -8,8 +8,7 @@ import typer
 from typer import Argument, Option
 
 from tepo_megatron.cli.console import AsJson, as_records, print_json, show_table, user_errors
-from tepo_megatron.runtime.streams import outlive_readers
-from tepo_megatron.runtime.text import echo
+from tepo_megatron.runtime.text import echo, outlive_readers
 
 
 def sweep(

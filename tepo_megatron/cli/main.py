@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from tepo_megatron.cli import after_run, config, doctor, init, train, weights
 from tepo_megatron.cli.experiments import faults, sweep
-from tepo_megatron.runtime.streams import open_closed_streams
+from tepo_megatron.runtime.text import open_closed_streams
 
 app = typer.Typer(
     name="tepo",

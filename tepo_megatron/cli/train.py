@@ -13,8 +13,7 @@ from tepo_megatron.run.start import prepare_run, start_ranks, train_as_rank
 from tepo_megatron.runtime.job_control import stopped_together
 from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.runtime.rank import print_error, under_torchrun
-from tepo_megatron.runtime.streams import outlive_readers
-from tepo_megatron.runtime.text import echo
+from tepo_megatron.runtime.text import echo, outlive_readers
 
 app = typer.Typer()
 

@@ -5,9 +5,11 @@ all.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
@@ -15,7 +17,6 @@ from tepo_megatron.run.loggers.loggers import check_installed
 from tepo_megatron.run.output.resume import find_checkpoint, resumes
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import Machine, this_machine
-from tepo_megatron.runtime.named_check import NamedCheck
 from tepo_megatron.sampler.protocol import sampler_spec
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.protocol import trainer_kind
@@ -25,6 +26,32 @@ from tepo_megatron.weights.storage.convert import check_imported
 from tepo_megatron.weights.storage.hf_folder import check_peft_folder
 from tepo_megatron.weights.storage.stored import StoredWeights
 from tepo_megatron.weights.table import tensor_shapes
+
+Subject = TypeVar("Subject")
+
+
+@dataclass(frozen=True)
+class NamedCheck(Generic[Subject]):
+    """``needs`` names requirements, such as "model"."""
+
+    name: str
+    verify: Callable[[Subject], object]
+    """Raises ValueError with a sentence for the user."""
+    needs: frozenset[str] = frozenset()
+    applies: Callable[[Subject], bool] = lambda _: True
+
+    def problem(self, subject: Subject) -> str | None:
+        try:
+            self.verify(subject)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    @staticmethod
+    def verify_all(checks: Iterable[NamedCheck[Subject]], subject: Subject) -> None:
+        for check in checks:
+            if check.applies(subject):
+                check.verify(subject)
 
 
 @dataclass(frozen=True)

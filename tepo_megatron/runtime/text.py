@@ -1,8 +1,10 @@
-"""Checks text from outside, and escapes it for a terminal, with the standard library only."""
+"""Checks text from outside, escapes it for a terminal, and mends standard streams, with the standard library only."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -95,3 +97,51 @@ def _escaped(character: str) -> str:
     """Beyond U+FFFF two surrogates, so that JSON stays JSON."""
     units = character.encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[start : start + 4]}" for start in range(0, len(units), 4))
+
+
+def open_closed_streams() -> None:
+    """Puts ``/dev/null`` where the starter closed a stream (``>&-``): another file or socket would take its number, and what
+    processes below print. Call it before any file is opened.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number and not _is_open(number):
+                os.dup2(null, number)
+                os.close(null)
+                null = number
+            os.set_inheritable(null, null == number)
+            setattr(sys, name, os.fdopen(null, "w" if number else "r", closefd=False))
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+def outlive_readers() -> None:
+    """Printing never fails from now on: work that writes files must not end because ``head`` has ended, a terminal is gone, or
+    the log's disk is full.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        raw = getattr(stream.buffer, "raw", stream.buffer)  # python -u has no buffer
+        if type(raw) is io.FileIO:
+            stream.flush()
+            lasting: Any = _LastingFile(raw.fileno(), "w", closefd=False)
+            buffer = lasting if raw is stream.buffer else io.BufferedWriter(lasting)
+            modes: dict[str, Any] = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+            setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, stream.errors, **modes))
+
+
+class _LastingFile(io.FileIO):
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:  # nobody reads it any more
+            return memoryview(data).nbytes

@@ -25,8 +25,8 @@ from tepo_megatron.runtime.job_control import stopped_together
 from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, RANKS_FOLDER, StopRequested, not_ignored
 from tepo_megatron.runtime.rank import FAILURE_FILE, print_error
 from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
-from tepo_megatron.runtime.streams import open_closed_streams, outlive_readers
 from tepo_megatron.runtime.supervise import folder_name
+from tepo_megatron.runtime.text import open_closed_streams, outlive_readers
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, BinaryIO, Protocol
 
-from tepo_megatron.runtime.streams import outlive_readers
+from tepo_megatron.runtime.text import outlive_readers
 
 _NO_MEMORY = 77  # exit status of a worker without memory to report that
 

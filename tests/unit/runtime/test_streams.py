@@ -15,7 +15,7 @@ from tests.support.shell import Terminal
 WORK = """
 import os, subprocess, sys, time
 from pathlib import Path
-from tepo_megatron.runtime.streams import open_closed_streams, outlive_readers
+from tepo_megatron.runtime.text import open_closed_streams, outlive_readers
 
 open_closed_streams()
 outlive_readers()
