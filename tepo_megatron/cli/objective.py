@@ -146,12 +146,12 @@ def _check_command(
     with user_errors():
         objectives = [pair for target in targets for pair in _objectives_of(target, preset)]
         notes = _notes_on(dict.fromkeys(plugin for _, config in objectives for plugin in config.plugins))
-    from tepo_megatron.core.objective.checking import run_checks
+    from tepo_megatron.core.objective.checking import ObjectiveChecks
 
     checked: list[dict[str, Any]] = []
     for label, config in objectives:
         start = time.monotonic()
-        findings = [finding._asdict() for finding in run_checks(config, reward_parts=reward_parts)]
+        findings = [finding._asdict() for finding in ObjectiveChecks(config, reward_parts=reward_parts).run()]
         checked.append({"objective": label, "rules": findings, "seconds": round(time.monotonic() - start, 3)})
     if as_json:
         print_json(checked)

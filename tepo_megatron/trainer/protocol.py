@@ -240,10 +240,10 @@ def check_plugins(config: RunConfig) -> None:
     """Raises ValueError if a plugin's loss depends on micro-batches, ranks, sequence order, or padding."""
     if not config.objective.plugins:
         return
-    from tepo_megatron.core.objective.checking import check_invariance
+    from tepo_megatron.core.objective.checking import ObjectiveChecks
 
     parts = len(config.reward.weights) if config.reward.weights else 2
-    for rule, problem in check_invariance(config.objective, reward_parts=parts):
+    for rule, problem in ObjectiveChecks(config.objective, reward_parts=parts).invariance():
         if problem:
             plugins = ", ".join(config.objective.plugins)
             raise ValueError(

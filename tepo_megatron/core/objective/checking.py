@@ -17,7 +17,7 @@ from torch import Tensor
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.objective.custom import CustomKind
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.core.objective.compose import Objective, build_objective
+from tepo_megatron.core.objective.compose import Objective, StepContext, build_objective
 from tepo_megatron.core.objective.trust_region import next_clip_range
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 
@@ -88,9 +88,11 @@ class Step(NamedTuple):
     def with_advantages(self, objective: Objective) -> Step:
         return self._replace(batch=self.batch.with_(advantages_S=objective.advantages(self.batch)))
 
+    def output(self, objective: Objective, context: StepContext | None = None) -> ObjectiveOutput:
+        return objective(self.scores, self.batch, context or objective.prepare(self.batch))
+
     def whole(self, objective: Objective) -> _StepOutcome:
-        batch, scores = self.with_advantages(objective)
-        return self.summary([objective(scores, batch, objective.prepare(batch))])
+        return self.summary([self.with_advantages(objective).output(objective)])
 
     def summary(self, outputs: Sequence[ObjectiveOutput]) -> _StepOutcome:
         loss = torch.stack([output.numerator / output.denominator for output in outputs]).sum()
@@ -110,35 +112,94 @@ def check_objective(config: ObjectiveConfig, *, steps: int = _STEPS, reward_part
 
     ``steps`` random optimizer steps, always the same ones, are computed. ``reward_parts``: K of ``Batch.reward_parts_SK``.
     """
-    findings = run_checks(config, steps=steps, reward_parts=reward_parts)
+    findings = ObjectiveChecks(config, steps=steps, reward_parts=reward_parts).run()
     problems = [f"  {finding.rule}: {finding.problem}" for finding in findings if finding.problem]
     if problems:
         raise _ObjectiveError("\n".join(["the objective breaks a rule:", *problems]))
 
 
-def run_checks(config: ObjectiveConfig, *, steps: int = _STEPS, reward_parts: int = 2) -> list[_Finding]:
-    findings = list(check_invariance(config, steps=steps, reward_parts=reward_parts))
-    if findings[0].problem:
-        return findings
-    probe = FieldProbe(config, reward_parts)
-    checks: dict[str, Callable[[], object]] = {}
-    for kind in (section for section in config.sections.values() if isinstance(section, CustomKind)):
-        if kind.slot in ("mask", "penalty", "mismatch"):  # those that may be null
-            checks[f"{kind.kind} acts"] = partial(_check_acts, probe, kind)
-        checks[f"fields of {kind.kind} act"] = partial(_check_fields, probe, kind)
-        checks[f"{kind.kind} is documented"] = partial(_check_documented, kind)
-    checks["survives its own configuration"] = partial(_check_round_trip, config)
-    return [*findings, *(_Finding(rule, _problem(check)) for rule, check in checks.items())]
+class ObjectiveChecks:
+    """The rules of `check_objective`, and whether a field acts."""
 
+    def __init__(self, config: ObjectiveConfig, *, steps: int = _STEPS, reward_parts: int = 2) -> None:
+        self._config = config
+        self._random = [*_random_steps(steps, reward_parts)]
+        self._telling = [*_telling_steps(reward_parts)]
 
-def check_invariance(config: ObjectiveConfig, *, steps: int = _STEPS, reward_parts: int = 2) -> Iterator[_Finding]:
-    objective, checked = build_objective(config), list(_random_steps(steps, reward_parts))
-    for rule, check in RULES.items():
-        problems = (_problem(partial(check, objective, step, number)) for number, step in enumerate(checked))
-        problem = next(filter(None, problems), "")
-        yield _Finding(rule, problem)
-        if problem and rule == "can be computed":
-            return
+    def run(self) -> list[_Finding]:
+        findings = list(self.invariance())
+        if findings[0].problem:
+            return findings
+        checks: dict[str, Callable[[], object]] = {}
+        for kind in (section for section in self._config.sections.values() if isinstance(section, CustomKind)):
+            if kind.slot in ("mask", "penalty", "mismatch"):  # those that may be null
+                checks[f"{kind.kind} acts"] = partial(self._check_acts, kind)
+            checks[f"fields of {kind.kind} act"] = partial(self._check_fields, kind)
+            checks[f"{kind.kind} is documented"] = partial(_check_documented, kind)
+        checks["survives its own configuration"] = partial(_check_round_trip, self._config)
+        return [*findings, *(_Finding(rule, _problem(check)) for rule, check in checks.items())]
+
+    def invariance(self) -> Iterator[_Finding]:
+        objective = build_objective(self._config)
+        for rule, check in RULES.items():
+            problems = (_problem(partial(check, objective, step, number)) for number, step in enumerate(self._random))
+            problem = next(filter(None, problems), "")
+            yield _Finding(rule, problem)
+            if problem and rule == "can be computed":
+                return
+
+    def acts(self, changed: ObjectiveConfig) -> bool:
+        """Returns whether ``changed`` gives other advantages, losses, gradients or metrics."""
+        values = self._outcome(changed)
+        if len(values) != len(self._expected):
+            return True
+        pairs = zip(values, self._expected, strict=True)
+        return any(not torch.allclose(a, b, rtol=1e-9, atol=1e-13, equal_nan=True) for a, b in pairs)
+
+    def fields(self, slot: str, section: Section) -> Iterator[tuple[str, Any, Iterator[tuple[Any, str]]]]:
+        """Yields fields of ``objective.<slot>``, their values, and the effects of other values.
+
+        An effect is "acts", also of a choice that is refused; "refused" of a number; or "nothing".
+        """
+        for path, node, value in _leaves(section, type(section).model_json_schema()):
+            others = (other for other in _other_values(node, value) if other != value)
+            yield ".".join(path), value, ((other, self._effect(slot, section, path, other)) for other in others)
+
+    def _effect(self, slot: str, section: Section, path: tuple[str, ...], value: Any) -> str:
+        changed = _changed(section, path, value)
+        if changed is None:
+            return "refused" if isinstance(value, int | float) and not isinstance(value, bool) else "acts"
+        return "acts" if self.acts(self._config.model_copy(update={slot: changed})) else "nothing"
+
+    @cached_property
+    def _expected(self) -> list[Tensor]:
+        return self._outcome(self._config)  # within a check: a user's kind may raise
+
+    def _outcome(self, config: ObjectiveConfig) -> list[Tensor]:
+        objective, values = build_objective(config), []
+        for step in self._telling:
+            output = step.with_advantages(objective).output(objective)
+            loss, gradients, metrics, extrema = step.summary([output])
+            named = {**metrics, **extrema}
+            values += [objective.advantages(step.batch), loss, *gradients, *(named[name] for name in sorted(named))]
+            clip_range = None if output.moves is None else next_clip_range(config.trust_region, output.moves, None)
+            values.append(torch.tensor(clip_range or (0.0, 0.0)))
+        return values
+
+    def _check_acts(self, kind: CustomKind) -> None:
+        if not self.acts(self._config.model_copy(update={kind.slot: None})):
+            steps = len(self._telling)
+            raise _ObjectiveError(f"objective.{kind.slot}.kind = {kind.kind!r} changes nothing in any of {steps} steps")
+
+    def _check_fields(self, kind: CustomKind) -> None:
+        for field, value, effects in self.fields(kind.slot, kind):
+            acts = (effect == "acts" for _, effect in effects)
+            first = next(acts, None)  # one value that acts is enough; a user's kind may raise for others
+            if first is not None and not (first or any(acts)):
+                raise _ObjectiveError(
+                    f"no other value of objective.{kind.slot}.{field} changes anything; it is {json.dumps(value)} here. "
+                    "Use the field, or leave it out"
+                )
 
 
 def _problem(check: Callable[[], object]) -> str:
@@ -187,15 +248,15 @@ def _shuffled(step: Step, seed: int) -> list[int]:
 
 def _check_order(objective: Objective, step: Step, number: int) -> None:
     order = _shuffled(step, number)
-    batch, scores = step.pick(order).with_advantages(objective)
-    assert batch.advantages_S is not None
-    for left, right in zip(objective.advantages(step.batch)[order].tolist(), batch.advantages_S.tolist(), strict=True):
+    shuffled = step.pick(order)
+    pairs = torch.stack([objective.advantages(step.batch)[order], objective.advantages(shuffled.batch)], 1)
+    for left, right in pairs.tolist():
         if abs(left - right) > 1e-5 + 1e-5 * abs(left):  # rewards are fp32
             raise _ObjectiveError(
                 f"a response's advantage is {left:.10g} with the responses in their order, {right:.10g} in another order; it "
                 "may depend on its group, by groups_S, and on the batch, and not on where responses stand"
             )
-    outcome = step.summary([objective(scores, batch, objective.prepare(batch))])
+    outcome = step.summary([shuffled.with_advantages(objective).output(objective)])
     advice = "; sequences are packed in any order"
     _compare(step.whole(objective), outcome, step, "with the sequences in one order", "in another", advice)
 
@@ -204,7 +265,7 @@ def _check_micro_batches(objective: Objective, step: Step, number: int) -> None:
     ready, order, size = step.with_advantages(objective), _shuffled(step, number), 1 + number % 3
     context = objective.prepare(ready.batch)
     parts = [ready.pick(order[start : start + size]) for start in range(0, len(order), size)]
-    outputs = [objective(scores, batch, context) for batch, scores in parts]
+    outputs = [part.output(objective, context) for part in parts]
     advice = (
         ": something is computed over whichever sequences happen to share a micro-batch, such as a mean, a count or a maximum. "
         "Give one value per token, from the token and its own sequence; sums and means are objective.aggregation's, and "
@@ -217,10 +278,9 @@ def _check_micro_batches(objective: Objective, step: Step, number: int) -> None:
 def _check_ranks(objective: Objective, step: Step, _: int) -> None:
     ready = step.with_advantages(objective)
     sequences = torch.arange(step.batch.num_sequences)
-    outputs = []
-    for part in sequences.tensor_split(2) if len(sequences) > 1 else (sequences,):
-        batch, scores = ready.pick(part.tolist())
-        outputs.append(objective(scores, batch, objective.prepare(copy.deepcopy(ready.batch))))
+    parts = sequences.tensor_split(2) if len(sequences) > 1 else (sequences,)
+    contexts = [objective.prepare(copy.deepcopy(ready.batch)) for _ in parts]
+    outputs = [ready.pick(part.tolist()).output(objective, own) for part, own in zip(parts, contexts, strict=True)]
     divisors = [float(output.denominator) for output in outputs]
     if divisors[0] != divisors[-1]:
         raise _ObjectiveError(
@@ -236,8 +296,8 @@ def _check_context_parallel(objective: Objective, step: Step, _: int) -> None:
     for rank in range(2):
         local_T = torch.arange(batch.num_tokens) % 2 == rank
         logprob, entropy = (torch.where(local_T, value, value.detach()) for value in (scores.logprob, scores.entropy))
-        output = objective(TokenScores(logprob, entropy, scores.entropy_slope), batch, objective.prepare(batch))
-        parts.append(step.summary([output]))
+        local = Step(batch, TokenScores(logprob, entropy, scores.entropy_slope))
+        parts.append(step.summary([local.output(objective)]))
     gradients = tuple(torch.stack(pair).sum(0) for pair in zip(*(part.gradients for part in parts), strict=True))
     for part in parts:
         outcome = part._replace(gradients=gradients)
@@ -251,11 +311,10 @@ def _check_padding(objective: Objective, step: Step, number: int) -> None:
     for fill in (0.0, torch.nan, -torch.inf):
         padded = _pad(ready, tokens, fill)
         for used, where in ((context, "in the micro-batch"), (objective.prepare(padded.batch), "in the step")):
-            outcome = step.summary([objective(padded.scores, padded.batch, used)])
+            outcome = step.summary([padded.output(objective, used)])
             there = f"with a sequence of padding {where} (scores {fill})"
             _compare(step.whole(objective), outcome, step, "without padding", there, advice)
-        batch, scores = padded.pick([step.batch.num_sequences])
-        added = objective(scores, batch, context).numerator.item()
+        added = padded.pick([step.batch.num_sequences]).output(objective, context).numerator.item()
         if added != 0:
             raise _ObjectiveError(f"a micro-batch of padding only adds {added:.6g} to the loss, and must add 0")
 
@@ -313,48 +372,6 @@ def _random_steps(count: int, parts: int) -> Iterator[Step]:
         yield Step.random(rows, seed=seed, spread=(0.3, 1e-3, 1.0)[seed % 3], parts=parts)
 
 
-class FieldProbe:
-    def __init__(self, config: ObjectiveConfig, reward_parts: int = 2) -> None:
-        self.config = config
-        self.steps = [*_telling_steps(reward_parts)]
-
-    @cached_property
-    def _expected(self) -> list[Tensor]:
-        return self._outcome(self.config)  # within a check: a user's kind may raise
-
-    def acts(self, changed: ObjectiveConfig) -> bool:
-        values = self._outcome(changed)
-        if len(values) != len(self._expected):
-            return True
-        pairs = zip(values, self._expected, strict=True)
-        return any(not torch.allclose(a, b, rtol=1e-9, atol=1e-13, equal_nan=True) for a, b in pairs)
-
-    def _outcome(self, config: ObjectiveConfig) -> list[Tensor]:
-        objective, values = build_objective(config), []
-        for step in self.steps:
-            batch, scores = step.with_advantages(objective)
-            assert batch.advantages_S is not None
-            output = objective(scores, batch, objective.prepare(batch))
-            loss, gradients, metrics, extrema = step.summary([output])
-            named = {**metrics, **extrema}
-            values += [batch.advantages_S, loss, *gradients, *(named[name] for name in sorted(named))]
-            clip_range = None if output.moves is None else next_clip_range(config.trust_region, output.moves, None)
-            values.append(torch.tensor(clip_range or (0.0, 0.0)))
-        return values
-
-    def fields(self, slot: str, section: Section) -> Iterator[tuple[str, Any, Iterator[tuple[Any, str]]]]:
-        """Yields fields of ``objective.<slot>``, their values, and for other values "acts", "nothing" or "refused"."""
-        for path, node, value in _leaves(section, type(section).model_json_schema()):
-            others = (other for other in _other_values(node, value) if other != value)
-            yield ".".join(path), value, ((other, self._effect(slot, section, path, other)) for other in others)
-
-    def _effect(self, slot: str, section: Section, path: tuple[str, ...], value: Any) -> str:
-        changed = _changed(section, path, value)
-        if changed is None:
-            return "refused"
-        return "acts" if self.acts(self.config.model_copy(update={slot: changed})) else "nothing"
-
-
 def _other_values(node: Mapping[str, Any], value: Any) -> Iterator[Any]:
     for option in node.get("anyOf") or [node]:
         if "enum" in option:
@@ -392,27 +409,6 @@ def _telling_steps(parts: int) -> Iterator[Step]:
             reward_parts_SK=torch.stack(components[:parts], 1),
         )
         yield Step(changed, TokenScores(logprob, scores.entropy, scores.entropy_slope))
-
-
-def _check_acts(probe: FieldProbe, kind: CustomKind) -> None:
-    if not probe.acts(probe.config.model_copy(update={kind.slot: None})):
-        raise _ObjectiveError(f"objective.{kind.slot}.kind = {kind.kind!r} changes nothing in any of {len(probe.steps)} steps")
-
-
-def _check_fields(probe: FieldProbe, kind: CustomKind) -> None:
-    for field, value, outcomes in probe.fields(kind.slot, kind):
-        # a choice that is refused does something; of numbers only some may be allowed
-        acts = (outcome == "acts" or (outcome == "refused" and is_choice(other)) for other, outcome in outcomes)
-        first = next(acts, None)  # one value that acts is enough; a user's kind may raise for others
-        if first is not None and not (first or any(acts)):
-            raise _ObjectiveError(
-                f"no other value of objective.{kind.slot}.{field} changes anything; it is {json.dumps(value)} here. Use the "
-                "field, or leave it out"
-            )
-
-
-def is_choice(value: Any) -> bool:
-    return isinstance(value, bool) or not isinstance(value, float | int)
 
 
 def _check_documented(kind: CustomKind) -> None:

@@ -15,7 +15,7 @@ from tepo_megatron.cli.main import app
 from tepo_megatron.config.load import load_run
 from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.core.objective.checking import run_checks
+from tepo_megatron.core.objective.checking import ObjectiveChecks
 from tepo_megatron.trainer.protocol import check_plugins
 
 ROOT = Path(__file__).parents[3]
@@ -124,7 +124,7 @@ BROKEN: list[tuple[str, Any, str]] = [
     ids=[f"{number} {rule}" for number, (rule, *_) in enumerate(BROKEN)],
 )
 def test_each_mistake_is_found_by_its_rule(rule, kind, message):
-    found = dict(run_checks(ObjectiveConfig(preset="grpo", **{kind.slot: kind}), steps=5))
+    found = dict(ObjectiveChecks(ObjectiveConfig(preset="grpo", **{kind.slot: kind}), steps=5).run())
     assert re.search(message, found[rule]), found
 
 
@@ -134,7 +134,7 @@ def test_a_kind_that_raises_at_some_values_breaks_a_rule_and_ends_nothing():
             raise ValueError("too improbable")
         return values.mask_T & (values.logprob_T < -3)
 
-    found = dict(run_checks(ObjectiveConfig(preset="grpo", mask=made(OwnMask, choose=choose))))
+    found = dict(ObjectiveChecks(ObjectiveConfig(preset="grpo", mask=made(OwnMask, choose=choose))).run())
     assert "it raised ValueError: too improbable" in found["mine acts"]
 
 
@@ -154,7 +154,7 @@ def test_a_field_that_takes_some_numbers_only_acts_by_one_that_it_takes():
 
 def test_ranks_that_divide_by_different_numbers_are_found():
     alternates = made(OwnAggregation, denominator=lambda self, lengths_S: 1 + next(COUNTER) % 2)
-    found = dict(run_checks(ObjectiveConfig(preset="grpo", aggregation=alternates)))
+    found = dict(ObjectiveChecks(ObjectiveConfig(preset="grpo", aggregation=alternates)).run())
     assert "at first" in found["is deterministic"]
     assert "one rank divides by" in found["data-parallel ranks"]
 
