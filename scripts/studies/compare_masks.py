@@ -24,7 +24,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.config.objective.terms import KLMask
 from tepo_megatron.core.objective.compose import Objective, StepContext
-from tepo_megatron.core.objective.mechanisms import entropy_falls, entropy_tolerance
+from tepo_megatron.core.objective.mechanisms import entropy_falls
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.sampler.rollout_file import read_rollouts
@@ -39,7 +39,7 @@ class _Watched(Objective):
     noted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Of A tokens with positive advantage per micro-batch: bool [3, A], π_old's entropy [A]."""
 
-    tolerances: list[float] = field(default_factory=list)  # nats of rounding that measured allows at each optimizer step
+    noises: list[float] = field(default_factory=list)  # nats, of each optimizer step
 
     @property
     def needs_entropy_slope(self) -> bool:
@@ -48,14 +48,16 @@ class _Watched(Objective):
     def prepare(
         self, batch: Batch, *, entropy_noise: float = 0.0, clip_range: tuple[float, float] | None = None
     ) -> StepContext:
-        self.tolerances.append(entropy_tolerance(self.config.kl_mask or KLMask(), entropy_noise))
+        self.noises.append(entropy_noise)
         return super().prepare(batch, entropy_noise=entropy_noise, clip_range=clip_range)
 
     def __call__(self, scores: TokenScores, batch: Batch, context: StepContext, **options: Any) -> ObjectiveOutput:
         with torch.no_grad():
             values = self.token_values(scores, batch, context)
             able_T = values.mask_T & (values.advantage_T > 0)
-            masks = [entropy_falls(KLMask(falling=way), self.tolerances[-1], values) for way in WAYS]
+            tolerance = (self.config.kl_mask or KLMask()).tolerance
+            terms = (KLMask(tolerance=tolerance), KLMask(falling="covariance"), KLMask(falling="first_order"))
+            masks = [entropy_falls(term, self.noises[-1], values) for term in terms]
             chosen_3T = able_T & torch.stack(masks)
             assert batch.old_entropy_T is not None
             self.noted.append((chosen_3T[:, able_T].cpu(), batch.old_entropy_T[able_T].cpu()))

@@ -12,7 +12,7 @@ from tepo_megatron.config.objective.choices import Clip
 from tepo_megatron.config.objective.custom import OwnAggregation
 from tepo_megatron.core.histogram import count_moves
 from tepo_megatron.core.objective.advantage import advantages
-from tepo_megatron.core.objective.mechanisms import Mechanism, apply_mechanisms, kl_estimate, prepare_mechanisms
+from tepo_megatron.core.objective.mechanisms import Mechanisms, kl_estimate
 from tepo_megatron.core.objective.ratio import length_factor, sampler_weights, sequence_sum
 from tepo_megatron.core.objective.trust_region import Surrogate, bounded_ratio, surrogate
 from tepo_megatron.core.objective.values import StepValues, TokenValues, check_custom, check_token_values
@@ -38,7 +38,7 @@ class StepContext:
     """As a share of the response tokens."""
     entropy_coefficient: float
     """0 without a bonus."""
-    mechanisms: tuple[Mechanism, ...]
+    mechanisms: Mechanisms
     length_quartiles: Tensor
     """[3], of the responses' lengths."""
     clip_range: tuple[float, float] | None = None
@@ -186,7 +186,7 @@ class Objective:
             advantage_mean=advantage_mean,
             effective_samples=_effective_sample_share(step.mismatch_R),
             entropy_coefficient=_entropy_coefficient(self.config.entropy, old_entropy),
-            mechanisms=prepare_mechanisms(self.config, step),
+            mechanisms=Mechanisms.prepare(self.config, step),
             length_quartiles=lengths_S[lengths_S > 0].double().quantile(lengths_S.new_tensor([0.25, 0.5, 0.75]).double()),
             clip_range=clip_range,
         )
@@ -199,7 +199,7 @@ class Objective:
         check_token_values({f"scores.{name}": values_T for name, values_T in vars(scores).items()}, batch)
         values = self.token_values(scores, batch, context)
         ratio_T, held = bounded_ratio(self.config, values)
-        chosen_T, detached_T, penalty_T = apply_mechanisms(context.mechanisms, values)
+        chosen_T, detached_T, penalty_T = context.mechanisms.apply(values)
         gain = surrogate(self.config, ratio_T, values, detached_T, held, context.clip_range)
         weight_T = None
         gain_T = gain.value_T

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tepo_megatron.core.objective.values import StepValues, TokenValues
 
 
-class Mechanism(NamedTuple):
+class _Mechanism(NamedTuple):
     choose: Callable[[TokenValues], Tensor | None]
     """Returns bool [T], independent of micro-batches and ranks; ``None``: every response token."""
     penalty: Callable[[TokenValues], Tensor] | None = None
@@ -58,31 +58,23 @@ def _kl_penalty(term: KLTerm, values: TokenValues) -> Tensor:
     return term.coefficient * (value_T * values.delta_T.exp() if term.weight == "importance" else value_T)
 
 
-def _kl(term: KL, step: StepValues) -> Mechanism:
-    del step
-    return Mechanism(lambda values: None, partial(_kl_penalty, term))
+def _kl(term: KL, _: StepValues) -> _Mechanism:
+    return _Mechanism(lambda values: None, partial(_kl_penalty, term))
 
 
-def _kl_cov(term: KLCov, step: StepValues) -> Mechanism:
+def _kl_cov(term: KLCov, step: StepValues) -> _Mechanism:
     threshold = step.covariance_R.topk(_token_count(term.fraction, step.covariance_R)).values[-1]
-    return Mechanism(lambda values: (values.covariance_T >= threshold) & (values.covariance_T > 0), partial(_kl_penalty, term))
+    return _Mechanism(lambda values: (values.covariance_T >= threshold) & (values.covariance_T > 0), partial(_kl_penalty, term))
 
 
-def _kl_mask(term: KLMask, step: StepValues) -> Mechanism:
+def _kl_mask(term: KLMask, step: StepValues) -> _Mechanism:
     """Penalises A > 0 with falling entropy (docs/reference/tepo.md, equations 6, 7)."""
-    tolerance = entropy_tolerance(term, step.entropy_noise)
-    return Mechanism(
-        lambda values: (values.advantage_T > 0) & entropy_falls(term, tolerance, values), partial(_kl_penalty, term)
-    )
+    noise = step.entropy_noise
+    return _Mechanism(lambda values: (values.advantage_T > 0) & entropy_falls(term, noise, values), partial(_kl_penalty, term))
 
 
-def entropy_tolerance(term: KLMask, noise: float) -> float:
-    """Returns the nats that a measured entropy must fall: ``auto`` is twice the noise, above fp32 rounding."""
-    return max(1e-5, 2 * noise) if term.tolerance == "auto" else term.tolerance
-
-
-def entropy_falls(term: KLMask, tolerance: float, values: TokenValues) -> Tensor:
-    """Returns bool [T]. Without ``tolerance`` a second forward's rounding would count."""
+def entropy_falls(term: KLMask, noise: float, values: TokenValues) -> Tensor:
+    """Returns bool [T]. A measured fall counts above the tolerance, ``auto``: twice the noise (nats), above fp32 rounding."""
     if term.falling == "covariance":
         return values.covariance_T > 0
     if term.falling == "first_order":
@@ -94,10 +86,10 @@ def entropy_falls(term: KLMask, tolerance: float, values: TokenValues) -> Tensor
         return values.advantage_T * values.entropy_slope_T < 0
     if values.entropy_change_T is None:
         raise ValueError("objective.kl_mask.falling = 'measured' needs old_entropy_T; score the batch before the step")
-    return values.entropy_change_T < -tolerance
+    return values.entropy_change_T < -(max(1e-5, 2 * noise) if term.tolerance == "auto" else term.tolerance)
 
 
-def _clip_cov(region: TrustRegion, step: StepValues) -> Mechanism | None:
+def _clip_cov(region: TrustRegion, step: StepValues) -> _Mechanism | None:
     if not isinstance(region, ClipCov):
         return None
 
@@ -112,7 +104,7 @@ def _clip_cov(region: TrustRegion, step: StepValues) -> Mechanism | None:
         tickets_T = _tickets(values.old_logprob_T, values.advantage_T, values.labels_T)
         return is_candidate(values.covariance_T) & (tickets_T <= highest)
 
-    return Mechanism(choose, detaches=True)
+    return _Mechanism(choose, detaches=True)
 
 
 def _token_count(fraction: float, of: Tensor) -> int:
@@ -131,8 +123,7 @@ def _tickets(logprob_T: Tensor, advantage_T: Tensor, labels_T: Tensor) -> Tensor
     return hashed_T
 
 
-def _rejection(term: Rejection, step: StepValues) -> Mechanism:
-    del step
+def _rejection(term: Rejection, _: StepValues) -> _Mechanism:
     # compared as logarithms, since a product over many tokens overflows
     lowest, highest = math.log(term.low) if term.low > 0 else -math.inf, math.log(term.high)
 
@@ -140,44 +131,43 @@ def _rejection(term: Rejection, step: StepValues) -> Mechanism:
         log_T = over_sequence(values.mismatch_T.detach(), term.level, values)
         return (log_T < lowest) | (log_T > highest)
 
-    return Mechanism(choose, detaches=True)
+    return _Mechanism(choose, detaches=True)
 
 
-def _opsm(term: OffPolicySequenceMask, step: StepValues) -> Mechanism:
-    del step
+def _opsm(term: OffPolicySequenceMask, _: StepValues) -> _Mechanism:
 
     def choose(values: TokenValues) -> Tensor:
         fall_T = -over_sequence(values.delta_T.detach(), "geometric", values)
         return (values.advantage_T < 0) & (fall_T > term.delta)
 
-    return Mechanism(choose, detaches=True)
+    return _Mechanism(choose, detaches=True)
 
 
-def _m2po(term: SecondMomentMask, step: StepValues) -> Mechanism:
+def _m2po(term: SecondMomentMask, step: StepValues) -> _Mechanism:
     """Chooses the fewest largest squares without which the mean reaches the threshold."""
     ordered_R = (step.mismatch_R**2).sort().values
     means_R = ordered_R.double().cumsum(0) / torch.arange(1, ordered_R.numel() + 1, device=ordered_R.device)
     over_R = means_R > term.threshold  # means of ever larger values only grow, so this is a tail
     bound = ordered_R[over_R][0] if over_R.any() else ordered_R.new_tensor(torch.inf)
-    return Mechanism(lambda values: values.mismatch_T**2 >= bound, detaches=True)
+    return _Mechanism(lambda values: values.mismatch_T**2 >= bound, detaches=True)
 
 
-def _custom_mask(mask: OwnMask, step: StepValues) -> Mechanism:
+def _custom_mask(mask: OwnMask, step: StepValues) -> _Mechanism:
     prepared = mask.prepare(step)
-    return Mechanism(lambda values: check_custom(mask, mask.choose(values, prepared), "choose", values.mask_T), detaches=True)
+    return _Mechanism(lambda values: check_custom(mask, mask.choose(values, prepared), "choose", values.mask_T), detaches=True)
 
 
-def _custom_penalty(term: OwnPenalty, step: StepValues) -> Mechanism:
+def _custom_penalty(term: OwnPenalty, step: StepValues) -> _Mechanism:
     prepared = term.prepare(step)
 
     def choose(values: TokenValues) -> Tensor | None:
         chosen = term.choose(values, prepared)
         return None if chosen is None else check_custom(term, chosen, "choose", values.mask_T)
 
-    return Mechanism(choose, lambda values: check_custom(term, term.penalty(values, prepared), "penalty", values.delta_T))
+    return _Mechanism(choose, lambda values: check_custom(term, term.penalty(values, prepared), "penalty", values.delta_T))
 
 
-MECHANISMS: Mapping[str, Callable[[Any, StepValues], Mechanism | None]] = {
+MECHANISMS: Mapping[str, Callable[[Any, StepValues], _Mechanism | None]] = {
     "kl_mask": _kl_mask,
     "kl": _kl,
     "kl_cov": _kl_cov,
@@ -191,22 +181,25 @@ MECHANISMS: Mapping[str, Callable[[Any, StepValues], Mechanism | None]] = {
 """By field of the objective, whose section is the argument; no collective. Penalties add in this order: append new ones."""
 
 
-def prepare_mechanisms(config: ObjectiveConfig, step: StepValues) -> tuple[Mechanism, ...]:
-    prepared = (make(section, step) for name, make in MECHANISMS.items() if (section := getattr(config, name)) is not None)
-    return tuple(mechanism for mechanism in prepared if mechanism is not None)
+class Mechanisms(tuple[_Mechanism, ...]):
+    """Those of an objective, ready for the micro-batches of a step."""
 
+    @classmethod
+    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> Mechanisms:
+        made = (make(section, step) for name, make in MECHANISMS.items() if (section := getattr(config, name)) is not None)
+        return cls(mechanism for mechanism in made if mechanism is not None)
 
-def apply_mechanisms(mechanisms: Sequence[Mechanism], values: TokenValues) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Returns chosen tokens, tokens without gradient (bool [T]), and summed penalties."""
-    chosen_T, detached_T = torch.zeros_like(values.mask_T), None
-    penalty_T = torch.zeros_like(values.delta_T)
-    for mechanism in mechanisms:
-        choice_T = mechanism.choose(values)
-        where_T = values.mask_T if choice_T is None else choice_T & values.mask_T
-        if choice_T is not None:
-            chosen_T = chosen_T | where_T
-        if mechanism.detaches:
-            detached_T = where_T if detached_T is None else detached_T | where_T
-        if mechanism.penalty is not None:
-            penalty_T = penalty_T + torch.where(where_T, mechanism.penalty(values), 0.0)
-    return chosen_T, detached_T, penalty_T
+    def apply(self, values: TokenValues) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Returns chosen tokens, tokens without gradient (bool [T]), and summed penalties."""
+        chosen_T, detached_T = torch.zeros_like(values.mask_T), None
+        penalty_T = torch.zeros_like(values.delta_T)
+        for mechanism in self:
+            choice_T = mechanism.choose(values)
+            where_T = values.mask_T if choice_T is None else choice_T & values.mask_T
+            if choice_T is not None:
+                chosen_T = chosen_T | where_T
+            if mechanism.detaches:
+                detached_T = where_T if detached_T is None else detached_T | where_T
+            if mechanism.penalty is not None:
+                penalty_T = penalty_T + torch.where(where_T, mechanism.penalty(values), 0.0)
+        return chosen_T, detached_T, penalty_T
