@@ -167,7 +167,7 @@ def token_ids(values: ArrayLike) -> TokenIds:
     return ids
 
 
-def token_logprobs(values: ArrayLike) -> Logprobs:
+def _token_logprobs(values: ArrayLike) -> Logprobs:
     logprobs = np.asarray(values, dtype=np.float32)
     if logprobs.ndim != 1:
         raise ValueError(f"log-probs must be in a row, but they have the shape {logprobs.shape}")
@@ -208,8 +208,8 @@ def _loss_mask(mask: ArrayLike | None, tokens: int) -> LossMask | None:
 _CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     "response_ids": token_ids,
     "prompt_ids": token_ids,
-    "logprobs": token_logprobs,
-    "sampler_logprobs": token_logprobs,
+    "logprobs": _token_logprobs,
+    "sampler_logprobs": _token_logprobs,
     "versions": _spans,
     "routed_experts": _read_only,
     "reward_parts": dict,

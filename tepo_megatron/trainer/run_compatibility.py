@@ -6,9 +6,8 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import Enum
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Literal
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.objective.custom import load_plugin
@@ -23,11 +22,8 @@ _TOKENIZER_FILES = (
 _DISTRIBUTIONS = ("tepo-megatron", "torch", "megatron-core", "transformer-engine", "vllm")
 
 
-class Kind(Enum):
-    FREE = "free"  # results differ only by rounding
-    RUN = "run"  # refused unless ``train.allow_change`` names the field
-    ARCHITECTURE = "architecture"  # always refused
-
+_Kind = Literal["free", "run", "architecture"]
+"""free: results differ only by rounding; run: refused unless ``train.allow_change`` names the field; else always refused."""
 
 _FREE = (
     *("name", "output", "rollout", "reward", "environment", "engine", "train", "evaluate", "log", "cluster"),
@@ -49,10 +45,10 @@ _RUN = (
     *("engine.fp8", "engine.noise_every", "engine.noise_sequences"),  # the measured noise is the objective's tolerance
     *("train.minibatches", "train.schedule", "train.max_staleness", "train.stale", "train.kv_cache"),
 )
-KINDS: Mapping[str, Kind] = {
-    **dict.fromkeys(_FREE, Kind.FREE),
-    **dict.fromkeys(_RUN, Kind.RUN),
-    "model.lora": Kind.ARCHITECTURE,  # a checkpoint has the states of other tensors with it, without it, and of another rank
+KINDS: Mapping[str, _Kind] = {
+    **dict.fromkeys(_FREE, "free"),
+    **dict.fromkeys(_RUN, "run"),
+    "model.lora": "architecture",  # a checkpoint has the states of other tensors with it, without it, and of another rank
 }
 """The longest dotted prefix decides."""
 
@@ -64,7 +60,7 @@ class Difference:
     field: str
     old: Any
     new: Any
-    kind: Kind
+    kind: _Kind
     what: str = ""
 
     def __str__(self) -> str:
@@ -106,7 +102,7 @@ def plugin_digests(config: RunConfig) -> dict[str, str]:
 
 def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
     differences = [
-        Difference(f"architecture.{field}", old, new, Kind.ARCHITECTURE)
+        Difference(f"architecture.{field}", old, new, "architecture")
         for field, old, new in _differing(saved["architecture"], current["architecture"])
     ]
     for key, field, what in (
@@ -117,11 +113,11 @@ def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[D
         new = current[key]
         old = saved.get(key, {} if key == "verifiers" else new)  # older versions did not save all
         if old != new:
-            differences.append(Difference(field, old, new, Kind.RUN, what))
+            differences.append(Difference(field, old, new, "run", what))
     if sorted((then := saved.get("plugins", {})).values()) != sorted((now := current["plugins"]).values()):
         for name, old, new in _differing(then, now):
-            differences.append(Difference("objective.plugins", old, new, Kind.RUN, f"objective.plugins' {name}, by its digest"))
-    weights = [] if differences and differences[0].kind is Kind.ARCHITECTURE else list(_other_weights(saved, current))
+            differences.append(Difference("objective.plugins", old, new, "run", f"objective.plugins' {name}, by its digest"))
+    weights = [] if differences and differences[0].kind == "architecture" else list(_other_weights(saved, current))
     differences += weights
     reported = {*_OF_RESUMING, "model.dtype", *(difference.field for difference in weights)}
     defaults = RunConfig().model_dump(mode="json")
@@ -131,7 +127,7 @@ def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[D
         if field not in reported and not unknown_then:
             differences.append(Difference(field, old, new, _kind_of(field, current["config"])))
     for name, old, new in _differing(saved["versions"], current["versions"]):
-        differences.append(Difference(f"versions.{name}", old, new, Kind.FREE))
+        differences.append(Difference(f"versions.{name}", old, new, "free"))
     return differences
 
 
@@ -142,25 +138,25 @@ def _other_weights(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iter
     if then is None or now is None:
         if old != new:
             what = "model.path, whose weights could not be compared (a resumed run trains its checkpoint's)"
-            yield Difference("model.path", old, new, Kind.FREE, what)
+            yield Difference("model.path", old, new, "free", what)
     elif then != now:
         what = "which the checkpoint's adapters belong to" if adapted else "which a resumed run does not train"
-        yield Difference("model.path", f"{old} ({then})", f"{new} ({now})", Kind.RUN, f"model.path's weights, {what}")
+        yield Difference("model.path", f"{old} ({then})", f"{new} ({now})", "run", f"model.path's weights, {what}")
     if adapted and _value(saved["config"], "model.lora") not in (None, _ABSENT) and "first_adapters" in saved:
         then, now = saved["first_adapters"], current.get("first_adapters")
         old, new = (_value(run["config"], "model.lora.path") for run in (saved, current))
         if now not in (None, then):
             began = None if then is None else f"{old} ({then})"
             what = "model.lora.path's adapters, which a resumed run does not train"
-            yield Difference("model.lora.path", began, f"{new} ({now})", Kind.RUN, what)
+            yield Difference("model.lora.path", began, f"{new} ({now})", "run", what)
 
 
-def _kind_of(field: str, config: Mapping[str, Any]) -> Kind:
+def _kind_of(field: str, config: Mapping[str, Any]) -> _Kind:
     if field == "train.steps" and config["optimizer"]["schedule"] != "constant":
-        return Kind.RUN
+        return "run"
     parts = field.split(".")
     prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((KINDS[prefix] for prefix in prefixes if prefix in KINDS), Kind.RUN)
+    return next((KINDS[prefix] for prefix in prefixes if prefix in KINDS), "run")
 
 
 def is_allowed(field: str, allowed: Sequence[str]) -> bool:
@@ -168,8 +164,8 @@ def is_allowed(field: str, allowed: Sequence[str]) -> bool:
 
 
 def refusal(differences: Sequence[Difference], allowed: Sequence[str]) -> str | None:
-    others = [difference for difference in differences if difference.kind is Kind.ARCHITECTURE]
-    refused = [each for each in differences if each.kind is Kind.RUN and not is_allowed(each.field, allowed)]
+    others = [difference for difference in differences if difference.kind == "architecture"]
+    refused = [each for each in differences if each.kind == "run" and not is_allowed(each.field, allowed)]
     if not refused and not others:
         return None
     lines = ["it would not be the same run:", *(f"  {difference}" for difference in [*others, *refused])]

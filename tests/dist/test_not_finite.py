@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.rollout import token_logprobs
 from tests.support.launch import end_model_parallel, run_dist
 from tests.support.model_worlds import bits_of
 from tests.support.small_llama import draw_rollouts, write_llama
@@ -96,7 +96,7 @@ def train(layout: Layout, model: Path, faults: list[dict[str, Any]]) -> dict[str
     for fault in faults:
         sampled = list(rollouts)
         if fault["kind"] == "sampler":
-            logprobs = token_logprobs([float("nan"), *rollouts[3].sampler_logprobs[1:]])
+            logprobs = np.array([float("nan"), *rollouts[3].sampler_logprobs[1:]])
             sampled[3] = replace(rollouts[3], sampler_logprobs=logprobs)
         batch = engine.batch_from_root(sampled if is_root else None)
         before = state_of(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,16 +158,20 @@ def test_what_goes_to_another_gpu_is_passed_on_there() -> None:
 
 
 def test_what_leaves_a_gpu_frees_its_memory_and_comes_back() -> None:
-    from tepo_megatron.trainer.megatron.offload import OffloadedStorages
+    from tepo_megatron.trainer.megatron.offload import Offloader
 
     device = torch.device("cuda", 0)
     whole = torch.randn(2**24, device=device)
     views, alone = [whole[: 2**20].view(1024, 1024), whole[2**20 :]], torch.randn(1000, device=device)
     before, used = [tensor.cpu() for tensor in (*views, alone)], torch.cuda.memory_allocated()
-    storages = OffloadedStorages(device)
+    optimizer = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[], state={}))
+    ddp = SimpleNamespace(offload_grad_buffers=lambda **_: None, restore_grad_buffers=lambda **_: None)
+    chunks = [torch.nn.ParameterList([*views, alone])]
+    policy: Any = SimpleNamespace(chunks=chunks, ddp=[ddp], optimizer=optimizer)
+    offloader = Offloader(policy, device, barrier=lambda: None)
     for _ in range(2):
-        storages.offload([*views, alone])
-        assert storages.nbytes >= whole.nbytes + alone.nbytes
+        offloader.keep()
+        assert offloader.most_offloaded >= whole.nbytes + alone.nbytes
         assert torch.cuda.memory_allocated() <= used - whole.nbytes
-        storages.onload()
+        offloader.keep("weights")
         assert all(torch.equal(tensor.cpu(), value) for tensor, value in zip((*views, alone), before, strict=True))

@@ -115,7 +115,7 @@ def instead_of_transformer_engine() -> Iterator[None]:
     import megatron.core.optimizer as megatron
     from megatron.core.optimizer import distrib_optimizer, optimizer_config
 
-    from tepo_megatron.trainer.megatron import gpu, policy
+    from tepo_megatron.trainer.megatron import engine, policy
 
     modules = {"transformer_engine": ModuleType("transformer_engine"), "transformer_engine.pytorch": ModuleType("pytorch")}
     module = modules["transformer_engine.pytorch.optimizers"] = ModuleType("optimizers")
@@ -128,7 +128,7 @@ def instead_of_transformer_engine() -> Iterator[None]:
             (megatron, "is_te_min_version", lambda *_: True),
             (optimizer_config, "is_te_min_version", lambda *_: True),
             (distrib_optimizer, "Adam", FusedAdam),
-            (gpu, "check_states", lambda *_, **__: None),
+            (engine, "check_config", lambda *_, **__: None),
             (policy, "PART_ELEMENTS", PART_ELEMENTS),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))

@@ -234,9 +234,10 @@ def test_one_range_of_pythons_is_stated_everywhere() -> None:
 
 
 def test_the_number_of_cpu_patches_is_the_decisions() -> None:
-    from tepo_megatron.trainer.megatron.platform import cpu_patches
+    from tepo_megatron.trainer.megatron.platform import Platform
 
-    number = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven")[len(cpu_patches())]
+    words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven")
+    number = words[len(Platform.cpu_patches())]
     assert f"{number} patches and one torch function mode" in " ".join(text_of("docs/decisions/005-cpu-patches.md").split())
 
 

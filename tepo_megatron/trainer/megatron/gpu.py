@@ -61,27 +61,21 @@ def prepare_process(config: RunConfig) -> None:
     if interface is not None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     if CONNECTIONS_VARIABLE not in os.environ and (parallel.tp > 1 or parallel.cp > 1):
-        capability = gpu_capability()
+        capability = _gpu_capability()
         if capability is not None and capability < _BLACKWELL:
             os.environ[CONNECTIONS_VARIABLE] = "1"
 
 
-def gpu_capability() -> tuple[int, int] | None:
+def _gpu_capability() -> tuple[int, int] | None:
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
-    if nvml.nvmlInit_v2():
-        return None
     gpu, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
-    try:
-        if nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(gpu)):
-            return None
-        if nvml.nvmlDeviceGetCudaComputeCapability(gpu, ctypes.byref(major), ctypes.byref(minor)):
-            return None
-    finally:
-        nvml.nvmlShutdown()
-    return major.value, minor.value
+    failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(gpu))
+    failed = failed or nvml.nvmlDeviceGetCudaComputeCapability(gpu, ctypes.byref(major), ctypes.byref(minor))
+    nvml.nvmlShutdown()
+    return None if failed else (major.value, minor.value)
 
 
 def check_config(config: RunConfig, spec: ModelSpec, *, on_gpu: bool) -> None:
@@ -89,10 +83,10 @@ def check_config(config: RunConfig, spec: ModelSpec, *, on_gpu: bool) -> None:
     check_trainer_split(spec, config.engine.parallel)
     spec.check_recompute(config.engine.recomputed, transformer_engine=on_gpu and config.engine.layers != "local")
     spec.check_balance(config.engine.moe_balance.kind)
-    check_states(config.optimizer, on_gpu=on_gpu)
+    _check_states(config.optimizer, on_gpu=on_gpu)
 
 
-def check_states(config: OptimizerConfig, *, on_gpu: bool) -> None:
+def _check_states(config: OptimizerConfig, *, on_gpu: bool) -> None:
     """Raises ValueError if no package here has smaller states."""
     if not config.precision_aware:
         return

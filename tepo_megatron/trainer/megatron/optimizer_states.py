@@ -23,6 +23,8 @@ from torch import Tensor
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
 
+_TIE = 0x8000  # last 17 bits of an fp32 number halfway between an even and the next odd bfloat16 number
+
 
 def is_parallel_expert(param: torch.nn.Parameter) -> bool:
     return not getattr(param, "allreduce", True)
@@ -69,6 +71,25 @@ class OptimizerStates:
             with torch.no_grad():
                 main.view(-1).copy_(value.reshape(-1)[local])
 
+    @staticmethod
+    def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+        """Splits fp32 into bfloat16 weights and int16 remainders, as Transformer Engine's Adam.
+
+        At a tie the kernel rounds up; the remainder is that of the next fp32 number towards zero.
+        """
+        bits = master.contiguous().view(torch.int32)
+        bits = torch.where((bits & 0x1FFFF) == _TIE, bits - 1, bits)
+        low = (bits & 0xFFFF).to(torch.int16)
+        high = (bits >> 16) + (low < 0)
+        return high.to(torch.int16).view(torch.bfloat16), low
+
+    @staticmethod
+    def join_master(weight: Tensor, low: Tensor) -> Tensor:
+        """Returns the next fp32 number if the kernel rounded a tie up."""
+        high = weight.contiguous().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
+        bits = (high << 16) | (low.to(torch.int32) & 0xFFFF)
+        return torch.where((bits & 0x1FFFF) == _TIE, bits + 1, bits).view(torch.float32)
+
     def _held(self, param: torch.nn.Parameter) -> tuple[Any, Tensor, slice]:
         # Megatron chains an optimizer for dense weights and, under expert parallelism, another.
         optimizer = self._inner[is_parallel_expert(param) if len(self._inner) > 1 else 0]
@@ -93,11 +114,16 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 def _read(adam: Any, held: Tensor, state: str) -> Tensor:
     adam, held = _inner(adam, held)
-    state_of_held = adam.state.get(held, {})
-    if _keeps_masters(adam, held):
-        return _read_kept(adam, held, state_of_held, state)
-    value = held if state == "master" else state_of_held.get(state)
-    if value is None:  # no update yet
+    states = adam.state.get(held, {})  # empty before the first update
+    if not _keeps_masters(adam, held):
+        value = held if state == "master" else states.get(state)
+    elif not states:
+        value = held if state == "master" else None
+    elif state == "master" and _stores_remainders(adam, held):
+        value = OptimizerStates.join_master(held, states["master_param"])
+    else:
+        value = adam.get_unscaled_state(held, "master_param" if state == "master" else state)
+    if value is None:
         value = torch.zeros_like(held, dtype=torch.float32)
     return value.detach().float().view(-1)
 
@@ -155,25 +181,13 @@ def _stores_remainders(adam: Any, held: Tensor) -> bool:
     return bool(adam.store_param_remainders) and held.dtype == torch.bfloat16
 
 
-def _read_kept(adam: Any, held: Tensor, moments: Mapping[str, Tensor], state: str) -> Tensor:
-    if not moments:  # no update yet
-        value = held.float() if state == "master" else torch.zeros_like(held, dtype=torch.float32)
-    elif state != "master":
-        value = adam.get_unscaled_state(held, state)
-    elif _stores_remainders(adam, held):
-        value = join_remainder(held, moments["master_param"])
-    else:
-        value = adam.get_unscaled_state(held, "master_param")
-    return value.detach().float().view(-1)
-
-
 @torch.no_grad()
 def _write_kept(adam: Any, held: Tensor, states: Mapping[str, Tensor]) -> None:
     remainders = _stores_remainders(adam, held)
     adam.state[held] = {}
     adam.initialize_state(held, remainders)
     if remainders:
-        weight, low = split_remainder(states["master"])
+        weight, low = OptimizerStates.split_master(states["master"])
         held.copy_(weight)
         adam.state[held]["master_param"].copy_(low)
     else:
@@ -182,25 +196,3 @@ def _write_kept(adam: Any, held: Tensor, states: Mapping[str, Tensor]) -> None:
     for state in STATES[1:]:
         if states[state].any():  # it is 0 already, and FP8 would divide by the largest value
             adam.set_scaled_state(held, state, states[state].clone())
-
-
-_TIE = 0x8000  # last 17 bits of an fp32 number halfway between an even and the next odd bfloat16 number
-
-
-def split_remainder(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits fp32 into bfloat16 weights and int16 remainders, as Transformer Engine's Adam.
-
-    At a tie the kernel rounds up; the remainder is that of the next fp32 number towards zero.
-    """
-    bits = master.contiguous().view(torch.int32)
-    bits = torch.where((bits & 0x1FFFF) == _TIE, bits - 1, bits)
-    low = (bits & 0xFFFF).to(torch.int16)
-    high = (bits >> 16) + (low < 0)
-    return high.to(torch.int16).view(torch.bfloat16), low
-
-
-def join_remainder(weight: Tensor, low: Tensor) -> Tensor:
-    """Returns the next fp32 number if the kernel rounded a tie up."""
-    high = weight.contiguous().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
-    bits = (high << 16) | (low.to(torch.int32) & 0xFFFF)
-    return torch.where((bits & 0x1FFFF) == _TIE, bits + 1, bits).view(torch.float32)

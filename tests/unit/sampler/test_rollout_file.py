@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from tepo_megatron.core.rollout import Rollout, WeightsVersion, token_ids, token_logprobs
+from tepo_megatron.core.rollout import Rollout, WeightsVersion, token_ids
 from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path, write_rollouts
 
 floats = st.floats(allow_nan=False)
@@ -126,8 +126,8 @@ def check(rollouts: list[Rollout], folder: Path) -> None:
 
 def test_a_whole_step_is_taken(tmp_path: Path) -> None:
     check(STEP, tmp_path)
-    check([replace(rollout, sampler_logprobs=token_logprobs((1e-7,))) for rollout in STEP], tmp_path)  # rounding
-    nothing = replace(STEP[1], response_ids=token_ids(()), sampler_logprobs=token_logprobs(()), reward=None)
+    check([replace(rollout, sampler_logprobs=np.array([1e-7], np.float32)) for rollout in STEP], tmp_path)  # rounding
+    nothing = replace(STEP[1], response_ids=token_ids(()), sampler_logprobs=np.zeros(0, np.float32), reward=None)
     check([STEP[0], nothing, *STEP[2:]], tmp_path)  # an episode that failed before the model's first token
 
 

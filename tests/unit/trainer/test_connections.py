@@ -4,15 +4,38 @@ from __future__ import annotations
 
 import ctypes
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tepo_megatron.config.load import load_run
 from tepo_megatron.run.training import phase_limits
-from tepo_megatron.trainer.megatron import gpu
+from tepo_megatron.trainer.megatron.gpu import CONNECTIONS_VARIABLE, prepare_process
 from tepo_megatron.trainer.megatron.platform import collective_timeout
 
 A100, H100, B200, RTX_5090 = (8, 0), (9, 0), (10, 0), (12, 0)
+
+
+def driver(capability: tuple[int, int] | None) -> Any:
+    """NVIDIA's library on a machine with this GPU; ``None``: without the library."""
+
+    def load(name: str) -> Any:
+        if capability is None:
+            raise OSError(f"{name}: cannot open shared object file")
+        return SimpleNamespace(
+            nvmlInit_v2=lambda: 0,
+            nvmlDeviceGetHandleByIndex_v2=lambda index, gpu: 0,
+            nvmlDeviceGetCudaComputeCapability=tell,
+            nvmlShutdown=lambda: 0,
+        )
+
+    def tell(gpu: Any, *places: Any) -> int:
+        for place, value in zip(places, capability or (), strict=True):
+            place._obj.value = value
+        return 0
+
+    return load
 
 
 @pytest.mark.parametrize(
@@ -31,20 +54,12 @@ def test_it_is_for_tensor_and_context_parallelism_before_blackwell(
     expected: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(gpu.CONNECTIONS_VARIABLE, preset or "")  # so that it is as before afterwards
+    monkeypatch.setenv(CONNECTIONS_VARIABLE, preset or "")  # so that it is as before afterwards
     if preset is None:
-        monkeypatch.delenv(gpu.CONNECTIONS_VARIABLE)
-    monkeypatch.setattr(gpu, "gpu_capability", lambda: capability)
-    gpu.prepare_process(load_run(None, [f"engine.parallel.{parallel}"]))
-    assert os.environ.get(gpu.CONNECTIONS_VARIABLE) == expected
-
-
-def test_a_machine_without_nvidia_s_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert gpu.gpu_capability() is None
+        monkeypatch.delenv(CONNECTIONS_VARIABLE)
+    monkeypatch.setattr(ctypes, "CDLL", driver(capability))
+    prepare_process(load_run(None, [f"engine.parallel.{parallel}"]))
+    assert os.environ.get(CONNECTIONS_VARIABLE) == expected
 
 
 def test_collectives_outlast_what_the_watch_allows_in_a_weight_update() -> None:

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from tepo_megatron.config import LoraConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.run.checks import RUN_CHECKS
-from tepo_megatron.trainer.megatron.model.lora import Adapter, Lora
+from tepo_megatron.trainer.megatron.model.lora import Lora
 from tepo_megatron.weights.adapters import AdapterBlock
 from tests.support.reshard_models import MOE, small_spec
 
@@ -25,13 +25,7 @@ BLOCKS = [
 LORA = LoraConfig(rank=2, alpha=3)
 
 
-def adapter(dtype: torch.dtype) -> Adapter:
-    torch.manual_seed(0)
-    shapes = [(2, 7), (4, 2), (2, 7), (1, 2)]
-    return Adapter(LORA.scale, BLOCKS, [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes])
-
-
-def merged_by_hand(weight: Tensor, made: Adapter) -> Tensor:
+def merged_by_hand(weight: Tensor, made: torch.nn.Module) -> Tensor:
     a1, b1, a2, b2 = (param.double() for param in made.parameters())
     first, second = 1.5 * b1 @ a1, 1.5 * b2 @ a2
     zero = torch.zeros(7, dtype=torch.float64)
@@ -51,11 +45,13 @@ class Layer(torch.nn.Module):
         return linear(inputs, self.weight)
 
 
-def adapted(dtype: torch.dtype) -> tuple[Layer, Adapter, Lora]:
-    layer, made = Layer(torch.randn(6, 7, dtype=dtype)), adapter(dtype)
-    lora = Lora(LORA, [], None, None, {}, {"weight": made})
+def adapted(dtype: torch.dtype) -> tuple[Layer, torch.nn.Module, Lora]:
+    torch.manual_seed(0)
+    pairs = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in [(2, 7), (4, 2), (2, 7), (1, 2)]]
+    layer, lora = Layer(torch.randn(6, 7, dtype=dtype)), Lora(LORA, [], None, None, {})
+    lora.add("weight", BLOCKS, pairs)
     lora.attach([layer], {"weight": layer.weight})
-    return layer, made, lora
+    return layer, lora.adapters["weight"], lora
 
 
 def test_values_and_gradients_are_those_of_the_merged_weight() -> None:

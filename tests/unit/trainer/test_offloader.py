@@ -23,39 +23,49 @@ def small_pieces() -> Iterator[None]:
         yield
 
 
+def offloader_of(model: torch.nn.Module) -> offload.Offloader:
+    """With an optimizer without states."""
+    optimizer: Any = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[], state={}))
+    ddp: Any = SimpleNamespace(offload_grad_buffers=lambda **_: None, restore_grad_buffers=lambda **_: None)
+    policy: Any = SimpleNamespace(chunks=[model], ddp=[ddp], optimizer=optimizer)
+    return offload.Offloader(policy, CPU, barrier=lambda: None)
+
+
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=5), st.integers(1, 3))
 def test_every_byte_and_every_view_comes_back(sizes: list[int], times: int) -> None:
     whole = [torch.randn(size) for size in sizes]
     views = [tensor[tensor.numel() // 2 :] for tensor in whole]
     before = [tensor.clone() for tensor in whole]
-    storages = offload.OffloadedStorages(CPU)
+    offloader = offloader_of(torch.nn.ParameterList([*whole, *views]))
     for _ in range(times):
-        storages.offload([*whole, *views])
-        assert storages.nbytes == 4 * sum(sizes)
+        offloader.keep()
+        assert offloader.most_offloaded == 4 * sum(sizes)
         assert not any(tensor.untyped_storage().nbytes() for tensor in whole)
-        storages.onload()
-        assert storages.nbytes == 0
+        offloader.keep("weights")
         assert all(torch.equal(tensor, copy) for tensor, copy in zip(whole, before, strict=True))
         assert all(torch.equal(view, copy[copy.numel() // 2 :]) for view, copy in zip(views, before, strict=True))
 
 
-def test_host_memory_is_used_again() -> None:
-    tensor, storages = torch.randn(40), offload.OffloadedStorages(CPU)
-    storages.offload([tensor])
-    kept = {chunk.data_ptr() for _, chunks in storages._offloaded for chunk in chunks}
-    assert len(kept) == 4  # 160 bytes in pieces of 48
-    storages.onload()
-    storages.offload([tensor])
-    assert {chunk.data_ptr() for _, chunks in storages._offloaded for chunk in chunks} == kept
+def test_host_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def empty(size: int, **options: Any) -> torch.Tensor:
+        if "pin_memory" in options:
+            made.append(size)
+        return torch.zeros(size, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    offloader = offloader_of(torch.nn.ParameterList([torch.randn(40)]))
+    for _ in range(3):
+        offloader.keep()
+        offloader.keep("weights")
+    assert made == [48, 48, 48, 16]
 
 
 def test_copies_in_fp8_leave_with_the_weights() -> None:
     model: Any = torch.nn.Linear(3, 3)
     model._fp8_workspaces = {"weight": torch.zeros(9)}  # as Transformer Engine's modules have it
-    optimizer: Any = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[], state={}))
-    ddp: Any = SimpleNamespace(offload_grad_buffers=lambda **_: None, restore_grad_buffers=lambda **_: None)
-    policy: Any = SimpleNamespace(chunks=[model], ddp=[ddp], optimizer=optimizer)
-    offloader = offload.Offloader(policy, CPU, barrier=lambda: None)
+    offloader = offloader_of(model)
     offloader.keep("weights")
     assert model._fp8_workspaces
     offloader.keep()

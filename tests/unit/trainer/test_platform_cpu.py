@@ -16,7 +16,7 @@ from tepo_megatron.trainer.megatron import platform as platform_cpu
 from tests.support.launch import run_dist
 
 MODE = "torch function mode"
-PATCHES = [patch.key for patch in platform_cpu.cpu_patches()]
+PATCHES = [patch.key for patch in platform_cpu.Platform.cpu_patches()]
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,8 @@ def train_one_step(rank: int, world: int, model: Path, missing: str | None) -> N
     from tepo_megatron.trainer.megatron.engine import Engine
 
     warnings.filterwarnings("ignore")
-    every = platform_cpu.cpu_patches()
-    platform_cpu.cpu_patches = lambda: [patch for patch in every if patch.key != missing]
+    every = platform_cpu.Platform.cpu_patches()
+    platform_cpu.Platform.cpu_patches = staticmethod(lambda: [patch for patch in every if patch.key != missing])  # type: ignore[method-assign]
     if missing == MODE:
         platform_cpu.Platform.megatron = lambda self: contextlib.nullcontext()  # type: ignore[method-assign]
     os.environ["WORLD_SIZE"] = str(world)

@@ -213,9 +213,8 @@ def test_a_broken_transformer_engine_does_not_stop_local_layers(tmp_path: Path, 
     (package.parent / "__init__.py").touch()
     (package / "__init__.py").write_text(f"raise {failure}\n")
     program = (
-        "from tepo_megatron.trainer.megatron import engine, gpu\n"
-        "from tepo_megatron.trainer.megatron.model import model\n"
-        "print(model.import_problem())\n"
+        "from tepo_megatron.trainer.megatron import TRANSFORMER_ENGINE, engine, gpu\n"
+        "print(TRANSFORMER_ENGINE.problem)\n"
         "print(gpu.Packages.installed().te)\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}

@@ -35,8 +35,12 @@ class Lora:
     layout: ShardLayout
     sources: GatherPlan
     params: dict[str, torch.nn.Parameter] = field(repr=False)
-    adapters: dict[str, Adapter] = field(repr=False)  # by the parameters that they change
+    adapters: dict[str, _Adapter] = field(default_factory=dict, repr=False)  # by the parameters that they change
     on: bool = True
+
+    def add(self, name: str, blocks: Sequence[Sequence[AdapterBlock]], pairs: Sequence[torch.nn.Parameter]) -> None:
+        """``pairs``: A [rank, columns], B [rows, rank] per matrix; ``blocks``: where rows of the parameter ``name`` belong."""
+        self.adapters[name] = _Adapter(self.config.scale, blocks, pairs)
 
     def attach(self, chunks: Sequence[torch.nn.Module], params: Mapping[str, torch.nn.Parameter]) -> None:
         """Lets modules compute with merged weights, and makes adapters submodules of their chunk."""
@@ -120,7 +124,7 @@ def build_lora(
     layout = adapted[rank]
     held = shards_by_tensor(layout_of_model, frozenset(tensors))
     pairs = _new_parameters(layout, {shard.tensor: params[shard.param] for shards in held.values() for shard in shards})
-    lora = Lora(config, tensors, layout, GatherPlan(adapted), pairs, {})
+    lora = Lora(config, tensors, layout, GatherPlan(adapted), pairs)
     if config.path is None:
         _draw(layout, pairs, seed)
     else:
@@ -130,7 +134,7 @@ def build_lora(
         by_param.setdefault(shards[0].param, []).append(tensor)
     for name, members in by_param.items():
         matrices = [pairs[part] for tensor in members for part in adapter_names(tensor)]
-        lora.adapters[name] = Adapter(config.scale, [adapter_blocks(held[tensor]) for tensor in members], matrices)
+        lora.add(name, [adapter_blocks(held[tensor]) for tensor in members], matrices)
     lora.attach(chunks, params)
     return lora
 
@@ -196,9 +200,8 @@ def _pairs(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(tensors[::2], tensors[1::2], strict=True)
 
 
-class Adapter(torch.nn.Module):
+class _Adapter(torch.nn.Module):
     def __init__(self, scale: float, blocks: Sequence[Sequence[AdapterBlock]], pairs: Sequence[torch.nn.Parameter]) -> None:
-        """``pairs``: A [rank, columns], B [rows, rank] per matrix; ``blocks``: where rows belong."""
         super().__init__()
         self.scale, self.blocks = scale, blocks
         for number, param in enumerate(pairs):  # not in a list: Megatron gathers a module's own parameters before its forward
@@ -215,7 +218,7 @@ def _start_graph(module: torch.nn.Module, inputs: object, output: Tensor) -> Ten
 
 
 def _with_merged_weights(
-    module: torch.nn.Module, adapters: Mapping[str, Adapter], is_on: Callable[[], bool]
+    module: torch.nn.Module, adapters: Mapping[str, _Adapter], is_on: Callable[[], bool]
 ) -> Callable[..., Any]:
     plain = module.forward
 
@@ -236,7 +239,7 @@ def _with_merged_weights(
 
 
 def _forgets(
-    merged: Mapping[str, Tensor], frozen: Mapping[str, Any], adapters: Mapping[str, Adapter]
+    merged: Mapping[str, Tensor], frozen: Mapping[str, Any], adapters: Mapping[str, _Adapter]
 ) -> Callable[[Tensor], Tensor | Callable[[], Tensor]]:
     def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         for attribute, value in merged.items():

@@ -189,7 +189,7 @@ def choose_layers(config: EngineConfig, platform: Platform) -> Layers:
         _refuse_transformer_engine(config)
     if platform.kind == "cpu" or config.layers == "local":
         return Layers("local", Packages.installed())
-    if (problem := import_problem()) is not None:
+    if (problem := _import_problem()) is not None:
         meaning = "engine.layers = te" if config.layers == "te" else "engine.layers = auto means Transformer Engine on a GPU"
         raise RuntimeError(
             f"{meaning}, but transformer_engine.pytorch cannot be imported ({problem}); install it ({INSTALL_TE}), or set "
@@ -209,7 +209,7 @@ def choose_layers(config: EngineConfig, platform: Platform) -> Layers:
     return Layers("te", packages)
 
 
-def import_problem() -> str | None:
+def _import_problem() -> str | None:
     if TRANSFORMER_ENGINE.problem is not None:
         return TRANSFORMER_ENGINE.problem
     try:
