@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import partial
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
@@ -47,8 +47,8 @@ def prepare(
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"unknown benchmark {name!r}; known: {', '.join(BENCHMARKS)}{hint}")
     benchmark = BENCHMARKS[name]
-    if family is not None and family not in _templates():
-        raise ValueError(f"unknown family {family!r}; known: {', '.join(_templates())}")
+    if family is not None and family not in _FAMILIES:
+        raise ValueError(f"unknown family {family!r}; known: {', '.join(_FAMILIES)}")
     path = benchmark.fetch() if source is None else benchmark.find(source)
     digest = file_digest(path)
     lock = _read_lock(folder)
@@ -93,7 +93,7 @@ def sets_yaml(folder: Path, lock: Mapping[str, Mapping[str, Any]]) -> str:
     sets = {}
     for name in (known for known in BENCHMARKS if known in lock):
         benchmark, entry = BENCHMARKS[name], lock[name]
-        family = _templates()[entry["family"]]
+        family = _FAMILIES[entry["family"]]
         sets[name] = {
             "path": str((folder / f"{name}.jsonl").absolute()),
             "sha256": entry["prepared_sha256"],
@@ -104,13 +104,6 @@ def sets_yaml(folder: Path, lock: Mapping[str, Mapping[str, Any]]) -> str:
         }
     head = "# Written by tepo data prepare: tepo eval MODEL --run benchmarks.yaml, or base: benchmarks.yaml in a run.\n"
     return head + yaml.safe_dump({"data": {"heldout": None}, "evaluate": {"sets": sets}}, sort_keys=False, allow_unicode=True)
-
-
-@cache
-def _templates() -> Mapping[str, Mapping[str, Any]]:
-    text = files("tepo_megatron.tasks.data").joinpath("benchmark_templates.yaml").read_text(encoding="utf-8")
-    result: Mapping[str, Mapping[str, Any]] = yaml.safe_load(text)
-    return result
 
 
 def _read_lock(folder: Path) -> dict[str, dict[str, Any]]:
@@ -126,9 +119,8 @@ def _read_lock(folder: Path) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Benchmark:
-    """``prompt`` and ``answer``: columns, or functions of the row. ``id`` None: rows are numbered. ``sha256`` None: the
-    first preparation records it. ``kept``: columns for the metadata; ``more``: more metadata. ``samples``: usual number
-    per problem.
+    """``benchmarks.yaml`` says what its fields are. ``prompt`` and ``answer`` may also be functions of the row; ``more``
+    returns more metadata.
     """
 
     title: str
@@ -140,7 +132,7 @@ class _Benchmark:
     answer: str | _OfRow = "answer"
     id: str | None = "id"
     sha256: str | None = None
-    kept: tuple[str, ...] = ()
+    kept: Sequence[str] = ()
     more: Callable[[_Row], _Row] = lambda row: {}
     verifier: str = "math"
     samples: int = 4
@@ -232,132 +224,24 @@ def _mbpp_prompt(row: _Row, column: str = "text") -> Any:
     return row[column] and f"{row[column].strip()}\n\nYour code should pass these tests:\n\n{tests}"
 
 
-_MBPP = _Benchmark(
-    title="MBPP, test",
-    repository="google-research-datasets/mbpp",
-    revision="4bb6404fdc6cacfda99d4ac4205087b89d32030c",
-    file="full/test-00000-of-00001.parquet",
-    sha256="566fd53060ffba5766dace1d1e2f4c38906781526de222b0dfbdbc325b696c77",
-    problems=500,
-    prompt=_mbpp_prompt,
-    answer="code",
-    id="task_id",
-    more=lambda row: {"tests": list(row["test_list"]), "setup": row["test_setup_code"] or ""},
-    verifier="python_tests",
-)
-BENCHMARKS: Mapping[str, _Benchmark] = {
-    "math500": _Benchmark(
-        title="MATH-500",
-        repository="HuggingFaceH4/MATH-500",
-        revision="6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be",
-        file="test.jsonl",
-        sha256="35dc41080a3680858b27fa7e0533d2d547825316fc5dafe5d316f4ccc5a06132",
-        problems=500,
-        id="unique_id",
-        kept=("subject", "level"),
-    ),
-    "aime24": _Benchmark(
-        title="AIME 2024",
-        repository="HuggingFaceH4/aime_2024",
-        revision="2fe88a2f1091d5048c0f36abc874fb997b3dd99a",
-        file="data/train-00000-of-00001.parquet",
-        sha256="26139847601a5037c237d5928b195e7260ca8074cf4f264b794af42847f79ccf",
-        problems=30,
-        kept=("url", "year"),
-        samples=32,
-    ),
-    "aime25": _Benchmark(
-        title="AIME 2025",
-        repository="math-ai/aime25",
-        revision="563bb8404243c5f09de6ec262f2db674fe5bce9b",
-        file="test.jsonl",
-        sha256="b4e273c02d3e7fe1b74b59eae768fc8230bfb0f79539890cb56f4361caac0331",
-        problems=30,
-        samples=32,
-    ),
-    "amc23": _Benchmark(
-        title="AMC 2023",
-        repository="math-ai/amc23",
-        revision="80815d37005feb82cd7f8fbc6901d5d3eff43057",
-        file="test-00000-of-00001.parquet",
-        sha256="b696e87ba47be4e879a60fd4ef1d4aa522ba78c5ae013c6aff5cc9788a397c5e",
-        problems=40,
-        prompt="question",
-        answer=_integer,
-        kept=("url",),
-        samples=32,
-    ),
-    "minerva": _Benchmark(
-        title="Minerva Math",
-        repository="math-ai/minervamath",
-        revision="ee46ddc498933b1977577953250ca5c66be64f96",
-        file="test.jsonl",
-        problems=272,
-        prompt="question",
-        id=None,
-    ),
-    "olympiadbench": _Benchmark(
-        title="OlympiadBench, open-ended English competition mathematics, text only",
-        repository="Hothan/OlympiadBench",
-        revision="91184b52131e7fc9455fef848035173aea8cc01a",
-        file="OlympiadBench/OE_TO_maths_en_COMP/OE_TO_maths_en_COMP.parquet",
-        problems=674,
-        prompt=_olympiad_prompt,
-        answer=_olympiad_answer,
-        kept=("subfield", "answer_type", "is_multiple_answer", "unit", "error"),
-    ),
-    "omni-math": _Benchmark(
-        title="Omni-MATH",
-        repository="KbsdJames/Omni-MATH",
-        revision="40ba231d8f16e29ecd40e6407e2c8640145a8f62",
-        file="test.jsonl",
-        sha256="7c87be8ee41ac7c7a597ef5a5500e84bd2b639a85a06db3da7f69bf9a32ef168",
-        problems=4428,
-        kept=("domain", "difficulty", "source"),
-        samples=1,
-        id=None,
-    ),
-    "gsm8k": _Benchmark(
-        title="GSM8K",
-        repository="openai/gsm8k",
-        revision="740312add88f781978c0658806c59bc2815b9866",
-        file="main/test-00000-of-00001.parquet",
-        sha256="ee7b8da9e381df27b9e3f7758a159ab2bdaa4dbaa910546cbbc47e0cb44e4f59",
-        problems=1319,
-        prompt="question",
-        answer=_number_after_hashes,
-        samples=1,
-        id=None,
-    ),
-    "humaneval": _Benchmark(
-        title="HumanEval",
-        repository="openai/openai_humaneval",
-        revision="7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544",
-        file="openai_humaneval/test-00000-of-00001.parquet",
-        sha256="2f2871a15fbc95b6c683043359f4ed8e144c5a1c4f24f25f66bc51f598dfcfb6",
-        problems=164,
-        prompt="prompt",
-        answer=lambda row: f"{row['prompt']}{row['canonical_solution']}",
-        id="task_id",
-        more=_humaneval_tests,
-        verifier="python_tests",
-    ),
+_MBPP: Mapping[str, Any] = {
+    "prompt": _mbpp_prompt,
+    "more": lambda row: {"tests": list(row["test_list"]), "setup": row["test_setup_code"] or ""},
+}
+_COMPUTED: Mapping[str, Mapping[str, Any]] = {
+    "amc23": {"answer": _integer},
+    "olympiadbench": {"prompt": _olympiad_prompt, "answer": _olympiad_answer},
+    "gsm8k": {"answer": _number_after_hashes},
+    "humaneval": {"answer": lambda row: f"{row['prompt']}{row['canonical_solution']}", "more": _humaneval_tests},
     "mbpp": _MBPP,
-    "mbpp-sanitized": replace(
-        _MBPP,
-        title="MBPP, sanitized test",
-        file="sanitized/test-00000-of-00001.parquet",
-        sha256="e9e9efa2c0d59ef5e55537a9d126b8f875d5ac010a8d75628d76824884e15850",
-        problems=257,
-        prompt=partial(_mbpp_prompt, column="prompt"),
-        more=lambda row: {"tests": list(row["test_list"]), "setup": "\n".join(row["test_imports"] or [])},
-    ),
-    "mbpp-train": replace(
-        _MBPP,
-        title="MBPP, training part",
-        file="full/train-00000-of-00001.parquet",
-        sha256="09d125ca31edacb7800be8c67c45abff618faf0214ff551291817d06bdb914ae",
-        problems=374,
-        samples=1,
-    ),
+    "mbpp-sanitized": {
+        "prompt": partial(_mbpp_prompt, column="prompt"),
+        "more": lambda row: {"tests": list(row["test_list"]), "setup": "\n".join(row["test_imports"] or [])},
+    },
+    "mbpp-train": _MBPP,
+}
+_KNOWN = yaml.safe_load(files("tepo_megatron.tasks.data").joinpath("benchmarks.yaml").read_text(encoding="utf-8"))
+_FAMILIES: Mapping[str, Mapping[str, Any]] = _KNOWN["families"]
+BENCHMARKS: Mapping[str, _Benchmark] = {
+    name: _Benchmark(**entry, **_COMPUTED.get(name, {})) for name, entry in _KNOWN["benchmarks"].items()
 }
