@@ -5,15 +5,16 @@ own.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Response, WeightsVersion, token_ids
 from tepo_megatron.sampler.protocol import KeyedResponse
 from tepo_megatron.tasks.environments.agent_session import ChatRequest
-from tepo_megatron.tasks.environments.episodes import EpisodeEnd, EpisodeStream
+from tepo_megatron.tasks.environments.episodes import Episode, EpisodeStream, Observations
 from tepo_megatron.tasks.environments.protocol import EpisodeAnswer, StepResult
 
 END, VOCABULARY, TURN = 2, 50, 6
@@ -97,7 +98,7 @@ class FakeHost:
         told: Any = result.observation
         kind = "text" if isinstance(told, str) else "ids"
         if isinstance(told, ChatRequest):
-            kind, told = "chat", told.as_json()
+            kind, told = "chat", vars(told)
         answer = {"reward": result.reward, "done": result.done, "tool_error": result.tool_error}
         self._found.append(EpisodeAnswer(episode, {**answer, "observation": None if not told else [kind, told]}))
 
@@ -115,14 +116,43 @@ class FakeHost:
         return None
 
 
+class Letters:
+    """A tokenizer of a few characters."""
+
+    eos_ids, unk_id = (END,), 0
+
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        return [3 + "0123".index(each) if each in "0123" else 0 for each in text]
+
+    def decode(self, ids: Any) -> str:
+        return "".join(chr(97 + token % 26) for token in ids)
+
+
 @dataclass
-class Ends:
-    """Remembers how episodes ended."""
+class Played:
+    """A stream of environments that are objects of this process, and how its episodes ended."""
 
-    found: list[tuple[Problem, Response, EpisodeEnd]] = field(default_factory=list)
+    make: Callable[[], Any]
+    order: random.Random
+    observations: Observations
+    problem_of: Callable[[Any], Problem] = lambda number: Problem(f"p{number}", "", "")
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    max_length: int = 100
+    host: type[FakeHost] = FakeHost
+    lost: set[int] = field(default_factory=set)
 
-    def note(self, problem: Problem, response: Response, end: EpisodeEnd) -> None:
-        self.found.append((problem, response, end))
+    def __post_init__(self) -> None:
+        self.samples = FakeSamples(self.order)
+        self.ended: list[tuple[Episode, Response]] = []
+        self.stream = EpisodeStream(
+            self.samples,  # type: ignore[arg-type]
+            self.host(self.make, self.order, self.lost),
+            self.problem_of,
+            self.observations,
+            EnvironmentConfig.model_validate({"name": "a.py:A", **self.limits}),
+            self.max_length,
+            lambda episode, response: self.ended.append((episode, response)),
+        )
 
 
 def play(stream: EpisodeStream) -> dict[tuple[Any, int], Response]:

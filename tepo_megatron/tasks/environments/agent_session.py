@@ -82,7 +82,7 @@ class AgentRequest:
             if (fault := _field_fault(name, value, sampling)) is not None:
                 raise RefusedError(f"{name} = {_short(value)}{fault}", param=name)
         try:
-            messages = read_messages(fields.get("messages"))
+            messages = _messages(fields.get("messages"))
         except ValueError as error:
             raise RefusedError(str(error), param="messages") from None
         options, tools = fields.get("stream_options"), fields.get("tools")
@@ -197,7 +197,7 @@ class ChatAnswer:
         return [*parts, {**common, "choices": [], "usage": completion["usage"]}] if usage else parts
 
 
-def read_messages(value: Any) -> list[Message]:
+def _messages(value: Any) -> list[Message]:
     """``developer`` becomes ``system``. Raises ValueError, also if the last message needs no answer."""
     if not isinstance(value, list) or not value:
         raise ValueError("messages must be a list of at least one message")
@@ -277,10 +277,6 @@ class ChatRequest:
     tools: tuple[dict[str, Any], ...] | None = None
     max_tokens: int | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        tools = None if self.tools is None else list(self.tools)
-        return {"messages": list(self.messages), "begins": self.begins, "tools": tools, "max_tokens": self.max_tokens}
-
 
 @dataclass
 class _Turn:
@@ -356,11 +352,8 @@ class AgentSession:
                 param="messages",
             )
         self._said, self._tools = list(messages), asked.tools
-        if continues:
-            self._request = ChatRequest(tuple(messages[known:]), False, None, asked.max_tokens)
-        else:
-            tools = None if asked.tools is None else tuple(asked.tools)
-            self._request = ChatRequest(tuple(messages), True, tools, asked.max_tokens)
+        tools = None if continues or asked.tools is None else tuple(asked.tools)
+        self._request = ChatRequest(tuple(messages[known if continues else 0 :]), not continues, tools, asked.max_tokens)
         self._turn = _Turn(asked, asyncio.get_running_loop().create_future())
         self._news.set()
         return self._turn

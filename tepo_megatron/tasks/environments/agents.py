@@ -39,25 +39,19 @@ class Agents:
     def __init__(
         self, solve: Callable[..., Any] | None, kwargs: Mapping[str, Any], setup: Mapping[str, Any], limits: WorkerLimits
     ) -> None:
-        settings = setup["agent"]
-        self.solve, self.kwargs, self.setup, self.limits = solve, kwargs, setup, limits
+        self._settings = settings = setup["agent"]
+        self.solve, self.kwargs, self.limits = solve, kwargs, limits
         if solve is not None:
             self._takes_seed = _takes_seed(solve, kwargs, setup["name"])
         self.verify = None if settings["verifier"] is None else load_verifier(settings["verifier"])
         if self.verify is not None and (inspect.isclass(self.verify) or not callable(self.verify)):
             raise ValueError(f"environment.agent.verifier = {settings['verifier']} must be a function of one response")
-        self.address = ChatAddress(
-            settings["sampling"],
-            frozenset(settings["ignore"]),
-            port=settings["port"],
-            max_request_bytes=settings["max_request_mb"] * 10**6,
-            outside_key=settings["key"],
-        )
+        self.address = _ChatAddress(settings)
         self._threads: list[threading.Thread] = []
 
     def episode(self) -> _AgentEpisode:
-        settings = self.setup["agent"]
-        return _AgentEpisode(self, AgentSession(settings["history"], settings["tool_calls"], reward_ends=self.solve is None))
+        history, tool_calls = self._settings["history"], self._settings["tool_calls"]
+        return _AgentEpisode(self, AgentSession(history, tool_calls, reward_ends=self.solve is None))
 
     @property
     def worn(self) -> bool:
@@ -180,22 +174,13 @@ _FOLLOWS = {"Cache-Control": "no-cache", "Content-Type": "text/event-stream"}
 _LONGEST_WAIT_S = 60.0
 
 
-class ChatAddress:
+class _ChatAddress:
     """``POST /v1/chat/completions`` and ``/v1/reward``, ``GET /v1/models``, for external agents ``POST /episodes``. Keys
     identify episodes. Used from one event loop.
     """
 
-    def __init__(
-        self,
-        sampling: Mapping[str, Any],
-        ignored: frozenset[str],
-        *,
-        port: int,
-        max_request_bytes: int,
-        outside_key: str | None = None,
-    ) -> None:
-        self._sampling, self._ignored, self._port, self._outside_key = sampling, ignored, port, outside_key
-        self._max_request_bytes = max_request_bytes
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
         self._sessions: dict[str, AgentSession] = {}
         self._offers: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
         self._starting: asyncio.Task[str] | None = None
@@ -221,7 +206,7 @@ class ChatAddress:
         self._offers.put_nowait(episode)
 
     async def _start(self) -> str:
-        app = web.Application(client_max_size=self._max_request_bytes, middlewares=[_with_errors])
+        app = web.Application(client_max_size=self._settings["max_request_mb"] * 10**6, middlewares=[_with_errors])
         app.add_routes(
             [
                 web.post("/v1/chat/completions", self._chat),
@@ -234,12 +219,12 @@ class ChatAddress:
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await runner.setup()
         handler: Any = runner.server
-        loop = asyncio.get_running_loop()
+        loop, port = asyncio.get_running_loop(), self._settings["port"]
         try:
-            server = await loop.create_server(lambda: _Connection(handler(), self._strangers), _HOST, self._port)
+            server = await loop.create_server(lambda: _Connection(handler(), self._strangers), _HOST, port)
         except OSError as error:
             raise OSError(
-                f"environment.agent.port = {self._port} cannot be listened on ({error.strerror or error}); give another, or 0"
+                f"environment.agent.port = {port} cannot be listened on ({error.strerror or error}); give another, or 0"
             ) from error
         return f"http://{_HOST}:{server.sockets[0].getsockname()[1]}/v1"
 
@@ -259,7 +244,7 @@ class ChatAddress:
         session = self._session(request)
         again = request.headers.get("x-stainless-retry-count", "0") != "0"  # OpenAI's clients count
         try:
-            asked = AgentRequest.read(await _body(request), self._sampling, self._ignored)
+            asked = AgentRequest.read(await _body(request), self._settings["sampling"], frozenset(self._settings["ignore"]))
             answer = await session.ask(asked, again=again)
         except RefusedError as refused:
             if refused.code != "episode_over":
@@ -293,7 +278,7 @@ class ChatAddress:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _episode(self, request: web.Request) -> web.Response:
-        key = self._outside_key
+        key = self._settings["key"]
         if key is None:
             raise RefusedError("this run has no agents outside (environment.name = outside)", status=404)
         if not hmac.compare_digest(_key_of(request).encode(), key.encode()):

@@ -15,7 +15,7 @@ from tepo_megatron.runtime.text import valid_text
 from tepo_megatron.sampler.protocol import Sampler, SampleStream
 from tepo_megatron.sampler.sampling import Sampling, prompt_seed
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
-from tepo_megatron.tasks.environments.episodes import EpisodeEnd, EpisodeLimits, EpisodeStream, Observations, opening_of
+from tepo_megatron.tasks.environments.episodes import Episode, EpisodeStream, Observations, opening_of
 from tepo_megatron.tasks.environments.protocol import EnvironmentHost
 from tepo_megatron.tasks.environments.service import RemoteEnvironments
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
@@ -47,19 +47,10 @@ class EnvironmentTask(Task):
         self._finished: list[tuple[Hashable, RewardResult]] = []
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._numbers = count()  # never reused: an ended episode may still be answered
-        encode = partial(tokenizer.encode, special_tokens=True) if environment.special_tokens else tokenizer.encode
         if environment.special_tokens:
-            encode("")  # refuses what the tokenizer cannot do
-        self._observations = Observations(
-            encode,
-            lambda messages, ended: tokenizer.turn_ids(messages, ended=ended),
-            tokenizer.unk_id,
-            vocab_size,
-            (lambda messages, tools: tokenizer.chat_ids(messages, tools=tools))
-            if environment.agent_settings.chat_template
-            else None,
-        )
-        self._limits = EpisodeLimits(environment.max_turns, environment.max_tokens, max_length, environment.max_restarts)
+            tokenizer.encode("", special_tokens=True)  # refuses what the tokenizer cannot do
+        template = environment.agent_settings.chat_template
+        self._observations = Observations(tokenizer, vocab_size, template, environment.special_tokens)
         self.host = self.open_host(environment, config.rollout.sampling)
 
     @staticmethod
@@ -75,8 +66,8 @@ class EnvironmentTask(Task):
         return len(self._finished)
 
     def stream(self, inner: SampleStream, problem_of: Callable[[Any], Problem]) -> EpisodeStream:
-        decode, ends = self._tokenizer.decode, frozenset(self._tokenizer.eos_ids)
-        return EpisodeStream(inner, self.host, problem_of, self._observations, decode, self._limits, ends, self, self._numbers)
+        game = (self._observations, self._environment, self._sizes[1])
+        return EpisodeStream(inner, self.host, problem_of, *game, self.note, self._numbers)
 
     def heldout_generate(self, generate: Generate, fleet: Sampler, problems: Sequence[Problem], **settings: Any) -> Generate:
         return partial(self._generate, fleet, problems, **settings)
@@ -111,12 +102,12 @@ class EnvironmentTask(Task):
         self._counts = counted
         return [[group[index] for index in range(n)] for group in groups]
 
-    def note(self, problem: Problem, response: Response, end: EpisodeEnd) -> None:
+    def note(self, episode: Episode, response: Response) -> None:
         self._counts["episodes"] += 1
         for name in ("tool_errors", "restarts", "new_histories", "seconds"):
-            self._counts[name] += getattr(end, name)
-        key = problem.id, response.response_ids.tobytes()
-        self._results.setdefault(key, deque()).append(self._result(problem, response, end))
+            self._counts[name] += getattr(episode, name)
+        key = episode.problem.id, response.response_ids.tobytes()
+        self._results.setdefault(key, deque()).append(self._result(episode, response))
         while len(self._results) > _MAX_RESULTS:
             self._results.popitem(last=False)
 
@@ -185,10 +176,10 @@ class EnvironmentTask(Task):
             del self._results[key]
         return result
 
-    def _result(self, problem: Problem, response: Response, end: EpisodeEnd) -> RewardResult:
-        error = end.error
+    def _result(self, episode: Episode, response: Response) -> RewardResult:
+        error = episode.error
         if error is None:
-            value = end.reward
+            value = episode.reward
             if value == 0.0 and self.components:  # no turn was rated, for example because of a limit
                 value = dict.fromkeys(self.components, 0.0)
             try:
@@ -198,9 +189,9 @@ class EnvironmentTask(Task):
             else:
                 if self.components is None:
                     self.components = tuple(parts)
-                return RewardResult(reward, parts=parts, seconds=end.seconds)
+                return RewardResult(reward, parts=parts, seconds=episode.seconds)
         failed = self.config.reward.failed_reward if response.model_tokens else None  # without tokens nothing can be learnt
-        return RewardResult(failed, valid_text(f"problem {problem.id!r}: {error}"), seconds=end.seconds)
+        return RewardResult(failed, valid_text(f"problem {episode.problem.id!r}: {error}"), seconds=episode.seconds)
 
 
 def open_task(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, custom: Any = None) -> VerifierTask | EnvironmentTask:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -19,7 +19,7 @@ from tepo_megatron.core.rollout import Response, TokenIds, token_ids
 from tepo_megatron.runtime.text import check_text
 from tepo_megatron.sampler.protocol import KeyedResponse, SampleStream
 from tepo_megatron.sampler.sampling import append_observation, join_parts, prompt_seed
-from tepo_megatron.tasks.data.tokenizer import AnyMessage, Tokenizer
+from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.tasks.environments.protocol import EnvironmentHost, EpisodeAnswer
 
 _POLL_INTERVAL_S = 1.0
@@ -31,39 +31,10 @@ _FAST_POLL_S = 0.005  # while the environments owe an answer
 Reward = float | dict[str, float]
 
 
-@dataclass(frozen=True)
-class EpisodeLimits:
-    """``max_tokens`` counts after the prompt (None: no limit), ``max_length`` with it."""
-
-    max_turns: int
-    max_tokens: int | None
-    max_length: int
-    max_restarts: int = 1
-
-    def room(self, prompt: int, behind: int) -> int:
-        most = self.max_length - prompt
-        return min(most, self.max_tokens if self.max_tokens is not None else most) - behind
-
-
-@dataclass(frozen=True)
-class EpisodeEnd:
+@dataclass(eq=False)
+class Episode:
     """``reward``: sum over turns. ``new_histories``: conversations that the agent restarted."""
 
-    turns: int
-    reward: Reward
-    tool_errors: int
-    restarts: int
-    seconds: float
-    error: str | None = None
-    new_histories: int = 0
-
-
-class _EpisodeSink(Protocol):
-    def note(self, problem: Problem, response: Response, end: EpisodeEnd) -> None: ...
-
-
-@dataclass(eq=False)
-class _Episode:
     key: Hashable
     index: int
     problem: Problem
@@ -79,24 +50,25 @@ class _Episode:
     new_histories: int = 0
     most: int | None = None  # tokens; an agent sets it
     seconds: float = 0.0
+    error: str | None = None
 
 
 @dataclass
 class EpisodeStream:
     """Exiting ends all episodes. The finish reason is the last turn's, or ``length`` at a limit. A failed episode has its
-    tokens so far; ``sink`` receives the cause. ``numbers`` are never shared: ended episodes may still be answered.
+    tokens so far; ``note`` receives every ended one. ``numbers`` are never shared: ended episodes may still be answered.
+    ``max_length``: tokens of prompt and turns.
     """
 
     inner: SampleStream
     host: EnvironmentHost
     problem_of: Callable[[Any], Problem]
     observations: Observations
-    decode: Callable[[Sequence[int]], str]
-    limits: EpisodeLimits
-    end_ids: frozenset[int]
-    sink: _EpisodeSink
+    config: EnvironmentConfig
+    max_length: int
+    note: Callable[[Episode, Response], None]
     numbers: Iterator[int] = field(default_factory=count)
-    _open: dict[int, _Episode] = field(default_factory=dict)
+    _open: dict[int, Episode] = field(default_factory=dict)
     _ready: deque[KeyedResponse] = field(default_factory=deque)
 
     def __enter__(self) -> EpisodeStream:
@@ -125,7 +97,7 @@ class EpisodeStream:
         """Episodes cannot be continued: the environment's state is lost."""
         assert not continued, "episodes cannot be continued; the configuration refuses rollout.partial"
         for index in range(n) if only is None else only:
-            self._begin(_Episode(key, index, self.problem_of(key), token_ids(prompt_ids), seed))
+            self._begin(Episode(key, index, self.problem_of(key), token_ids(prompt_ids), seed))
 
     def next(self, timeout_s: float | None) -> KeyedResponse | None:
         """Also returns None if none is open. Raises RuntimeError if environments cannot run."""
@@ -150,17 +122,21 @@ class EpisodeStream:
         self._ready.clear()
         return ready
 
-    def _begin(self, episode: _Episode) -> None:
+    def _begin(self, episode: Episode) -> None:
         number = next(self.numbers)
         self._open[number] = episode
         self.host.call(number, ["reset", episode.problem.to_json(), episode.seed, episode.suspected > 0])
 
-    def _ask(self, number: int, episode: _Episode) -> None:
+    def _room(self, prompt: int, behind: int) -> int:
+        most, limit = self.max_length - prompt, self.config.max_tokens
+        return min(most, most if limit is None else limit) - behind
+
+    def _ask(self, number: int, episode: Episode) -> None:
         behind = token_ids(()) if episode.context is None else episode.context.response_ids
         seed = episode.seed + episode.index
         if behind.size:
             seed = prompt_seed(seed, behind.size)
-        room = self.limits.room(episode.prompt.size, behind.size)
+        room = self._room(episode.prompt.size, behind.size)
         room = room if episode.most is None else min(room, episode.most)
         self.inner.submit(number, np.concatenate([episode.prompt, behind]), seed, room=room, home=number)
 
@@ -171,7 +147,8 @@ class EpisodeStream:
             return  # its worker was lost, and the episode began again
         episode.drawn = turn if episode.context is None else join_parts(episode.context, turn)
         episode.turns += 1
-        action = ResponseText(self.decode(turn.response_ids.tolist()), turn.response_ids, turn.finish_reason)
+        text = self.observations.tokenizer.decode(turn.response_ids.tolist())
+        action = ResponseText(text, turn.response_ids, turn.finish_reason)
         action.prompt_tokens = episode.prompt.size + episode.drawn.response_ids.size - turn.response_ids.size
         self.host.call(number, ["step", *action.to_json()])
 
@@ -188,27 +165,27 @@ class EpisodeStream:
                 raise ValueError(result.error)
             answer = result.answer
             episode.tool_errors += answer["tool_error"]
-            episode.reward = add_rewards(episode.reward, answer["reward"])
+            episode.reward = _add_rewards(episode.reward, answer["reward"])
             if answer["done"] and episode.drawn is not None:
                 self._finish(result.episode, episode.drawn.finish_reason)
-            elif episode.turns >= self.limits.max_turns:
+            elif episode.turns >= self.config.max_turns:
                 self._finish(result.episode, "length")
             else:
                 self._go_on(result.episode, episode, answer["observation"])
         except ValueError as error:
             self._finish(result.episode, "stop", str(error))
 
-    def _go_on(self, number: int, episode: _Episode, observation: Sequence[Any] | None) -> None:
+    def _go_on(self, number: int, episode: Episode, observation: Sequence[Any] | None) -> None:
         if observation is not None and observation[0] == "chat":
             episode.most = observation[1]["max_tokens"]
             if observation[1]["begins"] and episode.drawn is not None:
                 episode.drawn = episode.context = None
                 episode.new_histories += 1
         drawn = episode.drawn
-        ended = None if drawn is None else int(drawn.response_ids[-1]) in self.end_ids
+        ended = None if drawn is None else int(drawn.response_ids[-1]) in self.observations.tokenizer.eos_ids
         ids = self.observations.ids(observation, ended=ended, opening=episode.prompt)
         behind = (0 if drawn is None else drawn.response_ids.size) + ids.size
-        if self.limits.room(episode.prompt.size, behind) >= 1:
+        if self._room(episode.prompt.size, behind) >= 1:
             episode.context = append_observation(drawn, ids) if ids.size else drawn
             self._ask(number, episode)
         elif drawn is not None:
@@ -219,16 +196,15 @@ class EpisodeStream:
                 "room for a turn; raise environment.max_tokens, or shorten them"
             )
 
-    def _restart(self, result: EpisodeAnswer, episode: _Episode) -> None:
+    def _restart(self, result: EpisodeAnswer, episode: Episode) -> None:
         suspected = episode.suspected + result.suspect
-        if suspected > self.limits.max_restarts or episode.restarts >= _MAX_RESTARTS:
+        if suspected > self.config.max_restarts or episode.restarts >= _MAX_RESTARTS:
             times = f" {suspected} times" if suspected > 1 else ""
             self._finish(result.episode, "stop", f"its worker ended{times} under it, the last time since {result.lost}")
             return
         self._drop(result.episode)
-        again = _Episode(episode.key, episode.index, episode.problem, episode.prompt, episode.seed)
-        again.restarts, again.suspected = episode.restarts + 1, suspected
-        self._begin(again)
+        once_more = {"restarts": episode.restarts + 1, "suspected": suspected}
+        self._begin(Episode(episode.key, episode.index, episode.problem, episode.prompt, episode.seed, **once_more))
 
     def _finish(self, number: int, reason: str, error: str | None = None) -> None:
         episode = self._open[number]
@@ -236,8 +212,8 @@ class EpisodeStream:
         response = Response((), (), "stop", self.inner.weights_version)
         if episode.drawn is not None:
             response = replace(episode.drawn, finish_reason=reason)
-        counts = (episode.turns, episode.reward, episode.tool_errors, episode.restarts, episode.seconds)
-        self.sink.note(episode.problem, response, EpisodeEnd(*counts, error, episode.new_histories))
+        episode.error = error
+        self.note(episode, response)
         self._ready.append((episode.key, episode.index, response))
 
     def _drop(self, number: int) -> None:
@@ -246,7 +222,7 @@ class EpisodeStream:
         self.inner.leave(number)
 
 
-def add_rewards(total: Reward, turn: Reward) -> Reward:
+def _add_rewards(total: Reward, turn: Reward) -> Reward:
     """0 adds to numbers and to components. Raises ValueError for a mix."""
     if isinstance(total, dict) and isinstance(turn, dict):
         return {name: total.get(name, 0.0) + turn.get(name, 0.0) for name in {**total, **turn}}
@@ -261,13 +237,12 @@ def add_rewards(total: Reward, turn: Reward) -> Reward:
 
 @dataclass(frozen=True)
 class Observations:
-    """Without ``chat_ids`` messages are read as plain text."""
+    """Without ``chat_template`` an agent's messages are read as plain text."""
 
-    encode: Callable[[str], Sequence[int]]
-    turn_ids: Callable[[Sequence[AnyMessage], bool], Sequence[int]]
-    unknown: int | None
+    tokenizer: Tokenizer
     vocab_size: int
-    chat_ids: Callable[[Sequence[AnyMessage], Any], Sequence[int]] | None = None
+    chat_template: bool = True
+    special_tokens: bool = False
 
     def ids(self, observation: Sequence[Any] | None, *, ended: bool | None, opening: TokenIds | None = None) -> TokenIds:
         """``ended``: the preceding turn has an end token; None: there is none. ``opening``: an agent's prompt, left out of
@@ -282,28 +257,28 @@ class Observations:
         if kind == "ids":
             return self._checked(value)
         if kind == "text":
-            return self._known(self.encode(value), value)
+            return self._known(self._encode(value), value)
         if ended is None:
             raise ValueError(
                 "the environment's reset returned messages, but the prompt that begins a chat is the data's: give the problem "
                 "messages, and return text, token ids or None from reset"
             )
         pairs = [(str(message["role"]), str(message["content"])) for message in value]
-        return self._known(self.turn_ids(pairs, ended), " ".join(content for _, content in pairs))
+        return self._known(self.tokenizer.turn_ids(pairs, ended=ended), " ".join(content for _, content in pairs))
 
     def _chat(self, request: Mapping[str, Any], *, ended: bool | None, opening: TokenIds | None) -> TokenIds:
         messages, tools = request["messages"], request["tools"]
         text = " ".join(message["content"] for message in messages)
-        if self.chat_ids is None:
+        if not self.chat_template:
             if tools:
                 raise ValueError(
                     "the agent sends tools, which need a chat template; set environment.agent.chat_template = true, or have "
                     "the agent describe its tools in a message"
                 )
-            return self._known([token for message in messages for token in self.encode(message["content"])], text)
+            return self._known([token for message in messages for token in self._encode(message["content"])], text)
         if not request["begins"]:
-            return self._known(self.turn_ids(messages, bool(ended)), text)
-        ids = self._known(self.chat_ids(messages, tools), text)
+            return self._known(self.tokenizer.turn_ids(messages, ended=bool(ended)), text)
+        ids = self._known(self.tokenizer.chat_ids(messages, tools=tools), text)
         if opening is None:
             return ids
         if ids[: opening.size].tolist() != opening.tolist():
@@ -312,6 +287,9 @@ class Observations:
                 f"{opening.tolist()}: all prompts of a run begin alike; use another template, or chat_template = false"
             )
         return ids[opening.size :]
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, special_tokens=self.special_tokens)
 
     def _checked(self, ids: Sequence[int]) -> TokenIds:
         for index, token in enumerate(ids):
@@ -323,8 +301,9 @@ class Observations:
         return token_ids(ids)
 
     def _known(self, ids: Sequence[int], text: str) -> TokenIds:
-        if self.unknown is not None and self.unknown in ids:
-            lost = [character for character in dict.fromkeys(text) if self.unknown in self.encode(character)] or [text[:60]]
+        unknown = self.tokenizer.unk_id
+        if unknown is not None and unknown in ids:
+            lost = [character for character in dict.fromkeys(text) if unknown in self._encode(character)] or [text[:60]]
             raise ValueError(
                 f"the environment's observation has characters that the tokenizer does not know: {''.join(lost)[:60]!r}; "
                 "change it, or use a model whose tokenizer knows them"

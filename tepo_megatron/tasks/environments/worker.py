@@ -172,7 +172,7 @@ async def _value(found: Any) -> Any:
 
 def _observation(value: Any) -> list[Any] | None:
     if isinstance(value, ChatRequest):
-        return ["chat", value.as_json()]
+        return ["chat", vars(value)]
     if value is None or isinstance(value, str):
         return ["text", value] if value else None
     value = value.tolist() if hasattr(value, "tolist") else value

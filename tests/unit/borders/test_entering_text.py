@@ -24,12 +24,12 @@ from tepo_megatron.tasks.data.problems import encode_prompt, load_problems
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.tasks.environments.agent_session import AgentRequest, ChatRequest, RefusedError
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
-from tepo_megatron.tasks.environments.episodes import EpisodeLimits, EpisodeStream, Observations
+from tepo_megatron.tasks.environments.episodes import Observations
 from tepo_megatron.tasks.environments.worker import EpisodeTable
 from tepo_megatron.tasks.reward.recorded import read_recorded
 from tests.support import hostile_environment
 from tests.support.chat_tokenizer import SPECIAL, write_chat_tokenizer
-from tests.support.episodes import END, Ends, FakeHost, FakeSamples, play
+from tests.support.episodes import FakeHost, FakeSamples, Played, play
 from tests.support.hostile import as_json, broken_json, texts, valid_texts, values, without_surrogates
 
 TOOLS_TEMPLATE = (
@@ -57,13 +57,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 def observations_of(tokenizer: Tokenizer) -> Observations:
-    return Observations(
-        tokenizer.encode,
-        lambda messages, ended: tokenizer.turn_ids(messages, ended=ended),
-        tokenizer.unk_id,
-        tokenizer.vocab_size,
-        lambda messages, tools: tokenizer.chat_ids(messages, tools=tools),
-    )
+    return Observations(tokenizer, tokenizer.vocab_size)
 
 
 messages = st.lists(
@@ -88,7 +82,7 @@ def test_what_an_environment_says_fails_its_own_episode_at_most(observation: Any
         return
     if kind == "messages" and not all(isinstance(item, dict) and {"role", "content"} <= {*item} for item in observation):
         return
-    told = observation.as_json() if isinstance(observation, ChatRequest) else observation
+    told = vars(observation) if isinstance(observation, ChatRequest) else observation
 
     class Host(FakeHost):
         def poll(self, timeout_s: float) -> Any:
@@ -99,22 +93,13 @@ def test_what_an_environment_says_fails_its_own_episode_at_most(observation: Any
             return answers
 
     made = iter([hostile_environment.Says(then="HOSTILE"), hostile_environment.Says()])
-    samples, ends = FakeSamples(random.Random(0)), Ends()
-    stream = EpisodeStream(
-        samples,  # type: ignore[arg-type]
-        Host(lambda: next(made), random.Random(0)),
-        lambda number: Problem(f"p{number}", "", ""),
-        observations_of(tokenizer),
-        lambda ids: "",
-        EpisodeLimits(3, 60, 100),
-        frozenset([END]),
-        ends,
-    )
-    with stream:
+    limits = {"max_turns": 3, "max_tokens": 60}
+    played = Played(lambda: next(made), random.Random(0), observations_of(tokenizer), limits=limits, host=Host)
+    with played.stream as stream:
         stream.submit(0, (1,), 3)
         stream.submit(1, (1,), 7)
         assert sorted(play(stream)) == [(0, 0), (1, 0)]
-    (other,) = [end for problem, _, end in ends.found if problem.id == "p1"]
+    (other,) = [episode for episode, _ in played.ended if episode.problem.id == "p1"]
     assert other.error is None
 
 
@@ -157,7 +142,7 @@ def test_an_agents_request_is_read_or_refused(body: Any, chat: Tokenizer) -> Non
         json.dumps(refused.body()).encode()
         return
     tools = None if asked.tools is None else tuple(asked.tools)
-    request = json.loads(json.dumps(ChatRequest(tuple(asked.messages), True, tools).as_json()))
+    request = json.loads(json.dumps(vars(ChatRequest(tuple(asked.messages), True, tools))))
     with suppress(ValueError):
         observations_of(chat).ids(["chat", request], ended=None)
 

@@ -24,13 +24,12 @@ from tepo_megatron.tasks.environments.agent_session import (
     ChatRequest,
     Message,
     RefusedError,
-    read_messages,
 )
-from tepo_megatron.tasks.environments.episodes import EpisodeLimits, EpisodeStream, Observations
+from tepo_megatron.tasks.environments.episodes import Observations
 from tepo_megatron.tasks.environments.protocol import StepResult
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 from tests.support.chat_tokenizer import write_chat_tokenizer
-from tests.support.episodes import END, VOCABULARY, Ends, FakeHost, FakeSamples, play
+from tests.support.episodes import END, VOCABULARY, Letters, Played, play
 
 SAMPLING = EnvironmentWorkers.shared_setup(AgentConfig(), SamplingConfig(temperature=0.7, stop=("a",)))["sampling"]
 
@@ -115,14 +114,15 @@ def rendered(messages: Any) -> list[int]:
     return [token for each in messages for token in (ROLE[each["role"]], *encode(each["content"]), END)]
 
 
-TEMPLATE = Observations(
-    encode,
-    lambda messages, ended: [*([] if ended else [END]), *rendered(messages), GENERATE],
-    None,
-    VOCABULARY,
-    lambda messages, tools: [OPENING, *rendered(messages), GENERATE],
-)
-PLAIN = Observations(encode, lambda messages, ended: [], None, VOCABULARY)
+class Chat(Letters):
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        return encode(text)
+
+    def turn_ids(self, messages: Any, *, ended: bool) -> list[int]:
+        return [*([] if ended else [END]), *rendered(messages), GENERATE]
+
+    def chat_ids(self, messages: Any, *, tools: Any) -> list[int]:
+        return [OPENING, *rendered(messages), GENERATE]
 
 
 @pytest.mark.parametrize("template", [True, False])
@@ -133,19 +133,11 @@ def test_an_episode_is_what_was_said_and_each_token_of_the_model_once(template: 
     script = data.draw(st.lists(st.tuples(new, begins, st.none() | st.integers(1, 3)), min_size=1, max_size=5))
     wrote: dict[str, list[Any]] = {}
     order = random.Random(data.draw(st.integers(0, 9)))
-    samples, ends = FakeSamples(order), Ends()
     problem = Problem("p", "", "", {"script": script})
-    stream = EpisodeStream(
-        samples,  # type: ignore[arg-type]
-        FakeHost(lambda: Scripted(wrote), order),
-        lambda at: problem,
-        TEMPLATE if template else PLAIN,
-        lambda ids: "",
-        EpisodeLimits(9, None, 400),
-        frozenset([END]),
-        ends,
-    )
-    with stream:
+    chat: Any = Chat()
+    observations = Observations(chat, VOCABULARY, template)
+    played = Played(lambda: Scripted(wrote), order, observations, lambda at: problem, {"max_turns": 9}, max_length=400)
+    with played.stream as stream:
         stream.submit(0, [OPENING], 5)
         response = play(stream)[0, 0]
     turns = wrote["p"]
@@ -165,7 +157,7 @@ def test_an_episode_is_what_was_said_and_each_token_of_the_model_once(template: 
         mask += [*[False] * len(told), *[True] * len(action.token_ids)]
     assert response.response_ids.tolist() == ids
     assert (response.loss_mask is None and all(mask)) or response.loss_mask.tolist() == mask
-    ((_, _, end),) = ends.found
+    ((end, _),) = played.ended
     assert (end.error, end.reward, end.turns) == (None, 1.0, len(script))
     assert end.new_histories == sum(begun for _, begun, *_ in turns[1:])
 
@@ -247,7 +239,8 @@ def test_calls_of_tools_come_back_as_they_were_written(calls: Any, before: str, 
         await talk.wait()
         talk.give(action)
         await first
-        second = asyncio.create_task(talk.ask(request(read_messages([*asked.messages, message, *results])), again=False))
+        again = AgentRequest.read({"messages": [*asked.messages, message, *results]}, SAMPLING, frozenset())
+        second = asyncio.create_task(talk.ask(again, again=False))
         found = await talk.wait()
         second.cancel()
         return found

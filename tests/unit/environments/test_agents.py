@@ -25,9 +25,8 @@ from tepo_megatron.tasks.environments.worker import EpisodeTable
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 from tepo_megatron.tasks.protocol import RewardResult
 from tests.support import episodes
-from tests.support.episodes import VOCABULARY, FakeSamples
+from tests.support.episodes import VOCABULARY, FakeSamples, Letters
 from tests.support.programs import TIMEOUT_S
-from tests.unit.environments.test_workers import Letters
 
 pytest.importorskip("openai")
 pytest.importorskip("aiohttp")
@@ -70,7 +69,7 @@ TAKEN |= {"returns text": 0.5, "posts": 0.25, "posts and says": 0.75}
 class Begun(Letters):
     """A tokenizer that puts a token before a text."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         return [10 + ord(each) - ord("a") if "a" <= each <= "z" else super(Begun, self).encode(each)[0] for each in text]
 
     def prompt_ids(self, text: str) -> list[int]:

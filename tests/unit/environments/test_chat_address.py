@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.config.reward import AgentConfig
-from tepo_megatron.config.rollout import SamplingConfig
+from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import ResponseText
+from tepo_megatron.runtime.worker_child import WorkerLimits
 from tepo_megatron.tasks.environments.agent_session import (
     AgentRequest,
     AgentSession,
@@ -30,26 +30,32 @@ from tests.support.programs import TIMEOUT_S
 
 pytest.importorskip("aiohttp")
 
-from tepo_megatron.tasks.environments.agents import ChatAddress
+from tepo_megatron.tasks.environments.agents import Agents
 
-SAMPLING = EnvironmentWorkers.shared_setup(AgentConfig(), SamplingConfig())["sampling"]
+ENVIRONMENT = EnvironmentConfig(name="a.py:solve", adapter="agent")
+SETTINGS = EnvironmentWorkers.agent_setup(ENVIRONMENT, None)
+assert SETTINGS is not None
+SAMPLING = SETTINGS["sampling"]
 ASKED: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "0"}]}
 
 DEEP = b"[" * 3000
 bodies = (values.map(as_json) | broken_json).map(lambda text: text.encode("utf-8", "surrogatepass"))
 
-Scene = Callable[[ChatAddress, httpx.AsyncClient], Awaitable[None]]
+Scene = Callable[[Any, httpx.AsyncClient], Awaitable[None]]
 
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def play(scene: Scene, outside_key: str | None = None, most: int = 1000) -> None:
+def play(scene: Scene, outside_key: str | None = None) -> None:
     """``client`` asks ``address``, whose root is its base."""
 
     async def found() -> None:
-        address = ChatAddress(SAMPLING, frozenset(), port=0, max_request_bytes=most, outside_key=outside_key)
+        agents = Agents(
+            None, {}, {"agent": {**SETTINGS, "key": outside_key}}, WorkerLimits.of("", "", ENVIRONMENT.model_dump())
+        )
+        address = agents.address
         root = (await address.url()).removesuffix("/v1")
         async with httpx.AsyncClient(base_url=root, timeout=TIMEOUT_S, verify=False) as client:
             await asyncio.wait_for(scene(address, client), TIMEOUT_S)
@@ -60,7 +66,7 @@ def play(scene: Scene, outside_key: str | None = None, most: int = 1000) -> None
 def test_it_listens_on_loopback_alone() -> None:
     """On Linux all of 127.0.0.0/8 is this machine: an address for all interfaces would answer there too."""
 
-    async def scene(address: ChatAddress, client: httpx.AsyncClient) -> None:
+    async def scene(address: Any, client: httpx.AsyncClient) -> None:
         assert client.base_url.host == "127.0.0.1"
         assert (await client.get("/v1/models", headers=bearer(address.open(talk())))).status_code == 200
         assert client.base_url.port is not None
@@ -78,7 +84,7 @@ def talk() -> AgentSession:
 def test_a_request_without_the_key_of_an_episode_is_answered_nothing(outside_key: str | None) -> None:
     """None, a part of one, that of an episode that is over, that of agents outside; and for these that of an episode."""
 
-    async def scene(address: ChatAddress, client: httpx.AsyncClient) -> None:
+    async def scene(address: Any, client: httpx.AsyncClient) -> None:
         under_way, over = talk(), talk()
         key, old = address.open(under_way), address.open(over)
         address.close(old)
@@ -109,7 +115,7 @@ def test_a_request_without_the_key_of_an_episode_is_answered_nothing(outside_key
 def test_a_request_that_is_sent_again_gets_the_answer_of_the_first() -> None:
     """While the model writes, and afterwards, as OpenAI's clients do; the model is asked once."""
 
-    async def scene(address: ChatAddress, client: httpx.AsyncClient) -> None:
+    async def scene(address: Any, client: httpx.AsyncClient) -> None:
         one = talk()
         key = address.open(one)
 
@@ -188,7 +194,7 @@ def test_an_agents_request_that_is_none_fails_its_episode(body: bytes, path: str
         waits.cancel()
         await asyncio.gather(request, waits, return_exceptions=True)
 
-    play(scene, most=10**6)
+    play(scene)
 
 
 def test_an_agent_is_served_beside_connections_without_a_key() -> None:
@@ -203,4 +209,4 @@ def test_an_agent_is_served_beside_connections_without_a_key() -> None:
         for _, writer in strangers:
             writer.close()
 
-    play(scene, most=10**6)
+    play(scene)

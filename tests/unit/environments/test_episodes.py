@@ -6,15 +6,16 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.core.problem import Problem, ResponseText, is_reward
 from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.sampling import prompt_seed
-from tepo_megatron.tasks.environments.episodes import EpisodeLimits, EpisodeStream, Observations, add_rewards
+from tepo_megatron.tasks.environments.episodes import Observations
 from tepo_megatron.tasks.environments.protocol import StepResult
-from tests.support.episodes import END, VOCABULARY, Ends, FakeHost, FakeSamples, play, turn_of
+from tepo_megatron.tasks.reward.pool import weigh
+from tests.support.episodes import VOCABULARY, Letters, Played, play, turn_of
 
 PROMPT = (1, 7, 8)
 
@@ -23,7 +24,19 @@ def encode(text: str) -> list[int]:
     return [3 + ord(letter) - ord("a") for letter in text]
 
 
-OBSERVATIONS = Observations(encode, lambda messages, ended: [], unknown=None, vocab_size=VOCABULARY)
+def show(ids: Any) -> str:
+    return ",".join(map(str, ids))
+
+
+class Alphabet(Letters):
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        return encode(text)
+
+    def decode(self, ids: Any) -> str:
+        return show(ids)
+
+
+OBSERVATIONS = Observations(Alphabet(), VOCABULARY)  # type: ignore[arg-type]
 
 said = st.none() | st.text("abcdef", max_size=4) | st.lists(st.integers(0, VOCABULARY - 1), max_size=4)
 """What an environment says in a turn."""
@@ -54,10 +67,6 @@ def as_ids(observation: Any) -> list[int]:
     return encode(observation) if isinstance(observation, str) else list(observation or [])
 
 
-def show(ids: Any) -> str:
-    return ",".join(map(str, ids))
-
-
 @given(st.data())
 def test_an_episode_is_what_both_sides_wrote(data: st.DataObject) -> None:
     """Against the same game played turn by turn without any driver."""
@@ -66,19 +75,18 @@ def test_an_episode_is_what_both_sides_wrote(data: st.DataObject) -> None:
         Problem(f"p{at}", "", "", {"script": data.draw(scripts), "first": data.draw(said)})
         for at in range(data.draw(st.integers(1, 3)))
     ]
-    limits = EpisodeLimits(data.draw(st.integers(1, 5)), data.draw(st.none() | st.integers(2, 30)), max_length=40)
+    limits = {"max_turns": data.draw(st.integers(1, 5)), "max_tokens": data.draw(st.none() | st.integers(2, 30))}
     told: dict[str, list[list[Any]]] = {}
-    samples, ends = FakeSamples(order), Ends()
-    host = FakeHost(lambda: Scripted(told), order)
-    stream = EpisodeStream(samples, host, lambda at: problems[at], OBSERVATIONS, show, limits, frozenset([END]), ends)  # type: ignore[arg-type]
-    with stream:
+    played = Played(lambda: Scripted(told), order, OBSERVATIONS, lambda at: problems[at], limits, max_length=40)
+    samples = played.samples
+    with played.stream as stream:
         for at in range(len(problems)):
             stream.submit(at, PROMPT, 100 * at, n)
         found = play(stream)
     assert sorted(found) == [(at, index) for at in range(len(problems)) for index in range(n)]
     asked = {prompt: (seed, room) for _, prompt, seed, room in samples.asked}
     for (at, index), response in found.items():
-        ((_, _, end),) = [each for each in ends.found if each[1] is response]
+        (end,) = [episode for episode, of in played.ended if of is response]
         ids, mask, reason, reward = alone(problems[at], 100 * at + index, limits, asked)
         assert response.response_ids.tolist() == ids
         assert (response.loss_mask.tolist() if response.loss_mask is not None else [True] * len(ids)) == mask
@@ -96,15 +104,19 @@ def test_an_episode_is_what_both_sides_wrote(data: st.DataObject) -> None:
     assert len(samples.left) == len(found)
 
 
-def alone(problem: Problem, seed: int, limits: EpisodeLimits, asked: Any) -> tuple[list[int], list[bool], str, float]:
+def alone(problem: Problem, seed: int, limits: dict[str, Any], asked: Any) -> tuple[list[int], list[bool], str, float]:
     """Tokens, whose they are, why it ended, and its reward. ``asked``: what the servers read → (seed, room)."""
+
+    def room_after(count: int) -> int:
+        return min(40 - len(PROMPT), limits["max_tokens"] or 40) - count
+
     ids = as_ids(problem.metadata["first"])
     mask = [False] * len(ids)
     reward, turns = 0.0, 0
-    if limits.room(len(PROMPT), len(ids)) < 1:
+    if room_after(len(ids)) < 1:
         return [], [], "stop", 0.0
     for at, (observation, turn_reward, _) in enumerate(problem.metadata["script"], start=1):
-        room = limits.room(len(PROMPT), len(ids))
+        room = room_after(len(ids))
         turn = turn_of(prompt_seed(seed, len(ids)) if ids else seed, room, WeightsVersion(0))
         assert room == asked[*PROMPT, *ids][1]
         ids = [*ids, *turn.response_ids.tolist()]
@@ -113,7 +125,7 @@ def alone(problem: Problem, seed: int, limits: EpisodeLimits, asked: Any) -> tup
         if at == len(problem.metadata["script"]):
             return ids, mask, turn.finish_reason, reward
         more = as_ids(observation)
-        if turns == limits.max_turns or limits.room(len(PROMPT), len(ids) + len(more)) < 1:
+        if turns == limits["max_turns"] or room_after(len(ids) + len(more)) < 1:
             return ids, mask, "length", reward
         ids, mask = [*ids, *more], [*mask, *[False] * len(more)]
     raise AssertionError("it is done with its last answer")
@@ -137,15 +149,12 @@ class Once:
 )
 def test_a_lost_episode_is_begun_again_as_often_as_is_allowed(lost: set[int], restarts: int, ends: bool) -> None:
     """Call 1 is its reset; 2 and 3 its steps. It then writes the same again, with the same seeds."""
-    order = random.Random(0)
-    samples, noted = FakeSamples(order), Ends()
-    limits = EpisodeLimits(4, None, 60, max_restarts=restarts)
-    host = FakeHost(Once, order, lost)
-    stream = EpisodeStream(samples, host, lambda at: Problem("p", "", ""), OBSERVATIONS, show, limits, frozenset([END]), noted)  # type: ignore[arg-type]
-    with stream:
+    played = Played(Once, random.Random(0), OBSERVATIONS, limits={"max_restarts": restarts}, lost=lost)
+    samples = played.samples
+    with played.stream as stream:
         stream.submit(0, PROMPT, 5, 1)
         found = play(stream)
-    ((_, response, end),) = noted.found
+    ((end, response),) = played.ended
     assert found[0, 0] is response
     assert (end.error is None) == ends
     if ends:
@@ -156,10 +165,42 @@ def test_a_lost_episode_is_begun_again_as_often_as_is_allowed(lost: set[int], re
         assert "it was lost" in str(end.error)
 
 
-def test_rewards_of_turns_are_added_numbers_or_components() -> None:
-    assert add_rewards(add_rewards(0.0, 0.5), 1.0) == 1.5
-    assert add_rewards(add_rewards(0.0, {"a": 1.0}), {"a": 2.0, "b": 1.0}) == {"a": 3.0, "b": 1.0}
-    assert add_rewards({"a": 1.0}, 0.0) == {"a": 1.0}
-    assert add_rewards(0.0, {"a": 0.0}) == {"a": 0.0}
-    with pytest.raises(ValueError, match="a number as the reward of one turn, and components as that of another"):
-        add_rewards({"a": 1.0}, 1.0)
+class Pays:
+    """A reward for each turn: those of its problem's metadata."""
+
+    def reset(self, problem: Problem, seed: int) -> None:
+        self.rewards = list(problem.metadata["rewards"])
+
+    def step(self, action: ResponseText) -> StepResult:
+        return StepResult("b", self.rewards.pop(0), not self.rewards)
+
+
+numbers = st.floats() | st.sampled_from([1e308, -1e308, 1e39, 1e16, -1e15, 0.0])
+components = st.dictionaries(st.sampled_from("abc"), numbers, min_size=1)
+
+
+@example([0.0, 0.5, 1.0])
+@example([0.0, {"a": 1.0}, {"a": 2.0, "b": 1.0}, 0.0])
+@example([0.0, {"a": 0.0}])
+@example([{"a": 1.0}, 1.0])
+@given(st.lists(numbers, min_size=1, max_size=5) | st.lists(numbers | components, min_size=1, max_size=5))
+def test_rewards_of_turns_are_added_numbers_or_components(turns: list[Any]) -> None:
+    """0 adds to both. The sum is a reward or refused with a sentence, as it is for a verifier."""
+    problem = Problem("p", "", "", {"rewards": turns})
+    played = Played(Pays, random.Random(0), OBSERVATIONS, lambda _: problem, {"max_turns": 9}, max_length=500)
+    with played.stream as stream:
+        stream.submit(0, PROMPT, 5, 1)
+        play(stream)
+    ((end, _),) = played.ended
+    paid = [reward for reward in turns if reward != 0.0]
+    if len({type(reward) for reward in paid}) == 2:
+        assert "a number as the reward of one turn, and components as that of another" in str(end.error)
+        return
+    names = {name for reward in paid if isinstance(reward, dict) for name in reward}
+    expected: Any = {name: sum(reward.get(name, 0.0) for reward in paid) for name in names} if names else sum(paid)
+    assert end.reward == expected or repr(end.reward) == repr(expected) or "nan" in repr(expected)
+    try:
+        reward, parts = weigh(end.reward, None, None)
+    except ValueError:
+        return
+    assert all(map(is_reward, (reward, *parts.values())))

@@ -28,10 +28,10 @@ from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 from tepo_megatron.tasks.environments.protocol import EpisodeAnswer, read_key
 from tepo_megatron.tasks.environments.service import EnvironmentService, RemoteEnvironments
 from tests.support import episodes
-from tests.support.episodes import VOCABULARY, FakeSamples
+from tests.support.episodes import VOCABULARY, FakeSamples, Letters
 from tests.support.hostile import as_json, broken_json, values
 from tests.support.programs import TIMEOUT_S
-from tests.unit.environments.test_workers import HOSTILE, PROMPT, Letters, play
+from tests.unit.environments.test_workers import HOSTILE, PROMPT, play
 
 OWN = {"name": f"{HOSTILE}:Hostile", "timeout_s": 600.0, "max_turns": 4}
 GAME = {"name": "guess_number", "timeout_s": 600.0}

@@ -16,13 +16,13 @@ import pytest
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem, ResponseText
-from tepo_megatron.core.rollout import Response
+from tepo_megatron.core.rollout import Response, token_ids
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
-from tepo_megatron.tasks.environments.episodes import EpisodeEnd
+from tepo_megatron.tasks.environments.episodes import Episode
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 from tepo_megatron.tasks.protocol import RewardResult
 from tests.support import episodes
-from tests.support.episodes import END, VOCABULARY, FakeSamples
+from tests.support.episodes import VOCABULARY, FakeSamples, Letters
 
 HOSTILE = f"{Path(__file__).parents[2] / 'support' / 'hostile_environment.py'}"
 PROMPT = (1, 7, 8)
@@ -50,18 +50,6 @@ REWARDS = {"fine": 1.0, "ends at once": 0.25, "never ends": 0.0} | {
 
 TURNS = {"ends at once": 1, "never ends": 4}
 """Of the model; two where it is not said. Between two of them the environment writes one token."""
-
-
-class Letters:
-    """A tokenizer of a few characters."""
-
-    eos_ids, unk_id = (END,), 0
-
-    def encode(self, text: str) -> list[int]:
-        return [3 + "0123".index(each) if each in "0123" else 0 for each in text]
-
-    def decode(self, ids: Any) -> str:
-        return "".join(chr(97 + token % 26) for token in ids)
 
 
 def config(name: str, **more: Any) -> RunConfig:
@@ -194,12 +182,12 @@ def test_rewards_by_components_are_weighed_and_a_cut_episode_has_none_of_them() 
     problem, response = Problem("p", "", "1"), Response([5], [-1.0], "stop", ())
     with EnvironmentTask(make(failed_reward=-1.0), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
         for reward, expected in (({"right": 1.0, "brief": 1.0}, 2.5), (0.0, 0.0), (1.0, -1.0)):
-            pool.note(problem, response, EpisodeEnd(1, reward, 0, 0, 0.0))
+            pool.note(Episode("k", 0, problem, token_ids([1]), 0, reward=reward), response)
             (result,) = pool.score([(problem, ResponseText("", [5]))])
             assert result.reward == expected
         assert "the environment returned a number, not the components right, brief of reward.weights" in str(result.error)
         nothing = Response([], [], "stop", ())
-        pool.note(problem, nothing, EpisodeEnd(0, 0.0, 0, 0, 0.0, "it fell over"))
+        pool.note(Episode("k", 0, problem, token_ids([1]), 0, error="it fell over"), nothing)
         (result,) = pool.score([(problem, ResponseText(""))])
         assert (result.reward, result.error) == (None, "problem 'p': it fell over")
         (unknown,) = pool.score([(problem, ResponseText("", [9]))])

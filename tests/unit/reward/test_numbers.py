@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.core.problem import is_reward
-from tepo_megatron.tasks.environments.episodes import add_rewards
 from tepo_megatron.tasks.reward.pool import weigh
 from tepo_megatron.tasks.reward.worker import check_value
 
@@ -39,18 +38,3 @@ def test_a_weighted_sum_is_a_reward_or_a_sentence(value: Any, weights: Any) -> N
     except ValueError:
         return
     assert all(map(is_reward, (reward, *parts.values())))
-
-
-@given(turns=st.lists(numbers, min_size=1) | st.lists(components, min_size=1))
-def test_a_sum_over_turns_is_a_reward_or_a_sentence(turns: Any) -> None:
-    """Each turn alone is one."""
-    total: Any = 0.0
-    for turn in turns:
-        value, why = check_value(turn, what="environment")
-        if why is None:
-            total = add_rewards(total, value)
-    try:
-        reward, _ = weigh(total, None, None)
-    except ValueError:
-        return
-    assert is_reward(reward)
