@@ -203,8 +203,8 @@ class EpisodeStream:
             self._finish(result.episode, "stop", f"its worker ended{times} under it, the last time since {result.lost}")
             return
         self._drop(result.episode)
-        once_more = {"restarts": episode.restarts + 1, "suspected": suspected}
-        self._begin(Episode(episode.key, episode.index, episode.problem, episode.prompt, episode.seed, **once_more))
+        same = (episode.key, episode.index, episode.problem, episode.prompt, episode.seed)
+        self._begin(Episode(*same, restarts=episode.restarts + 1, suspected=suspected))
 
     def _finish(self, number: int, reason: str, error: str | None = None) -> None:
         episode = self._open[number]
