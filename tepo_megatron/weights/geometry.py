@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,6 +39,17 @@ class Box:
         stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
+    @staticmethod
+    def overlaps(boxes: Iterable[Box]) -> Iterator[tuple[Box, Box]]:
+        # Sweep by first row: once a box starts below the current one, so do all that follow in the order.
+        order = sorted(boxes, key=lambda box: box.start)
+        for n, box in enumerate(order):
+            for other in order[n + 1 :]:
+                if other.start[0] >= box.stop[0]:
+                    break
+                if box.intersection(other) is not None:
+                    yield box, other
+
     def relative_to(self, origin: tuple[int, ...]) -> Box:
         return Box(
             tuple(a - o for a, o in zip(self.start, origin, strict=True)),
@@ -62,6 +74,12 @@ class Box:
                 yield from cls.of_range(shape, begin, end)
 
 
+@lru_cache(maxsize=4096)
+def _translate(box: Box, origin: tuple[int, ...], target: tuple[int, ...]) -> Box:
+    """Cached: layers have the same boxes."""
+    return box.relative_to(tuple(a - b for a, b in zip(origin, target, strict=True)))
+
+
 @dataclass(frozen=True)
 class Shard:
     """``box`` of the Hugging Face tensor is at ``param_box`` of a rank's parameter."""
@@ -70,6 +88,9 @@ class Shard:
     box: Box
     param: str
     param_box: Box
+
+    def in_param(self, box: Box) -> Box:
+        return _translate(box, self.box.start, self.param_box.start)
 
 
 @dataclass(frozen=True)
@@ -92,6 +113,11 @@ class Region:
     @property
     def numel(self) -> int:
         return self.count * self.box.numel
+
+    def boxes(self) -> Iterator[Box]:
+        (first, *start), (last, *stop) = self.box.start, self.box.stop
+        for shift in range(0, self.count * self.step or 1, self.step or 1):
+            yield Box((first + shift, *start), (last + shift, *stop))
 
     def view(self, tensor: Tensor) -> Tensor:
         """Returns a writable view [count, rows, …]."""
@@ -150,3 +176,48 @@ class ReshardPlan:
             if self.is_local(move) == local:
                 total[move.source, move.destination] += move.numel * itemsize
         return total
+
+    def prove(self, sources: Sequence[ShardLayout], destinations: Sequence[ShardLayout]) -> None:
+        """Raises RuntimeError unless every destination's element is written once, from its place in the source."""
+        source_shards, destination_shards = _shards_by_param(sources), _shards_by_param(destinations)
+        written: dict[tuple[int, str], list[Box]] = defaultdict(list)
+        for move in self.moves:
+            of_source = source_shards[move.source, move.source_param][move.tensor]
+            of_destination = destination_shards[move.destination, move.destination_param][move.tensor]
+            for source_box, destination_box in zip(move.source_region.boxes(), move.destination_region.boxes(), strict=True):
+                sent, needed = _in_tensor(source_box, of_source), _in_tensor(destination_box, of_destination)
+                if sent is None or sent != needed:
+                    raise RuntimeError(
+                        f"the move of {move.tensor} from {move.source_param} of source rank {move.source} to "
+                        f"{move.destination_param} of destination rank {move.destination} takes {sent} to where {needed} "
+                        "belongs; make the plan again"
+                    )
+                written[move.destination, move.destination_param].append(destination_box)
+        for (rank, param), tensors in destination_shards.items():
+            needed_boxes = tuple(shard.param_box for shards in tensors.values() for shard in shards)
+            if problem := _find_problem(tuple(written[rank, param]), needed_boxes):
+                raise RuntimeError(f"the plan writes {problem} of {param} on destination rank {rank}; make the plan again")
+
+
+def _shards_by_param(layouts: Sequence[ShardLayout]) -> dict[tuple[int, str], dict[str, list[Shard]]]:
+    shards: dict[tuple[int, str], dict[str, list[Shard]]] = defaultdict(lambda: defaultdict(list))
+    for rank, layout in enumerate(layouts):
+        for shard in layout.shards:
+            shards[rank, shard.param][shard.tensor].append(shard)
+    return shards
+
+
+def _in_tensor(box: Box, shards: Sequence[Shard]) -> Box | None:
+    for shard in shards:
+        if shard.param_box.intersection(box) == box:
+            return _translate(box, shard.param_box.start, shard.box.start)
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _find_problem(written: tuple[Box, ...], needed: tuple[Box, ...]) -> str:
+    for one, other in Box.overlaps(written):
+        return f"{one} and {other}, which overlap,"
+    # Disjoint boxes within the needed ones cover them if and only if they have as many elements.
+    written_numel, needed_numel = (sum(box.numel for box in boxes) for boxes in (written, needed))
+    return "" if written_numel == needed_numel else f"{written_numel} of {needed_numel} elements"

@@ -46,7 +46,9 @@ _Part = tuple[_BoxRequest, int, int, int]  # request, source rank, first row, en
 def reshard_plan(
     spec: ModelSpec, source: MegatronParallel, destination: VllmParallel, local: Mapping[int, int] | None = None
 ) -> ReshardPlan:
-    """Returns the proved plan from a trainer to all servers' workers; caches 8."""
+    """Returns the proved plan from a trainer to all servers' workers; caches 8. Raises ValueError for ranks that ``local`` or
+    the model do not fit.
+    """
     return _reshard_plan(spec, source, destination, tuple(sorted((local or {}).items())))
 
 
@@ -54,37 +56,20 @@ def reshard_plan(
 def _reshard_plan(
     spec: ModelSpec, source: MegatronParallel, destination: VllmParallel, local: tuple[tuple[int, int], ...]
 ) -> ReshardPlan:
-    sources, destinations = megatron_ranks(spec, source), vllm_ranks(spec, destination)
-    inputs = json.dumps([_FORMAT, _VERSION, [spec, source, destination, local]], sort_keys=True, default=_plain)
-    digest = hashlib.sha256(inputs.encode()).hexdigest()
-    plan = plan_moves(sources, destinations, server_size=destination.server_size, local=dict(local), digest=digest)
-    prove(plan, sources, destinations)
-    return plan
-
-
-def plan_moves(
-    sources: Sequence[ShardLayout],
-    destinations: Sequence[ShardLayout],
-    *,
-    server_size: int | None = None,
-    local: Mapping[int, int] | None = None,
-    digest: str = "",
-) -> ReshardPlan:
-    """Minimizes the bytes sent; sources with the same parts share the work.
-
-    ``server_size``: consecutive destinations with one copy of the model (default: all). Raises ValueError for a tensor that
-    sources do not cover.
-    """
-    local = dict(local or {})
-    for destination, source in local.items():
-        if not (0 <= destination < len(destinations) and 0 <= source < len(sources)):
+    """Minimizes the bytes sent; sources with the same parts share the work."""
+    sources, destinations, near = megatron_ranks(spec, source), vllm_ranks(spec, destination), dict(local)
+    for worker, rank in local:
+        if not (0 <= worker < len(destinations) and 0 <= rank < len(sources)):
             raise ValueError(
-                f"local says that destination rank {destination} shares a device with source rank {source}, but there are "
+                f"local says that destination rank {worker} shares a device with source rank {rank}, but there are "
                 f"{len(destinations)} destinations and {len(sources)} sources"
             )
-    moves = _moves(_requests(sources, destinations), local)
-    order = _order(destinations[0].shapes, len(destinations), server_size or len(destinations))
-    return ReshardPlan(tuple(sorted(moves, key=order)), len(sources), len(destinations), local, digest)
+    inputs = json.dumps([_FORMAT, _VERSION, [spec, source, destination, local]], sort_keys=True, default=_plain)
+    order = _order(destinations[0].shapes, destination)
+    moves = tuple(sorted(_moves(_requests(sources, destinations), near), key=order))
+    plan = ReshardPlan(moves, len(sources), len(destinations), near, hashlib.sha256(inputs.encode()).hexdigest())
+    plan.prove(sources, destinations)
+    return plan
 
 
 def _shards_by_box(layouts: Sequence[ShardLayout]) -> dict[str, dict[Box, list[tuple[int, Shard]]]]:
@@ -112,18 +97,12 @@ def _moves(requests: Iterable[_BoxRequest], local: Mapping[int, int]) -> Iterato
     for request, source, start, stop in _choose_sources(requests, local):
         (first, *inner), shards = request.box.start, (request.owners[source], request.shard)
         box = Box((first + start, *inner), (first + stop, *request.box.stop[1:]))
-        in_source, in_destination = (_translate(box, shard.box.start, shard.param_box.start) for shard in shards)
+        in_source, in_destination = (shard.in_param(box) for shard in shards)
         route = (request.tensor, source, request.destination, shards[0].param, shards[1].param)
         boxes[route].append((in_source, in_destination))
     for (tensor, source, destination, source_param, destination_param), pairs in boxes.items():
         for source_region, destination_region in _coalesce(tuple(pairs)):
             yield Move(tensor, source, destination, source_param, source_region, destination_param, destination_region)
-
-
-@lru_cache(maxsize=4096)
-def _translate(box: Box, origin: tuple[int, ...], target: tuple[int, ...]) -> Box:
-    """Cached: layers have the same boxes."""
-    return box.relative_to(tuple(a - b for a, b in zip(origin, target, strict=True)))
 
 
 def _choose_sources(requests: Iterable[_BoxRequest], local: Mapping[int, int]) -> Iterator[_Part]:
@@ -140,18 +119,18 @@ def _choose_sources(requests: Iterable[_BoxRequest], local: Mapping[int, int]) -
     yield from _assign_senders(shared)
 
 
-def _order(tensors: Iterable[str], num_destinations: int, server_size: int) -> Callable[[Move], tuple[int, ...]]:
+def _order(tensors: Iterable[str], parallel: VllmParallel) -> Callable[[Move], tuple[int, ...]]:
     """Each server starts at another layer, so that not all wait for one stage."""
     layers = [list(names) for _, names in groupby(tensors, key=_layer_of)]
     position = {name: (number, index) for number, names in enumerate(layers) for index, name in enumerate(names)}
     numbered = [number for number, names in enumerate(layers) if _layer_of(names[0]) is not None]
-    servers = -(-num_destinations // server_size)
+    servers = parallel.replicas
     first_layers = [0, *(numbered[len(numbered) * server // servers] if numbered else 0 for server in range(1, servers))]
 
     def key(move: Move) -> tuple[int, ...]:
         layer, index = position[move.tensor]
         return (
-            (layer - first_layers[move.destination // server_size]) % len(layers),
+            (layer - first_layers[move.destination // parallel.server_size]) % len(layers),
             index,
             move.source,
             move.destination,
@@ -247,65 +226,10 @@ def plan_to_json(plan: ReshardPlan) -> str:
     return json.dumps({**head, **ranks, "names": list(names), "moves": moves}, separators=(",", ":"))
 
 
-def prove(plan: ReshardPlan, sources: Sequence[ShardLayout], destinations: Sequence[ShardLayout]) -> None:
-    """Raises RuntimeError unless every destination's element is written once, from its place in the source."""
-    source_shards, destination_shards = _shards_by_param(sources), _shards_by_param(destinations)
-    written: dict[tuple[int, str], list[Box]] = defaultdict(list)
-    for move in plan.moves:
-        for source_box, destination_box in zip(_boxes(move.source_region), _boxes(move.destination_region), strict=True):
-            sent = _in_tensor(source_box, move.tensor, source_shards.get((move.source, move.source_param), {}))
-            needed = _in_tensor(
-                destination_box, move.tensor, destination_shards.get((move.destination, move.destination_param), {})
-            )
-            if sent is None or sent != needed:
-                raise RuntimeError(
-                    f"the move of {move.tensor} from {move.source_param} of source rank {move.source} to "
-                    f"{move.destination_param} of destination rank {move.destination} takes {sent} to where {needed} belongs; "
-                    "make the plan again"
-                )
-            written[move.destination, move.destination_param].append(destination_box)
-    for (rank, param), tensors in destination_shards.items():
-        problem = _find_problem(
-            tuple(written[rank, param]), tuple(shard.param_box for shards in tensors.values() for shard in shards)
-        )
-        if problem:
-            raise RuntimeError(f"the plan writes {problem} of {param} on destination rank {rank}; make the plan again")
-
-
-@lru_cache(maxsize=4096)
-def _find_problem(written: tuple[Box, ...], needed: tuple[Box, ...]) -> str:
-    for one, other in _overlapping_pairs(written):
-        return f"{one} and {other}, which overlap,"
-    # Disjoint boxes within the needed ones cover them if and only if they have as many elements.
-    written_numel, needed_numel = (sum(box.numel for box in boxes) for boxes in (written, needed))
-    return "" if written_numel == needed_numel else f"{written_numel} of {needed_numel} elements"
-
-
-def _shards_by_param(layouts: Sequence[ShardLayout]) -> dict[tuple[int, str], dict[str, list[Shard]]]:
-    shards: dict[tuple[int, str], dict[str, list[Shard]]] = defaultdict(dict)
-    for rank, layout in enumerate(layouts):
-        for shard in layout.shards:
-            shards[rank, shard.param].setdefault(shard.tensor, []).append(shard)
-    return shards
-
-
-def _boxes(region: Region) -> Iterator[Box]:
-    (first, *start), (last, *stop) = region.box.start, region.box.stop
-    for shift in range(0, region.count * region.step or 1, region.step or 1):
-        yield Box((first + shift, *start), (last + shift, *stop))
-
-
-def _in_tensor(box: Box, tensor: str, shards: Mapping[str, Sequence[Shard]]) -> Box | None:
-    for shard in shards.get(tensor, ()):
-        if shard.param_box.intersection(box) == box:
-            return _translate(box, shard.param_box.start, shard.box.start)
-    return None
-
-
 @lru_cache(maxsize=4096)
 def _overlaps(sources: tuple[Box, ...], destinations: tuple[Box, ...]) -> tuple[tuple[Box, Box, Box], ...]:
     """Returns (source, destination, common box). Raises ValueError if sources overlap or leave gaps."""
-    for one, other in _overlapping_pairs(sources):
+    for one, other in Box.overlaps(sources):
         raise ValueError(f"the parts {one} and {other} of one tensor overlap without being equal")
     result: list[tuple[Box, Box, Box]] = []
     for destination in destinations:
@@ -316,17 +240,6 @@ def _overlaps(sources: tuple[Box, ...], destinations: tuple[Box, ...]) -> tuple[
             raise ValueError(f"the source ranks together hold {covered} of {destination.numel} elements of {destination}")
         result += common
     return tuple(result)
-
-
-def _overlapping_pairs(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
-    # Sweep by first row: once a box starts below the current one, so do all that follow in the order.
-    order = sorted(boxes, key=lambda box: box.start)
-    for n, box in enumerate(order):
-        for other in order[n + 1 :]:
-            if other.start[0] >= box.stop[0]:
-                break
-            if box.intersection(other) is not None:
-                yield box, other
 
 
 @lru_cache(maxsize=4096)
@@ -350,20 +263,17 @@ def _outline(pair: tuple[Box, Box]) -> tuple[object, ...]:
 
 
 def _regions(pairs: Sequence[tuple[Box, Box]]) -> Iterator[tuple[Region, Region]]:
-    starts = [(source.start[0], destination.start[0]) for source, destination in pairs]
+    def step(n: int) -> tuple[int, int]:
+        (before, to_before), (after, to_after) = pairs[n - 1], pairs[n]
+        return after.start[0] - before.start[0], to_after.start[0] - to_before.start[0]
+
     first = 0
     while first < len(pairs):
-        end, step = first + 1, (0, 0)
-        if end < len(pairs):
-            step = (starts[end][0] - starts[first][0], starts[end][1] - starts[first][1])
-            # Pairs are ordered by destination, so that the source may step back or overlap; then the pair stays alone.
-            if min(step) >= pairs[first][0].shape[0]:
-                while end < len(pairs) and (starts[end][0] - starts[end - 1][0], starts[end][1] - starts[end - 1][1]) == step:
-                    end += 1
-        count = end - first
-        source, destination = pairs[first]
-        yield (
-            Region(source, count, step[0] if count > 1 else 0),
-            Region(destination, count, step[1] if count > 1 else 0),
-        )
+        (source, destination), end = pairs[first], first + 1
+        # Pairs are ordered by destination, so that the source may step back or overlap; then the pair stays alone.
+        if end < len(pairs) and min(step(end)) >= source.shape[0]:
+            while end < len(pairs) and step(end) == step(first + 1):
+                end += 1
+        steps = step(first + 1) if end - first > 1 else (0, 0)
+        yield Region(source, end - first, steps[0]), Region(destination, end - first, steps[1])
         first = end

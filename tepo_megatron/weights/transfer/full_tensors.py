@@ -35,7 +35,7 @@ class _BucketEntry:
         return bucket[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
-def buckets(manifest: TensorManifest, limit: int = _BUCKET_BYTES) -> list[list[_BucketEntry]]:
+def _buckets(manifest: TensorManifest, limit: int = _BUCKET_BYTES) -> list[list[_BucketEntry]]:
     """Each message has at most ``limit`` bytes, or one tensor."""
     filled: list[list[_BucketEntry]] = []
     end, names = 0, set[str]()
@@ -71,7 +71,7 @@ def send(
     Raises ValueError for a wrong tensor, RuntimeError with a failed message's tensors.
     """
     stream = iter(tensors)
-    for entries in buckets(manifest, limit):
+    for entries in _buckets(manifest, limit):
         bucket = torch.empty(entries[-1].offset + entries[-1].nbytes, dtype=torch.uint8)
         for entry in entries:
             tensor = next(stream, None)
@@ -93,7 +93,7 @@ def receive(group: GlooGroup, manifest: TensorManifest, *, limit: int = _BUCKET_
 
     Raises RuntimeError with a failed message's tensors.
     """
-    for entries in buckets(manifest, limit):
+    for entries in _buckets(manifest, limit):
         bucket = torch.empty(entries[-1].offset + entries[-1].nbytes, dtype=torch.uint8)
         _broadcast(group, entries, bucket, lambda: False)
         for entry in entries:

@@ -7,10 +7,11 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from itertools import combinations
 from pathlib import Path
 from typing import Protocol
 
@@ -28,9 +29,6 @@ TransportName = str
 _MEMBERS_POLL_INTERVAL_S = 0.02
 
 _JOINED, _LEFT = "joined", "left"
-
-
-_APART = "set rollout.server.placement = colocated, or rollout.server.transport = auto or gloo"
 
 
 class TransferGroup(Protocol):
@@ -232,39 +230,29 @@ def check_members(store: Store, world_size: int, *, nccl: bool, may_share: bool 
     ``may_share``: returns two members that share a GPU, or "".
     """
     present = [Introduction(**json.loads(store.get(f"introduction/{rank}"))) for rank in range(world_size)]
-    shared = _shared_gpu(present) if nccl else ""
-    problems = list(_unreachable(present))
-    if nccl and not (shared and may_share):
-        problems += [*_other_versions(present), *([f"{shared}, and NCCL takes each GPU once; {_APART}"] if shared else [])]
-    if problems:
-        raise RuntimeError(problems[0])
-    return shared
-
-
-def _unreachable(members: Sequence[Introduction]) -> Iterator[str]:
-    for member in members:
-        other = next((candidate for candidate in members if candidate.host != member.host), None)
+    for member in present:
+        other = next((other for other in present if other.host != member.host), None)
         if other is not None and _is_loopback(member.address):
-            yield (
+            raise RuntimeError(
                 f"{member.place} offers a loopback address to the weight-transfer group, in which {other.place} is on another "
                 "machine; set rollout.server.interface to an address by which the machines reach each other"
             )
-
-
-def _other_versions(members: Sequence[Introduction]) -> Iterator[str]:
-    first = members[0]
-    for member in members:
-        if member.nccl != first.nccl:
-            yield (
-                f"{first.place} has NCCL {first.nccl}, {member.place} has NCCL {member.nccl}: NCCL joins equal versions only; "
-                "run trainer and servers from images of one docker/pins.txt, or set rollout.server.transport = gloo"
+    if not nccl:
+        return ""
+    pairs = [(one, other) for one, other in combinations(present, 2) if (one.host, one.gpu) == (other.host, other.gpu)]
+    shared = "".join(f"{one.place} and {other.place} are on the same GPU, {one.gpu}" for one, other in pairs[:1])
+    if shared and may_share:
+        return shared
+    for other in present:
+        first = present[0]
+        if other.nccl != first.nccl:
+            raise RuntimeError(
+                f"{first.place} has NCCL {first.nccl}, {other.place} has NCCL {other.nccl}: NCCL joins equal versions "
+                "only; run trainer and servers from images of one docker/pins.txt, or set rollout.server.transport = gloo"
             )
-
-
-def _shared_gpu(members: Sequence[Introduction]) -> str:
-    seen: dict[tuple[str, str], Introduction] = {}
-    for member in members:
-        other = seen.setdefault((member.host, member.gpu), member)
-        if other is not member:
-            return f"{other.place} and {member.place} are on the same GPU, {member.gpu}"
+    if shared:
+        raise RuntimeError(
+            f"{shared}, and NCCL takes each GPU once; set rollout.server.placement = colocated, or rollout.server.transport = "
+            "auto or gloo"
+        )
     return ""

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
-from tepo_megatron.weights.reshard import plan_moves
+from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.transfer import full_tensors as broadcast
 from tepo_megatron.weights.transfer import sender, transport
 from tepo_megatron.weights.transfer.sender import ShardSender
@@ -23,8 +22,6 @@ from tests.support.programs import TIMEOUT_S
 
 HOST = "127.0.0.1"
 WORLD = 3
-WHOLE = Box((0, 0), (2, 2))
-LAYOUT = ShardLayout({"t": (2, 2)}, (Shard("t", WHOLE, "p", WHOLE),), {"p": (2, 2)})
 
 
 def make_group(world_size: int = WORLD, timeout_s: float = TIMEOUT_S) -> list[GlooGroup]:
@@ -81,30 +78,25 @@ def test_every_receiver_gets_every_tensor_bit_by_bit(
 
 
 @pytest.mark.parametrize(
-    ("manifest", "message"),
-    [([("a", (2,), "float33")], "unknown dtype 'float33'"), ([("a", (2,), "int8"), ("a", (2,), "int8")], "'a' occurs twice")],
-)
-def test_a_bad_manifest_is_refused(manifest: broadcast.TensorManifest, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        broadcast.buckets(manifest)
-
-
-def alone() -> GlooGroup:
-    return make_group(world_size=1)[0]
-
-
-@pytest.mark.parametrize(
-    ("tensors", "message"),
+    ("manifest", "tensors", "message"),
     [
-        ([], r"end before tensor 'a'"),
-        ([torch.zeros(3)], r"'a' is torch.float32 \(3,\), but the manifest announces torch.float32 \(2,\)"),
-        ([torch.zeros(2, dtype=torch.float64)], r"'a' is torch.float64"),
-        ([torch.zeros(2)] * 2, r"more tensors than the 1"),
+        ([("a", (2,), "float33")], [], "unknown dtype 'float33'"),
+        ([("a", (2,), "int8"), ("a", (2,), "int8")], [], "'a' occurs twice"),
+        ([("a", (2,), "float32")], [], r"end before tensor 'a'"),
+        (
+            [("a", (2,), "float32")],
+            [torch.zeros(3)],
+            r"'a' is torch.float32 \(3,\), but the manifest announces torch.float32 \(2,\)",
+        ),
+        ([("a", (2,), "float32")], [torch.zeros(2, dtype=torch.float64)], r"'a' is torch.float64"),
+        ([("a", (2,), "float32")], [torch.zeros(2)] * 2, r"more tensors than the 1"),
     ],
 )
-def test_tensors_that_do_not_match_the_manifest_are_refused(tensors: list[torch.Tensor], message: str) -> None:
+def test_a_bad_manifest_or_tensors_that_do_not_match_it_are_refused(
+    manifest: broadcast.TensorManifest, tensors: list[torch.Tensor], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        broadcast.send(alone(), [("a", (2,), "float32")], tensors)
+        broadcast.send(make_group(world_size=1)[0], manifest, tensors)
 
 
 BIG = [("big", (64 * 2**20,), "uint8")]  # more than the sockets buffer, so that the sender has to wait
@@ -147,7 +139,7 @@ def test_nobody_waits_for_members_when_one_has_left() -> None:
 def test_rank_0_hears_why_another_rank_failed_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it entered the group, where rank 0 would only see that somebody left."""
     sent: queue.Queue[Any] = queue.Queue()
-    plan = plan_moves(*[[layout] * 2 for layout in (LAYOUT, LAYOUT)])
+    plan = ReshardPlan((), 2, 2)
     options: dict[str, Any] = {"dtype": torch.float32, "timeout_s": TIMEOUT_S}
     params = {"p": torch.zeros(2, 2)}
     root = ShardSender(plan, params, rank=0, broadcast_from_root=sent.put, **options)

@@ -5,8 +5,9 @@ CUDA itself: tests/gpu.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,9 +23,10 @@ from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
 from tepo_megatron.weights.transfer import move, transport
 from tepo_megatron.weights.transfer.move import message_sizes, move_ends, queues
 from tepo_megatron.weights.transfer.sender import ReceiveOrder
-from tepo_megatron.weights.transfer.transport import Member, RelayRoutes
+from tepo_megatron.weights.transfer.transport import Member, RelayRoutes, TransferGroup, TransportSpec
+from tepo_megatron.weights.transfer.transports import ipc, nccl
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
-from tepo_megatron.weights.transfer.transports.ipc import IpcGroup, join_ipc, source_routes
+from tepo_megatron.weights.transfer.transports.ipc import source_routes
 from tests.support.programs import TIMEOUT_S
 from tests.support.reshard_models import Case, cases, small_spec
 from tests.support.thread_transport import Mailbox
@@ -57,9 +59,25 @@ class Memory:
             torch.empty(0, dtype=torch.uint8).set_(self.storages[0])[5] ^= 1
 
 
-def enter(box: Any, store: Any, member: Member, memory: Memory) -> IpcGroup:
-    """gloo's group also connects the trainer's ranks, as NCCL's would."""
-    return join_ipc(lambda: box, store, member, join_leg=lambda gloo: gloo, handles=memory)
+@contextmanager
+def standing_in(gloo: Callable[..., Any], memory: Memory) -> Iterator[None]:
+    """For CUDA's handles ``memory``; ``gloo`` also connects the trainer's ranks, as NCCL would."""
+    made: dict[int, Any] = {}
+
+    def join_gloo(store: Any, host: str, rank: int, *sizes: Any) -> Any:
+        made[rank] = gloo(store, host, rank, *sizes)
+        return made[rank]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ipc, "GlooGroup", join_gloo)
+        patch.setattr(ipc, "_CudaHandles", lambda: memory)
+        patch.setattr(nccl, "TRANSPORT", TransportSpec(lambda _store, member, _timeout_s: made[member.rank]))
+        yield
+
+
+def enter(box: Any, store: Any, member: Member, memory: Memory) -> TransferGroup:
+    with standing_in(lambda *_: box, memory):
+        return ipc.TRANSPORT.join(store, member, TIMEOUT_S)
 
 
 def member_of(plan: ReshardPlan, rank: int, *, limit: int, relayed: bool) -> Member:
@@ -77,7 +95,7 @@ def member_of(plan: ReshardPlan, rank: int, *, limit: int, relayed: bool) -> Mem
 
 def members(
     plan: ReshardPlan, boxes: list[Mailbox], memory: Memory | None = None, *, limit: int, relayed: bool = False
-) -> list[IpcGroup]:
+) -> list[TransferGroup]:
     store = HashStore()
     memory = memory or Memory()
     return [enter(box, store, member_of(plan, rank, limit=limit, relayed=relayed), memory) for rank, box in enumerate(boxes)]
@@ -101,26 +119,26 @@ CROSSED = Case(small_spec(), MegatronParallel(tp=2), VllmParallel(tp=1, replicas
 """Two trainer ranks and two workers; half of each worker's weights come from the other's GPU."""
 
 
-def enter_world(members: list[Member], memories: list[Memory]) -> list[Callable[[], IpcGroup]]:
-    """For each member how it joins over real gloo, which also stands in for NCCL."""
+def meeting() -> Callable[[Member], TransferGroup]:
+    """Joins members over one real store."""
     store, place = transport.listen(HOST)
 
-    def enter(member: Member, memory: Memory) -> IpcGroup:
+    def come(member: Member) -> TransferGroup:
         mine = store if member.rank == 0 else transport.connect(HOST, place, TIMEOUT_S)
-        gloo = partial(GlooGroup, mine, HOST, member.rank, len(members), TIMEOUT_S)
-        return join_ipc(gloo, mine, member, join_leg=lambda gloo: gloo, handles=memory)
+        return ipc.TRANSPORT.join(mine, member, TIMEOUT_S)
 
-    return [partial(enter, member, memory) for member, memory in zip(members, memories, strict=True)]
+    return come
 
 
 def test_it_is_passed_on_over_real_gloo_and_a_worker_that_leaves_ends_it_on_all_ranks() -> None:
     (plan, sources, expected), limit = setting(CROSSED), 2000
-    ways = enter_world([member_of(plan, rank, limit=limit, relayed=True) for rank in range(4)], [Memory()] * 4)
+    members = [member_of(plan, rank, limit=limit, relayed=True) for rank in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        groups = list(pool.map(lambda enter: enter(), ways))
-        found = [blank(params) for params in expected]
-        carry_out(plan, sources, found, limit=limit, boxes=groups)
-        for wanted, got in zip(expected, found, strict=True):
+        with standing_in(GlooGroup, Memory()):
+            groups = list(pool.map(meeting(), members))
+        received = [blank(params) for params in expected]
+        carry_out(plan, sources, received, limit=limit, boxes=groups)
+        for wanted, got in zip(expected, received, strict=True):
             assert all(torch.equal(wanted[name], got[name]) for name in wanted)
 
         def take_part(rank: int) -> None:
@@ -213,11 +231,10 @@ def test_a_receiver_does_not_wait_for_slots_of_a_sender_that_fails() -> None:
         def export(self, slots: Tensor) -> dict[str, Any]:
             raise RuntimeError("out of memory")
 
-    members = [Member(0, 2, CPU, HOST, same_gpu_receivers={1: 8}), Member(1, 2, CPU, HOST, writers={0: 0})]
-    send, receive = enter_world(members, [Full(), Memory()])
-    with ThreadPoolExecutor(1) as pool:
-        receiving = pool.submit(receive)
+    come = meeting()
+    with ThreadPoolExecutor(1) as pool, standing_in(GlooGroup, Full()):
+        receiving = pool.submit(come, Member(1, 2, CPU, HOST, writers={0: 0}))
         with pytest.raises(RuntimeError, match="out of memory"):
-            send()
+            come(Member(0, 2, CPU, HOST, same_gpu_receivers={1: 8}))
         with pytest.raises(RuntimeError, match="left before all had joined"):
             receiving.result(TIMEOUT_S)

@@ -16,12 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
-from tepo_megatron.weights.transfer.transport import Rendezvous
+from tepo_megatron.weights.transfer.transport import Member, TransferGroup, announce_departure
 from tepo_megatron.weights.transfer.transports import nccl
-from tepo_megatron.weights.transfer.transports.nccl import NcclGroup
 from tests.support.programs import TIMEOUT_S
 from tests.support.reshard_models import Case, cases, small_spec
 from tests.support.transfers import SIZES, assert_all_arrives, blank, carry_out, setting
@@ -122,12 +121,14 @@ class Fabric:
 
 
 class FakeProcessGroup:
-    """The part of torch's process group that a coalesced round needs."""
+    """The parts of torch's process group and of its back end that a coalesced round needs."""
 
     def __init__(self, fabric: Fabric, rank: int) -> None:
         self.fabric, self.rank = fabric, rank
         self.call: GroupCall | None = None
         self.aborted = threading.Event()
+
+    def eager_connect_single_device(self, device: torch.device) -> None: ...
 
     def abort(self) -> None:
         self.fabric.abort(self.aborted)
@@ -137,12 +138,10 @@ class FakeProcessGroup:
         self.call = GroupCall(self.fabric)
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> None:
-        (data,) = tensors
-        self._add(Operation(self.rank, destination, data))
+        self._add(Operation(self.rank, destination, *tensors))
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> None:
-        (data,) = tensors
-        self._add(Operation(source, self.rank, data))
+        self._add(Operation(source, self.rank, *tensors))
 
     def _add(self, operation: Operation) -> None:
         assert self.call is not None, "outside a group call NCCL would make a communicator of two"
@@ -157,10 +156,16 @@ class FakeProcessGroup:
         return call
 
 
-def groups(world: int, fabric: Fabric, *, timeout_s: float = TIMEOUT_S) -> list[NcclGroup]:
-    rendezvous = Rendezvous(HashStore(), world, timeout_s)
-    made = [FakeProcessGroup(fabric, rank) for rank in range(world)]
-    return [NcclGroup(group, group.abort, rendezvous, CPU, timeout_s) for group in made]
+def join(store: Store, rank: int, world: int, made: FakeProcessGroup, timeout_s: float) -> TransferGroup:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nccl, "_process_group", lambda *_: (made, made))
+        return nccl.TRANSPORT.join(store, Member(rank, world, CPU, ""), timeout_s)
+
+
+def groups(world: int, fabric: Fabric, *, timeout_s: float = TIMEOUT_S) -> list[TransferGroup]:
+    store = HashStore()
+    store.add("joined", world - 1)  # they join one after the other
+    return [join(store, rank, world, FakeProcessGroup(fabric, rank), timeout_s) for rank in range(world)]
 
 
 @settings(max_examples=15, deadline=None)
@@ -197,7 +202,8 @@ def test_a_dead_worker_ends_the_sending_of_all_ranks(
 
 def test_a_failure_within_a_round_closes_the_group_call() -> None:
     """NCCL counts open group calls by thread: the trainer's own communication comes next in this one."""
-    group = groups(2, Fabric(connected=True))[0]
+    made, store = FakeProcessGroup(Fabric(connected=True), 0), HashStore()
+    group = join(store, 0, 1, made, TIMEOUT_S)
 
     def fail() -> None:
         with group.round():
@@ -206,22 +212,34 @@ def test_a_failure_within_a_round_closes_the_group_call() -> None:
 
     with pytest.raises(ValueError, match="unpacked"):
         fail()
-    assert group._group.call is None
+    assert made.call is None
     with pytest.raises(AssertionError, match="within round"):
         group.send(torch.zeros(1), 1, 1)
 
 
-def test_connecting_ends_when_a_member_leaves_or_is_late() -> None:
-    never, rendezvous = threading.Event(), Rendezvous(HashStore(), 2, TIMEOUT_S)
+@pytest.mark.parametrize(
+    ("kind", "timeout_s", "message"),
+    [
+        ("late", 0.1, r"did not connect the weight-transfer group within 0.1 s"),
+        ("refused", TIMEOUT_S, "refused"),
+        ("left", TIMEOUT_S, "a member left while NCCL connected"),
+    ],
+)
+def test_connecting_ends_when_a_member_leaves_or_is_late(
+    kind: str, timeout_s: float, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "FAILURE_POLL_INTERVAL_S", 0.01)
+    never, store = threading.Event(), HashStore()
 
-    def hang() -> None:
-        never.wait(TIMEOUT_S)
+    class Hanging(FakeProcessGroup):
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            if kind == "refused":
+                raise OSError("refused")
+            if kind == "left":
+                announce_departure(store)
+            never.wait(TIMEOUT_S)
 
-    with pytest.raises(RuntimeError, match=r"within 0.1 s"):
-        nccl._run_with_timeout(0.1, hang, rendezvous)
-    with pytest.raises(OSError, match="refused"):
-        nccl._run_with_timeout(TIMEOUT_S, lambda: (_ for _ in ()).throw(OSError("refused")), rendezvous)
-    rendezvous.announce_departure()
-    with pytest.raises(RuntimeError, match="a member left while NCCL connected"):
-        nccl._run_with_timeout(TIMEOUT_S, hang, rendezvous)
+    with pytest.raises((RuntimeError, OSError), match=message):
+        join(store, 0, 1, Hanging(Fabric(), 0), timeout_s)
+    assert store.check(["left"])  # and the others know
     never.set()

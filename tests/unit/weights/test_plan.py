@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tepo_megatron.weights import reshard
 from tepo_megatron.weights.geometry import Box, Region, ReshardPlan, Shard, ShardLayout
 from tepo_megatron.weights.layouts import (
     MegatronParallel,
@@ -20,7 +21,7 @@ from tepo_megatron.weights.layouts import (
     pipeline_stages,
     vllm_ranks,
 )
-from tepo_megatron.weights.reshard import plan_moves, prove, reshard_plan
+from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.table import tensor_shapes
 from tests.support.reshard_models import Case, cases, numbered_model, parameters, small_spec
 
@@ -50,7 +51,7 @@ def test_moves_write_every_destination_element_once_with_its_value(case: Case) -
         for name, param in params.items():
             assert torch.equal(theirs[rank][name], param), (rank, name)
             assert torch.equal(writes[rank][name], (param != 0).long()), (rank, name)
-    prove(plan, sources, destinations)
+    plan.prove(sources, destinations)
 
 
 @settings(deadline=None)
@@ -138,9 +139,13 @@ def rank(start: int, stop: int) -> ShardLayout:
         ([rank(0, 4)], {1: 0}, "destination rank 1 shares a device with source rank 0, but there are 1 destinations"),
     ],
 )
-def test_sources_that_make_no_plan_are_refused(sources: list[ShardLayout], local: dict[int, int], message: str) -> None:
+def test_sources_that_make_no_plan_are_refused(
+    sources: list[ShardLayout], local: dict[int, int], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reshard, "megatron_ranks", lambda *_: sources)
+    monkeypatch.setattr(reshard, "vllm_ranks", lambda *_: [rank(0, 4)])
     with pytest.raises(ValueError, match=message):
-        plan_moves(sources, [rank(0, 4)], local=local)
+        reshard_plan(small_spec(max_positions=1), MegatronParallel(), VllmParallel(), local)
 
 
 def broken(plan: ReshardPlan, kind: str) -> ReshardPlan:
@@ -172,7 +177,7 @@ def broken(plan: ReshardPlan, kind: str) -> ReshardPlan:
 def test_a_wrong_plan_is_not_proved(kind: str, message: str) -> None:
     case = Case(small_spec(), MegatronParallel(tp=2), VllmParallel(tp=2), {})
     with pytest.raises(RuntimeError, match=message):
-        prove(broken(plan_of(case), kind), *layouts_of(case))
+        broken(plan_of(case), kind).prove(*layouts_of(case))
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple), st.data())

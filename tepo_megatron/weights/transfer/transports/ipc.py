@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,18 +17,18 @@ from tepo_megatron.runtime.proc import boot_id
 from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.transfer.move import WINDOW, message_sizes, move_ends, queues
 from tepo_megatron.weights.transfer.transport import Member, RelayRoutes, TransferGroup, TransportSpec, announce_departure
+from tepo_megatron.weights.transfer.transports import nccl
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
-from tepo_megatron.weights.transfer.transports.nccl import join_nccl
 
 
-class IpcGroup:
+class _IpcGroup:
     """``written`` is by (source, worker), ``read`` by source."""
 
     def __init__(
         self,
         gloo: GlooGroup,
         member: Member,
-        handles: _MemoryHandles,
+        handles: _CudaHandles,
         written: Mapping[tuple[int, int], _Slots],
         read: Mapping[int, _Slots],
         relay: _Relay | None = None,
@@ -127,16 +127,9 @@ def _wait_for(signals: Iterable[Any]) -> None:
         signal.wait()
 
 
-def join_ipc(
-    join_gloo: Callable[[], GlooGroup],
-    store: Store,
-    member: Member,
-    *,
-    join_leg: Callable[[GlooGroup], TransferGroup],
-    handles: _MemoryHandles | None = None,
-) -> IpcGroup:
-    """Gloo carries all but the slots; ``join_leg`` joins the trainer ranks' group, which relays."""
-    handles, rank, world_size, routes = handles or _CudaHandles(), member.rank, member.world_size, member.routes
+def _join(store: Store, member: Member, timeout_s: float) -> _IpcGroup:
+    """Gloo carries all but the slots. NCCL connects the trainer's ranks if they relay."""
+    handles, rank, world_size, routes = _CudaHandles(), member.rank, member.world_size, member.routes
     sizes = {(rank, worker): size for worker, size in member.same_gpu_receivers.items()}
     sizes |= {pair: max(messages) for pair, messages in routes.forwards.items()}
     try:
@@ -145,41 +138,34 @@ def join_ipc(
         announce_departure(store)
         raise
     # gloo's group forms when all members are there, and each has made its offers before: no get below waits for a missing one.
-    gloo = join_gloo()
+    gloo = GlooGroup(store, member.address, rank, world_size, timeout_s)
     try:
         written = {pair: _Slots(memory, gloo, pair[1], pair[0], world_size) for pair, memory in offered.items()}
         read = {
             source: _Slots(_open(store, source, writer, member, handles), gloo, writer, source, world_size)
             for source, writer in member.writers.items()
         }
-        relay = _Relay(member, join_leg(gloo), written, handles) if routes.sources else None
+        relay = None
+        if routes.sources:
+            leg = nccl.TRANSPORT.join(PrefixStore("relay", store), replace(member, world_size=routes.sources), timeout_s)
+            relay = _Relay(member, leg, written, handles)
     except BaseException:
         gloo.close()
         raise
-    return IpcGroup(gloo, member, handles, written, read, relay)
-
-
-def _join(store: Store, member: Member, timeout_s: float) -> IpcGroup:
-    def join_gloo() -> GlooGroup:
-        return GlooGroup(store, member.address, member.rank, member.world_size, timeout_s)
-
-    def join_leg(gloo: GlooGroup) -> TransferGroup:
-        return join_nccl(PrefixStore("relay", store), replace(member, world_size=member.routes.sources), timeout_s)
-
-    return join_ipc(join_gloo, store, member, join_leg=join_leg)
+    return _IpcGroup(gloo, member, handles, written, read, relay)
 
 
 TRANSPORT = TransportSpec(join=_join, requires_gpu=True)
 
 
-def _offer(store: Store, pair: tuple[int, int], size: int, device: torch.device, handles: _MemoryHandles) -> Tensor:
+def _offer(store: Store, pair: tuple[int, int], size: int, device: torch.device, handles: _CudaHandles) -> Tensor:
     slots = torch.empty(WINDOW, size, dtype=torch.uint8, device=device)
     offer = {"location": handles.location(device), "bytes": size, "handle": handles.export(slots)}
     store.set(_key(*pair), json.dumps(offer))
     return slots
 
 
-def _open(store: Store, source: int, writer: int, member: Member, handles: _MemoryHandles) -> Tensor:
+def _open(store: Store, source: int, writer: int, member: Member, handles: _CudaHandles) -> Tensor:
     offer = json.loads(store.get(_key(source, member.rank)))
     for what, local in handles.location(member.device).items():
         if offer["location"][what] != local:
@@ -197,26 +183,15 @@ def _key(source: int, worker: int) -> str:
     return f"ipc/{source}/{worker}"
 
 
-class _MemoryHandles(Protocol):
-    def location(self, device: torch.device) -> dict[str, str]:
-        """Names of host and GPU."""
-
-    def export(self, slots: Tensor) -> dict[str, Any]:
-        """The handle is of the whole storage: keep it alive."""
-
-    def open(self, handle: dict[str, Any], device: torch.device) -> torch.UntypedStorage: ...
-
-    def synchronize(self, device: torch.device) -> None:
-        """Afterwards another process may read the copies."""
-
-
 class _CudaHandles:
     _BYTES = ("handle", "counter", "event")
 
     def location(self, device: torch.device) -> dict[str, str]:
+        """Names of host and GPU."""
         return {"host": boot_id(), "gpu": str(torch.cuda.get_device_properties(device).uuid)}
 
     def export(self, slots: Tensor) -> dict[str, Any]:
+        """The handle is of the whole storage: keep it alive."""
         _, handle, size, offset, counter, counter_offset, event, must_sync = slots.untyped_storage()._share_cuda_()
         raw = dict(zip(self._BYTES, (bytes(part).hex() for part in (handle, counter, event)), strict=True))
         return raw | {"size": size, "offset": offset, "counter_offset": counter_offset, "must_sync": bool(must_sync)}
@@ -228,6 +203,7 @@ class _CudaHandles:
         )
 
     def synchronize(self, device: torch.device) -> None:
+        """Afterwards another process may read the copies."""
         torch.cuda.current_stream(device).synchronize()
 
 
@@ -254,7 +230,7 @@ class _Relay:
     """``leg`` connects the trainer's ranks, which all exchange in every round; ``slots``: by (source, worker)."""
 
     def __init__(
-        self, member: Member, leg: TransferGroup, slots: Mapping[tuple[int, int], _Slots], handles: _MemoryHandles
+        self, member: Member, leg: TransferGroup, slots: Mapping[tuple[int, int], _Slots], handles: _CudaHandles
     ) -> None:
         self.leg = leg
         self._member, self._routes, self._slots, self._handles = member, member.routes, slots, handles

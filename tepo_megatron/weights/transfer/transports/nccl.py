@@ -7,8 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +28,7 @@ _ABORT_GRACE_S = 10.0
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
-class NcclGroup:
+class _NcclGroup:
     def __init__(
         self, group: Any, abort: Callable[[], None], rendezvous: Rendezvous, device: torch.device, timeout_s: float
     ) -> None:
@@ -120,15 +119,15 @@ class NcclGroup:
         aborting.join(_ABORT_GRACE_S)
 
 
-def join_nccl(store: Store, member: Member, timeout_s: float) -> NcclGroup:
+def _join(store: Store, member: Member, timeout_s: float) -> _NcclGroup:
     rendezvous = Rendezvous(store, member.world_size, timeout_s)
     with rendezvous.forming_group():
         group, backend = _process_group(store, member.rank, member.world_size, timeout_s)
-        _run_with_timeout(timeout_s, lambda: backend.eager_connect_single_device(member.device), rendezvous)
-    return NcclGroup(group, backend.abort, rendezvous, member.device, timeout_s)
+        _connect(backend, member.device, rendezvous, timeout_s)
+    return _NcclGroup(group, backend.abort, rendezvous, member.device, timeout_s)
 
 
-TRANSPORT = TransportSpec(join=join_nccl, requires_gpu=True)
+TRANSPORT = TransportSpec(join=_join, requires_gpu=True)
 
 
 def _process_group(store: Store, rank: int, world_size: int, timeout_s: float) -> tuple[Any, Any]:
@@ -150,23 +149,20 @@ def _process_group(store: Store, rank: int, world_size: int, timeout_s: float) -
     return group, backend
 
 
-def _run_with_timeout(timeout_s: float, work: Callable[[], None], rendezvous: Rendezvous) -> None:
-    done: Future[None] = Future()
+def _connect(backend: Any, device: torch.device, rendezvous: Rendezvous, timeout_s: float) -> None:
+    connected: Future[None] = Future()
 
-    def run() -> None:
+    def connect() -> None:
         try:
-            work()
-            done.set_result(None)
+            connected.set_result(backend.eager_connect_single_device(device))
         except BaseException as error:
-            done.set_exception(error)
+            connected.set_exception(error)
 
-    threading.Thread(target=run, name="join-nccl", daemon=True).start()
+    threading.Thread(target=connect, name="join-nccl", daemon=True).start()
     deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            return done.result(FAILURE_POLL_INTERVAL_S)
-        except FutureTimeoutError:
-            if rendezvous.member_left():
-                raise RuntimeError("a member left while NCCL connected the weight-transfer group") from None
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"NCCL did not connect the weight-transfer group within {timeout_s:g} s") from None
+    while not wait([connected], FAILURE_POLL_INTERVAL_S).done:
+        if rendezvous.member_left():
+            raise RuntimeError("a member left while NCCL connected the weight-transfer group")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"NCCL did not connect the weight-transfer group within {timeout_s:g} s")
+    connected.result()
