@@ -12,7 +12,7 @@ KEY_HEADER = (b"authorization", b"Bearer key")
 
 def ask(
     app: Any, path: str, body: bytes = b"", *, state: Any = None, headers: Sequence[Any] = (KEY_HEADER,)
-) -> tuple[int, str]:
+) -> tuple[int, bytes]:
     """POSTs ``body``; returns the status and the answer. ``state`` is the application's, as vLLM's routes read it."""
     sent: list[Any] = []
 
@@ -20,9 +20,10 @@ def ask(
         sent.append(message)
 
     async def receive() -> Any:
-        return {"type": "http.request", "body": b"", "more_body": False}
+        return {"type": "http.request", "body": body, "more_body": False}
 
     app_state = SimpleNamespace(state=state)
     scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers), "app": app_state}
+    scope |= {"asgi": {"spec_version": "2.4"}}
     asyncio.run(app(scope, receive, send))
-    return sent[0]["status"], b"".join(message["body"] for message in sent[1:]).decode()
+    return sent[0]["status"], b"".join(message["body"] for message in sent[1:])

@@ -60,7 +60,7 @@ class Loader:
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Loader], tuple[int, str]]:
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Loader], tuple[int, bytes]]:
     """Asks a server with these models for the adapters."""
     monkeypatch.setenv(KEY_VARIABLE, "key")
     monkeypatch.delenv(AWAITS_VARIABLE, raising=False)
@@ -72,12 +72,12 @@ def test_a_server_is_told_once_where_its_adapters_lie_and_says_why_it_cannot_loa
     """Once: a request that names them again after an update loads the new ones."""
     pytest.importorskip("vllm")
     models = Loader()
-    assert [use(models), use(models)] == [(200, "{}")] * 2
+    assert [use(models), use(models)] == [(200, b"{}")] * 2
     (asked,) = models.asked
     assert (asked.lora_name, asked.lora_path, asked.load_inplace) == (ADAPTER_NAME, ADAPTER_PATH, False)
     status, said = use(Loader("no place for it"))
     assert status == 500
-    assert "no place for it" in said
+    assert b"no place for it" in said
 
 
 def test_a_worker_takes_adapters_from_memory_only_where_each_has_a_layer() -> None:

@@ -37,7 +37,7 @@ class Served:
         await send({"type": "http.response.start", "status": self.status, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    def post(self, path: str, status: int = 200) -> tuple[int, str]:
+    def post(self, path: str, status: int = 200) -> tuple[int, bytes]:
         self.status = status
         return ask(self.middleware, path)
 
@@ -48,7 +48,7 @@ def test_nothing_but_an_update_is_served_before_the_first_one_has_ended(path: st
     for step in UPDATE:
         status, message = served.post(path)
         assert status == 409
-        assert f"{path}: this server has no weights yet" in message
+        assert f"{path}: this server has no weights yet" in message.decode()
         assert served.post(step, status=200 if step != UPDATE[-1] else 500)[0] != 409
     assert served.post(path)[0] == 409  # the update's end failed
     served.post(UPDATE[-1])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
-from tepo_megatron.sampler.fleet.stream import ProgressWatch
-from tepo_megatron.sampler.vllm.client import ServerGone, ServerSilent
+from tepo_megatron.sampler.vllm import client
+from tepo_megatron.sampler.vllm.client import ProgressWatch, ServerGone, ServerSilent
 
 
 class Clock:
@@ -19,10 +19,11 @@ class Clock:
         return self.now
 
 
-class Now:
-    """A pool that runs what it is given at once."""
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe's answer is there when it was asked for."""
 
-    def submit(self, probe: Callable[[], object]) -> Any:
+    def submit(probe: Callable[[], object]) -> Future[object]:
         future: Future[object] = Future()
         try:
             future.set_result(probe())
@@ -30,14 +31,12 @@ class Now:
             future.set_exception(error)
         return future
 
-    def shutdown(self, **_: object) -> None: ...
+    monkeypatch.setattr(client, "ThreadPoolExecutor", lambda *_, **__: SimpleNamespace(submit=submit))
 
 
 def watch_of(probe: Callable[[], object], on_move: Callable[[], None] = lambda: None) -> tuple[ProgressWatch, Clock]:
     clock = Clock()
-    watch = ProgressWatch(probe, 60.0, clock, on_move)
-    watch._thread = Now()  # type: ignore[assignment]
-    return watch, clock
+    return ProgressWatch(probe, 60.0, clock, on_move), clock
 
 
 def looks(watch: ProgressWatch, clock: Clock, seconds: float, step: float = 1.0) -> str:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,22 +15,52 @@ import pytest
 from tepo_megatron.config import SamplingConfig
 from tepo_megatron.core.rollout import Response, Rollout, SamplingMask, WeightsVersion, token_ids
 from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path, write_rollouts
-from tepo_megatron.sampler.sampling import Sampling, append_observation, join_parts
-from tepo_megatron.sampler.vllm.plugin.middleware import split_logprobs
+from tepo_megatron.sampler.sampling import Sample, Sampling, append_observation, join_parts
+from tepo_megatron.sampler.vllm.plugin.middleware import Middleware
+from tepo_megatron.sampler.vllm.wire import AWAITS_VARIABLE, KEY_VARIABLE, SAMPLES, read_responses
+from tests.support.asgi import ask
 
 VERSION = WeightsVersion(3, "ab")
 NEVER = -np.inf
 
 
-def test_those_of_vllms_likeliest_tokens_that_could_be_drawn_are_kept() -> None:
+class Engine:
+    """As vLLM's, of a vocabulary of ``others`` tokens, so that no more are named."""
+
+    def __init__(self, token_ids: list[int], logprobs: list[float], others: int) -> None:
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: others)
+        drawn = {"token_ids": token_ids[:: 1 + others], "finish_reason": "stop", "routed_experts": None}
+        named = SimpleNamespace(token_ids=token_ids, logprobs=logprobs)
+        versions = [SimpleNamespace(start=0, version="3:ab")]
+        self.output = SimpleNamespace(outputs=[SimpleNamespace(**drawn, logprobs=named, weight_versions=versions)])
+
+    async def generate(self, *_arguments: Any, **_options: Any) -> AsyncIterator[Any]:
+        yield self.output
+
+
+def served(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, sampling_mask: bool) -> Response:
+    """The response of a server with this engine."""
+    pytest.importorskip("vllm")
+    monkeypatch.setenv(KEY_VARIABLE, "key")
+    monkeypatch.delenv(AWAITS_VARIABLE, raising=False)
+    sample = {"sample": 0, "seed": 1, "max_tokens": 4}
+    body = {"id": "a", "prompt": [1], "sampling": {"top_k": 3}, "samples": [sample], "sampling_mask": sampling_mask}
+    state = SimpleNamespace(engine_client=engine)
+    status, content = ask(Middleware(cast(Any, None)), SAMPLES, json.dumps(body).encode(), state=state)
+    assert status == 200
+    return dict(read_responses([content], {0: Sample(0, 1, 4)}, lambda: [VERSION], sampling_mask=sampling_mask))[0]
+
+
+def test_those_of_vllms_likeliest_tokens_that_could_be_drawn_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     # the drawn token is the likeliest; is not; is all that there is; is none of the likeliest, which a tie has crowded out
     ids = [4, 4, 6, 7, 6, 7, 6, 4, 5, 5, 1, 2, 9, 7, 6, 4]
     logprobs = [-0.1, -0.1, -3.0, NEVER, -1.5, -0.5, -1.5, -2.5, 0.0, 0.0, NEVER, -1e31, -2.0, -1.0, -2.0, -2.0]
-    own, (counts, others) = split_logprobs(ids, logprobs, 3)
-    np.testing.assert_array_equal(own, np.array([-0.1, -1.5, 0.0, -2.0], np.float32))
-    assert (counts.tolist(), others.tolist()) == ([1, 2, 0, 3], [6, 7, 4, 7, 6, 4])
-    own, (counts, others) = split_logprobs([4, 5], [-1.0, -2.0], 0)  # not asked for
-    assert (own.tolist(), counts.tolist(), others.tolist()) == ([-1.0, -2.0], [0, 0], [])
+    response = served(Engine(ids, logprobs, 3), monkeypatch, sampling_mask=True)
+    assert response == Response(
+        [4, 6, 5, 9], [-0.1, -1.5, 0.0, -2.0], "stop", VERSION, sampling_mask=SamplingMask([1, 2, 0, 3], [6, 7, 4, 7, 6, 4])
+    )
+    plain = served(Engine([4, 5], [-1.0, -2.0], 0), monkeypatch, sampling_mask=False)
+    assert plain == Response([4, 5], [-1.0, -2.0], "stop", VERSION)
 
 
 def test_behind_a_part_the_mask_is_of_both() -> None:

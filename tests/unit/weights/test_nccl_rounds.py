@@ -138,10 +138,10 @@ class FakeProcessGroup:
         self.call = GroupCall(self.fabric)
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> None:
-        self._add(Operation(self.rank, destination, *tensors))
+        self._add(Operation(self.rank, destination, tensors[0]))
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> None:
-        self._add(Operation(source, self.rank, *tensors))
+        self._add(Operation(source, self.rank, tensors[0]))
 
     def _add(self, operation: Operation) -> None:
         assert self.call is not None, "outside a group call NCCL would make a communicator of two"

@@ -167,13 +167,13 @@ class _Samples:
         async for output in self._engine.generate(prompt, self._parameters[index], self.names[index], **self._options):
             (drawn,) = output.outputs
         versions = [(span.start, span.version) for span in drawn.weight_versions or ()]
-        logprobs, mask = split_logprobs(drawn.logprobs.token_ids, drawn.logprobs.logprobs, self._others)
+        logprobs, mask = _split_logprobs(drawn.logprobs.token_ids, drawn.logprobs.logprobs, self._others)
         result = (drawn.token_ids, logprobs, drawn.finish_reason, versions, drawn.routed_experts)
         cached = output.num_cached_tokens if self._counts_cached else None
         return response_frame(sample["sample"], *result, mask if self._others else None, cached)
 
 
-def split_logprobs(
+def _split_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[float], others: int
 ) -> tuple[NDArray[np.float32], tuple[NDArray[np.int32], NDArray[np.int32]]]:
     """Returns the drawn tokens' log-probs, and a sampling mask's counts and ids.

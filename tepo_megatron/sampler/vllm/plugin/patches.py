@@ -90,7 +90,7 @@ def fork_processes() -> None:
         return
     # vLLM's table of variables, which it asks at each use: its platform writes the variable itself whenever it sees a config.
     envs.environment_variables[_METHOD] = lambda: "fork"
-    os.register_at_fork(after_in_child=leave_parent)
+    os.register_at_fork(after_in_child=_leave_parent)
 
 
 def take_cores(cores: str, worker: int) -> int:
@@ -110,7 +110,7 @@ def take_cores(cores: str, worker: int) -> int:
     return len(requested)
 
 
-def leave_parent() -> None:
+def _leave_parent() -> None:
     """A fork leaves the signals and sockets of the server's event loop."""
     signal.set_wakeup_fd(-1)
     with open(os.devnull, "rb") as nothing:
