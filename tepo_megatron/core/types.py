@@ -80,6 +80,12 @@ class Batch:
         names = [f.name for f in fields(self) if f.name not in ("routed_experts_T", "sampling_mask_T")]
         return replace(self, **{name: value.to(device) for name in names if (value := getattr(self, name)) is not None})
 
+    @property
+    def trained_sequences(self) -> list[int]:
+        """Those with a loss token."""
+        indices: list[int] = self.sequence_index_T[self.loss_mask_T].unique().tolist()
+        return indices
+
     def token_index(self, sequences: Sequence[int]) -> Tensor:
         import torch
 

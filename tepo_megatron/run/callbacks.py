@@ -55,6 +55,24 @@ class Callbacks:
     stopped: str | None = None  # the callback that asked the run to end, and why
     failure: RuntimeError | None = field(default=None, repr=False)  # raised by a callback; none is called afterwards
 
+    @staticmethod
+    def check(config: RunConfig) -> None:
+        """Imports nothing. Raises ValueError."""
+        for callback in config.train.callbacks:
+            _locate(callback if isinstance(callback, str) else callback.callback)
+
+    @classmethod
+    def of(cls, config: RunConfig, objects: Sequence[object] = ()) -> Callbacks:
+        """``objects``: instances, or classes without arguments. Raises ValueError for one that cannot be imported or created,
+        or has no method of :class:`Callback`.
+        """
+        named = [(item, {}) if isinstance(item, str) else (item.callback, item.kwargs) for item in config.train.callbacks]
+        made = [_make(name, kwargs) for name, kwargs in named]
+        made += [thing() if inspect.isclass(thing) else thing for thing in objects]
+        for callback in made:
+            _check_hooks(callback)
+        return cls(made)
+
     @property
     def go_on(self) -> bool:
         return self.stopped is None and self.failure is None
@@ -87,24 +105,6 @@ class Callbacks:
         if self.failure is not None:
             saved = f"the newest checkpoint is {checkpoint_name(saved_step)}: continue with --resume"
             raise RuntimeError(f"{self.failure}; {saved if saved_step else 'nothing was trained'}") from self.failure.__cause__
-
-
-def check_callbacks(config: RunConfig) -> None:
-    for callback in config.train.callbacks:
-        _locate(callback if isinstance(callback, str) else callback.callback)
-
-
-def make_callbacks(config: RunConfig, objects: Sequence[object] = ()) -> list[object]:
-    """``objects``: instances, or classes without arguments. Raises ValueError for one that cannot be imported or created,
-    or has no method of :class:`Callback`.
-    """
-    made = []
-    for named in config.train.callbacks:
-        made.append(_make(named, {}) if isinstance(named, str) else _make(named.callback, named.kwargs))
-    made += [thing() if inspect.isclass(thing) else thing for thing in objects]
-    for callback in made:
-        _check_hooks(callback)
-    return made
 
 
 def _name_of(callback: object) -> str:

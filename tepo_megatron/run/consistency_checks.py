@@ -64,15 +64,14 @@ class Canaries:
         config = self._config
         # Replayed rollouts may be another run's, and kept caches have keys and values of older weights: figures only.
         is_checked = config.rollout.replay is None and config.rollout.canary.every and config.train.kv_cache == "recompute"
-        tolerances = Tolerances.of(config)
-        limit = tolerances.mean if is_checked else math.inf
+        tolerances = Tolerances.of(config) if is_checked else Tolerances(0.0, math.inf)
         fresh = None
         if most_stale(config, step):
             places = members(trained_places(rollouts, config.rollout), len(parts), seed=config.seed, step=step)
             ages = [_ages(part, [rollouts[i] for i in chosen], step) for part, chosen in zip(parts, places, strict=True)]
             fresh = [ages_T == 0 for ages_T in ages]
             self._figures |= _mismatch_by_age(parts, ages)
-        self._figures |= check_agreement(step, parts, tolerance=limit, token_tolerance=tolerances.token, fresh=fresh)
+        self._figures |= tolerances.check_rollouts(step, parts, fresh)
 
     def take_figures(self) -> dict[str, float]:
         figures, self._figures = self._figures, {}
@@ -103,46 +102,6 @@ def _mismatch_by_age(parts: Sequence[Batch], ages: Sequence[Tensor]) -> dict[str
     return {f"staleness/kl_{value}": float(kl[age == value].mean()) for value in age.unique().tolist()}
 
 
-def check_agreement(
-    step: int, parts: Sequence[Batch], *, tolerance: float, token_tolerance: float, fresh: Sequence[Tensor] | None = None
-) -> dict[str, float]:
-    """A group's mean difference may be ``tolerance`` + ``token_tolerance`` / tokens, in nats.
-
-    ``fresh``: the tokens of each part that the current weights drew, bool [T]; None: all. Leaves out tokens without a
-    finite log-prob of the trainer; the sampler's non-finite ones count as inf. Raises RuntimeError with the worst group.
-    """
-    gaps, groups = [], []
-    for index, part in enumerate(parts):
-        assert part.old_logprobs_T is not None
-        gap_T = (part.old_logprobs_T - part.sampler_logprobs_T).abs().nan_to_num(nan=torch.inf)
-        counted_T = part.loss_mask_T & part.old_logprobs_T.isfinite()
-        if fresh is not None:
-            counted_T &= fresh[index]
-        gaps.append(gap_T[counted_T].double())
-        groups.append(part.groups_S[part.sequence_index_T][counted_T])
-    gap, (names, index_of) = torch.cat(gaps), torch.cat(groups).unique(return_inverse=True)
-    if not names.numel():
-        return {}
-    zeros = gap.new_zeros(names.numel())
-    tokens = zeros.index_add(0, index_of, torch.ones_like(gap))
-    mean = zeros.index_add(0, index_of, gap) / tokens
-    largest = zeros.scatter_reduce(0, index_of, gap, "amax")
-    if wrong := int((mean > tolerance + token_tolerance / tokens).sum()):
-        worst = int((mean - token_tolerance / tokens).argmax())
-        raise RuntimeError(
-            f"step {step}: {wrong} of {len(names)} groups of rollouts were not drawn from the trainer's policy: in group "
-            f"{int(names[worst])} the log-probs of {int(tokens[worst])} tokens differ by {float(mean[worst]):.3g} nats on "
-            f"average, {float(largest[worst]):.3g} at most (rollout.canary.rollouts_tolerance = {tolerance:g}). The servers' "
-            "weights, temperature or cache are not what this run gave them; nothing was trained on these rollouts. Start again "
-            "with --resume, which starts new servers"
-        )
-    return {
-        "canary/rollouts_mean_gap": float(gap.mean()),
-        "canary/rollouts_worst_group": float(mean.max()),
-        "canary/rollouts_max_gap": float(largest.max()),
-    }
-
-
 CACHED_TOKENS = 16
 
 _LENGTH = 32
@@ -157,16 +116,6 @@ _TOLERANCES = {"float32": (1e-3, 1e-4), "bfloat16": (0.5, 0.1)}
 def _tokens(name: str, length: int, vocab_size: int) -> tuple[int, ...]:
     digests = (hashlib.blake2b(f"{name} {index}".encode(), digest_size=8).digest() for index in range(length))
     return tuple(int.from_bytes(digest) % vocab_size for digest in digests)
-
-
-def due_prompt(config: RunConfig, spec: ModelSpec, *, sync: int) -> tuple[int, ...] | None:
-    rollout = config.rollout
-    if rollout.replay is not None or not rollout.canary.every or sync % rollout.canary.every:
-        return None
-    lora = config.model.lora
-    if sync and config.train.schedule == "overlap" and lora is not None and lora.serve == "adapter":
-        return None  # vLLM 0.32 cannot score a prompt next to other requests of an adapter; the rollouts are compared
-    return Canary.prompt(spec.vocab_size, rollout.server.max_model_len or spec.max_positions)
 
 
 class Tolerances(NamedTuple):
@@ -185,6 +134,43 @@ class Tolerances(NamedTuple):
         token = defaults[0] if canary.tolerance is None else canary.tolerance
         return cls(token, defaults[1] if canary.rollouts_tolerance is None else canary.rollouts_tolerance)
 
+    def check_rollouts(self, step: int, parts: Sequence[Batch], fresh: Sequence[Tensor] | None = None) -> dict[str, float]:
+        """A group's mean difference may be ``mean`` + ``token`` / tokens.
+
+        ``fresh``: the tokens of each part that the current weights drew, bool [T]; None: all. Leaves out tokens without a
+        finite log-prob of the trainer; the sampler's non-finite ones count as inf. Raises RuntimeError with the worst group.
+        """
+        gaps, groups = [], []
+        for index, part in enumerate(parts):
+            assert part.old_logprobs_T is not None
+            gap_T = (part.old_logprobs_T - part.sampler_logprobs_T).abs().nan_to_num(nan=torch.inf)
+            counted_T = part.loss_mask_T & part.old_logprobs_T.isfinite()
+            if fresh is not None:
+                counted_T &= fresh[index]
+            gaps.append(gap_T[counted_T].double())
+            groups.append(part.groups_S[part.sequence_index_T][counted_T])
+        gap, (names, index_of) = torch.cat(gaps), torch.cat(groups).unique(return_inverse=True)
+        if not names.numel():
+            return {}
+        zeros = gap.new_zeros(names.numel())
+        tokens = zeros.index_add(0, index_of, torch.ones_like(gap))
+        mean = zeros.index_add(0, index_of, gap) / tokens
+        largest = zeros.scatter_reduce(0, index_of, gap, "amax")
+        if wrong := int((mean > self.mean + self.token / tokens).sum()):
+            worst = int((mean - self.token / tokens).argmax())
+            raise RuntimeError(
+                f"step {step}: {wrong} of {len(names)} groups of rollouts were not drawn from the trainer's policy: in group "
+                f"{int(names[worst])} the log-probs of {int(tokens[worst])} tokens differ by {float(mean[worst]):.3g} nats on "
+                f"average, {float(largest[worst]):.3g} at most (rollout.canary.rollouts_tolerance = {self.mean:g}). The "
+                "servers' weights, temperature or cache are not what this run gave them; nothing was trained on these rollouts. "
+                "Start again with --resume, which starts new servers"
+            )
+        return {
+            "canary/rollouts_mean_gap": float(gap.mean()),
+            "canary/rollouts_worst_group": float(mean.max()),
+            "canary/rollouts_max_gap": float(largest.max()),
+        }
+
 
 class Canary:
     """In nats. Unchanged log-probs reveal old weights."""
@@ -192,6 +178,15 @@ class Canary:
     def __init__(self, tolerance: float) -> None:
         self._tolerance = tolerance
         self._since: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+
+    @staticmethod
+    def due_prompt(config: RunConfig, spec: ModelSpec, *, sync: int) -> tuple[int, ...] | None:
+        rollout, lora = config.rollout, config.model.lora
+        if rollout.replay is not None or not rollout.canary.every or sync % rollout.canary.every:
+            return None
+        if sync and config.train.schedule == "overlap" and lora is not None and lora.serve == "adapter":
+            return None  # vLLM 0.32 cannot score a prompt next to other requests of an adapter; the rollouts are compared
+        return Canary.prompt(spec.vocab_size, rollout.server.max_model_len or spec.max_positions)
 
     @staticmethod
     def prompt(vocab_size: int, limit: int) -> tuple[int, ...]:

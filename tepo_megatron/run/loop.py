@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.run.consistency_checks import due_prompt
+from tepo_megatron.run.consistency_checks import Canary
 from tepo_megatron.run.output.resume import newest_whole
 from tepo_megatron.run.rank0 import Rank0
 from tepo_megatron.run.step.instability import Rollback, SkippedUpdates
@@ -148,7 +148,7 @@ class Loop:
     def score_canary(self) -> tuple[Sequence[int], Sequence[float]] | None:
         # By the step, so that a resumed run checks, and logs, after the same steps; and servers that have just started, always.
         sync = self.step if self.updates_sent else 0
-        prompt = due_prompt(self.config, self.engine.spec, sync=sync)
+        prompt = Canary.due_prompt(self.config, self.engine.spec, sync=sync)
         return None if prompt is None else (prompt, self.engine.prompt_logprobs(prompt))
 
     def canary_agrees(self, prompt: Sequence[int], logprobs: Sequence[float]) -> bool:

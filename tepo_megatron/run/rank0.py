@@ -25,7 +25,7 @@ from tepo_megatron.run.sampling.custom_rollout import Collect
 from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.sampling.journal import Journal
 from tepo_megatron.run.sampling.step_rewards import StepRewards
-from tepo_megatron.run.step.instability import ClipWatch, below_the_noise
+from tepo_megatron.run.step.instability import ObjectiveWatch
 from tepo_megatron.run.step.minibatches import derive_seed, source_figures
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.heartbeat import Heartbeat
@@ -88,8 +88,8 @@ class Rank0:
         self._evaluation: dict[str, float] = {}
         self._row: dict[str, float] = {}
         self._returns = 0
-        self._has_warned = self._has_collected = False
-        self._clip_watch = ClipWatch(config.objective)
+        self._has_collected = False
+        self._objective_watch = ObjectiveWatch(config.objective)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         self.output.progress.phase(name)
@@ -189,7 +189,7 @@ class Rank0:
         counts |= source_figures(rollouts, self._problems)
         self._row = {**self.collector.take_figures(), **row, **counts, **self.checks.take_figures()}
         self._returns = 0
-        if sentence := self._clip_watch.note(row, updates):
+        if sentence := self._objective_watch.clip(row, updates):
             self.output.message(f"step {step}: {sentence}")
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
@@ -205,10 +205,8 @@ class Rank0:
         self.lost.clear()
         self.servers.report_addresses()
         self._retention.after_row(step)
-        if not self._has_warned:
-            for sentence in below_the_noise(self.config.objective, figures):
-                self.output.message(sentence)
-                self._has_warned = True
+        for sentence in self._objective_watch.noise(figures):
+            self.output.message(sentence)
         self.callbacks.tell("on_step_end", step, step, written)
 
     # -- state -----------------------------------------------------------------------------------------------------------

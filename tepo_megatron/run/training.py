@@ -11,7 +11,7 @@ import torch
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.errors import describe
-from tepo_megatron.run.callbacks import NO_EXTENSIONS, Callbacks, Extensions, RunInfo, make_callbacks
+from tepo_megatron.run.callbacks import NO_EXTENSIONS, Callbacks, Extensions, RunInfo
 from tepo_megatron.run.checks import check_model
 from tepo_megatron.run.display.progress import make_progress
 from tepo_megatron.run.loop import Loop
@@ -70,7 +70,7 @@ def open_loop(config: RunConfig, model_dir: Path, extensions: Extensions, stack:
         int(os.environ.get("RANK", 0)),
         int(os.environ.get("WORLD_SIZE", 1)),
         hang_timeout_s=config.train.hang_timeout_s,
-        limits=phase_limits(config),
+        limits=_phase_limits(config),
     )
     stack.enter_context(_ending_noted(heartbeat))
     rank0 = _open_rank0(config, model_dir, extensions, heartbeat, stack) if _is_root() else None
@@ -97,7 +97,7 @@ def _open_rank0(
     config: RunConfig, model_dir: Path, extensions: Extensions, heartbeat: Heartbeat, stack: contextlib.ExitStack
 ) -> Rank0:
     inputs = read_inputs(config, model_dir, has_reward=extensions.reward is not None)
-    callbacks = Callbacks(make_callbacks(config, extensions.callbacks))
+    callbacks = Callbacks.of(config, extensions.callbacks)
     collect = load_collect(config, extensions.collect)
     task = open_task(config, inputs.tokenizer, inputs.spec, extensions.reward)  # before anything is written
     stack.callback(rehearsed(task, config, inputs.train).close)
@@ -134,7 +134,7 @@ def _resume(loop: Loop, model_dir: Path) -> None:
             rank0.output.message(sentence)
 
 
-def phase_limits(config: RunConfig) -> dict[str, float]:
+def _phase_limits(config: RunConfig) -> dict[str, float]:
     """Seconds without progress that a phase's own time-outs allow. While servers sample, every token is progress."""
     server, reward = config.rollout.server, config.reward
     servers = server.longest_wait_s

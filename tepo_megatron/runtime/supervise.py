@@ -109,7 +109,7 @@ class _Scratch:
     """Create it before the group's other processes."""
 
     def __init__(self, base: Path | None = None) -> None:
-        base = base or temporary_folder()
+        base = base or _temporary_folder()
         self.folder = base / folder_name()
         self.folder.mkdir(mode=0o700)
         self._looks = dict.fromkeys(_names(), _LOOKS)
@@ -144,7 +144,7 @@ def folder_name() -> str:
     return f"{_PREFIX}-{_place()}-{pid}-{Process.start_time(pid)}"
 
 
-def temporary_folder() -> Path:
+def _temporary_folder() -> Path:
     """Socket paths have at most 107 characters."""
     folder = Path(tempfile.gettempdir())
     return folder if len(os.fsencode(folder)) <= _LONGEST_BASE else Path("/tmp")  # noqa: S108
@@ -157,7 +157,7 @@ def sweep(base: Path | None = None) -> list[Path]:
     """
     if not PROC.exists():
         return []
-    base = base or temporary_folder()
+    base = base or _temporary_folder()
     removed = []
     for folder in base.glob(f"{_PREFIX}-{_place()}-*"):
         with suppress(FileNotFoundError):  # another sweeps too

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -26,6 +26,9 @@ class RewardResult:
     error: str | None = None
     parts: Mapping[str, float] = field(default_factory=dict, repr=False)
     seconds: float = field(default=0.0, repr=False, compare=False)
+
+    def of(self, rollout: Rollout) -> Rollout:
+        return replace(rollout, reward=self.reward, reward_parts=self.parts)
 
     def is_correct(self, correct_at: float) -> bool:
         return self.error is None and self.reward is not None and self.reward >= correct_at

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ import torch
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.runtime.proc import Process
-from tepo_megatron.runtime.supervise import SHM, temporary_folder
+from tepo_megatron.runtime.supervise import SHM
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.sampler.sampling import Sampling
@@ -286,7 +287,7 @@ def shared_memory(fleet: Fleet) -> list[str]:
     """The names in /dev/shm that the server's supervisor has recorded. Its folder is there."""
     process = only_server(fleet)._process
     assert process is not None
-    (folder,) = temporary_folder().glob(f"tepo-*-{process.pid}-*")
+    (folder,) = Path(tempfile.gettempdir()).glob(f"tepo-*-{process.pid}-*")
     record = folder / "shm"
     return [json.loads(line)[0] for line in record.read_text().splitlines()] if record.exists() else []
 
@@ -303,7 +304,7 @@ def test_a_killed_server_is_reported_revived_and_synced(split_fleet: Fleet) -> N
         greedy(fleet)
     assert fleet.revive()
     assert not any((SHM / name).exists() for name in names)
-    assert not list(temporary_folder().glob(f"tepo-*-{process.pid}-*"))
+    assert not list(Path(tempfile.gettempdir()).glob(f"tepo-*-{process.pid}-*"))
     with pytest.raises(RuntimeError, match="do not have the current weights"):
         greedy(fleet)
     sync(fleet, other, WeightsVersion(3))

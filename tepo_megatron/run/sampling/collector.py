@@ -13,19 +13,19 @@ from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.sampling.custom_rollout import Collect, StepSampler, draw_groups, with_results
+from tepo_megatron.run.sampling.custom_rollout import Collect, StepSampler, draw_groups
 from tepo_megatron.run.sampling.group_worker import POLL_INTERVAL_S, BackgroundThread, BusyClock, Ended, GroupWorker
 from tepo_megatron.run.sampling.groups import Group, GroupBuffer
 from tepo_megatron.run.sampling.inputs import Inputs, read_replay
 from tepo_megatron.run.sampling.journal import GroupStore, Journal
-from tepo_megatron.run.sampling.step_rewards import StepRewards, apply_overlong, most_stale, version_figures
+from tepo_megatron.run.sampling.step_rewards import StepRewards, answer_of, apply_overlong, most_stale, version_figures
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.sampler.protocol import Sampler
 from tepo_megatron.tasks.data.problems import encode_prompt
 from tepo_megatron.tasks.data.sources import make_sampler
 from tepo_megatron.tasks.environments.episodes import opening_of
-from tepo_megatron.tasks.protocol import Task, turn_figures
+from tepo_megatron.tasks.protocol import RewardResult, Task, turn_figures
 from tepo_megatron.trainer.run_compatibility import is_allowed
 
 
@@ -199,13 +199,16 @@ class RolloutCollector:
             sampler = StepSampler(self._config, self._inputs, self._fleet, task, step, self._note_move)
             with self._phase_here("rollout"), self.clock.busy():
                 rollouts = draw_groups(collect, problems, sampler, ahead=self._thread is not None)
+            unscored = [rollout for rollout in rollouts if rollout.reward is None]
             with self._phase_here("reward"):
-                results = with_results(rollouts, problems, task)
-            drawn = zip(rollouts, results, strict=True)
+                items = [(problems[rollout.group], answer_of(rollout)) for rollout in unscored]
+                scored = iter(task.score(items, [rollout.group for rollout in unscored]) if items else ())
+            drawn = iter(rollouts)
             for group in groups:
                 for sample in range(len(group.samples)):
-                    group.samples[sample], result = next(drawn)
-                    group.score(sample, result)
+                    group.samples[sample] = rollout = next(drawn)
+                    own = None if rollout.reward is None else RewardResult(rollout.reward, parts=rollout.reward_parts)
+                    group.score(sample, own or next(scored))
                 buffer.decide(group)
 
     def _phase_here(self, name: str) -> AbstractContextManager[None]:

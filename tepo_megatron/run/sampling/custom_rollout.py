@@ -17,7 +17,7 @@ from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.errors import is_ours
 from tepo_megatron.run.sampling.group_worker import POLL_INTERVAL_S
 from tepo_megatron.run.sampling.inputs import Inputs
-from tepo_megatron.run.sampling.step_rewards import answer_of, with_rewards
+from tepo_megatron.run.sampling.step_rewards import answer_of
 from tepo_megatron.run.step.minibatches import derive_seed
 from tepo_megatron.runtime.user_code import load_user_code
 from tepo_megatron.sampler.protocol import Sampler, ServerDied
@@ -25,7 +25,6 @@ from tepo_megatron.sampler.rollout_file import rollout_fault
 from tepo_megatron.sampler.sampling import prompt_seed
 from tepo_megatron.tasks.data.problems import encode_prompt
 from tepo_megatron.tasks.evaluate.answers import Scorer
-from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.verifiers import GIVEN
 
 Collect = Callable[[Sequence[Problem], "StepSampler"], Sequence[Rollout]]
@@ -85,7 +84,7 @@ class StepSampler:
         if unknown := next((name for name in names if name not in self._problems), None):
             raise ValueError(f"no problem {unknown!r} was sampled in this step; reward what sample() has drawn")
         items = [(self._problems[rollout.problem_id], answer_of(rollout)) for rollout in rollouts]
-        return with_rewards(rollouts, self._scorer.score(items, names))
+        return [result.of(rollout) for rollout, result in zip(rollouts, self._scorer.score(items, names), strict=True)]
 
 
 def load_collect(config: RunConfig, function: Any = None) -> Collect | None:
@@ -150,13 +149,3 @@ def draw_groups(collect: Collect, problems: Sequence[Problem], sampler: StepSamp
             f"{what} rollouts for problem {surplus!r} that the step did not ask for; return samples for its problems"
         )
     return arranged
-
-
-def with_results(rollouts: Sequence[Rollout], problems: Sequence[Problem], scorer: Scorer) -> list[RewardResult]:
-    unscored = [rollout for rollout in rollouts if rollout.reward is None]
-    items = [(problems[rollout.group], answer_of(rollout)) for rollout in unscored]
-    scored = iter(scorer.score(items, [rollout.group for rollout in unscored]) if items else ())
-    return [
-        next(scored) if rollout.reward is None else RewardResult(rollout.reward, parts=rollout.reward_parts)
-        for rollout in rollouts
-    ]

@@ -6,7 +6,7 @@ import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -60,7 +60,7 @@ class Group:
     def score(self, sample: int, result: RewardResult) -> None:
         rollout = self.samples[sample]
         assert rollout is not None
-        self.samples[sample] = replace(rollout, reward=result.reward, reward_parts=result.parts)
+        self.samples[sample] = result.of(rollout)
         self.results[sample] = result
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tepo_megatron.config import RewardConfig, RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout
-from tepo_megatron.run.callbacks import check_callbacks
+from tepo_megatron.run.callbacks import Callbacks
 from tepo_megatron.run.sampling.step_rewards import GroupFilters, most_stale
 from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path
 from tepo_megatron.tasks.data.sources import TOO_LONG, Prompt, Source, read_sources
@@ -53,7 +53,7 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
     for reward in rewards.values():
         resolve_verifier(reward.verifier)
     GroupFilters(config.rollout.filter_groups)
-    check_callbacks(config)
+    Callbacks.check(config)
     replay = config.rollout.replay
     if replay is not None and not replay.is_dir():
         raise ValueError(f"rollout.replay = {replay} is not a folder; give one that a run with rollout.record=true has written")

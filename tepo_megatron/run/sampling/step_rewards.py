@@ -49,7 +49,7 @@ class StepRewards:
                 f"{len(failures)} of {len(results)} rewards of step {step} failed, more than reward.max_failed = "
                 f"{self._config.reward.max_failed:g} of them{self._cause}"
             )
-        rewarded = with_rewards(rollouts, results)
+        rewarded = [result.of(rollout) for rollout, result in zip(rollouts, results, strict=True)]
         if failures:
             without = len(rewarded) - len(_trained_on(rewarded))
             counts_as = f" and count as reward.failed_reward = {self._config.reward.failed_reward or 0:g}"
@@ -87,13 +87,6 @@ def _ranks(config: RunConfig) -> str:
 
 def answer_of(rollout: Rollout) -> ResponseText:
     return ResponseText(rollout.text, rollout.response_ids, rollout.finish_reason)
-
-
-def with_rewards(rollouts: Sequence[Rollout], results: Sequence[RewardResult]) -> list[Rollout]:
-    return [
-        replace(rollout, reward=result.reward, reward_parts=result.parts)
-        for rollout, result in zip(rollouts, results, strict=True)
-    ]
 
 
 def _trained_on(rollouts: Sequence[Rollout]) -> list[Rollout]:

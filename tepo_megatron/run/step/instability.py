@@ -17,7 +17,7 @@ from tepo_megatron.config.objective.choices import Clip
 from tepo_megatron.config.train import RollbackConfig
 from tepo_megatron.core.histogram import bound_for_share
 from tepo_megatron.core.types import Batch
-from tepo_megatron.run.step.minibatches import members, trained_sequences
+from tepo_megatron.run.step.minibatches import members
 
 if TYPE_CHECKING:
     from tepo_megatron.trainer.protocol import UpdateResult
@@ -47,7 +47,7 @@ class SkippedUpdates:
             too_many = too_many or self._in_a_row > self._allowed
         if not any(update.skipped for update in updates):
             return
-        order = members(trained_sequences(batch), len(updates), seed=self._seed, step=step)
+        order = members(batch.trained_sequences, len(updates), seed=self._seed, step=step)
         skipped = [
             {
                 "minibatch": number,
@@ -115,40 +115,44 @@ class Rollback:
         self.times += 1
 
 
-def below_the_noise(objective: ObjectiveConfig, row: Mapping[str, float]) -> Iterator[str]:
-    for name, section in objective.sections.items():
-        for bound in section.noise_bounds:
-            measured = {"ratio": objective.ratio.noise, "token_ratio": "ratio"}.get(bound.noise, bound.noise)
-            metric = f"{measured}/noise/p99"
-            noise = row.get(metric, 0.0)
-            if bound.value < noise:
-                unit, values = (" nats", "entropies") if bound.noise == "entropy" else ("", "ratios")
-                yield (
-                    f"objective.{name}.{bound.field} = {bound.value:g}{unit} is below the rounding noise of {values} here "
-                    f"({metric} = {noise:.2g}): {bound.consequence}"
-                )
-
-
-class ClipWatch:
-    """Reports once that a clip takes too many gradients or cannot act."""
+class ObjectiveWatch:
+    """Reports once each: bounds below the rounding noise; a clip that takes too many gradients or cannot act."""
 
     STEPS, MOST, SHARE = 5, 0.25, 0.1
 
     def __init__(self, objective: ObjectiveConfig) -> None:
-        self._region = objective.trust_region
+        self._objective = objective
         self._rows: deque[Mapping[str, float]] = deque(maxlen=self.STEPS)
-        self._has_warned = False
+        self._has_warned_of_noise = self._has_warned_of_clip = False
 
-    def note(self, row: Mapping[str, float], updates: Sequence[UpdateResult]) -> str:
-        region, moves = self._region, [update.moves for update in updates if update.moves is not None]
-        if self._has_warned or not isinstance(region, Clip) or not moves:
+    def noise(self, row: Mapping[str, float]) -> list[str]:
+        sentences = [] if self._has_warned_of_noise else list(self._below_the_noise(row))
+        self._has_warned_of_noise = self._has_warned_of_noise or bool(sentences)
+        return sentences
+
+    def clip(self, row: Mapping[str, float], updates: Sequence[UpdateResult]) -> str:
+        region, moves = self._objective.trust_region, [update.moves for update in updates if update.moves is not None]
+        if self._has_warned_of_clip or not isinstance(region, Clip) or not moves:
             return ""
         self._rows.append(row)
-        sentence = self._sentence(region, torch.stack(moves).sum(0)) if len(self._rows) == self.STEPS else ""
-        self._has_warned = bool(sentence)
+        sentence = self._clip_sentence(region, torch.stack(moves).sum(0)) if len(self._rows) == self.STEPS else ""
+        self._has_warned_of_clip = bool(sentence)
         return sentence
 
-    def _sentence(self, region: Clip, moves: Tensor) -> str:
+    def _below_the_noise(self, row: Mapping[str, float]) -> Iterator[str]:
+        for name, section in self._objective.sections.items():
+            for bound in section.noise_bounds:
+                measured = {"ratio": self._objective.ratio.noise, "token_ratio": "ratio"}.get(bound.noise, bound.noise)
+                metric = f"{measured}/noise/p99"
+                noise = row.get(metric, 0.0)
+                if bound.value < noise:
+                    unit, values = (" nats", "entropies") if bound.noise == "entropy" else ("", "ratios")
+                    yield (
+                        f"objective.{name}.{bound.field} = {bound.value:g}{unit} is below the rounding noise of {values} here "
+                        f"({metric} = {noise:.2g}): {bound.consequence}"
+                    )
+
+    def _clip_sentence(self, region: Clip, moves: Tensor) -> str:
         shares = [row["clip/share"] for row in self._rows]
         if not any(row["ratio/sigma"] for row in self._rows):
             if not region.is_auto:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def minibatches(batch: Batch, count: int, *, seed: int, step: int) -> Iterator[Batch]:
     """The order depends only on (seed, step). Leaves out sequences without a loss token."""
-    for part in members(trained_sequences(batch), count, seed=seed, step=step):
+    for part in members(batch.trained_sequences, count, seed=seed, step=step):
         yield batch.select(part)
 
 
@@ -28,11 +28,6 @@ def members(sequences: Sequence[int], count: int, *, seed: int, step: int) -> li
     generator = torch.Generator().manual_seed(derive_seed(seed, step, "minibatches"))
     order = torch.randperm(trained.numel(), generator=generator)
     return [part.tolist() for part in trained[order].tensor_split(count)]
-
-
-def trained_sequences(batch: Batch) -> list[int]:
-    indices: list[int] = batch.sequence_index_T[batch.loss_mask_T].unique().tolist()
-    return indices
 
 
 def mark_recorded(batch: Batch, log: LogConfig, step: int) -> Batch:

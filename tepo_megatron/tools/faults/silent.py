@@ -24,7 +24,7 @@ import torch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.core.types import Batch
-from tepo_megatron.run.consistency_checks import CACHED_TOKENS, Canary, Tolerances, check_agreement
+from tepo_megatron.run.consistency_checks import CACHED_TOKENS, Canary, Tolerances
 from tepo_megatron.run.weights import make_shard_sender
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -260,12 +260,11 @@ class _World:
             with _noting(caught, "cache"):
                 canary.check_cache(step, readings)
             parts = [self._sample()]
-            result = check_agreement(step, parts, tolerance=math.inf, token_tolerance=0.0)
+            result = Tolerances(0.0, math.inf).check_rollouts(step, parts)
             figures["rollouts"] = result["canary/rollouts_worst_group"]
             figures["rollouts, worst token"] = result["canary/rollouts_max_gap"]
             with _noting(caught, "rollouts"):
-                tolerances = Tolerances.of(self.config)
-                check_agreement(step, parts, tolerance=tolerances.mean, token_tolerance=tolerances.token)
+                Tolerances.of(self.config).check_rollouts(step, parts)
         return {"figures": figures, "caught": caught}
 
 

@@ -19,7 +19,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
-from tepo_megatron.run.consistency_checks import Canaries, Canary, Tolerances, check_agreement, due_prompt
+from tepo_megatron.run.consistency_checks import Canaries, Canary, Tolerances
 from tepo_megatron.run.sampling.step_rewards import token_ages, version_figures
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.sampler.protocol import CacheReading
@@ -53,6 +53,10 @@ def test_a_server_that_differs_is_named_with_prompt_position_token_and_both_valu
     ):
         assert part in text
     assert "http://a" not in text
+    for wrong in ([-3.0, math.nan, -8.0], [-3.0, -math.inf, -8.0]):
+        for ours, theirs in ((OURS, wrong), (wrong, OURS)):
+            with pytest.raises(RuntimeError, match="token 2 at position 2"):
+                Canary(1e3).check(0, PROMPT, ours, {"http://a": theirs})
 
 
 @given(st.floats(0, 10), st.floats(1e-6, 1), st.integers(0, 2), st.sampled_from([-1, 1]))
@@ -64,14 +68,6 @@ def test_what_is_beyond_the_tolerance_stops_and_nothing_else_does(gap: float, bo
     else:
         theirs["http://b"] = OURS
         assert canary.check(0, PROMPT, OURS, theirs) == abs(theirs["http://a"][at] - OURS[at])
-
-
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_what_is_no_number_stops(value: float) -> None:
-    wrong = [-3.0, value, -8.0]
-    for ours, theirs in ((OURS, wrong), (wrong, OURS)):
-        with pytest.raises(RuntimeError, match="token 2 at position 2"):
-            Canary(1e3).check(0, PROMPT, ours, {"http://a": theirs})
 
 
 @given(st.floats(5e-4, 0.05))
@@ -108,7 +104,7 @@ def test_a_server_that_follows_in_coarse_steps_is_not_stale() -> None:
 )
 def test_the_prompt_is_due_as_often_as_wanted_where_servers_are(run: dict[str, Any], due: list[int]) -> None:
     config, spec = RunConfig.model_validate(run), sizes(64)
-    prompts = {sync: due_prompt(config, spec, sync=sync) for sync in range(7)}
+    prompts = {sync: Canary.due_prompt(config, spec, sync=sync) for sync in range(7)}
     assert [sync for sync, prompt in prompts.items() if prompt is not None] == due
     assert {prompt for prompt in prompts.values() if prompt is not None} <= {Canary.prompt(50, 64)}
 
@@ -125,12 +121,9 @@ def test_the_prompts_are_the_same_everywhere_and_within_what_a_model_takes(vocab
         assert len(prompt) == length
     served = RunConfig.model_validate({"rollout": {"server": {"max_model_len": 10}}})
     for config, count in ((RunConfig(), min(32, limit - 1)), (served, 9)):
-        assert len(due_prompt(config, sizes(limit), sync=0) or ()) == count
-
-
-def test_the_prompt_touches_every_part_of_a_vocabulary_split_over_eight_ranks() -> None:
-    for vocab_size in (32_000, 128_256, 151_936):
-        assert {token * 8 // vocab_size for token in Canary.prompt(vocab_size, 4096)} == set(range(8))
+        assert len(Canary.due_prompt(config, sizes(limit), sync=0) or ()) == count
+    for size in (32_000, 128_256, 151_936):  # in every part of a vocabulary that is split over eight ranks
+        assert {token * 8 // size for token in Canary.prompt(size, 4096)} == set(range(8))
 
 
 @pytest.mark.parametrize(
@@ -184,23 +177,20 @@ def scored(gaps: list[list[float]], groups: list[int], *, sampler: bool = False)
 
 
 def check(*parts: Batch, tolerance: float = 0.01, token_tolerance: float = 0.1) -> dict[str, float]:
-    return check_agreement(7, parts, tolerance=tolerance, token_tolerance=token_tolerance)
-
-
-def test_figures_are_over_the_response_tokens_of_all_minibatches() -> None:
-    one, two = scored([[0.002, -0.004], [0.0]], [0, 1]), scored([[0.001]], [0])
-    found = check(one, two)
-    assert found["canary/rollouts_mean_gap"] == pytest.approx(0.007 / 4, rel=1e-3)
-    assert found["canary/rollouts_worst_group"] == pytest.approx(0.007 / 3, rel=1e-3)
-    assert found["canary/rollouts_max_gap"] == pytest.approx(0.004, rel=1e-3)
+    return Tolerances(token_tolerance, tolerance).check_rollouts(7, parts)
 
 
 def test_one_wrong_group_among_many_stops_the_step_and_is_named() -> None:
-    """One of many servers may be wrong: a mean over all rollouts would hide it."""
+    """One of many servers may be wrong: a mean over all rollouts would hide it. Figures are over all mini-batches."""
     gaps = [[0.0] * 20 for _ in range(50)]
     gaps[31] = [0.03] * 20
     with pytest.raises(RuntimeError, match=r"step 7: 1 of 50 groups .* in group 31 the log-probs of 20 tokens differ by 0\.03"):
         check(scored(gaps, list(range(50))))
+    assert check(scored([[0.002, -0.004], [0.0]], [0, 1]), scored([[0.001]], [0])) == {
+        "canary/rollouts_mean_gap": pytest.approx(0.007 / 4, rel=1e-3),
+        "canary/rollouts_worst_group": pytest.approx(0.007 / 3, rel=1e-3),
+        "canary/rollouts_max_gap": pytest.approx(0.004, rel=1e-3),
+    }
 
 
 @given(st.integers(1, 200), st.floats(0, 1))
@@ -215,22 +205,14 @@ def test_a_group_may_have_one_token_beyond_the_mean(tokens: int, gap: float) -> 
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_sampler_that_says_no_number_stops(value: float) -> None:
+def test_a_sampler_without_a_number_stops_and_a_trainer_without_one_does_not(value: float) -> None:
+    """The trainer's optimizer step is skipped, for its own reason."""
     with pytest.raises(RuntimeError, match="in group 1 "):
         check(scored([[0.0] * 9, [0.0, value]], [0, 1], sampler=True))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_trainer_that_finds_no_number_is_no_fault_of_the_sampler(value: float) -> None:
-    """Its optimizer step is skipped, for its own reason."""
-    found = check(scored([[0.0] * 9, [0.004, value]], [0, 1]), scored([[value]], [2]))
-    assert found["canary/rollouts_worst_group"] == pytest.approx(0.004, rel=1e-3)
+    figures = check(scored([[0.0] * 9, [0.004, value]], [0, 1]), scored([[value]], [2]))
+    assert figures["canary/rollouts_worst_group"] == pytest.approx(0.004, rel=1e-3)
     assert check(scored([[value]], [0])) == {}
-
-
-def test_replayed_rollouts_are_measured_and_never_stop() -> None:
-    found = check(scored([[3.0, 5.0]], [0]), tolerance=math.inf)
-    assert found["canary/rollouts_mean_gap"] == pytest.approx(4.0)
+    assert check(scored([[3.0, 5.0]], [0]), tolerance=math.inf)["canary/rollouts_mean_gap"] == pytest.approx(4.0)
 
 
 def rollout(group: int, spans: list[tuple[int, int]], tokens: int, logprob: float = -1.0) -> Rollout:

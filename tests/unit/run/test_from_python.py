@@ -27,7 +27,6 @@ from tepo_megatron.run.callbacks import (
     Extensions,
     RunInfo,
     Stop,
-    make_callbacks,
 )
 from tepo_megatron.tasks.reward.verifiers import last_word, load_verifier, resolve_verifier
 
@@ -135,7 +134,7 @@ def config(*callbacks: Any) -> RunConfig:
 def test_callbacks_come_from_files_with_arguments_and_as_objects(file: Path) -> None:
     given = config(f"{file}:Mine", {"callback": f"{file}:Mine", "kwargs": {"name": "other"}}, f"{file}:ready", "early_stopping")
     mine = Told()
-    made: list[Any] = make_callbacks(given, [mine, EarlyStopping])
+    made: list[Any] = list(Callbacks.of(given, [mine, EarlyStopping]).callbacks)
     assert [each.name for each in made[:3]] == ["none", "other", "ready"]
     assert made[4] is mine
     assert [type(each) for each in made[3::2]] == [EarlyStopping, EarlyStopping]
@@ -160,7 +159,7 @@ def test_a_name_that_is_no_callback_is_refused(file: Path, callback: Any, says: 
     named = named.replace("FILE", str(file))
     given = config(named if isinstance(callback, str) else {**callback, "callback": named})
     with pytest.raises(ValueError, match=says) as caught:
-        make_callbacks(given)
+        Callbacks.of(given)
     assert is_ours(caught.value)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
-from contextlib import closing, nullcontext
+import re
+from collections import Counter
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,25 +61,16 @@ def test_rows_are_read_as_written_and_what_is_not_finite_is_null(
     assert read_metrics(output / "metrics.jsonl") == expected
 
 
-@pytest.mark.parametrize("line", ["nonsense", "[1]", '{"lr": 1}'])
-def test_a_line_that_is_no_row_is_told_with_its_number(tmp_path: Path, line: str) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + line + "\n")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a row of metrics"):
-        read_metrics(tmp_path / "metrics.jsonl")
-
-
-@pytest.mark.parametrize("tensorboard", [False, True])
-def test_resuming_drops_the_rows_beyond_its_step(tmp_path: Path, tensorboard: bool) -> None:
-    with closing(MetricsWriter(tmp_path, tensorboard=tensorboard)) as writer:
+def test_resuming_drops_the_rows_beyond_its_step(tmp_path: Path) -> None:
+    with closing(MetricsWriter(tmp_path, tensorboard=True)) as writer:
         for step in range(5):
             writer.write(step, {"lr": float(step), "accuracy/avg@k": 0.5 if step else math.nan})
-    with closing(MetricsWriter(tmp_path, tensorboard=tensorboard)) as writer:
+    with closing(MetricsWriter(tmp_path, tensorboard=True)) as writer:
         writer.truncate_after(2)
         writer.write(3, {"lr": 30.0})
     assert [(row["step"], row["lr"]) for row in read_metrics(tmp_path / "metrics.jsonl")] == [(0, 0), (1, 1), (2, 2), (3, 30)]
-    if tensorboard:
-        assert scalars(tmp_path / "tensorboard", "lr") == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
-        assert scalars(tmp_path / "tensorboard", "accuracy/avg@k") == [(1, 0.5), (2, 0.5)]
+    assert scalars(tmp_path / "tensorboard", "lr") == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
+    assert scalars(tmp_path / "tensorboard", "accuracy/avg@k") == [(1, 0.5), (2, 0.5)]
 
 
 def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -89,50 +81,27 @@ def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
-class Clock:
-    """Seconds that pass only when told."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+moves = st.lists(st.sampled_from([*PHASES, "end", "fail"]) | st.integers(0, 9), max_size=20)
 
 
-visits = st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=8)
-
-
-@given(visits=visits)
-def test_the_split_is_what_the_clock_says(visits: list[tuple[str, int, int, bool]]) -> None:
-    clock = Clock()
-    watch, expected, other = Stopwatch(clock), dict.fromkeys(PHASES, 0.0), 0.0
-    for name, inside, between, fails in visits:
-        with (
-            pytest.raises(ZeroDivisionError) if fails else nullcontext(),
-            watch.phase(name),
-        ):  # what a phase raises goes through it
-            clock.now += inside
-            if fails:
-                raise ZeroDivisionError
-        clock.now += between
-        expected[name] += inside
-        other += between
+@given(moves=moves)
+def test_time_is_that_of_the_innermost_phase(moves: list[str | int]) -> None:
+    """Numbers are seconds that pass; a phase ends also if it raises."""
+    now = [100.0]
+    watch, expected, phases = Stopwatch(lambda: now[0]), Counter[str](), list[tuple[str, AbstractContextManager[None]]]()
+    for move in moves:
+        if isinstance(move, int):
+            now[0] += move
+            expected[phases[-1][0] if phases else "other"] += move
+        elif move in PHASES:
+            phases.append((move, watch.phase(move)))
+            phases[-1][1].__enter__()
+        elif phases:
+            error = ZeroDivisionError() if move == "fail" else None
+            assert not phases.pop()[1].__exit__(error and type(error), error, None)
     split = watch.split()
-    assert {name: split[f"time/{name}"] for name in PHASES} == expected
-    assert (split["time/other"], split["time/step"]) == (other, other + sum(expected.values()))
+    assert split == {f"time/{name}": expected[name] for name in (*PHASES, "other")} | {"time/step": expected.total()}
     assert set(watch.split().values()) == {0.0}
-
-
-def test_a_phase_inside_a_phase_stops_the_outer_one() -> None:
-    clock = Clock()
-    watch = Stopwatch(clock)
-    with watch.phase("eval"):
-        clock.now += 1
-        with watch.phase("rollout"):
-            clock.now += 10
-        clock.now += 100
-    split = watch.split()
-    assert (split["time/eval"], split["time/rollout"], split["time/other"], split["time/step"]) == (101, 10, 0, 111)
 
 
 @given(
@@ -146,28 +115,22 @@ def test_a_file_is_read_as_it_was_written(
 ) -> None:
     """To the last bit, NaN included, and with any text that a prompt may have; equal values are equal bytes."""
     folder = tmp_path_factory.mktemp("run")
-    given_ = made_up_tokens(step, lengths, seed=seed)
-    given_ = replace(given_, prompts=(*given_.prompts, replace(made_up_tokens().prompts[0], text=text, answer=None)))
-    path = token_file(folder, step)
-    write_atomically(path, given_.encode())
-    assert token_files(folder) == {step: path}
-    found = read_tokens(path)
-    assert found == given_
-    assert found.encode() == path.read_bytes()
-    assert [path.name for path in path.parent.iterdir()] == [path.name]
-    for at, length in enumerate(lengths):
-        assert found.ids[found.tokens_of(at)].size == length
-    if found.ids.size:
-        assert found != replace(found, masked=~found.masked)
-
-
-def test_files_are_in_the_order_of_their_steps_and_nothing_else_is_one(tmp_path: Path) -> None:
-    for step in (100, 20, 12345678, 60, 5, 90, 40):
-        write_atomically(token_file(tmp_path, step), b"")
-    (tmp_path / "tokens" / "step_0000030.npz.partial").touch()
-    (tmp_path / "tokens" / "step_last.npz").touch()
-    assert list(token_files(tmp_path)) == [5, 20, 40, 60, 90, 100, 12345678]
-    assert token_files(tmp_path / "elsewhere") == {}
+    written = made_up_tokens(step, lengths, seed=seed)
+    written = replace(written, prompts=(*written.prompts, replace(made_up_tokens().prompts[0], text=text, answer=None)))
+    assert token_files(folder) == {}
+    for name in ("step_0000030.npz.partial", "step_last.npz"):
+        write_atomically(folder / "tokens" / name, b"")
+    paths = {at: token_file(folder, at) for at in sorted({step, 5 * 10**6, 10**8})}
+    for path in reversed(paths.values()):
+        write_atomically(path, written.encode())
+    assert list(token_files(folder).items()) == list(paths.items())
+    result = read_tokens(paths[step])
+    assert result == written
+    assert result.encode() == paths[step].read_bytes()
+    for index, length in enumerate(lengths):
+        assert result.ids[result.tokens_of(index)].size == length
+    if result.ids.size:
+        assert result != replace(result, masked=~result.masked)
 
 
 @given(at=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255), cut=st.booleans())
@@ -177,10 +140,7 @@ def test_a_damaged_file_is_a_sentence_or_has_lost_nothing(
     made = made_up_tokens()
     data = bytearray(made.encode())
     place = int(at * len(data))
-    if cut:
-        del data[place:]
-    else:
-        data[place] ^= flip
+    data[place:] = b"" if cut else bytes([data[place] ^ flip]) + data[place + 1 :]
     path = tmp_path_factory.mktemp("run") / "step_0000030.npz"
     path.write_bytes(data)
     said = ""
@@ -188,8 +148,7 @@ def test_a_damaged_file_is_a_sentence_or_has_lost_nothing(
         assert read_tokens(path) == made
     except ValueError as error:
         said = str(error)
-    assert not said or said.startswith(f"{path} holds no token values that can be read: ")
-    assert not said or said.endswith("; remove it")
+    assert not said or re.fullmatch(rf"{path} holds no token values that can be read: .*; remove it", said)
 
 
 def archive(**changes: Any) -> bytes:
@@ -219,19 +178,12 @@ def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], why: str
     path.write_bytes(archive(**changes))
     with pytest.raises(ValueError, match=why):
         read_tokens(path)
-
-
-def test_what_is_no_archive_or_not_there(tmp_path: Path) -> None:
-    np.save(tmp_path / "two.npy", np.zeros(3))
-    with pytest.raises(ValueError, match="holds no token values that can be read"):
-        read_tokens(tmp_path / "two.npy")
     with pytest.raises(FileNotFoundError):
-        read_tokens(tmp_path / "three.npz")
+        read_tokens(tmp_path / "another.npz")
 
 
 PROBLEMS = {f"p{at}": Problem(f"p{at}", f"{at}+1=", f"{at + 1}", source="sums") for at in (1, 2, 4)}
 TOKENIZER: Any = SimpleNamespace(show=lambda ids: f"shown {ids}", piece=lambda token: f"⟪{token}⟫")
-FLOATS = ("logprob_trainer", "logprob_update", "entropy", "entropy_change", "advantage", "ratio")
 
 
 @st.composite
@@ -329,21 +281,16 @@ def test_every_value_is_that_of_its_token(
             "entropy_change": np.where(moved, ids + 2, np.nan),
             "ratio": np.where(moved, ids + 3, np.nan),
         }
-        assert tuple(sorted(expected)) == tuple(sorted(FLOATS))
         for name, values in expected.items():
             np.testing.assert_array_equal(getattr(found, name)[tokens], values.astype(np.float32), err_msg=name)
         assert found.masked[tokens].tolist() == (moved & (ids % 2 == 0)).tolist()
 
 
-@pytest.mark.parametrize(("count", "step"), [(0, 20), (3, 19)])
-def test_a_batch_is_left_as_it_is_where_nothing_is_recorded(count: int, step: int) -> None:
-    batch = pack([Rollout("p", 0, (1,), (2, 3), (-1.0, -1.0), "stop", WeightsVersion(0))])
-    assert mark_recorded(batch, LogConfig(token_samples=count), step) is batch
-
-
-def test_the_marks_go_with_the_sequences() -> None:
-    rollouts = [Rollout(f"p{at}", at // 2, (1,), (2 + at,), (-1.0,), "stop", WeightsVersion(0)) for at in range(6)]
-    batch = mark_recorded(pack(rollouts), LogConfig(token_samples=2), 10)
-    assert batch.recorded_S is not None
-    assert batch.recorded_S.tolist() == [0, 1, 2, 3, -1, -1]
-    assert torch.equal(batch.select([5, 3, 0]).recorded_S, torch.tensor([-1, 3, 0]))
+def test_the_first_groups_are_marked_in_steps_that_are_recorded() -> None:
+    """The marks go with the sequences."""
+    batch = pack([Rollout(f"p{at}", at // 2, (1,), (2 + at,), (-1.0,), "stop", WeightsVersion(0)) for at in range(6)])
+    for count, step in ((0, 20), (3, 19)):
+        assert mark_recorded(batch, LogConfig(token_samples=count), step) is batch
+    recorded_S = mark_recorded(batch, LogConfig(token_samples=2), 10).select([5, 3, 0, 1, 2]).recorded_S
+    assert recorded_S is not None
+    assert recorded_S.tolist() == [-1, 3, 0, 1, 2]

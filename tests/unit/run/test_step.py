@@ -20,7 +20,7 @@ from tepo_megatron.config.train import RollbackConfig
 from tepo_megatron.core.histogram import count_moves
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.step.instability import ClipWatch, Rollback, SkippedUpdates, below_the_noise
+from tepo_megatron.run.step.instability import ObjectiveWatch, Rollback, SkippedUpdates
 from tepo_megatron.run.step.minibatches import derive_seed, minibatches, source_figures, summarize
 from tepo_megatron.run.step.stopping import Stopping
 from tepo_megatron.trainer.packing import pack
@@ -226,7 +226,9 @@ QUIET = {"entropy/noise/p99": 1e-6, "ratio/noise/p99": 1e-6, "sequence_ratio/noi
     ],
 )
 def test_bounds_below_the_noise_are_named(given: dict[str, Any], row: dict[str, float], named: list[str]) -> None:
-    said = list(below_the_noise(ObjectiveConfig.model_validate(given), row))
+    watch = ObjectiveWatch(ObjectiveConfig.model_validate(given))
+    said = watch.noise(row)
+    assert not (said and watch.noise(row))
     assert len(said) == len(named)
     assert all(name in sentence for name, sentence in zip(named, said, strict=True))
 
@@ -237,11 +239,11 @@ AUTO = {"scale": "length", "low": "auto", "high": "auto"}
 
 def sentences(region: dict[str, Any], share: float, *, sigma: float = 0.02, steps: int = 12) -> list[tuple[int, str]]:
     """Half of the tokens with A < 0 and half with A > 0 moved by 0.01, 0.02, … 1."""
-    watch = ClipWatch(ObjectiveConfig(trust_region=region))
+    watch = ObjectiveWatch(ObjectiveConfig(trust_region=region))
     counts = count_moves(torch.arange(1, 101) / 100, torch.ones(100, dtype=torch.bool))
     update = UpdateResult(0.0, 1.0, 1e-6, {}, {}, moves=torch.stack([counts, counts]))
     rows = [{"clip/share": share, "ratio/sigma": sigma}] * steps
-    return [(step, text) for step, row in enumerate(rows, start=1) if (text := watch.note(row, [update, update]))]
+    return [(step, text) for step, row in enumerate(rows, start=1) if (text := watch.clip(row, [update, update]))]
 
 
 @pytest.mark.parametrize("region", [{"low": 3e-4}, LENGTH, AUTO])

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config.load import load_run
-from tepo_megatron.run.training import phase_limits
 from tepo_megatron.trainer.megatron.gpu import CONNECTIONS_VARIABLE, prepare_process
 from tepo_megatron.trainer.megatron.platform import collective_timeout
 
@@ -66,5 +65,5 @@ def test_collectives_outlast_what_the_watch_allows_in_a_weight_update() -> None:
     """Ranks may wait in one, with ``transfer = gather``, while rank 0 waits for servers; the watch is to speak first."""
     long = ["rollout.server.start_timeout_s=4000", "rollout.server.request_timeout_s=3600", "train.hang_timeout_s=100"]
     for config in (load_run(None, long), load_run(None, [])):
-        allowed = config.train.hang_timeout_s + phase_limits(config)["sync"]
+        allowed = config.train.hang_timeout_s + config.rollout.server.longest_wait_s
         assert collective_timeout(config).total_seconds() > allowed
