@@ -162,8 +162,8 @@ class Tolerances(NamedTuple):
                 f"step {step}: {wrong} of {len(names)} groups of rollouts were not drawn from the trainer's policy: in group "
                 f"{int(names[worst])} the log-probs of {int(tokens[worst])} tokens differ by {float(mean[worst]):.3g} nats on "
                 f"average, {float(largest[worst]):.3g} at most (rollout.canary.rollouts_tolerance = {self.mean:g}). The "
-                "servers' weights, temperature or cache are not what this run gave them; nothing was trained on these rollouts. "
-                "Start again with --resume, which starts new servers"
+                "servers' weights, temperature or cache are not what this run gave them; nothing was trained on these "
+                "rollouts. Start again with --resume, which starts new servers"
             )
         return {
             "canary/rollouts_mean_gap": float(gap.mean()),

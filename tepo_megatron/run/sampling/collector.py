@@ -203,11 +203,11 @@ class RolloutCollector:
             with self._phase_here("reward"):
                 items = [(problems[rollout.group], answer_of(rollout)) for rollout in unscored]
                 scored = iter(task.score(items, [rollout.group for rollout in unscored]) if items else ())
-            drawn = iter(rollouts)
+            remaining = iter(rollouts)
             for group in groups:
                 for sample in range(len(group.samples)):
-                    group.samples[sample] = rollout = next(drawn)
-                    own = None if rollout.reward is None else RewardResult(rollout.reward, parts=rollout.reward_parts)
+                    group.samples[sample] = drawn = next(remaining)
+                    own = None if drawn.reward is None else RewardResult(drawn.reward, parts=drawn.reward_parts)
                     group.score(sample, own or next(scored))
                 buffer.decide(group)
 

@@ -151,13 +151,6 @@ def test_the_final_table_has_first_best_last_and_the_files_with_whole_paths(tmp_
     assert (sum(numbers[:-1]), numbers[0], numbers[-1]) == (4.0, 3.0, 4.0)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0.0 s"), (59.94, "59.9 s"), (60, "1:00"), (3599.6, "1:00:00"), (3725, "1:02:05")]
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
 def test_a_view_on_a_full_disk_does_not_end_the_run() -> None:
     with open("/dev/full", "w") as full:
         progress = make_progress(PLAIN, full)
@@ -167,7 +160,9 @@ def test_a_view_on_a_full_disk_does_not_end_the_run() -> None:
         progress.close()  # and what Python writes when it ends goes well
 
 
-def test_a_run_without_faults_says_nothing_of_them() -> None:
+def test_durations_and_a_run_without_faults_says_nothing_of_them() -> None:
+    seconds = (0, 59.94, 60, 3599.6, 3725)
+    assert [duration(value) for value in seconds] == ["0.0 s", "59.9 s", "1:00", "1:00:00", "1:02:05"]
     row = {**dict.fromkeys(COUNTED, 0.0), **dict.fromkeys(LOST, 0.0), "step": 1}
     assert fault_lines([row, {"step": 2, "update/skipped": None}]) == []
     for key in (*COUNTED, *LOST):
@@ -233,12 +228,25 @@ WRITTEN = [
 ]
 
 
-def run_folder(folder: Path) -> Path:
-    folder.mkdir()
+@pytest.fixture
+def silent(tmp_path: Path) -> Path:
+    """A run's folder without heartbeats."""
+    folder = tmp_path / "out"
+    write(folder, WRITTEN)
     config = RunConfig.model_validate({"name": "made up", "output": folder, "train": {"steps": 10}})
     (folder / "resolved.yaml").write_text(dump_resolved(config))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in WRITTEN))
     return folder
+
+
+@pytest.fixture
+def output(silent: Path) -> Path:
+    """With the last words of two ranks that are this process."""
+    assert run_status(silent)[0][0].startswith("made up: ended at step 2 of 10, or of a version that says no more")
+    for rank in (0, 1):
+        beats = Heartbeat(silent / "status", rank, 2)
+        beats.start()
+        beats.close("")
+    return silent
 
 
 def change(output: Path, rank: int, **said: object) -> None:
@@ -247,17 +255,7 @@ def change(output: Path, rank: int, **said: object) -> None:
     (output / "status" / f"rank-{rank:05d}.json").write_text(json.dumps({**asdict(record), **said}))
 
 
-def beating(output: Path) -> None:
-    """The words of two ranks that are this process."""
-    for rank in (0, 1):
-        beats = Heartbeat(output / "status", rank, 2)
-        beats.start()
-        beats.close("")
-
-
-def test_a_running_one(tmp_path: Path) -> None:
-    output = run_folder(tmp_path / "out")
-    beating(output)
+def test_a_running_one(output: Path) -> None:
     facts = {"servers": ["http://127.0.0.1:5"], "reward_workers": 3}
     now = 1000.0
     said = {"time": now - 1, "since": now - 125, "moved_at": now - 5, "phase": "rollout"}
@@ -279,11 +277,11 @@ def test_a_running_one(tmp_path: Path) -> None:
         "  fault    5.0 s lost in steps that were skipped",
         "  fault    1:10 lost until a server was there again",
     ]
+    (output / "metrics.jsonl").unlink()
+    assert run_status(output)[0][0] == "made up: runs, step 0 of 10 done"
 
 
-def test_on_another_machine_a_rank_is_there_as_long_as_it_says_something(tmp_path: Path) -> None:
-    output = run_folder(tmp_path / "out")
-    beating(output)
+def test_on_another_machine_a_rank_is_there_as_long_as_it_says_something(output: Path) -> None:
     change(output, 0, host="elsewhere", time=1000.0)
     change(output, 1, host="elsewhere", time=900.0)
     lines, goes_on = run_status(output, now=1010.0)
@@ -303,26 +301,14 @@ KILLED = "made up: ended at step 2 of 10 without a last word (killed?), in phase
         ({"started": 1, "phase": "sync"}, KILLED),  # the number is another process' by now
     ],
 )
-def test_one_that_has_ended(tmp_path: Path, said: dict[str, object], expected: str) -> None:
-    output = run_folder(tmp_path / "out")
-    beating(output)
+def test_one_that_has_ended(output: Path, said: dict[str, object], expected: str) -> None:
     change(output, 0, time=995.0, **said)
     lines, goes_on = run_status(output, now=1000.0)
     assert not goes_on
     assert lines[0] == expected
 
 
-def test_one_without_heartbeats_and_one_without_rows(tmp_path: Path) -> None:
-    output = run_folder(tmp_path / "out")
-    assert run_status(output)[0][0].startswith("made up: ended at step 2 of 10, or of a version that says no more")
-    (output / "metrics.jsonl").unlink()
-    beating(output)
-    assert run_status(output)[0][0] == "made up: runs, step 0 of 10 done"
-
-
-def test_plots_and_status_need_neither_torch_nor_pyplot_and_watch_ends_with_the_run(tmp_path: Path) -> None:
-    output = run_folder(tmp_path / "out")
-    beating(output)
+def test_plots_and_status_need_neither_torch_nor_pyplot_and_watch_ends_with_the_run(output: Path, tmp_path: Path) -> None:
     change(output, 0, ended="finished")
     code = f"""
 import sys

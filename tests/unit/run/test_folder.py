@@ -38,6 +38,12 @@ def in_folder(folder: Path, **sections: Any) -> RunConfig:
     return RunConfig.model_validate({"output": str(folder), **sections})
 
 
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
 def content(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
 
@@ -100,26 +106,20 @@ OTHERS = {"launch/run.yaml": "x", "servers/17.0/key": "x", "logs/ranks/17.0/0": 
 
 
 def test_overwriting_removes_what_a_run_made_and_nothing_else(tmp_path: Path) -> None:
-    write(tmp_path, MADE | OTHERS)
-    prepare_folder(in_folder(tmp_path), overwrite=True)
-    assert content(tmp_path) == sorted(OTHERS)
-    assert {path.name for path in tmp_path.iterdir()} == {"launch", "servers", "logs", "notes.txt", "model.txt"}
-
-
-def test_without_a_run_nothing_is_removed(tmp_path: Path) -> None:
-    """A home folder that was given by mistake."""
-    left = {"model/mine": "x", "logs/server-9": "x"}
-    write(tmp_path, left)
-    prepare_folder(in_folder(tmp_path), overwrite=True)
-    assert content(tmp_path) == sorted(left)
-
-
-def test_what_the_new_run_reads_is_not_overwritten(tmp_path: Path) -> None:
-    write(tmp_path, MADE)
-    for section in ({"rollout": {"replay": str(tmp_path / "rollouts")}}, {"model": {"path": str(tmp_path / "model")}}):
+    """Nothing without a run, as in a home folder that was given by mistake; and nothing that the new run reads."""
+    mistaken = {"model/mine": "x", "logs/server-9": "x"}
+    write(tmp_path / "home", mistaken)
+    prepare_folder(in_folder(tmp_path / "home"), overwrite=True)
+    assert content(tmp_path / "home") == sorted(mistaken)
+    folder = tmp_path / "out"
+    write(folder, MADE | OTHERS)
+    for section in ({"rollout": {"replay": str(folder / "rollouts")}}, {"model": {"path": str(folder / "model")}}):
         with pytest.raises(ValueError, match=r"--overwrite would remove what (rollout.replay|model.path) = "):
-            prepare_folder(in_folder(tmp_path, **section), overwrite=True)
-    assert content(tmp_path) == sorted(MADE)
+            prepare_folder(in_folder(folder, **section), overwrite=True)
+    assert content(folder) == sorted(MADE | OTHERS)
+    prepare_folder(in_folder(folder), overwrite=True)
+    assert content(folder) == sorted(OTHERS)
+    assert {path.name for path in folder.iterdir()} == {"launch", "servers", "logs", "notes.txt", "model.txt"}
 
 
 @pytest.mark.parametrize("flag", ["--overwrite", "--resume"])
@@ -134,12 +134,6 @@ def test_a_run_in_use_is_neither_overwritten_nor_resumed(flag: str, tmp_path: Pa
     assert (done.exit_code, done.stderr.count("error:")) == (1, 1)
     assert "is in use by process" in done.stderr
     assert content(tmp_path) == sorted(MADE)
-
-
-def write(folder: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
 
 
 MODEL = resolve_model_path("builtin:tiny")
@@ -164,24 +158,15 @@ def test_a_damaged_newest_is_named_and_the_next_is_taken(kind: str, tmp_path: Pa
     damage, words = DAMAGES[kind]
     damage(newest, whole)
     run = config(tmp_path)
-    found = find_checkpoint(run, MODEL)
-    assert found.folder == whole
-    said = found.messages(run)
-    assert said[0].startswith("step_000006 is damaged (")
-    assert words in said[0]
-    assert said[0].endswith("; resuming from step_000004")
-    assert said[1] == f"resumed from {whole} at step 4"
-    assert not found.accept(run)
+    checkpoint = find_checkpoint(run, MODEL)
+    assert checkpoint.folder == whole
+    damaged, resumed, *_ = checkpoint.messages(run)
+    assert damaged.startswith("step_000006 is damaged (")
+    assert words in damaged
+    assert damaged.endswith("; resuming from step_000004")
+    assert resumed == f"resumed from {whole} at step 4"
+    assert not checkpoint.accept(run)
     assert sorted(path.name for path in newest.parent.iterdir()) == ["step_000002", "step_000004", "step_000006.damaged"]
-
-
-def test_none_whole_is_one_sentence_with_every_damage(tmp_path: Path) -> None:
-    for folder in save(tmp_path, 2, 4):
-        (folder / "state.json").unlink()
-    with pytest.raises(ValueError, match=r"is whole: step_000004 is damaged .*; step_000002 is damaged .*Restore one"):
-        find_checkpoint(config(tmp_path), MODEL)
-    with pytest.raises(ValueError, match="has no finished checkpoint"):
-        find_checkpoint(config(tmp_path / "other"), MODEL)
 
 
 def test_an_older_one_is_chosen_and_the_future_is_set_aside(tmp_path: Path) -> None:
@@ -194,18 +179,25 @@ def test_an_older_one_is_chosen_and_the_future_is_set_aside(tmp_path: Path) -> N
     assert sorted(path.name for path in chosen.parent.iterdir()) == present
 
 
-def test_a_choice_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    folder, _ = save(tmp_path, 2, 4)
-    with pytest.raises(ValueError, match=r"step_000003 is not there; in .* there are step_000002, step_000004"):
-        find_checkpoint(config(tmp_path, "train.resume_from=step_000003"), MODEL)
-    (folder / "manifest.json").unlink()
-    with pytest.raises(ValueError, match=r"step_000002 is damaged \(manifest.json is missing\); choose another"):
-        find_checkpoint(config(tmp_path, "train.resume_from=step_000002"), MODEL)
-    for wrong in ("train.resume_from=newest", "train.resume_from=step_000002.partial"):
-        with pytest.raises(ConfigError, match="is no checkpoint"):
-            config(tmp_path, wrong)
+def test_checkpoints_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
+    folders = save(tmp_path, 2, 4)
+    for name, problem in (
+        ("step_000003", r"step_000003 is not there; in .* there are step_000002, step_000004"),
+        ("newest", "is no checkpoint"),
+        ("step_000002.partial", "is no checkpoint"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            find_checkpoint(config(tmp_path, f"train.resume_from={name}"), MODEL)
     with pytest.raises(ConfigError, match="has no effect without resume"):
         load_run(None, ["train.resume_from=step_000002"])
+    for folder in folders:
+        (folder / "manifest.json").unlink()
+    for choice, problem in (
+        (["train.resume_from=step_000002"], r"step_000002 is damaged \(manifest.json is missing\); choose another"),
+        ([], r"is whole: step_000004 is damaged .*; step_000002 is damaged .*Restore one"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            find_checkpoint(config(tmp_path, *choice), MODEL)
 
 
 def test_steps_that_are_done_are_refused(tmp_path: Path) -> None:
@@ -286,15 +278,6 @@ def test_the_order_of_problems_continues_or_starts_again_if_that_is_allowed(tmp_
         same.restore({})
 
 
-@pytest.fixture
-def other_model(tmp_path: Path) -> Path:
-    """Of the same architecture, with other weights."""
-    folder = shutil.copytree(MODEL, tmp_path / "other")
-    weights = load_file(folder / "model.safetensors")
-    save_file({name: weight * 2 for name, weight in weights.items()}, folder / "model.safetensors")
-    return folder
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -305,13 +288,16 @@ def other_model(tmp_path: Path) -> Path:
     ],
 )
 def test_the_command_refuses_before_it_starts_anything(
-    arguments: list[str], words: str, tmp_path: Path, other_model: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = [argument.replace("OTHER", str(other_model)) for argument in arguments]
+    """Such as another model of the same architecture."""
+    other = shutil.copytree(MODEL, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    save_file({name: weight * 2 for name, weight in weights.items()}, other / "model.safetensors")
     save(tmp_path, 6)
-    (tmp_path / "resolved.yaml").write_text("as it was")
-    (tmp_path / "run.yaml").write_text(f"output: {tmp_path}\n")
+    write(tmp_path, {"resolved.yaml": "as it was", "run.yaml": f"output: {tmp_path}\n"})
     monkeypatch.setattr(train_command, "start_ranks", lambda *given: pytest.fail(f"started ranks: {given}"))
+    arguments = [argument.replace("OTHER", str(other)) for argument in arguments]
     done = CliRunner().invoke(app, ["train", str(tmp_path / "run.yaml"), *arguments])
     assert (done.exit_code, done.stdout) == (1, "")
     assert words in done.stderr
@@ -348,14 +334,13 @@ def test_the_newest_every_so_many_and_the_best_stay(overrides: list[str], kept: 
     assert run(tmp_path, {2: 0.9, 4: 0.1, 6: None, 8: 0.5, 10: 0.3}, *overrides) == kept
 
 
-def test_of_equal_ones_the_newest_is_the_best_and_a_resumed_run_knows_the_old_best(tmp_path: Path) -> None:
-    assert run(tmp_path, {1: 0.5, 2: 0.5, 3: 0.1}, BEST, "train.keep_checkpoints=1") == [2, 3]
-    assert run(tmp_path, {4: 0.2, 5: 0.3}, BEST, "train.keep_checkpoints=1") == [2, 5]
-
-
-def test_a_metric_that_is_nowhere_is_said_once(tmp_path: Path) -> None:
+def test_the_best_is_the_newest_of_equals_also_of_an_earlier_run_and_a_metric_that_is_nowhere_is_said_once(
+    tmp_path: Path,
+) -> None:
     said: list[str] = []
-    assert run(tmp_path, {1: None, 2: None, 3: None}, BEST, said=said) == [2, 3]
+    assert run(tmp_path / "a", {1: 0.5, 2: 0.5, 3: 0.1}, BEST, "train.keep_checkpoints=1") == [2, 3]
+    assert run(tmp_path / "a", {4: 0.2, 5: 0.3}, BEST, "train.keep_checkpoints=1") == [2, 5]
+    assert run(tmp_path / "b", {1: None, 2: None, 3: None}, BEST, said=said) == [2, 3]
     assert said == ["train.keep_best.metric = reward/mean is in no row of a step that was saved: none is kept as the best"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,15 +56,19 @@ class Told(Callback):
 
 
 @pytest.mark.parametrize(
-    ("hook", "error"), [("on_rollouts", Stop("enough")), ("on_step_end", ValueError("broken")), ("on_step_end", SystemExit(3))]
+    ("hook", "error"), [("on_rollouts", Stop()), ("on_step_end", ValueError("broken")), ("on_step_end", SystemExit(3))]
 )
 def test_a_run_that_a_callback_ends_is_saved_once_and_whole(hook: str, error: BaseException, reference_run: Any) -> None:
-    """Also where no checkpoint was due. A step whose rollouts end the run is trained."""
-    run = reference_run({"train": {"steps": 5, "save_every": 0}}, callbacks=[Told(hook, 2, error)]).run()
+    """Also where no checkpoint was due. A step whose rollouts end the run is trained, and other callbacks hear of it."""
+    other = Told()
+    run = reference_run({"train": {"steps": 5, "save_every": 0}}, callbacks=[Told(hook, 2, error), other]).run()
     assert [row["step"] for row in run.rows] == [0, 1, 2]
     assert run.noted("save ") == ["save 2"]
     assert run.loop.stopping.saved_step == 2
     assert not run.loop.rank0.callbacks.go_on
+    if isinstance(error, Stop):
+        assert other.calls[-1] == ("on_step_end", 2)
+        assert run.loop.rank0.callbacks.stopped == "Told ended the run at step 2: it gave no reason"
 
 
 def test_an_error_becomes_one_sentence_and_no_callback_is_called_again(reference_run: Any) -> None:
@@ -79,22 +84,15 @@ def test_an_error_becomes_one_sentence_and_no_callback_is_called_again(reference
     assert rest.endswith("; the newest checkpoint is step_000001: continue with --resume")
 
 
-@pytest.mark.parametrize(
-    ("error", "says"), [(KeyError("x"), "raised KeyError: 'x' in on_run_begin"), (Stop("now"), "ended the run at step 0: now;")]
-)
-def test_a_run_that_cannot_begin_does_not(error: Exception, says: str) -> None:
-    with pytest.raises(RuntimeError, match=says):
-        Callbacks([Told("on_run_begin", 0, error)]).begin(RunInfo(RunConfig(), 0, []))
+def test_a_run_that_cannot_begin_does_not() -> None:
+    for error, says in (
+        (KeyError("x"), "raised KeyError: 'x' in on_run_begin"),
+        (Stop("now"), "ended the run at step 0: now;"),
+    ):
+        with pytest.raises(RuntimeError, match=says):
+            Callbacks([Told("on_run_begin", 0, error)]).begin(RunInfo(RunConfig(), 0, []))
     with pytest.raises(KeyboardInterrupt):  # Ctrl-C is no error of a callback
         Callbacks([Told("on_step_end", 0, KeyboardInterrupt())]).tell("on_step_end", 0, 0, {})
-
-
-def test_the_others_are_still_told_of_the_step_at_which_one_asks_to_end(reference_run: Any) -> None:
-    one, other = Told("on_step_end", 2, Stop()), Told()
-    run = reference_run(callbacks=[one, other]).run()
-    assert one.calls == other.calls
-    assert run.noted("save ") == ["save 1", "save 2"]  # the last step once, too
-    assert run.loop.rank0.callbacks.stopped == "Told ended the run at step 2: it gave no reason"
 
 
 # -- how they are named
@@ -196,9 +194,6 @@ def test_early_stopping_waits_for_patience_rows_and_a_resumed_run_goes_on_counti
             found = row["step"]
             break
     assert found == expected
-
-
-def test_early_stopping_by_an_evaluation_needs_one() -> None:
     with pytest.raises(ValueError, match=r"looks at accuracy/greedy, and this run never evaluates"):
         EarlyStopping().on_run_begin(RunInfo(RunConfig.model_validate({"evaluate": {"every": 0}}), 0, []))
 
@@ -237,13 +232,21 @@ def test_settings_are_taken_as_the_values_that_they_are(kwargs: dict[str, Any], 
     assert config.optimizer.lr == lr
 
 
-def test_a_configuration_is_changed_and_keeps_what_its_preset_does_not_say() -> None:
+def test_arguments_change_the_configuration_and_keep_the_rest() -> None:
     base = load_run(None, ["objective.preset=grpo", "train.steps=7", "output=out/base"])
     changed = started(base, train={"minibatches": 2}, output=Path("out/other"), objective="tepo")[0]
     assert changed.objective == RunConfig().objective
     assert (changed.train.steps, changed.train.minibatches, changed.output) == (7, 2, Path("out/other"))
     assert started(base)[0] is base
     assert started({"train.steps": 3}, objective=ObjectiveConfig(preset="grpo"))[0].objective == base.objective
+    for resume, expected in ((True, (True, None)), ("auto", ("auto", None)), ("step_000004", (True, "step_000004"))):
+        train = started(resume=resume)[0].train
+        assert (train.resume, train.resume_from) == expected
+    with_callback, stopping = load_run(None, ['train.callbacks=["early_stopping"]']), EarlyStopping()
+    named = {"callback": "early_stopping", "kwargs": {"patience": 2}}
+    config, extensions = started(with_callback, callbacks=[stopping, named])
+    assert [getattr(item, "callback", item) for item in config.train.callbacks] == ["early_stopping"] * 2
+    assert extensions.callbacks == (stopping,)
 
 
 @pytest.mark.parametrize(
@@ -256,12 +259,11 @@ def test_a_configuration_is_changed_and_keeps_what_its_preset_does_not_say() -> 
         ({"not a name": 1}, "write path=value"),
     ],
 )
-@pytest.mark.parametrize("base", [None, RunConfig()])
-def test_what_is_wrong_with_settings_is_said_as_of_overrides(base: Any, wrong: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
-        started(base, **wrong)
-    assert says in str(caught.value)
-    assert is_ours(caught.value)
+def test_what_is_wrong_with_settings_is_said_as_of_overrides(wrong: dict[str, Any], says: str) -> None:
+    for base in (None, RunConfig()):
+        with pytest.raises(ValueError, match=re.escape(says)) as caught:
+            started(base, **wrong)
+        assert is_ours(caught.value)
 
 
 def test_a_function_goes_by_a_name_under_which_another_process_finds_it(
@@ -304,22 +306,6 @@ def test_ranks_of_their_own_get_names_alone() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             started(two, **wrong)
-
-
-def test_names_of_callbacks_join_those_of_the_configuration() -> None:
-    base = load_run(None, ['train.callbacks=["early_stopping"]'])
-    stopping = EarlyStopping()
-    config, extensions = started(base, callbacks=[stopping, {"callback": "early_stopping", "kwargs": {"patience": 2}}])
-    assert [getattr(each, "callback", each) for each in config.train.callbacks] == ["early_stopping"] * 2
-    assert extensions.callbacks == (stopping,)
-
-
-@pytest.mark.parametrize(
-    ("resume", "expected"), [(True, (True, None)), ("auto", ("auto", None)), ("step_000004", (True, "step_000004"))]
-)
-def test_resume_is_what_the_command_takes(resume: Any, expected: tuple[Any, Any]) -> None:
-    train = started(resume=resume)[0].train
-    assert (train.resume, train.resume_from) == expected
 
 
 def test_a_result_gives_columns_and_the_best_row() -> None:

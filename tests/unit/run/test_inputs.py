@@ -44,6 +44,10 @@ def rollouts(step: int) -> list[Rollout]:
     return [Rollout(f"p{at // 2}", at // 2, (3, at // 2), (4, 5), (-0.5, -0.5), "stop", version) for at in range(4)]
 
 
+def with_rollout(config: RunConfig, **changes: object) -> RunConfig:
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=changes)})
+
+
 def read(config: RunConfig) -> int:
     return read_inputs(config, resolve_model_path(config.model.path)).spec.vocab_size
 
@@ -60,8 +64,7 @@ def test_a_record_without_fitting_routes_is_named_with_its_line(config: RunConfi
     monkeypatch.setattr("tepo_megatron.run.sampling.inputs.read_model_spec", lambda folder: spec)
     fitting = [replace(each, routed_experts=np.zeros((3, 3, 2), np.uint8)) for each in rollouts(0)]
     other = replace(fitting[1], routed_experts=np.zeros((3, 5, 2), np.uint8))
-    server = config.rollout.server.model_copy(update={"routing_replay": True})
-    replaying = config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
+    replaying = with_rollout(config, server=config.rollout.server.model_copy(update={"routing_replay": True}))
     for recorded, problem in (
         (rollouts(0), "line 2: the rollout has no routing record"),
         ([fitting[0], other, *fitting[2:]], "line 3: the rollout has a routing record of 3 × 5 × 2"),
@@ -75,8 +78,7 @@ def test_a_record_without_fitting_routes_is_named_with_its_line(config: RunConfi
 
 
 def test_a_record_without_the_tokens_that_could_be_drawn_is_named_with_its_line(config: RunConfig) -> None:
-    sampling = config.rollout.sampling.model_copy(update={"top_k": 20})
-    truncating = config.model_copy(update={"rollout": config.rollout.model_copy(update={"sampling": sampling})})
+    truncating = with_rollout(config, sampling=config.rollout.sampling.model_copy(update={"top_k": 20}))
     known = [replace(each, sampling_mask=SamplingMask([1, 0], [7])) for each in rollouts(0)]
     write_rollouts(config.rollout.replay, 0, known)
     read(truncating)
@@ -206,10 +208,6 @@ def test_heads_that_vllm_has_no_attention_for_are_refused_before_a_server_fails_
     assert re.search(r"attention heads have 16 dimensions .* on a CPU vLLM takes 32, 64, ", check.problem(run))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert check.problem(run) is None
-
-
-def test_the_sizes_of_heads_are_those_that_vllm_says() -> None:
-    """Read off its source, since importing it takes seconds."""
     source = Path(importlib.util.find_spec("vllm").submodule_search_locations[0]) / "v1/attention/backends/cpu_attn.py"
-    found = re.search(r"def get_supported_head_sizes\(cls\) -> list\[int\]:\s+return \[([\d, ]+)\]", source.read_text())
-    assert tuple(map(int, found[1].split(", "))) == CPU_HEAD_SIZES
+    listed = re.search(r"def get_supported_head_sizes\(cls\) -> list\[int\]:\s+return \[([\d, ]+)\]", source.read_text())
+    assert tuple(map(int, listed[1].split(", "))) == CPU_HEAD_SIZES

@@ -60,17 +60,21 @@ def names(folder: Path) -> list[str]:
 
 
 def test_what_was_written_is_found(tmp_path: Path) -> None:
+    """Also with settings that decide nothing, and unless it is switched off."""
     said = Said()
     first = journal(tmp_path, said)
     assert find(first, identity(first)) is None
     first.write(STEP, rollouts(), identity(first), failed_rewards=2)
     assert said == []
-    again = journal(tmp_path, said)
-    found = find(again, identity(again))
-    assert found == Record(rollouts(), identity(first), 2)
+    again = journal(tmp_path, said, "reward.workers=3", "optimizer.lr=1", "rollout.server.count=2", "rollout.record=true")
+    assert find(again, identity(again)) == Record(rollouts(), identity(first), 2)
     assert said == [
         f"step 3 takes the rollouts that were drawn before the interruption: {record_path(tmp_path / 'journal', 3)}"
     ]
+    off = journal(tmp_path, None, "rollout.journal=false")
+    assert find(off, identity(first)) is None
+    off.write(STEP + 1, rollouts(), identity(off), 0)
+    assert names(tmp_path / "journal") == ["step_0000003.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -96,26 +100,21 @@ def test_rollouts_of_other_settings_are_not_taken(overrides: list[str], tmp_path
     assert "was drawn by other weights or with other settings" in said[0]
 
 
-def test_rollouts_of_other_weights_or_prompts_are_not_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": WeightsVersion(STEP, "ac")},
+        {"version": WeightsVersion(STEP + 1, "ab")},
+        {"problems": PROBLEMS[::-1]},
+        {"problems": [PROBLEMS[0], replace(PROBLEMS[1], answer="4")]},
+        {"problems": [PROBLEMS[0], replace(PROBLEMS[1], metadata={"level": 4})]},
+        {"prompts": [(1, 2), (3, 5)]},
+    ],
+)
+def test_rollouts_of_other_weights_or_prompts_are_not_taken(changes: dict[str, Any], tmp_path: Path) -> None:
     first = journal(tmp_path)
     first.write(STEP, rollouts(), identity(first), 0)
-    others = [
-        identity(first, version=WeightsVersion(STEP, "ac")),
-        identity(first, version=WeightsVersion(STEP + 1, "ab")),
-        identity(first, problems=PROBLEMS[::-1]),
-        identity(first, problems=[PROBLEMS[0], replace(PROBLEMS[1], answer="4")]),
-        identity(first, prompts=[(1, 2), (3, 5)]),
-        identity(first, problems=[PROBLEMS[0], replace(PROBLEMS[1], metadata={"level": 4})]),
-    ]
-    assert len({*others, identity(first)}) == 7
-    assert [find(first, other) for other in others] == [None] * 6
-
-
-def test_settings_that_decide_nothing_do_not_count(tmp_path: Path) -> None:
-    first = journal(tmp_path)
-    others = ("reward.workers=3", "optimizer.lr=1", "rollout.server.count=2", "rollout.record=true")
-    other = journal(tmp_path / "elsewhere", None, *others)
-    assert identity(first) == identity(other)
+    assert find(first, identity(first, **changes)) is None
 
 
 @given(data=st.data())
@@ -140,15 +139,6 @@ def test_a_damaged_entry_is_never_taken(data: st.DataObject, tmp_path_factory: p
     else:  # no damage to what it says, such as a blank for a blank
         assert found == Record(rollouts(), identity(first), 1)
         assert damaged.split() == whole.split()
-
-
-def test_switched_off_it_writes_and_reads_nothing(tmp_path: Path) -> None:
-    first = journal(tmp_path)
-    first.write(STEP, rollouts(), identity(first), 0)
-    off = journal(tmp_path / "off", None, "rollout.journal=false")
-    off.write(STEP, rollouts(), identity(off), 0)
-    assert not (tmp_path / "off").exists()
-    assert find(journal(tmp_path, None, "rollout.journal=false"), identity(first)) is None
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -200,6 +200,10 @@ def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
         RunLock(folder).take()
     output.close()
     assert RunLock(folder).holder() is None
+    output, _ = open_output(folder, train=RESUMED)
+    shutil.rmtree(folder)
+    output.close()  # what ended it is said, and not that its rows are gone
+    assert not folder.exists()
 
 
 def test_a_run_whose_folder_another_took_stops_at_its_next_row(tmp_path: Path) -> None:
@@ -212,15 +216,6 @@ def test_a_run_whose_folder_another_took_stops_at_its_next_row(tmp_path: Path) -
     output.close()
     assert steps(tmp_path / "metrics.jsonl") == [0]
     assert (tmp_path / FILE).exists()
-
-
-def test_a_run_that_fails_without_its_folder_ends_in_order(tmp_path: Path) -> None:
-    """What ended it is said, and not that its rows are gone."""
-    output, _ = open_output(tmp_path / "out")
-    output.write_row(0, {})
-    shutil.rmtree(tmp_path / "out")
-    output.close()
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_became_a_file_is_told_and_survived(tmp_path: Path) -> None:

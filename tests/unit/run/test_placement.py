@@ -48,11 +48,8 @@ def test_what_is_left_to_auto(server: dict[str, Any], machine: Machine, platform
     placement = Placement(config(platform, **server), machine)
     placement.check()
     assert (placement.transport, placement.first_server_gpu) == (transport, first_gpu)
-
-
-def test_workers_are_numbered_as_the_trainer_ranks_whose_gpus_they_share() -> None:
-    assert Placement(config(placement="colocated", tp=2, count=2), NODE).shared_gpus == {0: 0, 1: 1, 2: 2, 3: 3}
-    assert Placement(config(tp=2, count=2), NODE).shared_gpus == {}
+    shared = range(placement.workers) if server.get("placement") == "colocated" else ()  # by the trainer rank of that number
+    assert placement.shared_gpus == {worker: worker for worker in shared}
 
 
 @pytest.mark.parametrize(
@@ -151,24 +148,17 @@ def update(root: bool, **rollout: Any) -> list[Any]:
     return calls.calls
 
 
-def test_shards_go_from_every_rank() -> None:
+def test_shards_go_from_every_rank_and_full_tensors_from_rank_0(tmp_path: Path) -> None:
     server = {"tp": 2, "count": 3, "dtype": "bfloat16"}
     made = ("sender", VllmParallel(tp=2, replicas=3), torch.bfloat16)
     assert update(True, server=server) == [made, ("shards", VERSION)]
     assert update(False, server=server) == [made, "sends as non-root"]
-
-
-def test_full_tensors_are_gathered_by_all_and_sent_by_rank_0() -> None:
-    server = {"transfer": "gather"}
-    gathered = ["gathers a", "gathers b"]
-    assert update(True, server=server) == [*gathered, ("tensors", VERSION, [("w", (2,), "float32")], 2)]
-    assert update(False, server=server) == gathered
-
-
-@pytest.mark.parametrize("root", [True, False])
-@pytest.mark.parametrize("transfer", ["reshard", "gather"])
-def test_a_replayed_run_has_no_servers_to_update(root: bool, transfer: str, tmp_path: Path) -> None:
-    assert update(root, replay=tmp_path, server={"transfer": transfer}) == []
+    gathered, tensors = ["gathers a", "gathers b"], ("tensors", VERSION, [("w", (2,), "float32")], 2)
+    assert update(True, server={"transfer": "gather"}) == [*gathered, tensors]
+    assert update(False, server={"transfer": "gather"}) == gathered
+    for transfer in ("reshard", "gather"):  # a replayed run has no servers
+        assert update(True, replay=tmp_path, server={"transfer": transfer}) == []
+        assert update(False, replay=tmp_path, server={"transfer": transfer}) == []
 
 
 @pytest.mark.parametrize(

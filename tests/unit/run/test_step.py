@@ -28,7 +28,7 @@ from tepo_megatron.trainer.protocol import UpdateResult
 
 
 def test_minibatches_divide_the_batch_and_depend_on_seed_and_step_alone() -> None:
-    batch = pack(rollouts(7))
+    batch, before = pack(rollouts(7)), torch.get_rng_state()
 
     def order(seed: int, step: int) -> list[list[int]]:
         return [part.tokens_T[2::3].tolist() for part in minibatches(batch, 3, seed=seed, step=step)]
@@ -37,19 +37,10 @@ def test_minibatches_divide_the_batch_and_depend_on_seed_and_step_alone() -> Non
     assert [len(part) for part in order(0, 0)] == [3, 2, 2]
     assert order(0, 0) == order(0, 0)
     assert len({str(order(seed, step)) for seed in range(3) for step in range(3)}) > 1
-
-
-def test_seeds_differ_between_uses_steps_and_runs() -> None:
+    assert torch.equal(torch.get_rng_state(), before)
     seeds = {derive_seed(seed, step, use) for seed in range(3) for step in range(50) for use in ("rollout", "evaluate")}
     assert len(seeds) == 300
     assert all(0 <= seed < 2**31 for seed in seeds)
-
-
-def test_torch_generator_state_is_left_alone() -> None:
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    list(minibatches(pack(rollouts(4)), 2, seed=0, step=0))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def rollout(problem: str, group: int, reward: float | None) -> Rollout:
@@ -57,27 +48,15 @@ def rollout(problem: str, group: int, reward: float | None) -> Rollout:
 
 
 def test_shares_are_of_groups_and_rewards_of_responses() -> None:
-    problems = {
-        name: Problem(name, "q", "a", source=source)
-        for name, source in (("a/1", "a"), ("a/2", "a"), ("b/1", "b"), ("c/1", "c"))
-    }
-    rollouts = [
-        rollout("a/1", 0, 1.0),
-        rollout("a/1", 0, 0.0),
-        rollout("b/1", 1, 1.0),
-        rollout("a/2", 2, 0.5),
-        rollout("x", 3, 1.0),
-    ]
-    assert source_figures(rollouts, problems) == {
+    problems = {name: Problem(name, "q", "a", source=name[0]) for name in ("a/1", "a/2", "b/1", "c/1")}
+    drawn = (("a/1", 0, 1.0), ("a/1", 0, 0.0), ("b/1", 1, 1.0), ("a/2", 2, 0.5), ("x", 3, 1.0))
+    assert source_figures([rollout(*each) for each in drawn], problems) == {
         "source/a/share": 0.5,
         "source/a/reward": 0.5,
         "source/b/share": 0.25,
         "source/b/reward": 1.0,
         "source/c/share": 0.0,
     }
-
-
-def test_one_source_without_a_name_says_nothing() -> None:
     assert source_figures([rollout("a", 0, 1.0)], {"a": Problem("a", "q", "a")}) == {}
 
 
@@ -143,10 +122,9 @@ class Guard(SkippedUpdates):
 
 @given(st.lists(st.lists(st.booleans(), min_size=2, max_size=2), max_size=12), st.integers(0, 5))
 def test_a_run_stops_at_the_first_row_of_skips_that_is_too_long(steps: list[list[bool]], allowed: int) -> None:
-    flat, expected = "".join("s" if skip else "." for skips in steps for skip in skips), None
+    flat = "".join("s" if skip else "." for skips in steps for skip in skips)
     at = flat.find("s" * (allowed + 1))
-    if at >= 0:
-        expected = (at + allowed) // 2
+    expected = None if at < 0 else (at + allowed) // 2
     guard, batch, stopped = Guard(allowed), pack(rollouts(8)), None
     for step, skips in enumerate(steps):
         try:
@@ -256,13 +234,11 @@ def test_a_clip_that_takes_more_than_a_quarter_is_reported_once_with_the_range_f
     assert not sentences(region, 0.24)
 
 
-def test_a_range_that_nothing_reaches_is_reported_where_it_follows_the_length() -> None:
-    ((_, text),) = sentences(LENGTH, 0.0)
-    assert text.startswith("no response has reached the clip range")
+def test_bounds_that_do_nothing_are_reported() -> None:
+    """A range that nothing reaches if it follows the length, and auto bounds without a spread."""
+    ((_, unreached),) = sentences(LENGTH, 0.0)
+    assert unreached.startswith("no response has reached the clip range")
+    ((_, initial),) = sentences(AUTO, 0.0, sigma=0.0)
+    assert "set a higher optimizer.lr" in initial
     assert not sentences({"low": 3e-4}, 0.0)
-
-
-def test_auto_bounds_without_a_spread_are_reported() -> None:
-    ((_, text),) = sentences(AUTO, 0.0, sigma=0.0)
-    assert "set a higher optimizer.lr" in text
     assert not sentences(LENGTH, 0.0, sigma=0.0)

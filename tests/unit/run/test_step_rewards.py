@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,9 @@ from tepo_megatron.config import ObjectiveConfig, RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.config.rollout import FilterGroupsConfig
 from tepo_megatron.core.objective.compose import build_objective
-from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.sampling.step_rewards import GroupFilters, StepRewards, answer_of, apply_overlong, rehearsed
+from tepo_megatron.run.sampling.step_rewards import GroupFilters, StepRewards, apply_overlong, rehearsed
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.tasks.protocol import RewardResult
@@ -32,12 +34,9 @@ class Rewards:
     def __init__(self, rewards: dict[str, float | None]) -> None:
         self.rewards = rewards
 
-    def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable]) -> list[RewardResult]:
-        given = [(problem, self.rewards[text]) for problem, text in items]
-        return [RewardResult(r, None if r is not None else f"problem {p.id!r}: why") for p, r in given]
-
     def score_all(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[RewardResult]:
-        return self.score([(problems[r.group], answer_of(r)) for r in rollouts], [r.group for r in rollouts])
+        given = [(problems[rollout.group], self.rewards[rollout.text]) for rollout in rollouts]
+        return [RewardResult(r, None if r is not None else f"problem {p.id!r}: why") for p, r in given]
 
 
 def a_step(rewards: Sequence[Sequence[float | None]]) -> tuple[list[Rollout], list[Problem], Rewards]:
@@ -96,16 +95,12 @@ def test_a_step_is_what_it_would_be_if_the_failed_responses_had_never_been(
 
 def test_components_are_recorded_measured_and_trained_on(tmp_path: Path) -> None:
     rollouts, problems, pool = a_step([[1.0, 0.0], [0.5, None], [0.25, 0.75]])
-
-    class Parts(Rewards):
-        def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable]) -> list[RewardResult]:
-            assert list(groups) == [0, 0, 1, 1, 2, 2]
-            assert all(isinstance(text, ResponseText) and text.token_ids for _, text in items)
-            scored = super().score(items, groups)
-            return [r if r.error else RewardResult(r.reward, parts={"right": r.reward, "short": 1.0}) for r in scored]
-
+    results = [
+        r if r.error else RewardResult(r.reward, parts={"right": r.reward or 0.0, "short": 1.0})
+        for r in pool.score_all(rollouts, problems)
+    ]
     step = StepRewards(config(), lambda text: None)
-    recorded = step.reward(rollouts, Parts(pool.rewards).score_all(rollouts, problems), 0)
+    recorded = step.reward(rollouts, results, 0)
     assert recorded[0].reward_parts == {"right": 1.0, "short": 1.0}
     write_rollouts(tmp_path, 0, recorded)
     assert read_rollouts(tmp_path, 0) == recorded
@@ -118,31 +113,27 @@ def test_components_are_recorded_measured_and_trained_on(tmp_path: Path) -> None
 @pytest.mark.parametrize(("share", "stops"), [(0.5, True), (0.6, False), (0, True)])
 def test_too_large_a_share_of_failures_stops_the_run_with_the_first_cause(share: float, stops: bool) -> None:
     rollouts, problems, pool = a_step([[1.0, None, 0.0, None], [None, 1.0, None]])
-    step = StepRewards(config(f"reward.max_failed={share}"), lambda text: None)
-    if not stops:
-        assert len(step.leave_out(step.reward(rollouts, pool.score_all(rollouts, problems), 7))) == 2
-        return
-    with pytest.raises(
-        RuntimeError, match=r"^4 of 7 rewards of step 7 failed, more than reward\.max_failed = .*problem 'p0': why$"
-    ):
-        step.reward(rollouts, pool.score_all(rollouts, problems), 7)
+    step, scored = StepRewards(config(f"reward.max_failed={share}"), lambda text: None), pool.score_all(rollouts, problems)
+    says = r"^4 of 7 rewards of step 7 failed, more than reward\.max_failed = .*problem 'p0': why$"
+    with pytest.raises(RuntimeError, match=says) if stops else nullcontext():
+        assert len(step.leave_out(step.reward(rollouts, scored, 7))) == 2
 
 
 def test_a_step_without_enough_for_its_minibatches_stops_the_run() -> None:
     rollouts, problems, pool = a_step([[1.0, 0.0], [None, 1.0], [1.0, 1.0]])
-    step = StepRewards(config("train.minibatches=4"), lambda text: None)
-    assert len(step.leave_out(step.reward(rollouts, pool.score_all(rollouts, problems), 0))) == 4
-    step = StepRewards(config("train.minibatches=5"), lambda text: None)
+    scored, said = pool.score_all(rollouts, problems), list[str]()
+    step = StepRewards(config("train.minibatches=4"), said.append)
+    recorded = step.reward(rollouts, scored, 0)
+    assert len(step.leave_out(recorded)) == 4
     with pytest.raises(RuntimeError, match=r"1 of 6 rewards failed, and the 4 responses .* too few for train.minibatches = 5"):
-        step.leave_out(step.reward(rollouts, pool.score_all(rollouts, problems), 0))
+        StepRewards(config("train.minibatches=5"), said.append).leave_out(recorded)
     with pytest.raises(ValueError, match="rollout of problem p1 has no reward; leave it out of the step"):
-        pack(step.reward(rollouts, pool.score_all(rollouts, problems), 0))
-    said: list[str] = []
+        pack(recorded)
     step = StepRewards(config("reward.failed_reward=-1"), said.append)
-    scored = [RewardResult(-1.0 if r.error else r.reward, r.error) for r in pool.score_all(rollouts, problems)]
+    scored = [RewardResult(-1.0 if r.error else r.reward, r.error) for r in scored]
     assert [r.reward for r in step.leave_out(step.reward(rollouts, scored, 0))] == [1.0, 0.0, -1.0, 1.0, 1.0, 1.0]
     assert step.take_figures() == {"reward/failed": 1.0, "groups/dropped": 0.0}
-    assert said == ["1 of 6 rewards failed and count as reward.failed_reward = -1; the first: problem 'p1': why"]
+    assert said[1:] == ["1 of 6 rewards failed and count as reward.failed_reward = -1; the first: problem 'p1': why"]
 
 
 def test_verifiers_are_tried_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,26 +171,13 @@ def long(**sections: object) -> RunConfig:
     [(1, 0.0), (16384, 0.0), (16385, -1 / 4096), (17408, -0.25), (18432, -0.5), (20480, -1.0), (20481, -1.0)],
 )
 def test_the_punishment_is_that_of_dapo(length: int, expected: float) -> None:
-    for penalty in (1.0, 0.5):
+    """A response within the room keeps its reward to the last bit, and one without a reward stays without."""
+    for penalty, reward in ((1.0, 0.0), (0.5, 0.0), (1.0, 1 / 3), (1.0, None)):
         overlong = {"truncated": "penalise", "overlong": {"buffer": 4096, "penalty": penalty}}
-        (trained,), _ = apply_overlong([rollout(0, length, 0.0)], long(sampling={"max_new_tokens": 20480}, **overlong), 0)
-        assert trained.reward == expected * penalty
-
-
-@given(lengths=st.lists(st.integers(1, MAX_NEW_TOKENS), min_size=1, max_size=6), buffer=st.integers(1, MAX_NEW_TOKENS))
-def test_the_punishment_never_grows_with_room(lengths: list[int], buffer: int) -> None:
-    """A longer response never loses less; one within the room loses nothing; others keep their rewards to the last bit."""
-    run = long(truncated="penalise", overlong={"buffer": buffer, "penalty": 2.0})
-    given_rewards = [rollout(0, length, 1 / 3) for length in sorted(lengths)]
-    trained, _ = apply_overlong(given_rewards, run, 0)
-    rewards = [each.reward or 0.0 for each in trained]
-    assert rewards == sorted(rewards, reverse=True)
-    for before, after in zip(given_rewards, trained, strict=True):
-        room = len(before.response_ids) <= MAX_NEW_TOKENS - buffer
-        assert after is before if room else (after.reward or 0.0) < 1 / 3
-        assert after.reward is not None
-        assert after.reward >= 1 / 3 - 2.0
-    assert apply_overlong([rollout(0, 8, None)], run, 0)[0][0].reward is None
+        before = rollout(0, length, reward)
+        (trained,), _ = apply_overlong([before], long(sampling={"max_new_tokens": 20480}, **overlong), 0)
+        assert trained.reward == (None if reward is None else reward + expected * penalty)
+        assert (trained is before) == (reward is None or not expected)
 
 
 def test_figures_say_how_many_were_cut_and_what_they_lost() -> None:
@@ -250,10 +228,7 @@ def test_a_step_of_which_the_mask_leaves_too_little_stops_the_run() -> None:
 
 def group(rewards: list[float | None], cut: int = 0) -> list[Rollout]:
     """Responses with these rewards, the first ``cut`` of which are cut."""
-    return [
-        Rollout("p", 0, [3], [4], [-1.0], "length" if at < cut else "stop", WeightsVersion(0), "", reward)
-        for at, reward in enumerate(rewards)
-    ]
+    return [replace(rollout(0, 1, reward, cut=at < cut), problem_id="p") for at, reward in enumerate(rewards)]
 
 
 @pytest.mark.parametrize(
