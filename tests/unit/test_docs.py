@@ -6,32 +6,18 @@ import ast
 import pkgutil
 import re
 import tomllib
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from tepo_megatron.config import RunConfig
 from tepo_megatron.config.schema import schema_rows
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tepo_megatron"
 FOLDERS = ("tepo_megatron", "tests", "docs", "scripts", "examples", "docker", "requirements", ".ci")
-SECTIONS = (
-    "model",
-    "data",
-    "rollout",
-    "reward",
-    "environment",
-    "objective",
-    "engine",
-    "optimizer",
-    "train",
-    "evaluate",
-    "log",
-    "cluster",
-)
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md"))
@@ -119,28 +105,19 @@ def is_ours(path: str) -> bool:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_file_and_function_that_is_named_exists(document: str) -> None:
+def test_every_file_folder_function_and_test_that_is_named_exists(document: str) -> None:
     missing = []
     for word in code_in(document):
-        found = FILE.fullmatch(word)
-        if found is None or not is_ours(found["path"]):
+        if re.fullmatch(rf"(?:{'|'.join(map(re.escape, FOLDERS))})(/[\w.-]+)+/?", word) and "NAME" not in word:
+            missing += [] if (ROOT / word).exists() else [word]
+        match = FILE.fullmatch(word)
+        if match is None or not is_ours(match["path"]):
             continue
-        files = resolve(found["path"])
-        if not files or (found["name"] and not any(found["name"] in names_in(file) for file in files)):
+        files = resolve(match["path"])
+        if not files or (match["name"] and not any(match["name"] in names_in(file) for file in files)):
             missing.append(word)
-    assert not missing
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_folder_that_is_named_exists(document: str) -> None:
-    named = [word for word in code_in(document) if re.fullmatch(rf"(?:{'|'.join(map(re.escape, FOLDERS))})(/[\w.-]+)+/?", word)]
-    assert not [word for word in named if "NAME" not in word and not (ROOT / word).exists()]
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_test_that_is_named_exists(document: str) -> None:
-    named = [span.lstrip(":").partition("[")[0] for span in spans_in(document) if re.fullmatch(r":?test_\w+(\[.*\])?", span)]
-    assert not [name for name in named if name not in all_tests()]
+    tests = [span.lstrip(":").partition("[")[0] for span in spans_in(document) if re.fullmatch(r":?test_\w+(\[.*\])?", span)]
+    assert not [*missing, *(name for name in tests if name not in all_tests())]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -159,27 +136,17 @@ def _leads_somewhere(document: Path, target: str) -> bool:
     return anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-def schema_paths() -> frozenset[str]:
-    rows = {row.path for row in schema_rows()}
-    return frozenset(".".join(path.split(".")[:length]) for path in rows for length in range(1, path.count(".") + 2))
-
-
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_field_that_is_named_exists(document: str) -> None:
-    fields = schema_paths()
-    methods = {
-        f"{owner}.{name.rpartition('.')[2]}"
-        for owner, file in {
-            "engine": "trainer/megatron/engine.py",
-            "objective": "core/objective/compose.py",
-        }.items()
-        for name in names_in(PACKAGE / file)
-    }
-    pattern = re.compile(rf"((?:{'|'.join(SECTIONS)})(?:\.[a-z]\w*)+)([=(].*)?")
-    named = [found[1] for word in code_in(document) if (found := pattern.fullmatch(word))]
+    paths = [row.path.split(".") for row in schema_rows()]
+    known = {".".join(path[:length]) for path in paths for length in range(1, len(path) + 1)}
+    for owner, file in {"engine": "trainer/megatron/engine.py", "objective": "core/objective/compose.py"}.items():
+        known |= {f"{owner}.{name.rpartition('.')[2]}" for name in names_in(PACKAGE / file)}
+    pattern = re.compile(rf"((?:{'|'.join(RunConfig.model_fields)})(?:\.[a-z]\w*)+)([=(].*)?")
+    named = [match[1] for word in code_in(document) if (match := pattern.fullmatch(word))]
     named = [re.sub(r"^evaluate\.sets\.\w+", "evaluate.sets.NAME", name) for name in named]
     files = re.compile(r".*\.(py|json|jsonl|parquet|yaml|safetensors|sqsh)")
-    assert not [name for name in named if name not in fields | methods and not files.fullmatch(name)]
+    assert not [name for name in named if name not in known and not files.fullmatch(name)]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -214,20 +181,15 @@ def test_every_command_that_is_named_exists(document: str) -> None:
 # -- counts and versions
 
 
-def supported_pythons() -> list[str]:
-    requires = SpecifierSet(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"])
-    return [f"3.{minor}" for minor in range(30) if f"3.{minor}.0" in requires]
-
-
 def test_one_range_of_pythons_is_stated_everywhere() -> None:
-    versions = supported_pythons()
+    project = tomllib.loads(text_of("pyproject.toml"))["project"]
+    versions = [f"3.{minor}" for minor in range(30) if f"3.{minor}.0" in SpecifierSet(project["requires-python"])]
     stated = ", ".join(versions[:-1]) + f" or {versions[-1]}"
     for document in ("README.md", "docs/reference/gpu.md", "scripts/common.sh"):
         assert f"Python {stated}" in text_of(document), document
     for script in ("scripts/setup_cpu.sh", "scripts/setup_launch.sh"):
         assert f"({stated})" in text_of(script), script
-    classifiers = tomllib.loads(text_of("pyproject.toml"))["project"]["classifiers"]
-    assert [name.rpartition(" ")[2] for name in classifiers if "Python :: 3." in name] == versions
+    assert [name.rpartition(" ")[2] for name in project["classifiers"] if "Python :: 3." in name] == versions
     low, high = re.findall(r"\(3, (\d+)\)", text_of("scripts/common.sh"))
     assert versions == [f"3.{minor}" for minor in range(int(low), int(high))]
     assert set(re.findall(r" (?:python)(3\.\d+)(?= )", text_of("scripts/common.sh"))) == set(versions)
@@ -241,16 +203,10 @@ def test_the_number_of_cpu_patches_is_the_decisions() -> None:
     assert f"{number} patches and one torch function mode" in " ".join(text_of("docs/decisions/005-cpu-patches.md").split())
 
 
-def tree() -> Iterator[str]:
-    """The names at the starts of the lines of README's tree of folders."""
-    block = text_of("README.md").split("## What is where")[1].split("```")[1]
-    for line in block.splitlines():
-        names = re.match(r" *((?:[\w.]+/? ?)+?)(?:  |$)", line)
-        yield from names[1].split() if names else ()
-
-
 def test_the_tree_in_the_readme_has_every_part_of_the_package() -> None:
-    named = set(tree())
+    block = text_of("README.md").split("## What is where")[1].split("```")[1]
+    starts = [re.match(r" *((?:[\w.]+/? ?)+?)(?:  |$)", line) for line in block.splitlines()]
+    named = {name for start in starts if start for name in start[1].split()}
     packages = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
     assert packages <= named, packages - named
     assert not [name for name in named if not any((home / name).exists() for home in (ROOT, PACKAGE))]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from tepo_megatron.runtime import rendezvous, torchrun
 from tepo_megatron.sampler.vllm.resources import reserve_port
+from tepo_megatron.tools.faults.processes import wait_until
 from tepo_megatron.trainer.megatron.collectives import all_gather_json, objects_as_json
 from tests.support import stranger
 from tests.support.launch import run_dist
@@ -90,11 +90,11 @@ def start(tmp_path: Path) -> Iterator[Any]:
 
 
 def wait_for(process: subprocess.Popen[str], *files: Path) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not all(file.exists() and (file.suffix == ".empty" or file.read_text()) for file in files):
+    def written() -> bool:
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, f"{files} did not come"
-        time.sleep(0.05)
+        return all(file.exists() and (file.suffix == ".empty" or file.read_text()) for file in files)
+
+    wait_until(written, TIMEOUT_S, f"{files}")
 
 
 def ports(process: subprocess.Popen[str]) -> list[int]:
@@ -114,10 +114,7 @@ def test_the_proof_is_one_torchruns_own_rendezvous_runs_the_strangers_code(start
     wait_for(process, up)
     keys = stranger.ask("poison_stores", proof, *ports(process))
     assert any(key.startswith("torch.rendezvous.") for key in keys)
-    deadline = time.monotonic() + TIMEOUT_S
-    while not proof.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(proof.exists, TIMEOUT_S, "the proof")
 
 
 @as_root
@@ -145,10 +142,7 @@ def test_ranks_whose_agent_was_killed_leave_no_folder(start: Any, tmp_path: Path
     folder = Path(environment_of_a_rank(parent, rendezvous.FOLDER_VARIABLE)[0])
     assert folder.stat().st_mode & 0o777 == 0o700
     parent.kill()
-    deadline = time.monotonic() + TIMEOUT_S
-    while folder.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not folder.exists(), TIMEOUT_S, "the end of the ranks")
 
 
 def test_a_rank_that_leaves_first_takes_the_store_from_nobody(start: Any, tmp_path: Path) -> None:

@@ -221,6 +221,7 @@ def rollout(group: int, spans: list[tuple[int, int]], tokens: int, logprob: floa
 
 
 def test_ages_are_counted_token_by_token() -> None:
+    """What an environment wrote has none."""
     mixed, fresh = rollout(0, [(0, 3), (2, 5)], 3), rollout(1, [(0, 6)], 1)
     assert token_ages(mixed, 6).tolist() == [3, 3, 1]
     assert version_figures([mixed, fresh], 6) == {
@@ -230,6 +231,10 @@ def test_ages_are_counted_token_by_token() -> None:
         "staleness/max": 3.0,
         "staleness/versions": 1.5,
     }
+    logprobs, mask = np.array([-3.0, 0.0, 0.0, -1.0], np.float32), np.array([True, False, False, True])
+    with_tool = replace(rollout(0, [(0, 3), (2, 5)], 4), sampler_logprobs=logprobs, loss_mask=mask)
+    assert version_figures([with_tool], 6)["staleness/mean"] == (3 + 1) / 2
+    assert kl_of(figures_of([with_tool], 6, canary={"every": 0})) == of_ages([1, 3])
 
 
 def figures_of(rollouts: list[Rollout], step: int, count: int = 1, gaps: list[float] | None = None, **settings: Any) -> Any:
@@ -246,17 +251,13 @@ def figures_of(rollouts: list[Rollout], step: int, count: int = 1, gaps: list[fl
     return checks.take_figures()
 
 
+def kl_of(figures: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in figures.items() if "/kl_" in name}
+
+
 def of_ages(ages: Iterable[int]) -> dict[str, Any]:
     """The mismatch of tokens with the sampler's log-prob −age."""
     return {f"staleness/kl_{age}": pytest.approx(math.expm1(age) - age, rel=1e-6) for age in ages}
-
-
-def test_what_an_environment_wrote_has_no_age() -> None:
-    logprobs, mask = np.array([-3.0, 0.0, 0.0, -1.0], np.float32), np.array([True, False, False, True])
-    with_tool = replace(rollout(0, [(0, 3), (2, 5)], 4), sampler_logprobs=logprobs, loss_mask=mask)
-    assert version_figures([with_tool], 6)["staleness/mean"] == (3 + 1) / 2
-    figures = figures_of([with_tool], 6, canary={"every": 0})
-    assert {name: value for name, value in figures.items() if "/kl_" in name} == of_ages([1, 3])
 
 
 @given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=4, max_size=9), st.integers(1, 4), st.booleans())
@@ -275,7 +276,7 @@ def test_every_token_has_its_own_age_through_packing_and_minibatches(lengths: li
     count = min(count, len(trained))
     figures = figures_of(rollouts, step, count, canary={"every": 0}, truncated="mask" if cut else "train")
     ages = {int(age) for each in trained for age in token_ages(each, step)}
-    assert {name: value for name, value in figures.items() if "/kl_" in name} == of_ages(ages)
+    assert kl_of(figures) == of_ages(ages)
 
 
 def test_the_canary_looks_at_what_the_present_weights_drew_only() -> None:

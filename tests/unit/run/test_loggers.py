@@ -90,25 +90,18 @@ def test_no_failure_is_hidden_and_rows_after_it_are_logged(
         assert [report for report in reports if "note" in report] == [{"note": f"https://{HIDDEN}@there"}]
 
 
-def test_another_process_continues_the_run_and_its_count_of_rows(tmp_path: Path) -> None:
-    for start in (0, 3):
-        client = Faulty(0)
-        session, _ = session_of(client, tmp_path, time.monotonic)
+def test_another_process_continues_the_run_and_an_end_that_fails_is_tried_once_more(tmp_path: Path) -> None:
+    for start, failures, ending in ((0, 1, "stopped"), (3, 5, None)):
+        session, reports = session_of(client := Faulty(0), tmp_path, time.monotonic)
         session.open()
         for step in range(3):
             session.log({"step": step})
         assert client.opened == [None if start == 0 else "new"]
         assert client.rows == [(start + step, step) for step in range(3)]
-
-
-@pytest.mark.parametrize(("failures", "ending"), [(1, "stopped"), (5, None)])
-def test_an_end_that_fails_is_tried_once_more(failures: int, ending: str | None, tmp_path: Path) -> None:
-    session, reports = session_of(client := Faulty(0), tmp_path, time.monotonic)
-    session.open()
-    client.failures = failures
-    session.finish("stopped")
-    assert client.ending == ending
-    assert ["failed" in report for report in reports] == ([False] if ending else [False, True])
+        client.failures = failures
+        session.finish("stopped")
+        assert client.ending == ending
+        assert ["failed" in report for report in reports] == ([False] if ending else [False, True])
 
 
 # -- secrets

@@ -19,6 +19,7 @@ from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.step_rewards import token_ages
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.tasks.data.sources import ProblemSampler
+from tepo_megatron.tools.faults.processes import wait_until
 from tests.support.fake_sampling import FakeServers, FakeVerifiers, collector
 from tests.support.programs import TIMEOUT_S
 
@@ -46,15 +47,9 @@ class Run:
     def publish(self) -> None:
         self.schedule.published(WeightsVersion(self.version, f"{self.version:x}"))
 
-    def wait(self, true: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not true():
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-
     def asked(self, count: int) -> list[int]:
         """The numbers of the groups that were asked for, once there are so many requests."""
-        self.wait(lambda: len(self.servers.asked) >= count)
+        wait_until(lambda: len(self.servers.asked) >= count, TIMEOUT_S, "the requests")
         return [number for number, _, _ in self.servers.asked]
 
     def finish_all(self) -> None:
@@ -185,7 +180,7 @@ def test_an_error_that_is_no_servers_death_ends_the_run(make: Any) -> None:
     run.trained()
     run.asked(3 * B)
     run.servers.fail(ValueError("a prompt is empty"))
-    run.wait(lambda: run.schedule._thread._error is not None)
+    wait_until(lambda: run.schedule._thread._error is not None, TIMEOUT_S, "the error")
     with pytest.raises(ValueError, match="a prompt is empty"):
         run.collect()
 

@@ -82,16 +82,6 @@ def test_partial_groups_are_drawn_once_and_carried_to_the_next_step(reference_ru
     assert [row["groups/carried_in"] for row in run.rows[1:]] == [0.0, *carried[:-1]]
 
 
-def test_oversampled_groups_pass_the_filters_in_the_order_of_their_draw(reference_run: Make) -> None:
-    run = reference_run({"rollout": {"oversample": 2.0, "uncorrected": True, "filter_groups": {"max_batches": 50}}}).run()
-    for rollouts in run.rollouts.values():
-        assert [len({rollout.reward for rollout in rollouts if rollout.group == group}) for group in (0, 1)] == [2, 2]
-    for row in run.rows[1:]:
-        outcome = row["groups/kept"] + row["groups/filtered"] + row["groups/carried"]
-        assert row["groups/carried_in"] + row["groups/drawn"] == outcome
-        assert row["groups/kept"] == 2
-
-
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_the_overlapped_schedule_trains_on_every_group_once_and_on_none_too_old(staleness: int, reference_run: Make) -> None:
     train = {"steps": 5, "schedule": "overlap", "max_staleness": staleness}

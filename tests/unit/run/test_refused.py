@@ -8,6 +8,8 @@ from tepo_megatron.config.load import ConfigError, load_run
 
 OVERLAP, PENALISE = "train.schedule=overlap", "rollout.truncated=penalise"
 FILTERS, SERVER = "rollout.filter_groups", "rollout.server"
+FREE, GDPO, THREE = "rollout.uncorrected=true", "objective.preset=gdpo", "reward.weights={a: 1, b: 1, c: 1}"
+FP8 = ["engine.fp8={recipe: blockwise, params: true}", "optimizer.distributed=true", "model.dtype=bfloat16"]
 ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
 
 
@@ -16,22 +18,19 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
     [
         # schedules
         ([OVERLAP], r"objective\.mismatch = null with train\.schedule = overlap: train\.max_staleness = 1"),
-        (
-            [OVERLAP, "rollout.uncorrected=true", f"{SERVER}.placement=colocated"],
-            r"train\.schedule = overlap with rollout\.server\.placement = colocated",
-        ),
+        ([OVERLAP, FREE, f"{SERVER}.placement=colocated"], r"schedule = overlap with rollout\.server\.placement = colocated"),
         (["train.max_staleness=2"], r"max_staleness = 2 does nothing with schedule = sync"),
         (["train.stale=keep"], r"stale = keep does nothing with schedule = sync"),
         (["train.kv_cache=keep"], r"kv_cache = keep does nothing with schedule = sync"),
         ([OVERLAP, "train.max_staleness=0"], r"train\.max_staleness: got 0; allowed: an integer ≥ 1"),
-        ([OVERLAP, "rollout.uncorrected=true", f"{SERVER}.cpu_threads=all"], r"leaves the trainer no core"),
+        ([OVERLAP, FREE, f"{SERVER}.cpu_threads=all"], r"leaves the trainer no core"),
         # groups and long responses
         ([PENALISE], r"truncated = penalise needs overlong\.buffer"),
         (["rollout.overlong.buffer=2"], r"truncated = train and overlong belong together"),
         (["rollout.truncated=mask", "rollout.overlong.buffer=2"], r"truncated = mask and overlong belong together"),
         ([PENALISE, "rollout.overlong.buffer=999"], r"even an empty response would be punished"),
         ([PENALISE, "rollout.overlong.buffer=2", "objective.preset=max_rl"], r"divides by their mean"),
-        ([PENALISE, "rollout.overlong.buffer=2", "objective.preset=gdpo"], r"a component of its own"),
+        ([PENALISE, "rollout.overlong.buffer=2", GDPO], r"a component of its own"),
         (["rollout.oversample=1.5"], r"set filter_groups or partial, or leave it out"),
         (["rollout.partial=true"], r"oversample = 1 begins no more groups than a step needs"),
         (["rollout.partial=true", "rollout.oversample=1.5"], r"which biases the gradient; set objective\.mismatch\.kind"),
@@ -53,15 +52,7 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
         ([f"{SERVER}={{transport: nccl, transfer: gather}}"], r"gather broadcasts over gloo"),
         ([f"{SERVER}={{placement: colocated, registry: /r}}"], r"registry is for external ones"),
         (["engine={cpu_threads: 2, platform: cuda}"], r"acts where the trainer runs on a CPU, and platform = cuda"),
-        (
-            [
-                "engine.fp8={recipe: blockwise, params: true}",
-                "optimizer.distributed=true",
-                "model.dtype=bfloat16",
-                f"{SERVER}.placement=colocated",
-            ],
-            r"engine\.fp8\.params",
-        ),
+        ([*FP8, f"{SERVER}.placement=colocated"], r"engine\.fp8\.params"),
         (["rollout.replay_weights=any"], r"replay_weights = any has no effect without replay"),
         # rollback, checkpoints, records
         ([ROLLBACK[0], "train.save_every=1"], r"give one of above"),
@@ -71,23 +62,11 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
         (["train.keep_best.metric=accuracy/greedy", "evaluate.every=0"], r"evaluate\.every = 0 makes none"),
         (["log.token_samples=2", "train.steps=9"], r"token_samples_every = 10 is more than train\.steps = 9"),
         # rewards of several components
-        (
-            ["objective.preset=gdpo", "objective.advantage.weights=[1,2]"],
-            r"names 2 rewards, but a run has one for each response unless reward\.weights",
-        ),
-        (
-            ["objective.preset=gdpo", "reward.weights={a: 1, b: 2}"],
-            r"set objective\.advantage\.weights=\[1, 2\], in this order",
-        ),
-        (
-            ["objective.preset=gdpo", "reward.weights={a: 1, b: 1, c: 1}", "objective.advantage.weights=[1,2]"],
-            r"has 2 entries, .* names 3 components: a, b, c",
-        ),
+        ([GDPO, "objective.advantage.weights=[1,2]"], r"names 2 rewards, but a run has one .* unless reward\.weights"),
+        ([GDPO, "reward.weights={a: 1, b: 2}"], r"set objective\.advantage\.weights=\[1, 2\], in this order"),
+        ([GDPO, THREE, "objective.advantage.weights=[1,2]"], r"has 2 entries, .* names 3 components: a, b, c"),
         # W&B and MLflow
-        (
-            ["log.mlflow={experiment_name: a, tracking_uri: 'postgresql://me:pw@host/db'}"],
-            r"an address with a password in it",
-        ),
+        (["log.mlflow={experiment_name: a, tracking_uri: 'postgresql://me:pw@host/db'}"], r"an address with a password"),
         (["log.mlflow={experiment_name: a, tracking_uri: ./mlruns}"], r"is a folder, which MLflow 3 cannot write to"),
         (["log.mlflow={experiment_name: a, tracking_uri: 'http://[::1'}"], r"is no address"),
         (["log.mlflow={}"], r"log\.mlflow\.experiment_name"),
@@ -104,12 +83,12 @@ def test_what_cannot_act_is_refused(overrides: list[str], sentence: str) -> None
 @pytest.mark.parametrize(
     "overrides",
     [
-        [OVERLAP, "rollout.uncorrected=true", "model.lora.serve=adapter"],
-        [OVERLAP, "rollout.uncorrected=true", "rollout.oversample=1.5", "rollout.partial=true"],
+        [OVERLAP, FREE, "model.lora.serve=adapter"],
+        [OVERLAP, FREE, "rollout.oversample=1.5", "rollout.partial=true"],
         [OVERLAP, "train.max_staleness=4", "objective.preset=decoupled_ppo"],
         ["log.token_samples=2", "train.steps=10"],
-        ["objective.preset=gdpo", "reward.weights={a: 1, b: 1}"],
-        ["objective.preset=gdpo", "reward.weights={a: 1, b: 2}", "objective.advantage.weights=[3,1]"],
+        [GDPO, "reward.weights={a: 1, b: 1}"],
+        [GDPO, "reward.weights={a: 1, b: 2}", "objective.advantage.weights=[3,1]"],
         ["reward.weights={a: 1, b: 2}"],
     ],
 )

@@ -36,6 +36,11 @@ lock.release()
 """
 
 
+def change(folder: Path, **changes: Any) -> None:
+    """Writes another holder into the file."""
+    (folder / FILE).write_text(json.dumps(json.loads((folder / FILE).read_text()) | changes))
+
+
 def hold(folder: Path) -> subprocess.Popen[str]:
     """A process that takes the lock, or says why not, and lets go of it at the end of its input."""
     command = [sys.executable, "-c", HOLD, str(folder)]
@@ -114,14 +119,14 @@ def test_without_flock_the_process_decides(
     monkeypatch.setattr(fcntl, "flock", no_flock)
     with pytest.raises(ValueError, match=f"is in use by process {holder.pid}"):
         RunLock(tmp_path).take()
-    written = json.loads((tmp_path / FILE).read_text())
-    (tmp_path / FILE).write_text(json.dumps(written | {"born": written["born"] - 1}))  # the number was given anew
+    written = (tmp_path / FILE).read_text()
+    change(tmp_path, born=json.loads(written)["born"] - 1)  # another process has the number now
     lock = RunLock(tmp_path)
     assert lock.take().pid == holder.pid
     lock.release()
     holder.kill()
     holder.wait()
-    (tmp_path / FILE).write_text(json.dumps(written))
+    (tmp_path / FILE).write_text(written)
     assert RunLock(tmp_path).take().pid == holder.pid
 
 
@@ -130,12 +135,10 @@ def leave(folder: Path, *, silent_s: float, **changes: Any) -> None:
     (folder / FILE).unlink(missing_ok=True)
     lock = RunLock(folder)
     lock.take()
-    written = json.loads((folder / FILE).read_text())
+    change(folder, host="node7", kernel="another", token="another", **changes)
     lock.release()
-    path = folder / FILE
-    path.write_text(json.dumps(written | {"host": "node7", "kernel": "another", **changes}))
     then = time.time() - silent_s
-    os.utime(path, (then, then))
+    os.utime(folder / FILE, (then, then))
 
 
 def test_a_run_on_another_machine_is_refused_while_it_gives_signs_of_life(tmp_path: Path) -> None:
@@ -147,6 +150,26 @@ def test_a_run_on_another_machine_is_refused_while_it_gives_signs_of_life(tmp_pa
     lock = RunLock(tmp_path)
     assert lock.take().host == "node7"
     lock.release()
+
+
+def test_a_run_notices_that_its_folder_is_gone_or_was_taken_over(tmp_path: Path) -> None:
+    """By another machine that believed it dead, since it stood still for long. What is no lock is no obstacle."""
+    folder = tmp_path / "out"
+    lock = RunLock(folder)
+    lock.take()
+    assert lock.is_there()
+    change(folder, host="node7", token="another")
+    with pytest.raises(RuntimeError, match=r"was taken over by process .* on node7.*; this one stops"):
+        lock.is_there()
+    shutil.rmtree(folder)
+    assert not lock.is_there()
+    lock.release()
+    folder.mkdir()
+    for content in (b"", b"\xff\xfe", b"[1]", b'{"pid": 3}'):
+        (folder / FILE).write_bytes(content)
+        assert lock.take() is None
+        assert lock.is_there()
+        lock.release()
 
 
 @pytest.mark.parametrize(
@@ -165,35 +188,3 @@ def test_a_requeued_job_takes_the_lock_of_its_life_before(
     else:
         with pytest.raises(ValueError, match="sign of life"):
             lock.take()
-
-
-def test_a_run_whose_folder_was_taken_over_stops(tmp_path: Path) -> None:
-    """One that stood still for long, and was believed dead from another machine."""
-    lock = RunLock(tmp_path)
-    lock.take()
-    assert lock.is_there()
-    written = json.loads((tmp_path / FILE).read_text())
-    (tmp_path / FILE).write_text(json.dumps(written | {"host": "node7", "token": "another"}))
-    with pytest.raises(RuntimeError, match=r"was taken over by process .* on node7.*; this one stops"):
-        lock.is_there()
-    lock.release()
-
-
-def test_a_folder_that_is_gone_is_noticed_and_can_be_taken_again(tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    lock = RunLock(folder)
-    lock.take()
-    shutil.rmtree(folder)
-    assert not lock.is_there()
-    lock.release()
-    assert lock.take() is None
-    assert lock.is_there()
-    lock.release()
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[1]", b'{"pid": 3}'])
-def test_a_lock_that_says_nothing_is_no_obstacle(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / FILE).write_bytes(content)
-    lock = RunLock(tmp_path)
-    assert lock.take() is None
-    lock.release()
