@@ -186,19 +186,17 @@ def _read_arguments(
 
 def _name_everywhere(config: RunConfig, extensions: Extensions) -> RunConfig:
     names = [_address(callback) for callback in extensions.callbacks]
-    objects = {"reward": extensions.reward, "collect": extensions.collect}
-    functions = {name: function for name, function in objects.items() if function is not None}
-    here = [(f"{name}={_called(function)}", "the function by its name") for name, function in functions.items()]
-    advice = "the class by its name, with its arguments as kwargs"
     unnamed = [callback for callback, name in zip(extensions.callbacks, names, strict=True) if name is None]
-    here += [(f"callbacks=[{_called(callback)}]", advice) for callback in unnamed]
-    if here:
-        argument, remedy = here[0]
-        raise ValueError(
-            f"{argument} is in this process alone, and the {config.engine.parallel.world_size} ranks of engine.parallel are "
-            f"processes of their own; put it into a file and give {remedy} (path/file.py:name), start the program by python -m "
-            "tepo_megatron.runtime.torchrun, or use one rank"
-        )
+    objects = [("reward={}", extensions.reward), ("collect={}", extensions.collect), *(("callbacks=[{}]", o) for o in unnamed)]
+    for argument, thing in objects:
+        if thing is not None:
+            is_callback = argument.startswith("callbacks")
+            remedy = "the class by its name, with its arguments as kwargs" if is_callback else "the function by its name"
+            raise ValueError(
+                f"{argument.format(_called(thing))} is in this process alone, and the {config.engine.parallel.world_size} "
+                f"ranks of engine.parallel are processes of their own; put it into a file and give {remedy} "
+                "(path/file.py:name), start the program by python -m tepo_megatron.runtime.torchrun, or use one rank"
+            )
     return _with_callbacks(config, [name for name in names if name is not None])
 
 

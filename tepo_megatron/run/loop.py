@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tepo_megatron.config import RunConfig
@@ -43,10 +42,7 @@ class Loop:
     def __post_init__(self) -> None:
         self.stopping = Stopping(saved_step=self.step)
         self.stopping.signals.at_risk = lambda: self.stopping.at_risk(self.step)
-
-        def keep(step: int, skipped: Sequence[Mapping[str, Any]]) -> Path | None:
-            return self.on_root(lambda rank0: rank0.keep_skipped(step, skipped))
-
+        keep = None if self.rank0 is None else self.rank0.keep_skipped
         self.skipped = SkippedUpdates(self.config, keep, self.engine.broadcast_from_root)
         self.rollback = Rollback(self.config.train.rollback)
 

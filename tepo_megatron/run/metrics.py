@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tepo_megatron.runtime.files import Failed, LogFile, read_lines, write_atomically
+from tepo_megatron.runtime.files import Failed, LogFile, parse_samples, read_lines, write_atomically
 from tepo_megatron.runtime.text import valid_text
 
 PHASES = ("rollout", "reward", "journal", "score", "update", "sync", "eval")
@@ -73,16 +73,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def read_rows(path: Path, what: str) -> tuple[list[dict[str, Any]], bool]:
     """Also returns whether a crash cut off the last line. Raises ValueError for other lines without an integer ``step``."""
     lines, cut = read_lines(path)
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}:{number}: not a {what}: {error}; remove the line") from error
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise ValueError(f"{path}:{number}: not a {what}: an object with an integer 'step' was expected; remove the line")
-        rows.append(row)
-    return rows, cut
+    return list(parse_samples(path, lines, what, numbered=True)), cut
 
 
 class Stopwatch:
@@ -166,19 +157,6 @@ class _EventsFile:
 
 FOLDER, _FORMAT = "tokens", 1
 
-_PER_RESPONSE: dict[str, type[np.generic]] = {
-    **dict.fromkeys(("lengths", "prompt", "group", "update"), np.int32),
-    "reward": np.float32,
-    "truncated": np.bool_,
-}
-_FLOATS = ("logprob_sampler", "logprob_trainer", "logprob_update", "entropy", "entropy_change", "advantage", "ratio")
-_PER_TOKEN: dict[str, type[np.generic]] = {
-    **dict.fromkeys(("ids", "version"), np.int32),
-    **dict.fromkeys(_FLOATS, np.float32),
-    **dict.fromkeys(("loss_mask", "masked"), np.bool_),
-}
-_ARRAYS = {**_PER_RESPONSE, **_PER_TOKEN}
-
 
 @dataclass(frozen=True)
 class TokenPrompt:
@@ -225,7 +203,7 @@ class TokenSamples:
     def __post_init__(self) -> None:
         for name, kind in _ARRAYS.items():
             array = getattr(self, name)
-            rows = self.lengths.size if name in _PER_RESPONSE else self.ids.size
+            rows = self.lengths.size if name in _OF_RESPONSES else self.ids.size
             if array.shape != (rows,) or array.dtype != kind:
                 raise ValueError(f"{name} is {array.dtype} of shape {array.shape}, not {kind.__name__} of shape ({rows},)")
         if (self.lengths < 0).any() or int(self.lengths.sum()) != self.ids.size:
@@ -258,6 +236,11 @@ class TokenSamples:
 
     def tokens_of(self, response: int) -> slice:
         return slice(int(self.offsets[response]), int(self.offsets[response + 1]))
+
+
+_HINTS = {name: hint for name, hint in get_type_hints(TokenSamples).items() if get_origin(hint) is np.ndarray}
+_ARRAYS: dict[str, type[np.generic]] = {name: get_args(get_args(hint)[1])[0] for name, hint in _HINTS.items()}
+_OF_RESPONSES = tuple(_ARRAYS)[: list(_ARRAYS).index("ids")]
 
 
 def token_file(folder: Path, step: int) -> Path:

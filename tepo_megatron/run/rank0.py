@@ -109,7 +109,7 @@ class Rank0:
                 self.output.message(sentence)
         if count := self.config.log.train_samples:
             chosen = train_samples(self.collector.drawn, self._problems, count, self._inputs.tokenizer.decode)
-            self.output.write_train_samples(step + 1, chosen)
+            self.output.write_samples(step + 1, chosen, trained=True)
         self.callbacks.tell("on_rollouts", step + 1, step + 1, rollouts)
         return rollouts
 

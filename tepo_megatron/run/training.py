@@ -21,7 +21,6 @@ from tepo_megatron.run.output.resume import resume
 from tepo_megatron.run.rank0 import Rank0
 from tepo_megatron.run.sampling.custom_rollout import load_collect
 from tepo_megatron.run.sampling.inputs import read_inputs
-from tepo_megatron.run.sampling.step_rewards import rehearsed
 from tepo_megatron.run.step.placement import Placement, is_colocated
 from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.heartbeat import Heartbeat
@@ -100,7 +99,9 @@ def _open_rank0(
     callbacks = Callbacks.of(config, extensions.callbacks)
     collect = load_collect(config, extensions.collect)
     task = open_task(config, inputs.tokenizer, inputs.spec, extensions.reward)  # before anything is written
-    stack.callback(rehearsed(task, config, inputs.train).close)
+    stack.callback(task.close)
+    if config.rollout.replay is None:
+        task.rehearse(inputs.train)
     pools = stack.enter_context(verifier_pools(config, inputs.sets, task))
     output = Output(config, make_progress(config.log))
     stack.callback(output.close)

@@ -84,14 +84,18 @@ def read_lines(path: Path) -> tuple[list[str], bool]:
     return result, bool(rest)
 
 
-def parse_samples(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def parse_samples(
+    path: Path, lines: Iterable[str], what: str = "sample", *, numbered: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Raises ValueError for a line that is no object or, if they are ``numbered``, has no integer ``step``."""
+    expected = "an object with an integer 'step'" if numbered else "an object"
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}:{number}: not a sample: {error}; remove the line") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}:{number}: not a sample: an object was expected; remove the line")
+            raise ValueError(f"{path}:{number}: not a {what}: {error}; remove the line") from error
+        if not isinstance(row, dict) or (numbered and not isinstance(row.get("step"), int)):
+            raise ValueError(f"{path}:{number}: not a {what}: {expected} was expected; remove the line")
         yield row
 
 

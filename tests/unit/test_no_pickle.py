@@ -19,23 +19,13 @@ MODULES = {
 """Modules whose readers run what they read, or whose listeners do."""
 
 CALLS = {
-    "eval": "runs a text",
-    "exec": "runs a text",
-    "compile": "makes code of a text",
-    "__import__": "imports by a text",
-    "load_pickle": "unpickles",
-    "read_pickle": "unpickles",
-    "unsafe_load": "makes any object of YAML",
-    "full_load": "makes objects of YAML",
-    "UnsafeLoader": "makes any object of YAML",
-    "FullLoader": "makes objects of YAML",
-    "Listener": "listens, and unpickles",
-    "BaseManager": "listens, and unpickles",
-    "set_sharing_strategy": "passes tensors by sockets",
-    **dict.fromkeys(("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"), "unpickles"),
-    **dict.fromkeys(("send_object_list", "recv_object_list"), "unpickles"),
+    *("eval", "exec", "compile", "__import__"),  # run a text
+    *("load_pickle", "read_pickle", "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list", "Listener", "BaseManager"),  # unpickle
+    *("unsafe_load", "full_load", "UnsafeLoader", "FullLoader"),  # make objects of YAML
+    "set_sharing_strategy",  # passes tensors by sockets
 }
-"""Names that must not be called or passed on, with what they do."""
+"""Names that must not be called or passed on."""
 
 _PIPES = "arguments and results by pipes between a parent and its children"
 _PROGRAMS = "programs that the model wrote, where reward.run_code says so: within limits, without network (runtime/sandbox.py)"

@@ -106,11 +106,9 @@ class Output:
         self.progress.step(step, row)
         return written
 
-    def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        self._samples.append(_as_lines({"step": step, **sample} for sample in samples))
-
-    def write_train_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        self._train_samples.append(_as_lines({"step": step, **sample} for sample in samples))
+    def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]], *, trained: bool = False) -> None:
+        file = self._train_samples if trained else self._samples
+        file.append(_as_lines({"step": step, **sample} for sample in samples))
 
     def write_tokens(self, samples: TokenSamples) -> None:
         self._tokens.write(samples)

@@ -157,25 +157,23 @@ class GroupStore:
             write_rollouts(self._folder, group.number, rollouts, drawn_by=self._identity(group), flush=False)
             self._numbers.add(group.number)
 
-    def fill(self, group: Group, *, partial: bool) -> bool:
-        """Incomplete responses only if ``partial``. Returns whether there were any."""
+    def fill(self, group: Group, *, partial: bool) -> None:
+        """Takes the responses on disk, incomplete ones only if ``partial``."""
         if group.number not in self._numbers:
-            return False
+            return
         try:
             record = read_record(self._folder, group.number)
         except ValueError:  # cut or damaged, also by the kill itself
-            return False
-        whole = all(rollout.finish_reason != UNFINISHED for rollout in record.rollouts)
-        if record.drawn_by != self._identity(group) or len(record.rollouts) > len(group.samples):
-            return False
-        if not partial and not (whole and len(record.rollouts) == len(group.samples)):
-            return False
+            return
+        size = len(record.rollouts)
+        whole = size == len(group.samples) and all(rollout.finish_reason != UNFINISHED for rollout in record.rollouts)
+        if record.drawn_by != self._identity(group) or size > len(group.samples) or not (partial or whole):
+            return
         for rollout in record.rollouts:
             group.samples[rollout.group] = rollout
             if rollout.reward is not None:  # others have no answer of a verifier yet, or only an error
                 group.asked.add(rollout.group)
                 group.results[rollout.group] = RewardResult(rollout.reward, parts=rollout.reward_parts)
-        return True
 
     def keep_only(self, numbers: Collection[int]) -> None:
         for number in self._numbers - set(numbers):

@@ -13,21 +13,10 @@ from numpy.typing import NDArray
 
 from tepo_megatron.config import RolloutConfig, RunConfig
 from tepo_megatron.config.rollout import FilterGroupsConfig
-from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.core.problem import ResponseText
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.runtime.user_code import load_user_code
-from tepo_megatron.tasks.protocol import RewardResult, Task
-
-
-def rehearsed(task: Task, config: RunConfig, problems: Sequence[Problem]) -> Task:
-    """Raises ValueError with the task closed."""
-    try:
-        if config.rollout.replay is None:
-            task.rehearse(problems)
-    except BaseException:
-        task.close()
-        raise
-    return task
+from tepo_megatron.tasks.protocol import RewardResult
 
 
 class StepRewards:

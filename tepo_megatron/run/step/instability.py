@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class SkippedUpdates:
-    """Every rank has one. ``keep`` saves the batch on rank 0 and returns the file."""
+    """Every rank has one. ``keep`` is rank 0's: it saves the batch and returns the file."""
 
     def __init__(
         self,
         config: RunConfig,
-        keep: Callable[[int, Sequence[Mapping[str, Any]]], Path | None],
+        keep: Callable[[int, Sequence[Mapping[str, Any]]], Path] | None,
         from_root: Callable[[str], str],
     ) -> None:
         self._seed, self._allowed = config.seed, config.train.max_skipped
@@ -61,7 +61,7 @@ class SkippedUpdates:
             if update.skipped
         ]
         # All ranks fail together: one that failed at once would end rank 0 while it writes.
-        path = self._from_root(str(self._keep(step, skipped)))
+        path = self._from_root("" if self._keep is None else str(self._keep(step, skipped)))
         if too_many:
             several = f"{self._allowed + 1} optimizer steps in a row were skipped"
             what = several if self._allowed else "an optimizer step was skipped"

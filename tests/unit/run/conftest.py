@@ -46,6 +46,10 @@ SMALL = {
 }
 
 
+def _reward(problem: object, response: str) -> float:
+    return float(sum(map(ord, response)) % 2)
+
+
 class Killed(BaseException):
     """The process ends here."""
 
@@ -79,6 +83,7 @@ class ReferenceRun:
     skips: Sequence[int] = ()
     spikes: Sequence[int] = ()
     callbacks: Sequence[object] = ()
+    reward: Callable[..., float] = _reward
     calls: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     rollouts: dict[int, list[Rollout]] = field(default_factory=dict)
@@ -139,7 +144,7 @@ class ReferenceRun:
         try:
             with StopSignals(ends=False).borrowed() as signals, contextlib.ExitStack() as stack:
                 model_dir = resolve_model_path(self.config.model.path)
-                extensions = Extensions(callbacks=(self, *self.callbacks), reward=_reward)
+                extensions = Extensions(callbacks=(self, *self.callbacks), reward=self.reward)
                 loop = self.loop = training.open_loop(self.config, model_dir, extensions, stack)
                 before(loop)
                 signals.defer()
@@ -150,10 +155,6 @@ class ReferenceRun:
             self.rows = read_metrics(rows) if rows.exists() else []
         self.digest = loop.engine.weights.version(0).digest
         return self
-
-
-def _reward(problem: object, response: str) -> float:
-    return float(sum(map(ord, response)) % 2)
 
 
 class _Trainer(ReferenceTrainer):

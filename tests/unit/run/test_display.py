@@ -213,12 +213,9 @@ def test_runs_of_any_length_share_a_size_and_other_numbers_and_faults_make_anoth
     assert {picture.shape[:2] for picture in pictures.values()} == {(1080, 1800)}
     same = {name for name, picture in pictures.items() if np.array_equal(picture, pictures["plain"])}
     assert same == {"plain", "none"}
-
-
-def test_a_run_without_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no row yet"):
-        plot_curves(write(tmp_path / "a", []), tmp_path / "a.png", "")
-    assert not (tmp_path / "a.png").exists()
+        plot_curves(write(tmp_path / "empty", []), tmp_path / "empty.png", "")
+    assert not (tmp_path / "empty.png").exists()
 
 
 WRITTEN = [

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +20,11 @@ from tepo_megatron.config.rollout import FilterGroupsConfig
 from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.sampling.step_rewards import GroupFilters, StepRewards, apply_overlong, rehearsed
+from tepo_megatron.run.sampling.step_rewards import GroupFilters, StepRewards, apply_overlong
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.tasks.protocol import RewardResult
-from tepo_megatron.tasks.reward.verifier_task import VerifierTask
+from tepo_megatron.tasks.reward.verifiers import load_verifier
 from tepo_megatron.trainer.packing import pack
 from tests.support.fake_sampling import MAX_NEW_TOKENS
 
@@ -136,19 +137,15 @@ def test_a_step_without_enough_for_its_minibatches_stops_the_run() -> None:
     assert said[1:] == ["1 of 6 rewards failed and count as reward.failed_reward = -1; the first: problem 'p1': why"]
 
 
-def test_verifiers_are_tried_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "broken_judge.py").write_text("def judge(problem, response):\n    return problem.grade\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def rehearse(config: RunConfig) -> None:
-        rehearsed(VerifierTask({"": config.reward}), config, [Problem("p0", "q", "a")]).close()
-
-    with pytest.raises(
-        ValueError, match=r"raised AttributeError: 'Problem' object has no attribute 'grade', at .*broken_judge.py:2"
-    ):
-        rehearse(config("reward.verifier=broken_judge:judge"))
-    rehearse(config("reward.verifier=broken_judge:judge", f"rollout.replay={tmp_path}"))
-    rehearse(config())
+def test_verifiers_are_tried_before_anything_is_started(tmp_path: Path, reference_run: Any) -> None:
+    """But not for a replay."""
+    (tmp_path / "judge.py").write_text("def judge(problem, response):\n    return problem.grade\n")
+    reward = load_verifier(f"{tmp_path}/judge.py:judge")
+    with pytest.raises(ValueError, match=r"raised AttributeError: 'Problem' object has no attribute 'grade', at .*judge.py:2"):
+        reference_run(reward=reward).run()
+    recorded = reference_run({"rollout.record": True, "output": f"{tmp_path}/recorded"}).run()
+    replayed = reference_run({"rollout.replay": f"{tmp_path}/recorded/rollouts", "output": f"{tmp_path}/again"}, reward=reward)
+    assert replayed.run().digest == recorded.digest
 
 
 # -- long responses

@@ -13,7 +13,7 @@ import pytest
 from tepo_megatron.runtime.proc import STOPPED, Process
 from tepo_megatron.tools.faults.processes import descendants, wait_until
 from tests.support.programs import TIMEOUT_S
-from tests.support.shell import CTRL_C, CTRL_Z, Terminal
+from tests.support.shell import CTRL_Z, Terminal
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
@@ -79,21 +79,15 @@ def test_ctrl_z_stops_every_process_and_the_shell_continues_them(terminal: Termi
     terminal.wait_for("interrupted", TIMEOUT_S)
 
 
-def test_two_ctrl_z_stop_the_job_once(terminal: Terminal, job: list[int]) -> None:
-    os.kill(job[0], signal.SIGTSTP)
-    os.kill(job[0], signal.SIGTSTP)
-    wait_stopped(job)
-    terminal.wait_for("Stopped", TIMEOUT_S)
-    terminal.press("fg\n")
-    wait_stopped(job, stopped=False)
-    terminal.press(CTRL_C)
-    terminal.wait_for("interrupted", TIMEOUT_S)
-
-
-def test_the_others_continue_if_the_stopped_job_is_killed(terminal: Terminal, job: list[int]) -> None:
-    terminal.press(CTRL_Z)
-    wait_stopped(job)
-    terminal.wait_for("Stopped", TIMEOUT_S)
+def test_two_ctrl_z_stop_the_job_once_and_if_it_is_killed_the_others_continue(terminal: Terminal, job: list[int]) -> None:
+    for number in range(2):
+        os.kill(job[0], signal.SIGTSTP)
+        os.kill(job[0], signal.SIGTSTP)
+        wait_stopped(job)
+        terminal.wait_for("Stopped", TIMEOUT_S)
+        if number == 0:
+            terminal.press("fg\n")
+            wait_stopped(job, stopped=False)
     os.kill(job[0], signal.SIGKILL)
     wait_stopped(job[1:], stopped=False)
     assert all(Process.start_time(pid) for pid in job[1:])
