@@ -135,16 +135,17 @@ def _check_head(run: RunSubject) -> None:
         )
 
 
-def _resumes_here(run: RunSubject) -> bool:
-    return int(os.environ.get("RANK", 0)) == 0 and resumes(run.config)
-
-
 MODEL, TRAINER_MACHINE, SERVER_MACHINE = "model", "trainer machine", "server machine"
 _MODEL, _TRAINER = frozenset({MODEL}), frozenset({TRAINER_MACHINE})
 
 RUN_CHECKS: tuple[NamedCheck[RunSubject], ...] = (
     NamedCheck("placement", lambda run: run.placement.check(), _TRAINER),
-    NamedCheck("checkpoint", lambda run: find_checkpoint(run.config, run.model_dir), _MODEL, _resumes_here),
+    NamedCheck(
+        "checkpoint",
+        lambda run: find_checkpoint(run.config, run.model_dir),
+        _MODEL,
+        lambda run: os.environ.get("RANK", "0") == "0" and resumes(run.config),
+    ),
     NamedCheck("trainer", _check_trainer, _MODEL),
     NamedCheck("model length", _check_length, _MODEL, lambda run: run.server.max_model_len is not None),
     NamedCheck("routing replay", _check_routing_replay, _MODEL, lambda run: run.server.routing_replay),

@@ -42,7 +42,8 @@ class MetricsWriter:
         return self._file.waiting
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        finite = {key: _finite(value) for key, value in row.items() if key != "step"}
+        numbers = {key: value if isinstance(value, int) else float(value) for key, value in row.items() if key != "step"}
+        finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
         # One write of a whole line: a crash cuts a line off, and never mixes two.
         self._file.append((json.dumps({"step": step, **finite}) + "\n").encode())
         self.last_step = step
@@ -116,11 +117,6 @@ class Stopwatch:
             self._seconds[self._open[-1]] += now - self._mark
         self._mark = now
         return now
-
-
-def _finite(value: float) -> float | int | None:
-    number = value if isinstance(value, int) else float(value)
-    return number if math.isfinite(number) else None
 
 
 _NUMBERS = itertools.count()

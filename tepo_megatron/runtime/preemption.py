@@ -169,13 +169,15 @@ class StopSignals:
     def _listen(self, hears: socket.socket) -> None:
         """The kernel reports signals here, whatever the main thread does."""
         first: signal.Signals | None = None
+        patience = 0.0 if os.environ.get("RANK", "0") == "0" else _OTHERS_S
         while True:
-            left = max(0.0, self.seconds_left() + _patience())
+            left = max(0.0, self.seconds_left() + patience)
             # A rank that waits for rank 0 does not notice its end.
             wait = min(left, _POLL_INTERVAL_S) if first is not None and _root_process() else left
             if not select.select([hears], [], [], None if wait == math.inf else wait)[0]:
                 if wait == left:
-                    self._end(self._too_late())
+                    seconds, field = self._limits[self._limited_by]
+                    self._end(f"{field} = {seconds:g} s after {self._limited_by.name} are over: ended without saving")
                 if not Process.start_time(_root_process()):
                     os._exit(1)
                 continue
@@ -201,10 +203,6 @@ class StopSignals:
             return f"{_name(number)}: the run saves and ends"
         return f"{_name(number)}: the run saves and ends, within {seconds:g} s ({field})"
 
-    def _too_late(self) -> str:
-        seconds, field = self._limits[self._limited_by]
-        return f"{field} = {seconds:g} s after {self._limited_by.name} are over: ended without saving"
-
     def _end(self, why: str) -> None:
         assert self.requested is not None
         lost = self.at_risk()
@@ -229,10 +227,6 @@ def _root_process() -> int:
     with suppress(OSError, ValueError):  # rank 0 is on another machine, or has not started
         return int((Path(folder) / "rank-0.pid").read_text())
     return 0
-
-
-def _patience() -> float:
-    return 0.0 if os.environ.get("RANK", "0") == "0" else _OTHERS_S
 
 
 def _name(number: int) -> str:

@@ -46,7 +46,9 @@ def run_rank(work: Callable[[], None], *, grace_s: float, warning_s: float) -> i
 
 def _run(work: Callable[[], None], grace_s: float, warning_s: float) -> int:
     signals = StopSignals(grace_s=grace_s, warning_s=warning_s).install()
-    _end_with_parent()
+    if sys.platform == "linux" and FAILURE_FILE in os.environ:  # the agent's end is this rank's
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
     try:
         refuse_pickles()
         work()
@@ -119,9 +121,3 @@ def _exit_now(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _end_with_parent() -> None:
-    if sys.platform == "linux" and FAILURE_FILE in os.environ:
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

@@ -161,7 +161,8 @@ def sweep(base: Path | None = None) -> list[Path]:
     removed = []
     for folder in base.glob(f"{_PREFIX}-{_place()}-*"):
         with suppress(FileNotFoundError):  # another sweeps too
-            if _is_own_folder(folder) and not _in_use(folder):
+            status = folder.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not _in_use(folder):
                 _remove(folder, _read_record(folder / _RECORD))
                 removed.append(folder)
     return removed
@@ -230,11 +231,6 @@ def _own_processes() -> list[int]:
     return [state.pid for state in Process.all() if state.uid == os.getuid()]
 
 
-def _is_own_folder(folder: Path) -> bool:
-    status = folder.lstat()
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-
-
 def _in_use(folder: Path) -> bool:
     try:
         pid, began = map(int, folder.name.split("-")[2:4])
@@ -243,11 +239,8 @@ def _in_use(folder: Path) -> bool:
     now = Process.start_time(pid)
     if now:  # a number is reused only when its process and its group have ended
         return now == began
-    return bool(Process.in_group(pid)) or _is_named(folder)
-
-
-def _is_named(folder: Path) -> bool:
-    return any(str(folder) in value for pid in _own_processes() for value in Process.environment(pid).values())
+    named = (str(folder) in value for pid in _own_processes() for value in Process.environment(pid).values())
+    return bool(Process.in_group(pid)) or any(named)
 
 
 if __name__ == "__main__":

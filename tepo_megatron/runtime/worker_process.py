@@ -155,10 +155,14 @@ def _run_child(main: Callable[[], None], requests: int, replies: int) -> NoRetur
     try:
         gc.freeze()  # the parent's objects are not collected here: that could close files that reuse their numbers
         os.setsid()
-        _forget_signals()
+        signal.set_wakeup_fd(-1)
+        for number in not_ignored():
+            signal.signal(number, signal.SIG_DFL)
         os.dup2(requests, 0)
         os.dup2(replies, 1)
-        _close_others()
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        # An open pipe would keep servers and other workers alive.
+        os.closerange(3, most if most != resource.RLIM_INFINITY else 1 << 20)
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         main()
         code = 0
@@ -168,18 +172,6 @@ def _run_child(main: Callable[[], None], requests: int, replies: int) -> NoRetur
         with suppress(Exception):
             sys.stderr.flush()
         os._exit(code)
-
-
-def _forget_signals() -> None:
-    signal.set_wakeup_fd(-1)
-    for number in not_ignored():
-        signal.signal(number, signal.SIG_DFL)
-
-
-def _close_others() -> None:
-    """An open pipe would keep servers and other workers alive."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    os.closerange(3, most if most != resource.RLIM_INFINITY else 1 << 20)
 
 
 _START_TIMEOUT_S = 120.0

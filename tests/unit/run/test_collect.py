@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout
+from tepo_megatron.run.sampling.collector import RolloutCollector
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.tasks.data.sources import ProblemSampler
 from tests.support.fake_sampling import (
@@ -50,6 +51,10 @@ def reward_by(seed: int, chance: float) -> Any:
     return lambda problem, text: float(random.Random(f"{seed}/{problem.id}/{text}").random() < chance)
 
 
+def collect_with(run: RunConfig, fleet: FakeFleet, order: int = 0, reward: Any = lambda problem, text: 1.0) -> RolloutCollector:
+    return collector(run, PROBLEMS, FakeVerifiers(order, reward), fleet)
+
+
 def problems_of(rollouts: Sequence[Rollout]) -> list[str]:
     return [group[0].problem_id for group in groups_of(rollouts).values()]
 
@@ -76,7 +81,7 @@ def test_batches_are_full_and_no_prompt_is_lost_or_drawn_twice(
     settings = {"oversample": oversample, "partial": partial, "filter_groups": filters, "journal": False}
     run = config(tmp_path_factory.mktemp("run"), n=n, g=g, schedule=schedule, **settings)
     fleet = FakeFleet(order)
-    of = collector(run, PROBLEMS, FakeVerifiers(order, reward_by(7, chance)), fleet)
+    of = collect_with(run, fleet, order, reward_by(7, chance))
     is_counted = schedule == "sync" and (partial or filters)
     used: list[str] = []
     drawn = filtered = carried = 0.0
@@ -120,19 +125,19 @@ def test_a_run_that_is_killed_in_mid_batch_goes_on_and_draws_nothing_twice(
     """
     first = FakeFleet(1)
     chosen: dict[str, Any] = {"n": 3, "oversample": oversample, "filter_groups": {"max_batches": 50}}
-    whole = collector(config(tmp_path_factory.mktemp("whole"), **chosen), PROBLEMS, FakeVerifiers(1, reward_by(5, 0.5)), first)
+    whole = collect_with(config(tmp_path_factory.mktemp("whole"), **chosen), first, 1, reward_by(5, 0.5))
     expected = run_steps(whole, first, range(STEPS))
 
     run = config(tmp_path_factory.mktemp("killed"), **chosen)
     fleet = FakeFleet(order, dies_after)
     states: dict[int, dict[str, Any]] = {}
-    killed = collector(run, PROBLEMS, FakeVerifiers(order, reward_by(5, 0.5)), fleet)
+    killed = collect_with(run, fleet, order, reward_by(5, 0.5))
     with suppress(Killed):
         run_steps(killed, fleet, range(STEPS), states)
     on_disk = groups_on_disk(run.output)
     saved = min(saved, max(states))
-    again, rest = FakeFleet(order + 1), FakeVerifiers(order + 1, reward_by(5, 0.5))
-    resumed = collector(run, PROBLEMS, rest, again)
+    again = FakeFleet(order + 1)
+    resumed = collect_with(run, again, order + 1, reward_by(5, 0.5))
     assert resumed.restore({"sampler": states[saved], "step": saved}) == []
     assert run_steps(resumed, again, range(saved, STEPS)) == expected[saved:]
     complete = {number for number, rollouts in on_disk.items() if len(rollouts) == 2}
@@ -150,7 +155,7 @@ def test_a_server_that_dies_costs_only_what_was_not_finished(
     settings = {"oversample": 1.5, "partial": partial, "filter_groups": {"max_batches": 50}}
     run = config(tmp_path_factory.mktemp("run"), n=3, g=3, schedule=schedule, **settings)
     fleet = FakeFleet(order, dies_after, lambda: ServerDied("gone"))
-    of = collector(run, PROBLEMS, FakeVerifiers(order, reward_by(5, 0.5)), fleet)
+    of = collect_with(run, fleet, order, reward_by(5, 0.5))
     used = []
     for step in range(3):
         try:
@@ -167,7 +172,7 @@ def test_a_server_that_dies_costs_only_what_was_not_finished(
 def test_a_continued_response_keeps_its_tokens_and_says_which_weights_drew_which(tmp_path: Path) -> None:
     run = config(tmp_path, n=3, g=4, oversample=2.0, partial=True)
     fleet = FakeFleet(0)
-    of = collector(run, PROBLEMS, FakeVerifiers(0, lambda problem, text: 1.0), fleet)
+    of = collect_with(run, fleet)
     parts: dict[tuple[str, tuple[int, ...]], Rollout] = {}
     mixed = 0
     for step in range(8):
@@ -198,14 +203,14 @@ def test_a_killed_run_goes_on_with_the_parts_that_a_step_had_put_aside(tmp_path:
     run = config(tmp_path, n=3, g=4, oversample=2.0, partial=True)
     states: dict[int, dict[str, Any]] = {}
     fleet = FakeFleet(0)
-    of = collector(run, PROBLEMS, FakeVerifiers(0, lambda problem, text: 1.0), fleet)
+    of = collect_with(run, fleet)
     run_steps(of, fleet, range(3), states)
     after = of.state()
     parts = groups_on_disk(tmp_path)
     assert {each["number"] for each in after["carried"]} >= set(parts)
     assert any(rollout.finish_reason == "abort" for group in parts.values() for rollout in group)
     fleet = FakeFleet(9)
-    resumed = collector(run, PROBLEMS, FakeVerifiers(9, lambda problem, text: 1.0), fleet)
+    resumed = collect_with(run, fleet, 9)
     resumed.restore({"sampler": after, "step": 3})
     run_steps(resumed, fleet, range(3, 4))
     asked, continued = (Counter(key for key, *_, again in fleet.asked if again >= least) for least in (0, 1))
@@ -228,22 +233,10 @@ def test_a_filter_that_never_fills_the_batch_stops_the_run_and_shows_the_rewards
         (lambda problem, text: float(problem.id[1:]), r"\S+ to \S+ × \d+, .* to \S+ × \d+\. If nearly all"),
     ):
         run = config(tmp_path, n=4, g=2, schedule=schedule, filter_groups=filters, journal=False)
-        of = collector(run, PROBLEMS, FakeVerifiers(0, reward), fleet := FakeFleet(0))
+        of = collect_with(run, fleet := FakeFleet(0), reward=reward)
         with pytest.raises(RuntimeError, match=rf"{says[schedule]}refused by zero_variance 12\. .*responses: {shown}"):
             run_steps(of, fleet, range(1))
         of.close()
-
-
-def test_a_group_without_rewards_is_replaced_where_groups_are_filtered(tmp_path: Path) -> None:
-    run = config(tmp_path, n=3, g=2, filter_groups={"filters": ["reward_range"], "reward_range": [0, 1], "max_batches": 50})
-    run = run.model_copy(update={"reward": run.reward.model_copy(update={"max_failed": 1.0})})
-    of = collector(
-        run, PROBLEMS, FakeVerifiers(0, lambda problem, text: None if int(problem.id[1:]) % 2 else 1.0), fleet := FakeFleet(0)
-    )
-    ((rollouts, figures),) = run_steps(of, fleet, range(1))
-    assert all(int(rollout.problem_id[1:]) % 2 == 0 for rollout in rollouts)
-    assert len(rollouts) == 6
-    assert figures["groups/filtered"] == figures["groups/filtered/no_reward"] > 0
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -257,7 +250,7 @@ def test_groups_that_an_earlier_run_has_drawn_come_first_whatever_its_schedule(s
     ]
     for state in states:
         fleet = FakeFleet(0)
-        of = collector(config(tmp_path, journal=False, schedule=schedule), PROBLEMS, FakeVerifiers(0, reward_by(0, 0.5)), fleet)
+        of = collect_with(config(tmp_path, journal=False, schedule=schedule), fleet, reward=reward_by(0, 0.5))
         assert of.restore({"sampler": state}) == []
         ((rollouts, _),) = run_steps(of, fleet, range(1))
         of.close()

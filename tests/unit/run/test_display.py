@@ -31,8 +31,7 @@ RUN = RunConfig.model_validate({"name": "tiny", "output": "out/tiny", "train": {
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self) -> float:
         return self.now
@@ -49,18 +48,23 @@ def text_of(renderable: object, width: int = 120) -> str:
     return stream.getvalue()
 
 
-def test_plain_output_is_a_line_a_step_and_a_line_an_evaluation() -> None:
-    stream = io.StringIO()
-    view = make_progress(PLAIN, stream)
-    view.start(RUN)
-    view.step(0, EVALUATED)
-    view.step(7, ROW)
-    view.step(8, ROW | EVALUATED | {"grad_norm": None})
-    view.close()
+def test_plain_output_is_a_line_a_step_a_line_an_evaluation_and_phases_that_take_long() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with open("/dev/full", "w") as full:
+        for view in (make_progress(PLAIN, stream, clock=clock), make_progress(PLAIN, full)):
+            view.start(RUN)
+            view.step(0, EVALUATED)
+            for phase, seconds in (("score", 4), ("rollout", 28), ("update", 1)):
+                view.phase(phase)
+                clock.now += seconds
+            view.step(7, ROW)
+            view.step(8, ROW | EVALUATED | {"grad_norm": None})
+            view.close()  # a full disk ends neither the run nor what Python writes at its end
     figures = "reward 0.432  entropy 0.150  masked 3.4 %"
     assert stream.getvalue().splitlines() == [
         "tiny: 20 steps, output in out/tiny",
         "step  0/20  held out: greedy 0.500  avg@3 0.250  pass@3 0.750",
+        "  rollout took 28.0 s",
         f"step  7/20  {figures}  grad norm 0.500  tokens/s 5210  4.0 s",
         f"step  8/20  {figures}  tokens/s 5210  4.0 s",
         "step  8/20  held out: greedy 0.500  avg@3 0.250  pass@3 0.750",
@@ -90,19 +94,6 @@ def test_evaluation_sets_have_lines_and_rows_of_their_own() -> None:
     shown = text_of(final_table([{"step": 0, **of_set}, {"step": 1, **ROW}], Path("none")))
     assert "aime maj@8" in shown
     assert "truncated" not in shown
-
-
-def test_plain_output_mentions_only_phases_that_take_long() -> None:
-    stream, clock = io.StringIO(), Clock()
-    view = make_progress(PLAIN, stream, clock=clock)
-    view.phase("score")
-    clock.now += 4
-    view.phase("rollout")
-    clock.now += 28
-    view.phase("update")
-    clock.now += 1
-    view.close()
-    assert stream.getvalue().splitlines() == ["  rollout took 28.0 s"]
 
 
 def test_the_view_follows_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,15 +140,6 @@ def test_the_final_table_has_first_best_last_and_the_files_with_whole_paths(tmp_
     (seconds,) = [line for line in shown.splitlines() if "3.00" in line]
     numbers = [float(part) for part in seconds.strip("│").split("│")]
     assert (sum(numbers[:-1]), numbers[0], numbers[-1]) == (4.0, 3.0, 4.0)
-
-
-def test_a_view_on_a_full_disk_does_not_end_the_run() -> None:
-    with open("/dev/full", "w") as full:
-        progress = make_progress(PLAIN, full)
-        progress.start(RunConfig())
-        progress.message("the disk is full")
-        progress.step(1, {"reward/mean": 0.5})
-        progress.close()  # and what Python writes when it ends goes well
 
 
 def test_durations_and_a_run_without_faults_says_nothing_of_them() -> None:

@@ -72,15 +72,6 @@ def test_a_step_is_finished_where_its_updates_and_a_checkpoint_fit_twice(
     assert stopping.update_fits()
 
 
-@given(saved=st.integers(0, 50), more=st.integers(1, 9))
-def test_what_a_hard_end_would_lose_is_said_with_its_steps(saved: int, more: int) -> None:
-    stopping = Stopping(saved_step=saved)
-    assert stopping.at_risk(saved) == ""
-    lost = f"step {saved + 1} is lost" if more == 1 else f"steps {saved + 1} to {saved + more} are lost"
-    newest = f"the newest checkpoint is step_{saved:06d}" if saved else "there is no checkpoint"
-    assert stopping.at_risk(saved + more) == f"{lost}; {newest}"
-
-
 def test_a_checkpoint_is_due_when_the_last_one_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("tepo_megatron.run.step.stopping.time.monotonic", lambda: now[0])
@@ -89,10 +80,13 @@ def test_a_checkpoint_is_due_when_the_last_one_is_old(monkeypatch: pytest.Monkey
         now[0] += 60.0
         seen.append(stopping.save_is_due(3))
         assert not stopping.save_is_due(0)
+        assert stopping.at_risk(step)
         if seen[-1]:
             stopping.saved(step, stage_s=1.0, write_s=2.0, waited_s=3.0)
             assert stopping.seconds["save"] == 3.0
+            assert not stopping.at_risk(step)
     assert seen == [False, False, True] * 2 + [False, False]
+    assert stopping.at_risk(8) == "steps 7 to 8 are lost; the newest checkpoint is step_000006"
 
 
 MADE = UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, sums={"entropy/mean": (3.0, 4.0)}, extrema={"ratio/max": 1.5})
