@@ -1,4 +1,4 @@
-"""Signals that ask a process to stop: real ones, sent to real processes, which import no torch."""
+"""Signals that ask a process to stop: real ones, sent to real processes, which import no torch, and to this one."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED
+from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, STOP_SIGNALS, StopRequested, StopSignals, stop_signals
+from tepo_megatron.tools.faults.processes import wait_until
 from tests.support.programs import TIMEOUT_S
 
 RANK = """
-import ctypes, os, sys, time
+import contextlib, ctypes, os, sys, time
 from tepo_megatron.runtime.preemption import StopRequested, StopSignals, stop_signals
 
 what, grace, warning = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
@@ -32,21 +35,23 @@ def in_c():
     tell("ready")
     libc.pthread_mutex_lock(mutex)
 
+def sleep_in(context):
+    try:
+        with context:
+            tell("ready")
+            time.sleep(1000)
+    finally:
+        if "twice" in what:
+            sys.stdin.readline()
+            tell("cleaned up")
+
 signals = StopSignals(grace_s=grace, warning_s=warning).install()
 signals.say = tell
 signals.at_risk = lambda: "step 3 is lost; the newest checkpoint is step_000002"
 assert stop_signals() is signals
 try:
-    if what == "before":
-        tell("ready")
-        time.sleep(1000)
-    if what == "twice before":
-        try:
-            tell("ready")
-            time.sleep(1000)
-        finally:
-            sys.stdin.readline()
-            tell("cleaned up")
+    if "before" in what:
+        sleep_in(contextlib.nullcontext())
     signals.defer()
     if what == "safe point":
         tell("ready")
@@ -55,18 +60,8 @@ try:
         tell(f"safe point after {signals.requested.name}, {signals.seconds_left() > 100}")
         with signals.interruptible():
             tell("never")
-    if what == "wait":
-        with signals.interruptible():
-            tell("ready")
-            time.sleep(1000)
-    if what == "twice":
-        try:
-            with signals.interruptible():
-                tell("ready")
-                time.sleep(1000)
-        finally:
-            sys.stdin.readline()
-            tell("cleaned up")
+    if what in ("wait", "twice"):
+        sleep_in(signals.interruptible())
     if what == "in C":
         in_c()
 except StopRequested as stop:
@@ -209,3 +204,44 @@ def test_a_rank_that_waits_for_rank_0_ends_when_that_is_gone(start: type[Rank], 
     root.kill()
     root.wait()
     assert rank.ends() == (1, [])
+
+
+# -- in a process that is the user's own
+
+
+def test_a_signal_asks_for_a_stop_and_a_second_ctrl_c_interrupts() -> None:
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    outer, threads = stop_signals(), set(threading.enumerate())
+    signal.set_wakeup_fd(wakes := signal.set_wakeup_fd(-1))
+    said: list[str] = []
+    with StopSignals(ends=False).borrowed() as signals:
+        assert stop_signals() is signals
+        signals.say = said.append
+        with pytest.raises(StopRequested):
+            os.kill(os.getpid(), signal.SIGTERM)
+        signals.defer()
+        with pytest.raises(KeyboardInterrupt) as caught:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert not isinstance(caught.value, StopRequested)
+        assert signals.requested == signal.SIGTERM
+        wait_until(lambda: said, TIMEOUT_S, "the announcement")
+        assert said == ["SIGTERM: the run saves and ends"]
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+    assert stop_signals() is outer
+    wakes_after = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakes)
+    assert wakes_after == wakes
+    # Threads of earlier tests in this process may end at any time.
+    wait_until(lambda: not set(threading.enumerate()) - threads, TIMEOUT_S, "the end of the thread")
+
+
+def test_in_another_thread_no_signal_is_touched() -> None:
+    def handlers() -> list[Any]:
+        return [signal.getsignal(number) for number in STOP_SIGNALS]
+
+    def work() -> list[Any]:
+        with StopSignals(ends=False).borrowed():
+            return handlers()
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(work).result() == handlers()

@@ -6,11 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tepo_megatron.runtime.heartbeat import Heartbeat, RankRecord
+from tepo_megatron.runtime.heartbeat import STOPPED_S, HangDetector, Heartbeat, RankRecord, WatchedRank
 from tepo_megatron.runtime.proc import Process
 from tests.support.programs import TIMEOUT_S
 
@@ -114,3 +118,64 @@ def test_ranks_of_an_earlier_run_are_removed_by_rank_0_and_damage_is_left_out(tm
     again.start()
     again.close("")
     assert [path.name for path in sorted(tmp_path.glob("*.json"))] == ["rank-00000.json"]
+
+
+# -- who hangs: only time between two checks counts, and moves, not clocks
+
+LIMIT = 100.0
+
+
+def rank(number: int, *, state: str = "S", **said: Any) -> WatchedRank:
+    record = replace(RankRecord(number, 2, pid=1000 + number, host="here", phase="update", hang_timeout_s=LIMIT), **said)
+    return Process(1000 + number, 1, 1, state, 5), record
+
+
+RARELY = st.sampled_from([False, False, False, False, True])
+
+
+@given(st.lists(st.tuples(RARELY, RARELY, st.floats(20, 60)), max_size=40), st.sampled_from([0.0, 50.0]))
+def test_a_rank_hangs_when_it_was_seen_without_a_move_for_its_limit(
+    looks: list[tuple[bool, bool, float]], allowance: float
+) -> None:
+    """Each look: whether it moved since, whether it waits for rank 0, seconds since the last look."""
+    detector, moves, still, first = HangDetector(), 0, 0.0, True
+    for moved, passive, elapsed in looks:
+        moves += moved
+        still = 0.0 if moved or passive or first else still + elapsed
+        first = False
+        hang = detector.check([rank(1, moves=moves, passive=passive, allowance_s=allowance)], elapsed)
+        assert (hang is not None) == (still >= LIMIT + allowance)
+
+
+@given(st.lists(st.tuples(st.sampled_from("TSRDt"), st.floats(0, 20)), max_size=30))
+def test_a_rank_hangs_that_was_seen_stopped_for_long_enough(looks: list[tuple[str, float]]) -> None:
+    detector, stopped = HangDetector(), 0.0
+    for moves, (state, elapsed) in enumerate(looks):
+        stopped = stopped + elapsed if state == "T" else 0.0
+        assert (detector.check([rank(1, state=state, moves=moves)], elapsed) is not None) == (stopped >= STOPPED_S)
+
+
+def test_who_is_stopped_is_blamed_and_not_who_waits_for_it() -> None:
+    detector = HangDetector()
+    for _ in range(2):
+        hang = detector.check([rank(0), rank(1, state="T", waits_for="rank 0")], 60.0)
+    assert hang is not None
+    assert hang.processes == (1001,)
+    assert hang.sentence.startswith(
+        "rank 1 (process 1001 on here) is stopped (state T: SIGSTOP, SIGTSTP) for 120 s, in phase update"
+    )
+    assert "rank 0 (" not in hang.sentence
+
+
+def test_rank_0_is_left_to_end_what_it_started_where_another_hangs_too() -> None:
+    """Ranks that were silent yet, or have ended, do not hang."""
+    both, alone, none = HangDetector(), HangDetector(), HangDetector()
+    for _ in range(4):
+        hang = both.check([rank(0), rank(1)], 50.0)
+        only = alone.check([rank(0), rank(1, passive=True)], 50.0)
+        assert none.check([(rank(1)[0], None), rank(0, ended="finished")], 50.0) is None
+    assert hang is not None
+    assert only is not None
+    assert hang.processes == (1001,)
+    assert "rank 0 (process 1000 on here) has not moved for 150 s (train.hang_timeout_s = 100)" in hang.sentence
+    assert only.processes == (1000,)
