@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.run.loggers.loggers import check_installed
 from tepo_megatron.run.output.resume import find_checkpoint, resumes
 from tepo_megatron.run.step.placement import Placement
-from tepo_megatron.runtime.machine import Machine, this_machine
+from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.sampler.protocol import sampler_spec
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.protocol import trainer_kind
@@ -55,10 +54,7 @@ class NamedCheck(Generic[Subject]):
 
 
 @dataclass(frozen=True)
-class RunSubject:
-    config: RunConfig
-    machine: Machine
-
+class RunSubject(Placement):
     @cached_property
     def model_dir(self) -> Path:
         return resolve_model_path(self.config.model.path)
@@ -66,14 +62,6 @@ class RunSubject:
     @cached_property
     def spec(self) -> ModelSpec:
         return read_model_spec(self.model_dir)
-
-    @property
-    def placement(self) -> Placement:
-        return Placement(self.config, self.machine)
-
-    @property
-    def server(self) -> ServerConfig:
-        return self.config.rollout.server
 
     @property
     def samples(self) -> bool:
@@ -103,10 +91,6 @@ def _check_lora(run: RunSubject) -> None:
 def _check_length(run: RunSubject) -> None:
     assert run.server.max_model_len is not None
     run.spec.check_length(run.server.max_model_len, "rollout.server.max_model_len")
-
-
-def _check_trainer(run: RunSubject) -> None:
-    trainer_kind().check_config(run.config, run.spec, on_gpu=run.placement.on_gpus)
 
 
 def _check_routing_replay(run: RunSubject) -> None:
@@ -139,14 +123,14 @@ MODEL, TRAINER_MACHINE, SERVER_MACHINE = "model", "trainer machine", "server mac
 _MODEL, _TRAINER = frozenset({MODEL}), frozenset({TRAINER_MACHINE})
 
 RUN_CHECKS: tuple[NamedCheck[RunSubject], ...] = (
-    NamedCheck("placement", lambda run: run.placement.check(), _TRAINER),
+    NamedCheck("placement", RunSubject.check, _TRAINER),
     NamedCheck(
         "checkpoint",
         lambda run: find_checkpoint(run.config, run.model_dir),
         _MODEL,
         lambda run: os.environ.get("RANK", "0") == "0" and resumes(run.config),
     ),
-    NamedCheck("trainer", _check_trainer, _MODEL),
+    NamedCheck("trainer", lambda run: trainer_kind().check_config(run.config, run.spec, on_gpu=run.on_gpus), _MODEL),
     NamedCheck("model length", _check_length, _MODEL, lambda run: run.server.max_model_len is not None),
     NamedCheck("routing replay", _check_routing_replay, _MODEL, lambda run: run.server.routing_replay),
     NamedCheck("server split", lambda run: sampler_spec().check_model(run.server, run.spec), _MODEL, lambda run: run.samples),
@@ -158,7 +142,7 @@ RUN_CHECKS: tuple[NamedCheck[RunSubject], ...] = (
         _MODEL,
         lambda run: run.config.engine.head == "fused" and not run.spec.tied_embeddings,
     ),
-    NamedCheck("memory", lambda run: run.placement.check_memory(run.spec), _MODEL | _TRAINER),
+    NamedCheck("memory", lambda run: run.check_memory(run.spec), _MODEL | _TRAINER),
     NamedCheck(
         "server machine",
         lambda run: sampler_spec().check_machine(run.server, run.spec),

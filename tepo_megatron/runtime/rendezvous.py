@@ -6,12 +6,12 @@ One machine's ranks meet in a file of a private folder; agents of several nodes 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -44,25 +44,19 @@ def rank_store(world_size: int, timeout: timedelta) -> Store | None:
             f"the ranks should meet in {folder} ({FOLDER_VARIABLE}), but other users may enter it; set it to 0700"
         )
     if os.environ["RANK"] == "0":  # the last to leave: without the store's file it would wait for minutes
-        _at_end(functools.partial(_remove_if_orphaned, folder, os.getppid()))
+        _removals.callback(_remove_if_orphaned, folder, os.getppid())
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store: Store = FileStore(str(folder / f"attempt-{attempt}"), world_size)
     store.set_timeout(timeout)
     return store
 
 
-_removals: list[Callable[[], None]] = []
+_removals = contextlib.ExitStack()
 
 
-def _at_end(remove: Callable[[], None]) -> None:
-    if not _removals:
-        atexit.register(remove_folders)
-    _removals.append(remove)
-
-
+@atexit.register
 def remove_folders() -> None:
-    while _removals:
-        _removals.pop()()
+    _removals.close()
 
 
 def _remove_if_orphaned(folder: Path, agent: int) -> None:
@@ -78,7 +72,7 @@ def private_folder() -> Path:
     if len(os.fsencode(f"{parent}/{name}12345678")) > _LONGEST_FOLDER:
         parent, name = "/tmp", f"{folder_name()}-"  # noqa: S108
     folder = tempfile.mkdtemp(prefix=name, dir=parent)  # mode 0700
-    _at_end(functools.partial(shutil.rmtree, folder, ignore_errors=True))
+    _removals.callback(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 
 
