@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -135,23 +135,14 @@ class Loop:
                 self.publisher.update_weights(version)
             else:
                 died = self.rank0.update_weights(version, self.publisher)
-            scored = self.score_canary()
+            # By the step, so that a resumed run checks, and logs, after the same steps; and servers that have just started,
+            # always.
+            prompt = Canary.due_prompt(self.config, engine.spec, sync=self.step if self.updates_sent else 0)
+            logprobs = () if prompt is None else engine.prompt_logprobs(prompt)
             engine.offload()
             if self.from_root(lambda rank0: rank0.servers.revive_or_wake(died)):
                 return False
-            return scored is None or self.canary_agrees(*scored)
-
-    def score_canary(self) -> tuple[Sequence[int], Sequence[float]] | None:
-        # By the step, so that a resumed run checks, and logs, after the same steps; and servers that have just started, always.
-        sync = self.step if self.updates_sent else 0
-        prompt = Canary.due_prompt(self.config, self.engine.spec, sync=sync)
-        return None if prompt is None else (prompt, self.engine.prompt_logprobs(prompt))
-
-    def canary_agrees(self, prompt: Sequence[int], logprobs: Sequence[float]) -> bool:
-        def check(rank0: Rank0) -> bool:
-            return rank0.servers.run_or_revive(lambda: rank0.check_canary(self.step, prompt, logprobs))[1]
-
-        return not self.from_root(check)
+            return prompt is None or not self.from_root(lambda rank0: rank0.check_canary(self.step, prompt, logprobs))
 
     def onload_trainer(self) -> None:
         self.from_root(lambda rank0: rank0.servers.sleep())

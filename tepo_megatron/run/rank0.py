@@ -148,9 +148,12 @@ class Rank0:
             self.collector.published(version)
         return died
 
-    def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
-        assert self.servers.sampler is not None, "a replayed run has no servers"
-        self.checks.check_servers(self.servers.sampler, step, prompt, logprobs, is_logged=self.output.last_step == step)
+    def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> bool:
+        """Returns whether a server died; it is revived with stale weights."""
+        sampler, is_logged = self.servers.sampler, self.output.last_step == step
+        assert sampler is not None, "a replayed run has no servers"
+        check = partial(self.checks.check_servers, sampler, step, prompt, logprobs, is_logged=is_logged)
+        return self.servers.run_or_revive(check)[1]
 
     # -- evaluation and logs ---------------------------------------------------------------------------------------------
 

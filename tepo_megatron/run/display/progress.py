@@ -29,38 +29,9 @@ _SLOW_PHASE_S = 5.0
 
 
 class Progress:
-    """Shows nothing. Call ``start`` first, ``phase`` and ``step`` in turn, and always ``close``."""
+    """Plain lines, or none without a stream. Call ``start`` first, ``phase`` and ``step`` in turn, and always ``close``."""
 
-    def start(self, config: RunConfig) -> None:
-        pass
-
-    def phase(self, name: str) -> None:
-        pass
-
-    def step(self, step: int, row: Mapping[str, Any]) -> None:
-        """Step 0 is the evaluation before the first."""
-
-    def message(self, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        """Restores the terminal. May be called twice."""
-
-
-def make_progress(
-    config: LogConfig, stream: TextIO | None = None, width: int | None = None, clock: Callable[[], float] = time.monotonic
-) -> Progress:
-    stream = stream or sys.stdout
-    kind = config.progress
-    if kind == "auto":
-        kind = "live" if stream.isatty() and os.environ.get("TERM") != "dumb" else "plain"
-    if kind == "live":
-        return _LiveProgress(Terminal(file=stream, force_terminal=True, width=width), clock)
-    return _PlainProgress(stream, clock) if kind == "plain" else Progress()
-
-
-class _PlainProgress(Progress):
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock
         self._phase, self._since = "", clock()
         self._steps, self._samples = 0, 0
@@ -74,6 +45,7 @@ class _PlainProgress(Progress):
         self._phase, self._since = name, self._clock()
 
     def step(self, step: int, row: Mapping[str, Any]) -> None:
+        """Step 0 is the evaluation before the first."""
         self._end_phase()
         counter = f"step {step:>{len(str(self._steps))}}/{self._steps}"
         for line in (figures_line(row), evaluation_line(row, self._samples), *set_lines(row).values()):
@@ -84,12 +56,14 @@ class _PlainProgress(Progress):
         self._write(text)
 
     def close(self) -> None:
+        """Restores the terminal. May be called twice."""
         self._end_phase()
-        try:
-            self._stream.flush()
-        except OSError:
-            # Python would try again at its end, and turn the exit code of a run that went well into 120.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        if self._stream is not None:
+            try:
+                self._stream.flush()
+            except OSError:
+                # Python would try again at its end, and turn the exit code of a run that went well into 120.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def _end_phase(self) -> None:
         seconds = self._clock() - self._since
@@ -98,17 +72,30 @@ class _PlainProgress(Progress):
         self._phase = ""
 
     def _write(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk or a closed pipe does not end a run
-            self._stream.write(printable(line, self._stream.encoding) + "\n")
-            self._stream.flush()
+        if self._stream is not None:
+            with contextlib.suppress(OSError):  # a full disk or a closed pipe does not end a run
+                self._stream.write(printable(line, self._stream.encoding) + "\n")
+                self._stream.flush()
+
+
+def make_progress(
+    config: LogConfig, stream: TextIO | None = None, width: int | None = None, clock: Callable[[], float] = time.monotonic
+) -> Progress:
+    stream = stream or sys.stdout
+    kind = config.progress
+    if kind == "auto":
+        kind = "live" if stream.isatty() and os.environ.get("TERM") != "dumb" else "plain"
+    if kind == "live":
+        return _LiveProgress(Terminal(file=stream, force_terminal=True, width=width), clock)
+    return Progress(stream if kind == "plain" else None, clock)
 
 
 class _LiveProgress(Progress):
     def __init__(self, console: Terminal, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._clock = console, clock
+        super().__init__(clock=clock)
+        self._console = console
         self._live: Live | None = None
         self._config: RunConfig | None = None
-        self._phase, self._since = "", clock()
         self._step, self._row = 0, dict[str, Any]()
         self._seconds = list[float]()
 

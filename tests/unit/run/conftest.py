@@ -56,6 +56,7 @@ class Killed(BaseException):
 
 class Said(Progress):
     def __init__(self) -> None:
+        super().__init__()
         self.words: list[str] = []
 
     def message(self, text: str) -> None:

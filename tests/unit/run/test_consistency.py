@@ -293,7 +293,6 @@ def test_the_canary_looks_at_what_the_present_weights_drew_only() -> None:
 @pytest.mark.parametrize(
     ("spans", "stalest", "message"),
     [
-        ([(0, 3), (1, 4)], 0, "drawn by the weights of step 3, not of step 4"),
         ([(0, 2), (1, 4)], 1, "drawn by the weights of step 2, not of step 4, for which the file is, nor of one of the 1"),
         ([(0, 5)], 3, "drawn by the weights of step 5"),
         ([(1, 4)], 1, "places in order from 0"),

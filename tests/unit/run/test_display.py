@@ -98,13 +98,15 @@ def test_evaluation_sets_have_lines_and_rows_of_their_own() -> None:
 
 def test_the_view_follows_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    live, plain = (type(make_progress(LogConfig(progress=kind), Terminal())) for kind in ("live", "plain"))
-    assert live is not plain
+    live = type(make_progress(LogConfig(progress="live"), Terminal()))
+    assert live is not Progress
     assert type(make_progress(LogConfig(), Terminal())) is live
-    assert type(make_progress(LogConfig(), io.StringIO())) is plain
-    assert type(make_progress(LogConfig(progress="none"), Terminal())) is Progress
+    assert type(make_progress(LogConfig(), io.StringIO())) is Progress
+    silent = make_progress(LogConfig(progress="none"), stream := Terminal())
+    silent.message("nothing")
+    assert stream.getvalue() == ""
     monkeypatch.setenv("TERM", "dumb")
-    assert type(make_progress(LogConfig(), Terminal())) is plain
+    assert type(make_progress(LogConfig(), Terminal())) is Progress
 
 
 def test_the_live_view_shows_the_figures_and_leaves_the_cursor_visible() -> None:

@@ -42,9 +42,11 @@ class Run:
         if state is not None:
             self.version = state["step"]
             self.schedule.restore(state)
-        self.publish()
+        self.trained(0)
 
-    def publish(self) -> None:
+    def trained(self, steps: int = 1) -> None:
+        """The step is over, and the servers have the new weights."""
+        self.version += steps
         self.schedule.published(WeightsVersion(self.version, f"{self.version:x}"))
 
     def asked(self, count: int) -> list[int]:
@@ -60,16 +62,8 @@ class Run:
     def collect(self) -> list[Rollout]:
         return self.schedule.collect(self.version)
 
-    def trained(self) -> None:
-        """The step is over, and the servers have the new weights."""
-        self.version += 1
-        self.publish()
-
     def state(self) -> dict[str, Any]:
         return {"step": self.version, "sampler": self.schedule.state()}
-
-    def close(self) -> None:
-        self.schedule.close()
 
 
 def problems(rollouts: Sequence[Rollout]) -> list[str]:
@@ -86,7 +80,7 @@ def make(tmp_path: Path) -> Any:
 
     yield made
     for run in runs:
-        run.close()
+        run.schedule.close()
 
 
 def collect_later(run: Run, finish: Callable[[], object]) -> list[Rollout]:
@@ -160,7 +154,7 @@ def test_after_the_servers_died_all_that_was_begun_is_asked_for_again_with_the_s
         collect_later(run, die)
     first = list(run.servers.asked)
     assert run.servers.streams == 1  # nothing is asked of servers that have no weights
-    run.publish()
+    run.trained(0)
 
     def finish() -> None:
         run.asked(2 * B + 5)
@@ -217,7 +211,7 @@ def test_a_run_that_ends_and_goes_on_trains_on_every_problem_once(
             if how != "killed":
                 saved = run.state()
         finally:
-            run.close()
+            run.schedule.close()
     assert saved is not None
     seen = [problem for step, batch in trained.items() if step < saved["step"] for problem in batch]
     order = ProblemSampler(PROBLEMS, 0)

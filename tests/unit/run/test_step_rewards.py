@@ -248,28 +248,21 @@ def test_which_groups_are_kept(settings: dict[str, object], rewards: list[float 
     assert GroupFilters(FilterGroupsConfig.model_validate(settings)).refuse(group(rewards, cut)) == cause
 
 
-def test_ones_own_filter_is_a_function_in_a_file_or_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ones_own_filter_is_a_function_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "my_filters.py"
     path.write_text(
         "def few(group):\n    return len(group) < 3\n\ndef broken(group):\n    return group[0].grade\n\n"
         "def vague(group):\n    return len(group)\n"
     )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in (f"{path}:few", "my_filters:few"):
-        filters = GroupFilters(FilterGroupsConfig(filters=(name, "zero_variance")))
-        assert filters.causes == ("few", "zero_variance", "no_reward")
-        assert filters.refuse(group([0.0, 1.0, 1.0])) == "few"
-        assert filters.refuse(group([1.0, 1.0])) == "zero_variance"
+    filters = GroupFilters(FilterGroupsConfig(filters=(f"{path}:few", "zero_variance")))
+    assert filters.causes == ("few", "zero_variance", "no_reward")
+    assert filters.refuse(group([0.0, 1.0, 1.0])) == "few"
+    assert filters.refuse(group([1.0, 1.0])) == "zero_variance"
     for name, sentence in (
         ("broken", "the filter broken .* raised AttributeError on the group of problem 'p'"),
         ("vague", "the filter vague .* returned 2 for the group of problem 'p'; return True to keep it"),
     ):
         with pytest.raises(RuntimeError, match=sentence):
             GroupFilters(FilterGroupsConfig(filters=(f"{path}:{name}",))).refuse(group([0.0, 1.0]))
-    for name, sentence in (
-        (f"{path}:none", "has no function none"),
-        (f"{tmp_path}/no.py:few", f"there is no file {tmp_path}/no.py"),
-        ("no_such_module:few", "raised ModuleNotFoundError"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            GroupFilters(FilterGroupsConfig(filters=(name,)))
+    with pytest.raises(ValueError, match="has no function none"):
+        GroupFilters(FilterGroupsConfig(filters=(f"{path}:none",)))
