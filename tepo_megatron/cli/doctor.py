@@ -218,14 +218,15 @@ def _environment(config: EnvironmentConfig, sampling: SamplingConfig) -> Finding
 
 
 def _verifier(config: RunConfig) -> Finding:
-    from tepo_megatron.run.sampling.step_rewards import rehearsed
     from tepo_megatron.tasks.data.problems import load_problems
     from tepo_megatron.tasks.reward.verifier_task import VerifierTask, reward_configs
 
     sources = config.data.train_sources
     try:
         problems = [replace(problem, source=source.called) for source in sources for problem in load_problems(source)]
-        rehearsed(VerifierTask(reward_configs(config.reward, config.data)), config, problems).close()
+        with closing(VerifierTask(reward_configs(config.reward, config.data))) as task:
+            if config.rollout.replay is None:
+                task.rehearse(problems)
     except (ValueError, RuntimeError) as error:
         return Finding("fail", config.reward.verifier, str(error))
     names = dict.fromkeys(source.verifier or config.reward.verifier for source in sources)

@@ -83,7 +83,7 @@ class Batch:
     @property
     def trained_sequences(self) -> list[int]:
         """Those with a loss token."""
-        indices: list[int] = self.sequence_index_T[self.loss_mask_T].unique().tolist()
+        indices: list[int] = self.sequence_index_T[self.loss_mask_T].unique().tolist()  # type: ignore[no-untyped-call]
         return indices
 
     def token_index(self, sequences: Sequence[int]) -> Tensor:

@@ -98,7 +98,7 @@ def test_time_is_that_of_the_innermost_phase(moves: list[str | int]) -> None:
             phases[-1][1].__enter__()
         elif phases:
             error = ZeroDivisionError() if move == "fail" else None
-            assert not phases.pop()[1].__exit__(error and type(error), error, None)
+            assert not phases.pop()[1].__exit__(None if error is None else type(error), error, None)
     split = watch.split()
     assert split == {f"time/{name}": expected[name] for name in (*PHASES, "other")} | {"time/step": expected.total()}
     assert set(watch.split().values()) == {0.0}
