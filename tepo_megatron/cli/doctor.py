@@ -126,7 +126,7 @@ def run_checks(config: RunConfig) -> dict[str, Check]:
     return checks
 
 
-def _finding_of(check: NamedCheck[RunSubject], run: RunSubject) -> Finding:
+def _finding_of(check: NamedCheck, run: RunSubject) -> Finding:
     from tepo_megatron.run.checks import TRAINER_MACHINE
 
     problem = check.problem(run)

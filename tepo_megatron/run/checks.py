@@ -5,11 +5,10 @@ all.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.run.loggers.loggers import check_installed
@@ -25,32 +24,6 @@ from tepo_megatron.weights.storage.convert import check_imported
 from tepo_megatron.weights.storage.hf_folder import check_peft_folder
 from tepo_megatron.weights.storage.stored import StoredWeights
 from tepo_megatron.weights.table import tensor_shapes
-
-Subject = TypeVar("Subject")
-
-
-@dataclass(frozen=True)
-class NamedCheck(Generic[Subject]):
-    """``needs`` names requirements, such as "model"."""
-
-    name: str
-    verify: Callable[[Subject], object]
-    """Raises ValueError with a sentence for the user."""
-    needs: frozenset[str] = frozenset()
-    applies: Callable[[Subject], bool] = lambda _: True
-
-    def problem(self, subject: Subject) -> str | None:
-        try:
-            self.verify(subject)
-        except ValueError as error:
-            return str(error)
-        return None
-
-    @staticmethod
-    def verify_all(checks: Iterable[NamedCheck[Subject]], subject: Subject) -> None:
-        for check in checks:
-            if check.applies(subject):
-                check.verify(subject)
 
 
 @dataclass(frozen=True)
@@ -68,11 +41,31 @@ class RunSubject(Placement):
         return self.config.rollout.replay is None
 
 
+@dataclass(frozen=True)
+class NamedCheck:
+    """``needs`` names requirements, such as "model"."""
+
+    name: str
+    verify: Callable[[RunSubject], object]
+    """Raises ValueError with a sentence for the user."""
+    needs: frozenset[str] = frozenset()
+    applies: Callable[[RunSubject], bool] = lambda _: True
+
+    def problem(self, run: RunSubject) -> str | None:
+        try:
+            self.verify(run)
+        except ValueError as error:
+            return str(error)
+        return None
+
+
 def check_model(config: RunConfig, *, machine: bool = True) -> Path:
     """Every rank calls. ``machine`` false leaves out what depends on this machine."""
     run = RunSubject(config, this_machine())
     model_dir = run.model_dir
-    NamedCheck.verify_all((check for check in RUN_CHECKS if machine or check.needs <= _MODEL), run)
+    for check in RUN_CHECKS:
+        if (machine or check.needs <= _MODEL) and check.applies(run):
+            check.verify(run)
     return model_dir
 
 
@@ -122,7 +115,7 @@ def _check_head(run: RunSubject) -> None:
 MODEL, TRAINER_MACHINE, SERVER_MACHINE = "model", "trainer machine", "server machine"
 _MODEL, _TRAINER = frozenset({MODEL}), frozenset({TRAINER_MACHINE})
 
-RUN_CHECKS: tuple[NamedCheck[RunSubject], ...] = (
+RUN_CHECKS: tuple[NamedCheck, ...] = (
     NamedCheck("placement", RunSubject.check, _TRAINER),
     NamedCheck(
         "checkpoint",
