@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 from tepo_megatron.run.loggers.loggers import Ending, without_secrets
 from tepo_megatron.runtime.files import write_atomically
@@ -40,8 +40,8 @@ _QUIET = {
 }
 
 
-@dataclass(frozen=True)
-class _RunSettings:
+@dataclass
+class _Run:
     kind: str
     folder: Path
     name: str
@@ -50,23 +50,14 @@ class _RunSettings:
     finish_timeout_s: float
 
 
-class _Client(Protocol):
-    def open(self, run_id: str | None) -> str: ...
-    def address(self) -> str: ...
-    def log(self, number: int, step: int, row: Mapping[str, float]) -> None:
-        """``number`` counts the run's rows; ``step`` goes back after a rollback."""
+class _WandbClient(_Run):
+    """W&B drops lower steps: its step counts rows, and ``step``, which a rollback lowers, is every curve's x axis."""
 
-    def finish(self, ending: Ending) -> None: ...
-
-
-class _WandbClient:
-    """W&B drops lower steps: its step counts rows, and ``step`` is every curve's x axis."""
-
-    def __init__(self, run: _RunSettings) -> None:
+    def __post_init__(self) -> None:
         import wandb
 
         self._wandb: Any = wandb
-        self._run_settings, self._mode = run, run.settings["mode"]
+        self._mode = self.settings["mode"]
         self._run: Any = None
         self._new_id = secrets.token_hex(4)
 
@@ -82,7 +73,7 @@ class _WandbClient:
                 if mode == "offline":
                     raise
         if run_id is not None:
-            self._run.config.update(dict(self._run_settings.config), allow_val_change=True)
+            self._run.config.update(dict(self.config), allow_val_change=True)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         return str(self._run.id)
@@ -102,7 +93,6 @@ class _WandbClient:
         self._run.finish(exit_code={"finished": 0, "stopped": PREEMPTED, "failed": 1}[ending])
 
     def _init(self, run_id: str) -> None:
-        run = self._run_settings
         settings = {
             # Only figures, configuration and the use of the machine leave it: no output, no code, no git.
             "console": "off",
@@ -113,31 +103,31 @@ class _WandbClient:
             "x_transaction_log_flush_interval": 1.0,  # rows that are not on the disk are lost with its process
             "x_stats_pid": os.getppid(),  # of rank 0, not of this process
             # By default the end of a run waits for the network without a limit.
-            "finish_timeout": 0.8 * run.finish_timeout_s,
+            "finish_timeout": 0.8 * self.finish_timeout_s,
             "finish_timeout_raises": True,
-            "init_timeout": 0.5 * run.finish_timeout_s,
+            "init_timeout": 0.5 * self.finish_timeout_s,
         }
         known = self._wandb.Settings.model_fields
         self._run = self._wandb.init(
-            **{name: run.settings[name] for name in ("project", "entity", "group", "tags")},
-            name=run.settings["name"] or run.name,
+            **{name: self.settings[name] for name in ("project", "entity", "group", "tags")},
+            name=self.settings["name"] or self.name,
             id=run_id,
             # Offline too: then wandb sync asks the server for the run's state and appends to its rows.
             resume="allow",
             mode=self._mode,
-            dir=str(run.folder),
-            config=dict(run.config),
+            dir=str(self.folder),
+            config=dict(self.config),
             settings=self._wandb.Settings(**{name: value for name, value in settings.items() if name in known}),
         )
 
 
-class _MlflowClient:
-    def __init__(self, run: _RunSettings) -> None:
+class _MlflowClient(_Run):
+    def __post_init__(self) -> None:
         import mlflow
 
         self._mlflow: Any = mlflow
-        self._run_settings, self._folder = run, run.folder / "mlflow"
-        uri = run.settings["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")
+        self._folder = self.folder / "mlflow"
+        uri = self.settings["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")
         self._is_local = not uri
         self._uri = uri or f"sqlite:///{self._folder / 'mlflow.db'}"
 
@@ -145,13 +135,11 @@ class _MlflowClient:
         if self._is_local:
             self._folder.mkdir(parents=True, exist_ok=True)
         self._client: Any = self._mlflow.MlflowClient(self._uri)
-        settings = self._run_settings.settings
         if run_id is None:
-            tags = {"mlflow.source.name": "tepo train", **settings["tags"]}
-            name = settings["run_name"] or self._run_settings.name
-            run_id = self._client.create_run(
-                self._experiment(settings["experiment_name"]), run_name=name, tags=tags
-            ).info.run_id
+            experiment, tags = self._experiment(self.settings["experiment_name"]), self.settings["tags"]
+            tags = {"mlflow.source.name": "tepo train", **tags}
+            run = self._client.create_run(experiment, run_name=self.settings["run_name"] or self.name, tags=tags)
+            run_id = run.info.run_id
         else:
             self._client.update_run(run_id, status="RUNNING")
         self._run_id = str(run_id)
@@ -183,7 +171,7 @@ class _MlflowClient:
 
     def _log_config(self) -> None:
         """A request takes at most 100. MLflow never changes parameters: a resumed run's changes are tags."""
-        values = {_mlflow_name(key): value[:500] for key, value in _flatten(self._run_settings.config)}
+        values = {_mlflow_name(key): value[:500] for key, value in _flatten(self.config)}
         logged = self._client.get_run(self._run_id).data.params
         new = [self._mlflow.entities.Param(key, value) for key, value in values.items() if key not in logged]
         for start in range(0, len(new), 100):
@@ -203,6 +191,9 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 def _mlflow_name(key: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", key.replace("@", "_at_"))
+
+
+_Client = _WandbClient | _MlflowClient
 
 
 class Session:
@@ -302,9 +293,9 @@ def _main() -> None:
     first = inbox.get()
     if "kind" not in first:
         return
-    run = _RunSettings(**{**first, "folder": Path(first["folder"])})
+    run = _Run(**{**first, "folder": Path(first["folder"])})
     client = _WandbClient if run.kind == "wandb" else _MlflowClient
-    session = Session(lambda: client(run), run.folder / run.kind / "run.json", report)
+    session = Session(lambda: client(**vars(run)), run.folder / run.kind / "run.json", report)
     session.open()
     while "row" in (message := inbox.get()):
         session.log(message["row"])

@@ -71,29 +71,28 @@ def test_a_failed_start_is_no_run(left: dict[str, str], tmp_path: Path) -> None:
     assert not (tmp_path / "new" / "out").exists()
 
 
-@pytest.mark.parametrize("left", [{"metrics.jsonl": ROW + '{"st'}, {"checkpoints/step_000003/state.json": "{}"}])
-def test_a_run_is_not_written_over_unless_that_is_asked_for(left: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("left", "refusal"),
+    [
+        ({"metrics.jsonl": ROW + '{"st'}, "which --resume cannot continue, as it left no checkpoint, or remove .*--overwrite"),
+        ({"checkpoints/step_000003/state.json": "{}"}, r"continue it \(--resume\), or remove .*--overwrite"),
+    ],
+)
+def test_a_run_is_not_written_over_unless_that_is_asked_for(left: dict[str, str], refusal: str, tmp_path: Path) -> None:
+    resumed = in_folder(tmp_path, train={"resume": True})
     write(tmp_path, left)
-    with pytest.raises(ValueError, match=r"already holds a run; give another folder .*--resume.*--overwrite"):
+    with pytest.raises(ValueError, match=f"already holds a run; give another folder .*{refusal}"):
         prepare_folder(in_folder(tmp_path))
-    prepare_folder(in_folder(tmp_path, train={"resume": True}))
+    prepare_folder(resumed)
     assert content(tmp_path) == sorted(left)
     prepare_folder(in_folder(tmp_path), overwrite=True)
     assert content(tmp_path) == []
     with pytest.raises(ValueError, match=r"starts again and train.resume = True continues"):
-        prepare_folder(in_folder(tmp_path, train={"resume": True}), overwrite=True)
-
-
-def test_what_cannot_be_continued_is_not_said_to_be(tmp_path: Path) -> None:
-    """Rows, and no checkpoint: neither message sends its reader to the other."""
-    write(tmp_path, {"metrics.jsonl": FIRST_ROW + ROW})
-    with pytest.raises(ValueError, match=r"--resume cannot continue, as it left no checkpoint, or remove .*--overwrite"):
-        prepare_folder(in_folder(tmp_path))
-    with pytest.raises(ValueError, match=r"no finished checkpoint; start without --resume and with --overwrite"):
-        find_checkpoint(in_folder(tmp_path, train={"resume": True}), tmp_path)
-    write(tmp_path, {"metrics.jsonl": FIRST_ROW})
-    with pytest.raises(ValueError, match=r"no finished checkpoint; start without --resume$"):
-        find_checkpoint(in_folder(tmp_path, train={"resume": True}), tmp_path)
+        prepare_folder(resumed, overwrite=True)
+    for rows, advice in ((FIRST_ROW + ROW, " and with --overwrite"), (FIRST_ROW, "$")):
+        write(tmp_path, {"metrics.jsonl": rows})
+        with pytest.raises(ValueError, match=f"no finished checkpoint; start without --resume{advice}"):
+            find_checkpoint(resumed, tmp_path)
 
 
 NAMES = (
