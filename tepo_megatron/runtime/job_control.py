@@ -13,8 +13,6 @@ from types import FrameType
 from tepo_megatron.runtime.preemption import not_ignored
 from tepo_megatron.runtime.proc import PROC, STOPPED, Process
 
-_CONTINUE = 'read _; kill -CONT "$@"'
-
 
 @contextmanager
 def stopped_together(before_stop: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -66,7 +64,7 @@ def _stop_descendants() -> list[int]:
 @contextmanager
 def _continued_later(pids: Sequence[int]) -> Iterator[None]:
     """Another process continues them, in case this one is killed."""
-    command = ["/bin/sh", "-c", _CONTINUE, "sh", *map(str, pids)]
+    command = ["/bin/sh", "-c", 'read _; kill -CONT "$@"', "sh", *map(str, pids)]
     quiet = subprocess.DEVNULL
     helper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
     try:

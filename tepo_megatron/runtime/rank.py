@@ -39,8 +39,9 @@ def run_rank(work: Callable[[], None], *, grace_s: float, warning_s: float) -> i
     After a stop signal it is 130 or 75 in rank 0 and 0 in others, since the agent ends rank 0 at the first other code.
     """
     code = _run(work, grace_s, warning_s)
-    if _in_a_group():
-        _exit_now(code)
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        _exit_now(code)  # Python's exit with gloo's threads may abort, and hide the first failed rank
     return code
 
 
@@ -107,12 +108,6 @@ def _leave(code: int) -> int:
             if thread.is_alive():
                 _exit_now(code)
     return code
-
-
-def _in_a_group() -> bool:
-    """Python's exit with gloo's threads may abort, and hide the first failed rank."""
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _exit_now(code: int) -> NoReturn:

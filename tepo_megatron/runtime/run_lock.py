@@ -101,7 +101,9 @@ class RunLock:
                     os.close(fd)
                     continue
                 self._own = _Holder.this_process()
-                _write(fd, self._own)
+                text = (json.dumps(asdict(self._own)) + "\n").encode()
+                os.pwrite(fd, text, 0)  # in place, since a lock is on the file, not its name
+                os.ftruncate(fd, len(text))
             except BaseException:
                 os.close(fd)
                 raise
@@ -191,13 +193,6 @@ def _is_at(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), path.stat())
     except OSError:
         return False
-
-
-def _write(fd: int, holder: _Holder) -> None:
-    """Writes in place, since a lock is on the file, not its name."""
-    text = (json.dumps(asdict(holder)) + "\n").encode()
-    os.pwrite(fd, text, 0)
-    os.ftruncate(fd, len(text))
 
 
 def _parse(text: bytes) -> _Holder | None:

@@ -39,6 +39,8 @@ OPEN_FILES = 256  # and sockets
 
 _MB = 10**6
 
+_STATM = "/proc/self/statm"
+
 
 class _Served(Protocol):
     """``busy``: the process may not end now; ``worn``: it should; ``facts`` go to the parent."""
@@ -100,7 +102,8 @@ def _serve(make: Callable[[Mapping[str, Any]], _Served], what: str, open_files: 
 class _Desk:
     def __init__(self, served: _Served, setup: Mapping[str, Any], reply: Callable[[Any], None]) -> None:
         self._served, self._setup, self._reply = served, setup, reply
-        self._memory = _memory_file()
+        # Later the process may have no file left to open.
+        self._memory = os.open(_STATM, os.O_RDONLY) if os.path.exists(_STATM) else None
         self._most = self._size() + int(_GROWTH * setup["memory_mb"] * _MB)
         if sys.platform == "linux":  # elsewhere the kernel does not count them
             _lower(resource.RLIMIT_DATA, self._size() + setup["memory_mb"] * _MB)
@@ -219,14 +222,6 @@ def _has_a_free_file() -> bool:
     except OSError:
         return False
     return True
-
-
-def _memory_file() -> int | None:
-    """Later the process may have no file left to open."""
-    try:
-        return os.open("/proc/self/statm", os.O_RDONLY)
-    except FileNotFoundError:
-        return None
 
 
 def _lower(what: int, value: int) -> None:
