@@ -105,13 +105,3 @@ def test_every_name_has_its_place_in_the_pages() -> None:
     assert sorted([*shown, "__version__"]) == sorted(tepo_megatron.__all__)
     listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| \[.*$", pages["index.md"], flags=re.MULTILINE)))
     assert sorted([*listed, "__version__"]) == sorted(tepo_megatron.__all__)
-
-
-def test_every_page_is_in_the_menu() -> None:
-    """mkdocs, in strict mode, says so too; this needs no mkdocs."""
-    menu = set(re.findall(r"[\w./-]+\.md$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
-    assert menu == {
-        str(path.relative_to(ROOT / "docs"))
-        for path in (ROOT / "docs").rglob("*.md")
-        if path.parts[-2] not in ("data", "evidence")
-    }

@@ -52,12 +52,6 @@ def read(config: RunConfig) -> int:
     return read_inputs(config, resolve_model_path(config.model.path)).spec.vocab_size
 
 
-def test_replaying_experts_of_a_dense_model_is_refused(config: RunConfig) -> None:
-    wrong = RunConfig.model_validate(config.model_dump() | {"rollout": {"server": {"routing_replay": True}}})
-    with pytest.raises(ValueError, match=r"routing_replay = true replays the choice of experts, and LlamaForCausalLM has none"):
-        check_model(wrong)
-
-
 def test_a_record_without_fitting_routes_is_named_with_its_line(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     mixtral = {"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 8}
     spec = model_spec({**mixtral, "intermediate_size": 8, "vocab_size": 61, "num_local_experts": 4}, "test")

@@ -161,6 +161,7 @@ def test_shards_go_from_every_rank_and_full_tensors_from_rank_0(tmp_path: Path) 
     [
         ("engine.parallel={pp: 2, num_layers_in_first_pipeline_stage: 5}", "4 layers do not split over 2 pipeline stages"),
         ("engine={recompute: selective, recompute_modules: [moe]}", "recompute_modules has moe, which is for models with"),
+        ("rollout.server.routing_replay=true", "replays the choice of experts, and LlamaForCausalLM has none"),
         ("rollout.server.max_model_len=100000", "max_model_len = 100000 tokens are more than the 256 positions"),
     ],
 )
