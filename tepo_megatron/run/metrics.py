@@ -185,7 +185,6 @@ class TokenSamples:
     truncated: NDArray[np.bool_]  # [S]: cut at the longest allowed response
 
     ids: NDArray[np.int32]  # [T]
-    loss_mask: NDArray[np.bool_]  # [T]: written by the model, not by an environment
     version: NDArray[np.int32]  # [T]: the step of the weights that drew the token
     logprob_sampler: NDArray[np.float32]  # [T]: log π_sampler
     logprob_trainer: NDArray[np.float32]  # [T]: log π_old, by the trainer with the weights before the step
@@ -194,6 +193,7 @@ class TokenSamples:
     entropy_change: NDArray[np.float32]  # [T]: H(π_θ) − H(π_old) in that update, ΔH of TEPO's mask if ``measured``
     advantage: NDArray[np.float32]  # [T]
     ratio: NDArray[np.float32]  # [T]: the objective's, in TEPO one per response
+    loss_mask: NDArray[np.bool_]  # [T]: written by the model, not by an environment
     masked: NDArray[np.bool_]  # [T]: selected in that update by a term such as TEPO's KL mask
 
     def __post_init__(self) -> None:
