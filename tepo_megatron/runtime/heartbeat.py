@@ -115,9 +115,9 @@ class Heartbeat:
 
     # -- what the rank does ------------------------------------------------------------------------------------------------
 
-    def phase(self, name: str, *, waits_for: str = "", total: int = 0) -> None:
+    def phase(self, name: str, *, waits_for: str = "") -> None:
         record = self._record
-        record.phase, record.waits_for, record.done, record.total = name, waits_for, 0, total
+        record.phase, record.waits_for, record.done, record.total = name, waits_for, 0, 0
         record.since, record.allowance_s = time.time(), self._limits.get(name, 0.0)
         self.moved()
         self._changed.set()

@@ -108,9 +108,8 @@ _LOOKS = 3
 class _Scratch:
     """Create it before the group's other processes."""
 
-    def __init__(self, base: Path | None = None) -> None:
-        base = base or _temporary_folder()
-        self.folder = base / folder_name()
+    def __init__(self) -> None:
+        self.folder = _temporary_folder() / folder_name()
         self.folder.mkdir(mode=0o700)
         self._looks = dict.fromkeys(_names(), _LOOKS)
         self._recorded: dict[str, int] = {}
@@ -150,16 +149,15 @@ def _temporary_folder() -> Path:
     return folder if len(os.fsencode(folder)) <= _LONGEST_BASE else Path("/tmp")  # noqa: S108
 
 
-def sweep(base: Path | None = None) -> list[Path]:
+def sweep() -> list[Path]:
     """Removes folders of this user's killed servers and trainers.
 
     A folder is in use while its process, one of its group, or one with it in its environment lives.
     """
     if not PROC.exists():
         return []
-    base = base or _temporary_folder()
     removed = []
-    for folder in base.glob(f"{_PREFIX}-{_place()}-*"):
+    for folder in _temporary_folder().glob(f"{_PREFIX}-{_place()}-*"):
         with suppress(FileNotFoundError):  # another sweeps too
             status = folder.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not _in_use(folder):

@@ -73,7 +73,7 @@ def names_in(path: Path) -> frozenset[str]:
         if isinstance(node, ast.ClassDef):
             found |= {f"{node.name}.{member.name}" for member in node.body if isinstance(member, ast.FunctionDef)}
         if isinstance(node, ast.Assign):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            found |= {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found.add(node.target.id)
     return frozenset(found)

@@ -50,6 +50,7 @@ class _Run:
     finish_timeout_s: float
 
 
+@dataclass
 class _WandbClient(_Run):
     """W&B drops lower steps: its step counts rows, and ``step``, which a rollback lowers, is every curve's x axis."""
 
@@ -121,6 +122,7 @@ class _WandbClient(_Run):
         )
 
 
+@dataclass
 class _MlflowClient(_Run):
     def __post_init__(self) -> None:
         import mlflow

@@ -34,8 +34,8 @@ def run_status(output: Path, *, now: float | None = None) -> tuple[list[str], bo
     return lines, is_running
 
 
-def status_record(output: Path, *, now: float | None = None) -> dict[str, Any]:
-    lines, is_running = run_status(output, now=now)
+def status_record(output: Path) -> dict[str, Any]:
+    lines, is_running = run_status(output)
     config, rows, records = _read(output)
     evaluated = [row for row in rows if evaluation_line(row, 1) or set_lines(row)]
     return {

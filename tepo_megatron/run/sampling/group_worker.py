@@ -30,10 +30,10 @@ Ended = Callable[[], bool]
 class BusyClock:
     """Thread-safe."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock, self._lock = clock, threading.Lock()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._busy, self._holds = False, 0
-        self._seconds, self._mark = 0.0, clock()
+        self._seconds, self._mark = 0.0, time.perf_counter()
 
     def set(self, busy: bool) -> None:
         with self._charged():
@@ -66,7 +66,7 @@ class BusyClock:
     @contextlib.contextmanager
     def _charged(self) -> Iterator[None]:
         with self._lock:
-            now = self._clock()
+            now = time.perf_counter()
             if self._busy and not self._holds:
                 self._seconds += now - self._mark
             self._mark = now
