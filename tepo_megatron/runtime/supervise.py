@@ -149,7 +149,7 @@ def _temporary_folder() -> Path:
     return folder if len(os.fsencode(folder)) <= _LONGEST_BASE else Path("/tmp")  # noqa: S108
 
 
-def sweep() -> list[Path]:
+def sweep(base: Path | None = None) -> list[Path]:
     """Removes folders of this user's killed servers and trainers.
 
     A folder is in use while its process, one of its group, or one with it in its environment lives.
@@ -157,7 +157,7 @@ def sweep() -> list[Path]:
     if not PROC.exists():
         return []
     removed = []
-    for folder in _temporary_folder().glob(f"{_PREFIX}-{_place()}-*"):
+    for folder in (base or _temporary_folder()).glob(f"{_PREFIX}-{_place()}-*"):
         with suppress(FileNotFoundError):  # another sweeps too
             status = folder.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not _in_use(folder):
