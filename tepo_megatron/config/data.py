@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -189,20 +189,9 @@ class DataConfig(_PromptsConfig):
         """Paths by field, such as ``data.train[1].path``."""
         result: dict[str, str] = {}
         for field, raw in (("train", self.train), ("heldout", self.heldout or ())):
-            named = {f"data.{field}": raw} if isinstance(raw, str) else {}
-            result |= named or {f"data.{field}[{index}].path": source.path for index, source in enumerate(_listed(raw))}
+            many = "" if isinstance(raw, str) else "[{}].path"
+            result |= {f"data.{field}{many.format(index)}": source.path for index, source in enumerate(_listed(raw))}
         return result
-
-    def with_paths(self, change: dict[str, str]) -> DataConfig:
-        """``change`` has the keys of :attr:`paths`."""
-
-        def moved(field: str, raw: Sources | None) -> Sources | None:
-            if raw is None or isinstance(raw, str):
-                return raw and change[f"data.{field}"]
-            paths = (change[f"data.{field}[{index}].path"] for index in range(len(raw)))
-            return tuple(source.model_copy(update={"path": path}) for source, path in zip(raw, paths, strict=True))
-
-        return self.model_copy(update={"train": moved("train", self.train), "heldout": moved("heldout", self.heldout)})
 
     def complete(self, source: SourceConfig, *, filtered: bool = True) -> SourceConfig:
         """Fills in what the source inherits."""
@@ -318,11 +307,7 @@ class EvaluateConfig(Section):
 
     @property
     def paths(self) -> dict[str, str]:
-        return {name: item.path for name, item in self.sets.items()}
-
-    def with_paths(self, change: Mapping[str, str]) -> EvaluateConfig:
-        sets = {name: self.sets[name].model_copy(update={"path": path}) for name, path in change.items()}
-        return self.model_copy(update={"sets": {**self.sets, **sets}})
+        return {f"evaluate.sets.{name}.path": item.path for name, item in self.sets.items()}
 
     def _faults(self) -> Iterator[str]:
         for name, item in self.sets.items():

@@ -55,7 +55,7 @@ class ClusterRun:
                 "('hf download NAME --local-dir FOLDER' makes one)"
             )
         data = {field: (file, "a file or folder") for field, file in config.data.paths.items()}
-        data |= {f"evaluate.sets.{name}.path": (file, "a file") for name, file in config.evaluate.paths.items()}
+        data |= {field: (file, "a file") for field, file in config.evaluate.paths.items()}
         for field, (file, kind) in data.items():
             if not file.startswith(BUILTIN) and not self._has(file):
                 raise ValueError(f"{field} = {file} does not exist on {where}; give {kind} there")

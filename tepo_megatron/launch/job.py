@@ -17,6 +17,7 @@ _JOB_END_S = 30  # from the trainer's end to Slurm's limit
 
 BUILTIN = "builtin:"
 
+_PATHS = re.compile(r"model\.path|data\.(train|heldout)(\[\d+\]\.path)?|evaluate\.sets\.[^.]+\.path")
 _CUSTOM_CODE = re.compile(r"[^:\n]+\.py:[A-Za-z_]\w*")
 
 _NOT_OURS = ("cluster", "kwargs", "verifier_kwargs", "template", "system_prompt")
@@ -67,6 +68,8 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     def change(field: str, value: Any) -> Any:
         if isinstance(value, Path):
             return Path(_absolute(field, str(value), config))
+        if isinstance(value, str) and (_PATHS.fullmatch(field) or (field == "train.resume_from" and "/" in value)):
+            return _absolute(field, value, config)
         if isinstance(value, str) and _CUSTOM_CODE.fullmatch(value):
             place, _, name = value.rpartition(":")
             return f"{_absolute(field, place, config)}:{name}"
@@ -74,14 +77,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
     changed = _changed(config, "", change)
     assert isinstance(changed, RunConfig)
-    train = changed.train
-    if train.resume_from is not None and "/" in train.resume_from:
-        train = train.model_copy(update={"resume_from": _absolute("train.resume_from", train.resume_from, config)})
-    data = {name: _absolute(name, file, config) for name, file in config.data.paths.items()}
-    sets = {name: _absolute(f"evaluate.sets.{name}.path", file, config) for name, file in config.evaluate.paths.items()}
-    model = changed.model.model_copy(update={"path": _absolute("model.path", config.model.path, config)})
-    parts = {"data": changed.data.with_paths(data), "evaluate": changed.evaluate.with_paths(sets)}
-    return changed.model_copy(update={"train": train, "model": model, **parts})
+    return changed
 
 
 def _changed(value: Any, field: str, change: _ValueChange) -> Any:

@@ -289,7 +289,7 @@ def _check_nothing_is_read_from(config: RunConfig) -> None:
         "model.path": config.model.path,
         "model.shards": config.model.shards,
         **config.data.paths,
-        **{f"evaluate.sets.{name}.path": path for name, path in config.evaluate.paths.items()},
+        **config.evaluate.paths,
     }
     for name, path in reads.items():
         if path is not None and Path(path).resolve().is_relative_to(config.output.resolve()):
