@@ -194,10 +194,10 @@ def _try_command(
     with user_errors():
         config = load_config(run, overrides or ())
         from tepo_megatron.tasks.reward.recorded import read_recorded
-        from tepo_megatron.tasks.reward.verifier_task import VerifierTask, reward_configs
+        from tepo_megatron.tasks.reward.verifier_task import VerifierTask
 
         groups = read_recorded(file)[:limit]
-        with VerifierTask(reward_configs(config.reward, config.data)) as task:
+        with VerifierTask(config.reward, config.data) as task:
             items = [(problem, text) for problem, responses in groups for text in responses]
             results = task.score(items, [number for number, (_, responses) in enumerate(groups) for _ in responses])
     texts = [(problem.id, text) for problem, responses in groups for text in responses]

@@ -219,12 +219,12 @@ def _environment(config: EnvironmentConfig, sampling: SamplingConfig) -> Finding
 
 def _verifier(config: RunConfig) -> Finding:
     from tepo_megatron.tasks.data.problems import load_problems
-    from tepo_megatron.tasks.reward.verifier_task import VerifierTask, reward_configs
+    from tepo_megatron.tasks.reward.verifier_task import VerifierTask
 
     sources = config.data.train_sources
     try:
         problems = [replace(problem, source=source.called) for source in sources for problem in load_problems(source)]
-        with closing(VerifierTask(reward_configs(config.reward, config.data))) as task:
+        with closing(VerifierTask(config.reward, config.data)) as task:
             if config.rollout.replay is None:
                 task.rehearse(problems)
     except (ValueError, RuntimeError) as error:

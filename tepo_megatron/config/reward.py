@@ -8,8 +8,6 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from tepo_megatron.config.base import Section
 
-_RESERVED_NAMES = ("mean", "std", "failed")
-
 
 class RewardConfig(Section):
     verifier: str = "last_word"
@@ -55,21 +53,22 @@ class RewardConfig(Section):
     def _faults(self) -> Iterator[str]:
         if self.weights == {}:
             yield "weights = {} names no component; name one, or leave it out"
-        yield from filter(None, map(component_fault, self.weights or ()))
+        yield from filter(None, map(self.component_fault, self.weights or ()))
 
     @property
     def cuts_network(self) -> bool:
         asks = ":" in self.verifier or self.verifier == "judge"
         return not self.network and (self.network is False or not asks)
 
-
-def component_fault(name: Any) -> str | None:
-    """Returns None if this can name a component, whose metric is ``reward/<name>``."""
-    if not isinstance(name, str) or not name.isidentifier() or len(name) > 60:
-        return f"{str(name)[:60]!r} cannot name a component of a reward: a name has letters, digits and underscores, 60 at most"
-    if name in _RESERVED_NAMES:
-        return f"a component cannot be called {name}, since reward/{name} is a metric of its own; choose another name"
-    return None
+    @staticmethod
+    def component_fault(name: Any) -> str | None:
+        """Returns None if this can name a component, whose metric is ``reward/<name>``."""
+        if not isinstance(name, str) or not name.isidentifier() or len(name) > 60:
+            may = "a name has letters, digits and underscores, 60 at most"
+            return f"{str(name)[:60]!r} cannot name a component of a reward: {may}"
+        if name in ("mean", "std", "failed"):
+            return f"a component cannot be called {name}, since reward/{name} is a metric of its own; choose another name"
+        return None
 
 
 _Draws = Literal["temperature", "top_p", "top_k", "min_p", "stop", "seed", "max_tokens", "max_completion_tokens"]

@@ -17,7 +17,7 @@ from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.tasks.environments.episodes import opening_of
 from tepo_megatron.tasks.environments.worker import resolve_environment
 from tepo_megatron.tasks.evaluate.evaluation import EvaluationSet, load_sets
-from tepo_megatron.tasks.reward.verifier_task import reward_configs
+from tepo_megatron.tasks.reward.verifier_task import VerifierTask
 from tepo_megatron.tasks.reward.verifiers import check_reachable, resolve_verifier
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, step_of
 from tepo_megatron.trainer.protocol import check_plugins
@@ -47,7 +47,7 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
     if config.environment is not None:
         resolve_environment(config.environment.name)
         opening_of(config.environment, tokenizer)
-    rewards = reward_configs(config.reward, config.data)
+    rewards = VerifierTask.configs(config.reward, config.data)
     if has_reward or config.environment is not None:
         del rewards[""]
     for reward in rewards.values():

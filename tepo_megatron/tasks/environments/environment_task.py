@@ -21,7 +21,7 @@ from tepo_megatron.tasks.environments.service import RemoteEnvironments
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 from tepo_megatron.tasks.protocol import Generate, RewardResult, Task
 from tepo_megatron.tasks.reward.pool import weigh
-from tepo_megatron.tasks.reward.verifier_task import VerifierTask, reward_configs
+from tepo_megatron.tasks.reward.verifier_task import VerifierTask
 from tepo_megatron.weights.architecture import ModelSpec
 
 _MAX_RESULTS = 1 << 16
@@ -197,5 +197,5 @@ class EnvironmentTask(Task):
 def open_task(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, custom: Any = None) -> VerifierTask | EnvironmentTask:
     """``custom``: a verifier that is an object of this process."""
     if config.environment is None or config.rollout.replay is not None:
-        return VerifierTask(reward_configs(config.reward, config.data), custom=custom)
+        return VerifierTask(config.reward, config.data, custom=custom)
     return EnvironmentTask(config, tokenizer, spec.vocab_size, config.rollout.server.max_model_len or spec.max_positions)

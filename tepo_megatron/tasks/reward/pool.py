@@ -11,7 +11,7 @@ from hashlib import blake2b
 from itertools import count
 from typing import Any
 
-from tepo_megatron.config.reward import RewardConfig, component_fault
+from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem, ResponseText, is_reward, not_a_reward
 from tepo_megatron.runtime.text import valid_text
 from tepo_megatron.runtime.worker_process import End, Worker, WorkerCall, WorkerPool, WorkerProcess
@@ -185,8 +185,7 @@ def weigh(
             raise ValueError(f"the reward is {not_a_reward(value)}")
         return float(value), {}
     for name in value:
-        fault = component_fault(name)
-        if fault is not None:
+        if fault := RewardConfig.component_fault(name):
             raise ValueError(fault)
     if expected is not None and set(value) != set(expected):
         wanted = f"the components {_listed(expected)}" if expected else "a number"

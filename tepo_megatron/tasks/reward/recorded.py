@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tepo_megatron.core.problem import Problem, ResponseText
-from tepo_megatron.runtime.text import check_text
+from tepo_megatron.runtime.text import read_json
 
 _OF_A_LINE = ("id", "prompt", "answer", "response", "responses", "finish_reason")
 
@@ -27,25 +26,15 @@ def read_recorded(path: Path) -> list[RecordedGroup]:
         if not line.strip():
             continue
         try:
-            groups += _groups(_object(line), f"{path.stem}:{number}")
+            entry = read_json(line.encode(), "the line")
+            if not isinstance(entry, dict):
+                raise ValueError("not a JSON object")
+            groups += _groups(entry, f"{path.stem}:{number}")
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from error
     if not groups:
         raise ValueError(f"{path} has no response in it")
     return groups
-
-
-def _object(line: str) -> Mapping[str, Any]:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
-    except RecursionError as error:
-        raise ValueError("nested too deeply to be read") from error
-    if not isinstance(entry, dict):
-        raise ValueError("not a JSON object")
-    check_text(entry, "the line")
-    return entry
 
 
 def _groups(entry: Mapping[str, Any], default_id: str) -> Iterator[RecordedGroup]:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from tepo_megatron.config.data import DataConfig
@@ -13,26 +13,17 @@ from tepo_megatron.tasks.reward.pool import RewardPool
 _FAST_POLL_S = 0.005
 
 
-def reward_configs(reward: RewardConfig, data: DataConfig) -> dict[str, RewardConfig]:
-    """Source name → how it is scored (empty: any other). A held-out source defaults to the training source of its name."""
-    configs = {"": reward}
-    for source in (*data.train_sources, *data.heldout_sources):
-        if source.verifier is not None:
-            verifier = {"verifier": source.verifier, "kwargs": source.verifier_kwargs, "weights": source.verifier_weights}
-            configs[source.called] = reward.model_copy(update=verifier)
-    return configs
-
-
 class VerifierTask(Task):
     def __init__(
-        self, configs: Mapping[str, RewardConfig], components: Sequence[Sequence[str] | None] = (), custom: Any = None
+        self, reward: RewardConfig, data: DataConfig, components: Sequence[Sequence[str] | None] = (), custom: Any = None
     ) -> None:
         """``components`` has an entry per distinct verifier. ``custom`` replaces the first one."""
+        configs = self.configs(reward, data)
         distinct: list[RewardConfig] = []
         for config in configs.values():
             if config not in distinct:
                 distinct.append(config)
-        self._configs, self._custom = dict(configs), custom
+        self._reward, self._data, self._custom = reward, data, custom
         self._pools: list[RewardPool] = []
         try:
             for config, known in zip(distinct, [*components, *[None] * len(distinct)], strict=False):
@@ -42,13 +33,23 @@ class VerifierTask(Task):
             raise
         self._pool_by_source = {source: self._pools[distinct.index(config)] for source, config in configs.items()}
 
+    @staticmethod
+    def configs(reward: RewardConfig, data: DataConfig) -> dict[str, RewardConfig]:
+        """Source name → how it is scored (empty: any other). A held-out source defaults to the training source of its name."""
+        configs = {"": reward}
+        for source in (*data.train_sources, *data.heldout_sources):
+            if source.verifier is not None:
+                verifier = {"verifier": source.verifier, "kwargs": source.verifier_kwargs, "weights": source.verifier_weights}
+                configs[source.called] = reward.model_copy(update=verifier)
+        return configs
+
     @property
     def notice(self) -> str | None:
         return next((pool.notice for pool in self._pools if pool.notice is not None), None)
 
     @property
     def verifier(self) -> str | None:
-        return self._configs[""].verifier
+        return self._reward.verifier
 
     @property
     def scores_groups(self) -> bool:
@@ -60,7 +61,7 @@ class VerifierTask(Task):
         return sum(pool.unfinished for pool in self._pools)
 
     def another(self) -> VerifierTask:
-        return VerifierTask(self._configs, [pool.components for pool in self._pools], self._custom)
+        return VerifierTask(self._reward, self._data, [pool.components for pool in self._pools], self._custom)
 
     def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:
         self._pool_of(problem).submit(key, problem, response, group=group, group_size=group_size)

@@ -13,16 +13,13 @@ from tepo_megatron.runtime.user_code import load_user_code, locate_user_code
 
 _HERE = "tepo_megatron.tasks.reward"
 
-VERIFIERS: Mapping[str, str] = {
+_VERIFIERS: Mapping[str, str] = {
     **{name: f"{_HERE}.verifiers:{name}" for name in ("exact", "last_number", "last_word")},
     "math": f"{_HERE}.math_verifier:math",
-}
-
-VERIFIER_CLASSES: Mapping[str, str] = {
     "judge": f"{_HERE}.judge:Judge",
     "python_tests": f"{_HERE}.programs:PythonTests",
     "stack_machine": f"{_HERE}.programs:StackMachine",
-}  # made with reward.kwargs
+}
 
 GIVEN = "(python):"  # prefix of an object that cannot be imported
 
@@ -81,15 +78,12 @@ def resolve_verifier(name: str) -> str:
         )
     if ":" in name:
         return locate_user_code(name, f"the verifier {name!r}")
-    known = {**VERIFIERS, **VERIFIER_CLASSES}
-    if name not in known:
-        nearest = get_close_matches(name, known, n=1)
+    if name not in _VERIFIERS:
+        nearest = get_close_matches(name, _VERIFIERS, n=1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        names = ", ".join([*sorted(VERIFIERS), *sorted(VERIFIER_CLASSES)])
-        raise ValueError(
-            f"unknown verifier {name!r}; known: {names}, or your own as path/file.py:function or package.module:function{hint}"
-        )
-    return known[name]
+        own = f"or your own as path/file.py:function or package.module:function{hint}"
+        raise ValueError(f"unknown verifier {name!r}; known: {', '.join(_VERIFIERS)}, {own}")
+    return _VERIFIERS[name]
 
 
 def load_verifier(name: str) -> Any:

@@ -148,15 +148,10 @@ def vote(responses: Sequence[tuple[str, bool]]) -> float:
     return fmean(dict(responses)[text] for text in winners) if winners else 0.0
 
 
-def test_the_first_problems_are_used() -> None:
-    result = evaluate(Answers([["1", "1"]] * 4), heldout=PROBLEMS, problems=3, samples=1)
-    assert [row["problem"] for row in result.samples] == [problem.id for problem in PROBLEMS[:3]]
-    assert result.num_problems == 3
-
-
-def test_without_any_verdict_there_is_no_mean_reward() -> None:
+def test_the_first_problems_are_used_and_without_any_verdict_there_is_no_mean_reward() -> None:
     scorer = DirectScorer(PROBLEMS[0].id, failed=None)
-    result = evaluate(Answers([["1", "1"]]), scorer=scorer, heldout=PROBLEMS[:1], samples=1)
+    result = evaluate(Answers([["1", "1"]] * 4), scorer=scorer, heldout=PROBLEMS, problems=1, samples=1)
+    assert result.num_problems == 1
     assert set(result.metrics) == {"accuracy/greedy", "accuracy/avg@k", "accuracy/pass@k"}
     assert result.warnings == ["evaluation: 2 responses could not be scored; they count as wrong; the first: problem: no"]
 
@@ -227,27 +222,18 @@ def test_what_a_set_does_not_say_is_as_in_the_run(make_config: Callable[..., Run
         load_sets(make_config(), TOKENIZER, ["other"])
 
 
-@pytest.mark.parametrize(
-    ("majority", "verifier", "notion"),
-    [
-        ("auto", "math", "verifier"),
-        ("auto", "last_word", "verifier"),
-        ("auto", "judge", "text"),
-        ("auto", "mine.py:f", "text"),
-        ("verifier", "mine.py:f", "verifier"),
-        ("text", "math", "text"),
+def test_how_answers_of_a_set_are_compared() -> None:
+    cases = [
+        *(("auto", verifier, "verifier") for verifier in ("exact", "last_word", "last_number", "math")),
+        *(("auto", verifier, None) for verifier in ("python_tests", "stack_machine")),
+        *(("auto", verifier, "text") for verifier in ("judge", f"{__file__}:vote")),
+        *((majority, "stack_machine", majority) for majority in ("verifier", "text")),
         ("none", "math", None),
-        ("auto", "python_tests", None),
-        ("auto", "stack_machine", None),
-        ("text", "stack_machine", "text"),
-    ],
-)
-def test_how_answers_of_a_set_are_compared(majority: str, verifier: str, notion: str | None, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def f(problem, response):\n    return 1.0\n")
-    verifier = str(tmp_path / verifier) if "mine" in verifier else verifier
-    words = {"path": "builtin:addition-heldout", "majority": majority, "verifier": verifier}
-    config = RunConfig.model_validate({"evaluate": {"sets": {"words": words}}, "reward": {"run_code": True}})
-    assert load_sets(config, TOKENIZER)[0].notion == notion
+    ]
+    common = {"path": "builtin:addition-heldout", "problems": 1}
+    sets = {f"s{at}": {**common, "majority": item[0], "verifier": item[1]} for at, item in enumerate(cases)}
+    config = RunConfig.model_validate({"evaluate": {"sets": sets}, "reward": {"run_code": True}})
+    assert [of.notion for of in load_sets(config, TOKENIZER)] == [notion for _, _, notion in cases]
 
 
 def test_a_file_of_another_digest_is_refused(make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
@@ -272,7 +258,7 @@ def test_each_set_has_its_turn_and_its_verifier(make_config: Callable[..., RunCo
         return [[response(f"so {by_prompt[prompt].answer}")] * asked["n"] for prompt in prompts]
 
     seen = {}
-    with VerifierTask({"": config.reward}) as task, verifier_pools(config, sets, task) as pools:
+    with VerifierTask(config.reward, config.data) as task, verifier_pools(config, sets, task) as pools:
         for step in range(8):
             done = evaluate_all(
                 config,
@@ -305,7 +291,7 @@ def test_a_verifier_that_cannot_score_a_set_is_found_at_the_start(
     cause = r"evaluate\.sets\.sums: .*cannot score the first 4"
     sets = load_sets(config, TOKENIZER)
     with (
-        VerifierTask({"": config.reward}) as task,
+        VerifierTask(config.reward, config.data) as task,
         pytest.raises(ValueError, match=cause),
         verifier_pools(config, sets, task),
     ):

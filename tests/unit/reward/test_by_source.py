@@ -9,7 +9,7 @@ import pytest
 from tepo_megatron.config.data import DataConfig
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.reward.verifier_task import VerifierTask, reward_configs
+from tepo_megatron.tasks.reward.verifier_task import VerifierTask
 
 MINE = """
 def tell(problem, response):
@@ -34,7 +34,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
 
 @pytest.fixture(scope="module")
 def pool(data: DataConfig) -> Iterator[VerifierTask]:
-    with VerifierTask(reward_configs(RewardConfig(verifier="exact"), data)) as opened:
+    with VerifierTask(RewardConfig(verifier="exact"), data) as opened:
         yield opened
 
 
@@ -64,9 +64,8 @@ def test_answers_come_one_by_one_and_a_reset_forgets_the_rest(pool: VerifierTask
     assert pool.unfinished == 0
 
 
-def test_a_verifier_that_cannot_be_loaded_ends_the_others(data: DataConfig) -> None:
+def test_a_verifier_that_cannot_be_loaded_ends_the_others() -> None:
     sources = [{"path": "a.jsonl"}, {"path": "b.jsonl", "verifier": "no_such_module:score"}]
+    config = DataConfig.model_validate({"train": sources, "heldout": None})
     with pytest.raises(ValueError, match="importing no_such_module raised ModuleNotFoundError"):
-        VerifierTask(
-            reward_configs(RewardConfig(verifier="exact"), DataConfig.model_validate({"train": sources, "heldout": None}))
-        )
+        VerifierTask(RewardConfig(verifier="exact"), config)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,9 +12,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.core.problem import Problem, ResponseText, is_reward
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.pool import RewardPool, weigh
+from tepo_megatron.tasks.reward.worker import check_value
 
 FORMS = '''
 import asyncio, os, signal, time
@@ -245,3 +248,29 @@ def test_a_component_whose_metric_would_be_another_is_refused(name: str) -> None
         RewardConfig(weights={name: 1.0})
     with pytest.raises(ValidationError, match="names no component"):
         RewardConfig(weights={})
+
+
+class Big:
+    def __float__(self) -> float:
+        raise OverflowError("it has no end")
+
+
+@pytest.mark.parametrize("value", [1e39, -1e308, 10**400, Big(), math.nan], ids=("1e39", "-1e308", "10**400", "no end", "nan"))
+def test_a_number_without_use_is_a_fault_also_of_a_component(value: Any) -> None:
+    for returned in (value, {"a": 1.0, "b": value}):
+        number, fault = check_value(returned)
+        assert number is None
+        assert str(fault).startswith("the verifier returned ")
+
+
+any_numbers = st.floats() | st.sampled_from([1e308, -1e308, 1e39, 3.5e38, 1e16, -1e15, math.inf, math.nan])
+components = st.dictionaries(st.sampled_from("abc"), any_numbers, min_size=1)
+
+
+@given(value=any_numbers | components, weights=st.none() | components)
+def test_a_weighted_sum_is_a_reward_or_a_sentence(value: Any, weights: Any) -> None:
+    try:
+        reward, parts = weigh(value, weights, None)
+    except ValueError:
+        return
+    assert all(map(is_reward, (reward, *parts.values())))

@@ -12,7 +12,6 @@ from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.reward import math_verifier
 
 GOLDEN = Path(__file__).with_name("golden_math.tsv")
-PAGE = Path(__file__).parents[3] / "docs" / "guides" / "evaluation.md"
 
 
 class Pair(NamedTuple):

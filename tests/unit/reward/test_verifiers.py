@@ -48,35 +48,17 @@ def test_last_number_compares_values(value: int, other: int) -> None:
     assert last_number(_problem(str(value)), f"{value} or {value + 1}") == 0.0
 
 
-@pytest.mark.parametrize(
-    ("response", "number"),
-    [("7-5", "5"), ("x=-5", "-5"), ("1,2,3", "3"), ("12,3456", "3456"), ("$.5", "0.5"), ("2e3", "2000"), ("so (-3)", "-3")],
-)
-def test_last_number_reads(response: str, number: str) -> None:
-    assert last_number(_problem(number), response) == 1.0
-
-
-def test_last_number_without_numbers() -> None:
+def test_last_number_reads() -> None:
+    numbers = {"7-5": "5", "x=-5": "-5", "1,2,3": "3", "12,3456": "3456", "$.5": "0.5", "2e3": "2000", "so (-3)": "-3"}
+    for response, number in numbers.items():
+        assert last_number(_problem(number), response) == 1.0, response
     assert last_number(_problem("3"), "three") == 0.0
     with pytest.raises(ValueError, match="no number in it"):
         last_number(_problem("three"), "3")
 
 
-@pytest.mark.parametrize(
-    ("answer", "response", "reward"),
-    [
-        ("1/2", r"so it is \boxed{0.5}", 1.0),
-        (r"\frac{1}{2}", "it is $1/2$", 1.0),
-        ("$x+1$", "$1+x$", 1.0),
-        ("95", "the answer is 95", 1.0),
-        ("95", "the answer is 96", 0.0),
-        ("95", "I do not know", 0.0),
-        ("95", "", 0.0),
-        (r"\boxed{3}", r"\boxed{2}", 0.0),
-    ],
-)
-def test_math(answer: str, response: str, reward: float) -> None:
-    assert load_verifier("math")(_problem(answer), response) == reward
+def test_math_is_the_one_that_is_compared_with_judgements() -> None:
+    assert load_verifier("math")(_problem("1/2"), r"so it is \boxed{0.5}") == 1.0
 
 
 @pytest.mark.parametrize(
