@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from tepo_megatron.cli.console import AsJson, print_json, show, user_errors
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.objective.custom import CustomKind, Plugin, kind_name, load_plugin
+from tepo_megatron.config.objective.custom import CustomKind, Plugin, load_plugin
 from tepo_megatron.config.objective.presets import CORRECTIONS, PRESETS, Preset, find_preset, is_preset_file
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.runtime.text import echo
@@ -305,7 +305,7 @@ def _find_plugin(name: str) -> Plugin:
 
 def _kind_rows(plugin: Plugin) -> Iterator[tuple[str, str, str]]:
     for kind in plugin.kinds:
-        yield f"objective.{kind.slot}.kind = {kind_name(kind)}", "", kind.__doc__ or ""
+        yield f"objective.{kind.slot}.kind = {kind.kind_name()}", "", kind.__doc__ or ""
         for name, field in kind.model_fields.items():
             if name != "kind":
                 default = "required" if field.is_required() else str(field.get_default(call_default_factory=True))
@@ -325,7 +325,7 @@ def _objectives_of(target: str, preset: str) -> Iterator[tuple[str, ObjectiveCon
             return
         plugin = _find_plugin(target)
         for kind in plugin.kinds:
-            yield f"{target}: {kind.slot} {kind_name(kind)}, over {preset}", _alone(kind, plugin, preset)
+            yield f"{target}: {kind.slot} {kind.kind_name()}, over {preset}", _alone(kind, plugin, preset)
 
 
 def _notes_on(plugins: Iterable[str]) -> list[str]:
@@ -349,7 +349,7 @@ def _alone(kind: type[CustomKind], plugin: Plugin, preset: str) -> ObjectiveConf
     required = [name for name, field in kind.model_fields.items() if field.is_required()]
     problems: Sequence[Any] = ()
     for value in _TRIED:
-        section = {"kind": kind_name(kind), **dict.fromkeys(required, value)}
+        section = {"kind": kind.kind_name(), **dict.fromkeys(required, value)}
         values = {"preset": preset, "plugins": (plugin.name,), kind.slot: section}
         try:
             return ObjectiveConfig.model_validate(values)
@@ -359,6 +359,6 @@ def _alone(kind: type[CustomKind], plugin: Plugin, preset: str) -> ObjectiveConf
                 break
     faults = "; ".join(dict.fromkeys(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in problems))
     raise ValueError(
-        f"{plugin.name}: the kind {kind_name(kind)!r} cannot be checked by itself over the preset {preset} ({faults}); write a "
-        "preset's file that gives its fields values, and check that"
+        f"{plugin.name}: the kind {kind.kind_name()!r} cannot be checked by itself over the preset {preset} ({faults}); write "
+        "a preset's file that gives its fields values, and check that"
     )

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_va
 from tepo_megatron.config.base import Seconds, Section, check_known
 
 
-class SpeculativeConfig(Section):
+class _SpeculativeConfig(Section):
     """Speculative decoding: n-grams or a draft model guess tokens. The distribution of samples stays."""
 
     num_speculative_tokens: PositiveInt = 4
@@ -114,7 +114,7 @@ class ServerConfig(Section):
     max_restarts: NonNegativeInt = 3
     """Restarts in a run, over all servers; one more stops it."""
 
-    speculative: SpeculativeConfig | None = None
+    speculative: _SpeculativeConfig | None = None
     """Speculative decoding; ``{}``: n-grams. Default: none. Not run on a GPU yet."""
 
     routing_replay: bool = False
@@ -266,7 +266,7 @@ class FilterGroupsConfig(Section):
             yield f"reward_range = {list(self.reward_range)} holds no number; give the smaller one first"
 
 
-class OverlongConfig(Section):
+class _OverlongConfig(Section):
     """DAPO's soft overlong punishment, subtracted from rewards of responses close to ``max_new_tokens``."""
 
     buffer: PositiveInt
@@ -310,7 +310,7 @@ class RolloutConfig(Section):
     group (DAPO's overlong filtering). ``penalise``: ``overlong`` lowers rewards of long ones.
     """
 
-    overlong: OverlongConfig | None = None
+    overlong: _OverlongConfig | None = None
     """For ``truncated: penalise``."""
 
     collect: str | None = None

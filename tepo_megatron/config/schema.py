@@ -36,7 +36,7 @@ _BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "
 
 
 @dataclass(frozen=True)
-class SchemaRow:
+class _SchemaRow:
     """``default`` is JSON, ``when`` the section's variant (``kind = "…"``, or empty)."""
 
     path: str
@@ -82,7 +82,7 @@ def _schema(plugins: tuple[tuple[str, str], ...]) -> Node:
     return schema
 
 
-def schema_rows(*, of_lists: bool = False) -> list[SchemaRow]:
+def schema_rows(*, of_lists: bool = False) -> list[_SchemaRow]:
     """In order of declaration. ``of_lists``: also of sections in lists, such as ``data.train[].path``."""
     rows = _rows(json_schema(), "", json_schema().get("default"), "")
     return [row for row in rows if of_lists or "[]" not in row.path]
@@ -143,7 +143,7 @@ def _discriminator(node: Node) -> Node:
     return result or next((item["discriminator"] for item in node.get("anyOf", []) if "discriminator" in item), {})
 
 
-def _rows(node: Node, path: str, default: Any, when: str) -> Iterator[SchemaRow]:
+def _rows(node: Node, path: str, default: Any, when: str) -> Iterator[_SchemaRow]:
     tag_here = when.split(" ", 1)[0]
     for name, raw in node.get("properties", {}).items():
         if name == tag_here:
@@ -152,12 +152,12 @@ def _rows(node: Node, path: str, default: Any, when: str) -> Iterator[SchemaRow]
         value = default[name] if isinstance(default, dict) and name in default else child.get("default", ...)
         here = f"{path}.{name}" if path else name
         if "properties" in _named(child):
-            yield SchemaRow(here, "sections by name", "none", _plain(child["description"]), when)
+            yield _SchemaRow(here, "sections by name", "none", _plain(child["description"]), when)
             yield from _rows(_named(child), f"{here}.NAME", None, when)
             continue
         options = {label: option for label, option in _options(child).items() if "properties" in option}
         if len(options) != 1 or "anyOf" in child:
-            yield SchemaRow(here, _allowed(child), _shown(value), _plain(child.get("description", "")), when)
+            yield _SchemaRow(here, _allowed(child), _shown(value), _plain(child.get("description", "")), when)
         tag = _discriminator(child).get("propertyName")
         for label, option in options.items():
             inner = f"{tag} = {show(label)}" if tag else ""

@@ -37,7 +37,7 @@ class _KeepBestConfig(Section):
     """Of equal values the newest counts."""
 
 
-class CallbackConfig(Section):
+class _CallbackConfig(Section):
     callback: str = Field(min_length=1)
     """``early_stopping``, or a custom class: ``path/file.py:Class`` or ``package.module:Class``."""
 
@@ -96,7 +96,7 @@ class TrainConfig(Section):
     resume: bool | Literal["auto"] = False
     """Continue from the newest whole checkpoint in the output folder. auto: if there is one."""
 
-    callbacks: tuple[str | CallbackConfig, ...] = ()
+    callbacks: tuple[str | _CallbackConfig, ...] = ()
     """Custom code on rank 0, which may end the run: ``early_stopping``, or ``path/file.py:Class``; with arguments ``{callback:
     early_stopping, kwargs: {patience: 3}}`` (docs/guides/from-python.md).
     """

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tepo_megatron.config.rollout import ServerConfig, SpeculativeConfig
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tests.contracts.sampler_contract import EOS, contract_model
 from tests.e2e.test_rollout_server import greedy_after, sync
 
 PROMPT = (1, 5, 6, 7, 5, 6, 7, 5, 6, 7, 5, 6)
-NGRAM = SpeculativeConfig(num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=3)
+NGRAM = {"num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
 @torch.no_grad()
@@ -32,14 +32,14 @@ def test_speculative_samples_are_the_models(method: str, tmp_path: Path) -> None
     """The draft model is the first policy with some noise: it guesses well, and is of no use after the update."""
     first, second = contract_model(0), contract_model(1)
     first.save_pretrained(tmp_path / "model")
-    config = ServerConfig(max_model_len=128, max_num_seqs=64, max_restarts=0, speculative=NGRAM)
+    config = ServerConfig.model_validate({"max_model_len": 128, "max_num_seqs": 64, "max_restarts": 0, "speculative": NGRAM})
     if method == "draft_model":
         draft = copy.deepcopy(first)
         with torch.no_grad():
             draft.lm_head.weight.add_(0.02 * torch.randn_like(draft.lm_head.weight))
         draft.save_pretrained(tmp_path / "draft")
-        guess = SpeculativeConfig(num_speculative_tokens=3, draft_model=tmp_path / "draft")
-        config = config.model_copy(update={"speculative": guess})
+        guess = {"num_speculative_tokens": 3, "draft_model": tmp_path / "draft"}
+        config = ServerConfig.model_validate({**config.model_dump(), "speculative": guess})
     with Fleet(config, model_dir=tmp_path / "model", dtype="float32", stop_token_ids=[EOS], log_dir=tmp_path) as fleet:
         for model, temperature in ((first, 1.0), (second, 0.6)):
             if model is second:

@@ -36,6 +36,10 @@ class ObjectiveSection(Section):
 
     selects_tokens: ClassVar[bool] = False
 
+    @classmethod
+    def kind_name(cls) -> str:
+        return str(cls.model_fields["kind"].default)
+
     @property
     def needs(self) -> frozenset[Need]:
         return frozenset()
@@ -237,10 +241,6 @@ def load_plugin(name: str) -> Plugin:
     return Plugin(place, loaded.digest, kinds)
 
 
-def kind_name(kind: type[Section]) -> str:
-    return str(kind.model_fields["kind"].default)
-
-
 def _check_kind(kind: type[CustomKind], where: str) -> None:
     base = next((base for base in _BASES if issubclass(kind, base)), None)
     if base is None:
@@ -255,15 +255,15 @@ def _check_kind(kind: type[CustomKind], where: str) -> None:
         raise ValueError(f"{where}: {kind.__name__} has no method {base.defines}, which a subclass of {base.__name__} defines")
 
 
-_BUILTIN: dict[str, tuple[type[Section], ...]] = {}
+_BUILTIN: dict[str, tuple[type[ObjectiveSection], ...]] = {}
 
 
-def _kinds_of(plugins: Sequence[str], slot: str) -> tuple[type[Section], ...]:
-    owners = {kind_name(kind): "the package" for kind in _BUILTIN[slot]}
-    kinds = list(_BUILTIN[slot])
+def _kinds_of(plugins: Sequence[str], slot: str) -> tuple[type[ObjectiveSection], ...]:
+    owners = {kind.kind_name(): "the package" for kind in _BUILTIN[slot]}
+    kinds: list[type[ObjectiveSection]] = list(_BUILTIN[slot])
     for plugin in map(load_plugin, plugins):
         for kind in (item for item in plugin.kinds if item.slot == slot):
-            name = kind_name(kind)
+            name = kind.kind_name()
             if owner := owners.get(name):
                 raise ValueError(
                     f"objective.plugins: {plugin.name} and {owner} both have a kind {name!r} of objective.{slot}; rename one"
@@ -321,7 +321,7 @@ def plugin_schemas(plugins: Sequence[str]) -> dict[str, Any]:
 
 
 @cache
-def _adapter(kinds: tuple[type[Section], ...]) -> TypeAdapter[Any]:
+def _adapter(kinds: tuple[type[ObjectiveSection], ...]) -> TypeAdapter[Any]:
     return TypeAdapter(_union(*kinds))
 
 

@@ -20,7 +20,7 @@ from tepo_megatron.config.objective.choices import (
     TokenRatio,
     TrustRegion,
 )
-from tepo_megatron.config.objective.custom import CustomKind, Need, ObjectiveSection, OwnRatio, Plugin, kind_name, load_plugin
+from tepo_megatron.config.objective.custom import CustomKind, Need, ObjectiveSection, OwnRatio, Plugin, load_plugin
 from tepo_megatron.config.objective.presets import PRESETS, find_preset
 from tepo_megatron.config.objective.terms import (
     KL,
@@ -134,7 +134,7 @@ class ObjectiveConfig(Section):
     def _faults(self) -> Iterator[str]:
         for plugin in map(load_plugin, self.plugins):
             if not _uses(plugin, self.model_dump()):
-                kinds = ", ".join(f"objective.{kind.slot}.kind = {kind_name(kind)}" for kind in plugin.kinds)
+                kinds = ", ".join(f"objective.{kind.slot}.kind = {kind.kind_name()}" for kind in plugin.kinds)
                 yield f"objective.plugins names {plugin.name}, and nothing of it is used; set {kinds}, or leave it out"
         ratio, region = self.ratio, self.trust_region
         # a mean of a response's tokens stays near 1
@@ -186,4 +186,4 @@ def _uses(plugin: Plugin, sections: Mapping[str, Any]) -> bool:
     """``sections`` are mappings, or built kinds."""
     built = {key: section.kind for key, section in sections.items() if isinstance(section, CustomKind)}
     used = built | {key: section.get("kind") for key, section in sections.items() if isinstance(section, Mapping)}
-    return any(used.get(kind.slot) == kind_name(kind) for kind in plugin.kinds)
+    return any(used.get(kind.slot) == kind.kind_name() for kind in plugin.kinds)

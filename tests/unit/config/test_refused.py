@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from tepo_megatron.config import RunConfig
@@ -44,10 +46,7 @@ DP2 = ["engine.parallel.dp=2", "rollout.prompts_per_step=8", "rollout.samples_pe
         ('name="\\u202e95"', 'name: got "\\u202e95"; a name has printable characters but the slash, not U+202E'),
         ("name=''", "allowed: text of 1 to 200 characters"),
         ("rollout.sampling.temperature=inf", "allowed: a number ≥ 0.01 and ≤ 2"),
-        ("rollout.sampling.temperature=2.5", "allowed: a number ≥ 0.01 and ≤ 2"),
-        ("rollout.sampling.temperature=0.001", "allowed: a number ≥ 0.01 and ≤ 2"),
         ("rollout.server.start_timeout_s=1e30", "allowed: a number > 0 and ≤ 2592000"),
-        ("rollout.server.port=65536", "allowed: an integer ≥ 0 and ≤ 65535"),
         ("optimizer.min_lr=inf", 'optimizer.min_lr: got "inf"; allowed: a number ≥ 0'),
         ("optimizer.lr=nan", "optimizer.lr: got "),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas[1]: got 1.0; allowed: a number ≥ 0 and < 1"),
@@ -60,7 +59,6 @@ DP2 = ["engine.parallel.dp=2", "rollout.prompts_per_step=8", "rollout.samples_pe
         ("output=''", "output is an empty path"),
         ("rollout.replay=''", "replay is an empty path"),
         ('output="a\\0b"', "U+0000 is a character that no file and no command line takes"),
-        ("seed=-1", "seed: got -1; allowed: an integer ≥ 0 and < 2147483648"),
         ("seed=2147483648", "seed: got 2147483648; allowed: an integer ≥ 0 and < 2147483648"),
         ("rollout.prompts_per_step=9223372036854775807", "an integer here is 2147483647 at most"),
         ("train.steps=???", "??? stands for a value that is missing"),
@@ -84,8 +82,6 @@ DP2 = ["engine.parallel.dp=2", "rollout.prompts_per_step=8", "rollout.samples_pe
         (["rollout.sampling.top_k=8", "rollout.server.speculative={}"], "sampling.top_k = 8 with server.speculative"),
         (["rollout.partial=true", "rollout.oversample=1.5", "rollout.sampling.stop=[x]"], "partial = true with sampling.stop"),
         ("rollout.sampling.stop=['']", "one of the strings is empty"),
-        ("rollout.sampling.top_p=0", "rollout.sampling.top_p"),
-        ("rollout.sampling.min_p=1", "rollout.sampling.min_p"),
         ("engine.moe_balance.coefficient=0.01", "coefficient = 0.01 does nothing with kind = none; set kind = aux_loss"),
         ([BIAS, "engine.moe_balance.coefficient=0.01"], "coefficient = 0.01 does nothing with kind = expert_bias"),
         ([AUX, "engine.moe_balance.update_rate=0.01"], "update_rate = 0.01 does nothing with kind = aux_loss"),
@@ -115,14 +111,13 @@ def test_what_cannot_be_meant_is_refused_with_what_to_write(overrides: str | lis
 
 
 def test_sampling_that_can_be_scored_is_accepted() -> None:
-    given = ["rollout.sampling.top_p=0.9", "rollout.sampling.top_k=20", "rollout.sampling.min_p=0.01"]
-    assert load_run(None, given).rollout.sampling.truncates
-    stops = load_run(None, ["rollout.sampling.stop=['Question:']"])
-    assert stops.rollout.sampling.needs_tokenizer
-    assert not stops.rollout.sampling.truncates
-    plain = load_run(None, [])
-    assert not plain.rollout.sampling.needs_tokenizer
-    assert not plain.rollout.sampling.truncates
+    for given, truncates, needs_tokenizer in (
+        ({"top_p": 0.9, "top_k": 20, "min_p": 0.01}, True, False),
+        ({"stop": ["Question:"]}, False, True),
+        ({}, False, False),
+    ):
+        sampling = RunConfig.model_validate({"rollout": {"sampling": given}}).rollout.sampling
+        assert (sampling.truncates, sampling.needs_tokenizer) == (truncates, needs_tokenizer)
 
 
 def with_experts(architecture: str) -> ModelSpec:
@@ -140,36 +135,22 @@ def test_a_model_must_have_what_is_balanced() -> None:
         with_experts("MixtralForCausalLM").check_balance("expert_bias")
 
 
-def test_what_is_written_out_in_full_can_be_read_again() -> None:
-    config = RunConfig.model_validate({"engine": {"recompute": "selective", "recompute_modules": ["mlp"]}})
-    assert RunConfig.model_validate(config.model_dump()) == config
-    assert config.engine.recomputed == ("mlp",)
-    assert RunConfig.model_validate(RunConfig().model_dump()).engine.recomputed == ()
-
-
 DENSE = ModelSpec("LlamaForCausalLM", 8, 256, 8, 4, 32, 512, 61, False, 1e-5, 1e4, None, 512)
 MIXTURE = ModelSpec("MixtralForCausalLM", 8, 256, 8, 4, 32, 512, 61, False, 1e-5, 1e4, None, 512, experts=Experts(8, 2, True))
-ACTS = {
-    ("core_attn", "dense", "local"),
-    ("core_attn", "dense", "te"),
-    ("core_attn", "experts", "local"),
-    ("core_attn", "experts", "te"),
-    ("mlp", "dense", "local"),
-    ("mlp", "dense", "te"),
-    ("moe", "experts", "local"),
-    ("moe", "experts", "te"),
-    ("moe_act", "experts", "te"),
-    ("layernorm", "experts", "te"),
-}
+MODULES = {"core_attn", "mlp", "moe", "moe_act", "layernorm"}
 
 
-@pytest.mark.parametrize("layers", ["local", "te"])
-@pytest.mark.parametrize("model", ["dense", "experts"])
-@pytest.mark.parametrize("module", ["core_attn", "mlp", "moe", "moe_act", "layernorm"])
-def test_a_module_that_the_model_does_not_have_is_refused(module: str, model: str, layers: str) -> None:
-    spec = DENSE if model == "dense" else MIXTURE
-    if (module, model, layers) in ACTS:
-        spec.check_recompute(["core_attn", module], transformer_engine=layers == "te")
-    else:
-        with pytest.raises(ValueError, match=rf"engine\.recompute_modules has {module}, "):
-            spec.check_recompute(["core_attn", module], transformer_engine=layers == "te")
+@pytest.mark.parametrize(
+    ("spec", "te", "acts"),
+    [
+        (DENSE, False, {"core_attn", "mlp"}),
+        (DENSE, True, {"core_attn", "mlp"}),
+        (MIXTURE, False, {"core_attn", "moe"}),
+        (MIXTURE, True, MODULES - {"mlp"}),
+    ],
+)
+def test_a_module_that_the_model_does_not_have_is_refused(spec: ModelSpec, te: bool, acts: set[str]) -> None:
+    for module in MODULES:
+        refused = pytest.raises(ValueError, match=rf"engine\.recompute_modules has {module}, ")
+        with nullcontext() if module in acts else refused:
+            spec.check_recompute(["core_attn", module], transformer_engine=te)

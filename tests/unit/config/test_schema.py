@@ -1,10 +1,9 @@
 """The schema has every field, with what it takes and what it means."""
 
-import pytest
 from pydantic import BaseModel
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.schema import SchemaRow, json_schema, schema_rows
+from tepo_megatron.config.schema import json_schema, schema_rows
 
 
 def leaves(model: BaseModel, prefix: str = "") -> set[str]:
@@ -25,9 +24,9 @@ def test_every_field_of_a_run_has_a_row_with_its_default() -> None:
     assert rows["engine.parallel.tp"].description.startswith("Tensor-parallel size")
 
 
-@pytest.mark.parametrize("row", schema_rows(), ids=lambda row: f"{row.path} {row.when}".strip())
-def test_every_row_has_a_meaning(row: SchemaRow) -> None:
-    assert row.description.strip(), f"{row.path}: write what it means as a string literal below the field"
+def test_every_row_has_a_meaning() -> None:
+    """A string literal below the field."""
+    assert [row.path for row in schema_rows() if not row.description.strip()] == []
 
 
 def test_a_variant_has_its_own_rows() -> None:

@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.rollout import ServerConfig, SpeculativeConfig
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.vllm.plugin.patches import take_cores
 from tepo_megatron.sampler.vllm.resources import check_quantization
@@ -149,7 +149,8 @@ def test_a_draft_model_reaches_vllm_if_it_is_one_of_the_policys_vocabulary(tmp_p
         (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
 
     def guessing(model: Path) -> Server:
-        return server(ServerConfig(speculative=SpeculativeConfig(draft_model=model), tp=2), cores="0|1", model_dir=policy)
+        config = ServerConfig.model_validate({"speculative": {"draft_model": model}, "tp": 2})
+        return server(config, cores="0|1", model_dir=policy)
 
     command = guessing(draft).command(on_gpu=False)
     assert json.loads(command[command.index("--speculative-config") + 1]) == {
