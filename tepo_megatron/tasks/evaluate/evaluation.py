@@ -59,15 +59,16 @@ def evaluate_all(
 ) -> EvaluationResult:
     """``seed``: purpose → seed. ``generate`` answers the sets. ``step``: only what is due after it."""
     settings, last = config.evaluate, config.train.steps
-    results = []
     plain: SetResult | None = None
     if heldout and (step is None or settings.is_due(None, step, last)):
         like_a_set = EvaluationSetConfig(path="heldout", problems=settings.problems, majority="none")
         of = replace(_evaluation_set(config, tokenizer, "", like_a_set, heldout), truncation={})  # generate_heldout has its own
         plain = _evaluate(of, generate_heldout, tokenizer, pools[None], seed("evaluate"))
-    for of in sets:
-        if step is None or settings.is_due(of.name, step, last):
-            results.append(_evaluate(of, generate, tokenizer, pools[of.verifier], seed(f"evaluate/{of.name}")))
+    results = [
+        _evaluate(of, generate, tokenizer, pools[of.verifier], seed(f"evaluate/{of.name}"))
+        for of in sets
+        if step is None or settings.is_due(of.name, step, last)
+    ]
     everything = results if plain is None else [plain, *results]
     greedy = [] if plain is None else [problem.greedy for problem in plain.problems if problem.greedy is not None]
     errors = [error for result in everything for error in result.errors]
@@ -104,9 +105,9 @@ class EvaluationResult:
 
     @property
     def warnings(self) -> list[str]:
-        heldout = self.failures - sum(len(result.errors) for result in self.sets)
-        counts = [("evaluation", heldout, self.first_failure)]
-        counts += [(f"evaluation of {item.of.name}", len(item.errors), next(iter(item.errors), None)) for item in self.sets]
+        of_sets = [(f"evaluation of {item.of.name}", len(item.errors), next(iter(item.errors), "")) for item in self.sets]
+        heldout = self.failures - sum(count for _, count, _ in of_sets)
+        counts = [("evaluation", heldout, self.first_failure), *of_sets]
         return [
             f"{what}: {count} responses could not be scored; they count as wrong; the first: {cause}"
             for what, count, cause in counts
@@ -165,18 +166,6 @@ class _ProblemResult:
 class SetResult:
     of: EvaluationSet
     problems: Sequence[_ProblemResult]
-
-    @property
-    def name(self) -> str:
-        return self.of.name
-
-    @property
-    def failures(self) -> int:
-        return len(self.errors)
-
-    @property
-    def first_failure(self) -> str | None:
-        return next(iter(self.errors), None)
 
     @property
     def errors(self) -> list[str]:
@@ -331,8 +320,8 @@ def _figures(of: EvaluationSet, greedy: Scored | None, sampled: Sequence[Scored]
             results |= {f"maj@{k}": maj_at_k(tally, of.samples, k) for k in of.ks if k > 1}
     alone = [] if greedy is None else [greedy]
     for name, responses in (("reward_greedy", alone), ("reward_sampled", sampled)):
-        judged = [response.result for response in responses if response.result.error is None]
-        if rewards := [result.reward for result in judged if result.reward is not None]:
+        judged = [response.result.reward for response in responses if response.result.error is None]
+        if rewards := [reward for reward in judged if reward is not None]:
             results[name] = fmean(rewards)
     responses = sampled or alone
     results["response_len"] = fmean(response.num_tokens for response in responses)

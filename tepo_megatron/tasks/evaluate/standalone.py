@@ -52,14 +52,14 @@ def evaluate_model(
     folder = resolve_model_path(str(model))
     spec = read_model_spec(folder)
     sampler_spec().check_model(config.rollout.server, spec)
-    _check_weights(config.rollout.server)
+    servers = _without_trainer(config.rollout.server)
     tokenizer = load_tokenizer(folder)
     tokenizer.check_model()
     heldout, left_out = _heldout(config, tokenizer, sets)
     chosen = load_sets(config, tokenizer, sets)
     output = config.output / "eval"
     fleet = make_sampler(
-        _without_trainer(config.rollout.server),
+        servers,
         model_dir=folder,
         dtype=config.model.dtype,
         stop_token_ids=tokenizer.eos_ids,
@@ -101,30 +101,25 @@ def evaluate_model(
 
 
 def _heldout(config: RunConfig, tokenizer: Tokenizer, sets: Sequence[str] | None) -> tuple[list[Problem], int]:
-    others = bool(config.evaluate.sets)
-    if sets or (others and "heldout" not in config.data.model_fields_set):
+    default = config.data.heldout is None or "heldout" not in config.data.model_fields_set
+    if sets or (config.evaluate.sets and default):
         return [], 0
     if config.data.heldout is None:
-        if others:
-            return [], 0
         raise ValueError("data.heldout is not given: there are no problems to evaluate on; give data.heldout = FILE")
     sources = read_sources(config.data, "heldout", tokenizer)
     return [problem for source in sources for problem in source.used], sum(source.left_out.total() for source in sources)
 
 
 def _without_trainer(server: ServerConfig) -> ServerConfig:
-    """Colocated servers become local and read the model's weights."""
-    if server.placement == "external":
-        return server
-    return server.model_copy(update={"placement": "local", "load_format": "auto"})
-
-
-def _check_weights(server: ServerConfig) -> None:
-    if server.placement == "external" and server.starts_with_dummies(trained=True):
+    """Colocated servers become local and read the model's weights. Raises ValueError for servers without weights."""
+    if server.placement != "external":
+        return server.model_copy(update={"placement": "local", "load_format": "auto"})
+    if server.starts_with_dummies(trained=True):
         raise ValueError(
             "rollout.server.placement = external, but servers of 'tepo serve' start without weights and wait for a trainer's; "
             "set rollout.server.load_format = model, there and here"
         )
+    return server
 
 
 def _write(output: Path, result: EvaluationResult) -> None:

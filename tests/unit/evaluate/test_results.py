@@ -137,10 +137,6 @@ def test_other_settings_and_models_are_asked_again(tmp_path: Path, model: Path) 
         sampler = Sampler()
         ask(path, sampler, model, n, seed)
         assert len(sampler.asked) == len(PROMPTS)
-
-
-def test_a_damaged_file_is_a_sentence(tmp_path: Path, model: Path) -> None:
-    path = tmp_path / "responses.jsonl"
     path.write_text("{}\n")
     with pytest.raises(ValueError, match=r"responses\.jsonl:1: no responses"):
         ask(path, Sampler(), model)
