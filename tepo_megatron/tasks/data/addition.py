@@ -21,10 +21,6 @@ def heldout_problems() -> list[Problem]:
     return list(_problems()[:NUM_HELDOUT])
 
 
-def solution(problem: Problem) -> str:
-    return _write_solution(problem, slip=None, rng=None)
-
-
 def supervised_examples(n: int, noise: float, seed: int) -> list[tuple[str, str]]:
     """(prompt, response) pairs. ``noise``: probability in [0, 1] of a slip, which makes the result wrong."""
     rng = random.Random(seed)
@@ -41,13 +37,11 @@ def supervised_examples(n: int, noise: float, seed: int) -> list[tuple[str, str]
 _SLIPS = ("units", "carry", "tens", "result")
 
 
-def _write_solution(problem: Problem, slip: str | None, rng: random.Random | None) -> str:
+def _write_solution(problem: Problem, slip: str | None, rng: random.Random) -> str:
     a, b = (int(number) for number in problem.prompt.removesuffix("=").split("+"))
 
     def slipped(place: str, value: int, choices: Sequence[int]) -> int:
-        if place != slip or rng is None:
-            return value
-        return rng.choice([choice for choice in choices if choice != value])
+        return value if place != slip else rng.choice([choice for choice in choices if choice != value])
 
     units = slipped("units", a % 10 + b % 10, range(19))
     carry = slipped("carry", units // 10, range(2))

@@ -5,7 +5,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -298,13 +297,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _bytes_of(name: str) -> bytes | None:
     if match := _BYTE.fullmatch(name):
         return bytes.fromhex(match[1])
-    table = _byte_level()
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    table = {character: byte for byte, character in bytes_to_unicode().items()}
     return bytes(table[character] for character in name) if all(character in table for character in name) else None
-
-
-@cache
-def _byte_level() -> dict[str, int]:
-    """Character → byte: printable Latin-1 as itself, others from U+0100."""
-    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printed]
-    return {**{chr(byte): byte for byte in printed}, **{chr(0x100 + index): byte for index, byte in enumerate(others)}}

@@ -219,18 +219,18 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def _do(self) -> None:
-        length = self._length()
-        if not self.server.service.knows(self.headers.get("Authorization", "")):
-            if length is not None and length <= _UNREAD_BYTES:
-                self.rfile.read(length)  # else the client may lose the answer
-            self._refuse(401, "another key")
+        text, known = self.headers.get("Content-Length", "0"), self.server.service.knows(self.headers.get("Authorization", ""))
+        length = int(text) if text.isdecimal() and len(text) < 20 else _MAX_REQUEST_BYTES + 1
+        if known:
+            self.server.strangers.discard(self.request)
+            self.connection.settimeout(_TIMEOUT_S)
+        # Also without the key: a client whose body is not read may lose the answer.
+        raw = self.rfile.read(length) if length <= (_MAX_REQUEST_BYTES if known else _UNREAD_BYTES) else None
+        if not known or raw is None:
+            self.close_connection = True
+            too_long = f"a request has at most {_MAX_REQUEST_BYTES} bytes, and says how many"
+            self._reply(413 if known else 401, {"error": too_long if known else "another key"})
             return
-        self.server.strangers.discard(self.request)
-        self.connection.settimeout(_TIMEOUT_S)
-        if length is None or length > _MAX_REQUEST_BYTES:
-            self._refuse(413, f"a request has at most {_MAX_REQUEST_BYTES} bytes, and says how many")
-            return
-        raw = self.rfile.read(length)
         try:
             body = read_json(raw, "the request") if raw else None
         except ValueError as error:
@@ -239,14 +239,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(*self.server.service.answer(self.command, self.path, body))
 
     do_POST = do_DELETE = _do
-
-    def _length(self) -> int | None:
-        length = self.headers.get("Content-Length", "0")
-        return int(length) if length.isdecimal() and len(length) < 20 else None
-
-    def _refuse(self, status: int, sentence: str) -> None:
-        self.close_connection = True
-        self._reply(status, {"error": sentence})
 
     def _reply(self, status: int, value: Any) -> None:
         data = json.dumps(value).encode()

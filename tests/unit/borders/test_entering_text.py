@@ -30,7 +30,7 @@ from tepo_megatron.tasks.reward.recorded import read_recorded
 from tests.support import hostile_environment
 from tests.support.chat_tokenizer import SPECIAL, write_chat_tokenizer
 from tests.support.episodes import FakeHost, FakeSamples, Played, play
-from tests.support.hostile import as_json, broken_json, texts, valid_texts, values, without_surrogates
+from tests.support.hostile import as_json, broken_json, texts, valid_texts, values
 
 TOOLS_TEMPLATE = (
     "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
@@ -120,10 +120,6 @@ def test_a_worker_answers_with_text_or_an_error(first: Any, then: Any, reward: A
             json.dumps(answer, ensure_ascii=False).encode()
             with suppress(ValueError):  # which fails the episode
                 observations_of(chat).ids(answer["observation"], ended=True)
-
-
-arguments = values.map(as_json) | broken_json
-calls = arguments.map(lambda text: f'a <tool_call>{{"name": "f", "arguments": {text}}}</tool_call> b').map(without_surrogates)
 
 
 contents = texts | values
@@ -234,10 +230,6 @@ class TestSpecialTokens:
         names = sum(text.count(name) for name in SPECIAL)
         assert len([token for token in ids if token < len(SPECIAL)]) == names
         assert chat.prompt_ids(text, special_tokens=True) == ids
-
-    def test_a_tokenizer_that_cannot_is_refused(self, tiny: Tokenizer) -> None:
-        with pytest.raises(ValueError, match=r"a SentencePiece tokenizer\.model reads no special tokens in a text"):
-            tiny.encode("1", special_tokens=True)
 
     @pytest.mark.parametrize(("special", "tokens"), [(False, 0), (True, 2)])
     def test_an_environments_text_has_them_only_by_its_setting(self, special: bool, tokens: int, chat: Tokenizer) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
@@ -21,63 +20,35 @@ from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.stack_machine import LEAVES, Tree, problems_with_trees, value_of
 from tepo_megatron.tasks.reward.programs import StackMachine
 
-numbers = st.integers(10, 99)
-PROBLEMS = {problem.id: problem for problem in addition.train_problems() + addition.heldout_problems()}
 
-
-def test_split_covers_every_sum_once() -> None:
+def test_the_split_of_sums_is_the_published_one_and_covers_each_once() -> None:
+    """The order comes from SHA-256, so these constants hold on every machine and version."""
     train, heldout = addition.train_problems(), addition.heldout_problems()
     assert (len(train), len(heldout)) == (7900, 200)
-    assert {p.id for p in train}.isdisjoint(p.id for p in heldout)
-    assert {p.prompt for p in train + heldout} == {f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)}
+    sums = {f"{a}+{b}": str(a + b) for a in range(10, 100) for b in range(10, 100)}
+    assert {p.id: p.answer for p in train + heldout if p.prompt == f"{p.id}="} == sums
+    assert [p.id for p in heldout[:5]] == ["49+95", "56+74", "12+70", "93+92", "40+70"]
+    assert [p.id for p in train[-3:]] == ["47+69", "46+72", "45+61"]
 
 
-def test_the_split_of_sums_is_the_published_one() -> None:
-    """The order comes from SHA-256, so these constants hold on every machine and version."""
-    assert [p.id for p in addition.heldout_problems()[:5]] == FIRST_SUMS
-    assert [p.id for p in addition.train_problems()[-3:]] == LAST_SUMS
-
-
-@example(a=37, b=58)
-@given(a=numbers, b=numbers)
-def test_answer_and_solution_are_the_sum(a: int, b: int) -> None:
-    problem = PROBLEMS[f"{a}+{b}"]
-    assert (problem.prompt, problem.answer) == (f"{a}+{b}=", str(a + b))
-    units, carry = a % 10 + b % 10, int(a % 10 + b % 10 >= 10)
-    tens = f"{a // 10}+{b // 10}+{carry}={a // 10 + b // 10 + carry}"
-    assert addition.solution(problem) == f"{a % 10}+{b % 10}={units} {tens} {a + b}"
-
-
-@given(seed=st.integers(0, 2**32), n=st.integers(0, 300))
-def test_noise_free_examples_are_right_and_reproducible(seed: int, n: int) -> None:
-    examples = addition.supervised_examples(n, 0.0, seed)
-    assert examples == addition.supervised_examples(n, 0.0, seed)
-    assert len(examples) == n
-    assert all(_value(prompt) == int(response.split()[-1]) for prompt, response in examples)
+def test_examples_without_noise_are_worked_out_and_repeat_after_all_problems() -> None:
+    examples = addition.supervised_examples(2 * 7900, 0.0, 1)
+    assert examples == addition.supervised_examples(2 * 7900, 0.0, 1)
+    for prompt, response in examples:
+        a, b = map(int, prompt.removesuffix("=").split("+"))
+        units, carry = a % 10 + b % 10, int(a % 10 + b % 10 >= 10)
+        tens = f"{a // 10}+{b // 10}+{carry}={a // 10 + b // 10 + carry}"
+        assert response == f"{a % 10}+{b % 10}={units} {tens} {a + b}"
+    prompts = [prompt for prompt, _ in examples]
+    assert set(prompts[:7900]) == set(prompts[7900:]) == {p.prompt for p in addition.train_problems()}
+    assert prompts[:7900] != prompts[7900:]
 
 
 @given(seed=st.integers(0, 2**32), noise=st.sampled_from([0.3, 1.0]))
 def test_noise_is_the_share_of_wrong_solutions(seed: int, noise: float) -> None:
     examples = addition.supervised_examples(2000, noise, seed)
-    wrong = sum(_value(prompt) != int(response.split()[-1]) for prompt, response in examples)
+    wrong = sum(eval(prompt[:-1]) != int(response.split()[-1]) for prompt, response in examples)
     assert wrong == 2000 if noise == 1 else abs(wrong / 2000 - 0.3) < 0.08  # 7.8 standard deviations
-
-
-def test_examples_repeat_only_after_all_problems_and_avoid_heldout() -> None:
-    prompts = [prompt for prompt, _ in addition.supervised_examples(2 * 7900, 0.5, 1)]
-    assert set(Counter(prompts[:7900]).values()) == {1}
-    assert set(Counter(prompts).values()) == {2}
-    assert prompts[:7900] != prompts[7900:]
-    assert set(prompts).isdisjoint(p.prompt for p in addition.heldout_problems())
-
-
-def _value(prompt: str) -> int:
-    a, b = prompt.removesuffix("=").split("+")
-    return int(a) + int(b)
-
-
-FIRST_SUMS = ["49+95", "56+74", "12+70", "93+92", "40+70"]
-LAST_SUMS = ["47+69", "46+72", "45+61"]
 
 
 BY_PROMPT = {problem.prompt: problem for problem in stack_machine.train_problems()}
@@ -85,6 +56,7 @@ SCORE = StackMachine().score
 
 
 def test_problems_differ_and_their_answers_pass() -> None:
+    """Formulas come from digests, so their order is the same on every machine and version."""
     train, heldout = load_problems("builtin:stack-machine"), load_problems("builtin:stack-machine-heldout")
     assert (len(train), len(heldout)) == (10_000, 200)
     problems = train + heldout
@@ -92,12 +64,8 @@ def test_problems_differ_and_their_answers_pass() -> None:
     assert all(SCORE(problem, problem.answer) == 1 for problem in problems)
     assert all(set(problem.prompt + problem.answer) <= set(ALPHABET) for problem in problems)
     assert max(len(problem.answer) for problem in problems) <= 8
-
-
-def test_the_split_is_the_published_one() -> None:
-    """Formulas come from digests, so these hold on every machine and version."""
-    assert [problem.id for problem in stack_machine.heldout_problems()[:4]] == HELDOUT_START
-    assert stack_machine.train_problems()[-1].id == TRAIN_END
+    assert [problem.id for problem in heldout[:4]] == ["(z-(y+7))*z", "y<z?9*2:4", "5*(y+(3-x))", "x<y?x:5+z"]
+    assert train[-1].id == "y<x?4:z+7"
 
 
 def test_tests_tell_a_choice_from_its_branches() -> None:
@@ -140,10 +108,6 @@ def test_noise_is_the_share_of_wrong_programs_and_heldout_formulas_are_not_shown
     wrong = sum(SCORE(BY_PROMPT[prompt], program) == 0 for prompt, program in examples)
     assert low <= wrong / 10_000 <= high
     assert len({prompt for prompt, _ in examples}) == 10_000
-
-
-HELDOUT_START = ["(z-(y+7))*z", "y<z?9*2:4", "5*(y+(3-x))", "x<y?x:5+z"]
-TRAIN_END = "y<x?4:z+7"
 
 
 @pytest.fixture

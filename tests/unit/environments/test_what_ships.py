@@ -134,22 +134,17 @@ class GymGame:
 
 
 def test_a_gymnasium_environment_is_played() -> None:
-    made: list[GymGame] = []
-
-    def make(size: int) -> GymGame:
-        made.append(GymGame(size))
-        return made[-1]
-
-    game = ADAPTERS["gymnasium"](make, {"size": 3})
+    made = GymGame(3)
+    game = ADAPTERS["gymnasium"](lambda: made, {})
     assert game.reset(Problem("p", "do", "42", {"level": 2}), seed=2**40 + 5) == "of 3"
-    assert made[0].seed == 5
-    assert made[0].options == {"id": "p", "prompt": "do", "answer": "42", "level": 2}
+    assert made.seed == 5
+    assert made.options == {"id": "p", "prompt": "do", "answer": "42", "level": 2}
     assert game.step(ResponseText("go")) == StepResult("['seen', 'go']", 0.5)
     assert game.step(ResponseText("bad")).tool_error
     assert game.step(ResponseText("end")).done
     assert game.step(ResponseText("late")).done
     game.close()
-    assert made[0].closed
+    assert made.closed
 
 
 def test_a_skyrl_gym_environment_is_played() -> None:
