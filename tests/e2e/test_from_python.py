@@ -20,10 +20,11 @@ import json, os, signal, sys
 from pathlib import Path
 import yaml
 import tepo_megatron
-from tepo_megatron.tools.faults.workshop import REPLAYED, make_rollouts, write_run
+from tepo_megatron.tools.faults.workshop import REPLAYED, make_rollouts
 
 folder = Path(sys.argv[1])
-run = write_run(folder)
+run = folder / "run.yaml"
+run.write_text("name: faults\\nmodel: {path: builtin:tiny}\\n")
 settings = dict(each.split("=", 1) for each in REPLAYED)
 settings = {name: yaml.safe_load(value) for name, value in settings.items()}
 settings |= {"rollout.replay": make_rollouts(folder / "rollouts", 3), "train.steps": 3}

@@ -34,22 +34,6 @@ from tepo_megatron.tools.results import resident_bytes
 _MEGABYTE = 10**6
 
 
-@dataclass(frozen=True)
-class _HostileAnswer:
-    name: str
-    response: str
-    answer: str = "95"
-
-    @property
-    def problem(self) -> Problem:
-        return Problem(f"hostile/{self.name}", "What is 37 + 58?", self.answer)
-
-
-def hostile_answers() -> list[_HostileAnswer]:
-    singles = [_HostileAnswer(f"{group}/{name}", text) for group, texts in _ANSWERS.items() for name, text in texts.items()]
-    return [*singles, *(_HostileAnswer(f"compared/{name}", text, answer) for name, (answer, text) in _COMPARED.items())]
-
-
 def _nested(opening: str, core: str, closing: str, depth: int) -> str:
     return f"${opening * depth}{core}{closing * depth}$"
 
@@ -137,6 +121,10 @@ _COMPARED = {
     "set": (r"$\{1,2,3\}$", r"\boxed{\{" + ",".join(map(str, range(3000))) + r"\}}"),
     "symbolic tower": ("$x$", r"\boxed{x^{x^{x^{x^{x^{9^{9^{9}}}}}}}}"),
 }  # name → the problem's answer, the response
+_HOSTILE = [
+    *((f"{group}/{name}", "95", text) for group, texts in _ANSWERS.items() for name, text in texts.items()),
+    *((f"compared/{name}", *texts) for name, texts in _COMPARED.items()),
+]  # name, the problem's answer, the response
 
 
 TIMEOUT_S = 2.0  # a third of the answers takes this long
@@ -148,26 +136,27 @@ _LARGEST_GIB = 2.0
 class _HostileAnswers(FaultClass):
     name = "answers"
     title = "hostile answers to the math verifier"
-    whole, quick = 60, 6
+    whole, quick = len(_HOSTILE), 6
     _pool: RewardPool | None = None
 
     def inject(self, number: int, rng: Random) -> FaultOutcome:
         if self._pool is None:
             self._pool = RewardPool(RewardConfig(verifier="math", timeout_s=TIMEOUT_S))
-        answers = hostile_answers()
-        hostile = answers[number * len(answers) // self.count(quick=self.workshop.is_quick)]  # spread over all groups
+        # spread over all groups
+        name, answer, response = _HOSTILE[number * len(_HOSTILE) // self.count(quick=self.workshop.is_quick)]
+        hostile = Problem(f"hostile/{name}", "What is 37 + 58?", answer)
         right, wrong = Problem("right", "1+1=", "2"), Problem("wrong", "1+2=", "3")
-        neighbours = [(right, r"\boxed{2}"), (hostile.problem, hostile.response), (wrong, r"\boxed{4}"), (right, "$2$")]
+        neighbours = [(right, r"\boxed{2}"), (hostile, response), (wrong, r"\boxed{4}"), (right, "$2$")]
         results = _score(self._pool, neighbours)
         rewards = [result.reward for result in results]
         if [rewards[0], *rewards[2:]] != [1.0, 0.0, 1.0]:
             errors = [result.error for result in results if result.error]
-            return FaultOutcome(hostile.name, "lost", f"the answers beside it got the rewards {rewards}: {errors}")
+            return FaultOutcome(name, "lost", f"the answers beside it got the rewards {rewards}: {errors}")
         if rewards[1] not in (0.0, None):
-            return FaultOutcome(hostile.name, "lost", f"it got the reward {rewards[1]}")
+            return FaultOutcome(name, "lost", f"it got the reward {rewards[1]}")
         if (peak := _largest_worker_gib()) > _LARGEST_GIB:
-            return FaultOutcome(hostile.name, "lost", f"the worker grew to {peak:.1f} GiB")
-        return FaultOutcome(hostile.name, "refused" if results[1].error else "survived", (results[1].error or "")[:200])
+            return FaultOutcome(name, "lost", f"the worker grew to {peak:.1f} GiB")
+        return FaultOutcome(name, "refused" if results[1].error else "survived", (results[1].error or "")[:200])
 
     def close(self) -> None:
         if self._pool is not None:

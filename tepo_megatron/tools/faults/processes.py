@@ -10,8 +10,9 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
+
+import psutil
 
 from tepo_megatron.runtime.proc import Process
 
@@ -82,17 +83,11 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
 
 def listening(pids: Sequence[int]) -> Iterator[tuple[int, int]]:
     """(process, TCP port)."""
-    ports = {}
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            for fields in map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:]):
-                if fields[3] == "0A":
-                    ports[f"socket:[{fields[9]}]"] = int(fields[1].rpartition(":")[2], 16)
     for pid in pids:
-        for fd in Path(f"/proc/{pid}/fd").glob("*"):
-            with suppress(OSError):
-                if (port := ports.get(os.readlink(fd))) is not None:
-                    yield pid, port
+        with suppress(psutil.Error):
+            for connection in psutil.Process(pid).net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    yield pid, connection.laddr.port
 
 
 def in_fork(work: Callable[..., Any], *arguments: Any, limit_s: float) -> Any:

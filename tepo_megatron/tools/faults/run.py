@@ -42,16 +42,16 @@ def _lanes(*, quick: bool) -> dict[str, FaultClasses]:
     return {"first": first, "second": [kind for kind in CLASSES.values() if kind not in first]}
 
 
-def run(classes: FaultClasses, folder: Path, *, seed: int, quick: bool, say: Say) -> OutcomeLog:
+def run(classes: FaultClasses, folder: Path, *, seed: int, quick: bool, say: Say) -> _OutcomeLog:
     """Raises ValueError if the record has another seed, RuntimeError if a lane ends early."""
-    record = OutcomeLog(folder, seed=seed, quick=quick)
+    record = _OutcomeLog(folder, seed=seed, quick=quick)
     lanes = {name: [kind for kind in classes if kind in members] for name, members in _lanes(quick=quick).items()}
     chosen = {name: kinds for name, kinds in lanes.items() if kinds}
     if len(chosen) < 2:
         _run_lane(next(iter(chosen), "first"), classes, record, say)
         return record
     _side_by_side(chosen, folder, seed=seed, quick=quick)
-    return OutcomeLog(folder, seed=seed, quick=quick)
+    return _OutcomeLog(folder, seed=seed, quick=quick)
 
 
 def _side_by_side(chosen: dict[str, list[type[FaultClass]]], folder: Path, *, seed: int, quick: bool) -> None:
@@ -70,7 +70,7 @@ def _side_by_side(chosen: dict[str, list[type[FaultClass]]], folder: Path, *, se
         raise RuntimeError(f"not all faults were injected: the lane {' and '.join(failed)} ended early; what it said is above")
 
 
-def _run_lane(lane: str, classes: FaultClasses, record: OutcomeLog, say: Say) -> None:
+def _run_lane(lane: str, classes: FaultClasses, record: _OutcomeLog, say: Say) -> None:
     workshop = Workshop(record.folder / "work", lane=lane, quick=record.quick, say=say)
     try:
         for kind in classes:
@@ -85,7 +85,7 @@ def _run_lane(lane: str, classes: FaultClasses, record: OutcomeLog, say: Say) ->
         workshop.close()
 
 
-def _inject(faults: FaultClass, numbers: Sequence[int], record: OutcomeLog, say: Say) -> None:
+def _inject(faults: FaultClass, numbers: Sequence[int], record: _OutcomeLog, say: Say) -> None:
     with closing(faults):
         for number in numbers:
             start = time.monotonic()
@@ -103,24 +103,21 @@ def _inject(faults: FaultClass, numbers: Sequence[int], record: OutcomeLog, say:
 _LONGEST = 64
 _INTRODUCTION = """# Faults, injected
 
-`tepo faults` wrote this page. *survived*: the run went on, or was resumed, and its metrics, rollouts and weights are those of
-an undisturbed run, to the last bit. *refused*: it stopped, or did not begin, with a sentence, and nothing is damaged. *lost*:
-anything else, also a traceback, or a process that is left. What a user sees of each fault, and what to do, is in
-[operations](../guides/operations.md).
+`tepo faults` wrote this page. *survived*: metrics, rollouts and weights are those of an undisturbed run, to the last bit.
+*refused*: the run stopped, or did not begin, with a sentence, and nothing is damaged. *lost*: anything else. What a user sees
+of each fault, and what to do, is in [operations](../guides/operations.md).
 """
 _SILENT_INTRODUCTION = """## Silent faults
 
-They come after the digests: in a vLLM worker, between the arrival of a parameter and its use, or in what is no parameter at
-all. The fixed *prompt*, the prompt through the prefix *cache*, the *rollouts*, and the *version* that a server says with every
-response can show them ([numerics](numerics.md)). In the columns, in nats: the worst token of the prompt, the difference through
-the cache, the mean difference in the worst group of rollouts, all with the whole error. An error of size s is right +
-s · (wrong − right); sizes were tried from 1 down by tens until none was seen. What is stale is one optimizer step old. A false
-alarm would be a line without a fault that was caught.
+They come after the digests, in a vLLM worker; the checks that can show them are in [numerics](numerics.md). In the columns, in
+nats: the worst token of the prompt, the difference through the cache, the mean difference in the worst group of rollouts. An
+error of size s is right + s · (wrong − right); sizes were tried from 1 down by tens until none was seen. What is stale is one
+optimizer step old. A false alarm would be a line without a fault that was caught.
 """
 _ESCAPED = str.maketrans({"|": "\\|", "<": "&lt;", "`": "'", "*": "\\*", "_": "\\_", "[": "\\[", "]": "\\]"})
 
 
-class OutcomeLog:
+class _OutcomeLog:
     """Raises ValueError if the folder holds another seed or count."""
 
     def __init__(self, folder: Path, *, seed: int, quick: bool) -> None:
@@ -232,4 +229,4 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also ends all started processes
     args = json.loads(sys.argv[1])
     lane, chosen = args.pop("lane"), select(args.pop("only"), CLASSES, "class of faults")
-    _run_lane(lane, chosen, OutcomeLog(Path(args.pop("folder")), **args), partial(echo, err=True))
+    _run_lane(lane, chosen, _OutcomeLog(Path(args.pop("folder")), **args), partial(echo, err=True))

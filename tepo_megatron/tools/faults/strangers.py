@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,7 +58,7 @@ def _request(port: int, route: str, key: str) -> list[int]:
     return codes
 
 
-def _write_to_store(port: int, proof: Path, runs_code: bool) -> bool:
+def _write_to_store(proof: Path, runs_code: bool, port: int) -> bool:
     value = f"cposix\nsystem\n(S'touch {proof}'\ntR.".encode() if runs_code else b"stranger"
     names = ["tepo_stranger", "torch.rendezvous.state", "/torch.rendezvous.state"] if runs_code else ["tepo_stranger"]
     try:
@@ -87,21 +88,14 @@ def _at_every_port(work: Callable[[int], object], ports: Sequence[int]) -> list[
     return sorted(took)
 
 
-def write_to_stores(ports: Sequence[int], proof: Path, runs_code: bool) -> list[int]:
-    return _at_every_port(lambda port: _write_to_store(port, proof, runs_code), ports)
+def _send(payload: bytes, port: int) -> None:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.settimeout(2)
+        connection.sendall(payload)
+        connection.recv(4096)
 
 
-def _send_to_all(ports: Sequence[int], payload: bytes) -> None:
-    def send(port: int) -> None:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-            connection.settimeout(2)
-            connection.sendall(payload)
-            connection.recv(4096)
-
-    _at_every_port(send, ports)
-
-
-def plain_files(folder: Path) -> Iterator[Path]:
+def _plain_files(folder: Path) -> Iterator[Path]:
     """Skips files removed meanwhile (``Path.rglob`` would raise)."""
     for parent, _, names in os.walk(folder):
         yield from (path for name in names if (path := Path(parent, name)).is_file() and not path.is_symlink())
@@ -169,7 +163,7 @@ class _Strangers(FaultClass):
         return ""
 
     def _send(self, payload: bytes) -> str:
-        _as_stranger(_send_to_all, self._ports(), payload)
+        _as_stranger(_at_every_port, partial(_send, payload), self._ports())
         return "" if self._next_row() else f"the run ended: {self._run.said()}"
 
     def _next_row(self) -> bool:
@@ -192,19 +186,19 @@ class _Strangers(FaultClass):
         return next((f"process {pid} shows it" for pid in holders), "")
 
     def _writable(self) -> str:
-        writable = (path for path in plain_files(self._run.out) if _mode(path) & 0o002)
+        writable = (path for path in _plain_files(self._run.out) if _mode(path) & 0o002)
         return next((f"{path} may be written by others" for path in writable), "")
 
     def _files(self) -> str:
         keys = [key.encode() for key in self._keys()]
-        readable = (path for path in plain_files(self._run.out) if _mode(path) & 0o077)
+        readable = (path for path in _plain_files(self._run.out) if _mode(path) & 0o077)
         holders = (path for path in readable if any(key in _content(path) for key in keys))
         return next((f"{path} holds it, with mode {_mode(path):o}" for path in holders), "")
 
     def _stores(self, *, runs_code: bool) -> str:
         proof = Path("/tmp") / f"tepo-stranger-{os.getpid()}"  # noqa: S108  # a place that any user may write to
         proof.unlink(missing_ok=True)
-        written = _as_stranger(write_to_stores, self._ports(), proof, runs_code)
+        written = _as_stranger(_at_every_port, partial(_write_to_store, proof, runs_code), self._ports())
         if written is None:
             return "the stranger came to no end at the stores"
         self._next_row()

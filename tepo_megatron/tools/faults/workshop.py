@@ -53,13 +53,6 @@ _SHORT_TIMEOUTS = ("rollout.server.request_timeout_s=20", "rollout.server.transf
 _NOT_COMPARED = ("time/", "idle/", "tokens/s", "reward/failed", "faults/", "lost/", "servers/", "requests/", "log/", "memory/")
 
 
-def write_run(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "run.yaml"
-    path.write_text("name: faults\nmodel: {path: builtin:tiny}\n")
-    return path
-
-
 def _rows(out: Path) -> list[dict[str, Any]]:
     path = out / "metrics.jsonl"
     rows = read_metrics(path) if path.exists() else []
@@ -84,10 +77,14 @@ def differences(out: Path, reference: Path) -> str:
     return ""
 
 
-def _start(folder: Path, module: str, settings: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("ab") as stream:
+def _start(folder: Path, module: str, settings: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Its output is appended to ``log.txt``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "run.yaml"
+    file.write_text("name: faults\nmodel: {path: builtin:tiny}\n")
+    with (folder / "log.txt").open("ab") as stream:
         return subprocess.Popen(
-            [sys.executable, "-m", module, "train", str(write_run(folder)), f"output={folder / 'out'}", *settings],
+            [sys.executable, "-m", module, "train", str(file), f"output={folder / 'out'}", *settings],
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
@@ -111,12 +108,12 @@ class _RunEnd(NamedTuple):
         return "Traceback (most recent call last)" in self.printed
 
 
-class LiveRun:
+class _LiveRun:
     def __init__(self, folder: Path, steps: int, overrides: tuple[str, ...] = ()) -> None:
         self.folder, self.out, self.steps = folder, folder / "out", steps
         self._overrides = (*_LIVE, *overrides)
         self._process: subprocess.Popen[bytes] | None = None
-        self._log_start = 0
+        self._log, self._log_start = folder / "log.txt", 0
 
     @property
     def running(self) -> bool:
@@ -135,21 +132,22 @@ class LiveRun:
         resume = any((self.out / "checkpoints").glob("step_*/state.json"))
         if not resume:
             shutil.rmtree(self.out, ignore_errors=True)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        log = self.folder / "log.txt"
-        self._log_start = log.stat().st_size if log.exists() else 0
+        self._log_start = self._log.stat().st_size if self._log.exists() else 0
         settings = [*self._overrides, f"train.steps={self.steps}", f"train.resume={str(resume).lower()}"]
-        self._process = _start(self.folder, program.MODULE, settings, log)
+        self._process = _start(self.folder, program.MODULE, settings)
+
+    @property
+    def _pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     @property
     def roles(self) -> dict[str, list[int]]:
-        assert self._process is not None
-        return by_role(self._process.pid, program.MODULE)
+        return by_role(self._pid, program.MODULE)
 
     @property
     def pids(self) -> list[int]:
-        assert self._process is not None
-        return descendants(self._process.pid)
+        return descendants(self._pid)
 
     def reach(self, phase: str) -> None:
         """``phase`` is one of the stopwatch's, or ``save``. Raises RuntimeError if the run ends first."""
@@ -174,7 +172,7 @@ class LiveRun:
         said, code = self.said(), self.wait_end()
         if left := wait_gone(pids, _GONE_S):
             return f"{len(left)} processes were still there {_GONE_S:g} s after the run had ended ({said})", said
-        if "Traceback" in self._printed() and code == 1:
+        if self._end.has_traceback and code == 1:
             return f"the run ended with a traceback: {said}", said
         self.start()
         return "" if self.wait_for_row(step) else f"it could not be resumed: {self.said()}", said
@@ -184,13 +182,12 @@ class LiveRun:
         assert self._process is not None
         return self._process.returncode
 
-    def _printed(self) -> str:
-        with (self.folder / "log.txt").open("rb") as log:
-            log.seek(self._log_start)
-            return log.read().decode(errors="replace")
+    @property
+    def _end(self) -> _RunEnd:
+        return _RunEnd(0, self._log.read_bytes()[self._log_start :].decode(errors="replace"))
 
     def said(self) -> str:
-        return _RunEnd(0, self._printed()).said
+        return self._end.said
 
     def stop(self) -> None:
         if self._process is not None:
@@ -242,10 +239,9 @@ def make_rollouts(folder: Path, steps: int) -> Path:
 
 def replay(folder: Path, rollouts: Path, steps: int, *overrides: str, resume: bool = False) -> _RunEnd:
     settings = [*REPLAYED, f"rollout.replay={rollouts}", f"train.steps={steps}", *overrides, *["--resume"] * resume]
-    folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
     log.unlink(missing_ok=True)
-    process = _start(folder, "tepo_megatron", settings, log)
+    process = _start(folder, "tepo_megatron", settings)
     try:
         code = process.wait(_PATIENCE_S)
     except subprocess.TimeoutExpired:
@@ -275,7 +271,7 @@ class Workshop:
         self.steps = 14 if quick else 32  # more steps: a longer reference run, but fewer restarts of live runs
         self._overrides = () if quick else _SHORT_TIMEOUTS
         self._reference: Path | None = None
-        self._run: LiveRun | None = None
+        self._run: _LiveRun | None = None
         self._runs = sum(1 for _ in folder.glob(f"{lane}-run-*"))  # an interrupted call leaves its runs
 
     def reference(self) -> Path:
@@ -285,17 +281,17 @@ class Workshop:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / "reference.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                self._reference = LiveRun(self.folder / "reference", self.steps, self._overrides).complete()
+                self._reference = _LiveRun(self.folder / "reference", self.steps, self._overrides).complete()
         return self._reference
 
-    def live_run(self) -> LiveRun:
+    def live_run(self) -> _LiveRun:
         """At least four steps are left. Raises RuntimeError if the previous run ended unlike the undisturbed one."""
         self.reference()
         if self._run is not None and self._run.last_step > self.steps - 5 and (wrong := self.finish_run()):
             raise RuntimeError(f"the run before, which survived its faults, ended with a difference: {wrong}")
         if self._run is None:
             self._runs += 1
-            self._run = LiveRun(self.folder / f"{self._lane}-run-{self._runs:02d}", self.steps, self._overrides)
+            self._run = _LiveRun(self.folder / f"{self._lane}-run-{self._runs:02d}", self.steps, self._overrides)
         if not self._run.running:
             self._run.start()
             self._run.wait_for_row(0)

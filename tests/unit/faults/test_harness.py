@@ -18,13 +18,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exp
 
 from tepo_megatron.runtime.proc import Process
 from tepo_megatron.tasks.protocol import RewardResult
-from tepo_megatron.tools.faults import input_faults, run, strangers, workshop
-from tepo_megatron.tools.faults.input_faults import hostile_answers
+from tepo_megatron.tools.faults import input_faults, run, strangers
 from tepo_megatron.tools.faults.processes import by_role, descendants, end_tree, listening, wait_until
-from tepo_megatron.tools.faults.run import OutcomeLog
-from tepo_megatron.tools.faults.run_faults import DAMAGES, HANGS, PHASES, ROLES
+from tepo_megatron.tools.faults.run_faults import PHASES, ROLES
 from tepo_megatron.tools.faults.silent import ALL, SILENT_FAULTS, judge
-from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, differences
+from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, Workshop, differences
 from tests.support.programs import TIMEOUT_S
 
 
@@ -58,8 +56,11 @@ def test_a_rerun_goes_on_with_what_is_missing_and_the_same_random_numbers(tmp_pa
     assert sample.injected == first[2:]
     assert len({drawn for _, drawn in first}) == 5  # every fault has random numbers of its own
     assert [entry["number"] for entry in record.outcomes("sample")] == [0, 1, 2, 3, 4]
-    again = OutcomeLog(tmp_path, seed=3, quick=False)  # what was cut off has not spoilt the line after it
+    again = run.run([sample], tmp_path, seed=3, quick=False, say=lambda line: None)
+    assert sample.injected == first[2:]  # what was cut off has not spoilt the line after it
     assert [entry["number"] for entry in again.outcomes("sample")] == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="another --output"):
+        run.run([sample], tmp_path, seed=2, quick=False, say=lambda line: None)
 
 
 def test_what_the_harness_breaks_at_is_lost_and_the_rest_is_tried(tmp_path: Path, sample: type[Sample]) -> None:
@@ -71,23 +72,13 @@ def test_what_the_harness_breaks_at_is_lost_and_the_rest_is_tried(tmp_path: Path
     assert "the harness broke" in page
 
 
-def test_what_was_asked_for_otherwise_is_refused(tmp_path: Path) -> None:
-    OutcomeLog(tmp_path, seed=1, quick=True)
-    with pytest.raises(ValueError, match="another --output"):
-        OutcomeLog(tmp_path, seed=2, quick=True)
-
-
-def test_there_are_as_many_faults_as_were_promised() -> None:
-    wanted = {"kills": 30, "hangs": 8, "damage": 12, "disks": 4, "strangers": 22, "configs": 200, "answers": 60}
-    assert {name: kind.whole for name, kind in run.CLASSES.items() if name != "silent"} == wanted
+def test_there_are_as_many_faults_as_were_promised_and_no_two_kills_are_the_same() -> None:
+    promised = {"kills": 30, "hangs": 8, "damage": 12, "disks": 4, "strangers": 22, "configs": 200, "answers": 60}
+    assert {name: kind.whole for name, kind in run.CLASSES.items() if name != "silent"} == promised
     assert len(SILENT_FAULTS) >= 12
-    assert len({fault.name for fault in ALL}) == len(ALL)
-    assert len(DAMAGES) == 12
-    assert len(hostile_answers()) == 60
     pairs = {(ROLES[n % len(ROLES)], PHASES[(n + n // len(ROLES)) % len(PHASES)]) for n in range(30)}
     assert len(pairs) == 30
     assert ({role for role, _ in pairs}, {phase for _, phase in pairs}) == (set(ROLES), set(PHASES))
-    assert len(set(HANGS)) == len(HANGS)
 
 
 def test_processes_are_found_by_role_and_ended() -> None:
@@ -162,27 +153,25 @@ def test_a_stranger_finds_the_open_store_among_ports_that_never_answer(monkeypat
     monkeypatch.setattr(strangers, "PATIENCE_S", 6.0)
     silent = [socket.create_server(("127.0.0.1", 0)) for _ in range(20)]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    live = SimpleNamespace(pids=[os.getpid()], last_step=0, steps=1, wait_for_row=bool, running=True, out=tmp_path)
+    workshop = SimpleNamespace(folder=tmp_path, live_run=lambda: live, reference=lambda: write_run(tmp_path / "reference"))
     try:
-        ports = [*(each.getsockname()[1] for each in silent), store.port]
-        assert strangers.write_to_stores(ports, tmp_path / "proof", False) == [store.port]
+        outcomes = [run.CLASSES["strangers"](cast(Any, workshop)).inject(9, random.Random(0))]
+        assert [(item.fault, item.result) for item in outcomes] == [("a value in every key-value store", "lost")]
+        assert outcomes[0].said == f"the stores at the ports [{store.port}] took a stranger's value"
     finally:
         for each in silent:
             each.close()
 
 
 def test_a_call_that_goes_on_takes_live_runs_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made: list[Path] = []
-
-    def start(folder: Path, *_: Any) -> Any:
-        made.append(folder)
-        return SimpleNamespace(running=True, complete=lambda: folder)
-
-    monkeypatch.setattr(workshop, "LiveRun", start)
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    write_run(tmp_path / "reference/out")
     for name in ("first-run-01", "second-run-01", "second-run-02"):
         (tmp_path / name).mkdir()
     for lane in ("first", "second"):
-        workshop.Workshop(tmp_path, lane=lane, quick=True, say=lambda _: None).live_run()
-    assert made == [tmp_path / name for name in ("reference", "first-run-02", "reference", "second-run-03")]
+        Workshop(tmp_path, lane=lane, quick=True, say=lambda _: None).live_run()
+    assert {path.parent.name for path in tmp_path.glob("*/log.txt")} == {"first-run-02", "second-run-03"}
 
 
 LATE = RewardResult(None, error=f"problem 'wrong': {input_faults.TOOK_TOO_LONG}")
