@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scripts.studies.options import study_parser
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.config.objective.terms import KLMask
@@ -29,7 +30,7 @@ from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.sampler.rollout_file import read_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.tools.results import Report, Table, study_parser
+from tepo_megatron.tools.results import Report, Table
 
 WAYS = ("measured", "covariance", "first_order")
 

@@ -23,10 +23,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from scripts.studies.options import study_parser
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
-from tepo_megatron.tools.results import Report, Table, median_and_range, study_parser
+from tepo_megatron.tools.results import Report, Table, median_and_range
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.table import tensor_shapes
 

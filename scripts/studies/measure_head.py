@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scripts.studies.options import study_parser
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.types import Batch, TokenScores
 from tepo_megatron.tools.bench.recipes import llama, make_model, random_rollouts
-from tepo_megatron.tools.results import Report, Table, in_processes, resident_peak, study_parser
+from tepo_megatron.tools.results import Report, Table, in_processes, resident_peak
 
 _HEADS = ("logits", "fused")
 _PASSES = ("score", "forward and backward")

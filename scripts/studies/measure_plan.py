@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scripts.studies.options import study_parser
 from tepo_megatron.config import RunConfig
 from tepo_megatron.plan.memory import BATCH_BYTES_PER_TOKEN, TrainingRanks
 from tepo_megatron.plan.shapes import resolve_spec
 from tepo_megatron.plan.time import DIGEST_SECONDS_PER_BYTE, PACK_SECONDS_PER_TOKEN
 from tepo_megatron.tools.bench.recipes import llama, make_model, random_rollouts
-from tepo_megatron.tools.results import Report, Table, in_processes, study_parser
+from tepo_megatron.tools.results import Report, Table, in_processes
 from tepo_megatron.trainer.packing import pack
 
 _SEQUENCES, _TOKENS, _VOCAB = 8, 32, 1024

@@ -47,8 +47,6 @@ def _scores_command(
     cross-entropy (log-prob only), and the floor of one read of the logits forward, one read and write backward. On a GPU with
     Triton's kernels. All with the bytes that must move over the bandwidth of a plain copy in the same run.
 
-    [dim]tepo bench scores[/]
-
     [dim]tepo bench scores --device cuda[/]
     """
     from tepo_megatron.tools.bench import scores
@@ -110,8 +108,6 @@ def _recipes_command(
 
     Runs on engine.platform (a GPU if there is one), on one rank.
 
-    [dim]tepo bench recipes --size 1b --recipes none,blockwise[/]
-
     [dim]tepo bench recipes --size tiny --recipes none --dtype float32 --steps 5[/]
     """
     from tepo_megatron.tools.bench import recipes
@@ -145,8 +141,6 @@ def _step_command(
     A step scores the old policy and updates with the default objective. Megatron-Core's step is its GPTModel with its own loss,
     schedule, gradient buffers and optimizer, as pretrain_gpt makes it, on the same weights, tokens and micro-batches: packed,
     with this project's attention, and as padded rows with Megatron's. All take turns, step by step.
-
-    [dim]tepo bench step[/]
 
     [dim]tepo bench step --layouts tp2 --ratios 10 --before none --repeats 3[/]
     """
@@ -182,8 +176,6 @@ def _rollouts_command(
     Server and engine draw the same tokens by the same seeds, in turn, each alone on this machine. Rank 0 reads random responses
     off the wire, packs them, writes them to the journal and sends them to another rank; the former JSON is measured too.
 
-    [dim]tepo bench rollouts[/]
-
     [dim]tepo bench rollouts --repeats 1 --responses 16 --length 512 --output /tmp/results[/]
     """
     from tepo_megatron.tools.bench import rollouts
@@ -206,14 +198,12 @@ def _report_command(
 ) -> None:
     """Write a report and load it in a headless Chromium: its size, and how long each part takes until it is drawn.
 
-    [dim]tepo bench report out/tiny[/]
-
     [dim]tepo bench report out/tiny --pictures docs/images --state 'mixed=1&colour=entropy_change'[/]
     """
     from tepo_megatron.tools.bench import chromium
-    from tepo_megatron.tools.report.page import Options, write_report
+    from tepo_megatron.tools.report.page import write_report
 
-    written = write_report(outputs, page, Options())
+    written = write_report(outputs, page)
     parts = ("overview", "curves", "time", "settings", "faults", "samples")
     table = chromium.measure(page, parts, repeats, state=state, pictures=pictures)
     show_table(table.columns, table.rows, as_json=as_json)
@@ -240,7 +230,7 @@ def _gpu_command(
     from tepo_megatron.tools.results import select
 
     parts = select(only, {part.name: part for part in gpu.PARTS}, "part")
-    result = gpu.find_gpu()
+    result = gpu.Gpu.find()
     if isinstance(result, str):
         echo(f"gpu check: {result}; nothing was checked", err=True)
         raise typer.Exit(gpu.NO_GPU)

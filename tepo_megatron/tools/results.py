@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
@@ -26,14 +25,10 @@ _PACKAGES = ("tepo-megatron", "torch", "numpy", "megatron-core", "transformer-en
 
 def in_processes(worker: Callable[..., Any], count: int, *arguments: Any, backend: str = "") -> Any:
     """Returns rank 0's result, as JSON. ``backend`` makes the processes a group."""
-    from torch.multiprocessing.spawn import start_processes
+    from torch.multiprocessing.spawn import spawn
 
     with tempfile.TemporaryDirectory() as folder:
-        shared = (worker, count, arguments, backend, Path(folder))
-        processes = start_processes(_run_worker, args=shared, nprocs=count, join=False, start_method="spawn")
-        assert processes is not None
-        while not processes.join():
-            pass
+        spawn(_run_worker, (worker, count, arguments, backend, Path(folder)), count)
         return json.loads((Path(folder) / "result.json").read_text())
 
 
@@ -128,16 +123,6 @@ def resident_bytes(key: str, pid: int | None = None) -> int:
             if line.startswith(key):
                 return int(line.split()[1]) * 1024
     return 0
-
-
-def study_parser(description: str | None, **numbers: tuple[float, str]) -> argparse.ArgumentParser:
-    """``numbers`` has each option's default and help."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("docs/results/data"), help="folder for the results")
-    for name, (default, text) in numbers.items():
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=type(default), default=default, help=f"{text} (default {default:g})")
-    return parser
 
 
 def select(only: str, known: Mapping[str, T], what: str) -> list[T]:

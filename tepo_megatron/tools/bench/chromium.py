@@ -32,7 +32,7 @@ class _NavigatedError(RuntimeError):
     pass
 
 
-class Tab:
+class _Tab:
     """``problems``: exceptions, console errors, violations of the content security policy."""
 
     def __init__(self, browser: subprocess.Popen[bytes]) -> None:
@@ -117,7 +117,7 @@ class Tab:
 
 
 @contextmanager
-def chromium() -> Iterator[Tab]:
+def chromium() -> Iterator[_Tab]:
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
         raise RuntimeError(f"no Chromium is installed (looked for {', '.join(NAMES)}); on Debian: apt-get install chromium")
@@ -126,7 +126,7 @@ def chromium() -> Iterator[Tab]:
         command = [*_START, program, f"--user-data-dir={profile}", *_OPTIONS, *sandbox]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as browser:
             try:
-                yield Tab(browser)
+                yield _Tab(browser)
             finally:
                 browser.terminate()
                 with suppress(subprocess.TimeoutExpired):
@@ -158,7 +158,7 @@ def measure(html: Path, parts: Sequence[str], repeats: int, *, state: str = "", 
     return Table(("part", "window", "drawn after, ms", "of which after the file was read, ms"), rows)
 
 
-def _load(page: Tab, html: Path, state: str) -> tuple[float, float]:
+def _load(page: _Tab, html: Path, state: str) -> tuple[float, float]:
     """Milliseconds until the page was drawn, and until it was parsed."""
     page.open(html, state)
     if failed := page.evaluate("document.body.dataset.failed"):

@@ -13,9 +13,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tepo_megatron.tools.bench.recipes import RecipeMeasurement
 from tepo_megatron.tools.bench.scores import ScoreMeasurement
@@ -36,43 +36,28 @@ class Part:
     memory_gib: float = 0
     limit_s: int = 600
 
-    def run(self, gpu: Gpu, say: Callable[[str], None]) -> _Outcome:
-        """Any failure becomes the outcome."""
+    def run(self, gpu: Gpu, say: Callable[[str], None]) -> dict[str, Any]:
+        """Returns its record. ``reason``: why it did not run, or its output's end."""
+        record: dict[str, Any] = {"name": self.name, "what": self.what, "state": "not run", "seconds": 0.0, "figures": {}}
         missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
         reason = f"{' and '.join(missing)} not installed (docs/reference/gpu.md)" if missing else ""
         if not missing and self.memory_gib > gpu.memory_gib:
             reason = f"needs about {self.memory_gib:.0f} GiB, this GPU has {gpu.memory_gib:.0f}"
         if reason:
             say(f"{self.name}: not run, {reason}")
-            return _Outcome(self.name, self.what, "not run", reason=reason)
+            return {**record, "reason": reason}
         say(f"{self.name}: {self.what} …")
-        figures: Mapping[str, Any] = {}
         with tempfile.TemporaryDirectory() as folder:
             start = time.monotonic()
             printed, reason = _run([argument.replace("{out}", folder) for argument in self.command], self.limit_s)
-            seconds = time.monotonic() - start
+            record["seconds"] = time.monotonic() - start
             try:
-                figures = {} if reason else self.figures(Path(folder), printed)
+                record["figures"] = {} if reason else self.figures(Path(folder), printed)
             except (ValueError, KeyError, OSError) as error:
                 reason = f"its results cannot be read: {error!r}"
-        state: _State = "failed" if reason else "passed"
-        say(f"{self.name}: {state} after {seconds:.0f} s")
-        return _Outcome(self.name, self.what, state, seconds, figures, f"{reason}\n{printed[-2000:]}".strip() if reason else "")
-
-
-_State = Literal["passed", "failed", "not run"]
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """``reason``: why it did not run, or its output's end."""
-
-    name: str
-    what: str
-    state: _State
-    seconds: float = 0.0
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    reason: str = ""
+        record["state"] = "failed" if reason else "passed"
+        say(f"{self.name}: {record['state']} after {record['seconds']:.0f} s")
+        return {**record, "reason": f"{reason}\n{printed[-2000:]}".strip() if reason else ""}
 
 
 @dataclass(frozen=True)
@@ -82,18 +67,18 @@ class Gpu:
     capability: str
     cuda: str  # torch was built for this version
 
+    @classmethod
+    def find(cls) -> Gpu | str:
+        """Returns a text if there is none."""
+        import torch
 
-def find_gpu() -> Gpu | str:
-    """Returns a text if there is none."""
-    import torch
-
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is a build without CUDA; install one with it (docs/reference/gpu.md)"
-    if not torch.cuda.is_available():
-        return f"torch {torch.__version__} sees no GPU (nvidia-smi says more)"
-    properties = torch.cuda.get_device_properties(0)
-    capability = f"{properties.major}.{properties.minor}"
-    return Gpu(properties.name, properties.total_memory / 2**30, capability, torch.version.cuda)
+        if torch.version.cuda is None:
+            return f"torch {torch.__version__} is a build without CUDA; install one with it (docs/reference/gpu.md)"
+        if not torch.cuda.is_available():
+            return f"torch {torch.__version__} sees no GPU (nvidia-smi says more)"
+        properties = torch.cuda.get_device_properties(0)
+        capability = f"{properties.major}.{properties.minor}"
+        return cls(properties.name, properties.total_memory / 2**30, capability, torch.version.cuda)
 
 
 def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
@@ -114,21 +99,22 @@ def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
 
 def check(parts: Sequence[Part], gpu: Gpu, output: Path, say: Callable[[str], None]) -> tuple[Report, bool]:
     """Writes after each part. False if a part failed."""
-    started, outcomes = datetime.datetime.now(datetime.UTC), list[_Outcome]()
+    started, outcomes = datetime.datetime.now(datetime.UTC), list[dict[str, Any]]()
     for part in parts:
         outcomes.append(part.run(gpu, say))
         _report(outcomes, gpu, started).write(output)
-    return _report(outcomes, gpu, started), all(outcome.state != "failed" for outcome in outcomes)
+    return _report(outcomes, gpu, started), all(outcome["state"] != "failed" for outcome in outcomes)
 
 
-def _report(outcomes: Sequence[_Outcome], gpu: Gpu, started: datetime.datetime) -> Report:
+def _report(outcomes: Sequence[Mapping[str, Any]], gpu: Gpu, started: datetime.datetime) -> Report:
     rows = []
     for outcome in outcomes:
-        shown = outcome.reason.splitlines()[0] if outcome.reason else json.dumps(outcome.figures, ensure_ascii=False)
-        seconds = "–" if outcome.state == "not run" else f"{outcome.seconds:.0f}"
-        rows.append((outcome.name, outcome.state, seconds, shown.replace("|", "/")))
+        figures = json.dumps(outcome["figures"], ensure_ascii=False)
+        shown = outcome["reason"].splitlines()[0] if outcome["reason"] else figures
+        seconds = "–" if outcome["state"] == "not run" else f"{outcome['seconds']:.0f}"
+        rows.append((outcome["name"], outcome["state"], seconds, shown.replace("|", "/")))
     folder = re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
-    record = {"gpu": asdict(gpu), "parts": [asdict(outcome) for outcome in outcomes]}
+    record = {"gpu": asdict(gpu), "parts": outcomes}
     note = f"{gpu.name}, {gpu.memory_gib:.0f} GiB, compute capability {gpu.capability}, CUDA {gpu.cuda}"
     table = Table(("part", "state", "seconds", "figures, or why not"), rows)
     return Report(f"{folder}/{started:%Y-%m-%dT%H%MZ}", record, [table], note)

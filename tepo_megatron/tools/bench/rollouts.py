@@ -11,9 +11,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,13 +68,21 @@ class RolloutSetting:
         say(f"rank 0: the older path, {some} responses")
         return seconds | {name: value * responses / some for name, value in _older(some, length).items()}
 
-    def report(self, draws: Sequence[DrawMeasurement], rank0: Mapping[str, float]) -> Report:
+    def report(self, draws: Sequence[Mapping[str, Any]], rank0: Mapping[str, float]) -> Report:
+        """``draws``: those of the server and of the offline engine, each with an entry per repeat. ``shares`` are CPU seconds
+        per second, by kind of process.
+        """
         ours, offline = draws
-        ratio = median_and_range([a / b for a, b in zip(ours.rates, offline.rates, strict=True)])
-        shares = (ours.share("client"), ours.share("API server"), ours.share("engine core") + ours.share("worker"))
-        rates = [f"{statistics.median(side.rates):.0f}" for side in draws]
+        rates = [[tokens / s for tokens, s in zip(side["tokens"], side["seconds"], strict=True)] for side in draws]
+        ratio = median_and_range([a / b for a, b in zip(*rates, strict=True)])
+
+        def share(*kinds: str) -> str:
+            return f"{sum(statistics.median(item.get(kind, 0.0) for item in ours['shares']) for kind in kinds):.0%}"
+
+        shares = (share("client"), share("API server"), share("engine core", "worker"))
+        medians = [f"{statistics.median(side):.0f}" for side in rates]
         columns = ("", "tokens/s", "of the offline engine's", "client", "API server", "engine core and worker")
-        rows = [(ours.side, rates[0], ratio, *(f"{share:.0%}" for share in shares)), (offline.side, rates[1], "1", "", "", "")]
+        rows = [(ours["side"], medians[0], ratio, *shares), (offline["side"], medians[1], "1", "", "", "")]
         read, packed = ((rank0[f"{name}_s"], rank0[f"json_{name}_s"]) for name in ("read", "pack"))
         times = {"read off the wire and checked": read, "packed": packed, "both": (read[0] + packed[0], read[1] + packed[1])}
         cells = [(name, f"{a:.2f}", f"{b:.1f}", f"{a / b:.3f}") for name, (a, b) in times.items()]
@@ -83,33 +92,13 @@ class RolloutSetting:
         heads = ("rank 0, seconds", "arrays", "JSON before", "ratio")
         tables = [Table(columns, rows), Table(heads, [(f"{name}, {size}", *rest) for name, *rest in cells])]
         sizes = {"responses": self.responses, "length": self.length}
-        record = {"setting": asdict(self), "draws": [asdict(row) for row in draws], "rank0": {**sizes, **rank0}}
+        record = {"setting": asdict(self), "draws": draws, "rank0": {**sizes, **rank0}}
         note = f"median of {self.repeats}, least and greatest in brackets · {self.prompts} × {self.samples} responses "
         note += f"of at most {self.new_tokens} tokens, {self.size} model"
         return Report("rollouts", record, tables, note)
 
 
-@dataclass(frozen=True)
-class DrawMeasurement:
-    """``shares``: CPU seconds per second, by kind of process."""
-
-    side: str
-    seconds: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    shares: list[dict[str, float]] = field(default_factory=list)
-
-    @property
-    def rates(self) -> list[float]:
-        return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
-
-    def share(self, kind: str) -> float:
-        return statistics.median(share.get(kind, 0.0) for share in self.shares)
-
-
-_OURS, _OFFLINE = "server and client", "vLLM's offline engine"
-
-
-def _measure_draws(setting: RolloutSetting, scratch: Path, say: Callable[[str], None]) -> list[DrawMeasurement]:
+def _measure_draws(setting: RolloutSetting, scratch: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
     from tepo_megatron.config.rollout import ServerConfig
     from tepo_megatron.sampler.fleet.fleet import Fleet
     from tepo_megatron.sampler.sampling import prompt_seed
@@ -118,7 +107,8 @@ def _measure_draws(setting: RolloutSetting, scratch: Path, say: Callable[[str], 
     model, prompts = _model_and_prompts(setting, scratch)
     longest = max(map(len, prompts)) + setting.new_tokens
     config = ServerConfig(max_num_seqs=256, max_model_len=longest, start_timeout_s=600.0)
-    ours, offline = DrawMeasurement(_OURS), DrawMeasurement(_OFFLINE)
+    sides = ("server and client", "vLLM's offline engine")
+    draws: list[dict[str, Any]] = [{"side": side, "seconds": [], "tokens": [], "shares": []} for side in sides]
     fleet = Fleet(config, model_dir=model, dtype="float32", stop_token_ids=(), log_dir=scratch)
     (cores,) = worker_cores(config, 1)
     order = {"prompts": prompts, "n": setting.samples, "temperature": 1.0, "max_tokens": setting.new_tokens}
@@ -141,11 +131,11 @@ def _measure_draws(setting: RolloutSetting, scratch: Path, say: Callable[[str], 
                     "prompts and seeds; their times say nothing"
                 )
             if repeat >= 0:
-                ours.shares.append(share)
-                for side, took in ((ours, seconds), (offline, theirs["seconds"])):
-                    side.seconds.append(took)
-                    side.tokens.append(tokens)
-    return [ours, offline]
+                draws[0]["shares"].append(share)
+                for side, took in zip(draws, (seconds, theirs["seconds"]), strict=True):
+                    side["seconds"].append(took)
+                    side["tokens"].append(tokens)
+    return draws
 
 
 def _model_and_prompts(setting: RolloutSetting, scratch: Path) -> tuple[Path, list[list[int]]]:

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, Self
+from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.tools.bench.recipes import llama, make_model
@@ -50,7 +50,7 @@ class StepSetting:
     micro_batch_tokens: int
     repeats: int
 
-    def run(self, before: str, *, say: Callable[[str], None] = lambda line: None) -> list[StepMeasurement]:
+    def run(self, before: str, *, say: Callable[[str], None] = lambda line: None) -> list[_StepMeasurement]:
         """Methods alternate on the same weights and tokens. ``before``: see :func:`source_of`. Raises ValueError for an
         invalid setting, RuntimeError if a rank fails or log-probs differ.
         """
@@ -64,21 +64,38 @@ class StepSetting:
             make_model(model, SIZES[self.size])
             for layout in self.layouts:
                 with ExitStack() as stack:  # ranks of one version wait while those of the other compute
-                    worlds = dict.fromkeys((OURS, PACKED, ROWS), stack.enter_context(World(ROOT, model, self, layout)))
+                    worlds = dict.fromkeys((OURS, PACKED, ROWS), stack.enter_context(self.start(ROOT, model, layout)))
                     if older is not None:
-                        worlds[OLDER] = stack.enter_context(World(older, model, self, layout))
+                        worlds[OLDER] = stack.enter_context(self.start(older, model, layout))
                     for ratio in self.ratios:
                         say(f"{layout}, longest/mean {ratio:g}")
                         results += self.compare(layout, ratio, worlds)
         return results
 
-    def compare(self, layout: str, ratio: float, worlds: Mapping[str, Any]) -> list[StepMeasurement]:
+    @contextmanager
+    def start(self, root: Path, model: Path, layout: str) -> Iterator[_World]:
+        """Ranks have one thread each (``step_rank.py``). ``root``: the checkout whose package they use."""
+        arguments = self.rank_arguments(layout)
+        world = RunConfig.model_validate(arguments["config"]).engine.parallel.world_size
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tepo-step-")))
+            text = json.dumps({**arguments, "model": str(model), "store": str(folder / "store")})
+            environment = {"WORLD_SIZE": str(world), "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+            if sys.platform == "linux":
+                environment["GLOO_SOCKET_IFNAME"] = "lo"
+            # -P: do not import from the script's folder, since the package may be another checkout's
+            command = ["-P", str(Path(__file__).with_name("step_rank.py")), text]
+            logs = [folder / f"rank{rank}.log" for rank in range(world)]
+            enter = stack.enter_context
+            yield _World(layout, [enter(Child(command, log, RANK=str(i), **environment)) for i, log in enumerate(logs)])
+
+    def compare(self, layout: str, ratio: float, worlds: Mapping[str, Any]) -> list[_StepMeasurement]:
         lengths = self.draw_lengths(ratio)
         actual = round(max(lengths) * len(lengths) / sum(lengths), 2)
-        rows: dict[str, StepMeasurement] = {}
+        rows: dict[str, _StepMeasurement] = {}
         for method, world in worlds.items():  # the first step of each allocates: its memory counts, its time does not
             peak = world.step(method, ratio, memory=True)["peak_bytes"]
-            rows[method] = StepMeasurement(layout, actual, method, sum(lengths), [], [], [], int(peak))
+            rows[method] = _StepMeasurement(layout, actual, method, sum(lengths), [], [], [], int(peak))
         names = list(worlds)
         for repeat in range(self.repeats):
             shift = repeat % len(names)
@@ -103,7 +120,8 @@ class StepSetting:
         count = self.sequences
         if count % _GROUP:
             raise ValueError(f"--sequences {count} must be a multiple of {_GROUP}, the size of a group")
-        if not 1 <= ratio < max(_shares(count, _WIDEST)):
+        quantiles = [NormalDist().inv_cdf((index + 0.5) / count) for index in range(count)]
+        if not 1 <= ratio < max(_shares(quantiles, _WIDEST)):
             raise ValueError(
                 f"--ratios {ratio:g} is no longest length over the mean of {count} sequences; give at least 1 and less "
                 "than --sequences"
@@ -111,8 +129,8 @@ class StepSetting:
         low, high = 0.0, _WIDEST
         while high - low > 1e-9:
             middle = (low + high) / 2
-            low, high = (middle, high) if max(_shares(count, middle)) < ratio else (low, middle)
-        lengths = [max(_PROMPT + 1, round(self.mean_length * share)) for share in _shares(count, high)]
+            low, high = (middle, high) if max(_shares(quantiles, middle)) < ratio else (low, middle)
+        lengths = [max(_PROMPT + 1, round(self.mean_length * share)) for share in _shares(quantiles, high)]
         random.Random(0).shuffle(lengths)
         return lengths
 
@@ -130,7 +148,7 @@ class StepSetting:
         lengths = {f"{ratio:g}": self.draw_lengths(ratio) for ratio in self.ratios}
         return {"config": config, "lengths": lengths, "group": _GROUP, "prompt": _PROMPT}
 
-    def report(self, results: Sequence[StepMeasurement], before: str) -> Report:
+    def report(self, results: Sequence[_StepMeasurement], before: str) -> Report:
         rows = []
         for row in results:
             ours = next(r for r in results if (r.layout, r.ratio, r.method) == (row.layout, row.ratio, OURS))
@@ -153,7 +171,7 @@ class StepSetting:
 
 
 @dataclass(frozen=True)
-class StepMeasurement:
+class _StepMeasurement:
     """Has an entry per repeat, of the slowest rank."""
 
     layout: str
@@ -205,52 +223,29 @@ def _check_out(revision: str, folder: Path) -> None:
     subprocess.run(["tar", "-xf", str(archive), "-C", str(folder)], check=True)
 
 
-def _shares(count: int, sigma: float) -> list[float]:
-    logs = [sigma * NormalDist().inv_cdf((index + 0.5) / count) for index in range(count)]
-    values = [math.exp(log - max(logs)) for log in logs]
-    mean = sum(values) / count
+def _shares(quantiles: Sequence[float], sigma: float) -> list[float]:
+    values = [math.exp(sigma * (quantile - quantiles[-1])) for quantile in quantiles]
+    mean = sum(values) / len(values)
     return [value / mean for value in values]
 
 
-class World:
-    """Ranks have one thread each (``step_rank.py``)."""
-
-    def __init__(self, root: Path, model: Path, setting: StepSetting, layout: str) -> None:
-        self._layout = layout
-        arguments = setting.rank_arguments(layout)
-        world = RunConfig.model_validate(arguments["config"]).engine.parallel.world_size
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tepo-step-")))
-            text = json.dumps({**arguments, "model": str(model), "store": str(folder / "store")})
-            environment = {"WORLD_SIZE": str(world), "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-            if sys.platform == "linux":
-                environment["GLOO_SOCKET_IFNAME"] = "lo"
-            # -P: do not import from the script's folder, since the package may be another checkout's
-            command = ["-P", str(Path(__file__).with_name("step_rank.py")), text]
-            self._ranks = [
-                stack.enter_context(Child(command, folder / f"rank{rank}.log", RANK=str(rank), **environment))
-                for rank in range(world)
-            ]
-            self._stack = stack.pop_all()
+@dataclass(frozen=True)
+class _World:
+    layout: str
+    ranks: Sequence[Child]
 
     def step(self, method: str, ratio: float, *, memory: bool) -> dict[str, float]:
         """The largest of all ranks. Raises RuntimeError with the last line of a rank that ended."""
-        for child in self._ranks:
+        for child in self.ranks:
             child.send({"method": method, "ratio": f"{ratio:g}", "memory": memory})
         answers = []
-        for rank, child in enumerate(self._ranks):
+        for rank, child in enumerate(self.ranks):
             try:
                 answers.append(child.receive())
             except RuntimeError as error:
-                raise RuntimeError(f"{self._layout}: rank {rank} {error}") from error
+                raise RuntimeError(f"{self.layout}: rank {rank} {error}") from error
         names = answers[-1]  # the last rank is in the last pipeline stage, and only that stage knows the loss
         return {name: max(answer[name] for answer in answers if name in answer) for name in names}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
 
 
 def _ratios(theirs: Sequence[float], ours: Sequence[float]) -> str:

@@ -6,9 +6,10 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,11 +23,12 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.tools.bench.recipes import SIZES, RecipeSetting, make_model, random_rollouts
-from tepo_megatron.tools.bench.rollouts import DrawMeasurement, RolloutSetting
+from tepo_megatron.tools.bench.rollouts import RolloutSetting
 from tepo_megatron.tools.bench.scores import FLOOR, MEGATRON, SLOPE, ScoreMeasurement, ScoreSetting
-from tepo_megatron.tools.bench.step import OLDER, OURS, PACKED, ROOT, ROWS, StepMeasurement, StepSetting, World, source_of
+from tepo_megatron.tools.bench.step import OLDER, OURS, PACKED, ROOT, ROWS, StepSetting, source_of
 from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.table import tensor_shapes
+from tests.support.launch import run_dist
 
 
 def recipe_setting(**changes: Any) -> RecipeSetting:
@@ -59,10 +61,27 @@ def test_what_cannot_be_measured_is_refused(setting: Any, arguments: list[Any], 
         setting.run(*arguments)
 
 
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forks of a process that has the imports; tests/dist/test_reshard.py has fresh ones, as the commands."""
+    for module in ("recipes", "rollouts", "scores"):
+        monkeypatch.setattr(f"tepo_megatron.tools.bench.{module}.in_processes", in_forks)
+
+
+def in_forks(worker: Callable[..., Any], count: int, *arguments: Any, backend: str = "") -> Any:
+    return run_dist(count, as_rank, worker, arguments)[0]
+
+
+def as_rank(rank: int, world: int, worker: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    with mock.patch("tepo_megatron.trainer.megatron.engine.Engine.close"):  # run_dist ends the group
+        return worker(rank, *arguments)
+
+
 # -- recipes
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_a_recipe_repeated_gives_the_same_policy() -> None:
     first, second = recipe_setting().run(["none", "none"])
     assert first.drift(second) == 0
@@ -81,14 +100,16 @@ def test_the_models_are_as_large_as_published(size: str, parameters: int) -> Non
 # -- rollouts
 
 
+@pytest.mark.usefixtures("forks")
 def test_rank_0_is_measured_both_ways_and_the_table_has_ratios_of_draws_that_follow_each_other() -> None:
     said: list[str] = []
     setting = RolloutSetting("tiny", prompts=1, samples=1, new_tokens=1, repeats=3, responses=10, length=300)
     rank0 = setting.measure_rank0(said.append)
     assert said == ["rank 0: 10 responses of 300 tokens", "rank 0: the older path, 8 responses"]
     assert min(rank0.values()) > 0
-    ours = DrawMeasurement("ours", [1.0, 2.0, 1.0], [100] * 3, [{"client": 0.1, "engine core": 0.5, "worker": 0.25}] * 3)
-    offline = DrawMeasurement("offline", [0.5, 2.0, 0.8], [100] * 3)
+    shares = [{"client": 0.1, "engine core": 0.5, "worker": 0.25}] * 3
+    ours = {"side": "ours", "seconds": [1.0, 2.0, 1.0], "tokens": [100] * 3, "shares": shares}
+    offline = {"side": "offline", "seconds": [0.5, 2.0, 0.8], "tokens": [100] * 3, "shares": []}
     draws, of_rank0 = setting.report([ours, offline], rank0).tables
     assert draws.rows == [("ours", "100", "0.80 (0.50–1.00)", "10%", "0%", "75%"), ("offline", "125", "1", "", "", "")]
     names = ("read off the wire and checked", "packed", "both", "written to the journal", "sent to another rank (gloo)")
@@ -99,6 +120,7 @@ def test_rank_0_is_measured_both_ways_and_the_table_has_ratios_of_draws_that_fol
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_scores_are_measured(tmp_path: Path) -> None:
     options = ["--tp", "1", "--tokens", "64", "--vocab", "512", "--dtype", "fp32", "--repeats", "1"]
     done = CliRunner().invoke(app, ["scores", *options, "--output", str(tmp_path)])
@@ -155,27 +177,30 @@ def test_ours_megatrons_and_an_older_state_compute_the_same() -> None:
 class FakeWorld:
     """Answers with figures that it was given, in turn."""
 
-    def __init__(self, losses: Iterator[float]) -> None:
-        self.losses = losses
+    def __init__(self, peak: float, score_s: list[float], update_s: list[float], losses: list[float]) -> None:
+        self.peak, self.steps = peak, zip(score_s, update_s, losses, strict=True)
 
     def step(self, method: str, ratio: float, *, memory: bool) -> dict[str, float]:
-        return {"peak_bytes": 2.0**20} if memory else {"score_s": 1.0, "update_s": 3.0, "loss": next(self.losses)}
+        return (
+            {"peak_bytes": self.peak} if memory else dict(zip(("score_s", "update_s", "loss"), next(self.steps), strict=True))
+        )
 
 
 def test_methods_that_do_not_compute_the_same_are_not_compared() -> None:
-    same, other = FakeWorld(iter([4.0, 4.0])), FakeWorld(iter([4.0, 4.002]))
+    same, other = (FakeWorld(1.0, [1.0] * 2, [3.0] * 2, losses) for losses in ([4.0, 4.0], [4.0, 4.002]))
     with pytest.raises(RuntimeError, match=r"tp2, longest/mean 3: .* they do not compute the same"):
         step_setting(repeats=2).compare("tp2", 3.0, {OURS: same, PACKED: other})
 
 
 def test_ratios_are_medians_of_the_pairs_of_each_repeat() -> None:
-    ours = StepMeasurement("tp2", 3.0, OURS, 100, [1.0, 1.0, 2.0], [1.0, 2.0, 2.0], [4.0] * 3, 2**20)
-    other = StepMeasurement("tp2", 3.0, PACKED, 100, [1.0, 1.0, 1.0], [2.0, 2.0, 1.0], [4.0] * 3, 2**21)
-    (table,) = step_setting().report([ours, other], "none").tables
+    setting = step_setting(repeats=3, ratios=(1.0,))
+    ours = FakeWorld(2.0**20, [1.0, 1.0, 2.0], [1.0, 2.0, 2.0], [4.0] * 3)
+    other = FakeWorld(2.0**21, [1.0, 1.0, 1.0], [2.0, 2.0, 1.0], [4.0] * 3)
+    (table,) = setting.report(setting.compare("tp2", 1.0, {OURS: ours, PACKED: other}), "none").tables
     first, second = table.rows
     assert len(first) == len(second) == len(table.columns)
-    assert first == ("tp2", "3", OURS, "50", "33", "", "", "0.50 (0.50–0.67)", "1.0")
-    assert second == ("", "", PACKED, "50", "33", *("1.00 (0.50–2.00)", "1.00 (0.50–1.50)", "0.67 (0.25–1.00)"), "2.0")
+    assert first == ("tp2", "1", OURS, "64", "43", "", "", "0.50 (0.50–0.67)", "1.0")  # of 8 × 16 tokens
+    assert second == ("", "", PACKED, "64", "43", *("1.00 (0.50–2.00)", "1.00 (0.50–1.50)", "0.67 (0.25–1.00)"), "2.0")
 
 
 @given(st.integers(2, 60).map(lambda groups: 4 * groups), st.floats(1, 7), st.integers(64, 512))
@@ -197,7 +222,7 @@ def test_an_older_state_is_a_revision_as_it_was_committed_or_a_folder_that_has_w
         step_setting().run(str(tmp_path))
     with (
         pytest.raises(RuntimeError, match="tp1: rank 0 ended with exit code 1: RuntimeError: an old state that does not start"),
-        World(tmp_path, tmp_path, step_setting(), "tp1") as world,
+        step_setting().start(tmp_path, tmp_path, "tp1") as world,
     ):
         world.step(OURS, 3.0, memory=False)
     if not subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, check=False).returncode:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli.bench import app
 from tepo_megatron.runtime.proc import Process
-from tepo_megatron.tools.bench.gpu import PARTS, Gpu, Part, check, find_gpu
+from tepo_megatron.tools.bench.gpu import PARTS, Gpu, Part, check
 from tepo_megatron.tools.results import select
 from tests.support.programs import TIMEOUT_S
 
@@ -42,7 +42,7 @@ def test_without_a_gpu_the_script_ends_with_a_sentence_and_status_3(tmp_path: Pa
     assert (done.returncode, done.stdout, done.stderr) == (3, "", sentence)
 
 
-@pytest.mark.skipif(not isinstance(find_gpu(), str), reason="this machine has a GPU")
+@pytest.mark.skipif(not isinstance(Gpu.find(), str), reason="this machine has a GPU")
 def test_so_does_the_command(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["gpu", "--output", str(tmp_path)])
     assert (done.exit_code, list(tmp_path.iterdir())) == (3, [])
@@ -51,10 +51,10 @@ def test_so_does_the_command(tmp_path: Path) -> None:
 
 def test_a_part_that_ends_well_passes_with_its_figures() -> None:
     outcome = run(part("base64", "-t"))  # its self-test prints three lines
-    assert (outcome.state, "Aladdin" in outcome.figures["printed"]) == ("passed", True)
+    assert (outcome["state"], "Aladdin" in outcome["figures"]["printed"]) == ("passed", True)
     command = ("zipfile", "-c", "{out}/archive.zip", __file__)
     outcome = run(part(*command, figures=lambda folder, _: {"size": (folder / "archive.zip").stat().st_size}))
-    assert outcome.figures["size"] > 100  # the output folder is the part's own
+    assert outcome["figures"]["size"] > 100  # the output folder is the part's own
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_a_part_that_ends_well_passes_with_its_figures() -> None:
 )
 def test_a_part_that_fails_or_cannot_run_says_why(what: Part, state: str, reason: str) -> None:
     outcome = run(what)
-    assert outcome.state == state
-    assert re.match(reason, outcome.reason)
+    assert outcome["state"] == state
+    assert re.match(reason, outcome["reason"])
 
 
 def test_a_part_that_hangs_is_failed_and_its_children_end(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_part_that_hangs_is_failed_and_its_children_end(tmp_path: Path) -> Non
     code = "import pathlib, subprocess; child = subprocess.Popen(['sleep', '60']); "
     code += f"pathlib.Path({str(child)!r}).write_text(str(child.pid)); child.wait()"
     outcome = run(part("timeit", "-n1", "-r1", code, limit_s=4))
-    assert (outcome.state, outcome.reason) == ("failed", "not done after 4 s")
+    assert (outcome["state"], outcome["reason"]) == ("failed", "not done after 4 s")
     started, deadline = int(child.read_text()), time.monotonic() + TIMEOUT_S
     while (state := Process.read(started)) is not None and state.alive:  # the kernel takes a moment
         assert time.monotonic() < deadline
