@@ -6,7 +6,7 @@ import shutil
 import socket
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,17 +17,7 @@ from rich.table import Table
 from typer import Option
 
 from tepo_megatron.cli.console import AsJson, Overrides, load_config, print_json, show, user_errors
-from tepo_megatron.cli.machine_checks import (
-    CHECKS,
-    LAUNCH_CHECKS,
-    Check,
-    Diagnosis,
-    Finding,
-    diagnose,
-    has_gpu,
-    is_fit,
-    node_checks,
-)
+from tepo_megatron.cli.machine_checks import CHECKS, LAUNCH_CHECKS, Check, Finding, diagnose, has_gpu, is_fit, node_checks
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import BUILTIN
 from tepo_megatron.config.reward import EnvironmentConfig
@@ -41,7 +31,7 @@ app = typer.Typer()
 _COLOURS = {"ok": "green", "warn": "yellow", "missing": "dim", "fail": "red"}
 
 
-def _checks_table(checks: Sequence[Diagnosis], purpose: str) -> Table:
+def _checks_table(checks: Sequence[Finding], purpose: str) -> Table:
     caption = f"[green]{purpose} has all that it needs.[/]"
     if not is_fit(checks):
         broken = [check.name for check in checks if check.needed and check.status in ("missing", "fail")]
@@ -80,7 +70,7 @@ def _doctor(
             selected |= run_checks(load_config(run, overrides or ()))
     checks = diagnose(selected) + of_nodes
     if as_json:
-        print_json({"fit_for_cpu": is_fit(checks), "checks": [asdict(check) for check in checks]})
+        print_json({"fit_for_cpu": is_fit(checks), "checks": [check._asdict() for check in checks]})
     else:
         purpose = "Launching" if launch else "A run on GPU" if has_gpu() else "A run on CPU"
         show(_checks_table(checks, purpose))

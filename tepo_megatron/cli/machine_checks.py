@@ -16,12 +16,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from tepo_megatron.runtime.machine import available_cores
 from tepo_megatron.trainer.megatron.gpu import INSTALL_TE, Packages
 from tepo_megatron.versions import MEGATRON_LINE, TE_RANGE, VLLM_RANGE, in_range, installed_version, requirements_of
 
@@ -29,11 +29,13 @@ Status = Literal["ok", "warn", "missing", "fail"]
 
 
 class Finding(NamedTuple):
-    """``detail``: a version or measurement; ``advice``: what it enables or how to correct it."""
+    """``detail``: a version or measurement; ``advice``: what it enables or how to correct it. A check sets no more."""
 
     status: Status
     detail: str
     advice: str = ""
+    name: str = ""
+    needed: bool = False
 
 
 class Check(NamedTuple):
@@ -43,28 +45,19 @@ class Check(NamedTuple):
     needed: bool = True
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    name: str
-    status: Status
-    detail: str
-    advice: str = ""
-    needed: bool = False
-
-
-def diagnose(checks: Mapping[str, Check]) -> list[Diagnosis]:
+def diagnose(checks: Mapping[str, Check]) -> list[Finding]:
     """Reports the error of a check that raises."""
     results = []
     for name, check in checks.items():
         try:
             finding = check.run()
-            results.append(Diagnosis(name, *finding, needed=check.needed or finding.status == "fail"))
+            results.append(finding._replace(name=name, needed=check.needed or finding.status == "fail"))
         except Exception as error:
-            results.append(Diagnosis(name, "warn", f"{type(error).__name__}: {error}", "this check itself failed"))
+            results.append(Finding("warn", f"{type(error).__name__}: {error}", "this check itself failed", name))
     return results
 
 
-def is_fit(checks: Sequence[Diagnosis]) -> bool:
+def is_fit(checks: Sequence[Finding]) -> bool:
     return not any(check.needed and check.status in ("missing", "fail") for check in checks)
 
 
@@ -192,7 +185,7 @@ def _graded(detail: str, *faults: tuple[bool, Status, str]) -> Finding:
 
 
 def _cores() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(available_cores())
     return _graded(str(cores), (cores < 2, "warn", "trainer and server share one core: expect a slow run"))
 
 
@@ -345,7 +338,7 @@ LAUNCH_CHECKS: Mapping[str, Check] = {
 """A machine that submits jobs needs neither torch nor vLLM."""
 
 
-def node_checks(text: str, timeout_s: float = 5.0) -> list[Diagnosis]:
+def node_checks(text: str, timeout_s: float = 5.0) -> list[Finding]:
     """Asks all nodes in parallel, through ``srun`` inside a Slurm allocation (``SLURM_JOB_ID``), else ``ssh``. Raises
     ValueError for anything but ``n1,n2``, such as Slurm's host lists.
     """
@@ -356,7 +349,7 @@ def node_checks(text: str, timeout_s: float = 5.0) -> list[Diagnosis]:
         )
     with ThreadPoolExecutor(max_workers=min(32, len(nodes))) as pool:
         findings = pool.map(lambda node: _check_node(node, timeout_s), nodes)
-        return [Diagnosis(f"node {node}", *finding, needed=True) for node, finding in zip(nodes, findings, strict=True)]
+        return [finding._replace(name=f"node {node}", needed=True) for node, finding in zip(nodes, findings, strict=True)]
 
 
 def _check_node(node: str, timeout_s: float) -> Finding:
