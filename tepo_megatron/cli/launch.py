@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,7 +14,6 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.launch import nemo
 from tepo_megatron.launch.job import Job, on_nodes
-from tepo_megatron.launch.nemo import Scripts
 from tepo_megatron.launch.record import submission
 from tepo_megatron.plan import check_plan, make_plan
 from tepo_megatron.plan.tables import plan_json, plan_notes, plan_tables
@@ -58,19 +57,20 @@ def _run(
                 f"--executor local has one node, but the run wants {others} more (cluster.train_nodes, cluster.rollout_nodes); "
                 "set them to 1 and 0, or use --dry-run"
             )
-        scripts, code = nemo.write_scripts(config), 0
-        texts = {**({"sbatch": scripts.sbatch} if executor == "slurm" else {}), **scripts.roles}
+        texts, code = nemo.write_scripts(config), 0
+        if executor == "local":
+            del texts["sbatch"]
         if dry_run and as_json:
             print_json({"plan": json.loads(plan_json(plan)), "scripts": texts})
         elif dry_run:
             for name, text in texts.items():
                 echo(f"===== {name} {'=' * (120 - len(name))}\n{text.strip()}\n")
         else:
-            code = _launch(config, scripts, executor)
+            code = _launch(config, texts, executor)
     raise typer.Exit(code)
 
 
-def _launch(config: RunConfig, scripts: Scripts, executor: str) -> int:
+def _launch(config: RunConfig, texts: Mapping[str, str], executor: str) -> int:
     cluster = nemo.connect(config)
     cluster.check()
     if executor == "slurm" and config.train.save_every == 0 and config.train.save_minutes == 0:
@@ -78,7 +78,7 @@ def _launch(config: RunConfig, scripts: Scripts, executor: str) -> int:
             "warning: train.save_every = 0 and train.save_minutes = 0: a job that ends without a warning begins anew; set one",
             err=True,
         )
-    cluster.upload(scripts.roles, submission(sys.argv))
+    cluster.upload({name: text for name, text in texts.items() if name != "sbatch"}, submission(sys.argv))
     if executor == "local":
         return nemo.run_locally(config)
     job = nemo.submit(config)

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,14 +30,6 @@ _QUIET: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Scripts:
-    """``sbatch`` is empty without Slurm; ``roles``: file name in OUT/launch → text."""
-
-    sbatch: str
-    roles: dict[str, str]
-
-
 def _require_nemo_run() -> None:
     try:
         import nemo_run  # noqa: F401
@@ -54,13 +45,13 @@ def connect(config: RunConfig) -> ClusterRun:
     return ClusterRun(config, _tunnel(config.cluster, job_dir=""))
 
 
-def write_scripts(config: RunConfig) -> Scripts:
-    """Leaves no file and does not call Slurm."""
+def write_scripts(config: RunConfig) -> dict[str, str]:
+    """Returns the texts of ``sbatch`` and of each role's file in OUT/launch. Leaves no file and does not call Slurm."""
     _require_nemo_run()
     with tempfile.TemporaryDirectory(prefix="tepo-launch-") as folder, _experiment(config, Path(folder)) as experiment:
         experiment.dryrun(log=False, delete_exp_dir=False)
         (sbatch,) = Path(folder).rglob("*_sbatch.sh")
-        return Scripts(sbatch.read_text(), {f"{role.name}.sh": role.script for role in Job(config).roles})
+        return {"sbatch": sbatch.read_text(), **{f"{role.name}.sh": role.script for role in Job(config).roles}}
 
 
 def submit(config: RunConfig) -> str:

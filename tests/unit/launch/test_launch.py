@@ -46,22 +46,28 @@ class Shell:
         Path(target).write_bytes(Path(source).read_bytes())
 
 
-def run_train_script(folder: Path, config: RunConfig, **environment: str) -> list[str]:
-    """The arguments of torchrun, which a python that only writes them down gets in place of the real one."""
-    fake = folder / "python"
-    fake.write_text('#!/usr/bin/env bash\nif [[ $2 == tepo_megatron.runtime.torchrun ]]; then printf "%s\\n" "$@"; fi\n')
-    fake.chmod(0o755)
-    script = folder / "train.sh"
-    script.write_text(
-        script_of("train", config.model_copy(update={"cluster": config.cluster.model_copy(update={"python": str(fake)})}))
-    )
-    done = subprocess.run(
-        ["bash", str(script), "10.0.0.7"],
-        env={"PATH": "/usr/bin:/bin", **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def program(folder: Path, name: str, text: str) -> str:
+    """A script in place of a program, which gets its arguments."""
+    path = folder / name
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def bash(script: str, *arguments: str, folder: str = "/bin", **environment: str) -> subprocess.CompletedProcess[str]:
+    """``folder`` has programs in place of the real ones."""
+    path = f"{folder}:/usr/bin:/bin"
+    command = ["bash", "-c", script, "script.sh", *arguments]
+    return subprocess.run(command, env={"PATH": path, **environment}, capture_output=True, text=True, check=False)
+
+
+def run_train_script(folder: Path, *overrides: str, **environment: str) -> list[str]:
+    """PyTorch's setting of its allocator, and the arguments of torchrun, which a python that only writes them down gets."""
+    text = 'if [[ $2 == tepo_megatron.runtime.torchrun ]]; then printf "%s\\n" "segments=$PYTORCH_CUDA_ALLOC_CONF" "$@"; fi'
+    python = program(folder, "python", text)
+    script = script_of("train", job(f"output={folder}", *overrides, f"cluster.python={python}"))
+    done = bash(script, "10.0.0.7", **environment)
+    assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
@@ -70,14 +76,10 @@ def option(arguments: list[str], name: str) -> str:
 
 
 def test_torchrun_gets_the_nodes_place_and_the_first_nodes_address(tmp_path: Path) -> None:
-    config = job(f"output={tmp_path}", "cluster.train_nodes=2", "engine.parallel.dp=2")
-    got = run_train_script(tmp_path, config, SLURM_JOB_ID="20123", SLURM_NODEID="1")
-    assert got[:4] == [
-        "-m",
-        "tepo_megatron.runtime.torchrun",
-        "--status",
-        f"{tmp_path}/status",
-    ]  # where the ranks' heartbeats are
+    nodes = ("cluster.train_nodes=2", "engine.parallel.dp=2")
+    got = run_train_script(tmp_path, *nodes, SLURM_JOB_ID="20123", SLURM_NODEID="1")
+    heartbeats = f"{tmp_path}/status"
+    assert got[1:5] == ["-m", "tepo_megatron.runtime.torchrun", "--status", heartbeats]
     assert (option(got, "--nnodes"), option(got, "--nproc-per-node"), option(got, "--node-rank")) == ("2", "2", "1")
     assert (option(got, "--master-addr"), option(got, "--master-port")) == ("10.0.0.7", "20123")
     assert got[got.index("train") + 1] == f"{tmp_path}/launch/run.yaml"
@@ -86,43 +88,30 @@ def test_torchrun_gets_the_nodes_place_and_the_first_nodes_address(tmp_path: Pat
     assert Path(option(got, "--log-dir")).is_dir()
 
 
-def test_a_job_with_servers_on_the_trainers_node_names_no_registry(tmp_path: Path) -> None:
-    """A run with colocated servers refuses one."""
-    arguments = run_train_script(tmp_path, job(f"output={tmp_path}/out", "cluster.rollout_nodes=0"))
-    assert not [argument for argument in arguments if "registry" in argument]
-
-
 @pytest.mark.parametrize(("rollout_nodes", "expected"), [(0, ""), (1, "expandable_segments:True")])
 def test_memory_segments_grow_where_no_server_inherits_it(tmp_path: Path, rollout_nodes: int, expected: str) -> None:
-    """Servers on the trainer's node get its environment, and vLLM's all-reduce shares memory by CUDA IPC."""
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\ncase "$*" in *runtime.torchrun*) echo "segments=$PYTORCH_CUDA_ALLOC_CONF";; esac\n')
-    python.chmod(0o755)
-    script = script_of(
-        "train", job(f"output={tmp_path}/out", f"cluster.rollout_nodes={rollout_nodes}", f"cluster.python={python}")
-    )
-    environment = {"PATH": "/usr/bin:/bin"}
-    result = subprocess.run(["bash", "-c", script, "train.sh", "10.0.0.7"], env=environment, capture_output=True, text=True)
-    assert f"segments={expected}\n" in result.stdout, result.stderr
+    """Servers on the trainer's node get its environment, and vLLM's all-reduce shares memory by CUDA IPC. A run with such
+    servers refuses a registry.
+    """
+    got = run_train_script(tmp_path, f"cluster.rollout_nodes={rollout_nodes}")
+    assert got[0] == f"segments={expected}"
+    assert any("registry" in argument for argument in got) == bool(rollout_nodes)
 
 
 def test_ranks_do_not_share_one_processor(tmp_path: Path) -> None:
     """Slurm may bind a task to one processor where --cpus-per-task is not stated."""
     for name, count in (("nproc", 1), ("getconf", 64)):
-        (tmp_path / name).write_text(f"#!/bin/sh\necho {count}\n")
-        (tmp_path / name).chmod(0o755)
-    script = script_of("train", job(f"output={tmp_path}/out"))
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    result = subprocess.run(["bash", "-c", script, "train.sh", "10.0.0.7"], env=environment, capture_output=True, text=True)
+        program(tmp_path, name, f"echo {count}")
+    script = script_of("train", job(f"output={tmp_path}/out", f"cluster.python={sys.executable}"))
+    result = bash(script, "10.0.0.7", folder=str(tmp_path))
     assert result.returncode == 1
     assert "this task may use 1 of the node's 64 processors, for 2 ranks" in result.stderr
     assert "'cluster.sbatch=[cpus-per-task=64]'" in result.stderr
 
 
 def test_nodes_do_not_wait_for_each_other_at_a_loopback_address(tmp_path: Path) -> None:
-    config = job(f"output={tmp_path}", "cluster.train_nodes=2", "engine.parallel.dp=2")
-    script = script_of("train", config.model_copy(update={"cluster": config.cluster.model_copy(update={"python": "true"})}))
-    done = subprocess.run(["bash", "-c", script, "train.sh", "127.0.1.1"], capture_output=True, text=True)
+    config = job(f"output={tmp_path}", "cluster.train_nodes=2", "engine.parallel.dp=2", "cluster.python=/bin/true")
+    done = bash(script_of("train", config), "127.0.1.1")
     assert done.returncode == 1
     assert "set rollout.server.interface" in done.stderr
 
@@ -130,16 +119,16 @@ def test_nodes_do_not_wait_for_each_other_at_a_loopback_address(tmp_path: Path) 
 @pytest.mark.parametrize(("restarts", "resumes"), [("0", False), ("1", True), ("7", True)])
 def test_a_job_that_was_started_again_resumes_if_it_can(tmp_path: Path, restarts: str, resumes: bool) -> None:
     """What a run with train.resume = auto does: tests/unit/run/test_output.py."""
-    got = run_train_script(tmp_path, job(f"output={tmp_path}"), SLURM_JOB_ID="7", SLURM_RESTART_COUNT=restarts)
+    got = run_train_script(tmp_path, SLURM_JOB_ID="7", SLURM_RESTART_COUNT=restarts)
     assert ("train.resume=auto" in got) == resumes
     assert ("train.resume_from=null" in got) == resumes  # what it was first resumed from is behind it
 
 
 def test_values_reach_the_shell_as_they_are(tmp_path: Path) -> None:
-    config = job(f"output={tmp_path}", "rollout.server.interface=ib0; touch evil", "cluster.setup=['export SET_UP=yes']")
-    run_train_script(tmp_path, config)
+    settings = (f"rollout.server.interface=ib0; touch {tmp_path}/evil", "cluster.setup=['export SET_UP=yes']")
+    run_train_script(tmp_path, *settings)
     assert not (tmp_path / "evil").exists()
-    assert "export SET_UP=yes\n" in script_of("train", config)
+    assert "export SET_UP=yes\n" in script_of("train", job(*settings))
 
 
 def test_the_nodes_read_absolute_paths_and_external_servers() -> None:
@@ -152,6 +141,7 @@ def test_the_nodes_read_absolute_paths_and_external_servers() -> None:
     assert job("cluster.rollout_nodes=0").rollout.server.placement == "local"
     assert Job(config).mounts == [f"{Path.cwd()}/d:{Path.cwd()}/d", f"{config.output}:{config.output}"]
     assert "/a/shards:/a/shards" in Job(job("model.path=/a/model", "model.shards=/a/shards", "output=/o")).mounts
+    assert f"{Path.cwd()}/lora:{Path.cwd()}/lora" in Job(job("model.lora.path=lora", "output=/o")).mounts
 
 
 OWN_CODE = {
@@ -237,16 +227,13 @@ def test_a_job_that_would_be_warned_at_once_is_refused(limit: str, warning: int,
 
 def batch(folder: Path, config: RunConfig, then: str, **environment: str) -> tuple[int, str]:
     """What the batch script's own lines do, before something else that the script does; scontrol writes what it is told."""
-    (folder / "scontrol").write_text('#!/bin/sh\necho "scontrol $*"\n')
-    (folder / "scontrol").chmod(0o755)
-    done = subprocess.run(
-        ["bash", "-c", f"{Job(config).batch_lines}\n{then}"],
-        env={"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7", **environment},
-        capture_output=True,
-        text=True,
-    )
+    program(folder, "scontrol", 'echo "scontrol $*"')
+    done = bash(f"{Job(config).batch_lines}\n{then}", folder=str(folder), SLURM_JOB_ID="7", **environment)
     assert done.stderr == ""
     return done.returncode, done.stdout
+
+
+BACK = "preempted: job 7 goes back into the queue and resumes by itself, restart {} of at most 2\nscontrol requeue 7\n"
 
 
 @pytest.mark.parametrize(
@@ -254,16 +241,8 @@ def batch(folder: Path, config: RunConfig, then: str, **environment: str) -> tup
     [
         (0, None, ""),
         (1, None, ""),
-        (
-            75,
-            None,
-            "preempted: job 7 goes back into the queue and resumes by itself, restart 1 of at most 2\nscontrol requeue 7\n",
-        ),
-        (
-            75,
-            "1",
-            "preempted: job 7 goes back into the queue and resumes by itself, restart 2 of at most 2\nscontrol requeue 7\n",
-        ),
+        (75, None, BACK.format(1)),
+        (75, "1", BACK.format(2)),
         (75, "2", "error: job 7 was preempted after 2 restarts, and cluster.max_requeues = 2; go on with --resume\n"),
     ],
 )
@@ -284,14 +263,11 @@ def test_the_warning_reaches_the_trainer_alone(tmp_path: Path) -> None:
 
 def test_servers_wait_for_the_trainer_that_saves(tmp_path: Path) -> None:
     """SIGTERM comes to all processes of a job; a role that ended before the trainer would end the job."""
-    config = job(f"output={tmp_path}", "train.grace_s=1000")
-    (tmp_path / "python").write_text('#!/usr/bin/env bash\ntouch "$TOLD"\nexec sleep 1000\n')
-    (tmp_path / "python").chmod(0o755)
-    cluster = config.cluster.model_copy(update={"rollout_python": str(tmp_path / "python")})
     told = tmp_path / "told"
-    command = ["bash", "-c", script_of("serve", config.model_copy(update={"cluster": cluster}))]
-    environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "TOLD": str(told)}
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    python = program(tmp_path, "python", f"touch {told}\nexec sleep 1000")
+    script = script_of("serve", job(f"output={tmp_path}", "train.grace_s=1000", f"cluster.rollout_python={python}"))
+    environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    process = subprocess.Popen(["bash", "-c", script], env=environment, start_new_session=True)
     try:
         assert eventually(told.exists)
         os.killpg(process.pid, signal.SIGUSR1)  # for the trainer
@@ -309,8 +285,7 @@ def test_servers_wait_for_the_trainer_that_saves(tmp_path: Path) -> None:
 
 
 def test_an_image_without_transformer_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "unsquashfs").write_text("#!/bin/sh\ncat $2\n")
-    (tmp_path / "unsquashfs").chmod(0o755)
+    program(tmp_path, "unsquashfs", "cat $2")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     image = tmp_path / "trainer.sqsh"
     config = job("engine.platform=cuda", f"cluster.container={image}", f"output={tmp_path}/out")
