@@ -75,7 +75,7 @@ class _LinkTraffic:
 
 
 @dataclass(frozen=True)
-class PlanSummary:
+class _PlanSummary:
     """Traffic is in bytes; ``imbalance`` is the sources' largest load over their mean."""
 
     sources: int
@@ -101,7 +101,7 @@ class Links:
     def local(self, num_sources: int, num_destinations: int) -> dict[int, int]:
         return {rank: rank for rank in range(min(num_sources, num_destinations))} if self.shared else {}
 
-    def summarize(self, plan: ReshardPlan, itemsize: int, *, built_in_seconds: float = 0.0) -> PlanSummary:
+    def summarize(self, plan: ReshardPlan, itemsize: int, *, built_in_seconds: float = 0.0) -> _PlanSummary:
         local, remote = plan.bytes_between(itemsize, local=True), plan.bytes_between(itemsize)
         first_node = 0 if self.shared else -(-plan.num_sources // self.gpus_per_node)
         by_link: dict[_Link, Counter[tuple[int, int]]] = {"device": local, "nvlink": Counter(), "network": Counter()}
@@ -110,7 +110,7 @@ class Links:
             by_link["nvlink" if same_node else "network"][source, destination] += size
         links = [self._traffic(link, pairs) for link, pairs in by_link.items() if pairs]
         sent, received = _ends(remote)[0], _ends(local + remote)[1]
-        return PlanSummary(
+        return _PlanSummary(
             sources=plan.num_sources,
             destinations=plan.num_destinations,
             moves=len(plan.moves),
@@ -261,7 +261,7 @@ class StepTime:
         cluster, parallel, rollout = config.cluster, config.engine.parallel, config.rollout
         sequences = rollout.prompts_per_step * rollout.samples_per_prompt
         tokens, responses = sequences * lengths.mean, sequences * lengths.response
-        token = forward_flops(spec, lengths.mean)
+        token = _forward_flops(spec, lengths.mean)
         training = 3 * token + _recomputed_flops(ranks, lengths.mean)
         scores = 2 if config.objective.needs_reference else 1
         peak = cluster.gpu_tflops * 1e12 * parallel.world_size
@@ -408,7 +408,7 @@ def _exchange(ranks: TrainingRanks, micro_batch: float) -> float:
     return exposed + (minibatches - 1) * between + gather
 
 
-def forward_flops(spec: ModelSpec, mean_length: float) -> float:
+def _forward_flops(spec: ModelSpec, mean_length: float) -> float:
     """2 per weight that a token meets, and causal attention."""
     matrices = active_parameters(spec) - (0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size)
     # Attention: 2 FLOPs × 2 products (scores, values) × half of the sequence on average, since it is causal.
@@ -420,7 +420,7 @@ def _recomputed_flops(ranks: TrainingRanks, mean_length: float) -> float:
     again, head = set(engine.recomputed), 2 * spec.vocab_size * spec.hidden_size
     fused_head = head if engine.head == "fused" else 0
     if engine.recompute == "full":
-        return forward_flops(spec, mean_length) - head + fused_head
+        return _forward_flops(spec, mean_length) - head + fused_head
     attention = 2 * spec.num_layers * spec.num_heads * spec.head_dim * mean_length if "core_attn" in again else 0
     mlp = 2 * spec.num_layers * 3 * spec.hidden_size * ranks.passed_width if again & {"mlp", "moe"} else 0
     return attention + mlp + fused_head

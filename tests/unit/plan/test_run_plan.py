@@ -21,7 +21,6 @@ from tepo_megatron.plan import check_placement, make_plan
 from tepo_megatron.plan.memory import TrainingRanks
 from tepo_megatron.plan.run_plan import Plan
 from tepo_megatron.plan.shapes import model_parameters, resolve_spec
-from tepo_megatron.plan.time import forward_flops
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 LLAMA, QWEN = str(EXAMPLES / "llama3.3-70b/run.yaml"), str(EXAMPLES / "qwen2.5-7b/run.yaml")
@@ -254,7 +253,6 @@ def test_flops_of_a_token_are_those_that_torch_counts() -> None:
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    spec, _ = resolve_spec("builtin:tiny")
     tokens = 48
     shape: dict[str, Any] = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -265,9 +263,11 @@ def test_flops_of_a_token_are_those_that_torch_counts() -> None:
     uncausal = 2 * 4 * 128 * tokens * tokens  # eager attention also multiplies what the mask hides: as much again
     rotations = next(count for op, count in counter.get_flop_counts()["Global"].items() if "bmm" in str(op)) - 2 * uncausal
     matrices = model.num_parameters() - 64 * 128 - 9 * 128  # neither embedding nor norms multiply matrices
-    norms = 2 * 9 * 128 * tokens  # forward_flops counts norms' weights as if they did: 0.2 % here, 1e-5 at 70B
+    norms = 2 * 9 * 128 * tokens  # a plan counts norms' weights as if they did: 0.2 % here, 1e-5 at 70B
     assert counter.get_total_flops() == 2 * matrices * tokens + 2 * uncausal + rotations
-    assert forward_flops(spec, tokens) * tokens == counter.get_total_flops() - uncausal - rotations + norms
+    config = load_run(None, [REPLAY, "data.max_prompt_tokens=24", "rollout.sampling.max_new_tokens=24"])
+    time = make_plan(config, prompt_tokens=24, response_tokens=24).time
+    assert time.flops_score / time.tokens * tokens == counter.get_total_flops() - uncausal - rotations + norms
 
 
 def test_the_command_prints_tables_or_json_and_fails_with_the_sentence() -> None:
