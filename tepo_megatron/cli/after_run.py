@@ -84,8 +84,6 @@ def _plot(
 ) -> None:
     """Draw the curves of one or several runs in one picture.
 
-    [dim]tepo plot out/tiny[/]
-
     [dim]tepo plot out/tepo out/grpo --png tepo-grpo.png[/]
     """
     from tepo_megatron.run.display.plots import plot_comparison, plot_curves
@@ -166,16 +164,14 @@ def _report(
 
     [dim]tepo report out/tiny --watch 30                      # while it trains; open out/tiny/report.html[/]
 
-    [dim]tepo report out/tepo out/grpo -o compare.html[/]
-
     [dim]tepo report out/evidence-tiny --metrics 'accuracy/*' --metrics reward/mean --samples 300   # a sweep[/]
     """
-    from tepo_megatron.tools.report.page import Options, write_report
+    from tepo_megatron.tools.report.page import write_report
     from tepo_megatron.tools.report.runs import runs_in
 
     single = len(outputs) == 1 and outputs[0].name != "metrics.jsonl"
     target = output or (outputs[0] if single else Path()) / "report.html"
-    options = Options(title, tuple(metrics or ()), samples, size, refresh=watch or 0)
+    options: dict[str, Any] = {"title": title, "metrics": metrics or (), "most_samples": samples, "megabytes": size}
     notice = ""
     going: bool | None = None
     with user_errors():
@@ -184,7 +180,7 @@ def _report(
                 echo(notice, err=True)
             time.sleep(watch)
         while True:
-            written = write_report(outputs, target, options)
+            written = write_report(outputs, target, **options, refresh=watch or 0)
             if going != (going := written.goes_on) and not as_json:
                 runs = "1 run" if written.runs == 1 else f"{written.runs} runs"
                 about = f"{runs}{', which goes on' if going else ''}, {written.samples} samples, {written.bytes / 1e6:.1f} MB"

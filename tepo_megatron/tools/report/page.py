@@ -36,17 +36,6 @@ _TOKENS_A_MEGABYTE, _CHARACTERS_A_MEGABYTE = 60_000, 400_000  # room for samples
 
 
 @dataclass(frozen=True)
-class Options:
-    """``metrics``: patterns, empty for all. ``refresh``: seconds, 0: never."""
-
-    title: str = ""
-    metrics: Sequence[str] = ()
-    samples: int = 3000
-    megabytes: float = 5.0
-    refresh: int = 0
-
-
-@dataclass(frozen=True)
 class Written:
     path: Path
     bytes: int
@@ -55,12 +44,23 @@ class Written:
     goes_on: bool
 
 
-def write_report(paths: Sequence[Path], output: Path, options: Options) -> Written:
-    """Raises ValueError if a path holds no run or a damaged file, or no metric matches."""
+def write_report(
+    paths: Sequence[Path],
+    output: Path,
+    *,
+    title: str = "",
+    metrics: Sequence[str] = (),
+    most_samples: int = 3000,
+    megabytes: float = 5.0,
+    refresh: int = 0,
+) -> Written:
+    """``metrics``: patterns, empty for all. ``refresh``: seconds, 0: never. Raises ValueError if a path holds no run or a
+    damaged file, or no metric matches.
+    """
     runs = [Run.read(name, folder) for name, folder in find_runs(paths).items()]
     goes_on = any(run.goes_on for run in runs)
-    figures = _runs_data(runs, options, refresh=options.refresh if goes_on else 0)
-    samples = _samples_data(runs, options)
+    figures = _runs_data(runs, title, metrics, refresh if goes_on else 0)
+    samples = _samples_data(runs, most_samples, megabytes)
     text = _render(figures["title"], figures, samples)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, text)
@@ -96,15 +96,15 @@ def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
 
 
-def _runs_data(runs: Sequence[Run], options: Options, refresh: int) -> dict[str, Any]:
+def _runs_data(runs: Sequence[Run], title: str, metrics: Sequence[str], refresh: int) -> dict[str, Any]:
     names = dict.fromkeys(key for run in runs for row in run.rows for key in row if key != "step")
-    shown = [name for name in names if not options.metrics or any(fnmatchcase(name, item) for item in options.metrics)]
-    if options.metrics and names and not shown:
-        raise ValueError(f"no metric is called {' or '.join(options.metrics)}; there are {', '.join(sorted(names))}")
+    shown = [name for name in names if not metrics or any(fnmatchcase(name, item) for item in metrics)]
+    if metrics and names and not shown:
+        raise ValueError(f"no metric is called {' or '.join(metrics)}; there are {', '.join(sorted(names))}")
     groups = run_groups(runs)
     place = {index: number for number, (_, members) in enumerate(groups) for index in members}
     return {
-        "title": options.title or _title(runs),
+        "title": title or _title(runs),
         "made": round(time.time()),
         "refresh": refresh,
         "metrics": shown,
@@ -148,14 +148,14 @@ def _number(value: Any) -> float | int | None:
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
-def _samples_data(runs: Sequence[Run], options: Options) -> dict[str, Any]:
+def _samples_data(runs: Sequence[Run], most: int, megabytes: float) -> dict[str, Any]:
     chosen: list[SampleGroup] = []
     recorded: dict[str, int] = {}
     for kind in ("tokens", *FILES):
-        room = int(options.megabytes * (_TOKENS_A_MEGABYTE if kind == "tokens" else _CHARACTERS_A_MEGABYTE))
+        room = int(megabytes * (_TOKENS_A_MEGABYTE if kind == "tokens" else _CHARACTERS_A_MEGABYTE))
         groups = [group for index, run in enumerate(runs) for group in read_samples(index, run.folder, kind)]
         recorded[kind] = sum(len(group.responses) for group in groups)
-        chosen += evenly(groups, options.samples, room)
+        chosen += evenly(groups, most, room)
     with_tokens = [group for group in chosen if group.kind == "tokens"]
     tokens = {
         index: pack([group for group in with_tokens if group.run == index])

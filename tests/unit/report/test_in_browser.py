@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from tepo_megatron.run.metrics import read_metrics, read_tokens, token_file
-from tepo_megatron.tools.bench.chromium import NAMES, Tab, chromium
+from tepo_megatron.tools.bench.chromium import NAMES, chromium
 from tepo_megatron.tools.report import runs
-from tepo_megatron.tools.report.page import Options, write_report
+from tepo_megatron.tools.report.page import write_report
 from tepo_megatron.tools.sweep import Spread, area, points
 from tests.support.report_runs import HOSTILE, write_run
 
@@ -27,13 +27,13 @@ TABS = ("overview", "curves", "compare", "time", "settings", "faults", "samples"
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Tab]:
+def browser() -> Iterator[Any]:
     with chromium() as page:
         yield page
 
 
 @pytest.fixture
-def page(browser: Tab) -> Iterator[Tab]:
+def page(browser: Any) -> Iterator[Any]:
     """The tab, which must have met no problem at the end of the test and have asked for nothing but its own file."""
     browser.problems.clear()
     browser.requests.clear()
@@ -50,38 +50,38 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(folder / "runs" / "tepo-seed0", steps=70, recorded=(10, 30, 70), hostile=True)
     write_run(folder / "runs" / "tepo-seed1", steps=70, seed=1)
     write_run(folder / "runs" / "grpo-seed0", steps=40, seed=2, settings={"optimizer": {"lr": 1e-4}})
-    write_report([folder / "runs"], folder / "page.html", Options())
+    write_report([folder / "runs"], folder / "page.html")
     return folder / "page.html"
 
 
-def texts(page: Tab, selector: str) -> list[str]:
+def texts(page: Any, selector: str) -> list[str]:
     return list(page.evaluate(f"[...document.querySelectorAll({json.dumps(selector)})].map(each => each.textContent)"))
 
 
-def set_field(page: Tab, selector: str, value: str) -> None:
+def set_field(page: Any, selector: str, value: str) -> None:
     setting = f"field.value = {json.dumps(value)}; "
     setting += "for (const kind of ['input', 'change']) field.dispatchEvent(new Event(kind));"
     page.evaluate(f"(field => {{ {setting} }})(document.querySelector({json.dumps(selector)}))")
 
 
-def press(page: Tab, key: str) -> None:
+def press(page: Any, key: str) -> None:
     text = {"text": key} if len(key) == 1 else {}
     page.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **text)
     page.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
 
 
-def tip(page: Tab) -> str:
+def tip(page: Any) -> str:
     return str(page.evaluate("document.getElementById('tip').innerText"))
 
 
-def strengths(page: Tab) -> list[float]:
+def strengths(page: Any) -> list[float]:
     """How strong the colour of each token of the first response is, 0 for none."""
     opacity = "Number(each.style.backgroundColor.match(/, ([\\d.]+)\\)$/)?.[1] ?? 0)"
     return list(page.evaluate(f"[...document.querySelectorAll('.response:first-child .token')].map(each => {opacity})"))
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
-def test_every_tab_is_drawn_in_both_themes_and_on_a_phone(width: int, height: int, page: Tab, html: Path) -> None:
+def test_every_tab_is_drawn_in_both_themes_and_on_a_phone(width: int, height: int, page: Any, html: Path) -> None:
     for dark in (False, True):
         page.resize(width, height, dark=dark)
         for tab in TABS:
@@ -92,7 +92,7 @@ def test_every_tab_is_drawn_in_both_themes_and_on_a_phone(width: int, height: in
             assert page.evaluate("document.documentElement.scrollWidth") <= width, tab
 
 
-def test_what_a_model_wrote_is_shown_and_not_run(page: Tab, html: Path) -> None:
+def test_what_a_model_wrote_is_shown_and_not_run(page: Any, html: Path) -> None:
     for kind in ("heldout", "tokens"):
         page.open(html, f"tab=samples&kind={kind}&words=onerror")
         page.wait_for("document.querySelectorAll('.response').length")
@@ -110,7 +110,7 @@ def test_what_a_model_wrote_is_shown_and_not_run(page: Tab, html: Path) -> None:
     page.requests.clear()
 
 
-def test_a_curve_is_read_by_mouse_and_keys_and_zoomed(page: Tab, html: Path) -> None:
+def test_a_curve_is_read_by_mouse_and_keys_and_zoomed(page: Any, html: Path) -> None:
     page.open(html, "tab=curves&find=entropy/mean&smooth=0&by=each")
     chart = '[data-chart="entropy/mean"] svg'
     page.wait_for(f"document.querySelectorAll('{chart.replace(chr(34), chr(92) + chr(34))} path').length")
@@ -130,7 +130,7 @@ def test_a_curve_is_read_by_mouse_and_keys_and_zoomed(page: Tab, html: Path) -> 
     assert page.evaluate("drawing.from") is None
 
 
-def test_seeds_are_drawn_together_and_by_a_settings_value(page: Tab, html: Path) -> None:
+def test_seeds_are_drawn_together_and_by_a_settings_value(page: Any, html: Path) -> None:
     page.open(html, "tab=curves&find=reward/mean")
     assert page.evaluate("linesOf('reward/mean').map(line => line.label)") == ["grpo-seed0", "tepo (2)"]
     line = page.evaluate("linesOf('reward/mean')[1]")
@@ -149,14 +149,14 @@ def spread_of(found: dict[str, float]) -> list[float]:
     return [found["mean"], found["low"], found["high"]]
 
 
-def test_one_kind_stands_beside_another_seed_by_seed(page: Tab, tmp_path: Path) -> None:
+def test_one_kind_stands_beside_another_seed_by_seed(page: Any, tmp_path: Path) -> None:
     """Two seeds are in both kinds, and of one of those a run is shorter: what the other did later does not count."""
     for seed in (0, 1, 2):
         write_run(tmp_path / "runs" / f"tepo-seed{seed}", steps=40 if seed == 2 else 70, seed=seed)
     for seed in (1, 2, 3):
         settings = {"seed": seed, "optimizer": {"lr": 1e-4}}
         write_run(tmp_path / "runs" / f"grpo-seed{seed}", steps=70, seed=100 + seed, settings=settings)
-    write_report([tmp_path / "runs"], tmp_path / "page.html", Options())
+    write_report([tmp_path / "runs"], tmp_path / "page.html")
     page.open(tmp_path / "page.html", "tab=compare&beside=tepo&figure=kl/mean")
     found = dict(page.evaluate("comparedFigures().map(figure => [figure.name, against(figure, pairsOf(...compared()))])"))
 
@@ -190,7 +190,7 @@ def test_one_kind_stands_beside_another_seed_by_seed(page: Tab, tmp_path: Path) 
     assert "nothing here to compare" in page.evaluate("document.getElementById('main').innerText")
 
 
-def test_a_run_that_never_got_there_counts_with_its_last_step_and_is_said(page: Tab, html: Path) -> None:
+def test_a_run_that_never_got_there_counts_with_its_last_step_and_is_said(page: Any, html: Path) -> None:
     page.open(html, "tab=compare")
     ratio = "against({value: run => run.at, ratio: true, reached: true}, %s)"
 
@@ -208,7 +208,7 @@ def test_a_run_that_never_got_there_counts_with_its_last_step_and_is_said(page: 
     assert (alone["mean"], alone["low"], alone["differs"]) == (2, None, False)
 
 
-def test_filters_leave_what_they_say(page: Tab, html: Path) -> None:
+def test_filters_leave_what_they_say(page: Any, html: Path) -> None:
     page.open(html, "tab=samples&kind=tokens")
     groups = page.evaluate("finder.shown.length")
     assert groups == 12
@@ -228,7 +228,7 @@ def test_filters_leave_what_they_say(page: Tab, html: Path) -> None:
     assert "No sample passes" in page.evaluate("document.querySelector('.detail').innerText")
 
 
-def test_tokens_have_the_colours_and_values_of_the_run(page: Tab, html: Path) -> None:
+def test_tokens_have_the_colours_and_values_of_the_run(page: Any, html: Path) -> None:
     page.open(html, "tab=samples&kind=tokens&step=30&sort=first")
     samples = read_tokens(token_file(html.parent / "runs" / "tepo-seed0", 30))
     page.evaluate("choose(1)")
@@ -258,15 +258,15 @@ def test_tokens_have_the_colours_and_values_of_the_run(page: Tab, html: Path) ->
     assert page.evaluate("finder.at") == 2
 
 
-def test_an_open_page_follows_the_run_and_stays_as_it_is(page: Tab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_open_page_follows_the_run_and_stays_as_it_is(page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "run_status", lambda folder: (["made up: so it stands"], True))
     folder, path = write_run(tmp_path / "run", steps=40, recorded=(10, 20)), tmp_path / "page.html"
-    write_report([folder], path, Options(refresh=2, title="before"))
+    write_report([folder], path, refresh=2, title="before")
     page.open(path, "tab=samples&kind=tokens&colour=entropy&paused=1")
     page.evaluate("choose(5)")
     chosen = page.evaluate("keyOf(finder.shown[finder.at])")
     write_run(folder, steps=41, recorded=(30,))  # newer groups come before it
-    write_report([folder], path, Options(refresh=3600, title="after"))
+    write_report([folder], path, refresh=3600, title="after")
     page.evaluate("document.querySelector('.state .button').click()")  # no longer paused
     page.wait_for("document.querySelector('h1')?.textContent === 'after' && document.body.dataset.ready")
     assert page.evaluate("keyOf(finder.shown[finder.at])") == chosen
@@ -275,9 +275,9 @@ def test_an_open_page_follows_the_run_and_stays_as_it_is(page: Tab, tmp_path: Pa
     assert "1 running" in texts(page, ".bar .state span.good")[0]
 
 
-def test_of_3000_samples_only_those_in_sight_are_drawn(page: Tab, tmp_path: Path) -> None:
+def test_of_3000_samples_only_those_in_sight_are_drawn(page: Any, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", recorded=range(1, 91), groups=5)
-    written = write_report([folder], tmp_path / "page.html", Options())
+    written = write_report([folder], tmp_path / "page.html")
     page.open(tmp_path / "page.html", "tab=samples")
     assert page.evaluate("SAMPLES.groups.reduce((sum, group) => sum + group.responses.length, 0)") == written.samples == 3160
     assert 0 < page.evaluate("document.querySelectorAll('.entry').length") < 60  # of 407

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli import after_run as command
 from tepo_megatron.cli.main import app
-from tepo_megatron.tools.report.page import SCRIPTS, Options, write_report
+from tepo_megatron.tools.report.page import SCRIPTS, write_report
 from tests.support.report_runs import HOSTILE, write_run
 
 runner = CliRunner()
@@ -35,7 +35,7 @@ def test_nothing_in_the_page_is_run_or_loaded_but_its_own_script(tmp_path: Path)
         write_run(tmp_path / "run", steps=30, recorded=[30], hostile=True, settings={"name": HOSTILE}),
         tmp_path / "a.html",
     )
-    write_report([folder], page, Options())
+    write_report([folder], page)
     html = page.read_text()
     assert "onerror" not in html.replace("img src=x onerror=&quot;", "")  # the title, escaped
     assert html.count("<script") == html.count("</script>") == 3
@@ -60,7 +60,7 @@ def test_numbers_that_are_missing_or_not_finite_are_null(tmp_path: Path) -> None
     rows[1] |= {"grad_norm": math.nan, "kl/mean": math.inf, "lr": 0.1 + 0.2}
     rows.append({"step": 3, "new": 7})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_report([folder], tmp_path / "page.html", Options())
+    write_report([folder], tmp_path / "page.html")
     (run,) = data(tmp_path / "page.html", "figures")["runs"]
     assert run["x"] == [0, 1, 2, 3]
     assert run["columns"]["grad_norm"][:2] == [None, None]
@@ -75,7 +75,7 @@ def test_runs_of_different_settings_and_metrics_go_into_one_page(tmp_path: Path)
     other = write_run(tmp_path / "grpo-seed0", steps=2, settings={"optimizer": {"lr": 1e-4}})
     rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
     (other / "metrics.jsonl").write_text("".join(json.dumps({"step": row["step"], "loss": 1.5}) + "\n" for row in rows))
-    written = write_report([tmp_path], tmp_path / "page.html", Options(metrics=("loss", "reward/*")))
+    written = write_report([tmp_path], tmp_path / "page.html", metrics=("loss", "reward/*"))
     figures = data(tmp_path / "page.html", "figures")
     assert (written.runs, figures["title"]) == (3, f"3 runs of {tmp_path.name}")
     assert sorted(figures["metrics"]) == ["loss", "reward/mean"]
@@ -83,19 +83,19 @@ def test_runs_of_different_settings_and_metrics_go_into_one_page(tmp_path: Path)
     assert [run["group"] for run in figures["runs"]] == [0, 1, 1]
     assert {row["path"]: row["values"] for row in figures["settings"]}["optimizer.lr"] == ["0.0001", "5e-05", "5e-05"]
     with pytest.raises(ValueError, match=r"no metric is called nothing; there are .*, entropy/mean,"):
-        write_report([tmp_path / "tepo-seed0"], tmp_path / "page.html", Options(metrics=("nothing",)))
+        write_report([tmp_path / "tepo-seed0"], tmp_path / "page.html", metrics=("nothing",))
 
 
 def test_a_run_of_90_steps_with_3000_samples_is_under_5_mb(tmp_path: Path) -> None:
     """And so are samples whose values gzip cannot make smaller, of which the page takes what it has room for."""
     folder = write_run(tmp_path / "run", recorded=range(1, 91), groups=5, samples=8)
-    written = write_report([folder], tmp_path / "page.html", Options())
+    written = write_report([folder], tmp_path / "page.html")
     samples = data(tmp_path / "page.html", "samples")
     tokens = [len(group["responses"]) for group in samples["groups"] if group["kind"] == "tokens"]
     assert sum(tokens) == 3000
     assert samples["recorded"] == {"tokens": 3600, "train": 0, "heldout": 160}
     assert written.bytes == (tmp_path / "page.html").stat().st_size < 2e6
-    small = write_report([folder], tmp_path / "page.html", Options(megabytes=0.5))
+    small = write_report([folder], tmp_path / "page.html", megabytes=0.5)
     assert small.bytes < 0.6e6
     assert small.samples < written.samples
 
