@@ -286,7 +286,7 @@ def _compared(config: RunConfig) -> dict[str, str]:
     return flat(config.model_dump(mode="json", exclude={"output": True, "train": {"resume", "resume_from"}, "log": True}))
 
 
-def core_shares(cores: Sequence[int], jobs: int) -> list[list[int]]:
+def _core_shares(cores: Sequence[int], jobs: int) -> list[list[int]]:
     if jobs >= len(cores):
         return [[cores[job % len(cores)]] for job in range(jobs)]
     return [list(cores[job * len(cores) // jobs : (job + 1) * len(cores) // jobs]) for job in range(jobs)]
@@ -318,7 +318,7 @@ class Sweep:
         waiting = [run for run in self._runs if run.name not in ends]
         self._say(f"{len(self._runs)} runs: {len(ends)} done, {len(waiting)} to do, {self._jobs} at a time")
         shares: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-        for share in core_shares(available_cores(), self._jobs):
+        for share in _core_shares(available_cores(), self._jobs):
             shares.put(share)
 
         def use_cores() -> None:

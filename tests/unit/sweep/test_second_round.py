@@ -45,13 +45,6 @@ def test_every_run_of_a_first_seed_is_a_configuration(name: str) -> None:
     assert len(work) == 1
 
 
-def test_the_page_counts_the_runs_of_every_file() -> None:
-    page = (ROOT / "docs/results/evidence-plan.md").read_text()
-    rows = re.findall(r"^\| \([a-e]\) .*\| `(\S+\.yaml)` \|.*\| (\d+) \|$", page, re.M)
-    assert {name: int(count) for name, count in rows} == {name: len(runs_of(sweep_of(name))) for name in NAMES}
-    assert f"{sum(int(count) for _, count in rows)} runs" in page
-
-
 def test_every_method_has_the_same_number_of_settings_and_no_seed_is_used_twice() -> None:
     runs = runs_of(sweep_of("tuning.yaml"))
     assert Counter(run.choices["method"].partition("-")[0] for run in runs) == dict.fromkeys(METHODS, 12)

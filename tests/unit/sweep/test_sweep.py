@@ -25,7 +25,6 @@ from tepo_megatron.tools.sweep import (
     SweepResults,
     area,
     check_runs,
-    core_shares,
     read_sweep,
     runs_of,
     seconds_left,
@@ -67,21 +66,27 @@ def test_the_parts_of_several_jobs_are_all_runs_once(count: int, parts: int) -> 
     assert len(shard(runs, f"1/{parts}")) - len(shard(runs, f"{parts}/{parts}")) in (0, 1)
 
 
-@given(cores=st.sets(st.integers(0, 300), min_size=1, max_size=40), jobs=st.integers(1, 50))
-def test_runs_at_a_time_share_the_cores(cores: set[int], jobs: int) -> None:
-    shares = core_shares(sorted(cores), jobs)
-    assert (len(shares), set().union(*shares)) == (jobs, cores)
-    sizes = [len(share) for share in shares]
-    assert max(sizes) - min(sizes) <= 1
-    assert sum(sizes) == max(len(cores), jobs)  # none is in two if there are enough
-
-
 def replace_python(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> None:
     """``tepo train …`` is this code."""
     program = folder / "run"
     program.write_text(f"#!{sys.executable}\nimport os, pathlib, sys, time\n{code}")
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
+
+
+@pytest.mark.parametrize(("cores", "jobs"), [(5, 3), (2, 3), (4, 4), (7, 2)])
+def test_runs_at_a_time_share_the_cores(cores: int, jobs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[list[int]] = []
+    monkeypatch.setattr("tepo_megatron.tools.sweep.available_cores", lambda: list(range(cores)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, share: shares.append(share), raising=False)
+    replace_python(
+        monkeypatch, tmp_path, f"while len(list(pathlib.Path({str(tmp_path / 'out/logs')!r}).glob('*'))) < {jobs}: pass"
+    )
+    sweep = read_sweep(write(tmp_path, seeds=[*range(jobs)], attempts=1))
+    Sweep(sweep, runs_of(sweep), say=lambda line: None, jobs=jobs).run()
+    assert (len(shares), {core for share in shares for core in share}) == (jobs, set(range(cores)))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert sum(map(len, shares)) == max(cores, jobs)  # none is in two if there are enough
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="has one core")
