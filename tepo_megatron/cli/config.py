@@ -21,8 +21,6 @@ def _show_config(
 ) -> None:
     """Print a run's complete configuration as YAML.
 
-    [dim]tepo config show examples/tiny/run.yaml optimizer.lr=1e-5[/]
-
     [dim]tepo config show examples/tiny/run.yaml --diff[/]
     """
     from tepo_megatron.config.load import dump_diff, dump_resolved
@@ -41,8 +39,6 @@ def _show_schema(
     as_json: Annotated[bool, Option("--json", help="JSON schema, for editors and tools.")] = False,
 ) -> None:
     """Print every field of a run: path, values, default, meaning.
-
-    [dim]tepo config schema rollout.server[/]
 
     [dim]tepo config schema objective.trust_region --plugin my_objective.py[/]
 

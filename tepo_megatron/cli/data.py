@@ -49,8 +49,6 @@ def _show_command(
 
     Reads tokenizer and problems; starts nothing.
 
-    [dim]tepo data show run.yaml --limit 1[/]
-
     [dim]tepo data show model.path=models/mine data.train=train.parquet data.fields.prompt=question[/]
     """
     with user_errors():

@@ -26,8 +26,6 @@ def sweep(
     fails, the others continue, and the exit code is 1. Writes sweep.md, sweep.csv and sweep.json into the output folder, and
     each run's output into its logs.
 
-    [dim]tepo sweep examples/evidence/tiny.yaml --dry-run[/]
-
     [dim]tepo sweep examples/tiny/seeds.yaml --jobs 2[/]
 
     [dim]srun tepo sweep SWEEP.yaml --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT   # in a job of sbatch --array=1-8[/]

@@ -44,8 +44,6 @@ def _list_presets(
 
     r is the token's ratio π_θ/π_old, s_i the sequence's, δ = log r, A the advantage, T the response tokens, S the sequences.
 
-    [dim]tepo objective list[/]
-
     [dim]tepo objective list my_preset.yaml my_objective.py[/]
     """
     with user_errors():
@@ -88,8 +86,6 @@ def _show_preset(
 
     The curves are gradients of the objective itself, for a response of one token with a probability of 0.1 under π_old. For a
     plugin (my_objective.py), prints its kinds with their fields.
-
-    [dim]tepo objective show dapo[/]
 
     [dim]tepo objective show my_preset.yaml --png mine.png[/]
     """

@@ -57,8 +57,6 @@ def _verify_command(
 ) -> None:
     """Read every byte of a run's checkpoints and compare it with the written digests; exit code 1 if any differs.
 
-    [dim]tepo checkpoint verify out/tiny[/]
-
     [dim]tepo checkpoint verify out/tiny/checkpoints/step_000040[/]
     """
     with user_errors():
@@ -208,8 +206,6 @@ def _export_command(
     """Make a Hugging Face folder of a checkpoint, to evaluate, serve or share it.
 
     After an interruption the same command continues.
-
-    [dim]tepo export out/tiny/checkpoints/step_000100 out/tiny-100[/]
 
     [dim]tepo export out/tiny/checkpoints/step_000100 out/tiny-bf16 --dtype bfloat16[/]
     """

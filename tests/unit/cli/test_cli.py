@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +143,17 @@ def test_plot_draws_one_run_beside_its_metrics_and_several_where_it_is_told(tmp_
     assert (missing.exit_code, "has no metrics.jsonl" in missing.stderr) == (1, True)
 
 
-def as_json(*words: str) -> Any:
-    done = runner.invoke(app, [*words, "--json"])
+def printed(*words: str) -> str:
+    done = runner.invoke(app, [*words])
     assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
+    return done.stdout
+
+
+def as_json(*words: str) -> Any:
+    return json.loads(printed(*words, "--json"))
+
+
+samples = partial(printed, "samples")
 
 
 def test_tables_as_json(tmp_path: Path) -> None:
@@ -197,9 +205,6 @@ def test_a_key_of_another_place_or_trainer_finds_its_field(override: str, fields
     assert f"did you mean {fields}?" in done.stderr
 
 
-runner = CliRunner()
-
-
 @pytest.fixture
 def settings(tmp_path: Path) -> list[str]:
     """A model with a chat template, and two sources: messages, and Parquet with a template of its own."""
@@ -213,14 +218,8 @@ def settings(tmp_path: Path) -> list[str]:
     return [f"model.path={model}", f"data.train={sources}", "data.filter=[unique]", "data.max_prompt_tokens=60"]
 
 
-def show(*words: str) -> str:
-    done = runner.invoke(app, ["data", "show", *words])
-    assert done.exit_code == 0, done.output
-    return done.stdout
-
-
 def test_prompts_counts_and_what_is_left_out(settings: list[str]) -> None:
-    shown = json.loads(show(*settings, "--json"))
+    shown = as_json("data", "show", *settings)
     talk, sums = shown["sources"]
     assert (talk["source"], talk["share"], talk["problems"], talk["used"]) == ("talk", 0.75, 3, 2)
     assert talk["left_out"] == {"refused by the filter unique": 1}
@@ -231,11 +230,11 @@ def test_prompts_counts_and_what_is_left_out(settings: list[str]) -> None:
         ("talk:2", "⟦<|user|>⟧<|end|>⟦<|end|>⟧⟦<|assistant|>⟧", shown["prompts"][1]["tokens"], "2"),
         ("sums:1", "1+1=", 4, "2"),
     ]
-    left = json.loads(show(*settings, "--left-out", "--source", "sums", "--json"))
+    left = as_json("data", "show", *settings, "--left-out", "--source", "sums")
     assert [(row["id"], row["tokens"], row["left_out"]) for row in left["prompts"]] == [
         ("sums:2", 100, "longer than data.max_prompt_tokens")
     ]
-    text = show(*settings, "--limit", "1")
+    text = printed("data", "show", *settings, "--limit", "1")
     assert "talk:1: 5 tokens, answer '2'\n  ⟦<|user|>⟧the sum⟦<|end|>⟧⟦<|assistant|>⟧\n" in text
     assert "talk.jsonl: 1 problem left out, refused by the filter unique\n" in text
 
@@ -248,9 +247,6 @@ def test_sources_that_are_not_there(settings: list[str]) -> None:
         done = runner.invoke(app, ["data", "show", *settings, *more])
         assert done.exit_code == 1
         assert message in done.stderr
-
-
-runner = CliRunner()
 
 
 def response(text: str, reward: float | None, **more: Any) -> dict[str, Any]:
@@ -275,12 +271,6 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def samples(*words: str) -> str:
-    done = runner.invoke(app, ["samples", *words])
-    assert done.exit_code == 0, done.stderr
-    return done.stdout
-
-
 def test_the_newest_evaluation_says_what_was_answered_and_why(tmp_path: Path) -> None:
     write(tmp_path / "samples.jsonl", ROWS)
     said = samples(str(tmp_path))
@@ -301,7 +291,7 @@ def test_rows_are_chosen_by_step_problem_and_verdict(tmp_path: Path) -> None:
     path = write(tmp_path / "eval" / "samples.jsonl", ROWS)
 
     def problems(*words: str) -> list[tuple[int, str]]:
-        return [(each["step"], each["problem"]) for each in json.loads(samples(str(tmp_path), "--json", *words))]
+        return [(each["step"], each["problem"]) for each in as_json("samples", str(tmp_path), *words)]
 
     assert problems() == [(10, "a"), (10, "b")]
     assert problems("--step", "0") == [(0, "a")]
@@ -312,7 +302,7 @@ def test_rows_are_chosen_by_step_problem_and_verdict(tmp_path: Path) -> None:
     refused = runner.invoke(app, ["samples", str(tmp_path / "sets"), "--set", "amc"])
     assert "has no set 'amc'; it has aime" in " ".join(refused.stderr.split())
     assert problems("--problem", "a") == [(0, "a"), (10, "a")]
-    assert json.loads(samples(str(path), "--json")) == ROWS[1:]
+    assert as_json("samples", str(path)) == ROWS[1:]
 
 
 def test_a_training_response_says_which_source_its_problem_is_of(tmp_path: Path) -> None:

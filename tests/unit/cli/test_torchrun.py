@@ -132,11 +132,6 @@ heartbeat.STOPPED_S = 3.0
 options = ["--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "0"]
 sys.exit(torchrun.run_node(["--status", f"{sys.argv[2]}/status", *options, "-m", "made_up_rank", *sys.argv[1:]]))
 """
-NODE = """
-import sys; from tepo_megatron.runtime import torchrun
-options = ["--nnodes=1", "--nproc-per-node=2", "--master-addr=127.0.0.1", "--master-port=0", "-m", "made_up_rank"]
-sys.exit(torchrun.run_node([*options, *sys.argv[1:]]))
-"""
 
 
 @pytest.fixture
@@ -178,6 +173,7 @@ NO_TRACEBACK = "(?:(?!Traceback).)*"
     ("what", "code", "printed"),
     [
         ("ok", 0, ""),
+        ("world", 1, ".* = 4 × 1 × 1 × 1 = 4 ranks, but WORLD_SIZE is 2; start torchrun with --nproc-per-node 4.*"),
         ("sentence", 1, WRONG_FIELD),
         ("bug", 1, f"{NO_TRACEBACK}Traceback{NO_TRACEBACK}error: rank 1: KeyError: 'missing'\n"),
         ("leaving", 1, WRONG_FIELD),
@@ -195,7 +191,7 @@ def test_the_cause_is_printed_once_and_last(start, tmp_path: Path, what: str, co
     """leaving: rank 1 fails because of what rank 0 does on its way out, and ends first. group: nobody has left the group, and
     its threads run while the interpreter ends. broken: rank 0 fails because rank 1 was killed.
     """
-    out, err = (parent := start(what)).communicate(timeout=TIMEOUT_S)
+    out, err = (parent := start(what, f"engine.parallel.tp={4 if what == 'world' else 2}")).communicate(timeout=TIMEOUT_S)
     assert (parent.returncode, out) == (code, "")
     assert re.fullmatch(printed, err, re.S), err
     assert not list(tmp_path.glob("tepo-*"))
@@ -205,7 +201,7 @@ def test_the_cause_is_printed_once_and_last(start, tmp_path: Path, what: str, co
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-@pytest.mark.parametrize(("victim", "program"), [(0, PARENT), (1, PARENT), (1, AGENT)])
+@pytest.mark.parametrize(("victim", "program"), [(0, PARENT), (1, AGENT)])
 def test_a_rank_that_a_signal_stopped_ends_the_job_with_one_sentence(start, tmp_path: Path, victim: int, program: str) -> None:
     parent = start("hang", parent=program)
     wait_for(tmp_path / "beats0", tmp_path / "beats1")
@@ -220,34 +216,33 @@ def test_a_rank_that_a_signal_stopped_ends_the_job_with_one_sentence(start, tmp_
 
 
 @pytest.mark.slow
-def test_another_world_than_the_run_needs_is_told_with_both_numbers(start) -> None:
-    _, err = (parent := start("ok", "engine.parallel.tp=4")).communicate(timeout=TIMEOUT_S)
-    assert parent.returncode == 1
-    assert "tp × pp × cp × dp = 4 × 1 × 1 × 1 = 4 ranks, but WORLD_SIZE is 2; start torchrun with --nproc-per-node 4" in err
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code", "program"),
+    ("number", "code", "program", "nohup"),
     [
-        (signal.SIGINT, 130, PARENT),
-        (signal.SIGTERM, 75, PARENT),
-        (signal.SIGHUP, 75, PARENT),
-        (signal.SIGUSR1, 75, NODE),
-        (signal.SIGHUP, 75, NODE),
+        (signal.SIGINT, 130, PARENT, True),
+        (signal.SIGTERM, 75, PARENT, False),
+        (signal.SIGHUP, 75, PARENT, False),
+        (signal.SIGUSR1, 75, AGENT, True),
+        (signal.SIGHUP, 75, AGENT, False),
     ],
 )
 def test_a_signal_ends_every_rank_after_it_cleaned_up(
-    start, tmp_path: Path, number: signal.Signals, code: int, program: str
+    start, tmp_path: Path, number: signal.Signals, code: int, program: str, nohup: bool
 ) -> None:
-    """On a machine alone, and on a node of a cluster."""
-    parent = start("wait", parent=program)
+    """On a machine alone, and on a node of a cluster. With ``nohup`` SIGHUP before it ends neither the parent nor a rank."""
+    options = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)} if nohup else {}
+    parent = start("wait", parent=program, **options)
+    for pid in (parent.pid, *started_ranks(tmp_path)) if nohup else ():
+        os.kill(pid, signal.SIGHUP)
     started_ranks(tmp_path)
     parent.send_signal(number)
     out, err = parent.communicate(timeout=TIMEOUT_S)
     assert (parent.returncode, out, err) == (code, "", "")
-    assert (tmp_path / "cleaned0").exists()
-    assert (tmp_path / "cleaned1").exists()
+    assert_cleaned_up(tmp_path)
+
+
+def assert_cleaned_up(folder: Path) -> None:
+    assert {path.name for path in folder.glob("cleaned*")} == {"cleaned0", "cleaned1"}
 
 
 def has_stopped(pid: int, expected: bool) -> bool:
@@ -271,19 +266,7 @@ def test_ctrl_z_stops_the_ranks_too_and_a_connection_that_closes_lets_them_save(
                 terminal.wait_for("Stopped", TIMEOUT_S)
         terminal.hang_up()
         assert not wait_gone([parent.pid, *ranks], TIMEOUT_S)
-    assert (tmp_path / "cleaned0").exists()
-    assert (tmp_path / "cleaned1").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("program", [PARENT, NODE])
-def test_nohup_holds_for_the_parent_and_every_rank(start, tmp_path: Path, program: str) -> None:
-    parent = start("wait", parent=program, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    for pid in (parent.pid, *started_ranks(tmp_path)):
-        os.kill(pid, signal.SIGHUP)
-    parent.send_signal(signal.SIGINT)  # a signal that does end it: what came before it did not
-    out, err = parent.communicate(timeout=TIMEOUT_S)
-    assert (parent.returncode, out, err) == (130, "", "")
+    assert_cleaned_up(tmp_path)
 
 
 @pytest.mark.slow
@@ -304,8 +287,7 @@ def test_ranks_do_not_outlive_a_parent_that_was_killed(start, tmp_path: Path) ->
     parent, ranks = start("wait"), started_ranks(tmp_path)
     parent.kill()
     assert not wait_gone(ranks, TIMEOUT_S)
-    assert (tmp_path / "cleaned0").exists()
-    assert (tmp_path / "cleaned1").exists()
+    assert_cleaned_up(tmp_path)
 
 
 def test_only_what_this_package_raises_is_a_sentence() -> None:
