@@ -80,20 +80,6 @@ def test_list_shows_every_checkpoint_and_what_is_wrong_with_it(out: Path) -> Non
     assert run("list", out / "checkpoints") == (code, shown)
 
 
-@pytest.mark.parametrize("kind", ["no state", "a zeroed block"])
-def test_verify_names_the_damage(kind: str, out: Path) -> None:
-    folder = out / "checkpoints" / "step_000006"
-    assert run("verify", out)[0] == 0
-    damage, words = DAMAGES[kind]
-    damage(folder, out / "checkpoints" / "step_000004")
-    code, shown = run("verify", out)
-    assert code == 1
-    assert words in shown
-    assert shown.count("whole: ") == 2
-    assert run("verify", folder)[0] == 1
-    assert run("verify", out / "checkpoints" / "step_000002")[0] == 0
-
-
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
@@ -121,8 +107,16 @@ def test_prune_keeps_what_it_is_told_to(options: list[str], kept: list[str], out
         ("a zeroed block", "shards/rank00000-00001.safetensors was changed since it was written"),
     ],
 )
-def test_prune_counts_no_damaged_one_and_leaves_what_a_run_may_be_writing(kind: str, problem: str, out: Path) -> None:
-    DAMAGES[kind][0](out / "checkpoints" / "step_000006", out / "checkpoints" / "step_000004")
+def test_verify_names_damage_and_prune_counts_no_damaged_one_nor_what_a_run_may_be_writing(
+    kind: str, problem: str, out: Path
+) -> None:
+    folder = out / "checkpoints" / "step_000006"
+    assert run("verify", out)[0] == 0
+    damage, words = DAMAGES[kind]
+    damage(folder, out / "checkpoints" / "step_000004")
+    code, shown = run("verify", out)
+    assert (code, words in shown, shown.count("whole: ")) == (1, True, 2)
+    assert [run("verify", path)[0] for path in (folder, out / "checkpoints" / "step_000002")] == [1, 0]
     (out / "checkpoints" / "step_000010.partial").mkdir()
     (out / "checkpoints" / "step_000001.abandoned").mkdir()
     _, said = run("prune", out, "--keep", "1")

@@ -191,7 +191,9 @@ def test_the_planned_chunk_is_the_one_that_the_head_takes() -> None:
 
 
 def test_the_last_stage_keeps_a_chunk_instead_of_the_logits() -> None:
-    """8 192 tokens of 128 256 bfloat16 logits are 1.96 GiB; all other stages are as they were."""
+    """8 192 tokens of 128 256 bfloat16 logits are 1.96 GiB; all other stages are as they were. A token of a chunk has logits in
+    fp32 and a gradient in bfloat16. A shard whose logits are no more than a chunk gains nothing.
+    """
     logits = 2 * TOKENS * 128256
     plain, fused = last_stage("logits"), last_stage("fused")
     assert plain.logits - fused.logits == pytest.approx(logits - 256 * 2**20, rel=0.01)
@@ -201,11 +203,10 @@ def test_the_last_stage_keeps_a_chunk_instead_of_the_logits() -> None:
     assert 1.5 * GIB < plain.total - fused.total < logits
     for stage in range(LAST):
         assert last_stage("fused", stage) == last_stage("logits", stage)
-
-
-def test_a_shard_whose_logits_are_no_more_than_a_chunk_gains_nothing() -> None:
-    plain, fused = (last_stage(head, tp=8, sequence_parallel=True).logits for head in ("logits", "fused"))
-    assert fused == pytest.approx(plain, rel=0.02)
+    few, fewer = (last_stage("fused", tokens=tokens, recompute="full").logits for tokens in (100, 50))
+    assert few - fewer == 50 * 6 * 128256
+    shards = [last_stage(head, tp=8, sequence_parallel=True).logits for head in ("logits", "fused")]
+    assert shards[1] == pytest.approx(shards[0], rel=0.02)
 
 
 def test_its_product_is_computed_once_more() -> None:
@@ -215,30 +216,22 @@ def test_its_product_is_computed_once_more() -> None:
     assert fused.flops_score == plain.flops_score
 
 
-def test_a_token_of_a_chunk_has_fp32_logits_and_a_gradient_in_bfloat16() -> None:
-    few, fewer = (last_stage("fused", tokens=tokens, recompute="full").logits for tokens in (100, 50))
-    assert few - fewer == 50 * 6 * 128256
-
-
 # -- LoRA
 
 
 def test_70b_fits_one_node_of_eight_gpus_with_lora_alone() -> None:
     found = plan(path=LORA)
     assert found.problems == ()
-    assert found.config.cluster.train_nodes == 1
-    assert found.config.cluster.rollout_nodes == 0
-    assert found.config.engine.parallel.world_size == 8
+    cluster = found.config.cluster
+    assert (cluster.train_nodes, cluster.rollout_nodes, found.config.engine.parallel.world_size) == (1, 0, 8)
     assert found.worst.total < 50 * GIB
     everything = plan("model.lora=null", path=LORA)
     assert "the largest term is optimizer with 98.6 GiB" in everything.problems[0]
     assert found.worst.activations == everything.worst.activations
     assert found.worst.gradients < everything.worst.gradients / 90
-
-
-def test_the_reference_of_a_kl_term_costs_no_copy() -> None:
+    # a KL term's reference is the model without its adapters
     kl = ("objective.kl.coefficient=0.1", "objective.kl.against=reference")
-    assert plan(*kl, path=LORA).worst == plan(path=LORA).worst
+    assert plan(*kl, path=LORA).worst == found.worst
     assert plan(*kl, "model.lora=null", path=LORA).worst.reference > 16 * GIB
 
 

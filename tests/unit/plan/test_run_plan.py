@@ -305,7 +305,7 @@ def test_idle_shares_of_both_schedules_follow_from_the_phases(generation: float,
     assert replace(step, generation=0.0).schedules(is_colocated=False) == []
 
 
-def test_a_draft_model_takes_memory_beside_the_policy() -> None:
+def test_a_draft_model_takes_memory_beside_the_policy_and_one_of_unknown_shape_is_said() -> None:
     small = resolve_spec("models/Qwen2.5-7B")[0]
     server = load_run(Path(LLAMA)).rollout.server
     without, drafted = plan(LLAMA), plan(LLAMA, "rollout.server.speculative={draft_model: models/Qwen2.5-7B}")
@@ -315,13 +315,9 @@ def test_a_draft_model_takes_memory_beside_the_policy() -> None:
     keys_and_values = 2 * small.num_layers * max(1, small.num_kv_heads / server.tp) * small.head_dim * 2
     assert drafted.server.kv_bytes_per_token - without.server.kv_bytes_per_token == keys_and_values
     assert any("how many guesses hold" in line for line in drafted.assumptions)
-
-
-def test_a_draft_model_of_unknown_shape_is_said_and_no_reason_to_refuse() -> None:
-    found = plan(LLAMA, "rollout.server.speculative={draft_model: models/unheard-of}")
-    assert found.problems == ()
-    assert found.server.draft == 0
-    assert any("speculative.draft_model = models/unheard-of is not on this machine" in line for line in found.assumptions)
+    unknown = plan(LLAMA, "rollout.server.speculative={draft_model: models/unheard-of}")
+    assert (unknown.problems, unknown.server.draft) == ((), 0)
+    assert any("speculative.draft_model = models/unheard-of is not on this machine" in line for line in unknown.assumptions)
 
 
 # -- nodes, ranks and servers
