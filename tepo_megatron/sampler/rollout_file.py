@@ -12,6 +12,7 @@ import os
 import shutil
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain
@@ -19,11 +20,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from tepo_megatron.core.problem import is_reward, not_a_reward
-from tepo_megatron.core.rollout import Rollout, SamplingMask, TokenIds, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, SamplingMask, WeightsVersion
 from tepo_megatron.runtime.files import partial_path, write_atomically
 from tepo_megatron.sampler.sampling import response_faults
 
@@ -85,22 +86,15 @@ class _Line(_Common):
         return Rollout(**{**dict(self), "versions": spans, "loss_mask": mask})
 
 
-class _Version(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-    step: int
-    digest: str
-
-
 class _OldLine(_Common):
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     sampler_logprobs: tuple[float, ...]
-    weights_version: _Version
+    weights_version: WeightsVersion
 
     def rollout(self) -> Rollout:
         values = dict(self)
-        version = values.pop("weights_version")
-        return Rollout(**values, versions=WeightsVersion(version.step, version.digest))
+        return Rollout(versions=values.pop("weights_version"), **values)
 
 
 @dataclass(frozen=True)
@@ -179,10 +173,9 @@ def read_record(folder: Path, step: int) -> Record:
 
 
 def _head(path: Path, lines: Sequence[str], step: int) -> dict[str, Any]:
-    try:
-        head = json.loads(lines[0]) if lines else None
-    except ValueError:
-        head = None
+    head = None
+    with suppress(ValueError, IndexError):
+        head = json.loads(lines[0])
     if not isinstance(head, dict) or head.get("format") not in _FORMATS or head.get("step") != step:
         raise ValueError(f"{path}, line 1: not the head of a record of step {step} in format {FORMAT}")
     return head
@@ -198,9 +191,9 @@ def _line(rollout: Rollout) -> str:
     line: dict[str, Any] = {
         "problem_id": rollout.problem_id,
         "group": rollout.group,
-        "prompt_ids": _text_of(rollout.prompt_ids),
-        "response_ids": _text_of(rollout.response_ids),
-        "sampler_logprobs": b64encode(rollout.sampler_logprobs.astype(_LOGPROBS, copy=False).tobytes()).decode(),
+        "prompt_ids": _encode(rollout.prompt_ids),
+        "response_ids": _encode(rollout.response_ids),
+        "sampler_logprobs": _encode(rollout.sampler_logprobs, _LOGPROBS),
         "finish_reason": rollout.finish_reason,
         "versions": [(start, version.step, version.digest) for start, version in rollout.versions],
         "text": rollout.text,
@@ -209,28 +202,27 @@ def _line(rollout: Rollout) -> str:
     }
     if (routes := rollout.routed_experts) is not None:
         dtype = _ROUTES[routes.itemsize - 1]
-        data = b64encode(routes.astype(dtype, copy=False).tobytes()).decode()
-        line["routed_experts"] = {"shape": routes.shape, "dtype": dtype, "data": data}
+        line["routed_experts"] = {"shape": routes.shape, "dtype": dtype, "data": _encode(routes, dtype)}
     if rollout.loss_mask is not None:
-        line["loss_mask"] = b64encode(np.packbits(rollout.loss_mask).tobytes()).decode()
+        line["loss_mask"] = _encode(np.packbits(rollout.loss_mask), np.uint8)
     if (mask := rollout.sampling_mask) is not None:
-        line["sampling_mask"] = {"counts": _text_of(mask.counts), "ids": _text_of(mask.ids)}
+        line["sampling_mask"] = {"counts": _encode(mask.counts), "ids": _encode(mask.ids)}
     return json.dumps(line) + "\n"
 
 
-def _text_of(ids: TokenIds) -> str:
-    return b64encode(ids.astype(_IDS, copy=False).tobytes()).decode()
+def _encode(values: NDArray[Any], dtype: DTypeLike = _IDS) -> str:
+    return b64encode(values.astype(dtype, copy=False).tobytes()).decode()
 
 
 def _rollout(path: Path, number: int, line: str, kind: type[_Line] | type[_OldLine]) -> Rollout:
     try:
         return kind.model_validate_json(line).rollout()
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the line"
-        raise ValueError(f"{path}, line {number}: not a rollout: {where}: {first['msg']}") from error
     except ValueError as error:
-        raise ValueError(f"{path}, line {number}: not a rollout: {error}") from error
+        fault = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            fault = f"{'.'.join(map(str, first['loc'])) or 'the line'}: {first['msg']}"
+        raise ValueError(f"{path}, line {number}: not a rollout: {fault}") from error
 
 
 def check_rollouts(
@@ -277,11 +269,8 @@ def _faults(rollout: Rollout, step: int, stalest: int, vocab_size: int | None) -
             yield "the model wrote none of the response tokens"
         for index in np.flatnonzero(~mask & (logprobs != 0) if logprobs.size == mask.size else ()):
             yield f"response token {index} has the log-prob {logprobs[index]}, not 0, and the model did not write it"
-    rewards = {
-        "reward": rollout.reward,
-        **{f"reward's component {name!r}": part for name, part in rollout.reward_parts.items()},
-    }
-    for name, reward in rewards.items():
+    parts = {f"reward's component {name!r}": part for name, part in rollout.reward_parts.items()}
+    for name, reward in {"reward": rollout.reward, **parts}.items():
         if reward is not None and not is_reward(reward):
             yield f"the {name} is {not_a_reward(reward)}"
     if vocab_size is not None:

@@ -4,7 +4,8 @@ columns need these columns of A and all of B.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
@@ -54,13 +55,11 @@ class AdapterBlock(NamedTuple):
     param_rows: slice
 
 
-def adapter_blocks(shards: Iterable[Shard]) -> list[AdapterBlock]:
-    blocks, row = [], 0
-    for shard in shards:
-        count = shard.param_box.shape[0]
-        blocks.append(AdapterBlock(slice(row, row + count), shard.param_box.slices[0]))
-        row += count
-    return blocks
+def adapter_blocks(shards: Sequence[Shard]) -> list[AdapterBlock]:
+    rows = [shard.param_box.shape[0] for shard in shards]
+    ends = list(accumulate(rows))
+    blocks = zip(rows, ends, shards, strict=True)
+    return [AdapterBlock(slice(end - count, end), shard.param_box.slices[0]) for count, end, shard in blocks]
 
 
 def adapter_layout(layout: ShardLayout, tensors: Collection[str], rank: int) -> ShardLayout:

@@ -35,7 +35,12 @@ class Fleet(ServerPool, Sampler):
         return [server.url for server in self._servers if server.port]
 
     def start(self) -> None:
-        self._start(self._servers)
+        try:
+            self._launch(self._servers)
+            self._connect()
+        except BaseException:
+            self._end()
+            raise
         self._version = None if self._sleeps or self._starts_empty else INITIAL_WEIGHTS
 
     def stop(self) -> None:
@@ -166,9 +171,4 @@ class Fleet(ServerPool, Sampler):
             return True
 
 
-SAMPLER = SamplerSpec(
-    make=Fleet,
-    check_model=check_server_split,
-    check_machine=check_machine_serves,
-    cores=cores_of_servers,
-)
+SAMPLER = SamplerSpec(Fleet, check_server_split, check_machine_serves, cores_of_servers)

@@ -34,10 +34,8 @@ class ServerPool:
             config = with_local_address(config)
             assert config.registry is not None
             self._key = shared_key(config.registry)
-            self._servers = [
-                ExternalServer(config, index=index, log=options["log_dir"] / f"server-{index}.log")
-                for index in range(config.count)
-            ]
+            logs = [options["log_dir"] / f"server-{index}.log" for index in range(config.count)]
+            self._servers = [ExternalServer(config, index=index, log=log) for index, log in enumerate(logs)]
         else:
             self._key = secrets.token_urlsafe(32)
             self._servers = make_servers(config, range(config.count), key=self._key, **options)
@@ -117,21 +115,19 @@ class ServerPool:
         """Raises ServerDied if no other server samples, or if servers must start together."""
         with self._changing:
             # Skip a server that was replaced, or that another stream (an evaluation's) has lost.
-            if index not in self._lost and client in self._clients:
-                self._lose(index, cause)
-
-    def _lose(self, index: int, cause: ServerFault) -> None:
-        self._blame(cause)
-        self._lost[index] = None
-        if self._sleeps or len(self._lost) == len(self._servers):
-            if not isinstance(cause, ServerGone):  # one that only seemed dead is spared by revive()
-                self._servers[index].stop()
-                self._clients[index].close()
-            raise self._died([self._servers[index] for index in self._lost], cause)
-        self._report(f"{cause}; its requests go to the other servers, and it is started again")
-        self._clients[index].close()
-        self._close_sync()
-        self._lost[index] = self._replacing.submit(self._restart, [self._servers[index]], stop=True)
+            if index in self._lost or client not in self._clients:
+                return
+            self._blame(cause)
+            self._lost[index] = None
+            if self._sleeps or len(self._lost) == len(self._servers):
+                if not isinstance(cause, ServerGone):  # one that only seemed dead is spared by revive()
+                    self._servers[index].stop()
+                    client.close()
+                raise self._died([self._servers[index] for index in self._lost], cause)
+            self._report(f"{cause}; its requests go to the other servers, and it is started again")
+            client.close()
+            self._close_sync()
+            self._lost[index] = self._replacing.submit(self._restart, [self._servers[index]], stop=True)
 
     def _remember(self, cause: Exception) -> None:
         self._first_cause = self._first_cause or str(cause).partition("\n")[0]
@@ -186,14 +182,6 @@ class ServerPool:
                 for server in servers:
                     server.stop()
 
-    def _start(self, servers: Sequence[Server | ExternalServer]) -> None:
-        try:
-            self._launch(servers)
-            self._connect()
-        except BaseException:
-            self._end()
-            raise
-
     def _launch(self, servers: Sequence[Server | ExternalServer]) -> None:
         with self._spawning:
             if self._stopped:
@@ -215,9 +203,8 @@ class ServerPool:
         # Open files limit the number of connections.
         spare = max(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES)
         threads = max(1, min(self.config.max_num_seqs, spare // self.config.count))
-        model = (self._vocab_size, self._routed)
-        timeout_s, apart = self.config.request_timeout_s, self._keep_cache
-        return Client(server.url, self._key, timeout_s, *model, versions_apart=apart, threads=threads)
+        settings = (self._key, self.config.request_timeout_s, self._vocab_size, self._routed)
+        return Client(server.url, *settings, versions_apart=self._keep_cache, threads=threads)
 
     def _disconnect(self) -> None:
         for client in self._clients:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -108,12 +109,7 @@ class WeightSync:
         self._everywhere(Client.start_weight_update)
 
     def _join_group(
-        self,
-        enter: Callable[[], T],
-        leave: Callable[[], None],
-        *,
-        first_worker: int,
-        info: Mapping[str, Any],
+        self, enter: Callable[[], T], leave: Callable[[], None], *, first_worker: int, info: Mapping[str, Any]
     ) -> T:
         """This process joins by ``enter``, and returns its result; ``leave`` ends the others' waits."""
         info = {"host": self._config.host, "timeout_s": self._timeout_s, **info}
@@ -177,13 +173,12 @@ class WeightSync:
 
 def _end_if_gone(client: Client) -> None:
     """A dead engine never answers; a silent server may be slow."""
-    try:
-        client.progress()
-    except ServerGone:
-        client.close()
-        raise
-    except ServerSilent:
-        return
+    with suppress(ServerSilent):
+        try:
+            client.progress()
+        except ServerGone:
+            client.close()
+            raise
 
 
 def _failed(request: Future[Any]) -> bool:

@@ -112,15 +112,13 @@ class Client:
         limit = min(self._timeout_s, HEALTH_TIMEOUT_S)
         try:
             health = self._http.get("/health", timeout=limit, extensions=self._traced)
-            if not health.is_success:
-                raise ServerGone(f"{self.url}/health: status {health.status_code}", url=self.url)
-            reply = self._http.get(PROGRESS, timeout=limit, extensions=self._traced)
+            reply = self._http.get(PROGRESS, timeout=limit, extensions=self._traced) if health.is_success else health
         except httpx.ConnectError as error:
             raise ServerGone(f"{self.url}/health: {error or type(error).__name__}", url=self.url) from error
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
-            if isinstance(error, ServerGone):
-                raise
             raise ServerSilent(f"{self.url}/health: no answer within {limit:g} s", url=self.url) from error
+        if not health.is_success:
+            raise ServerGone(f"{self.url}/health: status {health.status_code}", url=self.url)
         return reply.text if reply.is_success else None
 
     def draw(
@@ -153,13 +151,8 @@ class Client:
             "sampling": {**sampling.parameters(), **({} if from_cache else {"skip_reading_prefix_cache": True})},
             **({"sampling_mask": True} if sampling.sampling_mask else {}),
             "samples": [
-                {
-                    "sample": sample.index,
-                    "seed": sample.seed,
-                    "max_tokens": sample.max_new_tokens,
-                    "prefix": _listed(sample.prefix),
-                }
-                for sample in samples
+                {"sample": one.index, "seed": one.seed, "max_tokens": one.max_new_tokens, "prefix": _listed(one.prefix)}
+                for one in samples
             ],
         }
         # Closed here: the garbage collector could do it while a thread holds the lock that this needs.

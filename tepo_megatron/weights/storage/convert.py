@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -99,10 +99,6 @@ def _buckets(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
         yield Box((start, *box.start[1:]), (stop, *box.stop[1:]))
 
 
-def _groups(entries: Iterable[_FileEntry], limit: int) -> list[list[_FileEntry]]:
-    return list(batches(entries, lambda entry: entry.nbytes, limit))
-
-
 def export_model(
     source: Path,
     out: Path,
@@ -129,7 +125,7 @@ def export_model(
         _FileEntry(name, name, Box.whole(shape), "F32" if is_always_fp32(name) else stored_dtype)
         for name, shape in shapes.items()
     ]
-    groups = _groups(entries, shard_bytes)
+    groups = list(batches(entries, lambda entry: entry.nbytes, shard_bytes))
     files = [_PlannedFile(model_file_name(number, len(groups)), group) for number, group in enumerate(groups, 1)]
 
     def finish(partial: Path) -> None:
@@ -171,11 +167,11 @@ def check_imported(shards: Path, model: Path) -> None:
     imported, original = StoredWeights.open(shards), StoredWeights.open(model)
     imported.check(shapes, f"{model / 'config.json'}")
     original.check(shapes)
-    differing = []
-    for name, shape in shapes.items():
-        sample = Box.whole([min(extent, limit) for extent, limit in zip(shape, (4, 64), strict=False)])
-        if not torch.equal(imported.read(name, sample), original.read(name, sample)):
-            differing.append(name)
+    samples = {
+        name: Box.whole([min(extent, limit) for extent, limit in zip(shape, (4, 64), strict=False)])
+        for name, shape in shapes.items()
+    }
+    differing = [name for name, box in samples.items() if not torch.equal(imported.read(name, box), original.read(name, box))]
     if differing:
         raise ValueError(
             f"model.shards = {shards} was not imported from model.path = {model}: {len(differing)} of {len(shapes)} tensors "
@@ -194,7 +190,8 @@ def _rank_files(
             raise ValueError(f"{weights.folder}: {shard.tensor} is {dtype}, which is not supported; known: {', '.join(DTYPES)}")
         entries.append(_FileEntry(box_key(WEIGHT, shard.tensor, shard.box), shard.tensor, shard.box, dtype))
     names = (f"{SHARDS}/rank{rank:05d}-{number:05d}.safetensors" for number in count(1))
-    return [_PlannedFile(name, group) for name, group in zip(names, _groups(entries, shard_bytes), strict=False)]
+    groups = batches(entries, lambda entry: entry.nbytes, shard_bytes)
+    return [_PlannedFile(name, group) for group, name in zip(groups, names, strict=False)]
 
 
 def _write_folder(
