@@ -63,22 +63,6 @@ def test_responses_come_back_with_key_and_parameters_sent(serve: Serve, sent: li
 
 
 @pytest.mark.parametrize(
-    ("versions", "said"),
-    [
-        (["9:abd"], "9:abd"),  # other weights of the same step
-        (["9:abc", "10:f"], "10:f and 9:abc"),  # updated while it was being drawn
-        (["default"], "default"),  # started again behind our back
-        ([], "of no version"),
-    ],
-)
-def test_a_response_of_an_unexpected_version_is_an_error(serve: Serve, versions: list[str], said: str) -> None:
-    both = [response(at, [10, 2], [-0.5, -1.0], versions=list(enumerate(versions))) for at in range(2)]
-    with pytest.raises(RuntimeError) as caught:
-        generate(serve(200, answer(both)))
-    assert f"{URL} drew a response with weights {said}, but this run gave it 9:abc" in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("status", "content", "message"),
     [
         (400, b'{"error": {"message": "the prompt is too long"}}', "status 400: the prompt is too long"),

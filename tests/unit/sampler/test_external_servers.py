@@ -96,7 +96,7 @@ def test_a_server_is_found_used_retired_and_found_again(
     assert stand_in.healthy()
 
 
-def test_a_server_that_another_trainer_used_is_replaced(
+def test_a_server_that_another_trainer_used_is_replaced_and_stopping_ends_a_wait(
     stand_in: ExternalServer, entry: RegistryEntry, server: FaultyServer
 ) -> None:
     entry.register(server.url, "used")
@@ -107,13 +107,9 @@ def test_a_server_that_another_trainer_used_is_replaced(
     with pytest.raises(RuntimeError, match="was not there"):
         wait(later, 0.2)
     assert entry.is_retired("used")
-
-
-def test_stopping_ends_a_wait(stand_in: ExternalServer) -> None:
-    stand_in.start()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait, stand_in)
-        stand_in.stop()
+        waiting = pool.submit(wait, later)
+        later.stop()
         with pytest.raises(RuntimeError, match="was ended"):
             waiting.result(TIMEOUT_S)
 

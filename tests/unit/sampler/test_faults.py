@@ -255,40 +255,41 @@ def test_a_slow_server_that_makes_tokens_is_left_alone(
         assert set(fleet.figures().values()) == {0}
 
 
-@pytest.mark.parametrize("route", ["/pause?mode=keep", "/update_weights"])
-def test_a_server_that_hangs_in_an_update_counts_as_dead(servers: list[FaultyServer], tmp_path: Path, route: str) -> None:
-    servers[1].hangs = {route}
-    with fleet_of(servers, tmp_path, request_timeout_s=SHORT_S, transfer_timeout_s=SHORT_S) as (fleet, _):
-        sender: Any = Sender([])
-        with pytest.raises(ServerDied, match=rf"weights 1 did not reach the rollout servers: (?s:.*){servers[1].url}"):
-            fleet.update_weights_from_shards(WeightsVersion(1), sender)
-        assert sender.calls[-1] == "arrived: False"
-        assert not any(server.alive for server in servers)  # the others have half of the new weights
-        servers[1].hangs.clear()
-        fleet.config = fleet.config.model_copy(update={"request_timeout_s": 60.0, "transfer_timeout_s": 60.0})
-        assert fleet.revive()
-        fleet.update_weights_from_shards(WeightsVersion(1), sender)
-        assert fleet.weights_version == WeightsVersion(1)
+PAUSE, UPDATE, FINISH, RESET = "/pause?mode=keep", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"
 
 
 @pytest.mark.parametrize(
-    ("route", "is_hanging"),
-    [("/pause?mode=keep", False), ("/finish_weight_update", False), ("/pause?mode=keep", True), ("/reset_prefix_cache", True)],
+    ("hangs", "refuses", "timeout_s", "named"),
+    [
+        (PAUSE, "", SHORT_S, ""),
+        (UPDATE, "", SHORT_S, ""),
+        # An engine whose worker is gone refuses for a moment, in which its server is healthy. Later the server holds the
+        # request, and says to others that its engine is dead.
+        ("", PAUSE, 3600.0, PAUSE),
+        ("", FINISH, 3600.0, FINISH),
+        (PAUSE, "/health", 3600.0, "/health: status 500"),
+        (RESET, "/health", 3600.0, "/health: status 500"),
+    ],
 )
-def test_a_server_that_fails_in_an_update_outside_the_transfer_counts_as_dead(
-    servers: list[FaultyServer], tmp_path: Path, route: str, is_hanging: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_server_that_hangs_or_fails_in_an_update_counts_as_dead(
+    servers: list[FaultyServer],
+    tmp_path: Path,
+    hangs: str,
+    refuses: str,
+    timeout_s: float,
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An engine whose worker is gone refuses for a moment, in which its server is healthy. Later the server holds the request,
-    and says to others that its engine is dead.
-    """
     monkeypatch.setattr("tepo_megatron.sampler.fleet.sync.LOOK_S", 0.05)
-    servers[1].refuses, servers[1].hangs = ({"/health"}, {route}) if is_hanging else ({route}, set())
-    with fleet_of(servers, tmp_path, request_timeout_s=3600.0) as (fleet, _):
+    servers[1].hangs, servers[1].refuses = {hangs}, {refuses}
+    with fleet_of(servers, tmp_path, request_timeout_s=timeout_s, transfer_timeout_s=timeout_s) as (fleet, _):
         sender: Any = Sender([])
-        what = "/health: status 500" if is_hanging else route
-        with pytest.raises(ServerDied, match=rf"weights 1 did not reach .*{servers[1].url}{re.escape(what)}"):
+        with pytest.raises(ServerDied, match=rf"weights 1 did not reach the (?s:.*){servers[1].url}{re.escape(named)}"):
             fleet.update_weights_from_shards(WeightsVersion(1), sender)
-        servers[1].refuses, servers[1].hangs = set(), set()
+        assert sender.calls[-1] == "arrived: False"
+        assert not any(server.alive for server in servers)  # the others have half of the new weights
+        servers[1].hangs, servers[1].refuses = set(), set()
+        fleet.config = fleet.config.model_copy(update={"request_timeout_s": 60.0, "transfer_timeout_s": 60.0})
         assert fleet.revive()
         fleet.update_weights_from_shards(WeightsVersion(1), sender)
         assert fleet.weights_version == WeightsVersion(1)

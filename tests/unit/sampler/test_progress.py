@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -48,53 +49,41 @@ def looks(watch: ProgressWatch, clock: Clock, seconds: float, step: float = 1.0)
     return said
 
 
-def silent() -> object:
-    raise ServerSilent("no answer")
+def fails(error: Exception) -> object:
+    raise error
 
 
-def gone() -> object:
-    raise ServerGone("connection refused")
+SILENT = partial(fails, ServerSilent("no answer"))
+GONE = partial(fails, ServerGone("connection refused"))
 
 
-@pytest.mark.parametrize("probe", [lambda: "the same", lambda: None, silent])
+@pytest.mark.parametrize("probe", [lambda: "the same", lambda: None, SILENT])
 def test_a_standstill_is_noticed_after_the_time_out_and_not_before(probe: Callable[[], object]) -> None:
     watch, clock = watch_of(probe)
-    assert looks(watch, clock, 59.0) == ""
-    assert "no new token" in looks(watch, clock, 10.0)
-
-
-def test_progress_of_any_kind_starts_the_count_anew() -> None:
-    watch, clock = watch_of(iter(range(100000)).__next__)
-    assert looks(watch, clock, 1000.0) == ""
-    stuck, clock = watch_of(lambda: "the same")
     for _ in range(20):
-        assert looks(stuck, clock, 50.0) == ""
-        stuck.note_progress()
-
-
-def test_a_dead_server_is_told_at_once_but_not_by_one_failed_connection() -> None:
-    watch, clock = watch_of(gone)
-    assert looks(watch, clock, 12.0) == "connection refused"
-    answers = iter([gone, lambda: 1] * 50)
-    watch, clock = watch_of(lambda: next(answers)())
-    assert looks(watch, clock, 12.0) == ""
-
-
-def test_time_in_which_this_process_did_not_run_is_nobodys_fault() -> None:
-    """The trainer was stopped, or the machine slept."""
-    watch, clock = watch_of(lambda: "the same")
-    assert looks(watch, clock, 20.0) == ""
-    clock.now += 36000
-    assert watch.look() == ""
+        assert looks(watch, clock, 50.0) == ""
+        watch.note_progress()  # an answer of the server itself
+    assert looks(watch, clock, 30.0) == ""
+    clock.now += 36000  # in which this process did not run, which is nobody's fault
     assert looks(watch, clock, 20.0) == ""
     assert "no new token" in looks(watch, clock, 60.0)
 
 
+def test_progress_starts_the_count_anew_and_a_dead_server_is_told_at_once_but_not_by_one_failed_connection() -> None:
+    watch, clock = watch_of(iter(range(100000)).__next__)
+    assert looks(watch, clock, 1000.0) == ""
+    watch, clock = watch_of(GONE)
+    assert looks(watch, clock, 12.0) == "connection refused"
+    answers: Iterator[Callable[[], object]] = iter([GONE, lambda: 1] * 50)
+    watch, clock = watch_of(lambda: next(answers)())
+    assert looks(watch, clock, 12.0) == ""
+
+
 def test_every_change_of_the_progress_is_told_and_nothing_else() -> None:
     """An answer that is the same, none, or a server that moved by an answer of its own is no movement to tell."""
-    told: list[int] = []
+    moves: list[int] = []
     answers = iter([1, 1, 2, None, 2, 3, 3, 3, 3, 3])
-    watch, clock = watch_of(lambda: next(answers), lambda: told.append(1))
+    watch, clock = watch_of(lambda: next(answers), lambda: moves.append(1))
     assert looks(watch, clock, 30.0) == ""
     watch.note_progress()
-    assert len(told) == 3
+    assert len(moves) == 3

@@ -191,31 +191,25 @@ def test_stop_ends_every_process_and_may_be_repeated(tmp_path: Path, deaf: bool,
     one.stop()
 
 
-def test_a_server_that_dies_at_start_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
-    one = server(tmp_path, [sys.executable, "-c", "print(*range(100), sep='\\n'); raise SystemExit('no such model')"])
-    one.start()
-    with pytest.raises(RuntimeError) as caught:
-        one.wait_ready()
-    message = str(caught.value)
-    assert "ended before it was ready" in message
-    assert str(one.log) in message
-    assert "no such model" in message
-    assert "  99\n" in message
-    assert "  5\n" not in message
-
-
-def test_the_log_shows_the_first_error_of_the_last_start(tmp_path: Path) -> None:
+def test_a_server_that_dies_at_start_is_reported_with_the_first_error_and_the_end_of_its_log(tmp_path: Path) -> None:
     one = server(tmp_path, [sys.executable, "-c", "print('OldError: of the first start')"])
     one.start()
     assert eventually(lambda: not one.alive)
-    later = "print('INFO ok', 'RuntimeError: the cause', *range(30), 'LateError: a consequence', sep='\\n')"
-    one.line = (sys.executable, "-c", later)
+    one.line = [
+        sys.executable,
+        "-c",
+        "print('RuntimeError: the cause', *range(100), sep='\\n'); raise SystemExit('LateError: no')",
+    ]
     one.start()
-    assert eventually(lambda: not one.alive)
-    shown = one.log_end(5)
-    assert "  RuntimeError: the cause\n" in shown
-    assert "OldError" not in shown
-    assert shown.splitlines()[-2] == "  LateError: a consequence"
+    with pytest.raises(RuntimeError, match="ended before it was ready") as caught:
+        one.wait_ready()
+    message = str(caught.value)
+    assert str(one.log) in message
+    assert "  RuntimeError: the cause\n" in message
+    assert "OldError" not in message
+    assert "  99\n" in message
+    assert "  5\n" not in message
+    assert one.log_end(5).splitlines()[-2] == "  LateError: no"
     one.stop()
 
 

@@ -66,58 +66,38 @@ def test_tracebacks_that_are_written_through_one_another_are_told_apart(data: st
     assert found.startswith("safetensors._safetensors_rust.SafetensorError: Error while deserializing header")
 
 
-def test_of_a_chain_of_exceptions_the_last_is_shown() -> None:
-    log = [
-        "Traceback (most recent call last):",
-        '  File "a.py", line 1, in f',
-        "KeyError: 'w'",
-        "",
-        "The above exception was the direct cause of the following exception:",
-        "",
-        "Traceback (most recent call last):",
-        '  File "a.py", line 3, in g',
-        "    raise",
-        "RuntimeError: layer 3 has no weight 'w'",
-        "Traceback (most recent call last):",
-        '  File "b.py", line 9, in h',
-        "ValueError: a consequence",
-    ]
-    assert first_error(log) == ["RuntimeError: layer 3 has no weight 'w'"]
+TRACEBACK = ["Traceback (most recent call last):", '  File "a.py", line 1, in f']
+CORE = "(EngineCore pid=7) ERROR 11-25 16:00:00 [core.py:1] "
+SUMMARY = [
+    "Traceback (most recent call last):",
+    '  File "/venv/vllm/v1/engine/utils.py", line 1431, in wait_for_engine_startup',
+    "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}",
+]
+DIED = "(EngineCore pid=9) ERROR 11-21 23:05:17 [multiproc_executor.py:287] Worker proc VllmWorker-0 died unexpectedly"
+ENDED = "terminate called after throwing an instance of 'std::system_error': error: Resource temporarily unavailable"
+CHAIN = [*TRACEBACK, "KeyError: 'w'", "", "The above exception was the direct cause of the following exception:", ""]
+CHAIN += [*TRACEBACK, "    raise", "RuntimeError: layer 3 has no weight 'w'", *TRACEBACK, "ValueError: a consequence"]
+RESOURCES, EXPIRED = "triton.runtime.errors.OutOfResources: out of resource: shared memory", "subprocess.TimeoutExpired: nvcc"
 
 
 @pytest.mark.parametrize(
-    "error", ["triton.runtime.errors.OutOfResources: out of resource: shared memory", "subprocess.TimeoutExpired: nvcc"]
+    ("log", "shown"),
+    [
+        (CHAIN, "RuntimeError: layer 3 has no weight 'w'"),
+        # an exception of another name
+        *(([*TRACEBACK, error, "ValueError: a consequence"], error) for error in (RESOURCES, EXPIRED)),
+        *(([CORE + line for line in ["failed to start.", *TRACEBACK, error]], error) for error in (RESOURCES, EXPIRED)),
+        # what vLLM says of its other processes, only where those say nothing
+        (SUMMARY, SUMMARY[-1]),
+        ([DIED, *SUMMARY], SUMMARY[-1]),
+        ([DIED, ENDED, *SUMMARY], ENDED),
+        ([*SUMMARY, "(Worker pid=3) ERROR 11-21 23:05:17 [worker.py:3] the GPU fell off the bus"], "the GPU fell off the bus"),
+        # a log that ends within a traceback
+        ([CORE + "EngineCore failed", "Traceback (most recent call last):", "  File"], "EngineCore failed"),
+    ],
 )
-def test_an_exception_of_another_name_is_shown(error: str) -> None:
-    log = ["Traceback (most recent call last):", '  File "a.py", line 1, in f', error, "ValueError: a consequence"]
-    assert first_error(log) == [error]
-    prefix = "(EngineCore pid=7) ERROR 11-25 16:00:00 [core.py:1] "
-    assert first_error([f"{prefix}EngineCore failed to start.", *(prefix + line for line in log)]) == [error]
-
-
-def test_what_vllm_says_of_its_other_processes_is_shown_only_where_those_say_nothing() -> None:
-    summary = [
-        "Traceback (most recent call last):",
-        '  File "/venv/vllm/v1/engine/utils.py", line 1431, in wait_for_engine_startup',
-        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}",
-    ]
-    died = "(EngineCore pid=9) ERROR 11-21 23:05:17 [multiproc_executor.py:287] Worker proc VllmWorker-0 died unexpectedly"
-    assert first_error(summary) == [summary[-1]]
-    assert first_error([died, *summary]) == [summary[-1]]
-    cause = "terminate called after throwing an instance of 'std::system_error': error: Resource temporarily unavailable"
-    assert first_error([died, cause, *summary]) == [cause]
-    assert first_error([*summary, "(Worker pid=3) ERROR 11-21 23:05:17 [worker.py:3] the GPU fell off the bus"]) == [
-        "the GPU fell off the bus"
-    ]
-
-
-def test_a_log_that_ends_within_a_traceback_shows_its_first_error_line() -> None:
-    log = [
-        "(EngineCore pid=1) ERROR 11-21 19:40:27 [core.py:1] EngineCore failed",
-        "Traceback (most recent call last):",
-        "  File",
-    ]
-    assert first_error(log) == ["EngineCore failed"]
+def test_of_several_errors_the_cause_is_shown(log: list[str], shown: str) -> None:
+    assert first_error(log) == [shown]
 
 
 @given(st.lists(st.text(st.characters(blacklist_categories=["Cs"]), max_size=60), max_size=20))

@@ -128,45 +128,35 @@ def test_records_that_fit_are_read_as_the_model_has_them(dtype: Any) -> None:
     np.testing.assert_array_equal(result.routed_experts, sent)
 
 
-@pytest.mark.parametrize(
-    ("experts", "message"),
-    [
-        (None, "without the experts that its tokens passed"),
-        (np.zeros((4, 2, 2), np.uint8), "4 × 2 × 2, and 4 tokens of this model make 3 × 2 × 2"),
-        (np.full((3, 2, 2), 4, np.uint8), "with expert 4, and this model has 4"),
-    ],
-)
-def test_experts_that_do_not_fit_are_a_wrong_answer(experts: Any, message: str) -> None:
-    with pytest.raises(BadAnswer, match=message):
-        read(experts, has_experts=True)
+SPANS = ((0, "8:a"), (1, "9:abc"))
 
 
 @pytest.mark.parametrize(
-    ("mask", "message"),
+    ("changes", "message"),
     [
-        (None, "without the tokens that could have been drawn"),
-        (([1, 1], [7]), "a sampling mask of 2 tokens beside those that were drawn names 1"),
-        (([1, 0], [16]), "token 16 is not one of the model's 16"),
-        (([1, 1], [7, 5]), "names a drawn token beside itself"),
+        ({"experts": None}, "without the experts that its tokens passed"),
+        ({"experts": np.zeros((4, 2, 2), np.uint8)}, "4 × 2 × 2, and 4 tokens of this model make 3 × 2 × 2"),
+        ({"experts": np.full((3, 2, 2), 4, np.uint8)}, "with expert 4, and this model has 4"),
+        ({"mask": None}, "without the tokens that could have been drawn"),
+        ({"mask": ([1, 1], [7])}, "a sampling mask of 2 tokens beside those that were drawn names 1"),
+        ({"mask": ([1, 0], [16])}, "token 16 is not one of the model's 16"),
+        ({"mask": ([1, 1], [7, 5])}, "names a drawn token beside itself"),
+        ({"spans": [(1, "8:a")]}, r"change at response tokens \[1\]"),
+        ({"spans": [(0, "8:a"), (0, "9:abc")]}, r"change at response tokens \[0, 0\]"),
+        ({"spans": [(0, "8:a"), (2, "9:abc")]}, r"change at response tokens \[0, 2\]"),
+        ({"spans": [(0, "8:a"), (True, "9:abc")]}, "something else than responses"),
+        ({"spans": [(0, "9:abc"), (1, "8:a")]}, "older weights drew tokens after newer ones: 9:abc, 8:a"),
+        ({"spans": [(0, "9:abd")]}, r"with weights 9:abd, but this run gave it 8:a and 9:abc"),  # others of the same step
+        ({"spans": [(0, "9:abc"), (1, "10:f")]}, "with weights 10:f and 9:abc, but"),  # updated meanwhile
+        ({"spans": [(0, "default")]}, "with weights default, but"),  # started again behind our back
+        ({"spans": []}, "with weights of no version, but"),
     ],
 )
-def test_a_mask_that_cannot_be_right_is_a_wrong_answer(mask: Any, message: str) -> None:
+def test_experts_masks_and_versions_that_do_not_fit_are_a_wrong_answer(changes: dict[str, Any], message: str) -> None:
+    right: dict[str, Any] = {"spans": SPANS}
+    right |= {"experts": np.zeros((3, 2, 2), np.uint8)} if "experts" in changes else {}
+    right |= {"mask": ([1, 0], [7])} if "mask" in changes else {}
+    options = {"has_experts": "experts" in changes, "has_mask": "mask" in changes}
+    assert read(**right, **options).versions == ((0, VERSIONS[0]), (1, VERSIONS[1]))
     with pytest.raises(BadAnswer, match=message):
-        read(mask=mask, has_mask=True)
-
-
-@pytest.mark.parametrize(
-    ("spans", "message"),
-    [
-        ([(1, "8:a")], r"change at response tokens \[1\]"),
-        ([(0, "8:a"), (0, "9:abc")], r"change at response tokens \[0, 0\]"),
-        ([(0, "8:a"), (2, "9:abc")], r"change at response tokens \[0, 2\]"),
-        ([(0, "8:a"), (True, "9:abc")], "something else than responses"),
-        ([(0, "9:abc"), (1, "8:a")], "older weights drew tokens after newer ones: 9:abc, 8:a"),
-    ],
-)
-def test_spans_of_versions_follow_each_other(spans: list[tuple[int, str]], message: str) -> None:
-    result = read(spans=[(0, "8:a"), (1, "9:abc")])
-    assert result.versions == ((0, VERSIONS[0]), (1, VERSIONS[1]))
-    with pytest.raises(BadAnswer, match=message):
-        read(spans=spans)
+        read(**(right | changes), **options)

@@ -101,17 +101,24 @@ def members(
     return [enter(box, store, member_of(plan, rank, limit=limit, relayed=relayed), memory) for rank, box in enumerate(boxes)]
 
 
-@settings(max_examples=12, deadline=None)
-@given(case=cases(), **SIZES, updates=st.sampled_from([1, 2]))
-def test_what_goes_to_another_gpu_is_passed_on_by_the_rank_there(case: Case, limit: int, alone: int, updates: int) -> None:
-    """Between a rank and a worker that has a rank on its GPU nothing but signals cross."""
+@settings(max_examples=20, deadline=None)
+@given(case=cases(), **SIZES, relayed=st.booleans(), updates=st.sampled_from([1, 2]))
+def test_all_arrives_by_slots_and_what_goes_to_another_gpu_through_the_rank_there(
+    case: Case, limit: int, alone: int, relayed: bool, updates: int
+) -> None:
+    """Between a rank and a worker on its GPU nothing but signals cross, and if relayed, between one and any worker that has a
+    rank on its GPU.
+    """
     plan = setting(case)[0]
     boxes = mailboxes(plan.world_size)
-    groups = partial(members, boxes=boxes, limit=limit, relayed=True)
+    groups = partial(members, boxes=boxes, limit=limit, relayed=relayed)
     assert_all_arrives(case, limit=limit, alone=alone, boxes=groups, updates=updates)
-    near = {plan.num_sources + to for to in plan.local}
+    near = {(source, plan.num_sources + to) for to, source in plan.local.items()}
+    if relayed:
+        near = {(rank, worker) for _, worker in near for rank in range(plan.num_sources)}
     for box in boxes:
-        assert all(size <= 1 for peer, size in box.sizes if peer in near or box.rank in near)
+        for peer, size in box.sizes:
+            assert size <= 1 or not {(box.rank, peer), (peer, box.rank)} & near
 
 
 ALONE = Case(small_spec(), MegatronParallel(), VllmParallel(), {0: 0})
@@ -165,22 +172,6 @@ def test_a_bit_that_changes_in_shared_memory_or_between_ranks_is_noticed(relayed
     boxes[0].corrupt, memory.corrupt = relayed, not relayed
     with pytest.raises(RuntimeError, match=r"tensors did not arrive as they were sent: '.*' \(sent .* from rank [01]"):
         carry_out(plan, sources, [blank(params) for params in expected], limit=2**20, boxes=groups)
-
-
-def test_a_plan_without_other_gpus_has_no_routes() -> None:
-    assert source_routes(setting(ALONE)[0], 0, itemsize=4, limit=2**20) == RelayRoutes()
-    assert ReceiveOrder([], "float32", 1, relayed=True).writers == {}
-
-
-@settings(max_examples=12, deadline=None)
-@given(case=cases(), **SIZES)
-def test_what_is_local_goes_through_slots_and_all_of_it_arrives(case: Case, limit: int, alone: int) -> None:
-    plan = setting(case)[0]
-    boxes = mailboxes(plan.world_size)
-    assert_all_arrives(case, limit=limit, alone=alone, boxes=partial(members, boxes=boxes, limit=limit))
-    local = {(source, plan.num_sources + to) for to, source in plan.local.items()}
-    if all((move.source, plan.num_sources + move.destination) in local for move in plan.moves):
-        assert max(box.largest for box in boxes) <= 1  # only signals crossed
 
 
 def test_a_slot_is_used_again_only_when_its_message_was_taken() -> None:

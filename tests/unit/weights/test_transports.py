@@ -60,20 +60,15 @@ def test_what_cannot_be_joined_is_named_with_what_to_set(planted: str) -> None:
         roll(TRAINER, worker)
 
 
-def test_gpus_of_one_uuid_on_two_machines_are_two() -> None:
-    roll(TRAINER, WORKER)
-    roll(TRAINER, replace(WORKER, gpu="GPU-1"))
-    roll(TRAINER, replace(WORKER, host="a", address="127.0.0.1"), nccl=False)
-
-
-def test_where_it_may_be_gloo_a_shared_gpu_is_said_and_not_refused() -> None:
-    """By the GPUs' names, whatever the versions there; what gloo cannot do is refused as ever."""
+def test_what_can_be_joined_is_not_refused_and_a_shared_gpu_is_said_where_gloo_may_stand_in() -> None:
+    """Whatever the versions there; what gloo cannot do is refused as ever."""
     shared = replace(WORKER, host="a", gpu="GPU-1", nccl="2.27.3")
+    assert roll(TRAINER, WORKER) == roll(TRAINER, WORKER, may_share=True) == roll(TRAINER, shared, nccl=False) == ""
+    assert roll(TRAINER, replace(WORKER, gpu="GPU-1")) == "", "GPUs of one uuid on two machines are two"
+    assert roll(TRAINER, replace(WORKER, host="a", address="127.0.0.1"), nccl=False) == ""
     assert roll(TRAINER, shared, may_share=True) == (
         "trainer rank 0 (10.0.0.1) and worker 0 of a rollout server (10.0.0.2) are on the same GPU, GPU-1"
     )
-    assert roll(TRAINER, WORKER, may_share=True) == ""
-    assert roll(TRAINER, shared, nccl=False) == ""
     for planted in ("versions", "interface"):
         with pytest.raises(RuntimeError, match=PLANTED[planted][1]):
             roll(TRAINER, PLANTED[planted][0], may_share=True)

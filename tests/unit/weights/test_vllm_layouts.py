@@ -6,7 +6,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tepo_megatron.plan.shapes import KNOWN_MODELS
-from tepo_megatron.weights.architecture import ModelSpec, model_spec, read_model_spec
+from tepo_megatron.weights.architecture import model_spec, read_model_spec
 from tepo_megatron.weights.layouts import (
     MegatronParallel,
     VllmParallel,
@@ -51,33 +50,28 @@ TINY = {
 }
 
 
-@dataclass(frozen=True)
-class Large:
-    config: dict[str, Any]
-    source: MegatronParallel
-    destination: VllmParallel
-    billions: float
-
-    @property
-    def spec(self) -> ModelSpec:
-        return model_spec(self.config, "config")
-
-
-LARGE = {
-    "llama-3.3-70b": Large(
-        LLAMA_70B, MegatronParallel(8, 4, 2, pipeline_stages(80, 4, chunks=5), fused_norms=True), VllmParallel(8, 1, 4), 70.554
+LARGE: dict[str, tuple[dict[str, Any], MegatronParallel, VllmParallel, float]] = {
+    "llama-3.3-70b": (
+        LLAMA_70B,
+        MegatronParallel(8, 4, 2, pipeline_stages(80, 4, chunks=5), fused_norms=True),
+        VllmParallel(8, 1, 4),
+        70.554,
     ),
-    "llama-3.3-70b-tp16": Large(LLAMA_70B, MegatronParallel(8, 4), VllmParallel(16), 70.554),
-    "qwen2.5-72b": Large(
-        QWEN_72B, MegatronParallel(8, 4, 1, pipeline_stages(80, 4, chunks=5), fused_norms=True), VllmParallel(8, 1, 4), 72.706
+    "llama-3.3-70b-tp16": (LLAMA_70B, MegatronParallel(8, 4), VllmParallel(16), 70.554),
+    "qwen2.5-72b": (
+        QWEN_72B,
+        MegatronParallel(8, 4, 1, pipeline_stages(80, 4, chunks=5), fused_norms=True),
+        VllmParallel(8, 1, 4),
+        72.706,
     ),
-    "llama-3.1-405b": Large(
-        LLAMA_405B, MegatronParallel(8, 8, 1, pipeline_stages(126, 8, first=15, last=15)), VllmParallel(8, 2, 2), 405.853
+    "llama-3.1-405b": (
+        LLAMA_405B,
+        MegatronParallel(8, 8, 1, pipeline_stages(126, 8, first=15, last=15)),
+        VllmParallel(8, 2, 2),
+        405.853,
     ),
-    "mixtral-8x7b": Large(
-        MIXTRAL_8X7B, MegatronParallel(2, 4, 4, fused_norms=True, ep=8, etp=1), VllmParallel(4, 2, 2), 46.703
-    ),
-    "qwen3-30b-a3b": Large(QWEN3_30B_A3B, MegatronParallel(4, 1, 2, fused_norms=True, ep=8, etp=1), VllmParallel(2), 30.532),
+    "mixtral-8x7b": (MIXTRAL_8X7B, MegatronParallel(2, 4, 4, fused_norms=True, ep=8, etp=1), VllmParallel(4, 2, 2), 46.703),
+    "qwen3-30b-a3b": (QWEN3_30B_A3B, MegatronParallel(4, 1, 2, fused_norms=True, ep=8, etp=1), VllmParallel(2), 30.532),
 }
 MOE = {"moe_intermediate_size": 20}
 SMALL: dict[str, dict[str, Any]] = {
@@ -115,9 +109,9 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """vLLM's answers, and the small models' folders, in one folder."""
     out = tmp_path_factory.mktemp("vllm")
     job: dict[str, Any] = {"declared": [], "loaded": [], "pp": LAYERS_AND_STAGES}
-    for name, large in LARGE.items():
-        folder = model_folder(out / f"hf-{name}", large.config)
-        tp, pp = large.destination.tp, large.destination.pp
+    for name, (config, _, destination, _) in LARGE.items():
+        folder = model_folder(out / f"hf-{name}", config)
+        tp, pp = destination.tp, destination.pp
         for rank in ((tp, tp - 1, pp, stage) for stage in range(pp)):
             job["declared"].append({"name": f"{name}-{rank[3]}", "folder": str(folder), "rank": rank})
     for name, changes in SMALL.items():
@@ -146,16 +140,16 @@ def as_matrix(shape: Sequence[int]) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_plans_of_large_models_fill_every_parameter_that_vllm_declares(oracle: Path, name: str) -> None:
-    large = LARGE[name]
-    assert sum(map(math.prod, tensor_shapes(large.spec).values())) / 1e9 == pytest.approx(large.billions, abs=1e-3)
-    plan = reshard_plan(large.spec, large.source, large.destination)
+    config, source, destination, billions = LARGE[name]
+    spec = model_spec(config, "config")
+    assert sum(map(math.prod, tensor_shapes(spec).values())) / 1e9 == pytest.approx(billions, abs=1e-3)
+    plan = reshard_plan(spec, source, destination)
     written: Counter[tuple[int, str]] = Counter()
     for move in plan.moves:
         written[move.destination, move.destination_param] += move.numel
-    padding = -(-large.spec.vocab_size // 64) * 64 - large.spec.vocab_size
-    assert padding == 0, "so that what is written is the whole parameter"
-    for rank, layout in enumerate(vllm_ranks(large.spec, large.destination)):
-        stage = rank // large.destination.tp % large.destination.pp
+    assert spec.vocab_size % 64 == 0, "so that what is written is the whole parameter"
+    for rank, layout in enumerate(vllm_ranks(spec, destination)):
+        stage = rank // destination.tp % destination.pp
         declared = json.loads((oracle / f"{name}-{stage}.json").read_text())
         assert {param: list(shape) for param, shape in layout.params.items()} == {k: as_matrix(v) for k, v in declared.items()}
         assert {param: math.prod(shape) for param, shape in declared.items()} == {
