@@ -53,7 +53,7 @@ def test_plain_output_is_a_line_a_step_a_line_an_evaluation_and_phases_that_take
     with open("/dev/full", "w") as full:
         for view in (make_progress(PLAIN, stream, clock=clock), make_progress(PLAIN, full)):
             view.start(RUN)
-            view.step(0, EVALUATED)
+            view.step(0, EVALUATED | {"eval/aime/greedy": 0.25})
             for phase, seconds in (("score", 4), ("rollout", 28), ("update", 1)):
                 view.phase(phase)
                 clock.now += seconds
@@ -64,6 +64,7 @@ def test_plain_output_is_a_line_a_step_a_line_an_evaluation_and_phases_that_take
     assert stream.getvalue().splitlines() == [
         "tiny: 20 steps, output in out/tiny",
         "step  0/20  held out: greedy 0.500  avg@3 0.250  pass@3 0.750",
+        "step  0/20  aime: greedy 0.250",
         "  rollout took 28.0 s",
         f"step  7/20  {figures}  grad norm 0.500  tokens/s 5210  4.0 s",
         f"step  8/20  {figures}  tokens/s 5210  4.0 s",
@@ -71,29 +72,21 @@ def test_plain_output_is_a_line_a_step_a_line_an_evaluation_and_phases_that_take
     ]
 
 
-def test_mean_rewards_are_said_where_they_are_not_the_accuracies() -> None:
+def test_what_repeats_is_left_out_and_evaluation_sets_have_lines_of_their_own() -> None:
+    """Accuracies alone; of a set that is evaluated seldom the last one stays in the table."""
     binary = EVALUATED | {"heldout/reward_greedy": 0.5, "heldout/reward_sampled": 0.25}
-    graded = EVALUATED | {"heldout/reward_greedy": 0.75, "heldout/reward_sampled": 0.25}
+    graded = binary | {"heldout/reward_greedy": 0.75}
     assert evaluation_line(binary, 3) == evaluation_line(EVALUATED, 3)
     assert evaluation_line(graded, 3) == f"{evaluation_line(EVALUATED, 3)}  reward, greedy 0.750"
-    rows = [{"step": 0, **binary}, {"step": 1, **ROW}]
-    assert "reward, greedy" not in text_of(final_table(rows, Path("none")))
-    assert "reward, greedy" in text_of(final_table([*rows, {"step": 2, **graded}], Path("none")))
-
-
-def test_evaluation_sets_have_lines_and_rows_of_their_own() -> None:
-    """Accuracies alone; of a set that is evaluated seldom the last one stays in the table."""
     of_set = {"eval/aime/greedy": 0.25, "eval/aime/maj@8": 0.5, "eval/aime/truncated": 0.125, "eval/aime/failed": 0.0}
     assert set_lines({"step": 3, **ROW, **of_set}) == {"aime": "aime: greedy 0.250  maj@8 0.500"}
     assert set_lines({"step": 3, **EVALUATED}) == {}
-    stream = io.StringIO()
-    progress = make_progress(PLAIN, stream)
-    progress.start(RUN)
-    progress.step(0, of_set)
-    assert stream.getvalue().splitlines()[1] == "step  0/20  aime: greedy 0.250  maj@8 0.500"
-    shown = text_of(final_table([{"step": 0, **of_set}, {"step": 1, **ROW}], Path("none")))
+    rows = [{"step": 0, **binary, **of_set}, {"step": 1, **ROW}]
+    shown = text_of(final_table(rows, Path("none")))
     assert "aime maj@8" in shown
     assert "truncated" not in shown
+    assert "reward, greedy" not in shown
+    assert "reward, greedy" in text_of(final_table([*rows, {"step": 2, **graded}], Path("none")))
 
 
 def test_the_view_follows_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

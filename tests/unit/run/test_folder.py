@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
@@ -24,7 +22,7 @@ from tepo_megatron.run.output.output import Retention
 from tepo_megatron.run.output.resume import find_checkpoint, prepare_folder
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints, retained, step_of
+from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints, step_of
 from tepo_megatron.trainer.run_compatibility import describe_run
 from tests.support.checkpoints import DAMAGES, ONLY_BY_READING, make_whole
 from tests.support.fake_sampling import FakeFleet, FakeVerifiers, collector
@@ -341,15 +339,6 @@ def test_the_best_is_the_newest_of_equals_also_of_an_earlier_run_and_a_metric_th
     assert run(tmp_path / "a", {4: 0.2, 5: 0.3}, BEST, "train.keep_checkpoints=1") == [2, 5]
     assert run(tmp_path / "b", {1: None, 2: None, 3: None}, BEST, said=said) == [2, 3]
     assert said == ["train.keep_best.metric = reward/mean is in no row of a step that was saved: none is kept as the best"]
-
-
-@given(st.sets(st.integers(1, 60)), st.integers(1, 5), st.integers(0, 7), st.integers(1, 60) | st.none())
-def test_what_stays_is_the_union_of_the_three(steps: set[int], newest: int, every: int, best: int | None) -> None:
-    kept = retained(steps, newest=newest, every=every, best=best)
-    assert kept <= steps
-    for step in steps:
-        later = sum(other > step for other in steps)
-        assert (step in kept) == (later < newest or step == best or (every > 0 and step % every == 0))
 
 
 def test_a_row_without_a_checkpoint_deletes_nothing_and_leftovers_go(tmp_path: Path) -> None:
