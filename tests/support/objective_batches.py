@@ -10,16 +10,6 @@ from tepo_megatron.core.objective.checking import Step
 from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.types import Batch, TokenScores
 
-VALUES = (
-    "tokens_T",
-    "labels_T",
-    "loss_mask_T",
-    "sampler_logprobs_T",
-    "old_logprobs_T",
-    "old_entropy_T",
-    "reference_logprobs_T",
-)
-
 make_batch = Step.random
 
 
@@ -64,14 +54,14 @@ def outputs_of(config, batch, scores):
     return [objective(micro_scores, micro, context) for micro, micro_scores in parts]
 
 
-def surrogates(config, deltas, advantages, *, lengths=None, old=None):
+def surrogates(config, deltas, advantages, *, lengths=None, old=None, sampler=None):
     """Returns the surrogate of each response, and by token its gradient, with counts of bounds per response, below and above.
 
     ``config`` is laid over r A, divided by the tokens.
     """
     old = torch.full((len(deltas),), -2.0, dtype=torch.float64) if old is None else old
     logprob = (old + doubles(*deltas)).requires_grad_()
-    batch, scores = plain_step(lengths or [1] * len(deltas), advantages, logprob, old)
+    batch, scores = plain_step(lengths or [1] * len(deltas), advantages, logprob, old, sampler=sampler)
     outputs = outputs_of({"preset": "kl_cov", "kl_cov": None, **config}, batch, scores)
     gains = -torch.stack([output.numerator for output in outputs])
     bounds = ([int(output.metrics[f"clip/{side}"][0]) for output in outputs] for side in ("low", "high"))

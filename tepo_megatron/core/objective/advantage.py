@@ -38,10 +38,9 @@ def advantages(choice: Advantage, batch: Batch) -> Tensor:
         long = choice.overlong  # DAPO's penalty: 0 up to max_tokens − buffer_tokens, then linear to −penalty
         over_S = (lengths_S.float() - (long.max_tokens - long.buffer_tokens)) / long.buffer_tokens
         rewards_S = rewards_S - long.penalty * over_S.clamp(0.0, 1.0)
-    if choice.kind == "group":
-        return _within_groups(rewards_S, batch.groups_S, choice.kind, choice.std, choice.eps).to(dtype)
     if choice.kind != "whitened":
-        return _within_groups(rewards_S, batch.groups_S, choice.kind).to(dtype)
+        options = (choice.std, choice.eps) if choice.kind == "group" else ()
+        return _within_groups(rewards_S, batch.groups_S, choice.kind, *options).to(dtype)
     # REINFORCE++ with baseline, arXiv 2501.03262; by tokens, as in verl, groups of equal rewards get an offset
     centred_S = _within_groups(rewards_S, batch.groups_S, "no_std")
     count_S = torch.ones_like(centred_S) if choice.over == "responses" else lengths_S.double()

@@ -307,7 +307,6 @@ def _measure_clip(
         return (clipped_T & where_T).sum().double(), where_T.sum().double()
 
     quarters = [share(pushed_T & (quarter_T == number)) for number in range(4)]
-
     square_S = sequence_sum(values.delta_T, index_T, lengths_S.numel()) ** 2 / lengths_S.clamp(min=1)
     metrics = {
         "clip/share": share(pushed_T),

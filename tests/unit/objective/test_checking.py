@@ -74,6 +74,12 @@ def root(ratio_T: Any, values: Any) -> Any:
     return torch.where(values.advantage_T > 0, (values.delta_T * 0).abs().sqrt(), ratio_T * values.advantage_T)
 
 
+def improbable(self: Any, values: Any, prepared: Any) -> Any:
+    if bool((values.logprob_T < -6).any()):
+        raise ValueError("too improbable")
+    return values.mask_T & (values.logprob_T < -3)
+
+
 MEAN_OF_MEANS = region(lambda ratio_T, values: ratio_T * values.advantage_T / values.mask_T.sum())
 BY_LARGEST = region(lambda ratio_T, values: ratio_T * values.advantage_T / ratio_T.detach().max())
 BY_PLACE = region(lambda ratio_T, values: ratio_T * values.advantage_T / (1 + values.index_T))
@@ -89,6 +95,8 @@ NEW_EACH_TIME = made(
     prepare=lambda self, step: next(COUNTER),
     penalty=lambda self, values, prepared: prepared * values.delta_T**2,
 )
+ALTERNATES = made(OwnAggregation, denominator=lambda self, lengths_S: 1 + next(COUNTER) % 2)
+RAISES_AT_SOME_VALUES = made(OwnMask, choose=improbable)
 IN_PIECES = rf"^the loss is {NUMBERS} in one piece, {NUMBERS} in micro-batches of"
 IN_ORDER = rf"^the loss is {NUMBERS} with the sequences in one order, {NUMBERS} in another"
 BROKEN: list[tuple[str, Any, str]] = [
@@ -103,6 +111,9 @@ BROKEN: list[tuple[str, Any, str]] = [
     ),
     ("is deterministic", REMEMBERS, rf"^the loss is {NUMBERS} at first, {NUMBERS} when computed again"),
     ("is deterministic", region(draw), "^it draws random numbers from torch's generator"),
+    ("is deterministic", ALTERNATES, "at first"),
+    ("data-parallel ranks", ALTERNATES, "one rank divides by"),
+    ("mine acts", RAISES_AT_SOME_VALUES, "it raised ValueError: too improbable"),
     ("is deterministic", NEW_EACH_TIME, "at first, .* when computed again"),
     (
         "is finite",
@@ -128,16 +139,6 @@ def test_each_mistake_is_found_by_its_rule(rule, kind, message):
     assert re.search(message, found[rule]), found
 
 
-def test_a_kind_that_raises_at_some_values_breaks_a_rule_and_ends_nothing():
-    def choose(self, values, prepared):
-        if bool((values.logprob_T < -6).any()):
-            raise ValueError("too improbable")
-        return values.mask_T & (values.logprob_T < -3)
-
-    found = dict(ObjectiveChecks(ObjectiveConfig(preset="grpo", mask=made(OwnMask, choose=choose))).run())
-    assert "it raised ValueError: too improbable" in found["mine acts"]
-
-
 def test_a_field_that_takes_some_numbers_only_acts_by_one_that_it_takes():
     class Mine(OwnAggregation):
         """A share of all tokens."""
@@ -150,13 +151,6 @@ def test_a_field_that_takes_some_numbers_only_acts_by_one_that_it_takes():
             return self.share * lengths_S.sum()
 
     check_objective(ObjectiveConfig(preset="grpo", aggregation=Mine()))
-
-
-def test_ranks_that_divide_by_different_numbers_are_found():
-    alternates = made(OwnAggregation, denominator=lambda self, lengths_S: 1 + next(COUNTER) % 2)
-    found = dict(ObjectiveChecks(ObjectiveConfig(preset="grpo", aggregation=alternates)).run())
-    assert "at first" in found["is deterministic"]
-    assert "one rank divides by" in found["data-parallel ranks"]
 
 
 def test_what_is_right_passes_and_so_do_the_presets():

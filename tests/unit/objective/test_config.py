@@ -118,6 +118,9 @@ def test_a_mask_that_has_no_second_update_is_warned_of():
         RunConfig(train={"minibatches": 1}, objective={"kl_mask": None})
 
 
+ADAPTIVE = {"kind": "adaptive", "coefficient": 1.0, "target": 1.0}
+
+
 @pytest.fixture
 def step():
     objective = build_objective(ObjectiveConfig(kl={"coefficient": 0.04}))
@@ -137,37 +140,34 @@ def test_values_that_are_not_finite_at_a_response_token(step, field, value):
         ValueError, match=rf"{field} is {value} at token 3 \(sequence 1, label \d+\).*take the token out of loss_mask_T"
     ):
         objective.prepare(batch.with_(**{field: broken}))
+    with pytest.raises(ValueError, match=r"scores.entropy has shape \(3,\)"):
+        objective(replace(scores, entropy=scores.entropy[:3]), batch, objective.prepare(batch))
     logprob = scores.logprob.detach().clone()
     logprob[1] = value
     with pytest.raises(ValueError, match=rf"scores.logprob is {value} at token 1"):
         objective(replace(scores, logprob=logprob), batch, objective.prepare(batch))
 
 
-def test_shapes_that_differ(step):
-    objective, batch, scores = step
-    with pytest.raises(ValueError, match=r"loss_mask_T has shape \(4,\) but tokens_T \(5,\)"):
-        objective.prepare(batch.with_(loss_mask_T=batch.loss_mask_T[:4]))
-    with pytest.raises(ValueError, match=r"scores.entropy has shape \(3,\)"):
-        objective(replace(scores, entropy=scores.entropy[:3]), batch, objective.prepare(batch))
-    with pytest.raises(ValueError, match=r"advantages_S has shape \(1,\) for 2 sequences"):
-        objective.prepare(batch.with_(advantages_S=torch.zeros(1)))
-
-
-def test_fields_that_are_missing(step):
-    objective, batch, scores = step
-    for missing, message in (
-        ("advantages_S", r"objective.advantages\(batch\)"),
-        ("old_logprobs_T", "policy before the update"),
-        ("reference_logprobs_T", "score it with that model"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            objective.prepare(batch.with_(**{missing: None}))
-    without = batch.with_(old_entropy_T=None)
-    with pytest.raises(ValueError, match="needs old_entropy_T"):
-        objective(scores, without, objective.prepare(without))
-    adaptive = build_objective(ObjectiveConfig(entropy={"kind": "adaptive", "coefficient": 1.0, "target": 1.0}))
-    with pytest.raises(ValueError, match="needs old_entropy_T"):
-        adaptive.prepare(without)
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        ({}, {"loss_mask_T": torch.ones(4, dtype=torch.bool)}, r"loss_mask_T has shape \(4,\) but tokens_T \(5,\)"),
+        ({}, {"old_logprobs_T": torch.zeros(3)}, r"old_logprobs_T has shape \(3,\)"),
+        ({}, {"advantages_S": torch.zeros(1)}, r"advantages_S has shape \(1,\) for 2 sequences"),
+        ({}, {"advantages_S": torch.tensor([0.0, torch.nan])}, "advantages_S holds values that are not finite"),
+        ({}, {"advantages_S": None}, r"objective.advantages\(batch\)"),
+        ({}, {"old_logprobs_T": None}, "policy before the update"),
+        ({"kl": {"coefficient": 0.04}}, {"reference_logprobs_T": None}, "score it with that model"),
+        ({}, {"old_entropy_T": None}, "needs old_entropy_T"),
+        ({"kl_mask": None, "entropy": ADAPTIVE}, {"old_entropy_T": None}, "needs old_entropy_T"),
+        ({}, {"loss_mask_T": torch.zeros(5, dtype=torch.bool)}, "no sequence of this optimizer step has a response token"),
+    ],
+)
+def test_a_step_that_is_not_whole_is_refused(step, config, changes, message):
+    _, batch, scores = step
+    objective, broken = build_objective(ObjectiveConfig(**config)), batch.with_(**changes)
+    with pytest.raises(ValueError, match=message):
+        objective(scores, broken, objective.prepare(broken))
 
 
 def test_a_first_order_mask_needs_the_slope(step):
@@ -180,12 +180,6 @@ def test_a_first_order_mask_needs_the_slope(step):
     broken[1] = torch.nan
     with pytest.raises(ValueError, match=r"scores\.entropy_slope is nan at token 1"):
         objective(replace(scores, entropy_slope=broken), batch, context)
-
-
-def test_a_step_without_response_tokens(step):
-    objective, batch, _ = step
-    with pytest.raises(ValueError, match="no sequence of this optimizer step has a response token"):
-        objective.prepare(batch.with_(loss_mask_T=torch.zeros(5, dtype=torch.bool)))
 
 
 def test_an_unknown_preset_names_the_known_and_the_nearest():

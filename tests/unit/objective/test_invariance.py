@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.core.objective.checking import RULES, Step
+from tepo_megatron.core.objective.checking import RULES
 from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.objective.ratio import sequence_sum
-from tests.support.objective_batches import make_batch, masks, whole
+from tests.support.objective_batches import make_batch, masks
 
 VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {"preset": name} for name in PRESETS},
@@ -48,30 +48,6 @@ def test_order_and_cuts_do_not_matter(variant, rows, seed, spread):
     objective = build_objective(ObjectiveConfig(**VARIANTS[variant]))
     for check in RULES.values():
         check(objective, make_batch(rows, seed=seed, spread=spread), seed)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_micro_batch_of_padding_only_adds_nothing(preset):
-    batch, scores = make_batch([[True, True], [False, False, False]])
-    objective = build_objective(ObjectiveConfig(preset=preset))
-    batch = batch.with_(advantages_S=objective.advantages(batch))
-    context = objective.prepare(batch)
-    padding, padding_scores = Step(batch, scores).pick([1])
-    output = objective(padding_scores, padding, context)
-    assert output.numerator.item() == 0
-    assert all(total == 0 and count == 0 for total, count in output.metrics.values())
-    assert (output.extrema["ratio/min"].item(), output.extrema["ratio/max"].item()) == (torch.inf, -torch.inf)
-    (gradient,) = torch.autograd.grad(output.numerator, scores.logprob, materialize_grads=True)
-    assert (gradient == 0).all()
-
-
-def test_no_mean_of_means():
-    """Two sequences of 1 and 3 tokens: a mean per micro-batch would weigh the single token three times as much."""
-    batch, scores = make_batch([[True], [True, True, True]], groups=[0, 0], spread=0.0)
-    objective = build_objective(ObjectiveConfig(preset="dapo"))
-    _, (gradient, _), *_ = whole(objective, batch, scores)
-    weight = gradient.abs() / objective.advantages(batch).abs()[batch.sequence_index_T]
-    torch.testing.assert_close(weight, torch.full((4,), 0.25, dtype=torch.float64))
 
 
 @given(seed=st.integers(0, 2**31), sequences=st.integers(1, 20), tokens=st.integers(1, 3000))

@@ -1,7 +1,5 @@
 """What is left out (rejection, OPSM, M2PO), and weights for a sampler: by the names of peers, and of decoupled PPO."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -9,22 +7,8 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config.objective.presets import CORRECTIONS
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.core.objective.checking import Step
 from tepo_megatron.core.objective.compose import build_objective
-from tests.support.objective_batches import doubles, make_batch, masks, outputs_of, plain_step, whole
-
-
-def _gradient_share(weights, ratios, rows=((True, True), (True,)), advantages=(1.0, -1.0), **overrides):
-    """What each token's gradient is, relative to −A / tokens; ``weights`` are π_old / π_sampler, ``ratios`` π_θ / π_old."""
-    old = torch.full((len(weights),), -2.0, dtype=torch.float64)
-    logprob = (old + doubles(*ratios).log()).requires_grad_()
-    lengths = [len(row) for row in rows]
-    batch, scores = plain_step(lengths, advantages, logprob, old, sampler=old - doubles(*weights).log())
-    # r A, divided by the number of tokens
-    objective = build_objective(ObjectiveConfig(**{"preset": "kl_cov", "kl_cov": None, **overrides}))
-    _, (gradient, _), metrics, _ = Step(batch, scores).summary([objective(scores, batch, objective.prepare(batch))])
-    return (-gradient * len(weights) / batch.advantages_S[batch.sequence_index_T]).tolist(), metrics
-
+from tests.support.objective_batches import doubles, make_batch, masks, outputs_of, plain_step, surrogates, whole
 
 # weights 0.4 and 3 in a sequence of two tokens: product 1.2, geometric mean 1.0954; and 6 alone
 BY_NAME = {
@@ -38,47 +22,36 @@ BY_NAME = {
 }
 
 
+def _shares(weights, **overrides):
+    """What each token's gradient is, relative to A: of a response of two tokens and one of one, where π_θ = π_old.
+
+    ``weights`` are π_old / π_sampler.
+    """
+    sampler = -2.0 - doubles(*weights).log()
+    _, slopes, *_ = surrogates(overrides, [0.0] * 3, [1.0, -1.0], lengths=[2, 1], sampler=sampler)
+    return [slope * sign for slope, sign in zip(slopes, (1, 1, -1), strict=True)]
+
+
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_corrections_by_name(name):
-    shares, _ = _gradient_share([0.4, 3.0, 6.0], [1.0, 1.0, 1.0], **CORRECTIONS[name].changes)
-    assert shares == pytest.approx(BY_NAME[name])
+    assert _shares([0.4, 3.0, 6.0], **CORRECTIONS[name].changes) == pytest.approx(BY_NAME[name])
 
 
-def test_a_rejection_stands_beside_weights():
-    """The geometric mean 1.0954 is within [0.9, 1.2]; the weights of its two tokens are bounded by 2, and 6 is rejected."""
-    rejection = {"low": 0.9, "high": 1.2}
-    shares, metrics = _gradient_share([0.4, 3.0, 6.0], [1.0] * 3, rejection=rejection, mismatch={"cap": 2.0})
-    assert shares == pytest.approx([0.4, 2, 0])
-    assert metrics["mask/fraction"].tolist() == [1, 3]
-
-
-@pytest.mark.parametrize(("level", "kept"), [("token", [0, 1, 0]), ("sequence", [1, 1, 0]), ("geometric", [1, 1, 0])])
-def test_levels_of_a_rejection(level, kept):
-    """Without a lower bound only large ratios are rejected."""
-    shares, _ = _gradient_share([0.4, 3.0, 0.3], [1.0] * 3, rejection={"level": level, "low": 0.5, "high": 4.0})
-    assert shares == kept
-    shares, _ = _gradient_share([1e-30, 1.0, 3.0], [1.0] * 3, rejection={"level": "token", "low": 0.0, "high": 2.0})
-    assert shares == [1, 1, 0]
-
-
-def test_opsm_leaves_out_bad_responses_that_the_policy_has_left():
-    """Mean of log π_old − log π: −0.5 (ln 0.5 + ln 1.5) = 0.1438, 0.1054, −0.0953; the last is larger, but has A > 0."""
-    rows, advantages = [(True, True), (True,), (True,), (True,)], (-1.0, -1.0, -1.0, 1.0)
-    ratios = [0.5, 1.5, 0.9, 1.1, 0.5]
-    shares, metrics = _gradient_share([1.0] * 5, ratios, rows, advantages, opsm={"delta": 0.12})
-    assert shares == pytest.approx([0, 0, 0.9, 1.1, 0.5])
-    assert metrics["mask/fraction"].tolist() == [2, 5]
-    shares, _ = _gradient_share([1.0] * 5, ratios, rows, advantages, opsm={"delta": 0.1})
-    assert shares == pytest.approx([0, 0, 0, 1.1, 0.5])
-
-
-def test_m2po_leaves_out_the_largest_squares():
-    """Squares of log weights 0.01, 0.09, 0.16: their mean 0.0867; without the last 0.05; without the last two 0.01."""
-    weights = [math.exp(0.1), math.exp(-0.3), math.exp(0.4)]
-    for threshold, kept in ((0.09, [1, 1, 1]), (0.08, [1, 1, 0]), (0.04, [1, 0, 0]), (0.009, [0, 0, 0])):
-        shares, metrics = _gradient_share(weights, [1.0] * 3, m2po={"threshold": threshold})
-        assert shares == kept
-        assert metrics["mask/fraction"].tolist() == [3 - sum(kept), 3]
+@pytest.mark.parametrize(
+    ("weights", "rejection", "cap", "expected"),
+    [
+        # Without a lower bound only large ratios are rejected.
+        ([0.4, 3.0, 0.3], {"level": "token", "low": 0.5, "high": 4.0}, None, [0, 1, 0]),
+        ([0.4, 3.0, 0.3], {"level": "sequence", "low": 0.5, "high": 4.0}, None, [1, 1, 0]),
+        ([0.4, 3.0, 0.3], {"level": "geometric", "low": 0.5, "high": 4.0}, None, [1, 1, 0]),
+        ([1e-30, 1.0, 3.0], {"level": "token", "low": 0.0, "high": 2.0}, None, [1, 1, 0]),
+        # It stands beside weights: the geometric mean is 1.0954, the weights are bounded by 2, and 6 is rejected.
+        ([0.4, 3.0, 6.0], {"low": 0.9, "high": 1.2}, 2.0, [0.4, 2, 0]),
+    ],
+)
+def test_rejection(weights, rejection, cap, expected):
+    mismatch = None if cap is None else {"cap": cap}
+    assert _shares(weights, rejection=rejection, mismatch=mismatch) == pytest.approx(expected)
 
 
 @given(masks(), st.integers(0, 99))
@@ -145,11 +118,8 @@ ADVANTAGES = torch.tensor([1.0, -0.5, 0.25, -1.0])
 
 def _gradients(config, behaviour, proximal, current):
     """The gradient of the surrogate at one token for each of four actions, by log π of that action; log-probs [4]."""
-    logprob = current.clone().requires_grad_()
-    batch, scores = plain_step([1] * 4, ADVANTAGES, logprob, proximal, sampler=behaviour)
-    objective = build_objective(ObjectiveConfig(**config))
-    output = objective(scores, batch, objective.prepare(batch))
-    return -torch.autograd.grad(output.numerator, logprob)[0], output.metrics
+    delta = (current - proximal).tolist()
+    return doubles(*surrogates({"preset": "decoupled_ppo", **config}, delta, ADVANTAGES, old=proximal, sampler=behaviour)[1])
 
 
 def _policy(logits):
@@ -160,8 +130,8 @@ def _policy(logits):
 def test_stale_samples_give_what_fresh_ones_would(behaviour, proximal, current):
     """The mean over actions of the behaviour policy is that of PPO over actions of the proximal policy, clip and all."""
     behaviour, proximal, current = (_policy(logits) for logits in (behaviour, proximal, current))
-    decoupled, _ = _gradients({"preset": "decoupled_ppo", "mismatch": {"high": 20.0}}, behaviour, proximal, current)
-    fresh, _ = _gradients({"preset": "decoupled_ppo", "mismatch": None}, proximal, proximal, current)
+    decoupled = _gradients({"mismatch": {"high": 20.0}}, behaviour, proximal, current)
+    fresh = _gradients({"mismatch": None}, proximal, proximal, current)
     torch.testing.assert_close(behaviour.exp() * decoupled, proximal.exp() * fresh)
 
 
@@ -169,7 +139,7 @@ def test_stale_samples_give_what_fresh_ones_would(behaviour, proximal, current):
 def test_the_first_update_follows_the_policy_gradient(behaviour, current):
     """π_old = π_θ: the mean over stale actions is E[A ∇ log π] over actions of π_θ."""
     behaviour, current = _policy(behaviour), _policy(current)
-    decoupled, _ = _gradients({"preset": "decoupled_ppo", "mismatch": {"high": 20.0}}, behaviour, current, current)
+    decoupled = _gradients({"mismatch": {"high": 20.0}}, behaviour, current, current)
     torch.testing.assert_close(behaviour.exp() * decoupled, current.exp() * ADVANTAGES.double())
 
 
@@ -178,8 +148,7 @@ def test_the_clip_is_around_the_proximal_policy_and_the_bound_is_on_the_stale_ra
     proximal = torch.full((4,), -2.0, dtype=torch.float64)
     behaviour = proximal - torch.tensor([0.5, 3.0, 2.0, 6.0], dtype=torch.float64).log()
     current = proximal + torch.tensor([1.1, 1.3, 0.7, 1.0], dtype=torch.float64).log()
-    gradient, metrics = _gradients({"preset": "decoupled_ppo"}, behaviour, proximal, current)
+    gradient = _gradients({}, behaviour, proximal, current)
     assert gradient.tolist() == pytest.approx([0.5 * 1.1, -3 * 1.3 * 0.5, 2 * 0.7 * 0.25, 0.0])
-    assert metrics["mismatch/dropped"][0].item() == 1
-    clipped = {"preset": "decoupled_ppo", "trust_region": {"high": 0.05}}
-    assert _gradients(clipped, behaviour, proximal, current)[0].tolist() == pytest.approx([0.0, -1.95, 0.35, 0.0])
+    clipped = {"trust_region": {"high": 0.05}}
+    assert _gradients(clipped, behaviour, proximal, current).tolist() == pytest.approx([0.0, -1.95, 0.35, 0.0])

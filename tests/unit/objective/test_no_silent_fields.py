@@ -41,7 +41,7 @@ SAME = {("ratio", '{"kind": "sequence"}'), ("ratio", '{"kind": "sequence_token"}
 """Two names of one thing, wherever all tokens of a sequence weigh the same: see test_regions.py. (field, value as JSON)."""
 
 WITH_AUTO = {"trust_region.share", "trust_region.initial"}
-"""Fields of ``auto`` bounds, refused without them; seen to act in test_every_field_of_a_clip_by_length_acts_or_is_refused."""
+"""Fields of ``auto`` bounds, refused without them; seen to act in the cases "with auto"."""
 
 
 def _build(given: dict[str, Any]) -> ObjectiveConfig | str:
@@ -119,26 +119,23 @@ def _paths(node: dict[str, Any], given: dict[str, Any], path: str = "") -> set[s
     return found
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_field_of_every_preset_acts_or_is_refused(preset):
-    config = ObjectiveConfig(preset=preset)
-    assert _paths(SCHEMA, config.model_dump()) <= _check(config, preset)
+BY_LENGTH = {"kind": "clip", "scale": "length", "low": "auto", "high": "auto", "share": 0.2, "initial": 0.05}
+CASES: dict[str, dict[str, Any]] = {
+    **{preset: {"preset": preset} for preset in PRESETS},
+    **{
+        f"{ratio} with auto": {"preset": "tepo", "ratio": {"kind": ratio}, "trust_region": BY_LENGTH}
+        for ratio in ("sequence_token", "prefix")
+    },
+    **{f"{name} {kind}": {name: _section(kind, section, inner=True)} for (name, kind), section in SECTIONS.items()},
+}
 
 
-@pytest.mark.parametrize("ratio", ["sequence_token", "prefix"])
-def test_every_field_of_a_clip_by_length_acts_or_is_refused(ratio):
-    region = {"kind": "clip", "scale": "length", "low": "auto", "high": "auto", "share": 0.2, "initial": 0.05}
-    config = ObjectiveConfig.model_validate({"ratio": {"kind": ratio}, "trust_region": region})
-    assert _paths(SCHEMA, config.model_dump()) <= _check(config, f"{ratio} with auto")
-
-
-@pytest.mark.parametrize(("name", "kind"), SECTIONS)
-def test_every_field_of_every_kind_acts_or_is_refused(name, kind):
-    """Also of those kinds that no preset has: in the first preset that takes them."""
-    given = _section(kind, SECTIONS[name, kind], inner=True)
-    built = ((preset, _build({"preset": preset, name: given})) for preset in ("grpo", *PRESETS))
-    preset, config = next((preset, config) for preset, config in built if not isinstance(config, str))
-    assert _paths(SECTIONS[name, kind], given, f"{name}.") <= _check(config, f"{preset} with {name} {kind}")
+@pytest.mark.parametrize("case", CASES)
+def test_every_field_acts_or_is_refused(case):
+    """A kind that is in no preset is tried in the first preset that takes it."""
+    built = (_build({"preset": preset, **CASES[case]}) for preset in ("grpo", *PRESETS))
+    config = next(config for config in built if not isinstance(config, str))
+    assert _paths(SCHEMA, config.model_dump()) <= _check(config, case)
 
 
 def test_all_fields_of_the_schema_are_tested():

@@ -189,7 +189,7 @@ def _two_sequences():
 # s_1 = sqrt(1.1 · 1.3) = 1.195826…, above 1.0004; s_2 = 0.7, below 0.9997 with A < 0
 HAND = {
     "decoupled_ppo": -(1.1 + 1.2 - 0.8) / 3,  # the sampler is π_old; apart from it: test_masks.py
-    "opsm": -((1.1 + 1.2) / 2 - 0.8) / 2,  # the masks take gradients, not values: test_masks.py
+    "opsm": -((1.1 + 1.2) / 2 - 0.8) / 2,  # the masks take gradients, not values
     "m2po": -(1.1 + 1.2 - 0.8) / 3,
     **dict.fromkeys(("rloo", "max_rl", "reinforce_plus_plus_baseline", "gdpo"), -(1.1 + 1.2 - 0.8) / 3),
     # min(s A, clip) = 1.0004 twice and −0.9997; KL of the first token 1.1 ln 1.1 − 0.1 = 0.00484120

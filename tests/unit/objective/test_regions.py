@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.types import TokenScores
-from tests.support.objective_batches import doubles, make_batch, masks, outputs_of, plain_step, surrogates, whole
+from tests.support.objective_batches import make_batch, masks, outputs_of, plain_step, surrogates, whole
 
 RATIOS = [0.5, 0.9, 1.1, 1.5, 4.0] * 2
 SIGNS = [1.0] * 5 + [-1.0] * 5
@@ -59,17 +59,6 @@ def test_bounds_of_a_token(region, values, gradients, low, high):
     assert high is None or at_high == high
 
 
-def test_gmpo_is_the_mean_of_clipped_logs():
-    """Ratios e^0.5 and e^0.1 with A = 1: the first counts as e^0.4 and has no gradient, the second half of exp(0.25)."""
-    batch, scores = make_batch([[True, True]], spread=0.0)
-    batch = batch.with_(advantages_S=torch.ones(1))
-    logprob = (batch.old_logprobs_T + doubles(0.5, 0.1)).requires_grad_()
-    objective = build_objective(ObjectiveConfig(preset="gmpo"))
-    output = objective(type(scores)(logprob, scores.entropy), batch, objective.prepare(batch))
-    assert output.numerator.item() == pytest.approx(-math.exp(0.25))
-    assert torch.autograd.grad(output.numerator, logprob)[0].tolist() == pytest.approx([0.0, -math.exp(0.25) / 2])
-
-
 def test_the_band_of_a_sequence_grows_with_the_root_of_its_length():
     """Sums of −1 and 0.05 over four tokens, 0.2 and 0.07 over nine: a width of 0.03 gives ±0.06 and ±0.09."""
     sums, lengths = [-1.0, 0.05, 0.2, 0.07], [4, 4, 9, 9]
@@ -80,15 +69,6 @@ def test_the_band_of_a_sequence_grows_with_the_root_of_its_length():
     assert gains == pytest.approx(expected)
     assert [slope != 0 for slope in slopes] == [False] * 4 + [True] * 4 + [False] * 9 + [True] * 9
     assert (low, high) == ([4, 0, 0, 0], [0, 0, 9, 0])
-
-
-def test_the_soft_gate():
-    """At a ratio of 1 the value is 2 A/τ and the gradient A; at r = 2, τ = 1: 4 σ(1) and 4 σ(1) (1 − σ(1))."""
-    region = {"kind": "soft_gate", "tau_positive": 1.0, "tau_negative": 2.0}
-    gains, slopes, low, high = surrogates({"trust_region": region}, [0.0, math.log(2), 0.0], [1.0, 1.0, -1.0])
-    assert gains == pytest.approx([2.0, 2.9242343, -1.0])
-    assert slopes == pytest.approx([1.0, 2 * 0.7864477, -1.0])
-    assert (sum(low), sum(high)) == (0, 0)
 
 
 @given(st.floats(-20, 20), st.floats(0.1, 4), st.sampled_from([-2.0, 0.0, 1.5]))
@@ -119,7 +99,9 @@ def test_a_token_counts_until_its_probability_has_moved_too_far():
 
 
 @given(
-    st.lists(st.floats(-20, 20), min_size=1, max_size=9), st.floats(-10, 10), st.sampled_from([torch.float32, torch.float64])
+    st.lists(st.floats(-20, 20), min_size=1, max_size=9),
+    st.just(0.0) | st.floats(-10, 10),
+    st.sampled_from([torch.float32, torch.float64]),
 )
 def test_the_power_mean_is_that_of_plain_arithmetic(deltas, p, dtype):
     """Its gradient is the share of each token in the sum of powers. The last value is outside the mask, and not read."""
@@ -141,17 +123,6 @@ def test_the_power_mean_is_that_of_plain_arithmetic(deltas, p, dtype):
     shares = torch.softmax(p * exact, 0) * log.exp() * len(deltas)
     torch.testing.assert_close(gradient[:-1], shares, rtol=1e-4, atol=1e-6 * float(shares.max() + 1))
     assert gradient[-1] == 0
-
-
-@given(masks(), st.integers(0, 99))
-def test_a_power_of_zero_is_gspo(rows, seed):
-    batch, scores = make_batch(rows, seed=seed)
-    presets = {"holder_po": {"p": 0.0}, "gspo": {}}
-    holder, gspo = (
-        whole(build_objective(ObjectiveConfig(preset=name, ratio=ratio)), batch, scores) for name, ratio in presets.items()
-    )
-    torch.testing.assert_close(holder[0], gspo[0])
-    torch.testing.assert_close(holder[1], gspo[1])
 
 
 @given(masks(), st.integers(0, 99), st.sampled_from([1e-4, 2e-3, 0.3]))

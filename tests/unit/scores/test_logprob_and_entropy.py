@@ -48,27 +48,6 @@ def test_the_oracle_is_the_definition():
     torch.autograd.gradcheck(lambda x: tuple(vars(logprob_and_entropy(x, labels, temperature=0.5)).values())[:2], leaf)
 
 
-def test_the_slope_of_the_entropy_is_its_derivative_along_a_policy_gradient_step():
-    """Autograd's derivative of the entropy in the direction e_k − p, and a central difference quotient, at 1 000 positions."""
-    generator = torch.Generator().manual_seed(5)
-    spread = torch.logspace(-1, 1, 1000, dtype=torch.float64).unsqueeze(1)
-    logits = spread * torch.randn(1000, 50, generator=generator, dtype=torch.float64)
-    labels = torch.multinomial(logits.softmax(1), 1, generator=generator).squeeze(1)
-    slope = logprob_and_entropy(logits, labels, entropy_slope=True).entropy_slope
-    direction = torch.nn.functional.one_hot(labels, 50) - logits.softmax(1)
-
-    def entropy(moved):
-        return dense_logprob_and_entropy(moved, labels).entropy
-
-    leaf = logits.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(entropy(leaf).sum(), leaf)
-    torch.testing.assert_close(slope, (gradient * direction).sum(1), rtol=0, atol=1e-12)
-    step = 1e-4
-    quotient = (entropy(logits + step * direction) - entropy(logits - step * direction)) / (2 * step)
-    torch.testing.assert_close(slope, quotient, rtol=0, atol=1e-6)
-    assert 0.2 < (slope < 0).double().mean() < 0.8
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_slope_is_computed_where_asked_for_and_changes_nothing_else(dtype, backend):
@@ -105,28 +84,19 @@ def test_the_slope_of_a_label_without_probability():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_half_precision_logits_lose_nothing(dtype, backend):
-    """Upcast, then divided by the temperature: the scores are exact for the logits that were given. 40 % of rows masked."""
-    logits = (4 * torch.randn(50, 5001)).to(dtype)
+@pytest.mark.parametrize(
+    ("dtype", "offset"),
+    [(torch.bfloat16, 0), (torch.float16, 0), (torch.float32, 0), (torch.float32, 1000)],
+)
+def test_scores_are_exact_for_the_logits_as_they_are(dtype, offset, backend):
+    """Upcast, then divided by the temperature; a logarithm of t − (m + log s) would have the rounding of 1000, 3e-5."""
+    logits = (4 * torch.randn(50, 5001) + offset).to(dtype)
     labels, mask = torch.randint(0, 5001, (50,)), torch.rand(50) < 0.6
     scores = logprob_and_entropy(logits, labels, temperature=0.7, mask_T=mask, backend=backend)
     oracle = dense_logprob_and_entropy(logits, labels, temperature=0.7, mask_T=mask)
     assert scores.logprob.dtype == scores.entropy.dtype == torch.float32
     torch.testing.assert_close(scores.logprob.double(), oracle.logprob, rtol=0, atol=1e-5)
     torch.testing.assert_close(scores.entropy.double(), oracle.entropy, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_large_offset_costs_no_digits(backend):
-    """log p = (t − m) − log s. As t − (m + log s) it would have the rounding of 1000, about 3e-5."""
-    logits = torch.randn(200, 64)
-    shifted = (logits.double() + 1000).float()
-    labels = torch.arange(200) % 64
-    scores = logprob_and_entropy(shifted, labels, backend=backend)
-    oracle = dense_logprob_and_entropy(shifted, labels)
-    assert (scores.logprob - oracle.logprob).abs().max() < 2e-6
-    assert (scores.entropy - oracle.entropy).abs().max() < 2e-6
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -19,10 +21,11 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 def test_every_weight_is_a_neighbour_of_itself_and_comes_back(sizes: list[int], dtype: torch.dtype, seed: int) -> None:
     weights = [(10.0 ** torch.randint(-6, 3, (size, 3)) * torch.randn(size, 3)).to(dtype) for size in sizes]
     before = [weight.clone() for weight in weights]
-    with rerounded(weights, seed):
+    with contextlib.suppress(KeyError), rerounded(weights, seed):
         for old, new in zip(before, weights, strict=True):
             up, down = (torch.nextafter(old, torch.full_like(old, bound)) for bound in (torch.inf, -torch.inf))
             assert ((new == old) | (new == up) | (new == down)).all()
+        raise KeyError  # the bits come back after an error too
     assert all(torch.equal(old, new) for old, new in zip(before, weights, strict=True))
 
 
@@ -38,22 +41,6 @@ def test_a_quarter_moves_as_often_up_as_down_and_the_same_on_every_rank() -> Non
         assert float(move.abs().mean()) == pytest.approx(0.25, abs=0.01)
         assert float(move.mean()) == pytest.approx(0, abs=0.01)
     assert not torch.equal(*moves)  # each tensor has a draw of its own
-
-
-def test_the_bits_come_back_after_an_error() -> None:
-    weight = torch.randn(9, 9).bfloat16()
-    before = weight.clone()
-    inside = []
-
-    def fail() -> None:
-        with rerounded([weight]):
-            inside.append(weight.clone())
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert not torch.equal(inside[0], before)
-    assert torch.equal(weight, before)
 
 
 @given(masks(), st.integers(0, 99))
