@@ -44,7 +44,8 @@ class _Sampled:
     sampling_mask: SamplingMask | None
 
     def _fill(self, arguments: Mapping[str, Any]) -> None:
-        values = {item.name: _CONVERSIONS.get(item.name, _same)(arguments[item.name]) for item in fields(self)}
+        values = {item.name: arguments[item.name] for item in fields(self)}
+        values |= {name: convert(values[name]) for name, convert in _CONVERSIONS.items() if name in values}
         values["loss_mask"] = _loss_mask(values["loss_mask"], len(values["response_ids"]))
         self.__dict__.update(values)  # the class is frozen
 
@@ -146,9 +147,8 @@ class Rollout(_Sampled):
         text: str,
         reward: float | None = 0.0,
     ) -> Rollout:
-        sampled = {item.name: getattr(response, item.name) for item in fields(_Sampled)}
-        drawn = {"sampler_logprobs": response.logprobs, **sampled}
-        return cls(problem_id=problem_id, group=group, prompt_ids=prompt_ids, text=text, reward=reward, **drawn)
+        drawn = {item.name: getattr(response, item.name) for item in fields(_Sampled)}
+        return cls(problem_id, group, prompt_ids, sampler_logprobs=response.logprobs, text=text, reward=reward, **drawn)
 
 
 def token_ids(values: ArrayLike) -> TokenIds:
@@ -173,10 +173,6 @@ def _token_logprobs(values: ArrayLike) -> Logprobs:
         raise ValueError(f"log-probs must be in a row, but they have the shape {logprobs.shape}")
     logprobs.flags.writeable = False
     return logprobs
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _spans(versions: Spans | WeightsVersion) -> Spans:

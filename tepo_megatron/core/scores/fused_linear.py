@@ -100,7 +100,7 @@ class _FusedLinear(torch.autograd.Function):
         gather_group: ProcessGroup | None,
         gradient_accumulation_fusion: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        hidden_RH = scoring.of_rows(_gather(hidden, gather_group))
+        hidden_RH = _rows(hidden, scoring, gather_group)
         stats_RK = hidden.new_empty(scoring.count, scoring.statistics, dtype=compute_dtype(hidden.dtype))
         for index, chunk, logits_cVp, _ in _chunks(hidden_RH, weight_VpH, scoring):
             _multiply(hidden_RH[index], weight_VpH, logits_cVp)
@@ -119,7 +119,7 @@ class _FusedLinear(torch.autograd.Function):
         if grad_logprob_T is None and grad_entropy_T is None:
             return None, None, None, None, None, None
         scoring: Scoring = ctx.scoring
-        hidden_RH = scoring.of_rows(_gather(hidden, ctx.gather_group))
+        hidden_RH = _rows(hidden, scoring, ctx.gather_group)
         grad_weight_VpH: Tensor | None = None  # of a frozen head, which has none
         if ctx.needs_input_grad[1] and ctx.parameter is None:
             grad_weight_VpH = torch.zeros_like(weight_VpH, dtype=compute_dtype(weight_VpH.dtype))
@@ -135,7 +135,11 @@ class _FusedLinear(torch.autograd.Function):
             grad_weight_VpH,
         )
         del hidden_RH
-        grad_hidden = _sum_over_shards(scoring.to_tokens(grad_hidden_RH), scoring.tp_group, ctx.gather_group)
+        grad_hidden = scoring.to_tokens(grad_hidden_RH)
+        if ctx.gather_group is not None and grad_hidden.numel():
+            grad_hidden = reduce_scatter(grad_hidden, ctx.gather_group)
+        elif scoring.tp_group is not None and grad_hidden.numel():
+            dist.all_reduce(grad_hidden, group=scoring.tp_group)
         if grad_weight_VpH is None:
             return grad_hidden, None, None, None, None, None
         grad_weight = grad_weight_VpH.to(weight_VpH.dtype) if ctx.parameter is None else _placeholder(ctx.parameter)
@@ -225,17 +229,8 @@ def _add_product(sum_VH: Tensor, left_Vc: Tensor, right_cH: Tensor) -> None:
             sum_VH[index].addmm_(left_Vc[index].to(sum_VH.dtype), right_cH)
 
 
-def _gather(hidden: Tensor, group: ProcessGroup | None) -> Tensor:
-    return hidden if group is None else all_gather(hidden, group)
-
-
-def _sum_over_shards(grad_TH: Tensor, tp_group: ProcessGroup | None, scatter_group: ProcessGroup | None) -> Tensor:
-    if tp_group is None or not grad_TH.numel():
-        return grad_TH
-    if scatter_group is None:
-        dist.all_reduce(grad_TH, group=tp_group)
-        return grad_TH
-    return reduce_scatter(grad_TH, scatter_group)
+def _rows(hidden: Tensor, scoring: Scoring, group: ProcessGroup | None) -> Tensor:
+    return scoring.of_rows(hidden if group is None else all_gather(hidden, group))
 
 
 def logprob_and_entropy(

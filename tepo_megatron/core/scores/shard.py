@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class LocalLabels(NamedTuple):
-    column_R: Tensor  # int64; 0 if another shard has the label
+    """Of labels [R] or kept tokens [R, K]."""
+
+    column_R: Tensor  # int64; 0 if another shard has the token
     inside_R: Tensor
 
-
-class _KeptColumns(NamedTuple):
-    column_RK: Tensor
-    inside_RK: Tensor
+    def part(self, index: slice) -> LocalLabels:
+        return LocalLabels(self.column_R[index], self.inside_R[index])
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Scoring:
     rows_R: Tensor | None  # int64; None if all are scored
     labels: LocalLabels
     entropy_slope: bool = False
-    kept_tokens: _KeptColumns | None = None  # None: the whole vocabulary
+    kept_tokens: LocalLabels | None = None  # None: the whole vocabulary
 
     @property
     def statistics(self) -> int:
@@ -61,9 +61,8 @@ class Scoring:
         return values_R.new_zeros(self.tokens, *values_R.shape[1:]).index_copy_(0, self.rows_R, values_R)
 
     def chunk(self, index: slice) -> Scoring:
-        kept = None if self.kept_tokens is None else _KeptColumns(*(values_RK[index] for values_RK in self.kept_tokens))
-        labels = LocalLabels(*(values_R[index] for values_R in self.labels))
-        return replace(self, tokens=index.stop - index.start, rows_R=None, labels=labels, kept_tokens=kept)
+        kept = None if self.kept_tokens is None else self.kept_tokens.part(index)
+        return replace(self, tokens=index.stop - index.start, rows_R=None, labels=self.labels.part(index), kept_tokens=kept)
 
 
 def plan_scoring(
@@ -100,16 +99,16 @@ def plan_scoring(
     def of_rows(values_T: Tensor) -> Tensor:
         return values_T if rows_R is None else values_T[rows_R]
 
-    def local(ids: Tensor) -> tuple[Tensor, Tensor]:
+    def local(ids: Tensor) -> LocalLabels:
         column = ids - rank * width
         inside = (column >= 0) & (column < columns) & (ids >= 0)
-        return torch.where(inside, column, 0), inside
+        return LocalLabels(torch.where(inside, column, 0), inside)
 
     labels_R = of_rows(labels_T)
     kept_RK = None if kept_TK is None else of_rows(kept_TK).long()
     _check_ids(labels_R, kept_RK, rows_R, vocab_size)
-    kept_tokens = None if kept_RK is None else _KeptColumns(*local(kept_RK))
-    return Scoring(tp_group, temperature, columns, tokens, rows_R, LocalLabels(*local(labels_R)), entropy_slope, kept_tokens)
+    kept_tokens = None if kept_RK is None else local(kept_RK)
+    return Scoring(tp_group, temperature, columns, tokens, rows_R, local(labels_R), entropy_slope, kept_tokens)
 
 
 def _check_shape(name: str, values: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:

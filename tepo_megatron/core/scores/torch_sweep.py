@@ -154,8 +154,8 @@ class KeptTokens:
 
 def _pick(logits_TVp: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]:
     assert scoring.kept_tokens is not None
-    column_RC = torch.cat([scoring.labels.column_R.unsqueeze(1), scoring.kept_tokens.column_RK], 1)
-    inside_RC = torch.cat([scoring.labels.inside_R.unsqueeze(1), scoring.kept_tokens.inside_RK], 1)
+    column_RC = torch.cat([scoring.labels.column_R.unsqueeze(1), scoring.kept_tokens.column_R], 1)
+    inside_RC = torch.cat([scoring.labels.inside_R.unsqueeze(1), scoring.kept_tokens.inside_R], 1)
     values_RC = logits_TVp[_rows(scoring, logits_TVp), column_RC].to(compute_dtype(logits_TVp.dtype))
     return values_RC.masked_fill(~inside_RC, -torch.inf), column_RC, inside_RC
 
