@@ -17,7 +17,6 @@ from tepo_megatron.runtime.text import echo
 from tepo_megatron.trainer.checkpoint_folder import (
     checkpoints,
     leftovers,
-    manifest_of,
     read_state,
     remove,
     retained,
@@ -138,7 +137,7 @@ def _row(path: Path) -> list[str]:
     size = _size(_bytes_below(path))
     try:
         state = read_state(path)
-        condition = "files are there" if manifest_of(path) is not None else "first format, without digests"
+        condition = "files are there" if state.get("format") else "first format, without digests"
     except DamagedCheckpoint as error:
         return [path.name, "", _age(path), size, "", f"damaged: {'; '.join(error.problems)}"]
     parallel = state["identity"]["config"]["engine"]["parallel"] if "identity" in state else {}
@@ -148,8 +147,9 @@ def _row(path: Path) -> list[str]:
 
 def _check(path: Path, *, thoroughly: bool = True) -> CheckpointManifest | None:
     """``thoroughly`` also reads its shards. None for the first format, without digests. Raises DamagedCheckpoint."""
-    manifest = manifest_of(path)
-    return CheckpointManifest.read_whole(path) if manifest is not None and thoroughly else manifest
+    if not read_state(path).get("format"):
+        return None
+    return CheckpointManifest.read_whole(path) if thoroughly else CheckpointManifest.read(path)
 
 
 def _bytes_below(path: Path) -> int:

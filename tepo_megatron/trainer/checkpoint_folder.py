@@ -55,10 +55,6 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def manifest_of(folder: Path) -> CheckpointManifest | None:
-    return CheckpointManifest.read(folder) if read_state(folder).get("format") else None
-
-
 def _read_first_format(folder: Path) -> dict[str, Any]:
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
