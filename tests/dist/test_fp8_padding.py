@@ -125,7 +125,8 @@ def upcast_work(world: int, model: Path, folder: Path) -> dict[str, Any]:
     batch = engine.batch_from_root(draw_rollouts(LENGTHS))
     logits: list[torch.Tensor] = []
     engine.policy.chunks[0].output_layer.register_forward_hook(lambda _, __, output: logits.append(output[0].detach().clone()))
-    forward = replace(engine.forward, micro_batch_tokens=4096)
+    larger = engine.config.engine.model_copy(update={"micro_batch_tokens": 4096})
+    forward = replace(engine.forward, engine=larger)
     seen: list[Any] = []
 
     def keep(scores: Any, micro: Any) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -122,12 +122,8 @@ class Share:
 
     def gather(self, scores: TokenScores) -> TokenScores:
         """Every rank of the group calls. Backward does not communicate: ranks have the whole loss."""
-        slope = scores.entropy_slope
-        return TokenScores(
-            self._gather(scores.logprob),
-            self._gather(scores.entropy),
-            None if slope is None else self._gather(slope).detach(),
-        )
+        slope_T = None if scores.entropy_slope is None else self._gather(scores.entropy_slope).detach()
+        return TokenScores(self._gather(scores.logprob), self._gather(scores.entropy), slope_T)
 
     def _gather(self, values_t: Tensor) -> Tensor:
         if self.cp_group is not None:

@@ -9,9 +9,8 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,69 +18,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.config import RunConfig
 from tepo_megatron.runtime.files import partial_path, sync_folder
-from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints, read_state, set_aside
 from tepo_megatron.trainer.megatron.collectives import all_gather_json, broadcast_json
 from tepo_megatron.trainer.megatron.optimizer_states import STATES, OptimizerStates, is_parallel_expert
 from tepo_megatron.trainer.megatron.policy import Policy
 from tepo_megatron.trainer.megatron.weights import PolicyWeights
 from tepo_megatron.trainer.protocol import SavedCheckpoint
-from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
+from tepo_megatron.weights.geometry import Box, Shard
 from tepo_megatron.weights.layouts import MegatronParallel
 from tepo_megatron.weights.storage.manifest import FORMAT, STATE, CheckpointManifest, DamagedCheckpoint, FileRecord
 from tepo_megatron.weights.storage.stored import SHARDS, StoredWeights, WrittenBoxes, box_key, describe_os_error, write_boxes
 from tepo_megatron.weights.transfer.full_tensors import GatherPlan
 
 _CPU = torch.device("cpu")
-
-
-def _check(folder: Path, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """All ranks call, read a part, and raise the same DamagedCheckpoint."""
-    # Rank 0 alone lists the files: a thousand ranks asking for a thousand files each would overload a file system.
-    state: dict[str, Any] = {}
-    problems: Sequence[str] = []
-    try:
-        state = read_state(folder) if dist.get_rank() == 0 else {}
-    except DamagedCheckpoint as error:
-        problems = error.problems
-    state, problems = broadcast_json([state, list(problems)], source=0, device=_CPU, group=group)
-    if not problems and "format" in state:
-        try:
-            manifest = CheckpointManifest.read(folder)
-            local_files = manifest.shares(dist.get_world_size())[dist.get_rank()]
-            problems = list(filter(None, map(manifest.wrong_content, local_files)))
-        except DamagedCheckpoint as error:
-            problems = error.problems
-        everywhere = all_gather_json(list(problems), device=_CPU, group=group)
-        problems = list(dict.fromkeys(problem for rank in everywhere for problem in rank))
-    if problems:
-        raise DamagedCheckpoint(folder, problems)
-    return state
-
-
-def _load(folder: Path, *, policy: Policy, layout: ShardLayout, updates: int) -> int:
-    """Returns the bytes read here. Every rank calls. Raises ValueError if a tensor is missing."""
-    stored = {kind: StoredWeights.open_boxes(folder, kind) for kind in STATES}
-    states = OptimizerStates(policy.optimizer)
-    by_param = _shards_by_param(layout.shards)
-    read = 0
-    for name, param in policy.trained.items():
-        local = states.range_of(param)
-        values = {kind: torch.zeros(local.stop - local.start) for kind in STATES}
-        for kind, flat in values.items():
-            for tensor, box, into in _local_parts(flat, local, param, by_param[name]):
-                stored[kind].read(tensor, box, into)
-                read += into.nbytes
-        on_device = {kind: value.to(param.device) for kind, value in values.items()}
-        states.restore(param, on_device, updates=updates)
-    for name, bias in policy.expert_biases.items() if policy.lora is None else ():
-        for shard in by_param[name]:
-            stored["master"].read(shard.tensor, shard.box, bias)
-            read += bias.nbytes
-    states.spread(policy.ddp)
-    return read
 
 
 def _shards_to_save(sources: GatherPlan, split: MegatronParallel, rank: int, policy: Policy) -> list[Shard]:
@@ -98,22 +48,6 @@ def _shards_to_save(sources: GatherPlan, split: MegatronParallel, rank: int, pol
         if same:
             shards.append(shard)
     return shards
-
-
-def _bias_boxes(sources: GatherPlan, rank: int, policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    if policy.lora is not None:
-        return
-    for shard in sources.shards_of(rank):
-        if shard.param in policy.expert_biases:
-            yield box_key("master", shard.tensor, shard.box), policy.expert_biases[shard.param].clone()
-
-
-def _state_boxes(policy: Policy, shards: Sequence[Shard]) -> Iterator[tuple[str, Tensor]]:
-    by_param, states = _shards_by_param(shards), OptimizerStates(policy.optimizer)
-    for name, state, values in states.collect(policy.trained):
-        param = policy.trained[name]
-        for tensor, box, part in _local_parts(values, states.range_of(param), param, by_param.get(name, ())):
-            yield box_key(state, tensor, box), part.clone()
 
 
 def _local_parts(flat: Tensor, local: slice, param: Tensor, shards: Iterable[Shard]) -> Iterator[tuple[str, Box, Tensor]]:
@@ -262,20 +196,10 @@ class Counters:
 
 class MegatronCheckpoints:
     def __init__(
-        self,
-        config: RunConfig,
-        policy: Policy,
-        weights: PolicyWeights,
-        counters: Counters,
-        *,
-        group: dist.ProcessGroup | None,
-        heartbeat: Heartbeat,
-        about: Mapping[str, Any],
+        self, weights: PolicyWeights, counters: Counters, *, group: dist.ProcessGroup | None, about: Mapping[str, Any]
     ) -> None:
-        self._policy, self._weights, self._counters = policy, weights, counters
-        self._group, self._heartbeat, self._about = group, heartbeat, about
-        # FP8 weights are rounded with scales that depend on how tensors are cut
-        self._restores_bits = not config.engine.fp8.params
+        self._policy, self._weights, self._counters = weights.policy, weights, counters
+        self._group, self._about = group, about
         self._saving: _Saving | None = None
         self.bytes_read = 0
 
@@ -287,19 +211,29 @@ class MegatronCheckpoints:
 
     def begin(self, folder: Path, *, step: int, state: dict[str, Any], background: bool = False) -> None:
         self.finish()
-        self._heartbeat.phase("save")
-        weights, policy, rank = self._weights, self._policy, dist.get_rank()
-        sources = weights.trained_sources
-        boxes = _state_boxes(policy, _shards_to_save(sources, weights.split, rank, policy))
-        digest = weights.version(step).digest
+        self._weights.heartbeat.phase("save")
+        digest = self._weights.version(step).digest
         self._saving = _Saving(
             folder,
             step=step,
             state={**asdict(self._counters), "weights_digest": digest, **self._about, **state},
-            boxes=chain(boxes, _bias_boxes(sources, rank, policy)),
+            boxes=self._boxes(),
             group=self._group,
             background=background,
         )
+
+    def _boxes(self) -> Iterator[tuple[str, Tensor]]:
+        policy, sources, rank = self._policy, self._weights.trained_sources, dist.get_rank()
+        by_param = _shards_by_param(_shards_to_save(sources, self._weights.split, rank, policy))
+        states = OptimizerStates(policy.optimizer)
+        for name, state, values in states.collect(policy.trained):
+            param = policy.trained[name]
+            for tensor, box, part in _local_parts(values, states.range_of(param), param, by_param.get(name, ())):
+                yield box_key(state, tensor, box), part.clone()
+        if policy.lora is None:
+            for shard in sources.shards_of(rank):
+                if shard.param in policy.expert_biases:
+                    yield box_key("master", shard.tensor, shard.box), policy.expert_biases[shard.param].clone()
 
     def finish(self, *, wait: bool = True) -> SavedCheckpoint | None:
         saving = self._saving
@@ -309,20 +243,39 @@ class MegatronCheckpoints:
         return saving.finish()
 
     def check(self, folder: Path) -> dict[str, Any]:
-        return _check(folder, self._group)
+        # Rank 0 alone lists the files: a thousand ranks asking for a thousand files each would overload a file system.
+        state: dict[str, Any] = {}
+        problems: list[str] = []
+        try:
+            state = read_state(folder) if dist.get_rank() == 0 else {}
+        except DamagedCheckpoint as error:
+            problems = [*error.problems]
+        state, problems = broadcast_json([state, problems], source=0, device=_CPU, group=self._group)
+        if not problems and "format" in state:
+            try:
+                manifest = CheckpointManifest.read(folder)
+                local_files = manifest.shares(dist.get_world_size())[dist.get_rank()]
+                problems = list(filter(None, map(manifest.wrong_content, local_files)))
+            except DamagedCheckpoint as error:
+                problems = [*error.problems]
+            everywhere = all_gather_json(problems, device=_CPU, group=self._group)
+            problems = list(dict.fromkeys(problem for rank in everywhere for problem in rank))
+        if problems:
+            raise DamagedCheckpoint(folder, problems)
+        return state
 
     def load(self, folder: Path, checked: dict[str, Any] | None = None) -> dict[str, Any]:
-        self._heartbeat.phase("load")
+        self._weights.heartbeat.phase("load")
         state = self.check(folder) if checked is None else checked
         counters = self._counters
         for counter in fields(counters):
             value = state.get(counter.name, counter.default)  # older checkpoints have fewer
             setattr(counters, counter.name, tuple(value) if isinstance(value, list) else value)
         self._policy.finish_gather()
-        self.bytes_read = _load(folder, policy=self._policy, layout=self._weights.trained_layout, updates=counters.updates)
+        self.bytes_read = self._restore(folder)
         self._policy.schedule.num_steps = 0
         self._policy.schedule.step(increment=counters.updates)
-        if self._restores_bits:
+        if not self._weights.config.engine.fp8.params:  # they are rounded with scales that depend on how tensors are cut
             digest = self._weights.version(state["step"]).digest
             if digest != (expected := state.get("weights_digest", digest)):
                 raise RuntimeError(
@@ -331,3 +284,24 @@ class MegatronCheckpoints:
                     "checkpoint's"
                 )
         return state
+
+    def _restore(self, folder: Path) -> int:
+        """Returns the bytes read here. Raises ValueError if a tensor is missing."""
+        stored = {kind: StoredWeights.open_boxes(folder, kind) for kind in STATES}
+        policy, states, read = self._policy, OptimizerStates(self._policy.optimizer), 0
+        by_param = _shards_by_param(self._weights.trained_layout.shards)
+        for name, param in policy.trained.items():
+            local = states.range_of(param)
+            values = {kind: torch.zeros(local.stop - local.start) for kind in STATES}
+            for kind, flat in values.items():
+                for tensor, box, into in _local_parts(flat, local, param, by_param[name]):
+                    stored[kind].read(tensor, box, into)
+                    read += into.nbytes
+            on_device = {kind: value.to(param.device) for kind, value in values.items()}
+            states.restore(param, on_device, updates=self._counters.updates)
+        for name, bias in policy.expert_biases.items() if policy.lora is None else ():
+            for shard in by_param[name]:
+                stored["master"].read(shard.tensor, shard.box, bias)
+                read += bias.nbytes
+        states.spread(policy.ddp)
+        return read

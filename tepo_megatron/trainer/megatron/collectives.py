@@ -20,10 +20,7 @@ def broadcast_json(value: Any, *, source: int, device: torch.device, group: dist
     data = json.dumps(value).encode() if dist.get_rank() == source else b""
     size = torch.tensor([len(data)], device=device)
     dist.broadcast(size, src=source, group=group)
-    payload = torch.zeros(int(size.item()), dtype=torch.uint8)
-    if data:
-        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    payload = payload.to(device)
+    payload = torch.frombuffer(bytearray(data or int(size.item())), dtype=torch.uint8).to(device)
     dist.broadcast(payload, src=source, group=group)
     return json.loads(bytes(payload.cpu().tolist()))
 

@@ -31,9 +31,8 @@ from tepo_megatron.trainer.megatron.gpu import check_config
 from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.fp8 import plain_weights
 from tepo_megatron.trainer.megatron.model.model import choose_layers
-from tepo_megatron.trainer.megatron.model.routers import Routers, one_length
+from tepo_megatron.trainer.megatron.model.routers import Routers
 from tepo_megatron.trainer.megatron.offload import Offloader, Part
-from tepo_megatron.trainer.megatron.partition import attention_length
 from tepo_megatron.trainer.megatron.platform import select_platform
 from tepo_megatron.trainer.megatron.policy import PolicyBuilder, named_weights
 from tepo_megatron.trainer.megatron.update import StepObjective, update
@@ -84,7 +83,17 @@ class Engine:
         self.routers: Routers | None = None
         if self.spec.experts is not None:
             self.routers = Routers(self.policy.chunks, self.spec, ranks=self.ranks, balance=config.engine.moe_balance)
-        self.forward = self._make_forward()
+        self.forward = Forward(
+            config.engine,
+            self.spec,
+            self.ranks,
+            self.platform,
+            temperature=config.rollout.sampling.temperature,
+            token_multiple=fp8.token_multiple(config.engine),
+            on_progress=self.heartbeat.moved,
+            entropy_slope=self.objective.needs_entropy_slope,
+            routers=self.routers,
+        )
         self.weights = PolicyWeights(
             config,
             self.spec,
@@ -100,56 +109,24 @@ class Engine:
         needs_reference = self.objective.needs_reference
         # with adapters, the policy without them is the reference
         self.reference = builder.reference() if needs_reference and self.policy.lora is None else None
-        self.reference_digest = self._digest_of_reference() if needs_reference else None
+        self.reference_digest: str | None = None
+        if needs_reference:
+            params = self.policy.params if self.reference is None else named_weights(self.reference)
+            self.reference_digest = self.weights.digest(plain_weights(params))
         self.counters = Counters()
         self._unscored: list[str] = []
         self._moves: list[Tensor] = []
         self.host_group = self.platform.host_group(timeout)
-        self.checkpoints = self._make_checkpoints()
+        about = {
+            "model": str(model_dir.resolve()),
+            "reference_digest": self.reference_digest,
+            "identity": describe_run(config, model_dir) if self.ranks.rank == 0 else {},
+        }
+        self.checkpoints = MegatronCheckpoints(self.weights, self.counters, group=self.host_group, about=about)
         self.offloader: Offloader | None = None
         if shares_gpus:
             barrier = partial(dist.barrier, self.host_group)
             self.offloader = Offloader(self.policy, self.platform.device, barrier, self.reference or ())
-
-    def _make_forward(self) -> Forward:
-        config, layout = self.config, self.config.engine.parallel
-        return Forward(
-            ranks=self.ranks,
-            platform=self.platform,
-            vocab_size=self.spec.vocab_size,
-            temperature=config.rollout.sampling.temperature,
-            micro_batch_tokens=config.engine.micro_batch_tokens,
-            score_backend=config.engine.score_backend,
-            token_multiple=fp8.token_multiple(config.engine),
-            gathers_tokens=layout.ep > 1 and self.platform.kind == "cpu",
-            one_length=one_length(self.spec, layout, self.platform),
-            attention_length=attention_length(self.spec),
-            entropy_slope=self.objective.needs_entropy_slope,
-            on_progress=self.heartbeat.moved,
-            routers=self.routers,
-        )
-
-    def _make_checkpoints(self) -> MegatronCheckpoints:
-        config = self.config
-        return MegatronCheckpoints(
-            config,
-            self.policy,
-            self.weights,
-            self.counters,
-            group=self.host_group,
-            heartbeat=self.heartbeat,
-            about={
-                "model": str(self.model_dir.resolve()),
-                "reference_digest": self.reference_digest,
-                "identity": describe_run(config, self.model_dir) if self.ranks.rank == 0 else {},
-            },
-        )
-
-    def _digest_of_reference(self) -> str:
-        params = self.policy.params if self.reference is None else named_weights(self.reference)
-        return self.weights.digest(plain_weights(params))
-
-    # -- the algorithm ---------------------------------------------------------------------------------------------------
 
     def batch_from_root(self, rollouts: list[Rollout] | None) -> Batch:
         self._unscored.clear()
@@ -198,8 +175,8 @@ class Engine:
         return noise
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
-        rest = tuple(prompt[1:])
-        rollout = Rollout("canary", 0, tuple(prompt[:1]), rest, (0.0,) * len(rest), "length", WeightsVersion(0))
+        rest = prompt[1:]
+        rollout = Rollout("canary", 0, prompt[:1], rest, (0.0,) * len(rest), "length", WeightsVersion(0))
         copies = self.ranks.dp * self.ranks.micro_batch_group  # each data-parallel rank needs so many sequences
         batch = pack([rollout] * copies).to(self.platform.device)
         at_one = replace(self.forward, temperature=1.0)
@@ -214,13 +191,13 @@ class Engine:
             entropy_noise=self.counters.entropy_noise,
             clip_range=self.counters.clip_range,
         )
-        self._moves += [] if result.moves is None else [result.moves]
+        if result.moves is not None:
+            self._moves.append(result.moves)
         if last:
-            moves, self._moves = self._moves, []
-            if moves:
-                before = self.counters.clip_range
-                region = self.config.objective.trust_region
-                self.counters.clip_range = next_clip_range(region, torch.stack(moves).sum(0), before)
+            if self._moves:
+                region, moves = self.config.objective.trust_region, torch.stack(self._moves).sum(0)
+                self.counters.clip_range = next_clip_range(region, moves, self.counters.clip_range)
+                self._moves.clear()
             self.policy.finish_gather()
         if result.skipped:
             self.counters.updates_skipped += 1
@@ -230,8 +207,6 @@ class Engine:
         else:
             self.counters.updates += 1
         return result
-
-    # -- memory on GPUs that the servers use too -------------------------------------------------------------------------
 
     def onload(self) -> None:
         self._keep_on_gpu("weights", "optimizer", "gradients")
@@ -254,8 +229,6 @@ class Engine:
         torch.cuda.reset_peak_memory_stats()
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.host_group)
         return dict(zip(("memory/peak_gib", "memory/offloaded_gib"), (most / 2**30).tolist(), strict=True))
-
-    # -- the ranks -------------------------------------------------------------------------------------------------------
 
     def broadcast_from_root(self, value: T) -> T:
         """Other ranks wait on the host, so that a server can use their GPUs."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,17 +14,18 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from tepo_megatron.config import EngineConfig
 from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
-from tepo_megatron.core.scores.backend import BackendName
 from tepo_megatron.core.scores.noise import noise_quantiles, rerounded
 from tepo_megatron.core.types import Batch, TokenScores
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.trainer.megatron.batch import Share, cut, padded_tokens
 from tepo_megatron.trainer.megatron.collectives import broadcast_json
 from tepo_megatron.trainer.megatron.model.model import fused_head
-from tepo_megatron.trainer.megatron.model.routers import Routers
-from tepo_megatron.trainer.megatron.partition import partition
+from tepo_megatron.trainer.megatron.model.routers import Routers, one_length
+from tepo_megatron.trainer.megatron.partition import attention_length, partition
 from tepo_megatron.trainer.megatron.platform import Platform, Ranks
+from tepo_megatron.weights.architecture import ModelSpec
 
 _LossFunction = Callable[[TokenScores, Batch], tuple[Tensor, dict[str, Any]]]  # (scalar to differentiate, values)
 
@@ -35,27 +35,22 @@ NOT_FINITE = "not_finite"
 
 @dataclass(frozen=True)
 class Forward:
+    engine: EngineConfig
+    spec: ModelSpec
     ranks: Ranks
     platform: Platform
-    vocab_size: int
     temperature: float
-    micro_batch_tokens: int
-    score_backend: BackendName
     token_multiple: int  # parallelism divides tokens evenly, and FP8 needs 16 or more per rank
-    gathers_tokens: bool = False  # ranks that share experts then need micro-batches of one length
-    one_length: bool = False  # pipeline stages then exchange micro-batches of one length
-    attention_length: float = math.inf
-    on_progress: Callable[[], None] = lambda: None
-
-    entropy_slope: bool = False
-    routers: Routers | None = None
+    on_progress: Callable[[], None]
+    entropy_slope: bool
+    routers: Routers | None
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
         parts = partition(
             batch.lengths_S.tolist(),
             ranks=self.ranks.dp,
-            max_tokens=self.micro_batch_tokens,
-            attention_length=self.attention_length,
+            max_tokens=self.engine.micro_batch_tokens,
+            attention_length=attention_length(self.spec),
             multiple=self.ranks.micro_batch_group,
         )
         return parts[self.ranks.dp_rank]
@@ -76,9 +71,9 @@ class Forward:
         members = [batch.select(sequences) for sequences in micro_batches]
         tokens = [padded_tokens(micro.lengths_S.tolist(), self.ranks.cp) for micro in members]
         sizes = [-(-count // self.token_multiple) * self.token_multiple for count in tokens]
-        if self.one_length:
+        if one_length(self.spec, self.engine.parallel, self.platform):
             sizes = [max(sizes)] * len(sizes)
-        if self.gathers_tokens:
+        if self.engine.parallel.ep > 1 and self.platform.kind == "cpu":  # ranks that share experts gather tokens
             most = torch.tensor(sizes, device=self.platform.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=parallel_state.get_expert_tensor_and_model_parallel_group())
             sizes = most.tolist()
@@ -140,11 +135,11 @@ class Forward:
         options: dict[str, Any] = {
             "tp_group": self.ranks.tp_group,
             "temperature": self.temperature,
-            "vocab_size": self.vocab_size,
+            "vocab_size": self.spec.vocab_size,
             "mask_T": share.mask_t,
             "entropy_slope": train and self.entropy_slope,
             "kept_TK": share.kept_tK,
-            "backend": self.score_backend,
+            "backend": self.engine.score_backend,
         }
         if head is None:  # nothing reads the logits after the loss
             return logprob_and_entropy(output, share.labels_t, inplace_backward=True, **options)

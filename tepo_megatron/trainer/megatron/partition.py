@@ -37,12 +37,8 @@ def partition(
     for each other. Only a single sequence, or too few sequences, exceed ``max_tokens``.
     """
     if len(lengths) < ranks * multiple:
-        per_rank_words = (
-            f", {multiple} for each, which interleaved pipeline stages (engine.parallel.vpp) need" if multiple > 1 else ""
-        )
-        raise ValueError(
-            f"{len(lengths)} sequences cannot be spread over {ranks} data-parallel ranks{per_rank_words}; use more rollouts"
-        )
+        why = f", {multiple} for each, which interleaved pipeline stages (engine.parallel.vpp) need" if multiple > 1 else ""
+        raise ValueError(f"{len(lengths)} sequences cannot be spread over {ranks} data-parallel ranks{why}; use more rollouts")
     costs = [length + length * length / attention_length for length in lengths]
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     most = len(lengths) // (ranks * multiple) * multiple
@@ -53,15 +49,11 @@ def partition(
         bins = _fill_evenly(order, lengths, costs, count=ranks * per_rank, max_tokens=max_tokens)
         if all(len(members) == 1 or sum(lengths[index] for index in members) <= max_tokens for members in bins):
             candidates.append(bins)
-            if _imbalance(bins, costs) <= _EVEN:
+            if max(sum(costs[index] for index in members) for members in bins) * len(bins) / sum(costs) <= _EVEN:
                 return _deal(bins, costs, ranks)
     # If evening out exceeded the bound, cutting the tight ones keeps it, if there are enough sequences.
     tight = _cut(tight, ranks * least) if len(tight) <= ranks * least else bins
     return _deal(candidates[0] if candidates else tight, costs, ranks)
-
-
-def _imbalance(bins: Sequence[_MicroBatch], costs: Sequence[float]) -> float:
-    return max(sum(costs[index] for index in members) for members in bins) * len(bins) / sum(costs)
 
 
 def _fill_tightly(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[_MicroBatch]:

@@ -100,10 +100,9 @@ def _reduce(
             dist.all_reduce(moves, group=group)
         extrema = {}
         for name in results[0]["extrema"]:
-            largest = name.endswith("/max")
-            values_of_rank = torch.stack([torch.as_tensor(micro["extrema"][name], device=device) for micro in results])
-            value = values_of_rank.max() if largest else values_of_rank.min()
-            dist.all_reduce(value, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN, group=group)
+            local = torch.stack([torch.as_tensor(micro["extrema"][name], device=device) for micro in results])
+            value, op = (local.max(), dist.ReduceOp.MAX) if name.endswith("/max") else (local.min(), dist.ReduceOp.MIN)
+            dist.all_reduce(value, op=op, group=group)
             extrema[name] = float(value)
         sums = dict(zip(names, values[1:].tolist(), strict=True))
         report = [float(values[0, 0]), sums, extrema, None if moves is None else moves.tolist()]

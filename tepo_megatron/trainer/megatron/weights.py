@@ -114,8 +114,7 @@ class PolicyWeights:
 
     def export(self, out: Path) -> None:
         self.heartbeat.phase("export")
-        stream = self._watched(self.stream())
-        tensors = ((name, tensor) for name, tensor in stream if tensor is not None)
+        tensors = ((name, tensor) for name, tensor in self._watched(self.stream()) if tensor is not None)
         if self.rank == 0:
             write_model(out, tensors, source=self.model_dir, dtype=getattr(torch, self.config.model.dtype))
         deque(tensors, maxlen=0)  # the other ranks send

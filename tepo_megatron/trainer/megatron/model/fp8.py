@@ -95,10 +95,8 @@ def gather_options(fp8: Fp8Config) -> dict[str, Any]:
 
 
 def optimizer_options(fp8: Fp8Config) -> dict[str, Any]:
-    return {
-        "fp8_recipe": fp8.recipe if fp8.params else None,
-        "reuse_grad_buf_for_mxfp8_param_ag": fp8.params and fp8.recipe == "mxfp8",
-    }
+    reuse = fp8.params and fp8.recipe == "mxfp8"
+    return {"fp8_recipe": fp8.recipe if fp8.params else None, "reuse_grad_buf_for_mxfp8_param_ag": reuse}
 
 
 def token_multiple(engine: EngineConfig) -> int:
