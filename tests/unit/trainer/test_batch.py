@@ -9,27 +9,29 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, SamplingMask, WeightsVersion
 from tepo_megatron.core.types import Batch
+from tepo_megatron.run.step.minibatches import summarize
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.trainer.megatron.batch import cut
+from tepo_megatron.trainer.megatron.batch import cut, padded_tokens
 from tepo_megatron.trainer.megatron.partition import attention_length, partition
 from tepo_megatron.trainer.megatron.platform import Ranks
-from tepo_megatron.trainer.packing import pack
+from tepo_megatron.trainer.packing import check_recorded, pack
+from tepo_megatron.trainer.protocol import UpdateResult
 from tepo_megatron.weights.architecture import read_model_spec
 
 
 def rollout(prompt: list[int], response: list[int], *, group: int = 0, reward: float = 0.0) -> Rollout:
-    return Rollout(
-        problem_id=f"p{group}",
-        group=group,
-        prompt_ids=tuple(prompt),
-        response_ids=tuple(response),
-        sampler_logprobs=tuple(-0.1 * (at + 1) for at in range(len(response))),
-        finish_reason="stop",
-        versions=WeightsVersion(0),
-        reward=reward,
-    )
+    """A response token r could have been any of r + 100, r + 101, … (r % 3 of them)."""
+    logprobs = [-0.1 * (index + 1) for index in range(len(response))]
+    others = [others_of(token) for token in response]
+    mask = SamplingMask([len(tokens) for tokens in others], [token for tokens in others for token in tokens])
+    version = WeightsVersion(0)
+    return Rollout(f"p{group}", group, prompt, response, logprobs, "stop", version, reward=reward, sampling_mask=mask)
+
+
+def others_of(token: int) -> list[int]:
+    return [token + 100 + number for number in range(token % 3)]
 
 
 ids = st.lists(st.integers(1, 50), min_size=1, max_size=6)
@@ -123,6 +125,8 @@ def test_padding_is_beginnings_of_the_longest_sequence_outside_the_mask(sampled:
     [
         (rollout([], [1]), "problem p0 has an empty prompt"),
         (rollout([1], []), "problem p0 has an empty response"),
+        (replace(rollout([1], [2]), sampler_logprobs=np.zeros(2, np.float32)), "has 1 response tokens but 2 log-probs"),
+        (replace(rollout([1], [2]), reward=None), "has no reward; leave it out of the step"),
         (replace(rollout([1], [2]), loss_mask=np.array([False])), "problem p0 has no token that the model wrote"),
         (
             replace(rollout([1], [2, 3]), loss_mask=np.array([True, False])),
@@ -158,22 +162,54 @@ def test_a_record_of_another_form_is_refused() -> None:
             pack([record, replace(second, routed_experts=wrong)])
 
 
+def assert_masks_stand_at_labels(rows: list[list[int]], labels: list[int], scored: list[bool]) -> None:
+    expected = [others_of(label) if is_scored else [] for label, is_scored in zip(labels, scored, strict=True)]
+    assert [[token for token in row if token >= 0] for row in rows] == expected
+
+
+@given(rollouts, st.integers(0, 9), st.data())
+def test_sampling_masks_stay_with_their_labels(sampled: list[Rollout], extra: int, data: st.DataObject) -> None:
+    """From rollouts to every micro-batch of every rank."""
+    batch = pack(sampled)
+    selected = batch.select(data.draw(st.lists(st.sampled_from(range(len(sampled))), unique=True, min_size=1)))
+    for part in (batch, selected):
+        assert part.sampling_mask_T is not None
+        rows = part.sampling_mask_T.padded().tolist()
+        assert_masks_stand_at_labels(rows, part.labels_T.tolist(), part.loss_mask_T.tolist())
+    for cp in (1, 2):
+        size = -(-(padded_tokens(selected.lengths_S.tolist(), cp) + extra) // (2 * cp)) * 2 * cp
+        for rank in range(cp):
+            share = cut(selected, size, replace(ONE_RANK, world=cp, rank=rank, cp=cp, cp_rank=rank))
+            assert share.kept_tK is not None
+            assert_masks_stand_at_labels(share.kept_tK.tolist(), share.labels_t.tolist(), share.mask_t.tolist())
+
+
+def test_a_sampling_mask_that_is_not_known_is_refused() -> None:
+    first, second = rollout([5], [7, 8]), rollout([5], [4])
+    none = replace(second, sampling_mask=None)
+    assert pack([none]).sampling_mask_T is None
+    assert pack([first, none], sampling_masks=False).sampling_mask_T is None
+    for wrong in (none, replace(second, sampling_mask=first.sampling_mask)):
+        with pytest.raises(ValueError, match="problem p0 should have a sampling mask of 1 tokens, but has"):
+            pack([first, wrong])
+    check_recorded([first, second], routes_of=None, sampling_masks=True)
+    with pytest.raises(ValueError, match=r"problem p0 has no sampling mask, but rollout\.sampling\.top_k says"):
+        check_recorded([first, none], routes_of=None, sampling_masks=True)
+
+
+def test_a_steps_row_says_from_how_many_tokens_one_was_drawn() -> None:
+    update = UpdateResult(0.0, 0.0, 0.1, {}, {}, skipped="of no interest")
+    row = summarize(pack([rollout([5, 6], [7, 8, 11]), rollout([9], [3])]), [update])
+    assert (row["sampling/kept_mean"], row["sampling/kept_max"]) == ((2 + 3 + 3 + 1) / 4, 3)
+    none = summarize(pack([replace(rollout([5], [7]), sampling_mask=None)]), [update])
+    assert not any(name.startswith("sampling/") for name in none)
+
+
 def cost(length: int, attention: float) -> float:
     return length + length * length / attention
 
 
-def imbalance(loads: list[float]) -> float:
-    return max(loads) / (sum(loads) / len(loads))
-
-
-def lognormal(count: int, *, mean: float, longest: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [min(longest, 1 + int(rng.lognormvariate(0, 1) * mean / 1.65)) for _ in range(count)]
-
-
 lengths = st.lists(st.integers(1, 100), min_size=4, max_size=60)
-
-
 attentions = st.sampled_from([10.0, 1e3, float("inf")])
 
 
@@ -198,11 +234,12 @@ def test_each_sequence_is_in_one_micro_batch_and_the_bound_holds_while_there_are
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("seed", range(3))
 def test_costs_are_balanced_on_a_lognormal(ranks: int, seed: int) -> None:
-    drawn = lognormal(4096, mean=4000, longest=32768, seed=seed)
+    rng = random.Random(seed)
+    drawn = [min(32768, 1 + int(rng.lognormvariate(0, 1) * 4000 / 1.65)) for _ in range(4096)]
     parts = partition(drawn, ranks=ranks, max_tokens=65536, attention_length=1e5)
     costs = [[sum(cost(drawn[at], 1e5) for at in micro) for micro in rank] for rank in parts]
-    assert imbalance([sum(rank) for rank in costs]) <= 1.05
-    assert imbalance([micro for rank in costs for micro in rank]) <= 1.05
+    for loads in ([sum(rank) for rank in costs], [micro for rank in costs for micro in rank]):
+        assert max(loads) <= 1.05 * sum(loads) / len(loads)
     held = sum(len(rank) for rank in parts)
     assert held <= 1.05 * sum(drawn) / 65536 + 2 * ranks
 

@@ -6,7 +6,6 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ pytestmark = pytest.mark.slow
 TOKENS, VOCABULARY, LAYERS = 6, 5, 2
 SPEC = ModelSpec("LlamaForCausalLM", LAYERS, 8, 2, 1, 4, 16, VOCABULARY, False, 1e-5, 1e4, None, 64)
 RECIPES = ("none", "delayed", "tensorwise", "blockwise")
-KERNELS = [(kind, wgrad) for kind in ("te", "local") for wgrad in (False, True)]
 
 
 def look(rank: int, world: int) -> dict[str, Any]:
@@ -37,8 +35,6 @@ def look(rank: int, world: int) -> dict[str, Any]:
         return {
             "parameters": {name: tuple(param.shape) for name, param in build(cpu, ranks, {}, {}).named_parameters()},
             "recipes": {recipe: seen_in_a_forward(cpu, ranks, recipe) for recipe in RECIPES},
-            "refusals": {kernels: refusal_of_a_linear(*kernels) for kernels in KERNELS},
-            "swiglu": {kind: swiglu(kind) for kind in ("te", "local")},
             "timeout": parallel_state.get_tensor_model_parallel_group()._get_backend(torch.device("cpu")).options._timeout,
         }
 
@@ -82,56 +78,6 @@ def seen_in_a_forward(cpu: Any, ranks: Any, recipe: str) -> dict[str, Any]:
     return {"within": within, "logits": logits, "exact": exact, "weight": (weight.dtype, tuple(weight.shape))}
 
 
-def config_of(kind: Any, *, wgrad: bool) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from tepo_megatron.trainer.megatron.gpu import Packages
-    from tepo_megatron.trainer.megatron.model.model import Layers
-
-    options = Layers(kind, Packages(te="2.11.0", apex=wgrad, wgrad=wgrad)).kernel_options
-    options["apply_rope_fusion"] = False  # Megatron refuses it where there is no Transformer Engine (test_layers.py)
-    sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 16}
-    silu = torch.nn.functional.silu
-    return TransformerConfig(
-        **sizes, gated_linear_unit=True, add_bias_linear=False, activation_func=silu, use_cpu_initialization=True, **options
-    )
-
-
-def refusal_of_a_linear(kind: str, wgrad: bool) -> str | None:
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-
-    config = config_of(kind, wgrad=wgrad)
-    try:
-        ColumnParallelLinear(8, 5, config=config, init_method=config.init_method, bias=False)
-    except RuntimeError as error:
-        return str(error)
-    return None
-
-
-def swiglu(kind: str) -> dict[str, Any]:
-    """An MLP's output, gradients, and how many bytes it keeps for them."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.mlp import MLP, MLPSubmodules
-
-    torch.compiler.set_stance("force_eager")  # the formulas, without minutes of compilation
-    mlp = MLP(config_of(kind, wgrad=False), MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
-    generator = torch.Generator().manual_seed(0)
-    for param in mlp.parameters():
-        param.data = torch.randn(param.shape, generator=generator, dtype=torch.float64)
-    x = torch.randn(7, 1, 8, generator=generator, dtype=torch.float64, requires_grad=True)
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out, _ = mlp(x)
-    out.square().sum().backward()
-    gradients = {name: param.grad for name, param in mlp.named_parameters()}
-    return {"out": out.detach(), "gradients": {**gradients, "x": x.grad}, "kept": sum(kept.values())}
-
-
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
     (report,) = run_dist(1, look)
@@ -158,20 +104,3 @@ def test_fp8_is_for_the_linears_of_the_layers_and_not_for_the_head(seen: dict[st
         assert report["weight"] == (torch.bfloat16, (VOCABULARY, 8))
         assert report["logits"].dtype == torch.bfloat16
         torch.testing.assert_close(report["logits"].double().flatten(), report["exact"].flatten(), atol=1e-3, rtol=2**-7)
-
-
-def test_gradients_are_added_in_the_product_where_the_extension_is_said_to_be(seen: dict[str, Any]) -> None:
-    """Here it is not, so that Megatron refuses: once it is asked for, the head asks for it too, in any kind of layers."""
-    for kernels, refusal in seen["refusals"].items():
-        assert ("gradient_accumulation_fusion" in (refusal or "")) == (kernels == ("te", True)), kernels
-        assert (refusal is None) == (kernels != ("te", True))
-
-
-def test_the_fused_swiglu_gives_the_same_and_keeps_less(seen: dict[str, Any]) -> None:
-    """Of the activation its input, [7, 32], and the product's input, [7, 16]; without fusion both halves' factors as well."""
-    fused, plain = seen["swiglu"]["te"], seen["swiglu"]["local"]
-    torch.testing.assert_close(fused["out"], plain["out"])
-    assert fused["gradients"].keys() == plain["gradients"].keys()
-    for name, gradient in plain["gradients"].items():
-        torch.testing.assert_close(fused["gradients"][name], gradient, msg=partial("{}: {}".format, name))
-    assert fused["kept"] < plain["kept"]

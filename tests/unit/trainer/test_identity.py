@@ -1,9 +1,11 @@
-"""Which differences make a resumed run another run: named field by field, refused or let through."""
+"""Which differences make a resumed run another run: named field by field, refused or let through; plugins on every rank."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +18,38 @@ from tepo_megatron.config.schema import schema_rows
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.run_compatibility import (
     KINDS,
+    Difference,
     compare_runs,
     describe_run,
     idle_entries,
     refusal,
 )
+from tests.support.launch import run_dist
 
+PLUGIN = Path(__file__).parents[3] / "examples/own_objective/my_objective.py"
 MODEL = resolve_model_path("builtin:tiny")
-BASE = ("optimizer.lr=1e-4",)
 
 
-def stored(*overrides: str, model: Path = MODEL) -> dict[str, Any]:
+def with_plugin(path: Path) -> tuple[str, ...]:
+    return "objective.preset=grpo", f"objective.plugins=[{path}]", "objective.trust_region={kind: gate}"
+
+
+PLUGGED = with_plugin(PLUGIN)
+LORA = ("model.lora.rank=8", "model.lora.target_modules=[q_proj]")
+OTHER_MODEL = "nothing can let through; set model.path, model.dtype and model.lora back"
+
+
+def described(*overrides: str, model: Path = MODEL) -> dict[str, Any]:
+    return describe_run(load_run(None, ["optimizer.lr=1e-4", *overrides]), model)
+
+
+def stored(*overrides: str) -> dict[str, Any]:
     """As it comes back from a checkpoint's JSON."""
-    return json.loads(json.dumps(describe_run(load_run(None, [*BASE, *overrides]), model)))
+    return json.loads(json.dumps(described(*overrides)))
 
 
-def compare(*overrides: str, saved: tuple[str, ...] = (), model: Path = MODEL):
-    return compare_runs(stored(*saved), describe_run(load_run(None, [*BASE, *overrides]), model))
+def compare(*overrides: str, saved: tuple[str, ...] = (), model: Path = MODEL) -> list[Difference]:
+    return compare_runs(stored(*saved), described(*overrides, model=model))
 
 
 def changed_model(folder: Path, **changes: Any) -> Path:
@@ -48,7 +65,6 @@ def changed_model(folder: Path, **changes: Any) -> Path:
         ("optimizer.lr=2e-4", "optimizer.lr: 0.0001 -> 0.0002"),
         ("optimizer.betas=[0.9,0.99]", "optimizer.betas: [0.9, 0.95] -> [0.9, 0.99]"),
         ("optimizer.schedule=cosine", 'optimizer.schedule: "constant" -> "cosine"'),
-        ("objective.trust_region.low=0.01", "objective.trust_region.low: 0.0003 -> 0.01"),
         ("objective.kl.coefficient=0.1", "objective.kl: null -> {"),
         ("rollout.sampling.temperature=0.7", "rollout.sampling.temperature: 1.0 -> 0.7"),
         ("rollout.samples_per_prompt=16", "rollout.samples_per_prompt: 8 -> 16"),
@@ -59,16 +75,15 @@ def changed_model(folder: Path, **changes: Any) -> Path:
     ],
 )
 def test_another_run_is_refused_and_let_through(override: str, line: str) -> None:
-    found = compare(override)
-    text = refusal(found, ())
-    assert text is not None
+    differences = compare(override)
+    text = str(refusal(differences, ()))
     assert line in text
     field = line.partition(":")[0]
     assert f"train.allow_change=[{field}" in text
     for entry in (field, field.partition(".")[0]):
-        assert refusal(found, (entry,)) is None
-        assert idle_entries([difference.field for difference in found], (entry, "evaluate")) == ["evaluate"]
-    assert refusal(found, (field[:-1],)) == text
+        assert refusal(differences, (entry,)) is None
+        assert idle_entries([difference.field for difference in differences], (entry, "evaluate")) == ["evaluate"]
+    assert refusal(differences, (field[:-1],)) == text
 
 
 def test_all_differences_are_in_one_message() -> None:
@@ -96,55 +111,35 @@ def test_the_number_of_steps_counts_where_the_learning_rate_falls_until_the_last
 
 
 @pytest.mark.parametrize(
-    ("changes", "overrides", "line"),
+    ("model", "saved", "current", "line"),
     [
-        ({"num_hidden_layers": 1}, (), "architecture.num_layers: "),
-        ({"rope_theta": 5e5, "rope_parameters": None}, (), "architecture.rope_theta: "),
-        ({"rms_norm_eps": 1e-3}, (), "architecture.norm_eps: "),
-        ({"vocab_size": 99}, (), "architecture.vocab_size: "),
-        ({"intermediate_size": 8}, (), "architecture.ffn_size: "),
-        ({}, ("model.dtype=bfloat16",), 'architecture.dtype: "float32" -> "bfloat16"'),
+        ({"num_hidden_layers": 1}, (), (), "architecture.num_layers: "),
+        ({"rope_theta": 5e5, "rope_parameters": None}, (), (), "architecture.rope_theta: "),
+        ({"rms_norm_eps": 1e-3}, (), (), "architecture.norm_eps: "),
+        ({"vocab_size": 99}, (), (), "architecture.vocab_size: "),
+        ({"intermediate_size": 8}, (), (), "architecture.ffn_size: "),
+        ({}, (), ("model.dtype=bfloat16",), 'architecture.dtype: "float32" -> "bfloat16"'),
+        ({}, (), LORA, "model.lora: null -> {"),
+        ({}, LORA, (), "model.lora: {"),
+        ({}, LORA, ("model.lora.rank=4", LORA[1]), "model.lora.rank: 8 -> 4"),
+        ({}, LORA, (LORA[0],), 'model.lora.target_modules: ["q_proj"] -> ["all-linear"]'),
     ],
 )
-def test_another_model_is_never_let_through(
-    changes: dict[str, Any], overrides: tuple[str, ...], line: str, tmp_path: Path
+def test_another_model_and_other_adapters_are_never_let_through(
+    model: dict[str, Any], saved: tuple[str, ...], current: tuple[str, ...], line: str, tmp_path: Path
 ) -> None:
-    text = str(refusal(compare(*overrides, model=changed_model(tmp_path / "model", **changes)), ("model", "objective")))
+    differences = compare(*current, saved=saved, model=changed_model(tmp_path / "model", **model))
+    text = str(refusal(differences, ("model", "objective")))
     assert line in text
-    assert "nothing can let through" in text
-    assert text.count("dtype") == (2 if overrides else 1)
-
-
-LORA = ("model.lora.rank=8", "model.lora.target_modules=[q_proj]")
-
-
-@pytest.mark.parametrize(
-    ("saved", "current", "line"),
-    [
-        ((), LORA, "model.lora: null -> {"),
-        (LORA, (), "model.lora: {"),
-        (LORA, ("model.lora.rank=4", LORA[1]), "model.lora.rank: 8 -> 4"),
-        (LORA, (LORA[0],), 'model.lora.target_modules: ["q_proj"] -> ["all-linear"]'),
-    ],
-)
-def test_other_adapters_are_never_let_through(saved: tuple[str, ...], current: tuple[str, ...], line: str) -> None:
-    text = str(refusal(compare(*current, saved=saved), ("model",)))
-    assert line in text
-    assert "nothing can let through; set model.path, model.dtype and model.lora back" in text
+    assert OTHER_MODEL in text
+    assert text.count("dtype") == (2 if "model.dtype=bfloat16" in current else 1)
 
 
 def test_another_scale_of_adapters_is_let_through_and_where_they_came_from_does_not_count() -> None:
     assert refusal(compare(*LORA, "model.lora.path=elsewhere", saved=LORA), ()) is None
-    found = compare(*LORA, "model.lora.alpha=8", saved=LORA)
-    assert "train.allow_change=[model.lora.alpha]" in str(refusal(found, ()))
-    assert refusal(found, ("model.lora.alpha",)) is None
-
-
-def test_a_checkpoint_of_a_version_without_lora_has_none() -> None:
-    saved = stored()
-    del saved["config"]["model"]["lora"]
-    assert not compare_runs(saved, stored())
-    assert refusal(compare_runs(saved, stored(*LORA)), ("model",)) is not None
+    differences = compare(*LORA, "model.lora.alpha=8", saved=LORA)
+    assert "train.allow_change=[model.lora.alpha]" in str(refusal(differences, ()))
+    assert refusal(differences, ("model.lora.alpha",)) is None
 
 
 def test_a_copy_of_the_model_elsewhere_is_the_same_and_another_tokenizer_is_not(tmp_path: Path) -> None:
@@ -152,9 +147,7 @@ def test_a_copy_of_the_model_elsewhere_is_the_same_and_another_tokenizer_is_not(
     assert compare(f"model.path={copy}", model=copy)[0].kind == "free"
     assert refusal(compare(f"model.path={copy}", model=copy), ()) is None
     (copy / "added_tokens.json").write_text("{}")
-    text = refusal(compare(model=copy), ())
-    assert text is not None
-    assert "model.path's tokenizer" in text
+    assert "model.path's tokenizer" in str(refusal(compare(model=copy), ()))
     assert refusal(compare(model=copy), ("model.path",)) is None
 
 
@@ -170,29 +163,19 @@ NOT_TRAINED = "model.path's weights, which a resumed run does not train: "
 
 def test_other_weights_are_refused_with_both_folders_and_let_through_by_name(tmp_path: Path) -> None:
     model = with_other_weights(changed_model(tmp_path / "other"))
-    found = compare(f"model.path={model}", model=model)
-    text = refusal(found, ())
-    assert text is not None
+    differences = compare(f"model.path={model}", model=model)
+    text = str(refusal(differences, ()))
     (line,) = (line for line in text.splitlines() if "model.path's" in line)
     assert line.startswith(f'  {NOT_TRAINED}"builtin:tiny (')
     assert f'-> "{model} (' in line
     assert "train.allow_change=[model.path]" in text
     assert text.endswith("training that is to start from other weights or adapters is another run, with an output of its own")
-    assert refusal(found, ("model.path",)) is None
-    assert len(found) == 1
+    assert refusal(differences, ("model.path",)) is None
+    assert len(differences) == 1
     # also where the path is what it was, and not where there is a worse difference
     assert NOT_TRAINED in str(refusal(compare(model=model), ()))
     assert NOT_TRAINED not in str(refusal(compare("model.dtype=bfloat16", model=model), ()))
     assert "the checkpoint's adapters belong to" in str(refusal(compare(*LORA, saved=LORA, model=model), ()))
-
-
-def test_of_a_version_without_digests_of_weights_another_path_is_said_and_let_through() -> None:
-    saved = stored()
-    del saved["weights"], saved["first_adapters"]
-    assert not compare_runs(saved, stored())
-    (found,) = compare_runs(saved, stored("model.path=elsewhere"))
-    assert str(found).startswith("model.path, whose weights could not be compared (a resumed run trains its checkpoint's): ")
-    assert refusal([found], ()) is None
 
 
 def test_adapters_that_a_resumed_run_would_not_read_are_refused(tmp_path: Path) -> None:
@@ -210,20 +193,47 @@ def test_adapters_that_a_resumed_run_would_not_read_are_refused(tmp_path: Path) 
         assert "train.allow_change=[model.lora.path]" in text
 
 
-def test_a_field_that_the_saving_version_did_not_know_counts_if_it_is_set() -> None:
+def without(*paths: str) -> dict[str, Any]:
+    """What a version saved that did not know these."""
     saved = stored()
-    del saved["config"]["optimizer"]["eps"]
-    assert not compare_runs(saved, stored())
-    (found,) = compare_runs(saved, stored("optimizer.eps=1e-5"))
-    assert (found.field, found.kind) == ("optimizer.eps", "run")
+    for path in paths:
+        *folders, name = path.split(".")
+        section = saved
+        for folder in folders:
+            section = section[folder]
+        del section[name]
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("unknown", "overrides", "line", "refused"),
+    [
+        (("config.optimizer.eps",), ("optimizer.eps=1e-5",), "optimizer.eps: (not known) -> 1e-05", True),
+        (("config.model.lora",), LORA, "model.lora: (not known) -> {", True),
+        (("plugins", "config.objective.plugins", "config.objective.mask"), PLUGGED, "by its digest: (not known) -> ", True),
+        (
+            ("weights", "first_adapters"),
+            ("model.path=elsewhere",),
+            "model.path, whose weights could not be compared (a resumed run trains its checkpoint's): ",
+            False,
+        ),
+    ],
+)
+def test_what_the_saving_version_did_not_know_counts_if_it_is_set(
+    unknown: tuple[str, ...], overrides: tuple[str, ...], line: str, refused: bool
+) -> None:
+    assert not compare_runs(without(*unknown), described())
+    differences = compare_runs(without(*unknown), described(*overrides))
+    assert line in "\n".join(map(str, differences))
+    assert (refusal(differences, ()) is not None) == refused
 
 
 def test_what_another_version_computes_with_is_told_and_let_through() -> None:
     saved = stored()
     saved["versions"]["torch"] = "1.0"
-    (found,) = compare_runs(saved, stored())
-    assert str(found).startswith('versions.torch: "1.0" -> ')
-    assert refusal([found], ()) is None
+    (difference,) = compare_runs(saved, described())
+    assert str(difference).startswith('versions.torch: "1.0" -> ')
+    assert refusal([difference], ()) is None
 
 
 def test_every_field_has_its_kind_and_every_line_of_the_table_a_field() -> None:
@@ -233,7 +243,7 @@ def test_every_field_has_its_kind_and_every_line_of_the_table_a_field() -> None:
     assert not [prefix for prefix in KINDS if not any(path == prefix or path.startswith(f"{prefix}.") for path in paths)]
     saved = stored()
     saved["config"]["objective"]["another"] = saved["config"]["rollout"]["server"]["another"] = 1
-    kinds = {difference.field: difference.kind for difference in compare_runs(saved, stored())}
+    kinds = {difference.field: difference.kind for difference in compare_runs(saved, described())}
     assert kinds == {"objective.another": "run", "rollout.server.another": "free"}
 
 
@@ -249,7 +259,44 @@ def test_every_field_has_its_kind_and_every_line_of_the_table_a_field() -> None:
 def test_an_entry_that_can_allow_nothing_is_refused(entry: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_run(None, [f"train.allow_change=[{entry}]"])
-
-
-def test_fields_of_any_kind_of_section_can_be_allowed() -> None:
     load_run(None, ["train.allow_change=[objective, objective.trust_region.low, optimizer.lr, data.train, seed]"])
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Callable[..., Path]:
+    def write(name: str, more: str = "") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(PLUGIN.read_text() + more)
+        return path
+
+    return write
+
+
+def test_a_changed_plugin_is_another_run_and_the_same_one_elsewhere_is_not(copy: Callable[..., Path]) -> None:
+    path = copy("my_objective.py")
+    saved = stored(*with_plugin(path))
+    assert refusal(compare_runs(saved, described(*with_plugin(copy("renamed.py")))), []) is None
+    copy("my_objective.py", "\n# another\n")
+    (difference,) = compare_runs(saved, described(*with_plugin(path)))
+    assert refusal([difference], []) is not None
+    digest = saved["plugins"]["my_objective.py"]
+    assert f'objective.plugins\' my_objective.py, by its digest: "{digest}" -> ' in str(difference)
+    assert refusal([difference], ["objective.plugins"]) is None
+
+
+def start(rank: int, world: int, folder: Path) -> None:
+    """An engine whose plugin may differ on the last rank."""
+    from tepo_megatron.trainer.megatron.engine import Engine
+
+    os.environ["WORLD_SIZE"] = str(world)
+    config = load_run(None, [*with_plugin(folder / f"rank{rank}" / "my_objective.py"), f"engine.parallel.dp={world}"])
+    Engine(config, MODEL)
+
+
+def test_ranks_compare_their_bytes(copy: Callable[..., Path], tmp_path: Path) -> None:
+    for rank in range(2):
+        copy(f"rank{rank}/my_objective.py", "\n# another\n" * rank)
+    message = r"rank 1 on .* has other bytes of my_objective\.py than rank 0 on .* \(digest [0-9a-f]+ and [0-9a-f]+"
+    with pytest.raises(RuntimeError, match=message):
+        run_dist(2, start, tmp_path)

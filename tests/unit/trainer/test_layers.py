@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from tepo_megatron.trainer.megatron import gpu as packages
 from tepo_megatron.trainer.megatron.gpu import Packages
 from tepo_megatron.trainer.megatron.model import fp8 as fp8_weights
-from tepo_megatron.trainer.megatron.model.model import LOCAL, Layers
+from tepo_megatron.trainer.megatron.model.model import Layers
 from tepo_megatron.trainer.megatron.optimizer_states import STATES, OptimizerStates
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
@@ -27,18 +27,16 @@ from tepo_megatron.weights.table import tensor_shapes
 SPEC = ModelSpec("LlamaForCausalLM", 1, 8, 2, 1, 4, 16, 5, False, 1e-5, 1e4, None, 64)
 
 
-def config(layers: Layers, **changes: Any) -> TransformerConfig:
-    options = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "gated_linear_unit": True, "add_bias_linear": False}
-    silu = torch.nn.functional.silu
-    return TransformerConfig(**{**options, "activation_func": silu, **layers.kernel_options, **changes})
-
-
-def test_megatron_takes_the_fusions() -> None:
-    """All but the rotation's, which Megatron refuses without Transformer Engine: nothing of ours may promise it."""
-    assert config(Layers("te"), apply_rope_fusion=False).bias_activation_fusion
-    with pytest.raises(ValueError, match="apply_rope_fusion is not available"):
-        config(Layers("te"))
-    assert not config(LOCAL).bias_activation_fusion
+@pytest.mark.parametrize(("kind", "wgrad"), [("te", True), ("te", False), ("local", True)])
+def test_fusions_are_asked_for_where_their_kernels_are(kind: Any, wgrad: bool) -> None:
+    options = Layers(kind, Packages(te="2.11.0", apex=wgrad, wgrad=wgrad)).kernel_options
+    te = kind == "te"
+    assert (options["bias_activation_fusion"], options["apply_rope_fusion"], options["persist_layer_norm"]) == (te, te, te)
+    assert options["gradient_accumulation_fusion"] == (te and wgrad)
+    sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    silu: dict[str, Any] = {"gated_linear_unit": True, "add_bias_linear": False, "activation_func": torch.nn.functional.silu}
+    # Megatron takes all but the rotation's, which needs Transformer Engine
+    TransformerConfig(**{**sizes, **silu, **options, "apply_rope_fusion": False})
 
 
 # -- whose kernels -------------------------------------------------------------------------------------------------------------
