@@ -26,7 +26,8 @@ def _shipped(kind: str) -> Mapping[str, Preset]:
     return {name: Preset(entry.pop("source"), entry.pop("formula"), entry) for name, entry in entries.items()}
 
 
-PRESETS, CORRECTIONS = _shipped("presets"), _shipped("corrections")
+PRESETS = _shipped("presets")
+CORRECTIONS = _shipped("corrections")
 
 _SUFFIXES = (".yaml", ".yml")
 
