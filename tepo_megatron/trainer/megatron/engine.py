@@ -149,10 +149,8 @@ class Engine:
                 batch = batch.with_(reference_logprobs_T=self._score_by_reference(batch))
         except NotFiniteError as error:
             self._unscored.append(str(error))
-            nothing_T = torch.full_like(batch.sampler_logprobs_T, torch.nan)
-            batch = batch.with_(old_logprobs_T=nothing_T, old_entropy_T=nothing_T)
-            if self.objective.needs_reference:
-                batch = batch.with_(reference_logprobs_T=nothing_T)
+            names = ["old_logprobs_T", "old_entropy_T", *(["reference_logprobs_T"] if self.objective.needs_reference else [])]
+            batch = batch.with_(**dict.fromkeys(names, torch.full_like(batch.sampler_logprobs_T, torch.nan)))
         return batch
 
     def _score_by_reference(self, batch: Batch) -> Tensor:

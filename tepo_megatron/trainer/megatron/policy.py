@@ -115,9 +115,7 @@ class PolicyBuilder:
             for name, values in unrounded.items():
                 OptimizerStates(optimizer).set_master(params[name], values)
             schedule = _build_schedule(config.optimizer, optimizer, total_steps=config.train.steps * config.train.minibatches)
-            megatron.finalize_model_grads_func = partial(
-                _finalize_gradients, afterwards=(lambda: None) if lora is None else lora.sum_gradients
-            )
+            megatron.finalize_model_grads_func = partial(_finalize_gradients, lora=lora)
             megatron.grad_scale_func = optimizer.scale_loss
             if config.engine.overlap_grad_reduce:  # in the first update Megatron learns which gradients complete a bucket
                 no_sync = [chunk.no_sync for chunk in ddp]
@@ -149,13 +147,12 @@ def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     return weights
 
 
-def _finalize_gradients(
-    model: list[torch.nn.Module], num_tokens: Tensor | None, *, afterwards: Callable[[], None], **kwargs: Any
-) -> None:
+def _finalize_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None, *, lora: Lora | None, **kwargs: Any) -> None:
     # like Megatron's, without its division (``update.py``)
     del num_tokens
     finalize_model_grads(model, None, **kwargs)
-    afterwards()
+    if lora is not None:
+        lora.sum_gradients()
 
 
 def _build_optimizer(
