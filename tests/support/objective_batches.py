@@ -27,7 +27,7 @@ def doubles(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def plain_step(lengths, advantages, logprob, old, *, sampler=None, reference=None, labels=None, old_entropy=None):
+def plain_step(lengths, advantages, logprob, old, *, sampler=None, reference=None, labels=None):
     """A batch of these responses without prompts, and its scores, with entropies of 1."""
     tokens = sum(lengths)
     batch = Batch(
@@ -40,7 +40,7 @@ def plain_step(lengths, advantages, logprob, old, *, sampler=None, reference=Non
         groups_S=torch.zeros(len(lengths), dtype=torch.int64),
         advantages_S=torch.as_tensor(advantages),
         old_logprobs_T=old,
-        old_entropy_T=torch.ones_like(old) if old_entropy is None else old_entropy,
+        old_entropy_T=torch.ones_like(old),
         reference_logprobs_T=reference,
     )
     return batch, TokenScores(logprob, torch.ones_like(old).requires_grad_())

@@ -38,14 +38,10 @@ def test_auto_takes_it_on_a_cpu():
     assert torch.equal(auto.entropy, cpp.entropy)
 
 
-def test_a_missing_compiler_is_named(monkeypatch):
+def test_a_missing_compiler_is_named_and_auto_is_then_torch_and_says_so_once(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(RuntimeError, match=r"install a C\+\+ compiler, name one in CXX, or use backend = 'torch'"):
         logprob_and_entropy(torch.zeros(1, 2), torch.tensor([0]), backend="cpp")
-
-
-def test_auto_without_a_compiler_is_torch_and_says_so_once(monkeypatch, caplog):
-    monkeypatch.setenv("CXX", "no-such-compiler")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert get_backend("auto", CPU) is get_backend("torch", CPU)
