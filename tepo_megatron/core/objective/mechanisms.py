@@ -70,10 +70,10 @@ def _kl_cov(term: KLCov, step: StepValues) -> _Mechanism:
 def _kl_mask(term: KLMask, step: StepValues) -> _Mechanism:
     """Penalises A > 0 with falling entropy (docs/reference/tepo.md, equations 6, 7)."""
     noise = step.entropy_noise
-    return _Mechanism(lambda values: (values.advantage_T > 0) & _entropy_falls(term, noise, values), partial(_kl_penalty, term))
+    return _Mechanism(lambda values: (values.advantage_T > 0) & entropy_falls(term, noise, values), partial(_kl_penalty, term))
 
 
-def _entropy_falls(term: KLMask, noise: float, values: TokenValues) -> Tensor:
+def entropy_falls(term: KLMask, noise: float, values: TokenValues) -> Tensor:
     """Returns bool [T]. A measured fall counts above the tolerance, ``auto``: twice the noise (nats), above fp32 rounding."""
     if term.falling == "covariance":
         return values.covariance_T > 0
