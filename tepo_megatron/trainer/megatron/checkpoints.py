@@ -21,7 +21,7 @@ from torch import Tensor
 from tepo_megatron.runtime.files import partial_path, sync_folder
 from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints, read_state, set_aside
 from tepo_megatron.trainer.megatron.collectives import all_gather_json, broadcast_json
-from tepo_megatron.trainer.megatron.optimizer_states import STATES, OptimizerStates, is_parallel_expert
+from tepo_megatron.trainer.megatron.optimizer_states import STATES, OptimizerStates
 from tepo_megatron.trainer.megatron.policy import Policy
 from tepo_megatron.trainer.megatron.weights import PolicyWeights
 from tepo_megatron.trainer.protocol import SavedCheckpoint
@@ -43,7 +43,7 @@ def _shards_to_save(sources: GatherPlan, split: MegatronParallel, rank: int, pol
         other, param = split.coordinates(owner), policy.trained.get(shard.param)
         if param is None or other.pp_rank != place.pp_rank:
             continue
-        expert = is_parallel_expert(param)
+        expert = OptimizerStates.is_parallel_expert(param)
         same = (other.etp_rank, other.ep_rank) == (place.etp_rank, place.ep_rank) if expert else other.tp_rank == place.tp_rank
         if same:
             shards.append(shard)

@@ -26,14 +26,14 @@ STATES = ("master", "exp_avg", "exp_avg_sq")
 _TIE = 0x8000  # last 17 bits of an fp32 number halfway between an even and the next odd bfloat16 number
 
 
-def is_parallel_expert(param: torch.nn.Parameter) -> bool:
-    return not getattr(param, "allreduce", True)
-
-
 class OptimizerStates:
     def __init__(self, optimizer: MegatronOptimizer) -> None:
         self._inner = inner_optimizers(optimizer)
         self.distributed = isinstance(self._inner[0], DistributedOptimizer)
+
+    @staticmethod
+    def is_parallel_expert(param: torch.nn.Parameter) -> bool:
+        return not getattr(param, "allreduce", True)
 
     def range_of(self, param: torch.nn.Parameter) -> slice:
         return self._held(param)[2]
@@ -92,7 +92,7 @@ class OptimizerStates:
 
     def _held(self, param: torch.nn.Parameter) -> tuple[Any, Tensor, slice]:
         # Megatron chains an optimizer for dense weights and, under expert parallelism, another.
-        optimizer = self._inner[is_parallel_expert(param) if len(self._inner) > 1 else 0]
+        optimizer = self._inner[self.is_parallel_expert(param) if len(self._inner) > 1 else 0]
         if isinstance(optimizer, DistributedOptimizer):
             if param not in optimizer.model_param_group_index_map:
                 return optimizer.optimizer, param.new_zeros(0, dtype=torch.float32), slice(0, 0)
