@@ -244,7 +244,9 @@ def _describe(detail: ErrorDetails) -> str:
     place, raw = _locate(detail["loc"]), detail["input"]
     kind = detail["type"]
     if kind == "extra_forbidden":
-        return _describe_unknown(place, raw)
+        near = _nearest_fields(place)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(place.siblings)}"
+        return f"{place.path}: unknown key (got {show(raw)}); {hint}"
     if kind == "missing":
         return f"{place.path}: missing; allowed: {_allowed(place.node)}"
     if kind == "union_tag_invalid":
@@ -264,12 +266,6 @@ def _describe(detail: ErrorDetails) -> str:
     if kind == "string_type" and isinstance(raw, int | float) and "a list" not in line:
         line += f" (to give a number as text: {place.path}='\"{show(raw)}\"')"
     return line
-
-
-def _describe_unknown(place: _Place, raw: Any) -> str:
-    near = _nearest_fields(place)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(place.siblings)}"
-    return f"{place.path}: unknown key (got {show(raw)}); {hint}"
 
 
 _OTHER_NAMES = {

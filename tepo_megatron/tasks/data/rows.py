@@ -219,12 +219,11 @@ def _format_of(path: Path) -> _Format:
     suffix = path.suffix.lower()
     with path.open("rb") as file:
         starts = file.read(64)
-    if suffix == ".parquet" or starts.startswith(b"PAR1"):
+    if starts.startswith(b"PAR1"):
         return "parquet"
     if suffix == ".json" and starts.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         return "list"
-    by_suffix: dict[str, _Format] = {".arrow": "arrow", ".csv": "csv", ".tsv": "csv"}
-    return by_suffix.get(suffix, "json")
+    return "arrow" if suffix == ".arrow" else _SUFFIXES.get(suffix, "json")
 
 
 def _json(path: Path) -> Mapping[str, Any]:

@@ -29,11 +29,8 @@ def _open_files(setup: Mapping[str, Any]) -> int:
     return OPEN_FILES + (_FILES_OF_AGENT * setup["concurrency"] if setup["agent"] else 0)
 
 
-BUILTIN: Mapping[str, str] = {
-    "guess_number": "tepo_megatron.tasks.environments.builtin_environments:GuessNumber",
-    "calculator": "tepo_megatron.tasks.environments.builtin_environments:Calculator",
-    "python": "tepo_megatron.tasks.environments.builtin_environments:PythonTool",
-}
+_CLASSES = {"guess_number": "GuessNumber", "calculator": "Calculator", "python": "PythonTool"}
+BUILTIN = {name: f"tepo_megatron.tasks.environments.builtin_environments:{of}" for name, of in _CLASSES.items()}
 
 OUTSIDE = "outside"  # external agents; nothing is imported
 
@@ -91,7 +88,7 @@ class EpisodeTable:
         try:
             async with asyncio.timeout(self._limits.timeout_s) as limit:
                 if kind == "end":
-                    method = getattr(self._episodes.pop(number, None), "close", _nothing)
+                    method = getattr(self._episodes.pop(number, None), "close", lambda: None)
                     await _value(method())
                     return {}
                 if kind == "reset":
@@ -148,9 +145,6 @@ class EpisodeTable:
         except ValueError as why:
             return {"error": f"the environment's {kind} returned {why}{place_of(method)}"}
         return {"observation": observation, "reward": reward, "done": bool(result.done), "tool_error": bool(result.tool_error)}
-
-
-def _nothing() -> None: ...
 
 
 def _agents(name: str, kwargs: Mapping[str, Any], setup: Mapping[str, Any], limits: WorkerLimits) -> Any:
