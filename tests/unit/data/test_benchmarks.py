@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -19,57 +19,43 @@ from tepo_megatron.tasks.data.benchmarks import BENCHMARKS, LOCK, SETS, prepare
 from tepo_megatron.tasks.data.rows import file_digest
 from tests.support import code_rows
 
-FILES: Mapping[str, list[dict[str, Any]]] = {
-    **code_rows.FILES,
-    "math500": [{"problem": "Halve $1$.", "answer": "\\frac{1}{2}", "subject": "Algebra", "unique_id": "test/2.json"}],
-    "aime24": [
-        {"id": 61, "problem": "Find 5 times 5.", "solution": "025", "answer": "025", "url": "https://y", "year": "2024"}
-    ],
-    "aime25": [{"problem": "Find 7 times 10.", "answer": "70", "id": "0"}, {"problem": "Find 4.", "answer": "4", "id": "1"}],
-    "amc23": [
-        {"id": 0, "question": "How many are 3 dozen?", "answer": 36.0, "url": "https://x"},
-        {"id": 1, "question": "What is minus one?", "answer": -1.0, "url": "https://y"},
-    ],
-    "minerva": [
-        {"question": "A mass of 2 kg is at 3 m/s. Its momentum?", "answer": "6"},
-        {"question": "Speed of light, in m/s?", "answer": "3e8"},
-    ],
-    "olympiadbench": [
-        {
-            **{"id": 1606, "question": "Find $x$ with $x^2=4$.", "final_answer": ["$2$", "$-2$"]},
-            **dict.fromkeys(("context", "error", "unit", "answer_type")),
-        },
-        {
-            **{"id": 1607, "question": "Find its area.", "final_answer": ["$\\frac{1}{4}$"], "error": "1e-2", "unit": "m^2"},
-            **{"context": "A square has side $\\frac{1}{2}$.", "answer_type": "Numerical"},
-        },
-    ],
-    "omni-math": [{"domain": ["Algebra"], "problem": "Find all $n$ with $n=n^2$.", "answer": "0, 1", "source": "own"}],
-    "gsm8k": [
-        {"question": "Ann has 3 pens and buys 4. How many?", "answer": "3 + 4 = <<3+4=7>>7 pens.\n#### 7"},
-        {"question": "A town of 1000 people triples. How many?", "answer": "1000*3\n#### 3,000"},
-    ],
-}
-EXPECTED: Mapping[str, list[tuple[str, str, str]]] = {
-    **code_rows.EXPECTED,
-    "math500": [("math500/test/2.json", "Halve $1$.", "\\frac{1}{2}")],
-    "aime24": [("aime24/61", "Find 5 times 5.", "025")],
-    "aime25": [("aime25/0", "Find 7 times 10.", "70"), ("aime25/1", "Find 4.", "4")],
-    "amc23": [("amc23/0", "How many are 3 dozen?", "36"), ("amc23/1", "What is minus one?", "-1")],
-    "minerva": [
-        ("minerva/0", "A mass of 2 kg is at 3 m/s. Its momentum?", "6"),
-        ("minerva/1", "Speed of light, in m/s?", "3e8"),
-    ],
-    "olympiadbench": [
-        ("olympiadbench/1606", "Find $x$ with $x^2=4$.", "2, -2"),
-        ("olympiadbench/1607", "A square has side $\\frac{1}{2}$.\n\nFind its area.", "\\frac{1}{4}"),
-    ],
-    "omni-math": [("omni-math/0", "Find all $n$ with $n=n^2$.", "0, 1")],
-    "gsm8k": [
-        ("gsm8k/0", "Ann has 3 pens and buys 4. How many?", "7"),
-        ("gsm8k/1", "A town of 1000 people triples. How many?", "3000"),
-    ],
-}
+NOTHING = dict.fromkeys(("context", "error", "unit", "answer_type"))
+SAMPLES: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "math500/test/2.json",
+        {"problem": "Halve 1.", "answer": "1/2", "subject": "Algebra", "unique_id": "test/2.json"},
+        "1/2",
+    ),
+    ("aime24/61", {"id": 61, "problem": "Find 5 times 5.", "solution": "025", "answer": "025", "url": "https://y"}, "025"),
+    ("aime25/0", {"problem": "Find 7 times 10.", "answer": "70", "id": "0"}, "70"),
+    ("aime25/1", {"problem": "Find 4.", "answer": "4", "id": "1"}, "4"),
+    ("amc23/0", {"id": 0, "question": "How many are 3 dozen?", "answer": 36.0, "url": "https://x"}, "36"),
+    ("amc23/1", {"id": 1, "question": "What is minus one?", "answer": -1.0, "url": "https://y"}, "-1"),
+    ("minerva/0", {"question": "A mass of 2 kg is at 3 m/s. Its momentum?", "answer": "6"}, "6"),
+    ("minerva/1", {"question": "Speed of light, in m/s?", "answer": "3e8"}, "3e8"),
+    ("olympiadbench/1606", {**NOTHING, "id": 1606, "question": "Solve $x^2=4$.", "final_answer": ["$2$", "$-2$"]}, "2, -2"),
+    (
+        "olympiadbench/1607",
+        {"id": 1607, "question": "Find its area.", "final_answer": ["$1/4$"], "error": "1e-2", "unit": "m^2"}
+        | {"context": "A square has side $\\frac{1}{2}$.", "answer_type": "Numerical"},
+        "1/4",
+    ),
+    (
+        "omni-math/0",
+        {"domain": ["Algebra"], "problem": "Find all $n = n^2$.", "answer": "0, 1", "source": "own"},
+        "0, 1",
+    ),
+    ("gsm8k/0", {"question": "Ann has 3 pens and buys 4. How many?", "answer": "3 + 4 = <<3+4=7>>7 pens.\n#### 7"}, "7"),
+    ("gsm8k/1", {"question": "A town of 1000 people triples. How many?", "answer": "1000*3\n#### 3,000"}, "3000"),
+]
+"""(Id, published row, answer); the prompt is the problem or question, after a context."""
+
+FILES: dict[str, list[dict[str, Any]]] = dict(code_rows.FILES)
+EXPECTED: dict[str, list[tuple[str, str, str]]] = dict(code_rows.EXPECTED)
+for identity, row, answer in SAMPLES:
+    prompt = "\n\n".join(filter(None, (row.get("context"), row.get("problem") or row["question"])))
+    FILES.setdefault(identity.split("/")[0], []).append(row)
+    EXPECTED.setdefault(identity.split("/")[0], []).append((identity, prompt, answer))
 
 
 def write(name: str, folder: Path) -> Path:
@@ -118,18 +104,6 @@ def test_a_published_file_becomes_problems(name: str, small: Callable[[str], Pat
     given = yaml.safe_load((tmp_path / "out" / SETS).read_text())["evaluate"]["sets"][name]
     assert given["sha256"] == file_digest(done.path)
     assert ("```python" if BENCHMARKS[name].verifier == "python_tests" else "\\boxed{}") in given["template"]
-
-
-def test_tests_are_kept_beside_what_they_need(small: Callable[[str], Path], tmp_path: Path) -> None:
-    found = {name: lines(prepare(name, tmp_path / "out", source=small(name)).path) for name in ("humaneval", "mbpp")}
-    first, second = found["humaneval"]
-    assert (first["setup"], first["entry_point"]) == ("from typing import List\n\n\n", "evens")
-    assert (second["setup"], second["stub"]) == (
-        FILES["humaneval"][1]["prompt"].split("def quarter")[0],
-        FILES["humaneval"][1]["prompt"],
-    )
-    assert second["tests"] == [f"{FILES['humaneval'][1]['test']}\ncheck(quarter)\n"]
-    assert (found["mbpp"][1]["setup"], found["mbpp"][1]["tests"]) == ("ZERO = 0", FILES["mbpp"][1]["test_list"])
 
 
 @pytest.mark.parametrize("name", ["math500", "minerva"], ids=["known", "recorded at the first preparation"])

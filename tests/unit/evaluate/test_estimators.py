@@ -77,20 +77,6 @@ def test_an_interval_holds_the_true_mean_in_95_percent_of_evaluations(
     assert held / RUNS == pytest.approx(0.95, abs=0.02)
 
 
-def test_a_paired_difference_is_held_too() -> None:
-    """Two models on the same problems: the differences are far narrower than either's own interval."""
-    random = np.random.default_rng(3)
-    held = 0
-    for seed in range(RUNS):
-        chances = random.beta(1.0, 1.0, 60) * 0.9
-        one, other = (random.binomial(8, chances + gain) / 8 for gain in (0.0, 0.1))
-        found = bootstrap(other - one, resamples=300, seed=seed)
-        held += found.low <= 0.1 <= found.high
-    assert held / RUNS == pytest.approx(0.95, abs=0.02)
-    alone = bootstrap(one)
-    assert found.high - found.low < 0.8 * (alone.high - alone.low)
-
-
 def test_it_is_close_to_students_interval_where_that_is_right() -> None:
     values = np.random.default_rng(0).normal(3.0, 2.0, 40)
     half = 2.023 * values.std(ddof=1) / 40**0.5

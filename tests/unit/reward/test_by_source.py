@@ -62,10 +62,3 @@ def test_answers_come_one_by_one_and_a_reset_forgets_the_rest(pool: VerifierTask
     assert pool.unfinished == 1
     pool.reset()
     assert pool.unfinished == 0
-
-
-def test_a_verifier_that_cannot_be_loaded_ends_the_others() -> None:
-    sources = [{"path": "a.jsonl"}, {"path": "b.jsonl", "verifier": "no_such_module:score"}]
-    config = DataConfig.model_validate({"train": sources, "heldout": None})
-    with pytest.raises(ValueError, match="importing no_such_module raised ModuleNotFoundError"):
-        VerifierTask(RewardConfig(verifier="exact"), config)
