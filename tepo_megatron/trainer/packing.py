@@ -11,7 +11,6 @@ from torch import Tensor
 from tepo_megatron.core.rollout import Rollout, SamplingMask, not_recorded
 from tepo_megatron.core.types import Batch
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.routes import rollout_fault
 
 
 def pack(
@@ -127,7 +126,8 @@ def check_recorded(rollouts: Sequence[Rollout], *, routes_of: ModelSpec | None, 
     """Raises ValueError that names a rollout without the experts or mask that the config needs."""
     for rollout in rollouts:
         where = f"rollout of problem {rollout.problem_id}"
-        if routes_of is not None and (fault := rollout_fault(rollout, routes_of)):
+        tokens = rollout.prompt_ids.size + rollout.response_ids.size
+        if routes_of is not None and (fault := routes_of.routes_fault(rollout.routed_experts, tokens)):
             raise ValueError(
                 f"{where} {fault}; record the step again with rollout.server.routing_replay = true, or set it to false"
             )

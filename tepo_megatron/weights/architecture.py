@@ -179,6 +179,30 @@ class ModelSpec:
         """Bytes of a token's routing record."""
         return 0 if self.experts is None else self.num_layers * self.experts.per_token * self.experts.number_bytes
 
+    @property
+    def routes_dtype(self) -> str:
+        """NumPy's name; the plan has no NumPy."""
+        assert self.experts is not None
+        return {1: "uint8", 2: "int16"}[self.experts.number_bytes]
+
+    def routes_fault(self, routes: Any, tokens: int) -> str | None:
+        """Returns the end of a sentence, or None if the routing record, an array or None, can be replayed for ``tokens``."""
+        if routes is None:
+            return "has no routing record"
+        if self.experts is None:
+            return f"has a routing record, and {self.architecture} has no experts"
+        expected = (tokens - 1, self.num_layers, self.experts.per_token)
+        if routes.shape != expected:
+            shape, of_model = (" × ".join(map(str, sizes)) for sizes in (routes.shape, expected))
+            return (
+                f"has a routing record of {shape}, and {tokens} tokens of this model make {of_model} (all but the last × "
+                "layers × experts per token): it is of another model or another length"
+            )
+        if routes.size and not 0 <= int(routes.min()) <= int(routes.max()) < self.experts.count:
+            worst = int(routes.min()) if routes.min() < 0 else int(routes.max())
+            return f"has a routing record with expert {worst}, and this model has {self.experts.count}: it is of another model"
+        return None
+
     def padded_vocab_size(self, tp: int) -> int:
         return -(-self.vocab_size // tp) * tp
 

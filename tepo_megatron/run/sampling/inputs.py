@@ -22,7 +22,6 @@ from tepo_megatron.tasks.reward.verifiers import check_reachable, resolve_verifi
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, step_of
 from tepo_megatron.trainer.protocol import check_plugins
 from tepo_megatron.weights.architecture import ModelSpec, read_model_spec
-from tepo_megatron.weights.routes import rollout_fault
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,8 @@ def _check_replay(config: RunConfig, spec: ModelSpec) -> None:
                 "vocabulary; record the steps again with these settings, or leave top_k, top_p, min_p and bad_words out if "
                 "they were drawn from all of it"
             )
-        if config.rollout.server.routing_replay and (fault := rollout_fault(rollout, spec)):
+        tokens = rollout.prompt_ids.size + rollout.response_ids.size
+        if config.rollout.server.routing_replay and (fault := spec.routes_fault(rollout.routed_experts, tokens)):
             raise ValueError(
                 f"{where} {fault}; record the steps again with rollout.server.routing_replay = true, or leave it out"
             )

@@ -22,7 +22,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tepo_megatron.core.rollout import Response, SamplingMask, Spans, WeightsVersion
 from tepo_megatron.sampler.sampling import Sample, response_faults
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.routes import routes_dtype, routes_fault
 
 SAMPLES = "/tepo/samples"
 ABORT = "/tepo/samples/abort"  # answered with the parts
@@ -213,9 +212,9 @@ def _response(
                 raise BadAnswer(
                     "returned a response without the experts that its tokens passed; start it with routing_replay = true"
                 )
-            if fault := routes_fault(routes, routed, prompt_tokens + sample.prefix.size + ids.size):
+            if fault := routed.routes_fault(routes, prompt_tokens + sample.prefix.size + ids.size):
                 raise BadAnswer(f"returned a response that {fault}")
-            routes = routes.astype(routes_dtype(routed), copy=False)
+            routes = routes.astype(routed.routes_dtype, copy=False)
         if sampling_mask:
             if "counts" not in arrays:
                 raise BadAnswer("returned a response without the tokens that could have been drawn")

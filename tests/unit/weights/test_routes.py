@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from tepo_megatron.weights.architecture import Experts
-from tepo_megatron.weights.routes import routes_dtype, routes_fault
 from tests.support.reshard_models import MOE, small_spec
 
 SPEC = small_spec(architecture="MixtralForCausalLM", num_layers=3, experts=MOE["MixtralForCausalLM"])
@@ -26,18 +25,18 @@ SPEC = small_spec(architecture="MixtralForCausalLM", num_layers=3, experts=MOE["
     ],
 )
 def test_a_record_of_another_model_or_length_is_one_sentence(routes: np.ndarray, message: str) -> None:
-    assert re.search(message, routes_fault(routes, SPEC, 7) or "")
+    assert re.search(message, SPEC.routes_fault(routes, 7) or "")
 
 
 def test_a_record_that_fits_has_no_fault_and_a_dense_model_no_record() -> None:
-    assert routes_fault(np.full((6, 3, 2), 3, np.uint8), SPEC, 7) is None
-    assert routes_fault(np.zeros((0, 3, 2), np.uint8), SPEC, 1) is None
-    fault = routes_fault(np.zeros((6, 3, 2), np.uint8), replace(SPEC, experts=None), 7)
+    assert SPEC.routes_fault(np.full((6, 3, 2), 3, np.uint8), 7) is None
+    assert SPEC.routes_fault(np.zeros((0, 3, 2), np.uint8), 1) is None
+    fault = replace(SPEC, experts=None).routes_fault(np.zeros((6, 3, 2), np.uint8), 7)
     assert fault == "has a routing record, and MixtralForCausalLM has no experts"
 
 
 @pytest.mark.parametrize(("count", "dtype", "size"), [(8, np.uint8, 1), (255, np.uint8, 1), (256, np.int16, 2)])
 def test_a_byte_tells_255_experts_and_none_apart(count: int, dtype: type, size: int) -> None:
     spec = replace(SPEC, experts=Experts(count, 2, renormalize=True))
-    assert routes_dtype(spec) == dtype
+    assert spec.routes_dtype == np.dtype(dtype)
     assert spec.route_bytes == 3 * 2 * size
