@@ -6,13 +6,15 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TextIO
 
+from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from tepo_megatron.config import LogConfig, RunConfig
 
 _SLOW_PHASE_S = 5.0
+
+_SPARKS = "▁▂▃▄▅▆▇█"
 
 
 class Terminal(Console):
@@ -115,7 +119,7 @@ class _LiveProgress(Progress):
         self._live: Live | None = None
         self._config: RunConfig | None = None
         self._step, self._row = 0, dict[str, Any]()
-        self._seconds = list[float]()
+        self._rewards, self._seconds = list[float](), list[float]()
 
     def start(self, config: RunConfig) -> None:
         self._config = config
@@ -128,6 +132,8 @@ class _LiveProgress(Progress):
     def step(self, step: int, row: Mapping[str, Any]) -> None:
         self._step, self._phase = step, ""
         self._row |= {key: value for key, value in row.items() if value is not None}
+        if row.get("reward/mean") is not None:
+            self._rewards.append(row["reward/mean"])
         if step > 0 and row.get("time/step") is not None:
             self._seconds.append(row["time/step"])
 
@@ -157,11 +163,15 @@ class _LiveProgress(Progress):
         lines.add_column(no_wrap=True)
         bar = ProgressBar(total=steps, completed=self._step, width=32, complete_style=blue, finished_style=blue)
         lines.add_row("step", bar, progress)
-        lines.add_row("phase", "", phase)
+        lines.add_row("phase", ProgressBar(total=1, completed=0, width=32), phase)
         parts: list[RenderableType] = [lines]
         if row:
             parts += [Text(), _figures(row, config.evaluate.samples)]
             parts += [Text(line, "dim") for line in set_lines(row).values()]
+        if self._rewards:
+            parts.append(Text.assemble(("reward  ", "dim"), (_sparkline(self._rewards[-60:]), blue)))
+        if row.get("time/step"):
+            parts += [Text(), _time_bar(row, 60)]
         return Panel(
             Group(*parts),
             title=f"[bold]{escape(config.name)}[/]",
@@ -180,3 +190,22 @@ def _figures(row: Mapping[str, Any], samples: int) -> Table:
     table.add_row(*cells[:half])
     table.add_row(*cells[half:])
     return table
+
+
+def _sparkline(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_SPARKS[round((value - low) * scale)] for value in values) + f" {values[-1]:.3f}"
+
+
+def _time_bar(row: Mapping[str, Any], width: int) -> Group:
+    bar, legend = Text.assemble(("time    ", "dim")), []
+    edge, drawn = 0.0, 0
+    for name, colour in PHASE_COLOURS.items():
+        seconds = row.get(f"time/{name}") or 0.0
+        edge += width * seconds / row["time/step"]
+        cells = round(edge) - drawn
+        drawn += cells
+        bar.append("█" * cells, style=colour)
+        legend.append(Text.assemble(("■ ", colour), (f"{name} {seconds:.1f} s", "dim")))
+    return Group(bar, Padding(Columns(legend, padding=(0, 2)), (0, 0, 0, 8)))
