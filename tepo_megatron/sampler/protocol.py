@@ -243,15 +243,13 @@ class SamplerSpec:
 
 _SAMPLERS = {"vllm": "tepo_megatron.sampler.fleet.fleet"}
 
-_DEFAULT = "vllm"
 
-
-def make_sampler(config: ServerConfig, *, name: str = _DEFAULT, **options: Unpack[SamplerOptions]) -> Sampler:
+def make_sampler(config: ServerConfig, *, name: str = "vllm", **options: Unpack[SamplerOptions]) -> Sampler:
     """Does not start it. Raises ValueError."""
     return sampler_spec(name).make(config, **options)
 
 
-def sampler_spec(name: str = _DEFAULT) -> SamplerSpec:
+def sampler_spec(name: str = "vllm") -> SamplerSpec:
     if name not in _SAMPLERS:
         raise ValueError(f"there is no sampler {name!r}; there is {', '.join(_SAMPLERS)}")
     spec: SamplerSpec = import_module(_SAMPLERS[name]).SAMPLER

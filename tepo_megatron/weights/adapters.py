@@ -65,7 +65,7 @@ def adapter_blocks(shards: Sequence[Shard]) -> list[AdapterBlock]:
 def adapter_layout(layout: ShardLayout, tensors: Collection[str], rank: int) -> ShardLayout:
     shards: list[Shard] = []
     params: dict[str, tuple[int, ...]] = {}
-    for tensor, tensor_shards in shards_by_tensor(layout, frozenset(tensors)).items():
+    for tensor, tensor_shards in layout.by_tensor(frozenset(tensors)).items():
         a, b = adapter_names(tensor)
         left, right = tensor_shards[0].box.start[1], tensor_shards[0].box.stop[1]
         params[a] = (rank, right - left)
@@ -75,11 +75,3 @@ def adapter_layout(layout: ShardLayout, tensors: Collection[str], rank: int) -> 
             shards.append(Shard(b, box, b, Box((block.local_rows.start, 0), (block.local_rows.stop, rank))))
             params[b] = (block.local_rows.stop, rank)
     return ShardLayout(adapter_shapes(layout.shapes, tensors, rank), tuple(shards), params)
-
-
-def shards_by_tensor(layout: ShardLayout, tensors: Collection[str]) -> dict[str, list[Shard]]:
-    result: dict[str, list[Shard]] = {}
-    for shard in layout.shards:
-        if shard.tensor in tensors:
-            result.setdefault(shard.tensor, []).append(shard)
-    return result

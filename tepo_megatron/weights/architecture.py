@@ -24,20 +24,16 @@ class _Family:
     only: Mapping[str, Any] = field(default_factory=dict)
 
 
+_QWEN = {"use_sliding_window": False, "dual_chunk_attention_config": None}
+
 FAMILIES: Mapping[str, _Family] = {
     "LlamaForCausalLM": _Family(only={"attention_bias": False, "mlp_bias": False}),
     "MistralForCausalLM": _Family(
         defaults={"num_key_value_heads": 8, "sliding_window": 4096}, only={"sliding_window": None, "llama_4_scaling": None}
     ),
-    "Qwen2ForCausalLM": _Family(
-        qkv_bias=True,
-        defaults={"num_key_value_heads": 32},
-        only={"use_sliding_window": False, "dual_chunk_attention_config": None},
-    ),
+    "Qwen2ForCausalLM": _Family(qkv_bias=True, defaults={"num_key_value_heads": 32}, only=_QWEN),
     "Qwen3ForCausalLM": _Family(
-        qk_norm=True,
-        defaults={"num_key_value_heads": 32, "head_dim": 128},
-        only={"attention_bias": False, "use_sliding_window": False, "dual_chunk_attention_config": None},
+        qk_norm=True, defaults={"num_key_value_heads": 32, "head_dim": 128}, only={"attention_bias": False, **_QWEN}
     ),
     "MixtralForCausalLM": _Family(
         experts=True,
@@ -64,8 +60,7 @@ FAMILIES: Mapping[str, _Family] = {
         },
         only={
             "attention_bias": False,
-            "use_sliding_window": False,
-            "dual_chunk_attention_config": None,
+            **_QWEN,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
             "output_router_logits": False,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -100,6 +100,13 @@ class ShardLayout:
     shapes: Mapping[str, tuple[int, ...]]
     shards: tuple[Shard, ...]
     params: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def by_tensor(self, tensors: Collection[str]) -> dict[str, list[Shard]]:
+        result: dict[str, list[Shard]] = {}
+        for shard in self.shards:
+            if shard.tensor in tensors:
+                result.setdefault(shard.tensor, []).append(shard)
+        return result
 
 
 @dataclass(frozen=True)

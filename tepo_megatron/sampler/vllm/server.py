@@ -307,9 +307,7 @@ class Server:
 
     def _visible_gpus(self) -> str:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if not visible:
-            return ",".join(map(str, self.gpus))
-        names = visible.split(",")
+        names = visible.split(",") if visible else list(map(str, range(max(self.gpus) + 1)))
         if max(self.gpus) >= len(names):
             raise ValueError(
                 f"a rollout server should run on GPU {max(self.gpus)}, but CUDA_VISIBLE_DEVICES = {visible} shows "

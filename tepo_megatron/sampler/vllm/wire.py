@@ -46,7 +46,7 @@ _MAX_HEAD_BYTES = 2**20
 _MAX_ARRAY_BYTES = 2**34
 
 
-class BadAnswer(ValueError):  # noqa: N818
+class BadAnswer(Exception):  # noqa: N818
     """The message follows the server's address. ``repeat``: another try may succeed."""
 
     def __init__(self, message: str, *, repeat: bool = True) -> None:
@@ -223,8 +223,6 @@ def _response(
                 raise BadAnswer("returned a sampling mask that names a drawn token beside itself")
         spans = _spans(head.versions, versions)
         return Response(ids, logprobs, head.finish_reason or "", spans, routes, sampling_mask=mask)
-    except BadAnswer:
-        raise
     except (KeyError, ValueError) as error:
         raise _no_response(error) from error
 

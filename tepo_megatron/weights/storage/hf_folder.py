@@ -207,11 +207,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it is no object")
+        return config
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); save or copy the adapters again") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is damaged (it is no object); save or copy the adapters again")
-    return config
 
 
 def _wrong_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

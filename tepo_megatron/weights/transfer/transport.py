@@ -162,7 +162,7 @@ class Rendezvous:
             self._wait_for_members()
             yield
         except BaseException:
-            self.announce_departure()
+            announce_departure(self.store)
             raise
 
     def _wait_for_members(self) -> None:
@@ -188,9 +188,6 @@ class Rendezvous:
             return bool(self.store.check([_LEFT]))
         except RuntimeError:
             return True
-
-    def announce_departure(self) -> None:
-        announce_departure(self.store)
 
     def _members_present(self) -> int:
         try:

@@ -19,7 +19,6 @@ from tepo_megatron.weights.adapters import (
     adapter_layout,
     adapter_names,
     adapter_shapes,
-    shards_by_tensor,
 )
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
@@ -47,7 +46,7 @@ def test_parts_of_products_are_products_of_parts(case: Case, seed: int, some: bo
         local = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in adapters.params.items()}
         for shard in adapters.shards:
             local[shard.param][shard.param_box.slices] = whole[shard.tensor][shard.box.slices]
-        for tensor, shards in shards_by_tensor(layout, tensors).items():
+        for tensor, shards in layout.by_tensor(tensors).items():
             (a, b), (param,) = adapter_names(tensor), {shard.param for shard in shards}
             product = local[b] @ local[a]
             merged = torch.zeros(layout.params[param], dtype=torch.int64)

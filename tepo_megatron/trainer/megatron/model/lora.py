@@ -21,7 +21,6 @@ from tepo_megatron.weights.adapters import (
     adapter_blocks,
     adapter_layout,
     adapter_names,
-    shards_by_tensor,
 )
 from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.storage.hf_folder import AdapterSettings, load_adapters
@@ -122,7 +121,7 @@ def build_lora(
     for chunk in chunks:
         chunk.requires_grad_(False)
     layout = adapted[rank]
-    held = shards_by_tensor(layout_of_model, frozenset(tensors))
+    held = layout_of_model.by_tensor(frozenset(tensors))
     pairs = _new_parameters(layout, {shard.tensor: params[shard.param] for shards in held.values() for shard in shards})
     lora = Lora(config, tensors, layout, GatherPlan(adapted), pairs)
     if config.path is None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportSpec
+from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportSpec, announce_departure
 
 _POLL_INTERVAL_S = 5e-5
 
@@ -112,7 +112,7 @@ class _NcclGroup:
     def finish(self) -> None: ...
 
     def close(self) -> None:
-        self._rendezvous.announce_departure()
+        announce_departure(self._rendezvous.store)
         self._pending = {}
         aborting = threading.Thread(target=self._abort, name="abort-transfer-group", daemon=True)
         aborting.start()
