@@ -124,11 +124,15 @@ def check(rollouts: list[Rollout], folder: Path) -> None:
     check_rollouts(path, read_rollouts(folder, 4), step=4, prompts=2, samples=2, vocab_size=10)
 
 
-def test_a_whole_step_is_taken(tmp_path: Path) -> None:
+def test_a_whole_step_is_taken_and_one_that_misses_a_rollout_is_not(tmp_path: Path) -> None:
     check(STEP, tmp_path)
     check([replace(rollout, sampler_logprobs=np.array([1e-7], np.float32)) for rollout in STEP], tmp_path)  # rounding
     nothing = replace(STEP[1], response_ids=token_ids(()), sampler_logprobs=np.zeros(0, np.float32), reward=None)
     check([STEP[0], nothing, *STEP[2:]], tmp_path)  # an episode that failed before the model's first token
+    for count in (0, 2, 3):
+        fault = rf"line {count + 1}: the file ends after {count} rollouts, but rollout.prompts_per_step"
+        with pytest.raises(ValueError, match=fault):
+            check(STEP[:count], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -159,14 +163,6 @@ def test_what_cannot_be_trained_on_is_named_with_its_line(
     rollouts[at] = replace(rollouts[at], **change)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=rf"step_0000004\.jsonl, line {at + 2}: {re.escape(message)}"):
         check(rollouts, tmp_path)
-
-
-@pytest.mark.parametrize("count", [0, 2, 3])
-def test_a_missing_rollout_or_group_is_refused(count: int, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=rf"line {count + 1}: the file ends after {count} rollouts, but rollout.prompts_per_step"
-    ):
-        check(STEP[:count], tmp_path)
 
 
 @pytest.mark.parametrize(

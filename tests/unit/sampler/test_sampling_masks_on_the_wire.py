@@ -63,19 +63,14 @@ def test_those_of_vllms_likeliest_tokens_that_could_be_drawn_are_kept(monkeypatc
     assert plain == Response([4, 5], [-1.0, -2.0], "stop", VERSION)
 
 
-def test_behind_a_part_the_mask_is_of_both() -> None:
-    part = Response([7], [-1.0], "abort", VERSION, sampling_mask=SamplingMask([1], [3]))
+def test_joined_parts_have_the_mask_of_both_and_an_environments_tokens_were_drawn_from_nothing() -> None:
+    first = Response([8], [-1.0], "abort", VERSION, sampling_mask=SamplingMask([1], [3]))
     rest = Response([8, 9], [-1.0, -1.0], "stop", VERSION, sampling_mask=SamplingMask([0, 2], [1, 2]))
-    assert join_parts(part, rest).sampling_mask == SamplingMask([1, 0, 2], [3, 1, 2])
-    assert join_parts(part, replace(rest, sampling_mask=None)).sampling_mask is None
-
-
-def test_an_environments_tokens_were_drawn_from_nothing() -> None:
-    first = Response([8], [-1.0], "stop", VERSION, sampling_mask=SamplingMask([1], [3]))
+    assert join_parts(first, rest).sampling_mask == SamplingMask([1, 0, 2], [3, 1, 2])
+    assert join_parts(first, replace(rest, sampling_mask=None)).sampling_mask is None
     part = append_observation(join_parts(append_observation(None, token_ids([9])), first), token_ids([5, 6]))
     assert part.sampling_mask == SamplingMask([0, 1, 0, 0], [3])
-    second = Response([7], [-1.0], "stop", VERSION, sampling_mask=SamplingMask([2], [1, 2]))
-    assert join_parts(part, second).sampling_mask == SamplingMask([0, 1, 0, 0, 2], [3, 1, 2])
+    assert join_parts(part, rest).sampling_mask == SamplingMask([0, 1, 0, 0, 0, 2], [3, 1, 2])
     assert append_observation(replace(first, sampling_mask=None), token_ids([5])).sampling_mask is None
 
 

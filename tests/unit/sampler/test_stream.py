@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tepo_megatron.core.rollout import Response, WeightsVersion
-from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.fleet.stream import FleetStream
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.sampler.sampling import Sampling, prompt_seed
@@ -96,7 +95,10 @@ def test_what_a_lost_server_owes_is_drawn_by_the_other_and_what_it_gave_is_kept(
 
     servers[0].always = half
     with fleet_of(servers, tmp_path) as (fleet, reports):
-        expected = {("a", at): response for at, response in enumerate(fleet_alone(fleet, servers[1], (1, 5), 3))}
+        (client,) = (one for one in fleet.sampling().values() if one.url == servers[1].url)
+        settings: dict[str, Any] = {"n": 3, "temperature": 1.0, "max_new_tokens": 4, "seed": 11, "stop_token_ids": ()}
+        alone = draw_group(client, (1, 5), **settings, version=WeightsVersion(0))
+        expected = {("a", index): response for index, response in enumerate(alone)}
         servers[1].seeds.clear()
         with fleet.sample_stream(SAMPLING) as stream:
             stream.submit("a", (1, 5), 11, 3)
@@ -122,13 +124,6 @@ def test_a_stream_does_not_ask_servers_that_were_started_again_and_have_no_weigh
                 stream.next(None)
             assert server.calls == [SAMPLES]
         assert len(fleet.sampling()) == 1
-
-
-def fleet_alone(fleet: Fleet, server: FaultyServer, prompt: tuple[int, ...], n: int) -> list[Response]:
-    client = next(each for each in fleet._clients if each.url == server.url)
-    return draw_group(
-        client, prompt, n=n, temperature=1.0, max_new_tokens=4, seed=11, stop_token_ids=(), version=WeightsVersion(0)
-    )
 
 
 def test_an_abort_gives_what_there_is(server: FaultyServer, tmp_path: Path) -> None:

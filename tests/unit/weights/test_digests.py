@@ -17,13 +17,9 @@ from tepo_megatron.weights.transfer.digests import BLOCK_BYTES, TensorDigests, d
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn]
 
 
-def whole(name: str, tensor: Tensor) -> Shard:
-    box = Box((0,) * tensor.ndim, tuple(tensor.shape))
-    return Shard(name, box, name, box)
-
-
 def of(**tensors: Tensor) -> int:
-    return fingerprint([whole(name, tensor) for name, tensor in tensors.items()], tensors)
+    boxes = {name: Box.whole(tensor.shape) for name, tensor in tensors.items()}
+    return fingerprint([Shard(name, box, name, box) for name, box in boxes.items()], tensors)
 
 
 @st.composite

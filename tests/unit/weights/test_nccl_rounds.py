@@ -110,14 +110,12 @@ class Fabric:
                     ends.setdefault((operation.source, operation.destination), operation)  # the first of the pair
             for pair in sends.keys() & receives.keys():
                 if self._random.random() < 0.7:
-                    self._match(sends[pair], receives[pair])
-
-    def _match(self, sent: Operation, received: Operation) -> None:
-        assert (sent.data.shape, sent.data.dtype) == (received.data.shape, received.data.dtype)
-        assert sent.data.is_contiguous()
-        assert received.data.is_contiguous()
-        received.data.copy_(sent.data)
-        sent.done = received.done = True
+                    sent, received = sends[pair], receives[pair]
+                    assert (sent.data.shape, sent.data.dtype) == (received.data.shape, received.data.dtype)
+                    assert sent.data.is_contiguous()
+                    assert received.data.is_contiguous()
+                    received.data.copy_(sent.data)
+                    sent.done = received.done = True
 
 
 class FakeProcessGroup:

@@ -100,10 +100,6 @@ SMALL_SPLITS = [(1, 1), (4, 1), (2, 2)]
 LAYERS_AND_STAGES = [(layers, pp) for layers in (1, 2, 7, 23, 80, 126) for pp in (1, 2, 3, 4, 5, 8, 16) if pp <= layers]
 
 
-def ranks(tp: int, pp: int) -> list[tuple[int, int, int, int]]:
-    return [(tp, tp_rank, pp, pp_rank) for pp_rank in range(pp) for tp_rank in range(tp)]
-
-
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """vLLM's answers, and the small models' folders, in one folder."""
@@ -119,7 +115,8 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = numbered_model(tensor_shapes(read_model_spec(folder)))
         save_file({tensor: values.float() for tensor, values in model.items()}, folder / "model.safetensors")
         for tp, pp in SMALL_SPLITS:
-            for number, rank in enumerate(ranks(tp, pp)):
+            for number in range(tp * pp):
+                rank = (tp, number % tp, pp, number // tp)
                 job["loaded"].append({"name": f"{name}-{tp}-{pp}-{number}", "folder": str(folder), "rank": rank})
     (out / "job.json").write_text(json.dumps(job))
     run_program("vllm_oracle", out / "job.json", out, environment={"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
