@@ -24,7 +24,8 @@ from tepo_megatron.trainer.checkpoint_folder import checkpoint_name, checkpoints
 from tepo_megatron.trainer.protocol import Trainer, UpdateResult
 from tepo_megatron.weights.storage.manifest import DamagedCheckpoint
 from tests.contracts.naming import naming_members
-from tests.support.model_worlds import VOCABULARY, save_random_model
+from tests.support.engines import figures as numbers
+from tests.support.random_models import VOCABULARY, random_family
 
 Make = Callable[..., Trainer]
 TEMPERATURE = 0.7
@@ -50,7 +51,7 @@ def make_model(folder: Path) -> Path:
     out = folder / "model"
     if not out.exists():
         other = {"vocab_size": VOCABULARY, "max_position_embeddings": 128, "tie_word_embeddings": False}
-        save_random_model("Llama", {**SIZES, **other}, out, seed=0)
+        random_family("Llama", {**SIZES, **other}, scale=0.15).save_pretrained(out)
     return out
 
 
@@ -106,11 +107,6 @@ def tensors(trainer: Trainer) -> dict[str, Tensor]:
 
 def digest(trainer: Trainer) -> str:
     return trainer.weights.version(0).digest
-
-
-def numbers(result: UpdateResult) -> dict[str, float]:
-    means = {name: total / count for name, (total, count) in result.sums.items() if count}
-    return {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **means, **result.extrema}
 
 
 # -- a dense float64 computation

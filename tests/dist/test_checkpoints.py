@@ -6,47 +6,41 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
+import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tools.faults.workshop import REPLAYED, make_rollouts
+from tepo_megatron.trainer.megatron import checkpoints
+from tepo_megatron.weights.storage import stored
 from tepo_megatron.weights.storage.manifest import CheckpointManifest
 from tests.support.checkpoints import flip_bit, shards
-from tests.support.launch import run_world
+from tests.support.disks import files_of_at_most
+from tests.support.engines import make_engine
+from tests.support.launch import run_dist, run_world
+from tests.support.small_llama import draw_rollouts
 
-PROMPTS, SAMPLES, STEPS = 2, 2, 4
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
 def replay(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rollouts")
-    generator = torch.Generator().manual_seed(1)
-    for step in range(STEPS):
-        rollouts = []
-        for at in range(PROMPTS * SAMPLES):
-            response = tuple(torch.randint(3, 64, (5 + at,), generator=generator).tolist())
-            logprobs = tuple(-0.5 for _ in response)
-            group = at // SAMPLES
-            rollouts.append(
-                Rollout(f"p{group}", group, (1, 9 + group), response, logprobs, "stop", WeightsVersion(step), reward=at % 2)
-            )
-        write_rollouts(folder, step, rollouts)
-    return folder
+    return make_rollouts(tmp_path_factory.mktemp("rollouts"), STEPS)
 
 
 def train(out: Path, replay: Path, *overrides: str) -> str:
     """A run on two ranks; what rank 0 printed. RuntimeError with the ranks' log if it fails."""
-    size = [f"rollout.prompts_per_step={PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}", "train.minibatches=2"]
-    size += ["rollout.sampling.max_new_tokens=32"]
-    given = [*size, "engine.parallel.tp=2", "optimizer.lr=1e-3", "engine.noise_sequences=2", "log.tensorboard=false"]
-    run_world("train", 2, f"output={out}", f"rollout.replay={replay}", *given, "log.progress=plain", *overrides)
+    given = [*REPLAYED, "engine.parallel.tp=2", "optimizer.lr=1e-3", "engine.noise_sequences=2"]
+    run_world("train", 2, f"output={out}", f"rollout.replay={replay}", *given, *overrides)
     return (out / "printed.txt").read_text()
 
 
@@ -132,26 +126,49 @@ def test_another_reference_model_and_none_whole_end_all_ranks_with_one_sentence(
     assert not list((tmp_path / "checkpoints").glob("*.damaged"))
 
 
-def save_fails(tmp_path: Path, folder: Path, *overrides: str, limited_rank: int | None = None, limit: int = 0) -> list[Any]:
-    """What each of two ranks reports; the older checkpoint is whole and was loaded."""
-    case = {"folder": str(folder), "out": str(tmp_path), "limited_rank": limited_rank, "limit": limit}
-    case["background"] = limited_rank == 0
-    (tmp_path / "case.json").write_text(json.dumps({**case, "overrides": [f"output={folder.parent}", *overrides]}))
-    run_world("save_fails", 2, tmp_path / "case.json")
-    reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+def failing_save(
+    rank: int, _world: int, folder: Path, parallel: dict[str, Any], limited_rank: int | None, limit: int
+) -> dict[str, Any]:
+    """Saves step 1, then step 2, where it fails, then loads step 1; what the save said, and digests."""
+    distributed = {"distributed": parallel.get("dp", 1) > 1}
+    engine = make_engine({"output": folder.parent, "engine": {"parallel": parallel}, "optimizer": distributed})
+    engine.counters.entropy_noise = 0.25
+    before = engine.weights.version(1).digest
+    engine.checkpoints.save(folder, step=1, state={})
+    engine.counters.entropy_noise = 0.5
+    with torch.no_grad():
+        for param in engine.policy.params.values():
+            param.add_(1.0)
+
+    def save_again() -> None:
+        engine.checkpoints.begin(folder, step=2, state={}, background=limited_rank == 0)
+        engine.checkpoints.finish()
+
+    # Python ignores the signal, so that the write itself fails
+    with files_of_at_most(limit) if limited_rank == rank else nullcontext(), pytest.raises(RuntimeError) as failed:
+        save_again()
+    engine.checkpoints.load(folder / "step_000001")
+    if limited_rank is not None:
+        engine.checkpoints.save(folder, step=1, state={})  # in place of the one that is there
+    digests = {"before": before, "after": engine.weights.version(1).digest}
+    return {"said": str(failed.value), **digests, "noise": engine.counters.entropy_noise}
+
+
+def save_fails(folder: Path, parallel: dict[str, Any], limited_rank: int | None = None, limit: int = 0) -> str:
+    """What both of two ranks report; the older checkpoint is whole and was loaded."""
+    reports = run_dist(2, failing_save, folder, parallel, limited_rank, limit)
     assert reports[0] == reports[1]
     assert reports[0]["before"] == reports[0]["after"]
     assert reports[0]["noise"] == 0.25  # an adaptive coefficient: the objective's tolerance, measured now and then
     assert [path.name for path in folder.iterdir()] == ["step_000001"]
     CheckpointManifest.read_whole(folder / "step_000001")
-    return [report["said"] for report in reports]
+    return str(reports[0]["said"])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_write_ends_the_save_of_all(rank: int, tmp_path: Path) -> None:
     """Rank 0's writes beside training; the other way is as it is by default."""
-    split = ["engine.parallel.tp=2"] if rank else ["engine.parallel.dp=2", "optimizer.distributed=true"]
-    said, _ = save_fails(tmp_path, tmp_path / "checkpoints", *split, limited_rank=rank, limit=100_000)
+    said = save_fails(tmp_path / "checkpoints", {"tp": 2} if rank else {"dp": 2}, rank, 100_000)
     found = re.fullmatch(
         rf"checkpoint (\S+)/step_000002 could not be written by rank {rank} \(\1/step_000002\.partial/shards/"
         rf"rank0000{rank}-00001\.safetensors: File too large \(EFBIG\)\); it needs ([\d,]+) bytes, [\d,]+ bytes are free; the "
@@ -161,21 +178,47 @@ def test_a_rank_that_cannot_write_ends_the_save_of_all(rank: int, tmp_path: Path
     )
     assert found, said
     needed = int(found[2].replace(",", ""))
-    stored = sum(path.stat().st_size for path in shards(tmp_path / "checkpoints" / "step_000001"))
-    assert needed <= stored < needed + 100_000
+    written = sum(path.stat().st_size for path in shards(tmp_path / "checkpoints" / "step_000001"))
+    assert needed <= written < needed + 100_000
+
+
+def saved_and_killed(_rank: int, _world: int, folder: Path) -> None:
+    """Saves step 1 in the background, and makes an update meanwhile; then begins to save step 2, and is killed."""
+    write_all, writes, may_write, now = stored._write_all, threading.Event(), threading.Event(), [0.0]
+
+    def write_late(handle: int, data: memoryview) -> None:
+        writes.set()
+        may_write.wait()
+        write_all(handle, data)
+
+    engine = make_engine({"engine": {"parallel": {"dp": 2}}, "optimizer": {"distributed": True, "lr": 1e-3}})
+    batch = engine.score(engine.batch_from_root(draw_rollouts([5, 9, 7, 12]) if engine.ranks.rank == 0 else None))
+    before = engine.weights.version(1).digest
+    checkpoints.time = SimpleNamespace(monotonic=lambda: now[0])  # type: ignore[assignment, attr-defined]
+    stored._write_all = write_late
+    engine.checkpoints.begin(folder, step=1, state={}, background=True)
+    writes.wait()
+    engine.update(batch)
+    now[0] += 10.0
+    assert engine.checkpoints.finish(wait=False) is None, "the disk is slower than an update"
+    assert engine.weights.version(2).digest != before, "an update was made while the states of before were being written"
+    may_write.set()
+    saved = engine.checkpoints.finish()
+    assert saved is not None
+    assert saved.waited_s < saved.stage_s + saved.write_s
+    assert json.loads((saved.path / "state.json").read_text())["weights_digest"] == before
+    may_write.clear()
+    engine.checkpoints.begin(folder, step=2, state={}, background=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_training_goes_on_beside_a_save_and_a_kill_meanwhile_loses_that_checkpoint_alone(tmp_path: Path) -> None:
     """On a disk that writes nothing before the update is over."""
     folder = tmp_path / "checkpoints"
-    (tmp_path / "case.json").write_text(json.dumps({"folder": str(folder), "out": str(tmp_path)}))
-    with pytest.raises(RuntimeError, match=r"SIGKILL|exit code -9"):
-        run_world("save_killed", 2, tmp_path / "case.json")
-    before, meanwhile = json.loads((tmp_path / "report.json").read_text())
+    with pytest.raises(RuntimeError, match="died with exit code -9"):
+        run_dist(2, saved_and_killed, folder)
     assert sorted(path.name for path in folder.iterdir()) == ["step_000001", "step_000002.partial"]
     assert CheckpointManifest.read_whole(folder / "step_000001").step == 1
-    assert json.loads((folder / "step_000001" / "state.json").read_text())["weights_digest"] == before
-    assert meanwhile != before, "an update was made while the states of before were being written"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
@@ -185,7 +228,6 @@ def test_a_full_disk_leaves_the_older_checkpoint(tmp_path: Path) -> None:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "none", str(disk)], capture_output=True).returncode:
         pytest.skip("this machine mounts nothing")
     try:
-        said, _ = save_fails(tmp_path, disk / "checkpoints", "engine.parallel.tp=2")
-        assert "No space left on device (ENOSPC)" in said
+        assert "No space left on device (ENOSPC)" in save_fails(disk / "checkpoints", {"tp": 2})
     finally:
         subprocess.run(["umount", str(disk)], check=True)

@@ -7,7 +7,6 @@ FP8 is emulated on the CPU: the inputs of every linear are rounded through torch
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.launch import end_model_parallel, run_dist
+from tests.support.engines import make_engine
+from tests.support.launch import run_dist
 from tests.support.small_llama import draw_rollouts, write_llama
 
 TEMPERATURE = 0.7
@@ -28,16 +28,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(model: Path, world: int, **changes: Any) -> Any:
-    from tepo_megatron.config import RunConfig
-    from tepo_megatron.trainer.megatron.engine import Engine
-
-    os.environ["WORLD_SIZE"] = str(world)
-    config = {
-        "model": {"path": str(model), **changes},
-        "engine": {"parallel": {"tp": world, "sequence_parallel": world > 1}, "micro_batch_tokens": 40},
-        "rollout": {"sampling": {"temperature": TEMPERATURE}},
-    }
-    return Engine(RunConfig.model_validate(config), model)
+    return make_engine(
+        {
+            "model": {"path": str(model), **changes},
+            "engine": {"parallel": {"tp": world, "sequence_parallel": world > 1}, "micro_batch_tokens": 40},
+            "rollout": {"sampling": {"temperature": TEMPERATURE}},
+        }
+    )
 
 
 def round_inputs(engine: Any, ranks: int) -> None:
@@ -111,11 +108,7 @@ def assert_unseen(found: list[dict[str, Any]], multiples: list[int], *, rounded:
 
 
 def both_work(rank: int, world: int, model: Path, folder: Path, multiples: list[int]) -> tuple[Any, Any]:
-    """Two engines, one after the other, in one world of one."""
-
-    padded = padding_work(rank, world, model, multiples)
-    end_model_parallel()
-    return padded, upcast_work(world, model, folder)
+    return padding_work(rank, world, model, multiples), upcast_work(world, model, folder)
 
 
 def upcast_work(world: int, model: Path, folder: Path) -> dict[str, Any]:

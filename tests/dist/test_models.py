@@ -4,9 +4,8 @@ backward, checkpoints pass from one split to another, and biases of experts move
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 
 from tepo_megatron.config import EngineConfig, ParallelConfig
-from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.architecture import is_always_fp32, read_model_spec
 from tepo_megatron.weights.geometry import Box
@@ -24,174 +22,156 @@ from tepo_megatron.weights.layouts import check_trainer_split
 from tepo_megatron.weights.storage.convert import export_model, import_model
 from tepo_megatron.weights.storage.stored import StoredWeights
 from tepo_megatron.weights.table import tensor_shapes
+from tests.support.engines import (
+    MeanSurprise,
+    Split,
+    Worlds,
+    assert_first_moments,
+    assert_moved_alike,
+    make_engine,
+    short_rollouts,
+    update_twice,
+)
 from tests.support.float64 import Oracle, oracle_of
-from tests.support.launch import run_world
-from tests.support.model_worlds import DENSE, WITH_EXPERTS, assert_first_moments, save_model, short_rollouts
+from tests.support.random_models import MODELS, random_model
 
 RATE = 0.01
 BALANCE = {"Glm4Moe": {"kind": "expert_bias", "update_rate": RATE}}
+BATCH = pack(short_rollouts())
+SEEDS = {"Glm4Moe": 3}
+"""With it every expert gets tokens."""
 
 
-@dataclass(frozen=True)
-class Split:
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    ep: int = 1
-    etp: int | None = None
-    sp: bool = True
-    distributed: bool = False
+@dataclass(frozen=True, kw_only=True)
+class ModelSplit(Split):
+    model: str = ""
     imported: bool = False
     """Whether it starts from what ``tepo import`` made, and not from a Hugging Face folder."""
-    resumes: Split | None = None
-
-    @property
-    def world(self) -> int:
-        return self.tp * self.pp * self.dp
-
-    @property
-    def name(self) -> str:
-        sizes = "".join(f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "ep"))
-        expert_tp = "" if self.etp is None else f"etp{self.etp}"
-        return (
-            sizes + "-no-sp" * (not self.sp) + expert_tp + "-distributed" * self.distributed + "-resumed" * bool(self.resumes)
-        )
-
-    @property
-    def config(self) -> dict[str, Any]:
-        sizes = {name: getattr(self, name) for name in ("tp", "pp", "dp", "ep", "etp")}
-        return sizes | {"sequence_parallel": self.tp > 1 and self.sp}
 
 
-SINGLE = Split()
-ACROSS = Split(tp=2, dp=2, ep=4, etp=1, distributed=True, imported=True)
-
-WITH_EP = [
+SINGLE = ModelSplit()
+ACROSS = ModelSplit(tp=2, dp=2, ep=4, etp=1, sp=True, distributed=True, imported=True)
+WITH_EXPERTS = [
     SINGLE,
     ACROSS,
-    Split(tp=2, dp=2, ep=2),
-    Split(pp=2, dp=2, ep=2, resumes=SINGLE),
-    Split(dp=2, ep=2, distributed=True, resumes=ACROSS),
-    Split(tp=2, ep=2, etp=1),
+    ModelSplit(tp=2, dp=2, ep=2, sp=True),
+    ModelSplit(pp=2, dp=2, ep=2, resumes=SINGLE),
+    ModelSplit(dp=2, ep=2, distributed=True, resumes=ACROSS),
+    ModelSplit(tp=2, ep=2, etp=1, sp=True),
 ]
-WITHOUT = [
-    *(SINGLE, Split(tp=2, sp=False, imported=True), Split(tp=2), Split(pp=2, imported=True)),
-    Split(tp=2, pp=2, imported=True),
-]
-SPLIT_HEADS = [model for model, settings in DENSE.items() if "num_key_value_heads" not in settings]
-"""The others have 3 key/value heads, which tensor parallelism cannot split."""
-
-PAIRS = [
-    *((split, model) for split in WITHOUT for model in (DENSE if split.tp == 1 else SPLIT_HEADS)),
-    *((split, model) for split in WITH_EP for model in WITH_EXPERTS),
+DENSE = [
+    *(SINGLE, ModelSplit(tp=2, imported=True), ModelSplit(tp=2, sp=True), ModelSplit(pp=2, imported=True)),
+    ModelSplit(tp=2, pp=2, sp=True, imported=True),
 ]
 
 
-def cases(condition: Callable[[Split], bool] = lambda split: True) -> pytest.MarkDecorator:
-    chosen = [pytest.param(split, model, id=f"{split.name}-{model}") for split, model in PAIRS if condition(split)]
-    return pytest.mark.parametrize(("split", "model"), chosen)
+def of_model(split: ModelSplit, model: str) -> ModelSplit:
+    return replace(split, model=model, resumes=of_model(split.resumes, model) if split.resumes else None)
 
 
-class Worlds:
-    """Runs all splits of one world size in one world, once, on demand."""
+def has_experts(model: str) -> bool:
+    return bool({"num_local_experts", "num_experts", "n_routed_experts"} & {*MODELS[model]})
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.batch = pack(read_rollouts(folder / "rollouts", 0))
-        self._run_world = cache(self._start)
-        self.oracle = cache(self._oracle)
 
-    def run(self, split: Split) -> Path:
-        self._run_world(split.world)
-        return self.folder / split.name
+SPLITS = [of_model(split, model) for model in MODELS for split in (WITH_EXPERTS if has_experts(model) else DENSE)]
 
-    def report(self, split: Split, model: str) -> dict[str, Any]:
-        return json.loads((self.run(split) / model / "report.json").read_text())
 
-    def _start(self, size: int) -> None:
-        runs = []
-        for split, model in ((split, model) for split, model in PAIRS if split.world == size):
-            out = self.folder / split.name / model
-            out.mkdir(parents=True)
-            start = self.run(split.resumes) / model / "checkpoints" / "step_000001" if split.resumes else None
-            config = self._config(split, model)
-            if split.imported:
-                import_model(self.folder / model, out / "shards", tp=split.tp, pp=split.pp)
-                config["model"]["shards"] = str(out / "shards")
-            runs.append({"config": config, "out": str(out), "resume": start and str(start)})
-        case = self.folder / f"world-{size}.json"
-        case.write_text(json.dumps({"runs": runs, "rollouts": str(self.folder / "rollouts")}))
-        run_world("models", size, case)
+def splits(condition: Callable[[ModelSplit], bool] = lambda split: True) -> pytest.MarkDecorator:
+    chosen = [pytest.param(split, id=split.name) for split in SPLITS if condition(split)]
+    return pytest.mark.parametrize("split", chosen)
 
-    def _config(self, split: Split, model: str) -> dict[str, Any]:
-        return {
-            "model": {"path": str(self.folder / model)},
-            "engine": {"parallel": split.config, "micro_batch_tokens": 70, "moe_balance": BALANCE.get(model, {})},
+
+def train(split: ModelSplit, folder: Path) -> dict[str, Any]:
+    """Exports what was loaded, scores, trains two steps, saving after each, and exports."""
+    model: dict[str, Any] = {"path": str(folder / split.model)}
+    out = folder / split.name
+    if split.imported:
+        model["shards"] = str(out / "shards")
+    engine = make_engine(
+        {
+            "model": model,
+            "engine": {"parallel": split.parallel, "micro_batch_tokens": 70, "moe_balance": BALANCE.get(split.model, {})},
             "optimizer": {"lr": 1e-3, "clip_grad": 0.0, "distributed": split.distributed},
             "rollout": {"sampling": {"temperature": 1.0}},
-        }
-
-    def _oracle(self, model: str) -> Oracle:
-        return oracle_of(self.folder / model, self.batch)
+        },
+        MeanSurprise(),
+    )
+    built = {name: tuple(param.shape) for name, param in engine.policy.params.items()}
+    assert built == dict(engine.layouts[engine.ranks.rank].params)
+    engine.weights.export(out / "initial")
+    batch = engine.score(engine.batch_from_root(short_rollouts() if engine.ranks.rank == 0 else None))
+    updates = update_twice(engine, batch, split, folder)
+    engine.weights.export(out / "trained")
+    return {"logprobs": batch.old_logprobs_T, "entropy": batch.old_entropy_T, "updates": updates}
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds[ModelSplit]:
     folder = tmp_path_factory.mktemp("models")
-    for name in (*DENSE, *WITH_EXPERTS):
-        save_model(name, folder / name, layers=2 if name in WITH_EXPERTS else 4)
-    write_rollouts(folder / "rollouts", 0, short_rollouts())
-    return Worlds(folder)
+    for model in MODELS:
+        layers = {"num_hidden_layers": 2} if has_experts(model) else {}
+        random_model(model, SEEDS.get(model, 0), **layers).save_pretrained(folder / model)
+    for split in SPLITS:
+        if split.imported:
+            import_model(folder / split.model, folder / split.name / "shards", tp=split.tp, pp=split.pp)
+    return Worlds(folder, SPLITS, train)
+
+
+@cache
+def oracle(folder: Path) -> Oracle:
+    return oracle_of(folder, BATCH)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
 
 
 def same_bytes(found: Path, expected: Path) -> bool:
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (found, expected))
+    ours, theirs = tensors(found), tensors(expected)
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@cases()
-def test_scores_match_transformers_in_float64(worlds: Worlds, split: Split, model: str) -> None:
-    report, oracle, mask_T = worlds.report(split, model), worlds.oracle(model), worlds.batch.loss_mask_T
-    assert mask_T.sum() == worlds.batch.num_tokens - worlds.batch.num_sequences
-    assert oracle.logprobs_T.std() > 0.1
-    for name, expected_T in (("logprobs", oracle.logprobs_T), ("entropy", oracle.entropy_T)):
-        torch.testing.assert_close(torch.tensor(report[name]).double()[mask_T], expected_T[mask_T], atol=2e-5, rtol=0)
+@splits()
+def test_scores_match_transformers_in_float64(worlds: Worlds[ModelSplit], split: ModelSplit) -> None:
+    report, expected, mask_T = worlds.report(split), oracle(worlds.folder / split.model), BATCH.loss_mask_T
+    assert mask_T.sum() == BATCH.num_tokens - BATCH.num_sequences
+    assert expected.logprobs_T.std() > 0.1
+    for name, expected_T in (("logprobs", expected.logprobs_T), ("entropy", expected.entropy_T)):
+        torch.testing.assert_close(report[name].double()[mask_T], expected_T[mask_T], atol=2e-5, rtol=0)
 
 
-@cases()
-def test_exports_are_the_model_and_its_checkpoint(worlds: Worlds, split: Split, model: str) -> None:
-    out = worlds.run(split) / model
-    assert same_bytes(out / "initial", worlds.folder / model)
+@splits()
+def test_exports_are_the_model_and_its_checkpoint(worlds: Worlds[ModelSplit], split: ModelSplit) -> None:
+    checkpoint, out, model = worlds.checkpoint(split, 2), worlds.folder / split.name, worlds.folder / split.model
+    assert same_bytes(out / "initial", model)
     if split.resumes is None:
-        shapes = tensor_shapes(read_model_spec(worlds.folder / model))
+        shapes = tensor_shapes(read_model_spec(model))
         moments = {name: shape for name, shape in shapes.items() if not is_always_fp32(name)}
         for kind in ("master", "exp_avg", "exp_avg_sq"):
-            stored = StoredWeights.open_boxes(out / "checkpoints" / "step_000001", kind)
-            assert sum(len(boxes) for boxes in stored.boxes.values()) == sum(
-                len({box.box for box in boxes}) for boxes in stored.boxes.values()
-            )
+            stored = StoredWeights.open_boxes(worlds.checkpoint(split), kind)
+            assert all(len(boxes) == len({box.box for box in boxes}) for boxes in stored.boxes.values())
             stored.check(shapes if kind == "master" else moments)
-    export_model(out / "checkpoints" / "step_000002", out / "converted")
+    export_model(checkpoint, out / "converted")
     assert same_bytes(out / "converted", out / "trained")
 
 
-@cases(lambda split: split.resumes is None)
-def test_loss_and_gradients_match_transformers_in_float64(worlds: Worlds, split: Split, model: str) -> None:
-    oracle, (loss, norm) = worlds.oracle(model), worlds.report(split, model)["updates"][0]
-    assert loss == pytest.approx(oracle.loss, rel=1e-5)
-    assert norm == pytest.approx(oracle.norm, rel=1e-5)
-    assert_first_moments(worlds.run(split) / model / "checkpoints" / "step_000001", oracle.gradients)
+@splits(lambda split: split.resumes is None)
+def test_loss_and_gradients_match_transformers_in_float64(worlds: Worlds[ModelSplit], split: ModelSplit) -> None:
+    expected, (loss, norm) = oracle(worlds.folder / split.model), worlds.report(split)["updates"][0]
+    assert loss == pytest.approx(expected.loss, rel=1e-5)
+    assert norm == pytest.approx(expected.norm, rel=1e-5)
+    assert_first_moments(worlds.checkpoint(split), expected.gradients)
 
 
-@pytest.mark.parametrize("split", [pytest.param(split, id=split.name) for split in WITH_EP if split.resumes is None])
-def test_biases_move_against_the_load_of_the_whole_batch(worlds: Worlds, split: Split) -> None:
+@splits(lambda split: split.model in BALANCE and split.resumes is None)
+def test_biases_move_against_the_load_of_the_whole_batch(worlds: Worlds[ModelSplit], split: ModelSplit) -> None:
     """By Megatron's own rule: all by the same step, up where an expert has fewer tokens than the mean."""
-    before = load_file(worlds.folder / "Glm4Moe" / "model.safetensors")
-    stored = StoredWeights.open_boxes(worlds.run(split) / "Glm4Moe" / "checkpoints" / "step_000001", "master")
-    loads = worlds.oracle("Glm4Moe").loads
+    before = tensors(worlds.folder / split.model)
+    stored = StoredWeights.open_boxes(worlds.checkpoint(split), "master")
+    loads = oracle(worlds.folder / split.model).loads
     assert loads
     for name, load_E in loads.items():
-        assert load_E.sum() == worlds.batch.num_tokens * 2
+        assert load_E.sum() == BATCH.num_tokens * MODELS[split.model]["num_experts_per_tok"]
         found_E = torch.empty(load_E.numel())
         stored.read(name, Box((0,), (load_E.numel(),)), found_E)
         expected_E = before[name] + RATE * (load_E.double().mean() - load_E).sign()
@@ -199,16 +179,14 @@ def test_biases_move_against_the_load_of_the_whole_batch(worlds: Worlds, split: 
         assert not torch.equal(found_E, before[name])
 
 
-@cases(lambda split: split != SINGLE)
-def test_the_second_step_is_that_of_one_rank(worlds: Worlds, split: Split, model: str) -> None:
+@splits(lambda split: split != of_model(SINGLE, split.model))
+def test_the_second_step_is_that_of_one_rank(worlds: Worlds[ModelSplit], split: ModelSplit) -> None:
     """Also where the first step came from another split's checkpoint, optimizer states included."""
-    expected, found = (worlds.report(run, model)["updates"][-1] for run in (SINGLE, split))
+    runs = (split, of_model(SINGLE, split.model))
+    found, expected = (worlds.report(run)["updates"][-1] for run in runs)
     assert found == pytest.approx(expected, rel=1e-5)
-    before = load_file(worlds.folder / model / "model.safetensors")
-    ours, theirs = (load_file(worlds.run(run) / model / "trained" / "model.safetensors") for run in (split, SINGLE))
-    moved = torch.cat([(theirs[name] - before[name]).flatten() for name in before])
-    apart = torch.cat([(ours[name] - theirs[name]).flatten() for name in before])
-    assert apart.norm() < 2e-3 * moved.norm()
+    ours, theirs = (tensors(worlds.folder / run.name / "trained") for run in runs)
+    assert_moved_alike(tensors(worlds.folder / split.model), ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +200,9 @@ def test_the_second_step_is_that_of_one_rank(worlds: Worlds, split: Split, model
         ({"dp": 3, "ep": 3}, r"ep = 3 does not divide the model's 4 experts"),
     ],
 )
-def test_a_split_that_megatron_would_train_wrongly_is_refused(worlds: Worlds, parallel: dict[str, Any], message: str) -> None:
+def test_a_split_that_megatron_would_train_wrongly_is_refused(
+    worlds: Worlds[ModelSplit], parallel: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         check_trainer_split(read_model_spec(worlds.folder / "Mixtral"), ParallelConfig(**parallel))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,25 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from tepo_megatron.config import RunConfig
-from tests.support.launch import end_model_parallel, run_dist
-from tests.support.model_worlds import bits_of
+from tests.support.engines import Split, Worlds, bits_of, make_engine, states_of
 from tests.support.small_llama import draw_rollouts, write_llama
 
 
-@dataclass(frozen=True)
-class Layout:
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    dp: int = 1
-    cp: int = 1
-    distributed: bool = False
+@dataclass(frozen=True, kw_only=True)
+class Layout(Split):
     dtype: str = "float32"
-
-    @property
-    def world(self) -> int:
-        return self.tp * self.pp * self.dp * self.cp
 
 
 LAYOUTS = [
@@ -63,34 +49,26 @@ def plants(layout: Layout) -> list[dict[str, Any]]:
 
 def state_of(engine: Any) -> tuple[str, int, float]:
     """This rank's weights, masters and both Adam states to the last bit; the number of updates; the learning rate."""
-    from tepo_megatron.trainer.megatron.optimizer_states import OptimizerStates
-
-    params = engine.policy.params
-    states = {f"{name} {state}": value for name, state, value in OptimizerStates(engine.policy.optimizer).collect(params)}
-    return bits_of({**states, **params}), engine.counters.updates, engine.policy.optimizer.param_groups[0]["lr"]
+    bits = bits_of({**states_of(engine), **engine.policy.params})
+    return bits, engine.counters.updates, engine.policy.optimizer.param_groups[0]["lr"]
 
 
-def planted_and_whole(rank: int, world: int, layout: Layout, model: Path) -> dict[str, Any]:
+def planted_and_whole(layout: Layout, folder: Path) -> dict[str, Any]:
     """An engine that skips every planted update, and one without them, make the same whole ones."""
-    warnings.filterwarnings("ignore")
-    os.environ["WORLD_SIZE"] = str(world)
-    report = train(layout, model, plants(layout))
-    assert report["after"] == train(layout, model, [])["after"]
+    report = train(layout, folder, plants(layout))
+    assert report["after"] == train(layout, folder, [])["after"]
     return report
 
 
-def train(layout: Layout, model: Path, faults: list[dict[str, Any]]) -> dict[str, Any]:
-    from tepo_megatron.trainer.megatron.engine import Engine
-
-    parallel = {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "dp", "cp")}
+def train(layout: Layout, folder: Path, faults: list[dict[str, Any]]) -> dict[str, Any]:
     config = {
-        "model": {"path": str(model), "dtype": layout.dtype},
-        "engine": {"parallel": parallel, "micro_batch_tokens": 20, "noise_every": 0},
+        "model": {"path": str(folder / "model"), "dtype": layout.dtype},
+        "engine": {"parallel": layout.parallel, "micro_batch_tokens": 20, "noise_every": 0},
         "objective": {"preset": "grpo"},
         "optimizer": {"lr": 1e-3, "warmup_steps": 4, "distributed": layout.distributed},
         "train": {"minibatches": 1, "steps": 10},
     }
-    engine = Engine(RunConfig.model_validate(config), model)
+    engine = make_engine(config)
     is_root, rollouts = engine.ranks.rank == 0, draw_rollouts([5, 7, 6, 9, 8, 5, 7, 6])
     skipped = []
     for fault in faults:
@@ -115,7 +93,7 @@ def train(layout: Layout, model: Path, faults: list[dict[str, Any]]) -> dict[str
     after = state_of(engine)
     assert after[1] == 2
     # A return to a checkpoint, in place: what was trained since is gone, and comes again in the same bits.
-    saved = engine.checkpoints.save(model.parent / f"checkpoints-{len(faults)}", step=1, state={})
+    saved = engine.checkpoints.save(folder / f"{layout.name}-{len(faults)}", step=1, state={})
     engine.update(batch)
     trained = state_of(engine)
     engine.update(batch)
@@ -123,7 +101,6 @@ def train(layout: Layout, model: Path, faults: list[dict[str, Any]]) -> dict[str
     assert state_of(engine)[:2] == after[:2]
     engine.update(batch)
     assert state_of(engine) == trained
-    end_model_parallel()
     return {"skipped": skipped, "after": (*after, result.lr, result.grad_norm)}
 
 
@@ -147,12 +124,16 @@ def planted(engine: Any, fault: dict[str, Any], *, phase: str) -> Iterator[None]
             handle.remove()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_no_rank_makes_the_step_and_the_next_one_is_as_without_it(layout: Layout, tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    first, *others = run_dist(
-        layout.world, planted_and_whole, layout, write_llama(tmp_path / "model", scale=0.1, num_hidden_layers=4)
-    )
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds[Layout]:
+    folder = tmp_path_factory.mktemp("not_finite")
+    write_llama(folder / "model", scale=0.1, num_hidden_layers=4)
+    return Worlds(folder, LAYOUTS, planted_and_whole)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_no_rank_makes_the_step_and_the_next_one_is_as_without_it(worlds: Worlds[Layout], layout: Layout) -> None:
+    first, *others = worlds.ranks(layout)
     assert all(report["skipped"] == first["skipped"] for report in others)
     causes = first["skipped"]
     if layout.vpp > 1:

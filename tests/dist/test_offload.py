@@ -4,31 +4,24 @@ bit the same as if it had stayed.
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tepo_megatron.config import RunConfig
-from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tests.support.launch import end_model_parallel, run_dist
-from tests.support.model_worlds import bits_of
-from tests.support.small_llama import tiny_rollouts
+from tests.support.engines import bits_of, make_engine, states_of
+from tests.support.launch import run_dist
+from tests.support.small_llama import draw_rollouts
 
 STEPS = 2
 Outcome = dict[str, str]
 
 
-def train(config: RunConfig, model_dir: Path, *, moves: bool) -> Outcome:
+def train(config: dict[str, Any], *, moves: bool) -> Outcome:
     """Updates on a fresh engine; with ``moves`` its memory is offloaded and onloaded as in the loop."""
+    from tepo_megatron.trainer.megatron.optimizer_states import adam_tensors, inner_optimizers
 
-    from tepo_megatron.trainer.megatron.engine import Engine
-    from tepo_megatron.trainer.megatron.optimizer_states import OptimizerStates, adam_tensors, inner_optimizers
-
-    engine = Engine(config, model_dir, shares_gpus=moves)
+    engine = make_engine(config, shares_gpus=moves)
 
     def check(*, weights: bool, rest: bool) -> None:
         """What has memory. Masters that are parameters go with them."""
@@ -54,18 +47,14 @@ def train(config: RunConfig, model_dir: Path, *, moves: bool) -> Outcome:
         move(engine.offload, weights=False, rest=False)
         move(engine.onload, weights=True, rest=True)
         assert engine.weights.version(step).digest == digest
-        batch = engine.score(engine.batch_from_root(tiny_rollouts(step) if engine.ranks.rank == 0 else None))
+        batch = engine.score(engine.batch_from_root(draw_rollouts([8] * 4, seed=step) if engine.ranks.rank == 0 else None))
         engine.update(batch)
         digests.append(engine.weights.version(step).digest)
     assert len(set(digests)) == STEPS
     if moves:
         assert engine.offloader is not None
         assert engine.offloader.most_offloaded > 0
-    held = OptimizerStates(engine.policy.optimizer).collect(engine.policy.params)
-    states = {f"{name} {kind}": value for name, kind, value in held}
-    bits = {name: bits_of({name: value}) for name, value in {**states, **engine.policy.params}.items()}
-    end_model_parallel()
-    return bits
+    return {name: bits_of({name: value}) for name, value in {**states_of(engine), **engine.policy.params}.items()}
 
 
 def storage(tensor: torch.Tensor) -> int:
@@ -73,14 +62,7 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 def both_ways(rank: int, world: int, cases: list[dict[str, Any]]) -> list[tuple[Outcome, Outcome]]:
-    warnings.filterwarnings("ignore")
-    model_dir = resolve_model_path("builtin:tiny")
-    os.environ["WORLD_SIZE"] = str(world)
-    made = []
-    for case in cases:
-        config = RunConfig.model_validate(case)
-        made.append((train(config, model_dir, moves=False), train(config, model_dir, moves=True)))
-    return made
+    return [(train(case, moves=False), train(case, moves=True)) for case in cases]
 
 
 def case(dtype: str, dp: int, *, distributed: bool, **optimizer: Any) -> dict[str, Any]:

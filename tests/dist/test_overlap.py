@@ -2,80 +2,144 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support.launch import run_world
-from tests.support.small_llama import write_llama
+from tests.support.engines import bits_of, make_engine
+from tests.support.launch import run_dist
+from tests.support.small_llama import draw_rollouts, write_llama
 
+LENGTHS = [5, 17, 6, 9, 8, 5, 12, 6]
 BUCKET = 3000
-"""Parameters; the models have some 30 000, so that there are several buckets."""
+"""Parameters; the models have some 15 000, so that there are several buckets."""
 
 REDUCE = {"overlap_grad_reduce": True, "bucket_size": BUCKET}
 BOTH = {**REDUCE, "overlap_param_gather": True}
 EXPERTS: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+Variant = dict[str, Any]
+"""The section ``engine``; with the key ``experts`` the model is a mixture of experts."""
 
 
-def run(folder: Path, variants: list[dict[str, Any]], *, nan_at: int | None = None) -> list[list[dict[str, Any]]]:
-    """What each rank saw of each variant of ``engine``; with the key ``experts`` the model is a mixture of experts."""
-    models: dict[str, dict[str, Any]] = {"dense": {}, "experts": EXPERTS}
-    for name, changes in models.items():
-        (folder / name).mkdir()
-        write_llama(folder / name, scale=0.1, num_hidden_layers=4, **changes)
-    runs = []
-    for number, variant in enumerate(variants):
-        engine = {name: value for name, value in variant.items() if name != "experts"}
-        (folder / f"out{number}").mkdir()
-        config = {
-            "model": {"path": str(folder / ("experts" if "experts" in variant else "dense")), "dtype": "bfloat16"},
-            "engine": {"micro_batch_tokens": 20, "noise_every": 0, **engine},
-            "objective": {"preset": "grpo"},
-            # no clipping: the norm is a sum in an order that depends on the buckets
-            "optimizer": {"lr": 1e-2, "clip_grad": 1e6, "distributed": engine["parallel"].get("dp", 1) > 1},
-            "train": {"minibatches": 2, "steps": 3},
-        }
-        runs.append({"config": config, "out": str(folder / f"out{number}"), "nan_at": nan_at})
-    (folder / "case.json").write_text(json.dumps({"runs": runs}))
-    parallel = variants[0]["parallel"]
-    world = parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("dp", 1)
-    run_world("variants", world, folder / "case.json")
-    return [
-        [json.loads((folder / f"out{number}" / f"rank{rank}.json").read_text()) for rank in range(world)]
-        for number in range(len(variants))
-    ]
+def train(variant: Variant, folder: Path, steps: int, nan_at: int | None) -> dict[str, Any]:
+    """Trains steps of two mini-batches, of more micro-batches each time. Between the two of the second step it scores with the
+    weights as the first one left them, between those of the third it reads them. ``nan_at``: the number of the update, from 0,
+    that meets a gradient that is NaN.
+    """
+    from tepo_megatron.run.step.minibatches import minibatches
+
+    parallel = variant["parallel"]
+    config = {
+        "model": {"path": str(folder / ("experts" if "experts" in variant else "dense")), "dtype": "bfloat16"},
+        "engine": {"micro_batch_tokens": 20, "noise_every": 0} | {k: v for k, v in variant.items() if k != "experts"},
+        "objective": {"preset": "grpo"},
+        # no clipping: the norm is a sum in an order that depends on the buckets
+        "optimizer": {"lr": 1e-2, "clip_grad": 1e6, "distributed": parallel.get("dp", 1) > 1},
+        "train": {"minibatches": 2, "steps": steps},
+    }
+    engine = make_engine(config)
+    root = engine.ranks.rank == 0
+    seen: dict[str, Any] = {"updates": [], "weights": [], "pending": []}
+    seen |= {"early": reductions_under_way(engine), "calls": calls_of_modules(engine)}
+    for step in range(steps):
+        batch = engine.batch_from_root(draw_rollouts(LENGTHS * (step + 1)) if root else None)
+        parts = [engine.score(part) for part in minibatches(batch, 2, seed=0, step=step)]
+        for number, part in enumerate(parts, start=2 * step):
+            last = number % 2 == 1
+            result = update(engine, part, last=last, nan=number == nan_at)
+            seen["updates"].append([bool(result.skipped), result.grad_norm, result.loss])
+            if step == 1 and not last:
+                seen["between"] = engine.score(part).old_logprobs_T.tolist()
+            if step == 2 or last:
+                held = bits_of(engine.policy.params)
+                seen["pending"].append(held != bits_of(engine.weights.params))
+        seen["weights"].append(engine.weights.version(step).digest)
+    return {**seen, "own": bits_of(engine.weights.params)}
+
+
+def update(engine: Any, part: Any, *, last: bool, nan: bool) -> Any:
+    """An update; with ``nan`` the gradient of one weight is NaN on rank 0."""
+    param = next(iter(engine.policy.params.values()))
+    handle = param.register_hook(lambda gradient: gradient * torch.nan) if nan and engine.ranks.rank == 0 else None
+    result = engine.update(part, last=last)
+    if handle is not None:
+        handle.remove()
+    return result
+
+
+def reductions_under_way(engine: Any) -> list[bool]:
+    """For each update, whether the reduction of every bucket had begun when Megatron came to finish it."""
+    early: list[bool] = []
+    chunks = engine.policy.ddp
+    groups = [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+    finish = chunks[0].finish_grad_sync
+
+    def noted(*args: Any, **kwargs: Any) -> None:
+        early.append(all(group.grad_reduce_handle is not None for group in groups))
+        finish(*args, **kwargs)
+
+    chunks[0].finish_grad_sync = noted
+    return early
+
+
+def calls_of_modules(engine: Any) -> dict[str, int]:
+    """How often the first layer's MLP (of experts: the router) and attention are computed."""
+    layer = engine.policy.chunks[0].decoder.layers[0]
+    modules = {"mlp": getattr(layer.mlp, "router", layer.mlp), "core_attention": layer.self_attention.core_attention}
+    calls = dict.fromkeys(modules, 0)
+    for name, module in modules.items():
+
+        def count(*_: Any, name: str = name) -> None:
+            calls[name] += 1
+
+        module.register_forward_hook(count)
+    return calls
+
+
+def in_turn(_rank: int, _world: int, folder: Path, variants: list[Variant], steps: int, nan_at: int | None) -> Any:
+    return [train(variant, folder, steps, nan_at) for variant in variants]
+
+
+def run(
+    folder: Path, world: int, variants: list[Variant], *, layers: int = 2, steps: int = 3, nan_at: int | None = None
+) -> list[list[dict[str, Any]]]:
+    """What each rank saw of each variant."""
+    for name, changes in (("dense", {}), ("experts", EXPERTS)):
+        write_llama(folder / name, scale=0.1, num_hidden_layers=layers, **changes)
+    ranks = run_dist(world, in_turn, folder, variants, steps, nan_at)
+    return [list(reports) for reports in zip(*ranks, strict=True)]
 
 
 def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     for ours, plain in zip(found, expected, strict=True):
-        assert [ours[name] for name in ("weights", "own", "between")] == [plain[name] for name in ("weights", "own", "between")]
-        for (skipped, norm, loss), (was_skipped, expected_norm, expected_loss) in zip(
-            ours["updates"], plain["updates"], strict=True
-        ):
-            assert bool(skipped) == bool(was_skipped)
-            assert (norm, loss) == pytest.approx((expected_norm, expected_loss), rel=1e-6, nan_ok=True)
+        for name in {"weights", "own", "between"} & {*plain}:
+            assert ours[name] == plain[name], name
+        for mine, theirs in zip(ours["updates"], plain["updates"], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-6, nan_ok=True)
 
 
 @pytest.mark.parametrize(
-    "engines",
+    ("world", "layers", "engines"),
     [
-        [{"parallel": {"dp": 2}, "head": "fused"}, {"parallel": {"dp": 2, "ep": 2}, "experts": True}],
-        [{"parallel": {"dp": 2, "tp": 2, "sequence_parallel": True}}, {"parallel": {"dp": 2, "pp": 2, "vpp": 2}}],
+        (2, 2, [{"parallel": {"dp": 2}, "head": "fused"}, {"parallel": {"dp": 2, "ep": 2}, "experts": True}]),
+        (4, 4, [{"parallel": {"dp": 2, "tp": 2, "sequence_parallel": True}}, {"parallel": {"dp": 2, "pp": 2, "vpp": 2}}]),
     ],
     ids=["2 ranks", "4 ranks"],
 )
-def test_overlapped_reductions_and_gathers_give_the_same_bits(engines: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_overlapped_reductions_and_gathers_give_the_same_bits(
+    world: int, layers: int, engines: list[Variant], tmp_path: Path
+) -> None:
     """Also with an update in the middle that is skipped, while the weights of the one before are still to be gathered."""
-    kinds: list[dict[str, Any]] = [{}, REDUCE, BOTH]
-    found = run(tmp_path, [{**engine, **kind} for engine in engines for kind in kinds], nan_at=1)
+    kinds: list[Variant] = [{}, REDUCE, BOTH]
+    found = run(tmp_path, world, [{**engine, **kind} for engine in engines for kind in kinds], layers=layers, nan_at=1)
     for start in range(0, len(found), len(kinds)):
         plain, reduced, both = found[start : start + len(kinds)]
         assert_equal(reduced, plain)
         assert_equal(both, plain)
         for ranks in (plain, reduced, both):
-            assert [bool(skipped) for skipped, *_ in ranks[0]["updates"]] == [False, True, False, False, False, False]
+            assert [skipped for skipped, *_ in ranks[0]["updates"]] == [False, True, False, False, False, False]
         for rank in range(len(plain)):
             assert not any(plain[rank]["early"])
             # The first update of a run tells Megatron what makes a bucket complete.
@@ -85,15 +149,15 @@ def test_overlapped_reductions_and_gathers_give_the_same_bits(engines: list[dict
 
 
 def test_recomputed_modules_are_computed_twice_and_give_the_same_bits(tmp_path: Path) -> None:
-    split = {"tp": 2, "sequence_parallel": True}
-    dense = [(), ("core_attn",), ("mlp",), ("core_attn", "mlp")]
-    experts = [(), ("moe",), ("core_attn", "moe")]
+    dense = [(), ("core_attn",), ("mlp",)]
+    experts = [(), ("core_attn", "moe")]
 
-    def variant(modules: tuple[str, ...], **model: bool) -> dict[str, Any]:
+    def variant(modules: tuple[str, ...], **model: bool) -> Variant:
         recompute = {"recompute": "selective", "recompute_modules": list(modules)} if modules else {}
-        return {"parallel": split, **recompute, **model}
+        return {"parallel": {"tp": 2, "sequence_parallel": True}, **recompute, **model}
 
-    found = run(tmp_path, [variant(each) for each in dense] + [variant(each, experts=True) for each in experts])
+    variants = [variant(each) for each in dense] + [variant(each, experts=True) for each in experts]
+    found = run(tmp_path, 2, variants, steps=1)
     for start, kinds in ((0, dense), (len(dense), experts)):
         plain = found[start]
         for modules, ranks in zip(kinds, found[start : start + len(kinds)], strict=True):

@@ -1,4 +1,6 @@
-"""The formula for parameters against Megatron's own models of every (tp, pp) rank, for the recipes that ship."""
+"""The formula for parameters against Megatron's own models of every (tp, pp) rank, for the recipes that ship; and the terms of
+a plan against bytes that engines hold and write, counted tensor by tensor and file by file.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from scripts.studies.measure_plan import MODEL, compare, configs, counts
 from tepo_megatron.config import ParallelConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.plan import check_exact, make_plan
 from tepo_megatron.plan.run_plan import Plan
 from tepo_megatron.plan.shapes import resolve_spec
+from tepo_megatron.tools.bench.recipes import make_model
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks, pipeline_stages_of
+from tests.support.launch import run_dist
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -76,3 +81,21 @@ def test_a_place_without_megatron_is_a_sentence(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(RuntimeError, match=r"No module named 'torch'.*trainer's environment"):
         check_exact(recipe("qwen2.5-7b"))
+
+
+TOLERANCE = {"weights": 0.01, "gradients": 0.01, "optimizer": 0.01, "a step's batch": 0.03}
+CHECKPOINT = 0.02
+"""Headers of files, and boxes that are named one by one, come on top of the values."""
+
+
+def of_each_run(rank: int, world: int, folder: Path) -> dict[str, dict[str, int]]:
+    return {name: counts(config, folder / name) for name, config in configs(folder / "model").items()}
+
+
+def test_terms_are_within_a_few_percent_of_what_is_counted(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", MODEL)
+    ranks = run_dist(2, of_each_run, tmp_path)
+    for name, config in configs(tmp_path / "model").items():
+        for term in compare(name, config, [rank[name] for rank in ranks]):
+            print(f"{term.run:32} {term.term:20} {term.planned:14,.0f} {term.counted:14,.0f} {term.error:+.2%}")
+            assert abs(term.error) <= TOLERANCE.get(term.term, CHECKPOINT), term

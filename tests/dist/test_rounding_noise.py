@@ -7,8 +7,6 @@ update after a rollout nothing has changed: every ratio is exactly 1, no entropy
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,11 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tepo_megatron.config import RunConfig
 from tepo_megatron.core.scores import logprob_and_entropy
 from tepo_megatron.core.types import Batch, TokenScores
-from tepo_megatron.trainer.protocol import UpdateResult
-from tests.support.launch import end_model_parallel, run_dist
+from tests.support.engines import figures, make_engine
+from tests.support.launch import run_dist
 from tests.support.small_llama import draw_rollouts, write_llama
 
 LENGTHS = [9, 31, 5, 17, 24, 12, 40, 8, 21, 15, 6, 28]
@@ -90,24 +87,13 @@ def sampled(engine: Any) -> Batch:
     return batch
 
 
-def figures(result: UpdateResult) -> dict[str, float]:
-    return {**result.extrema, **{name: total / count for name, (total, count) in result.sums.items() if count}}
-
-
 Look = Callable[[Any], dict[str, float]]
 
 
 def in_turn(rank: int, world: int, looks: list[tuple[dict[str, Any], Look]], model_dir: Path) -> list[dict[str, float]]:
     """Each on an engine of its own."""
-    from tepo_megatron.trainer.megatron.engine import Engine
-
-    warnings.filterwarnings("ignore")
-    os.environ["WORLD_SIZE"] = str(world)
-    results = []
-    for config, look in looks:
-        results.append(look(Engine(RunConfig.model_validate(config), model_dir)))
-        end_model_parallel()
-    return results
+    path = {"path": str(model_dir)}
+    return [look(make_engine({**config, "model": {**config.get("model", {}), **path}})) for config, look in looks]
 
 
 def case(micro_batch_tokens: int, **parallel: Any) -> dict[str, Any]:

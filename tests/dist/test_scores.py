@@ -1,7 +1,5 @@
 """Scores of sharded logits on real gloo ranks, against the dense fp64 oracle."""
 
-import os
-import shutil
 from typing import Any
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
-from tests.support.dense_scores import dense_logprob_and_entropy
+from tests.support.dense_scores import BACKENDS, dense_logprob_and_entropy
 from tests.support.launch import run_dist
 
 
@@ -72,9 +70,6 @@ DTYPES = [
     (torch.bfloat16, 1e-5, 2**-8),
     (torch.float16, 1e-5, 2**-10),
 ]
-
-
-BACKENDS = ["torch", *(["cpp"] if shutil.which(os.environ.get("CXX", "c++")) else [])]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -222,14 +217,3 @@ def test_impossible_logits_are_named_on_every_rank():
         assert "NaN or +inf logits on tensor-parallel rank 1, first at token 3" in nan
         assert "tensor-parallel rank 1" in infinite
         assert "every logit of token 3 is −inf" in nothing
-
-
-def _raise_on_one(rank, world):
-    if rank == 1:
-        raise KeyError("only here")
-    dist.barrier()
-
-
-def test_a_rank_that_raises_is_heard():
-    with pytest.raises(RuntimeError, match=r"rank 1 of 2 raised(.|\n)*only here"):
-        run_dist(2, _raise_on_one)

@@ -1,21 +1,35 @@
-"""Every architecture in a real vLLM at TP1 and TP2, updated through the bridge from a trainer at TP2 × PP2.
+"""Every architecture in real vLLM servers, updated through the bridge from a trainer at TP2 × PP2.
 
-The engines start with other weights than the trainer's. After the update they decode greedily what transformers does with the
-trainer's, and give the log-probs that the trainer gives. Whole servers are the subject of ``test_reshard_vllm.py``.
+The servers start with other weights than the trainer's. After an update they decode greedily what transformers does with the
+trainer's, and give the log-probs that the trainer gives; also after one of two servers was killed during a second update.
 """
 
 from __future__ import annotations
 
-import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.launch import run_world
-from tests.support.random_models import MODELS, greedy, random_model
+from tepo_megatron.config import RunConfig
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.run.weights import WeightPublisher
+from tepo_megatron.sampler.fleet.fleet import Fleet
+from tepo_megatron.sampler.protocol import ServerDied
+from tepo_megatron.sampler.vllm.server import Server
+from tests.support.engines import make_engine
+from tests.support.launch import run_dist
+from tests.support.random_models import EOS, LENGTH, MODELS, PROMPTS, greedy, random_model
+from tests.support.samples import draw_group
 
 SERVED, TRAINED = 0, 1
-"""Seeds of the weights that the engines start with, and of the trainer's."""
+"""Seeds of the weights that the servers start with, and of the trainer's."""
 
 EXPERTS = {
     "Mixtral": {"sequence_parallel": True, "ep": 2, "etp": 1},
@@ -24,47 +38,155 @@ EXPERTS = {
 }
 """How the trainer splits the experts: over two ranks, or each expert over both."""
 
-CASES: list[dict[str, Any]] = [
-    {
-        "name": f"{model}-tp{tp}-{transfer}",
-        "model": model,
-        "tp": tp,
-        "transfer": transfer,
-        "experts": EXPERTS.get(model, {}),
-    }
-    for model in MODELS
-    for tp in (1, 2)
-    for transfer in (("reshard", "gather") if model == "Qwen2-tied" or (model, tp) == ("Mixtral", 1) else ("reshard",))
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    tp: int
+    transfer: str = "reshard"
+    count: int = 1
+    """The last of two servers is killed during a second update."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-tp{self.tp}-{self.transfer}" + "-killed" * (self.count - 1)
+
+
+def transfers(model: str, tp: int) -> tuple[str, ...]:
+    return ("reshard", "gather") if model == "Qwen2-tied" or (model, tp) == ("Mixtral", 1) else ("reshard",)
+
+
+CASES = [
+    Case("Qwen2-tied", 1, count=2),
+    *(Case(model, tp, transfer) for model in MODELS for tp in (1, 2) for transfer in transfers(model, tp)),
 ]
-SOON = {"Qwen2-tied-tp1-gather", "Qwen2-tied-tp2-reshard", "Mixtral-tp2-reshard", "Glm4Moe-tp1-reshard"}
+SOON = {"Qwen2-tied-tp1-reshard-killed", "Qwen2-tied-tp1-gather", "Glm4Moe-tp2-reshard"}
 """The others are long tests: their tensors are among those of these."""
 
 NAMED = pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=case["name"], marks=[] if case["name"] in SOON else [pytest.mark.long]) for case in CASES],
+    [pytest.param(case, id=case.name, marks=[] if case.name in SOON else [pytest.mark.long]) for case in CASES],
 )
+
+
+def refusals(fleet: Fleet | None) -> list[str]:
+    """What each server that starts without weights answers to a request before it has any, without the fleet."""
+    said = []
+    for client in fleet._clients if fleet is not None and fleet._starts_empty else []:
+        with pytest.raises(RuntimeError) as refused:
+            client.prompt_logprobs(PROMPTS[0])
+        said.append(str(refused.value))
+    return said
+
+
+def look(engine: Any, fleet: Fleet | None) -> dict[str, Any]:
+    """What every server says, and how far the trainer's log-probs are from those it sampled with."""
+    rollouts = None
+    seen: dict[str, Any] = {}
+    if fleet is not None:
+        assert fleet.weights_version is not None
+        sampled = fleet.generate(PROMPTS, n=4, temperature=1.0, max_new_tokens=LENGTH, seed=1)
+        rollouts = [
+            Rollout.of(response, problem_id=str(group), group=group, prompt_ids=PROMPTS[group], text="")
+            for group, responses in enumerate(sampled)
+            for response in responses
+        ]
+        options: dict[str, Any] = {"n": 1, "temperature": 0.0, "max_new_tokens": LENGTH, "seed": None, "stop_token_ids": [EOS]}
+        options["version"] = fleet.weights_version
+        drawn = [[draw_group(client, prompt, **options)[0] for prompt in PROMPTS] for client in fleet._clients]
+        seen = {"greedy": [[response.response_ids.tolist() for response in responses] for responses in drawn]}
+        seen["version"] = fleet.weights_version.step
+    batch = engine.score(engine.batch_from_root(rollouts))
+    gap = (batch.old_logprobs_T - batch.sampler_logprobs_T)[batch.loss_mask_T].abs().max()
+    return {**seen, "gap": float(gap)}
+
+
+def kill_when_sending(sender: Any, fleet: Fleet | None) -> None:
+    """The next time rank 0 is about to send, when the others already do, the last server dies."""
+    if fleet is None:
+        return
+    send_shards, server = sender.send_shards, fleet._servers[-1]
+    assert isinstance(server, Server)
+    process = server._process
+
+    def send_late(cancelled: Callable[[], bool]) -> None:
+        sender.send_shards = send_shards
+        time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGKILL)
+        send_shards(cancelled)
+
+    sender.send_shards = send_late
+
+
+def served(case: Case, folder: Path, rank: int) -> dict[str, Any]:
+    options = {"count": case.count, "tp": case.tp, "transfer": case.transfer, "max_model_len": 64, "max_num_seqs": 32}
+    document: dict[str, Any] = {
+        "model": {"path": str(folder / case.model / "trained")},
+        "engine": {"parallel": {"tp": 2, "pp": 2, **EXPERTS.get(case.model, {})}},
+        "rollout": {"server": {**options, "transfer_timeout_s": 60 if case.count > 1 else 600}},
+    }
+    config = RunConfig.model_validate(document)
+    logs, model_dir = folder / case.name, folder / case.model / "served"
+    started: Any = nullcontext()
+    if rank == 0:
+        logs.mkdir()
+        started = Fleet(
+            config.rollout.server, model_dir=model_dir, dtype="float32", stop_token_ids=[EOS], log_dir=logs, trained=True
+        )
+    with started as fleet:
+        engine = make_engine(config)
+        publisher = WeightPublisher(config, engine.weights, fleet)
+
+        def update(version: int) -> bool:
+            """Whether a server died."""
+            died = False
+            try:
+                publisher.update_weights(WeightsVersion(version))
+            except ServerDied:
+                fleet.revive()
+                died = True
+            return bool(engine.broadcast_from_root(died))
+
+        report: dict[str, Any] = {"refusals": refusals(fleet)}
+        assert not update(1)
+        report["looks"] = [look(engine, fleet)]
+        if case.count > 1:
+            kill_when_sending(publisher._sender, fleet)
+            assert update(2)
+            assert not update(2)
+            report["looks"].append(look(engine, fleet))
+    return report
+
+
+def served_in_turn(rank: int, _world: int, folder: Path, cases: list[Case]) -> dict[str, Any]:
+    return {case.name: served(case, folder, rank) for case in cases}
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
     selected = {item.name.partition("[")[2].rstrip("]") for item in request.session.items if item.path == request.path}
-    cases = [case for case in CASES if case["name"] in selected]
+    cases = [case for case in CASES if case.name in selected]
     folder = tmp_path_factory.mktemp("architectures_vllm")
-    for name in MODELS:
+    for model in {case.model for case in cases}:
         for role, seed in (("served", SERVED), ("trained", TRAINED)):
-            random_model(name, seed).save_pretrained(folder / name / role)
-    (folder / "cases.json").write_text(json.dumps(cases))
-    run_world("architectures_vllm", 4, folder)
-    return json.loads((folder / "report.json").read_text())
+            random_model(model, seed).save_pretrained(folder / model / role)
+    return run_dist(4, served_in_turn, folder, cases)[0]
 
 
 @NAMED
-def test_greedy_tokens_are_those_of_transformers(report: dict[str, Any], case: dict[str, Any]) -> None:
-    expected = greedy(case["model"], TRAINED)
-    assert expected != greedy(case["model"], SERVED)  # without this the engine could have kept its weights
-    assert report[case["name"]]["greedy"] == expected
+def test_greedy_tokens_are_those_of_transformers_and_logprobs_those_of_the_trainer(report: dict[str, Any], case: Case) -> None:
+    expected = greedy(case.model, TRAINED)
+    assert expected != greedy(case.model, SERVED)  # without this a server could have kept its weights
+    looks = report[case.name]["looks"]
+    assert len(looks) == case.count
+    for number, seen in enumerate(looks, start=1):
+        assert seen["greedy"] == [expected] * case.count
+        assert seen["gap"] < 1e-4
+        assert seen["version"] == number
 
 
-@NAMED
-def test_logprobs_are_those_of_the_trainer(report: dict[str, Any], case: dict[str, Any]) -> None:
-    assert report[case["name"]]["gap"] < 1e-4
+def test_servers_without_weights_refuse_to_sample(report: dict[str, Any]) -> None:
+    case = CASES[0]
+    refused = report[case.name]["refusals"]
+    assert len(refused) == case.count
+    assert all("status 409: /inference/v1/generate: this server has no weights yet" in each for each in refused)

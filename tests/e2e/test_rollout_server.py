@@ -5,8 +5,9 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,36 +29,34 @@ from tepo_megatron.sampler.vllm.server import Server
 from tests.contracts.sampler_contract import EOS, MAX_LENGTH, PROMPTS, contract_model, manifest, write_model
 from tests.support.processes import assert_none_names, processes_naming
 from tests.support.programs import TIMEOUT_S
+from tests.support.random_models import greedy_after
 
 ATTEMPTS = 20
 """Of what has to come in the middle of responses: on a loaded machine all may have ended before the first is here."""
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def fleet(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """One server, whose only worker runs in the process of its engine core."""
-    config = ServerConfig(max_model_len=MAX_LENGTH, max_num_seqs=64, max_restarts=5)
-    logs = tmp_path_factory.mktemp("logs")
-    with Fleet(config, model_dir=model_dir, dtype="float32", stop_token_ids=[EOS], log_dir=logs) as running:
-        assert processes_naming(model_dir)
+@contextmanager
+def started(folder: Path, tp: int) -> Iterator[Fleet]:
+    write_model(folder / "model")
+    config = ServerConfig(tp=tp, max_model_len=MAX_LENGTH, max_num_seqs=64, max_restarts=5)
+    with Fleet(config, model_dir=folder / "model", dtype="float32", stop_token_ids=[EOS], log_dir=folder) as running:
+        assert processes_naming(folder)
         yield running
-    assert_none_names(model_dir)
+    assert_none_names(folder)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """One server, whose only worker runs in the process of its engine core."""
+    with started(tmp_path_factory.mktemp("single"), 1) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def split_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """One server of the same weights, with two workers, which are processes and share memory."""
-    folder = tmp_path_factory.mktemp("split")
-    write_model(folder / "model")
-    config = ServerConfig(tp=2, max_model_len=MAX_LENGTH, max_num_seqs=64, max_restarts=5)
-    with Fleet(config, model_dir=folder / "model", dtype="float32", stop_token_ids=[EOS], log_dir=folder) as running:
+    with started(tmp_path_factory.mktemp("split"), 2) as running:
         yield running
-    assert_none_names(folder)
 
 
 @pytest.fixture
@@ -88,14 +87,6 @@ def greedy(fleet: Fleet, length: int = 16) -> list[tuple[int, ...]]:
 
 def greedy_oracle(model: torch.nn.Module, length: int = 16) -> list[tuple[int, ...]]:
     return [tuple(greedy_after(model, prompt, length)) for prompt in PROMPTS]
-
-
-@torch.no_grad()
-def greedy_after(model: torch.nn.Module, prompt: Sequence[int], length: int) -> list[int]:
-    ids = list(prompt)
-    while len(ids) < len(prompt) + length and (len(ids) == len(prompt) or ids[-1] != EOS):
-        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
 
 
 def sample(fleet: Fleet, seed: int, temperature: float = 1.0, n: int = 8, length: int = 24) -> list[list[Response]]:

@@ -13,7 +13,8 @@ from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tests.contracts.sampler_contract import EOS, contract_model
-from tests.e2e.test_rollout_server import greedy_after, sync
+from tests.e2e.test_rollout_server import sync
+from tests.support.random_models import greedy_after
 
 PROMPT = (1, 5, 6, 7, 5, 6, 7, 5, 6, 7, 5, 6)
 NGRAM = {"num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}

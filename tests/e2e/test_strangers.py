@@ -1,14 +1,20 @@
-"""A run on one machine, two trainer ranks and a real vLLM server of two workers, and another user who tries its ports."""
+"""Another user of the machine tries the ports and files of a run with two ranks and a real vLLM server of two workers, and of
+``tepo serve`` before a trainer uses it.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -16,12 +22,11 @@ import psutil
 import pytest
 
 from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
+from tepo_megatron.sampler.vllm.wire import ABORT, SAMPLES, USE_ADAPTER
 from tests.support import stranger
 from tests.support.kills import RUN, last_step, wait_for_rows
-from tests.support.processes import assert_none_names
+from tests.support.processes import assert_none_names, family, listeners, unix_sockets
 from tests.support.programs import TIMEOUT_S
-from tests.support.server_routes import assert_routes_need_the_key
-from tests.support.sockets import Listener, family, listeners, unix_sockets
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
@@ -29,6 +34,16 @@ SMALL = [
     *("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.sampling.max_new_tokens=4"),
     *("rollout.server.tp=2", "evaluate.every=0", "train.steps=100000", "log.tensorboard=false"),
 ]
+
+
+SLOW = """
+import time
+
+def one(problem, response):
+    time.sleep(0.3)
+    return 1.0
+"""
+"""A verifier, so that the run leaves the processors to the stranger."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +60,17 @@ class Run:
         wait_for_rows(self.process, self.out, last_step(self.out) + 1 + more)
 
 
+def start(command: str, out: Path, *settings: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "tepo_megatron", command, str(RUN), f"output={out}", *settings]
+    with (out.parent / "printed").open("w") as printed:
+        return subprocess.Popen(words, stdout=printed, stderr=printed, text=True, start_new_session=True)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     out = tmp_path_factory.mktemp("run") / "out"
-    command = [sys.executable, "-m", "tepo_megatron", "train", str(RUN), f"output={out}", *SMALL]
-    with (out.parent / "printed").open("w") as printed:
-        process = subprocess.Popen(command, stdout=printed, stderr=printed, text=True, start_new_session=True)
+    (out.parent / "slow.py").write_text(SLOW)
+    process = start("train", out, *SMALL, f"reward.verifier={out.parent}/slow.py:one")
     try:
         wait_for_rows(process, out, 3)  # the weights have travelled, and do again
         (server,) = [each for each in family(process.pid) if "vllm.entrypoints.openai.api_server" in each.cmdline()[:4]]
@@ -68,32 +88,84 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         assert_none_names(out)
 
 
-def ports(run: Run) -> set[Listener]:
-    found = listeners(run.process.pid)
-    assert found
-    return found
+def models(url: str, key: str) -> int:
+    """The status of a route that asks for the key."""
+    return httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}, timeout=TIMEOUT_S).status_code
 
 
-def test_every_port_is_on_the_loopback_address(run: Run) -> None:
-    assert {each.address for each in ports(run)} == {"127.0.0.1"}
+def test_a_node_that_serves_gives_a_stranger_nothing(tmp_path: Path) -> None:
+    registry, out = tmp_path / "servers", tmp_path / "out"
+    tmp_path.chmod(0o755)  # so that it is the registry itself that keeps the key
+    given = ["placement=external", f"registry={registry}", "interface=lo"]
+    process = start("serve", out, *(f"rollout.server.{each}" for each in given))
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not list(registry.glob("server-*.json")):
+            assert process.poll() is None, (tmp_path / "printed").read_text()
+            assert time.monotonic() < deadline, "no server registered"
+            time.sleep(0.1)
+        (key_file,) = [path for path in registry.iterdir() if path.is_file() and path.suffix != ".json"]
+        key = key_file.read_text()
+        assert {each.address for each in listeners(process.pid)} == {"127.0.0.1"}
+        (port,) = {each.port for each in listeners(process.pid) if "api_server" in each.program}
+        url = f"http://127.0.0.1:{port}"
+        refused = stranger.ask("ask_routes", url, json.dumps([("POST", SAMPLES), ("POST", "/update_weights")]))
+        assert {status for *_, status in refused} == {401}
+        assert models(url, key) == 200
+        ports = {each.port for each in listeners(process.pid)}
+        assert stranger.ask("poison_stores", tmp_path / "proof", *ports) == []
+        environments = [f"/proc/{each.pid}/environ" for each in family(process.pid)]
+        assert stranger.ask("read_files", key_file, *unix_sockets(process.pid), *environments, RUN) == [str(RUN)]
+        assert not any(key.encode() in Path(f"/proc/{each.pid}/cmdline").read_bytes() for each in family(process.pid))
+        holders = [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+        assert holders == [key_file]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(TIMEOUT_S) == 130
+    finally:
+        process.kill()
+        assert_none_names(out)
 
 
-def test_no_port_is_a_store(run: Run, tmp_path: Path) -> None:
-    assert stranger.ask("poison_stores", tmp_path / "proof", *(each.port for each in ports(run))) == []
+def test_ports_are_on_the_loopback_address_and_none_is_a_store(run: Run, tmp_path: Path) -> None:
+    ports = listeners(run.process.pid)
+    assert {each.address for each in ports} == {"127.0.0.1"}
+    assert stranger.ask("poison_stores", tmp_path / "proof", *(each.port for each in ports)) == []
     assert not (tmp_path / "proof").exists()
 
 
+def routes() -> list[tuple[str, str]]:
+    """Every route that the source of vLLM's servers names, whether or not this server has it, and some that it has not."""
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    stated = re.compile(r"""\.(get|post|put|delete|patch|head|options|websocket|mount)\(\s*["'](/[^"']*)["']""")
+    found = {
+        ({"mount": "get"}.get(method, method).upper(), re.sub(r"\{[^}]*\}", "1", path))
+        for source in (Path(spec.origin).parent / "entrypoints").rglob("*.py")
+        for method, path in stated.findall(source.read_text())
+    }
+    found |= {("POST", SAMPLES), ("POST", ABORT), ("POST", USE_ADAPTER)}
+    paths = ("/", "/metrics", "/openapi.json", "/docs", "/nowhere", "/health/", "//health", "/health/1")
+    found |= {("GET", path) for path in paths}
+    return sorted(found)
+
+
 def test_every_route_of_the_server_asks_for_the_key(run: Run) -> None:
-    assert_routes_need_the_key(run.url)
-    assert (
-        httpx.get(run.url + "/v1/models", headers={"Authorization": f"Bearer {run.key}"}, timeout=TIMEOUT_S).status_code == 200
-    )
+    asked = routes()
+    assert {("POST", "/update_weights"), ("POST", "/collective_rpc"), ("POST", "/inference/v1/generate")} < set(asked)
+    assert len(asked) > 40
+    for method, path, header, status in stranger.ask("ask_routes", run.url, json.dumps(asked)):
+        # it says only whether the engine works; the trainer asks it before it has a reason to send the key
+        expected = (200, 405) if path == "/health" else (403,) if method == "WEBSOCKET" else (401,)
+        assert status in expected, (method, path, header)
+    assert models(run.url, run.key) == 200
     run.wait_for_steps(1)
 
 
 def test_the_run_goes_on_when_a_stranger_sends_garbage_to_its_ports(run: Run) -> None:
-    numbers = sorted({each.port for each in ports(run)})
-    for _ in range(5):
+    numbers = sorted({each.port for each in listeners(run.process.pid)})
+    assert numbers
+    for _ in range(2):
         assert sorted(stranger.ask("send_garbage", *numbers)) == numbers
     run.wait_for_steps(2)
 

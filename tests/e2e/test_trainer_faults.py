@@ -13,45 +13,20 @@ import pytest
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
-from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.runtime.heartbeat import RankRecord
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
+from tepo_megatron.tools.faults.workshop import REPLAYED, make_rollouts
 from tests.support.kills import rows, start, wait_for_rows
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S
-
-SETTINGS = [
-    "rollout.prompts_per_step=4",
-    "rollout.samples_per_prompt=2",
-    "rollout.canary.every=0",
-    "engine.parallel={tp: 1, sequence_parallel: false}",
-    "evaluate.every=0",
-    "train.minibatches=2",
-    "log.progress=plain",
-    "log.tensorboard=false",
-]
-
 
 HUGE = 1e15
 """The largest reward. With the small divisor below, the square of its gradient's norm is no number in fp32."""
 OVERFLOWS = ("objective.preset=dr_grpo", "objective.aggregation.constant=1e-10")
 
 
-def given_rollouts(folder: Path, steps: int) -> Path:
-    """Random tokens, the same in every step."""
-    for step in range(steps):
-        rollouts = []
-        for number in range(8):
-            pair = number // 2
-            ids, logprobs = (5, 6 + number, 7), (-2.0, -2.5, -3.0)
-            version = WeightsVersion(step)
-            rollouts.append(Rollout(f"p{pair}", pair, (3, 4 + pair), ids, logprobs, "stop", version, reward=number % 2 * 1.0))
-        write_rollouts(folder, step, rollouts)
-    return folder
-
-
 def start_replay(output: Path, rollouts: Path, *settings: str) -> subprocess.Popen[str]:
-    return start(f"output={output}", f"rollout.replay={rollouts}", *SETTINGS, *settings)
+    return start(f"output={output}", f"rollout.replay={rollouts}", *REPLAYED, *settings)
 
 
 def status(output: Path) -> str:
@@ -60,7 +35,7 @@ def status(output: Path) -> str:
 
 
 def test_a_step_with_a_nan_costs_that_step_alone(tmp_path: Path) -> None:
-    output, rollouts = tmp_path / "out", given_rollouts(tmp_path / "rollouts", 3)
+    output, rollouts = tmp_path / "out", make_rollouts(tmp_path / "rollouts", 3)
     broken = read_rollouts(rollouts, 1)
     broken[5] = replace(broken[5], reward=HUGE)
     write_rollouts(rollouts, 1, broken)
@@ -85,7 +60,7 @@ def test_a_step_with_a_nan_costs_that_step_alone(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_rank_that_is_stopped_ends_the_job_and_the_run_goes_on_when_resumed(tmp_path: Path) -> None:
-    output, rollouts = tmp_path / "out", given_rollouts(tmp_path / "rollouts", 400)
+    output, rollouts = tmp_path / "out", make_rollouts(tmp_path / "rollouts", 400)
     process = start_replay(output, rollouts, "train.steps=400", "train.save_every=2", "engine.parallel.tp=2")
     try:
         wait_for_rows(process, output, 4)

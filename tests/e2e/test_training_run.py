@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,17 +18,17 @@ from safetensors.torch import load_file
 from tepo_megatron.run.metrics import read_tokens, token_files
 from tepo_megatron.run.output.resume import MADE_BY_A_RUN
 from tepo_megatron.sampler.rollout_file import read_rollouts
-from tests.support.kills import RUN, rows, start, train, wait_for_rows, without_times
+from tests.support.kills import RUN, rows, same_bytes, start, train, wait_for_rows, without_times
 from tests.support.processes import assert_none_names
-from tests.support.programs import TIMEOUT_S, run_program
+from tests.support.programs import TIMEOUT_S, run_program, run_python
 
-STEPS = 10
+STEPS, HALF = 6, 3
 SMALL = [
     "rollout.prompts_per_step=8",
     "rollout.samples_per_prompt=4",
-    "evaluate.problems=16",
+    "evaluate.problems=8",
     "evaluate.samples=2",
-    "evaluate.every=5",
+    f"evaluate.every={HALF}",
     f"train.steps={STEPS}",
     "train.minibatches=2",
 ]
@@ -42,7 +40,7 @@ KEYS = {
     *(f"time/{phase}" for phase in ("rollout", "reward", "score", "update", "sync", "eval", "other", "step")),
 }
 EVALUATION_KEYS = {"accuracy/greedy", "accuracy/avg@k", "accuracy/pass@k", "heldout/reward_greedy", "heldout/reward_sampled"}
-TOKENS = ["log.token_samples=8", "log.token_samples_every=5"]
+TOKENS = ["log.token_samples=8", f"log.token_samples_every={HALF}"]
 """All of a step's groups."""
 
 NAMED = set(re.findall(r"`([a-z][\w/@]*)`", (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text()))
@@ -57,7 +55,9 @@ TORCHRUN = ("-m", "tepo_megatron.runtime.torchrun", "--nproc-per-node", "2")
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("run") / "out"
-    printed = train(f"output={folder}", *SMALL, "rollout.record=true", "train.save_every=5", "log.train_samples=2", *TOKENS)
+    printed = train(
+        f"output={folder}", *SMALL, "rollout.record=true", f"train.save_every={HALF}", "log.train_samples=2", *TOKENS
+    )
     (folder.parent / "printed.txt").write_text(printed)
     yield folder
     assert_none_names(folder)
@@ -71,14 +71,14 @@ def test_a_run_leaves_what_it_promises(trained: Path) -> None:
     assert [row["step"] for row in rows(trained)] == list(range(STEPS + 1))
     for row in rows(trained)[1:]:
         assert set(row) >= KEYS
-        assert set(row) >= EVALUATION_KEYS or row["step"] % 5
+        assert set(row) >= EVALUATION_KEYS or row["step"] % HALF
         unexplained = [key for key in row if not any(pattern.fullmatch(key) for pattern in EXPLAINED)]
         assert not unexplained, "add a line to the table 'Every metric' of docs/reference/metrics.md for each of these"
     assert (trained / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert list((trained / "tensorboard").glob("events.out.tfevents.*"))
     assert (trained / "checkpoints" / f"step_{STEPS:06d}" / "state.json").exists()
     samples = [json.loads(line) for line in (trained / "samples.jsonl").read_text().splitlines()]
-    assert {sample["step"] for sample in samples} == {0, 5, 10}
+    assert {sample["step"] for sample in samples} == {0, HALF, STEPS}
     assert all(sample["prompt"].endswith("=") for sample in samples)
     trained_on = [json.loads(line) for line in (trained / "train_samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in trained_on] == [step for step in range(1, STEPS + 1) for _ in range(2)]
@@ -87,7 +87,7 @@ def test_a_run_leaves_what_it_promises(trained: Path) -> None:
     assert not list(trained.rglob("*.partial"))
     assert {path.name for path in trained.iterdir()} <= {made.partition("/")[0] for made in MADE_BY_A_RUN}
     journal = sorted(path.name for path in (trained / "journal").iterdir())
-    assert journal == [f"step_{step:07d}.jsonl" for step in range(5, STEPS)]  # since the older of its two checkpoints
+    assert journal == [f"step_{step:07d}.jsonl" for step in range(HALF, STEPS)]  # since the older of its two checkpoints
 
 
 def test_the_exported_model_loads_in_transformers_and_was_trained(trained: Path) -> None:
@@ -118,15 +118,16 @@ def test_recorded_rollouts_carry_the_version_that_sampled_them(trained: Path) ->
         assert len(rollouts) == 32
         assert {rollout.weights_version.step for rollout in rollouts} == {step}
         (digest,) = {rollout.weights_version.digest for rollout in rollouts}
-        if step == 5:
-            assert digest == json.loads((trained / "checkpoints/step_000005/state.json").read_text())["weights_digest"]
+        if step == HALF:
+            state = json.loads((trained / "checkpoints" / f"step_{HALF:06d}" / "state.json").read_text())
+            assert digest == state["weights_digest"]
         row = rows(trained)[step + 1]
         assert (row["weights_version/min"], row["weights_version/max"]) == (step, step)
 
 
 def test_values_of_single_tokens_are_those_of_rollouts_and_rows(trained: Path) -> None:
     files = token_files(trained)
-    assert list(files) == [5, 10]
+    assert list(files) == [HALF, STEPS]
     for step, path in files.items():
         found, drawn, row = read_tokens(path), read_rollouts(trained / "rollouts", step - 1), rows(trained)[step]
         assert [found.ids[found.tokens_of(at)].tolist() for at in range(32)] == [each.response_ids.tolist() for each in drawn]
@@ -152,43 +153,26 @@ def test_values_of_single_tokens_are_those_of_rollouts_and_rows(trained: Path) -
         assert row["mask/fraction"] > 0
 
 
-@pytest.fixture(scope="module")
-def replayed(trained: Path) -> Path:
-    """A run on the same rollouts."""
-    folder = trained.with_name("replayed")
-    train(f"output={folder}", *SMALL, f"rollout.replay={trained / 'rollouts'}")
-    return folder
-
-
 def without_answers(folder: Path) -> list[dict[str, Any]]:
     """The rows without what only servers can answer, accuracies and the canary."""
     asked = EVALUATION_KEYS | {CANARY, CACHE_CANARY}
     return [{k: v for k, v in row.items() if k not in asked} for row in without_times(folder)]
 
 
-WEIGHTS = "model/model.safetensors"
-
-
-def test_replayed_rollouts_reproduce_the_run_to_the_last_bit(trained: Path, replayed: Path) -> None:
-    """The same rollouts give the metrics and weights of the first run, which recorded values of tokens, as this one did not."""
-    assert without_times(replayed) == without_answers(trained)
-    assert (replayed / WEIGHTS).read_bytes() == (trained / WEIGHTS).read_bytes()
-
-
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(trained: Path, replayed: Path, tmp_path: Path) -> None:
-    """Also one that had written a checkpoint, and not yet the row of that step, which the checkpoint has too; and, as another
-    replay, under torchrun by hand.
+def test_replayed_rollouts_reproduce_the_run_to_the_last_bit_also_when_it_is_resumed(trained: Path, tmp_path: Path) -> None:
+    """Metrics and weights are those of the first run, which recorded values of tokens. The replay, under torchrun by hand, had
+    written a checkpoint, and not yet the row of that step, which the checkpoint has too.
     """
     replay = f"rollout.replay={trained / 'rollouts'}"
     out = tmp_path / "resumed"
-    train(f"output={out}", *SMALL, replay, "train.steps=4", runner=TORCHRUN)
+    train(f"output={out}", *SMALL, replay, "train.steps=2")
     metrics = out / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
     tokens = ["log.token_samples=8", f"log.token_samples_every={STEPS}"]
     train(f"output={out}", *SMALL, replay, "train.resume=true", *tokens, runner=TORCHRUN)
     assert [row["step"] for row in rows(out)] == list(range(STEPS + 1))
-    assert without_times(out) == without_times(replayed) == without_answers(trained)
-    assert (out / WEIGHTS).read_bytes() == (replayed / WEIGHTS).read_bytes() == (trained / WEIGHTS).read_bytes()
+    assert without_times(out) == without_answers(trained)
+    same_bytes(out, trained, "model/model.safetensors")
     (found,) = token_files(out).values()
     assert found.read_bytes() == token_files(trained)[STEPS].read_bytes()
 
@@ -214,12 +198,10 @@ def test_the_trained_model_is_evaluated_by_its_command(trained: Path, tmp_path: 
     them has sampling of its own.
     """
     heldout = "builtin:addition-heldout"
-    settings = ["evaluate.problems=16", "evaluate.samples=0", f"output={tmp_path / 'eval'}", f"data.heldout={heldout}"]
+    settings = ["evaluate.problems=8", "evaluate.samples=0", f"output={tmp_path / 'eval'}", f"data.heldout={heldout}"]
     of_set = {"path": heldout, "problems": 16, "samples": 4, "sampling.temperature": 0.3, "sampling.max_new_tokens": 12}
     settings += [f"evaluate.sets.sums.{name}={value}" for name, value in of_set.items()]
-    command = [sys.executable, "-m", "tepo_megatron", "eval", str(trained / "model"), "--run", str(RUN), *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_python("-m", "tepo_megatron", "eval", trained / "model", "--run", RUN, *settings)
     found = json.loads((tmp_path / "eval" / "eval" / "metrics.json").read_text())
     assert found["accuracy/greedy"] == rows(trained)[-1]["accuracy/greedy"]
     lines = (tmp_path / "eval" / "eval" / "results" / "sums.jsonl").read_text().splitlines()
@@ -253,19 +235,12 @@ def test_interrupting_ends_everything(tmp_path: Path) -> None:
     assert max(abs(row["mismatch/kl"]) for row in rows(out)[1:]) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("data.train={data}", "{data}:2: "),
-        ("train.stepz=3", "train.steps"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_leaves_no_run(override: str, message: str, tmp_path: Path) -> None:
+def test_bad_input_is_one_sentence_and_leaves_no_run(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "", "answer": "3"}\n')
-    process = start(f"output={tmp_path / 'out'}", override.format(data=data))
+    process = start(f"output={tmp_path / 'out'}", f"data.train={data}")
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode not in (0, None)
-    assert message.format(data=data) in err
+    assert f"{data}:2: " in err
     assert "Traceback" not in err
     assert not (tmp_path / "out" / "metrics.jsonl").exists()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,10 +13,10 @@ import torch
 from tepo_megatron.config import RunConfig, SamplingConfig
 from tepo_megatron.core.rollout import Response, Rollout
 from tepo_megatron.sampler.fleet.fleet import Fleet
-from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
-from tests.support.launch import run_world
+from tests.support.engines import MeanSurprise, make_engine
+from tests.support.launch import run_dist
 
 MODEL = resolve_model_path(RunConfig().model.path)
 TOKENIZER = load_tokenizer(MODEL)
@@ -37,20 +35,16 @@ TRUNCATED: Mapping[str, Mapping[str, Any]] = {
 ALONE: Mapping[str, Mapping[str, Any]] = {"stop": {"stop": (STOP,)}, "nothing": {}}
 
 
-@dataclass(frozen=True)
-class Drawn:
-    folder: Path
-    groups: Mapping[str, list[list[Response]]]
+Drawn = Mapping[str, list[list[Response]]]
+"""Kind of sampling → a group of responses for each prompt."""
 
-    def rollouts(self, name: str) -> list[Rollout]:
-        return [
-            Rollout.of(response, problem_id=f"p{at}", group=at, prompt_ids=PROMPTS[at], text="")
-            for at, group in enumerate(self.groups[name])
-            for response in group
-        ]
 
-    def responses(self, name: str) -> list[Response]:
-        return [response for group in self.groups[name] for response in group]
+def rollouts(groups: list[list[Response]]) -> list[Rollout]:
+    return [
+        Rollout.of(response, problem_id=f"p{number}", group=number, prompt_ids=PROMPTS[number], text="")
+        for number, group in enumerate(groups)
+        for response in group
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -71,26 +65,35 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
         # as an evaluation asks for it: what truncates is of no meaning to greedy decoding
         alone: dict[str, Any] = {"stop": (STOP,), "top_k": 3, "bad_words": (BAD,)}
         groups["greedy"] = fleet.generate(PROMPTS, n=1, temperature=0.0, max_new_tokens=20, seed=0, **alone)
-    return Drawn(folder, groups)
+    return groups
+
+
+def score(_rank: int, _world: int, steps: list[list[Rollout]]) -> dict[str, dict[str, Any]]:
+    """Scores the steps among the tokens that could have been drawn, and the first also among all; makes one step on it."""
+    reports = {}
+    for head in ("logits", "fused"):
+        config = {
+            "rollout": {"sampling": {"temperature": TEMPERATURE, "top_k": VOCABULARY}},
+            "engine": {"head": head, "parallel": {"tp": 2}},
+        }
+        engine = make_engine(config, MeanSurprise())
+        batches = [engine.batch_from_root(step if engine.ranks.rank == 0 else None) for step in steps]
+        scored = [engine.score(batch) for batch in batches]
+        whole = engine.score(batches[0].with_(sampling_mask_T=None))
+        result = engine.update(scored[0])
+        reports[head] = {
+            "logprobs": [batch.old_logprobs_T[batch.loss_mask_T].numpy() for batch in scored],
+            "entropies": [batch.old_entropy_T[batch.loss_mask_T].numpy() for batch in scored],
+            "whole": whole.old_logprobs_T[whole.loss_mask_T].numpy(),
+            "update": [result.loss, result.grad_norm],
+        }
+    return reports
 
 
 @pytest.fixture(scope="module")
 def scored(drawn: Drawn) -> Mapping[str, Any]:
     """What the trainer makes of the truncated ones at TP2, with logits and with a fused head."""
-    folder = drawn.folder
-    for step, name in enumerate(TRUNCATED):
-        write_rollouts(folder / "rollouts", step, drawn.rollouts(name))
-    runs = []
-    for head in ("logits", "fused"):
-        config = {
-            "model": {"path": str(MODEL)},
-            "rollout": {"sampling": {"temperature": TEMPERATURE, "top_k": VOCABULARY}},
-            "engine": {"head": head, "parallel": {"tp": 2}},
-        }
-        runs.append({"config": config, "out": str(folder / head), "resume": None})
-    (folder / "case.json").write_text(json.dumps({"runs": runs, "rollouts": str(folder / "rollouts")}))
-    run_world("truncated", 2, folder / "case.json")
-    return {head: json.loads((folder / head / "report.json").read_text()) for head in ("logits", "fused")}
+    return run_dist(2, score, [rollouts(drawn[name]) for name in TRUNCATED])[0]
 
 
 @pytest.mark.parametrize("head", ["logits", "fused"])
@@ -98,10 +101,10 @@ def test_the_trainers_logprobs_are_the_samplers(drawn: Drawn, scored: Mapping[st
     report = scored[head]
     gaps = {}
     for step, name in enumerate(TRUNCATED):
-        theirs = np.concatenate([rollout.sampler_logprobs for rollout in drawn.rollouts(name)])
+        theirs = np.concatenate([rollout.sampler_logprobs for rollout in rollouts(drawn[name])])
         gaps[name] = float(np.abs(theirs - report["logprobs"][step]).max())
     assert max(gaps.values()) < 1e-4, gaps
-    theirs = np.concatenate([rollout.sampler_logprobs for rollout in drawn.rollouts("top_k and top_p")])
+    theirs = np.concatenate([rollout.sampler_logprobs for rollout in rollouts(drawn["top_k and top_p"])])
     assert np.abs(theirs - report["whole"]).mean() > 0.01  # so far the kept tokens' share is from 1
 
 
@@ -111,7 +114,7 @@ def test_loss_and_gradient_are_those_of_the_truncated_distribution(drawn: Drawn,
 
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64)
     entropies, total, count = [], torch.zeros((), dtype=torch.float64), 0
-    for rollout in drawn.rollouts("top_k and top_p"):
+    for rollout in rollouts(drawn["top_k and top_p"]):
         ids = [*rollout.prompt_ids.tolist(), *rollout.response_ids.tolist()]
         logits = model(torch.tensor([ids])).logits[0, rollout.prompt_ids.size - 1 : -1] / TEMPERATURE
         assert rollout.sampling_mask is not None
@@ -131,18 +134,18 @@ def test_loss_and_gradient_are_those_of_the_truncated_distribution(drawn: Drawn,
 
 def test_bad_words_are_neither_drawn_nor_among_the_tokens_that_could_be(drawn: Drawn) -> None:
     (bad,) = TOKENIZER.encode(BAD)
-    elsewhere = np.concatenate([response.response_ids for response in drawn.responses("top_k and min_p")])
+    elsewhere = np.concatenate([response.response_ids for response in chain(*drawn["top_k and min_p"])])
     assert bad in elsewhere
-    for response in (*drawn.responses("all of them"), *drawn.responses("greedy")):
+    for response in chain(*drawn["all of them"], *drawn["greedy"]):
         assert bad not in response.response_ids
-    for response in drawn.responses("all of them"):
+    for response in chain(*drawn["all of them"]):
         assert response.sampling_mask is not None
         assert bad not in response.sampling_mask.ids
 
 
 def test_a_response_ends_with_the_token_that_completes_a_stop_string(drawn: Drawn) -> None:
     ended = 0
-    for response in (*drawn.responses("stop"), *drawn.responses("greedy")):
+    for response in chain(*drawn["stop"], *drawn["greedy"]):
         text, last = TOKENIZER.decode(response.response_ids.tolist()), int(response.response_ids[-1])
         assert response.response_ids.size == response.logprobs.size
         assert response.sampling_mask is None
@@ -153,4 +156,4 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_string(drawn: Draw
         else:
             assert (last in TOKENIZER.eos_ids) == (response.finish_reason == "stop")
     assert ended
-    assert any(STOP in TOKENIZER.decode(response.response_ids.tolist())[:-1] for response in drawn.responses("nothing"))
+    assert any(STOP in TOKENIZER.decode(response.response_ids.tolist())[:-1] for response in chain(*drawn["nothing"]))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.support.programs import TIMEOUT_S
+from tests.support.programs import run_python
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -28,31 +26,20 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (CHECKOUT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((CHECKOUT / name).read_bytes())
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_python("-m", "build", "--wheel", "--no-isolation", "--outdir", folder, source)
     (wheel,) = folder.glob("tepo_megatron-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
     return folder / "site"
 
 
-def run(installed: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=installed.parent,
-        env={**os.environ, "PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def run(installed: Path, *arguments: object) -> str:
+    return run_python(*arguments, cwd=installed.parent, environment={"PYTHONPATH": str(installed)}).stdout
 
 
 def test_the_package_is_the_installed_one_and_its_command_runs(installed: Path) -> None:
     assert str(installed) in run(installed, "-c", "import tepo_megatron; print(tepo_megatron.__file__)")
-    assert "minibatches: 4" in run(installed, "-m", "tepo_megatron", "config", "show", str(CHECKOUT / "examples/tiny/run.yaml"))
+    assert "minibatches: 4" in run(installed, "-m", "tepo_megatron", "config", "show", CHECKOUT / "examples/tiny/run.yaml")
 
 
 def test_the_warm_start_ships_and_loads(installed: Path) -> None:

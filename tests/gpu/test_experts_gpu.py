@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from tests.gpu import test_layers_gpu
+from tests.gpu.test_layers_gpu import work
 from tests.support.launch import run_dist
-from tests.support.model_worlds import save_random_model
-from tests.support.small_llama import VOCABULARY, draw_rollouts
+from tests.support.random_models import VOCABULARY, random_family
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="there is no Transformer Engine"),
-]
-
-LENGTHS = (50, 171, 3, 200, 111, 90)
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-}
+pytestmark = test_layers_gpu.pytestmark
+SIZES = {**test_layers_gpu.SIZES, **test_layers_gpu.HEADS, "vocab_size": VOCABULARY, "max_position_embeddings": 512}
 MODELS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 8},
     "Glm4Moe": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "first_k_dense_replace": 1},
@@ -41,28 +25,8 @@ MODELS: dict[str, dict[str, Any]] = {
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
     for family, changes in MODELS.items():
-        save_random_model(family, {**SIZES, **changes}, folder / family, seed=1)
+        random_family(family, {**SIZES, **changes}, seed=1, scale=0.15).save_pretrained(folder / family)
     return folder
-
-
-def work(rank: int, world: int, model: Path, folder: Path, engine_options: dict[str, Any]) -> dict[str, Any]:
-    """Scores, and two updates."""
-    from tepo_megatron.config import RunConfig
-    from tepo_megatron.trainer.megatron.engine import Engine
-
-    dist.destroy_process_group()
-    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-    dist.init_process_group("nccl", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world)
-    config = {
-        "model": {"path": str(model), "dtype": "bfloat16"},
-        "engine": {"platform": "cuda", "micro_batch_tokens": 300, **engine_options},
-        "optimizer": {"lr": 1e-5, "distributed": True},
-    }
-    engine = Engine(RunConfig.model_validate(config), model)
-    batch = engine.score(engine.batch_from_root(draw_rollouts(LENGTHS) if rank == 0 else None))
-    assert batch.old_logprobs_T is not None
-    norms = [engine.update(batch).grad_norm for _ in range(2)]
-    return {"mask": batch.loss_mask_T.cpu(), "logprobs": batch.old_logprobs_T.cpu(), "grad_norms": norms}
 
 
 @pytest.mark.parametrize("family", MODELS)

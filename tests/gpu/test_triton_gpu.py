@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.core.scores import fused_linear, fused_linear_logprob_and_entropy, logprob_and_entropy
-from tests.support.dense_scores import dense_logprob_and_entropy
-from tests.support.score_cases import cases, compare, loss
+from tests.support.dense_scores import cases, compare, compare_fused, dense_logprob_and_entropy, loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, torch sees none")]
 
@@ -78,13 +77,7 @@ def test_the_same_input_gives_the_same_bits():
 
 def test_a_transposed_view():
     logits, labels, _, weights = _large(600, 500, 500, torch.float32)
-    leaf, dense = logits.t().requires_grad_(), logits.t().double().requires_grad_()
-    labels, weights = labels[:500] % 600, weights[:, :500]
-    scores, oracle = logprob_and_entropy(leaf, labels, backend="triton"), dense_logprob_and_entropy(dense, labels)
-    own = torch.autograd.grad(loss(scores, weights), leaf)[0]
-    expected = torch.autograd.grad(loss(oracle, weights), dense)[0]
-    torch.testing.assert_close(scores.entropy.double(), oracle.entropy, rtol=2e-5, atol=2e-5)
-    torch.testing.assert_close(own.double(), expected, rtol=1e-5, atol=1e-5)
+    compare(logits.t(), labels[:500] % 600, {}, weights[:, :500], inplace=False, backend="triton", tolerance=2e-5)
 
 
 def test_extra_memory_is_below_two_percent():
@@ -112,14 +105,7 @@ def test_fused_with_the_head():
     generator = torch.Generator().manual_seed(0)
     hidden, head = (torch.randn(n, 64, generator=generator).cuda().requires_grad_() for n in (500, 5000))
     labels, weights = torch.randint(0, 4990, (500,), generator=generator).cuda(), torch.randn(2, 500, device="cuda")
-    scores = fused_linear_logprob_and_entropy(hidden, head, labels, vocab_size=4990, backend="triton")
-    dense_hidden, dense_head = hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()
-    oracle = dense_logprob_and_entropy(dense_hidden @ dense_head.t(), labels, vocab_size=4990)
-    torch.testing.assert_close(scores.logprob.double(), oracle.logprob, rtol=1e-4, atol=1e-4)
-    own = torch.autograd.grad(loss(scores, weights), (hidden, head))
-    expected = torch.autograd.grad(loss(oracle, weights), (dense_hidden, dense_head))
-    for mine, theirs in zip(own, expected, strict=True):
-        torch.testing.assert_close(mine.double(), theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))
+    compare_fused(hidden, head, labels, {"vocab_size": 4990}, weights, tolerance=1e-4, gradient_tolerances=(1e-3, 1e-3))
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)])
@@ -129,23 +115,11 @@ def test_kept_tokens_match_the_dense_oracle(dtype: torch.dtype, rtol: float) -> 
     labels = torch.randint(0, 500, (64,), generator=generator)
     others = (labels[:, None] + 1 + torch.arange(40) * 7) % 500
     kept = torch.where(torch.arange(40) < torch.randint(0, 41, (64, 1), generator=generator), others, -1)
-    mask = torch.rand(64, generator=generator) < 0.7
-    dense = logits.double().requires_grad_()
-    options: dict[str, Any] = {"temperature": 0.7, "mask_T": mask, "entropy_slope": True}
-    oracle = dense_logprob_and_entropy(dense, labels, kept_TK=kept, **options)
-    (oracle.logprob - 0.3 * oracle.entropy).sum().backward()
-    leaf = logits.cuda().requires_grad_()
-    options["mask_T"] = mask.cuda()
-    scores = logprob_and_entropy(
-        leaf.view_as(leaf), labels.cuda(), kept_TK=kept.cuda(), inplace_backward=True, backend="auto", **options
+    options = {"temperature": 0.7, "mask_T": (torch.rand(64, generator=generator) < 0.7).cuda(), "kept_TK": kept.cuda()}
+    tolerances = {"tolerance": 1e-5, "gradient_tolerance": rtol}
+    compare(
+        logits.cuda(), labels.cuda(), options, torch.randn(2, 64, device="cuda"), inplace=True, backend="auto", **tolerances
     )
-    (scores.logprob - 0.3 * scores.entropy).sum().backward()
-    for name in ("logprob", "entropy", "entropy_slope"):
-        ours, theirs = getattr(scores, name).detach(), getattr(oracle, name).detach()
-        torch.testing.assert_close(ours.cpu().double(), theirs, atol=1e-5, rtol=0)
-    assert leaf.grad is not None
-    assert dense.grad is not None
-    torch.testing.assert_close(leaf.grad.cpu().double(), dense.grad, atol=rtol * dense.grad.abs().max().item(), rtol=rtol)
 
 
 def _head(tokens, vocab, hidden):

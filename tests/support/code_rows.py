@@ -66,16 +66,13 @@ EXPECTED: Mapping[str, list[tuple[str, str, str]]] = {
     "humaneval": [
         (
             "humaneval/HumanEval/0",
-            'from typing import List\n\n\ndef evens(values: List[int]) -> List[int]:\n    """ The even ones.\n'
-            '    >>> evens([1, 2])\n    [2]\n    """',
-            'from typing import List\n\n\ndef evens(values: List[int]) -> List[int]:\n    """ The even ones.\n'
-            '    >>> evens([1, 2])\n    [2]\n    """\n    return [value for value in values if value % 2 == 0]',
+            HUMANEVAL[0]["prompt"].strip(),
+            HUMANEVAL[0]["prompt"].strip() + "\n    return [value for value in values if value % 2 == 0]",
         ),
         (
             "humaneval/HumanEval/1",
-            'def half(x: float) -> float:\n    return x / 2\n\n\ndef quarter(x: float) -> float:\n    """A fourth of x."""',
-            'def half(x: float) -> float:\n    return x / 2\n\n\ndef quarter(x: float) -> float:\n    """A fourth of x."""\n'
-            "    return half(half(x))",
+            HUMANEVAL[1]["prompt"].strip(),
+            HUMANEVAL[1]["prompt"].strip() + "\n    return half(half(x))",
         ),
     ],
     "mbpp": [

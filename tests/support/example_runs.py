@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
 from typing import Any
 
+import pytest
+
+import tepo_megatron
+from tepo_megatron.config.load import load_run
+from tepo_megatron.run import rank0
+from tepo_megatron.trainer.protocol import trainer_kind
 from tests.support.kills import rows
-from tests.support.programs import TIMEOUT_S
+from tests.support.programs import run_python
+from tests.support.reference_sampler import ReferenceSampler
+from tests.support.reference_trainer import make_trainer
 
 ROOT = Path(__file__).parents[2]
 SMALL_RUN = (
@@ -26,29 +31,8 @@ SMALL_RUN = (
 """Over in seconds: two small steps, with an evaluation before and after."""
 
 
-def run(
-    *arguments: str,
-    cwd: Path = ROOT,
-    timeout_s: float = TIMEOUT_S,
-    code: int = 0,
-    environment: Mapping[str, str] | None = None,
-) -> subprocess.CompletedProcess[str]:
-    """``python …``, which must end with this exit code. ``environment`` is added to this process' own."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == code, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done
-
-
-def tepo(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return run("-m", "tepo_megatron", *arguments, **options)
+run = partial(run_python, cwd=ROOT)
+tepo = partial(run, "-m", "tepo_megatron")
 
 
 def script(path: Path) -> ModuleType:
@@ -78,3 +62,15 @@ def check_learning(task: str, config: str, out: Path, begins_below: float, ends_
     assert first < begins_below
     assert last > ends_above
     assert greedy[-1] > ends_above
+
+
+ON_REFERENCES = ("engine.parallel={tp: 1, sequence_parallel: false}", "rollout.server.transfer=gather", "log.progress=none")
+
+
+def train_on_references(config: Path | str, output: Path, *overrides: str, **arguments: Any) -> list[dict[str, Any]]:
+    """Returns the rows of metrics. ``arguments`` are those of :func:`tepo_megatron.train`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_kind(), "make_trainer", lambda config, model_dir, **_: make_trainer(config, model_dir))
+        patch.setattr(rank0, "make_sampler", ReferenceSampler)
+        run = load_run(config, [f"output={output}", *ON_REFERENCES, *overrides])
+        return [dict(row) for row in tepo_megatron.train(run, **arguments).rows]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.programs import TIMEOUT_S
+from tests.support.programs import TIMEOUT_S, run_python
 
 RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
 MEASURED_IN_SECONDS = ("time/", "lost/", "idle/", "tokens/s")
@@ -24,10 +24,7 @@ def start(*arguments: str, runner: Sequence[str] = ()) -> subprocess.Popen[str]:
 
 def train(*arguments: str, runner: Sequence[str] = ()) -> str:
     """Trains to the end; what was printed."""
-    process = start(*arguments, runner=runner)
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, f"exit code {process.returncode}\n{out[-3000:]}\n{err[-3000:]}"
-    return out
+    return run_python(*runner, "-m", "tepo_megatron", "train", RUN, *arguments).stdout
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -69,6 +69,7 @@ def end_model_parallel() -> None:
 def _in_group(rank: int, world: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     store = TCPStore(HOST, port, world + 1, is_master=False, wait_for_workers=False)
     share_gloo_thread()
+    os.environ["WORLD_SIZE"] = str(world)  # an engine reads it
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     result = fn(rank, world, *args)
     dist.barrier()  # a rank that leaves early would break its peers' connections

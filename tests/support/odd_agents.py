@@ -97,10 +97,6 @@ async def solve_async(problem: Problem, base_url: str, api_key: str, seed: int) 
     return 1.0
 
 
-def no_agent(problem: Problem) -> float:
-    return 0.0
-
-
 def runs_on(problem: Problem, base_url: str, api_key: str, seed: int) -> float:
     """Goes on after its episode has ended, but for the first, which ends with it."""
     client = OpenAI(base_url=base_url, api_key=api_key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,19 +12,20 @@ from tepo_megatron.weights.architecture import is_always_fp32
 
 PROMPTS = [(1, 5, 6, 7), (1, 9), (1, 30, 31, 32, 33, 34, 35), (1,), (1, 60, 4)]
 EOS, LENGTH = 2, 12
+VOCABULARY = 61
+"""No multiple of TP, nor of what vLLM pads to."""
 
 _SIZES = {
-    "vocab_size": 61,  # no multiple of TP, nor of what vLLM pads to
+    "vocab_size": VOCABULARY,
     "hidden_size": 48,
     "intermediate_size": 88,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,  # the smallest that vLLM's attention on the CPU takes
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 128,
     "bos_token_id": 1,
     "eos_token_id": EOS,
-    "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
 LLAMA3_ROPE = {
@@ -43,12 +45,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": {},
     "Qwen3-tied": {"tie_word_embeddings": True},
     "Mixtral": {"hidden_size": 64, "num_local_experts": 4},
-    "Qwen3Moe": {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 6, "num_experts_per_tok": 3},
+    "Qwen3Moe": {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 3},
     "Glm4Moe": {
         "hidden_size": 64,
         "moe_intermediate_size": 64,
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 3,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
         "n_shared_experts": 1,
         "routed_scaling_factor": 1.8,
         "first_k_dense_replace": 1,
@@ -61,32 +63,37 @@ on the CPU take hidden sizes in multiples of 32, and here pad Mixtral's MLPs to 
 """
 
 
-@cache
-def random_model(name: str, seed: int) -> Any:
-    """No weight is left at 0 or 1, as transformers leaves biases and norms: one that is lost must show."""
+def random_family(family: str, settings: Mapping[str, Any], *, seed: int = 0, scale: float = 0.12) -> Any:
+    """A model of transformers without a weight at 0 or 1, as it leaves biases and norms: one that is lost must show."""
     import transformers
 
-    family = name.split("-")[0]
-    config = getattr(transformers, f"{family}Config")(**{**_SIZES, **MODELS[name]})
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**settings)).eval()
     with torch.no_grad():
         for param in model.parameters():
-            param.copy_(0.12 * torch.randn_like(param) + (param.dim() == 1))
+            param.copy_(scale * torch.randn_like(param) + (param.dim() == 1))
         for name, buffer in model.named_buffers():
             if is_always_fp32(name):
-                buffer.copy_(0.3 * torch.randn_like(buffer))
+                buffer.copy_(0.05 * torch.randn_like(buffer))  # so that they change the choice
     return model
 
 
 @cache
+def random_model(name: str, seed: int = 0, **changes: Any) -> Any:
+    """One of ``MODELS``."""
+    return random_family(name.split("-")[0], {**_SIZES, **MODELS[name], **changes}, seed=seed)
+
+
 @torch.no_grad()
+def greedy_after(model: Any, prompt: Sequence[int], length: int) -> list[int]:
+    """The most probable tokens after a prompt, ``length`` of them or up to ``EOS``."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + length and (len(ids) == len(prompt) or ids[-1] != EOS):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@cache
 def greedy(name: str, seed: int) -> list[list[int]]:
-    """The most probable tokens after each of ``PROMPTS``, ``LENGTH`` of them or up to ``EOS``."""
-    model, responses = random_model(name, seed), []
-    for prompt in PROMPTS:
-        ids = list(prompt)
-        while len(ids) < len(prompt) + LENGTH and (len(ids) == len(prompt) or ids[-1] != EOS):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        responses.append(ids[len(prompt) :])
-    return responses
+    """After each of ``PROMPTS``."""
+    return [greedy_after(random_model(name, seed), prompt, LENGTH) for prompt in PROMPTS]

@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
-VOCABULARY = 61
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.weights.architecture import model_spec
+from tepo_megatron.weights.table import tensor_shapes
+from tests.support.random_models import VOCABULARY
 
 
 def llama_config(**changes: Any) -> dict[str, Any]:
@@ -23,11 +27,7 @@ def write_llama(folder: Path, *, scale: float = 0.2, spike: float = 500.0, **cha
     """Weights from a normal distribution of this scale; the embedding of token 0 is a single ``spike``, with larger
     activations than those of any other token.
     """
-    from safetensors.torch import save_file
-
-    from tepo_megatron.weights.architecture import model_spec
-    from tepo_megatron.weights.table import tensor_shapes
-
+    folder.mkdir(parents=True, exist_ok=True)
     config, generator = llama_config(**changes), torch.Generator().manual_seed(0)
     tensors = {
         name: torch.ones(shape) if len(shape) == 1 else scale * torch.randn(shape, generator=generator)
@@ -39,26 +39,12 @@ def write_llama(folder: Path, *, scale: float = 0.2, spike: float = 500.0, **cha
     return folder
 
 
-def draw_rollouts(lengths: Sequence[int]) -> list[Any]:
+def draw_rollouts(lengths: Sequence[int], *, seed: int = 1) -> list[Rollout]:
     """One group; prompts of two tokens, none of them token 0, and rewards 0 and 1 in turn."""
-    from tepo_megatron.core.rollout import Rollout, WeightsVersion
-
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     rollouts = []
     for number, length in enumerate(lengths):
         ids = tuple(torch.randint(1, VOCABULARY, (length,), generator=generator).tolist())
         logprobs, version = (-1.0,) * (length - 2), WeightsVersion(0)
         rollouts.append(Rollout("p", 0, ids[:2], ids[2:], logprobs, "stop", version, reward=float(number % 2)))
     return rollouts
-
-
-def tiny_rollouts(step: int) -> list[Any]:
-    """Two groups of two for the built-in tiny model."""
-    from tepo_megatron.core.rollout import Rollout, WeightsVersion
-
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(3, 60, (4, 6), generator=generator).tolist()
-    return [
-        Rollout(f"p{at // 2}", at // 2, (1, 5), tuple(ids), (-2.0,) * 6, "stop", WeightsVersion(step), reward=float(at % 2))
-        for at, ids in enumerate(tokens)
-    ]

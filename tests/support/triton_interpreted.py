@@ -9,12 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
+from tepo_megatron.core.scores import logprob_and_entropy
 from tepo_megatron.core.scores.shard import Gradients, LocalLabels, Scoring, combine, merge
 from tepo_megatron.core.scores.triton_sweep import gradient, statistics
 from tepo_megatron.tools.bench.scores import methods
-from tests.support.dense_scores import dense_logprob_and_entropy
-from tests.support.score_cases import cases, compare, loss
+from tests.support.dense_scores import cases, compare, compare_fused, dense_logprob_and_entropy, loss
 
 
 @settings(max_examples=50)
@@ -136,18 +135,8 @@ def test_fused_with_the_head(monkeypatch, dtype):
     labels, mask = torch.randint(0, 201, (30,)), torch.rand(30) < 0.8
     hidden, head = (torch.randn(n, 6).to(dtype).requires_grad_() for n in (30, 210))
     options: dict[str, Any] = {"temperature": 0.8, "vocab_size": 201, "mask_T": mask, "entropy_slope": True}
-    weights = torch.randn(2, 30)
-    scores = fused_linear_logprob_and_entropy(hidden, head, labels, backend="triton", **options)
-    dense_hidden, dense_head = hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()
-    oracle = dense_logprob_and_entropy(dense_hidden @ dense_head.t(), labels, **options)
-    own = torch.autograd.grad(loss(scores, weights), (hidden, head))
-    expected = torch.autograd.grad(loss(oracle, weights), (dense_hidden, dense_head))
-    torch.testing.assert_close(scores.logprob.double(), oracle.logprob.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(scores.entropy.double(), oracle.entropy.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(scores.entropy_slope.double(), oracle.entropy_slope, rtol=1e-5, atol=1e-5)
-    rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (2.0**-6, 0.05)  # A bf16 gradient of 10 has steps of 1/16.
-    for mine, theirs in zip(own, expected, strict=True):
-        torch.testing.assert_close(mine.double(), theirs, rtol=rtol, atol=atol)
+    close = (1e-4, 1e-5) if dtype == torch.float32 else (2.0**-6, 0.05)  # A bf16 gradient of 10 has steps of 1/16.
+    compare_fused(hidden, head, labels, options, torch.randn(2, 30), tolerance=1e-5, gradient_tolerances=close)
 
 
 @pytest.mark.parametrize(

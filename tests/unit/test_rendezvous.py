@@ -22,8 +22,8 @@ from tepo_megatron.tools.faults.processes import wait_until
 from tepo_megatron.trainer.megatron.collectives import all_gather_json, objects_as_json
 from tests.support import stranger
 from tests.support.launch import run_dist
+from tests.support.processes import listeners
 from tests.support.programs import TIMEOUT_S
-from tests.support.sockets import listeners
 
 RANK = """
 import os, sys, time

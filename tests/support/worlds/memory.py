@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.trainer.megatron.engine import Engine
+from tests.support.small_llama import draw_rollouts
 
 
 def resident(kind: str) -> int:
@@ -28,27 +28,16 @@ def resident(kind: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def rollouts(count: int, tokens: int, vocab_size: int) -> list[Rollout]:
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for index in range(count):
-        ids = tuple(torch.randint(0, vocab_size, (tokens,), generator=generator).tolist())
-        logprobs = (-9.0,) * (tokens - 1)
-        version, reward = WeightsVersion(0), float(index % 2)
-        made.append(Rollout(str(index), index // 4, ids[:1], ids[1:], logprobs, "stop", version, reward=reward))
-    return made
-
-
 def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     case = json.loads(Path(sys.argv[1]).read_text())
     config = RunConfig.model_validate(case["config"])
-    given = rollouts(case["sequences"], case["tokens"], case["vocab_size"])
+    rollouts = draw_rollouts([case["tokens"]] * case["sequences"])
     gc.collect()
     before = resident("VmRSS")
     engine = Engine(config, Path(config.model.path))
-    batch = engine.score(engine.batch_from_root(given))
+    batch = engine.score(engine.batch_from_root(rollouts))
     engine.update(batch)
     Path("/proc/self/clear_refs").write_text("5")
     engine.update(batch)

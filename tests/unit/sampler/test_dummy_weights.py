@@ -1,4 +1,4 @@
-"""Dummy weights: who starts without them, and what they leave as it is. Real servers: tests/e2e/test_reshard_vllm.py."""
+"""Dummy weights: who starts without them, and what they leave as it is. Real servers: tests/e2e/test_architectures_vllm.py."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
 from tepo_megatron.tools.bench.step_rank import peak_bytes
-from tests.support.dense_scores import dense_logprob_and_entropy
-from tests.support.score_cases import BACKENDS, cases, compare, loss
+from tests.support.dense_scores import BACKENDS, cases, compare, dense_logprob_and_entropy, loss
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

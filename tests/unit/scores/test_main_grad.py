@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tepo_megatron.core.scores import fused_linear, fused_linear_logprob_and_entropy
 from tepo_megatron.tools.bench.step_rank import peak_bytes
-from tests.support.dense_scores import dense_logprob_and_entropy
-from tests.support.score_cases import BACKENDS
+from tests.support.dense_scores import BACKENDS, dense_logprob_and_entropy
 
 FP32_EPSILON = 2.0**-24
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,6 @@ def train_one_step(rank: int, world: int, model: Path, missing: str | None) -> N
     platform_cpu.Platform.cpu_patches = staticmethod(lambda: [patch for patch in every if patch.key != missing])  # type: ignore[method-assign]
     if missing == MODE:
         platform_cpu.Platform.megatron = lambda self: contextlib.nullcontext()  # type: ignore[method-assign]
-    os.environ["WORLD_SIZE"] = str(world)
     config = RunConfig(
         model=ModelConfig(dtype="bfloat16"),
         optimizer=OptimizerConfig(distributed=True, offload_fraction=0.5),

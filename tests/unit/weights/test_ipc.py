@@ -29,8 +29,7 @@ from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 from tepo_megatron.weights.transfer.transports.ipc import source_routes
 from tests.support.programs import TIMEOUT_S
 from tests.support.reshard_models import Case, cases, small_spec
-from tests.support.thread_transport import Mailbox
-from tests.support.transfers import SIZES, assert_all_arrives, blank, carry_out, mailboxes, setting
+from tests.support.transfers import SIZES, Mailbox, assert_all_arrives, blank, carry_out, mailboxes, setting
 
 CPU, HOST = torch.device("cpu"), "127.0.0.1"
 

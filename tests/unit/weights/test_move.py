@@ -16,8 +16,7 @@ from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.transfer import move
 from tepo_megatron.weights.transfer.move import MoveEnd, message_bytes, queues, wire_dtype
 from tests.support.reshard_models import MOE, Case, cases, small_spec
-from tests.support.thread_transport import Mailbox
-from tests.support.transfers import SIZES, assert_all_arrives, blank, carry_out, mailboxes, setting
+from tests.support.transfers import SIZES, Mailbox, assert_all_arrives, blank, carry_out, mailboxes, setting
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,8 +1,14 @@
-"""Transformer Engine's layers on a GPU: the same model in bfloat16 and under every FP8 recipe that the GPU has."""
+"""Transformer Engine's layers on a GPU: the same model in bfloat16 and under every FP8 recipe that the GPU has; and on two GPUs
+splits that no CPU computes the same way.
+
+Context parallelism goes through Transformer Engine's attention; interleaved pipeline stages exchange tensors on two NCCL
+communicators while they compute, and overlapped reductions and gathers run on a stream of their own.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.engines import make_engine
 from tests.support.launch import run_dist
 from tests.support.small_llama import draw_rollouts, write_llama
 
@@ -19,31 +26,30 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="there is no Transformer Engine"),
 ]
 
-LENGTHS = (50, 170, 30, 200, 111, 90)
+LENGTHS = (50, 171, 3, 200, 111, 90)
 SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_llama(tmp_path_factory.mktemp("fp8"), scale=0.05, **SIZES, **HEADS)
+    return write_llama(tmp_path_factory.mktemp("layers"), scale=0.05, **SIZES, **HEADS)
 
 
 def work(rank: int, world: int, model: Path, folder: Path, engine_section: dict[str, Any]) -> dict[str, Any]:
-    """Scores, three updates, and scores again after the weights went through a checkpoint; the first export."""
-    from tepo_megatron.config import RunConfig
-    from tepo_megatron.trainer.megatron.engine import Engine
-
-    dist.destroy_process_group()  # the engine makes its own, over NCCL
+    """Scores, three updates, and scores again before and after the weights went through a checkpoint; the first export."""
+    dist.destroy_process_group()
+    os.environ["LOCAL_RANK"] = str(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world)
     config = {
         "model": {"path": str(model), "dtype": "bfloat16"},
         "engine": {"platform": "cuda", "micro_batch_tokens": 300, **engine_section},
         "optimizer": {"lr": 1e-5, "distributed": True},
     }
-    engine = Engine(RunConfig.model_validate(config), model)
+    engine = make_engine(config)
     exported = {name: tensor.float().cpu() for name, tensor in engine.weights.stream() if tensor is not None}
-    batch = engine.score(engine.batch_from_root(draw_rollouts(LENGTHS)))
-    results = [engine.update(batch) for _ in range(3)]
+    batch = engine.score(engine.batch_from_root(draw_rollouts(LENGTHS) if rank == 0 else None))
+    results = [engine.update(batch, last=last) for last in (False, False, True)]
     trained = engine.score(batch).old_logprobs_T
     engine.checkpoints.load(engine.checkpoints.save(folder, step=3, state={}))
     return {
@@ -90,3 +96,22 @@ def test_fp8_layers_train_as_bfloat16_does(
 def test_local_layers_on_a_gpu_agree_with_transformer_engines(model: Path, tmp_path: Path, bfloat16: dict[str, Any]) -> None:
     (found,) = run_dist(1, work, model, tmp_path, {"layers": "local"})
     assert (found["logprobs"] - bfloat16["logprobs"])[bfloat16["mask"]].abs().mean() < 0.03
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it wants two GPUs")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"parallel": {"cp": 2, "cp_comm_type": "p2p"}},
+        {"parallel": {"cp": 2, "cp_comm_type": "a2a"}},
+        {"parallel": {"pp": 2, "vpp": 2}},
+        {"parallel": {"dp": 2}, "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 10**6},
+        {"parallel": {"tp": 2}, "recompute": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    ],
+    ids=["cp-p2p", "cp-a2a", "pp-vpp", "dp-overlap", "tp-recompute"],
+)
+def test_two_gpus_compute_what_one_does(options: dict[str, Any], model: Path, tmp_path: Path, bfloat16: dict[str, Any]) -> None:
+    first, second = run_dist(2, work, model, tmp_path, options)
+    assert torch.equal(first["logprobs"], second["logprobs"])
+    assert (first["logprobs"] - bfloat16["logprobs"])[bfloat16["mask"]].abs().mean() < 0.02
+    assert first["grad_norms"] == pytest.approx(bfloat16["grad_norms"], rel=0.05)
