@@ -343,47 +343,41 @@ def update_in_flight(sampler: Sampler) -> None:
     raise AssertionError("update_weights_from_tensors: no response in progress was continued with the new weights")
 
 
-@check("abort: parts come back and can be continued")
-def abort(sampler: Sampler) -> None:
-    version = send(sampler, 1)
-    for stream, seed in long_responses(sampler, 31):
-        results = {index: response for key, index, response in stream.abort() if key == "long"}
+def continue_parts(sampler: Sampler, seed: int, *, updates: bool) -> None:
+    """Ends responses in progress early, and continues them, perhaps with other weights."""
+    old = send(sampler, 1)
+    for stream, long_seed in long_responses(sampler, seed):
+        results = [(index, response) for key, index, response in stream.abort() if key == "long"]
         assert stream.unfinished == 0, "abort: something is still unfinished"
-        parts = {index: response for index, response in results.items() if response.finish_reason == "abort"}
+        parts = {index: response for index, response in results if response.finish_reason == "abort"}
         if not parts:
             continue
+        new = send(sampler, 3) if updates else old
         for index, part in parts.items():
             assert 0 < part.response_ids.size < LONG, "abort: a part without tokens, or one that is whole"
-            stream.submit("rest", PROMPTS[0], seed, 3, continued={index: part}, only=[index])
+            stream.submit("rest", PROMPTS[0], long_seed, 3, continued={index: part}, only=[index])
         for _, index, response in stream:
-            part = parts[index]
-            size = part.response_ids.size
-            assert response.response_ids.tolist()[:size] == part.response_ids.tolist(), "submit: not continued from its part"
+            start, ids = parts[index].response_ids.size, response.response_ids.tolist()
+            assert ids[:start] == parts[index].response_ids.tolist(), "submit: not continued from its part"
             assert response.finish_reason in ("stop", "length"), "submit: a continued response does not finish"
-            assert response.response_ids.size <= LONG, "submit: a continued response is longer than max_new_tokens"
-            assert response.versions == ((0, version),), "submit: a continued response has other versions"
-            assert_close("submit", response.logprobs, oracle_logprobs(1, PROMPTS[0], response))
+            assert len(ids) <= LONG, "submit: a continued response is longer than max_new_tokens"
+            versions = ((0, old), (start, new)) if updates else ((0, old),)
+            assert response.versions == versions, "submit: not the versions of the part and of its continuation"
+            before, after = (oracle_logprobs(weights, PROMPTS[0], response) for weights in (1, 3 if updates else 1))
+            assert_close("submit", response.logprobs[:start], before[:start])
+            assert_close("submit", response.logprobs[start:], after[start:])
         return
     raise AssertionError("abort: no response in progress came back as a part")
+
+
+@check("abort: parts come back and can be continued")
+def abort(sampler: Sampler) -> None:
+    continue_parts(sampler, 31, updates=False)
 
 
 @check("abort: a part is continued with the weights of a later update")
 def abort_and_update(sampler: Sampler) -> None:
-    old = send(sampler, 1)
-    for stream, seed in long_responses(sampler, 51):
-        parts = {i: part for key, i, part in stream.abort() if key == "long" and part.finish_reason == "abort"}
-        if not parts:
-            continue
-        new = send(sampler, 3)
-        for index, part in parts.items():
-            stream.submit("rest", PROMPTS[0], seed, 3, continued={index: part}, only=[index])
-        for _, index, response in stream:
-            start = parts[index].response_ids.size
-            assert response.versions == ((0, old), (start, new)), "submit: not the versions of the part and of its continuation"
-            assert_close("submit", response.logprobs[:start], oracle_logprobs(1, PROMPTS[0], response)[:start])
-            assert_close("submit", response.logprobs[start:], oracle_logprobs(3, PROMPTS[0], response)[start:])
-        return
-    raise AssertionError("abort: no response in progress came back as a part")
+    continue_parts(sampler, 51, updates=True)
 
 
 def prompt_oracle(seed: int, prompt: Sequence[int]) -> list[float]:

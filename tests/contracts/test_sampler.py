@@ -76,11 +76,19 @@ class UntemperedLogprobs(ReferenceSampler):
         draw.logprobs[-1] *= sampling.temperature or 1.0
 
 
-class IgnoresStopTokens(ReferenceSampler):
-    def sample_stream(self, sampling: Any, *, sampling_mask: bool = False, on_move: Any = lambda: None) -> ReferenceStream:
-        stream = super().sample_stream(sampling, sampling_mask=sampling_mask, on_move=on_move)
-        stream._sampling = stream._sampling._replace(stop_token_ids=())
-        return stream
+def with_streams(kind: Any) -> type[ReferenceSampler]:
+    """The reference with another kind of stream."""
+
+    def sample_stream(self: Any, sampling: Any, *, sampling_mask: bool = False, on_move: Any = lambda: None) -> Any:
+        stop_ids = tuple(self._options["stop_token_ids"])
+        return kind(self, Sampling.of(sampling, stop_ids, sampling_mask=sampling_mask), on_move)
+
+    return type("OnStream", (ReferenceSampler,), {"sample_stream": sample_stream})
+
+
+class IgnoresStopTokens(ReferenceStream):
+    def __init__(self, sampler: ReferenceSampler, sampling: Sampling, on_move: Callable[[], None]) -> None:
+        super().__init__(sampler, sampling._replace(stop_token_ids=()), on_move)
 
 
 class KeepsOldWeights(ReferenceSampler):
@@ -101,19 +109,12 @@ class SwapsGroups(ReferenceSampler):
         return super().generate(*args, **kwargs)[::-1]
 
 
-class FinishedParts(ReferenceSampler):
+class FinishedParts(ReferenceStream):
     """Says that aborted responses have finished."""
 
-    def sample_stream(self, sampling: Any, *, sampling_mask: bool = False, on_move: Any = lambda: None) -> ReferenceStream:
-        stream = super().sample_stream(sampling, sampling_mask=sampling_mask, on_move=on_move)
-        abort: Callable[[], list[KeyedResponse]] = stream.abort
-        finished = lambda: [(key, index, replace_reason(part)) for key, index, part in abort()]  # noqa: E731
-        stream.abort = finished  # type: ignore[method-assign]
-        return stream
-
-
-def replace_reason(part: Response) -> Response:
-    return Response(part.response_ids, part.logprobs, "stop", part.versions)
+    def abort(self) -> list[KeyedResponse]:
+        results = super().abort()
+        return [(key, index, Response(part.response_ids, part.logprobs, "stop", part.versions)) for key, index, part in results]
 
 
 class NeverWakes(ReferenceSampler):
@@ -138,11 +139,11 @@ class ConsumesNothing(ReferenceSampler):
     [
         (OneSeed, "generate: the same seed draws the same tokens"),
         (UntemperedLogprobs, "generate: log-probs are those"),
-        (IgnoresStopTokens, "generate: responses end"),
+        (with_streams(IgnoresStopTokens), "generate: responses end"),
         (KeepsOldWeights, "update_weights_from_tensors: later tokens"),
         (ForgetsTheFirstVersion, "update_weights_from_tensors: a response in progress"),
         (SwapsGroups, "generate: groups are in the order"),
-        (FinishedParts, "abort: parts come back"),
+        (with_streams(FinishedParts), "abort: parts come back"),
         (NeverWakes, "sleep: an update and wake_up"),
         (ConsumesNothing, "update_weights_from_tensors: tensors that do not fit"),
     ],
@@ -172,14 +173,7 @@ def broken(protocol: type, member: str, fault: Any) -> type[ReferenceSampler]:
         inherited = {name: vars(Sampler)[name] for name in ("generate", "__enter__", "__exit__")}
         others = {name: value for name, value in vars(base).items() if name not in ("__dict__", "__weakref__")}
         kind = type("Broken", (), {name: value for name, value in (inherited | others).items() if name != member})
-    if protocol is not SampleStream:
-        return kind
-
-    def sample_stream(self: Any, sampling: Any, *, sampling_mask: bool = False, on_move: Any = lambda: None) -> Any:
-        stop_ids = tuple(self._options["stop_token_ids"])
-        return kind(self, Sampling.of(sampling, stop_ids, sampling_mask=sampling_mask), on_move)
-
-    return type("OnStream", (ReferenceSampler,), {"sample_stream": sample_stream})
+    return with_streams(kind) if protocol is SampleStream else kind
 
 
 UNUSED = {"update_weights_from_shards", "update_adapters"}
