@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, megatron_ranks, vllm_ranks
 from tepo_megatron.weights.reshard import reshard_plan
@@ -36,25 +37,43 @@ KINDS = [
 ]
 
 
-def sends(kind: TransportName, device: torch.device, updates: int, dies: bool) -> Any:
-    plan = reshard_plan(SPEC, MegatronParallel(), VllmParallel(), {0: 0} if kind == "ipc" else None)
-    params = {name: tensor.float().to(device) for name, tensor in parameters(SOURCES, MODEL)[0].items()}
-    sender = ShardSender(
-        plan,
-        params,
-        rank=0,
-        dtype=torch.float32,
-        broadcast_from_root=lambda value: value,
-        timeout_s=TIMEOUT_S,
-        device=device,
-        transport=kind,
-    )
-    dist.broadcast_object_list([sender.open_rendezvous(HOST)], src=0)
-    sender.join_group()
+def shard_sender(plan: Any, params: dict[str, Tensor], rank: int, device: torch.device, kind: TransportName) -> ShardSender:
+    options: dict[str, Any] = {
+        "broadcast_from_root": lambda value: value,
+        "timeout_s": TIMEOUT_S,
+        "device": device,
+        "transport": kind,
+    }
+    return ShardSender(plan, params, rank=rank, dtype=torch.float32, **options)
+
+
+def send_updates(sender: ShardSender, params: dict[str, Tensor], updates: int) -> None:
+    """The values of each are twice those of the one before."""
     for _ in range(updates):
         sender.send_shards()
         for tensor in params.values():
             tensor *= 2
+
+
+def receive_updates(
+    group: Any, order: ReceiveOrder, first: dict[str, Tensor], device: torch.device, updates: int
+) -> list[bool]:
+    """Whether each update has brought what it should."""
+    right = []
+    for update in range(updates):
+        found = {name: torch.zeros(tensor.shape, device=device) for name, tensor in first.items()}
+        move.receive(group, order.incoming, found, order.wire)
+        right.append(all(torch.equal(found[name].cpu(), first[name].float() * 2**update) for name in found))
+    return right
+
+
+def sends(kind: TransportName, device: torch.device, updates: int, dies: bool) -> Any:
+    plan = reshard_plan(SPEC, MegatronParallel(), VllmParallel(), {0: 0} if kind == "ipc" else None)
+    params = {name: tensor.float().to(device) for name, tensor in parameters(SOURCES, MODEL)[0].items()}
+    sender = shard_sender(plan, params, 0, device, kind)
+    dist.broadcast_object_list([sender.open_rendezvous(HOST)], src=0)
+    sender.join_group()
+    send_updates(sender, params, updates)
     failed_after = -1.0
     if dies:
         began = time.monotonic()
@@ -71,12 +90,7 @@ def receives(kind: TransportName, device: torch.device, updates: int, dies: bool
     store = connect(HOST, place[0], TIMEOUT_S)
     order = ReceiveOrder.decode(store.get(ReceiveOrder.key(1)))
     group = join(kind, store, Member(1, 2, device, HOST, writers=order.writers), TIMEOUT_S)
-    right = []
-    for update in range(updates):
-        expected = {name: tensor.float() * 2**update for name, tensor in parameters(DESTINATIONS, MODEL)[0].items()}
-        found = {name: torch.zeros(tensor.shape, device=device) for name, tensor in expected.items()}
-        move.receive(group, order.incoming, found, order.wire)
-        right.append(all(torch.equal(found[name].cpu(), expected[name]) for name in found))
+    right = receive_updates(group, order, parameters(DESTINATIONS, MODEL)[0], device, updates)
     if dies:
         time.sleep(1)
     group.close()
@@ -113,25 +127,13 @@ def relays(rank: int, world: int) -> Any:
     if rank < 2:
         shards = parameters(megatron_ranks(SPEC, source), MODEL)[rank]
         params = {name: tensor.float().to(device) for name, tensor in shards.items()}
-        sender = ShardSender(
-            plan,
-            params,
-            rank=rank,
-            dtype=torch.float32,
-            broadcast_from_root=lambda value: value,
-            timeout_s=TIMEOUT_S,
-            device=device,
-            transport="ipc",
-        )
+        sender = shard_sender(plan, params, rank, device, "ipc")
         if rank == 0:
             place = [sender.open_rendezvous(HOST)]
         dist.broadcast_object_list(place, src=0)
         sender._rendezvous = [HOST, place[0]]
         sender.join_group()
-        for _ in range(UPDATES):
-            sender.send_shards()
-            for tensor in params.values():
-                tensor *= 2
+        send_updates(sender, params, UPDATES)
         dist.barrier()
         sender.close()
         return None
@@ -141,12 +143,8 @@ def relays(rank: int, world: int) -> Any:
     assert order.relayed
     member = Member(rank, world, device, HOST, writers=order.writers)
     group = join("ipc", store, member, TIMEOUT_S)
-    right = []
-    for update in range(UPDATES):
-        expected = parameters(vllm_ranks(SPEC, destination), MODEL)[rank - 2]
-        found = {name: torch.zeros(tensor.shape, device=device) for name, tensor in expected.items()}
-        move.receive(group, order.incoming, found, order.wire)
-        right.append(all(torch.equal(found[name].cpu(), expected[name].float() * 2**update) for name in found))
+    expected = parameters(vllm_ranks(SPEC, destination), MODEL)[rank - 2]
+    right = receive_updates(group, order, expected, device, UPDATES)
     dist.barrier()
     group.close()
     return right
