@@ -50,8 +50,7 @@ def outputs_of(config, batch, scores):
     """Of each sequence alone."""
     objective = build_objective(ObjectiveConfig(**config))
     context = objective.prepare(batch)
-    parts = [Step(batch, scores).pick([sequence]) for sequence in range(batch.num_sequences)]
-    return [objective(micro_scores, micro, context) for micro, micro_scores in parts]
+    return [Step(batch, scores).pick([sequence]).output(objective, context) for sequence in range(batch.num_sequences)]
 
 
 def surrogates(config, deltas, advantages, *, lengths=None, old=None, sampler=None):

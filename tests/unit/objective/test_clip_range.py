@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.histogram import bound_for_share, count_moves
+from tepo_megatron.core.objective.checking import Step
 from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.objective.trust_region import next_clip_range
 from tests.support.objective_batches import make_batch, masks
@@ -47,8 +48,8 @@ def test_the_bounds_follow_the_length(rows, ratio, seed, spread):
     batch, scores = make_batch(rows, seed=seed, spread=spread)
     config = ObjectiveConfig.model_validate({"ratio": ratio, "trust_region": FIXED, "kl_mask": None})
     objective = build_objective(config)
-    batch = batch.with_(advantages_S=objective.advantages(batch))
-    output = objective(scores, batch, objective.prepare(batch))
+    batch, _ = ready = Step(batch, scores).with_advantages(objective)
+    output = ready.output(objective)
     expected, _ = dense(config, batch, scores, batch.advantages_S)
     loss = output.numerator / output.denominator
     torch.testing.assert_close(loss, expected.to(loss.dtype), rtol=1e-9, atol=1e-12)
@@ -61,13 +62,11 @@ def test_moves_are_counted_alike_over_every_cut_and_give_the_quantile(rows, rati
     batch, scores = make_batch(rows, seed=seed, spread=0.3)
     config = ObjectiveConfig.model_validate({"ratio": ratio, "trust_region": AUTO, "kl_mask": None})
     objective = build_objective(config)
-    batch = batch.with_(advantages_S=objective.advantages(batch))
+    batch, _ = ready = Step(batch, scores).with_advantages(objective)
     context = objective.prepare(batch)
-    whole = objective(scores, batch, context).moves
+    whole = ready.output(objective, context).moves
     parts = [range(cut), range(cut, batch.num_sequences)]
-    indices = [batch.token_index(list(part)) for part in parts]
-    picked = [type(scores)(scores.logprob[index_T], scores.entropy[index_T]) for index_T in indices]
-    cuts = [objective(scored, batch.select(list(part)), context).moves for part, scored in zip(parts, picked, strict=True)]
+    cuts = [ready.pick(part).output(objective, context).moves for part in parts]
     assert torch.equal(torch.stack(cuts).sum(0), whole)
     _, moves = dense(config, batch, scores, batch.advantages_S)
     for row, sign in enumerate((-1, 1)):

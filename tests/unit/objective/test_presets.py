@@ -161,8 +161,8 @@ def test_the_values_of_single_tokens_are_those_that_the_metrics_are_means_of(pre
     """And have no gradient: a run may keep them."""
     batch, scores = make_batch(rows, seed=seed, spread=spread)
     objective = build_objective(ObjectiveConfig(preset=preset))
-    batch = batch.with_(advantages_S=objective.advantages(batch))
-    found = objective(scores, batch, objective.prepare(batch))
+    batch, _ = ready = Step(batch, scores).with_advantages(objective)
+    found = ready.output(objective)
     on_T = batch.loss_mask_T
     for name, metric in {"ratio": "ratio/mean", "masked": "mask/fraction", "entropy_change": "entropy/delta"}.items():
         value_T = found.token_values[name]
@@ -227,15 +227,13 @@ HAND = {
 @pytest.mark.parametrize("preset", PRESETS)
 def test_hand_computed(preset):
     batch, scores = _two_sequences()
-    objective = build_objective(ObjectiveConfig(preset=preset))
-    output = objective(scores, batch, objective.prepare(batch))
+    output = Step(batch, scores).output(build_objective(ObjectiveConfig(preset=preset)))
     assert (output.numerator / output.denominator).item() == pytest.approx(HAND[preset], rel=1e-5)
 
 
 def test_hand_computed_metrics():
     batch, scores = _two_sequences()
-    objective = build_objective(ObjectiveConfig(preset="dapo", kl_mask={"coefficient": 1.0}))
-    output = objective(scores, batch, objective.prepare(batch))
+    output = Step(batch, scores).output(build_objective(ObjectiveConfig(preset="dapo", kl_mask={"coefficient": 1.0})))
     mean = {name: (total / count).item() for name, (total, count) in output.metrics.items()}
     kl = [r * math.log(r) - r + 1 for r in (1.1, 1.3, 0.7)]
     expected = {
@@ -326,7 +324,7 @@ def test_loss_and_gradient_are_finite(preset, data):
     )
     scores = TokenScores((old + signs.to(dtype)).requires_grad_(), scores.entropy.detach().to(dtype).requires_grad_())
     objective = build_objective(ObjectiveConfig(preset=preset))
-    loss, gradients, metrics, extrema = Step(batch, scores).summary([objective(scores, batch, objective.prepare(batch))])
+    loss, gradients, metrics, extrema = Step(batch, scores).summary([Step(batch, scores).output(objective)])
     assert loss.isfinite()
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert all(value.isfinite().all() for value in (*metrics.values(), *extrema.values()))
@@ -340,7 +338,6 @@ def test_equal_rewards_teach_nothing(preset):
     """Advantages of exactly 0, and so no gradient, whatever the level of the rewards."""
     batch, scores = make_batch(ROWS, rewards=[0.1, 0.1, 0.1, 0.7, 0.7, 0.7], groups=[0, 0, 0, 1, 1, 1])
     objective = build_objective(ObjectiveConfig(preset=preset))
-    batch = batch.with_(advantages_S=objective.advantages(batch))
-    assert (batch.advantages_S == 0).all()
-    _, gradients, *_ = Step(batch, scores).summary([objective(scores, batch, objective.prepare(batch))])
+    assert (objective.advantages(batch) == 0).all()
+    _, gradients, *_ = whole(objective, batch, scores)
     assert (gradients[0] == 0).all()
