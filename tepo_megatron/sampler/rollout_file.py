@@ -129,7 +129,6 @@ def write_rollouts(
 
 
 def link_record(path: Path, folder: Path) -> None:
-    """Uses a hard link if possible."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / path.name
     if target.exists() and target.samefile(path):
@@ -149,7 +148,6 @@ def read_rollouts(folder: Path, step: int) -> list[Rollout]:
 
 
 def read_record(folder: Path, step: int) -> Record:
-    """Includes the first line."""
     path = record_path(folder, step)
     try:
         text = path.read_text(encoding="utf-8")

@@ -171,7 +171,6 @@ class ModelSpec:
 
     @property
     def route_bytes(self) -> int:
-        """Bytes of a token's routing record."""
         return 0 if self.experts is None else self.num_layers * self.experts.per_token * self.experts.number_bytes
 
     @property
@@ -232,7 +231,6 @@ class ModelSpec:
             )
 
     def check_recompute(self, modules: Iterable[str], *, transformer_engine: bool) -> None:
-        """Refuses modules that fail or have no effect."""
         has_experts, te_only = self.experts is not None, "which Megatron-Core has in Transformer Engine's layers alone"
         without = f"which is for models with experts, and {self.architecture} has none; name mlp instead"
         refusals = (

@@ -213,7 +213,6 @@ class _TrainerSizes(Protocol):
 
 
 def check_trainer_split(spec: ModelSpec, parallel: _TrainerSizes) -> MegatronParallel:
-    """Raises ValueError for a split that model or Megatron refuses."""
     tp, cp, ep, etp = parallel.tp, parallel.cp, parallel.ep, parallel.etp
     spec.check_parallel(tp=tp, pp=1, ep=ep, etp=etp)  # stages may be uneven
     stages = pipeline_stages_of(spec, parallel)

@@ -75,7 +75,6 @@ class ServerPool:
         return self._lost.keys() | self._replaced
 
     def sampling(self) -> dict[int, Client]:
-        """Returns servers that sample, by number."""
         if self._revived and self._version is None:
             return {}
         return {index: client for index, client in enumerate(self._clients) if index not in self._away}

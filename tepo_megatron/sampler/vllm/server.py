@@ -105,7 +105,6 @@ class Server:
 
     @property
     def url(self) -> str:
-        """It is valid after :meth:`start`."""
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         return f"http://{host}:{self.port}"
 
@@ -150,7 +149,6 @@ class Server:
 
     @property
     def alive(self) -> bool:
-        """Its processes may not answer."""
         return self._process is not None and self._process.poll() is None
 
     def healthy(self) -> bool:

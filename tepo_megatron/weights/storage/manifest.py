@@ -39,7 +39,6 @@ class FileRecord:
 
     @classmethod
     def write(cls, path: Path, text: str) -> FileRecord:
-        """Writes durably."""
         data = text.encode()
         write_atomically(path, data, sync=True)
         return cls(len(data), hashlib.sha256(data).hexdigest())

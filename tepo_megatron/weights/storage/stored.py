@@ -59,7 +59,6 @@ class StoredWeights:
 
     @classmethod
     def open(cls, folder: Path) -> StoredWeights:
-        """Reads only headers."""
         if not (folder / SHARDS).is_dir():
             return cls._open_hugging_face(folder)
         for description, kind in (("state.json", "master"), ("config.json", WEIGHT)):
@@ -177,7 +176,6 @@ def _stored(handle: safe_open, path: Path, key: str, start: tuple[int, ...]) -> 
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[safe_open]:
-    """Raises ValueError with file and remedy."""
     try:
         with safe_open(path, framework="pt") as handle:
             yield handle
