@@ -41,11 +41,10 @@ def _scores_command(
     output: OutputFolder = _RESULTS,
     as_json: AsJson = False,
 ) -> None:
-    """Time and peak memory of log-prob and entropy with backward, over logits that are sharded over the vocabulary.
+    """Time and peak memory of log-prob and entropy with backward, over vocabulary-sharded logits.
 
-    Compares the project's own, with and without the entropy's slope, with dense torch log_softmax, Megatron-Core's
-    cross-entropy (log-prob only), and the floor of one read of the logits forward, one read and write backward. On a GPU with
-    Triton's kernels. All with the bytes that must move over the bandwidth of a plain copy in the same run.
+    Beside torch's log_softmax, Megatron-Core's cross-entropy (log-prob only), and one read of the logits forward, one read and
+    write backward.
 
     [dim]tepo bench scores --device cuda[/]
     """
@@ -76,10 +75,9 @@ def _reshard_command(
     output: OutputFolder = _RESULTS,
     as_json: AsJson = False,
 ) -> None:
-    """Time, bytes and memory of a weight update between processes of this machine, over gloo; the servers are without vLLM.
+    """Time, bytes and memory of a weight update between processes of this machine, over gloo, without vLLM.
 
-    Compares it, with and without digests, with gathering full tensors and broadcasting them, and with a raw point-to-point copy
-    of as many bytes between plain buffers.
+    Beside gathering and broadcasting full tensors, and a point-to-point copy of as many bytes.
 
     [dim]tepo bench reshard --repeats 3[/]
     """
@@ -136,11 +134,10 @@ def _step_command(
     output: OutputFolder = _RESULTS,
     as_json: AsJson = False,
 ) -> None:
-    """Tokens/s and memory of a training step on this machine's CPU, compared with Megatron-Core's own and an older state.
+    """Tokens/s and memory of a training step on this machine's CPU, beside Megatron-Core's own and an older state.
 
-    A step scores the old policy and updates with the default objective. Megatron-Core's step is its GPTModel with its own loss,
-    schedule, gradient buffers and optimizer, as pretrain_gpt makes it, on the same weights, tokens and micro-batches: packed,
-    with this project's attention, and as padded rows with Megatron's. All take turns, step by step.
+    Megatron-Core's step is pretrain_gpt's, on the same weights, tokens and micro-batches: packed, with this project's
+    attention, and as padded rows with Megatron's. All take turns, step by step.
 
     [dim]tepo bench step --layouts tp2 --ratios 10 --before none --repeats 3[/]
     """
@@ -171,10 +168,10 @@ def _rollouts_command(
     output: OutputFolder = _RESULTS,
     as_json: AsJson = False,
 ) -> None:
-    """Tokens/s of a rollout server and its client next to vLLM's offline engine, and what a step's responses cost rank 0.
+    """Tokens/s of a rollout server and its client beside vLLM's offline engine, and what a step's responses cost rank 0.
 
-    Server and engine draw the same tokens by the same seeds, in turn, each alone on this machine. Rank 0 reads random responses
-    off the wire, packs them, writes them to the journal and sends them to another rank; the former JSON is measured too.
+    Server and engine draw the same tokens in turn. Rank 0 reads random responses off the wire, packs them, writes them to the
+    journal and sends them to another rank; the former JSON is measured too.
 
     [dim]tepo bench rollouts --repeats 1 --responses 16 --length 512 --output /tmp/results[/]
     """
@@ -217,10 +214,9 @@ def _gpu_command(
     output: OutputFolder = _RESULTS,
     as_json: AsJson = False,
 ) -> None:
-    """Tests, kernels, FP8 training steps and a weight sync on this machine's GPU; parts without their packages are reported as
-    not run. Exit code 0 if all that ran passed, 1 if a part failed, 3 without a GPU.
+    """Tests, kernels, FP8 training steps and a weight sync on this machine's GPU; parts without their packages are not run.
 
-    Writes <output>/<gpu>/<date and time>.json and .md after each part. Run it in the root of the repository.
+    Exit code 0 if all that ran passed, 1 if a part failed, 3 without a GPU. Run it in the root of the repository.
 
     [dim]bash scripts/gpu_check.sh[/]
 
