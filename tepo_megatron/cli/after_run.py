@@ -166,7 +166,7 @@ def _report(
 
     [dim]tepo report out/evidence-tiny --metrics 'accuracy/*' --metrics reward/mean --samples 300   # a sweep[/]
     """
-    from tepo_megatron.tools.report.page import write_report
+    from tepo_megatron.tools.report import write_report
     from tepo_megatron.tools.report.runs import runs_in
 
     single = len(outputs) == 1 and outputs[0].name != "metrics.jsonl"

@@ -198,7 +198,7 @@ def _report_command(
     [dim]tepo bench report out/tiny --pictures docs/images --state 'mixed=1&colour=entropy_change'[/]
     """
     from tepo_megatron.tools.bench import chromium
-    from tepo_megatron.tools.report.page import write_report
+    from tepo_megatron.tools.report import write_report
 
     written = write_report(outputs, page)
     parts = ("overview", "curves", "time", "settings", "faults", "samples")

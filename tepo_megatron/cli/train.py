@@ -9,7 +9,6 @@ import typer
 from typer import Argument, Option
 
 from tepo_megatron.cli.console import Overrides, RunFile, RunOrSetting, load_config, show, split_run, user_errors
-from tepo_megatron.run.start import prepare_run, start_ranks, train_as_rank
 from tepo_megatron.runtime.job_control import stopped_together
 from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.runtime.rank import print_error, under_torchrun
@@ -40,6 +39,8 @@ def _train(
 
     [dim]tepo train examples/tiny/run.yaml output=out/short --resume --from step_000010[/]
     """
+    from tepo_megatron.run.api import prepare_run, start_ranks, train_as_rank
+
     outlive_readers()
     with user_errors():
         file, settings = split_run(run, overrides)

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.run.loggers.loggers import check_installed
+from tepo_megatron.run.loggers import check_installed
 from tepo_megatron.run.output.resume import find_checkpoint, resumes
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import this_machine

@@ -30,7 +30,7 @@ import os, sys, time
 from datetime import timedelta
 from pathlib import Path
 from tepo_megatron.config.load import load_run
-from tepo_megatron.run.start import run_rank
+from tepo_megatron.run.api import run_rank
 
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 

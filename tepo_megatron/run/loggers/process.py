@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, BinaryIO, cast
 
-from tepo_megatron.run.loggers.loggers import Ending, without_secrets
+from tepo_megatron.run.loggers import Ending, without_secrets
 from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.runtime.preemption import PREEMPTED, STOP_SIGNALS
 from tepo_megatron.runtime.worker_child import redirect_standard_streams

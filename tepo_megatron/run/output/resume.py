@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
-from tepo_megatron.run.loggers.loggers import check_installed
+from tepo_megatron.run.loggers import check_installed
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, read_state, set_aside, step_of
 from tepo_megatron.trainer.run_compatibility import (

@@ -1,1 +1,177 @@
-"""One HTML page about runs."""
+"""Builds a report: one HTML file that loads nothing else.
+
+Data is base64 of gzipped JSON, which HTML cannot misread; the script inserts texts as text, and the content security policy
+permits only this script.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import itertools
+import json
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.runtime.files import write_atomically
+from tepo_megatron.tasks.evaluate.estimators import T_975
+from tepo_megatron.tools.report.runs import Run, changes, compared, find_runs, run_groups
+from tepo_megatron.tools.report.samples import FILES, SampleGroup, evenly, pack, read_samples
+
+SCRIPTS = (
+    *("base", "scales", "plot", "chart", "overview", "curves", "compare", "time", "settings", "faults"),
+    *("tokens", "samples", "main"),
+)
+
+_TOKENS_A_MEGABYTE, _CHARACTERS_A_MEGABYTE = 60_000, 400_000  # room for samples with per-token values, and as text
+
+
+@dataclass(frozen=True)
+class Written:
+    path: Path
+    bytes: int
+    runs: int
+    samples: int
+    goes_on: bool
+
+
+def write_report(
+    paths: Sequence[Path],
+    output: Path,
+    *,
+    title: str = "",
+    metrics: Sequence[str] = (),
+    most_samples: int = 3000,
+    megabytes: float = 5.0,
+    refresh: int = 0,
+) -> Written:
+    """``metrics``: patterns, empty for all. ``refresh``: seconds, 0: never. Raises ValueError if a path holds no run or a
+    damaged file, or no metric matches.
+    """
+    runs = [Run.read(name, folder) for name, folder in find_runs(paths).items()]
+    goes_on = any(run.goes_on for run in runs)
+    figures = _runs_data(runs, title, metrics, refresh if goes_on else 0)
+    samples = _samples_data(runs, most_samples, megabytes)
+    text = _render(figures["title"], figures, samples)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(output, text)
+    count = sum(len(group["responses"]) for group in samples["groups"])
+    return Written(output, len(text.encode()), len(runs), count, goes_on)
+
+
+def _render(title: str, figures: Mapping[str, Any], samples: Mapping[str, Any]) -> str:
+    web = resources.files("tepo_megatron.tools.report") / "web"
+    style = (web / "style.css").read_text(encoding="utf-8")
+    script = "\n".join((web / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
+    parts = {
+        "title": html.escape(title),
+        "policy": (
+            f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:;"
+            f" script-src '{_digest(script)}'; style-src '{_digest(style)}'"
+        ),
+        "style": style,
+        "script": script,
+        "figures": _packed(figures),
+        "samples": _packed(samples),
+    }
+    template = (web / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda result: parts[result[1]], template)
+
+
+def _packed(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode("utf-8", "backslashreplace"), 6, mtime=0)).decode("ascii")
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
+
+
+def _runs_data(runs: Sequence[Run], title: str, metrics: Sequence[str], refresh: int) -> dict[str, Any]:
+    names = dict.fromkeys(key for run in runs for row in run.rows for key in row if key != "step")
+    shown = [name for name in names if not metrics or any(fnmatchcase(name, item) for item in metrics)]
+    if metrics and names and not shown:
+        raise ValueError(f"no metric is called {' or '.join(metrics)}; there are {', '.join(sorted(names))}")
+    groups = run_groups(runs)
+    place = {index: number for number, (_, members) in enumerate(groups) for index in members}
+    return {
+        "title": title or _title(runs),
+        "made": round(time.time()),
+        "refresh": refresh,
+        "metrics": shown,
+        "groups": [{"label": label, "runs": members} for label, members in groups],
+        "runs": [{**_run_data(run, shown), "group": place[index]} for index, run in enumerate(runs)],
+        "settings": compared([run.settings for run in runs]),
+        "t": T_975,
+    }
+
+
+def _title(runs: Sequence[Run]) -> str:
+    if len(runs) == 1:
+        name = json.loads(runs[0].settings.get("name", '""'))
+        return f"{runs[0].name}: {name}" if name else runs[0].name
+    names = [run.name for run in runs[:4]] + ([f"{len(runs) - 4} more"] if len(runs) > 4 else [])
+    parents = {run.folder.resolve().parent.name for run in runs}
+    return f"{len(runs)} runs of {parents.pop()}" if len(parents) == 1 else " · ".join(names)
+
+
+def _run_data(run: Run, metrics: Sequence[str]) -> dict[str, Any]:
+    columns = {name: [_number(row.get(name)) for row in run.rows] for name in metrics}
+    resumed = [*run.earlier, ("resolved.yaml", run.settings)]
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "said": run.said,
+        "goes_on": run.goes_on,
+        "steps": json.loads(run.settings.get("train.steps", "null")),
+        "x": [row["step"] for row in run.rows],
+        "columns": {name: values for name, values in columns.items() if any(value is not None for value in values)},
+        "faults": run.faults,
+        "events": [(step, text, _number(value)) for step, text, value in run.events],
+        "hangs": run.hangs,
+        "changes": [changes(before, after) for (_, before), (_, after) in itertools.pairwise(resumed)],
+    }
+
+
+def _number(value: Any) -> float | int | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _samples_data(runs: Sequence[Run], most: int, megabytes: float) -> dict[str, Any]:
+    chosen: list[SampleGroup] = []
+    recorded: dict[str, int] = {}
+    for kind in ("tokens", *FILES):
+        room = int(megabytes * (_TOKENS_A_MEGABYTE if kind == "tokens" else _CHARACTERS_A_MEGABYTE))
+        groups = [group for index, run in enumerate(runs) for group in read_samples(index, run.folder, kind)]
+        recorded[kind] = sum(len(group.responses) for group in groups)
+        chosen += evenly(groups, most, room)
+    with_tokens = [group for group in chosen if group.kind == "tokens"]
+    tokens = {
+        index: pack([group for group in with_tokens if group.run == index])
+        for index in sorted({group.run for group in with_tokens})
+    }
+    return {"groups": [_group_data(group) for group in chosen], "recorded": recorded, "tokens": tokens}
+
+
+def _group_data(group: SampleGroup) -> dict[str, Any]:
+    names = ("run", "kind", "step", "problem", "prompt", "answer", "source")
+    return {name: getattr(group, name) for name in names} | {"responses": _finite(group.responses)}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return _number(value) if isinstance(value, float) else value

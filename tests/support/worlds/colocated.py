@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.config.load import load_run
-from tepo_megatron.run.start import run_rank
+from tepo_megatron.run.api import run_rank
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.run.training import train_model
 from tepo_megatron.sampler.vllm.server import Server

@@ -6,7 +6,7 @@ import os
 import sys
 
 from tepo_megatron.config.load import load_run
-from tepo_megatron.run.start import run_rank
+from tepo_megatron.run.api import run_rank
 from tepo_megatron.run.training import train_model
 
 

@@ -20,7 +20,7 @@ from tepo_megatron.cli.console import print_json, show_table
 from tepo_megatron.cli.main import app
 from tepo_megatron.config import LogConfig
 from tepo_megatron.run.display.progress import Terminal, make_progress
-from tepo_megatron.run.loggers.loggers import without_secrets
+from tepo_megatron.run.loggers import without_secrets
 from tepo_megatron.run.metrics import MetricsWriter, read_metrics
 from tepo_megatron.runtime.rank import print_error
 from tepo_megatron.runtime.text import echo, printable, valid_text

@@ -96,7 +96,7 @@ def test_train_starts_the_ranks_that_a_file_or_settings_need(run_yaml: Path, mon
         started.append((*args, status))
         return 7, "rank 1 failed"
 
-    monkeypatch.setattr("tepo_megatron.run.start.run_ranks", run_ranks)
+    monkeypatch.setattr("tepo_megatron.run.api.run_ranks", run_ranks)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(run_yaml.parent)

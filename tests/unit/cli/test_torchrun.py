@@ -25,7 +25,7 @@ import os, signal, subprocess, sys, time
 from contextlib import ExitStack
 from pathlib import Path
 from tepo_megatron.config.load import load_run
-from tepo_megatron.run.start import run_rank
+from tepo_megatron.run.api import run_rank
 from tepo_megatron.runtime.rank import report_before_leaving
 from tepo_megatron.runtime.heartbeat import Heartbeat, RankRecord
 from tepo_megatron.runtime.proc import STOPPED, Process

@@ -14,8 +14,7 @@ import pytest
 
 from tepo_megatron.run.metrics import read_metrics, read_tokens, token_file
 from tepo_megatron.tools.bench.chromium import NAMES, chromium
-from tepo_megatron.tools.report import runs
-from tepo_megatron.tools.report.page import write_report
+from tepo_megatron.tools.report import runs, write_report
 from tepo_megatron.tools.sweep import Spread, area, points
 from tests.support.report_runs import HOSTILE, write_run
 

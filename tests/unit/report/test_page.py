@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli import after_run as command
 from tepo_megatron.cli.main import app
-from tepo_megatron.tools.report.page import SCRIPTS, write_report
+from tepo_megatron.tools.report import SCRIPTS, write_report
 from tests.support.report_runs import HOSTILE, write_run
 
 runner = CliRunner()

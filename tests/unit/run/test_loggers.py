@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
+from tepo_megatron.run import loggers
 from tepo_megatron.run.display.progress import Progress
-from tepo_megatron.run.loggers import loggers
-from tepo_megatron.run.loggers.loggers import HIDDEN, Ending, without_secrets
+from tepo_megatron.run.loggers import HIDDEN, Ending, without_secrets
 from tepo_megatron.run.loggers.process import Session
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.run.output import output as output_module
