@@ -227,7 +227,7 @@ class TrainerKind(Protocol):
         """
 
 
-_KINDS = {"megatron": "tepo_megatron.trainer.megatron.start"}  # imported when used
+_KINDS = {"megatron": "tepo_megatron.trainer.megatron"}  # imported when used
 
 
 def trainer_kind(name: str = "megatron") -> TrainerKind:

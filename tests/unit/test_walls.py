@@ -79,7 +79,7 @@ PLANTED = (
     Planted("weights/geometry.py", "from tepo_megatron.config import RunConfig", "config"),
     Planted("run/loop.py", "from tepo_megatron.core.objective.compose import build_objective", "maths"),
     Planted("run/output/resume.py", "from tepo_megatron.trainer.megatron.engine import Engine", "trainer"),
-    Planted("tasks/evaluate/evaluation.py", "import tepo_megatron.trainer.megatron.start", "trainer"),
+    Planted("tasks/evaluate/evaluation.py", "import tepo_megatron.trainer.megatron", "trainer"),
     Planted("tasks/evaluate/standalone.py", "from tepo_megatron.launch.job import Job", "launch"),
     Planted("cli/train.py", "from tepo_megatron.cli.config import plan", "cli"),
     Planted("weights/transfer/move.py", "from tepo_megatron.weights import reshard", "bridge"),

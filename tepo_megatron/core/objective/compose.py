@@ -10,13 +10,12 @@ from torch import Tensor
 
 from tepo_megatron.config.objective.choices import Clip
 from tepo_megatron.config.objective.custom import OwnAggregation
-from tepo_megatron.core.histogram import count_moves
 from tepo_megatron.core.objective.advantage import advantages
 from tepo_megatron.core.objective.mechanisms import Mechanisms, kl_estimate
 from tepo_megatron.core.objective.ratio import length_factor, sampler_weights, sequence_sum
 from tepo_megatron.core.objective.trust_region import Surrogate, bounded_ratio, surrogate
 from tepo_megatron.core.objective.values import StepValues, TokenValues, check_custom, check_token_values
-from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
+from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores, count_moves
 from tepo_megatron.errors import NotFiniteError
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tepo_megatron.config.objective.choices import CLIPPED_SHARE, Clip
 from tepo_megatron.config.objective.custom import OwnRatio, OwnTrustRegion
-from tepo_megatron.core.histogram import bound_for_share
 from tepo_megatron.core.objective.ratio import length_factor, policy_log_ratio
 from tepo_megatron.core.objective.values import check_custom
+from tepo_megatron.core.types import bound_for_share
 
 if TYPE_CHECKING:
     from tepo_megatron.config.objective.choices import TrustRegion

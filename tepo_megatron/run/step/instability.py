@@ -15,8 +15,7 @@ from torch import Tensor
 from tepo_megatron.config import ObjectiveConfig, RunConfig
 from tepo_megatron.config.objective.choices import Clip
 from tepo_megatron.config.train import RollbackConfig
-from tepo_megatron.core.histogram import bound_for_share
-from tepo_megatron.core.types import Batch
+from tepo_megatron.core.types import Batch, bound_for_share
 from tepo_megatron.run.step.minibatches import members
 
 if TYPE_CHECKING:

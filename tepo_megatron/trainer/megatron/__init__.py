@@ -7,7 +7,14 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
+from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tepo_megatron.config import RunConfig
+    from tepo_megatron.runtime.heartbeat import Heartbeat
+    from tepo_megatron.trainer.protocol import Trainer
 
 
 class _TransformerEngine(MetaPathFinder):
@@ -39,3 +46,12 @@ class _TransformerEngine(MetaPathFinder):
 
 TRANSFORMER_ENGINE = _TransformerEngine()
 sys.meta_path.insert(0, TRANSFORMER_ENGINE)
+
+from tepo_megatron.trainer.megatron.gpu import check_config as check_config  # noqa: E402  # reads TRANSFORMER_ENGINE
+from tepo_megatron.trainer.megatron.gpu import prepare_process as prepare_process  # noqa: E402
+
+
+def make_trainer(config: RunConfig, model_dir: Path, *, shares_gpus: bool, heartbeat: Heartbeat) -> Trainer:
+    from tepo_megatron.trainer.megatron.engine import Engine
+
+    return Engine(config, model_dir, shares_gpus=shares_gpus, heartbeat=heartbeat)

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.core.histogram import bound_for_share, count_moves
 from tepo_megatron.core.objective.checking import Step
 from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.objective.trust_region import next_clip_range
+from tepo_megatron.core.types import bound_for_share, count_moves
 from tests.support.objective_batches import make_batch, masks
 
 AUTO = {"kind": "clip", "scale": "length", "low": "auto", "high": "auto"}

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import ObjectiveConfig, RunConfig
 from tepo_megatron.config.train import RollbackConfig
-from tepo_megatron.core.histogram import count_moves
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.core.types import count_moves
 from tepo_megatron.run.step.instability import ObjectiveWatch, Rollback, SkippedUpdates
 from tepo_megatron.run.step.minibatches import derive_seed, minibatches, source_figures, summarize
 from tepo_megatron.run.step.stopping import Stopping
