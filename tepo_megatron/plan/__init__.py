@@ -1,5 +1,418 @@
-"""Memory, traffic and time of a run before a GPU is requested (docs/reference/plan.md). No torch."""
+"""Memory, traffic and time of a run before a GPU is requested, and its problems (docs/reference/plan.md). No torch."""
 
-from tepo_megatron.plan.run_plan import Plan, check_exact, check_placement, check_plan, make_plan
+from __future__ import annotations
 
-__all__ = ["Plan", "check_exact", "check_placement", "check_plan", "make_plan"]
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import combinations, product
+from typing import Any
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.plan.memory import GIB, HostMemory, RankMemory, TrainingRanks, is_colocated, on_gpu
+from tepo_megatron.plan.shapes import model_parameters, resolve_spec
+from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, StepTime, SyncTraffic, draft_spec
+from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.layouts import check_trainer_split
+
+_DEFAULT_PROMPT_TOKENS = 512  # if ``data.max_prompt_tokens`` is unset
+
+_USABLE = 0.9  # the allocator's gaps need the rest
+
+_MAX_CHANGES_SHOWN = 4
+
+_Settings = Mapping[str, Any]  # by dotted field names
+
+_Knob = list[_Settings]  # alternative settings of the same fields
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Estimates are computed when first read. ``substitute``: an assumption about the model's shapes."""
+
+    config: RunConfig
+    spec: ModelSpec
+    lengths: Lengths
+    sync: SyncTraffic | None = None
+    substitute: str | None = None
+
+    @cached_property
+    def ranks(self) -> TrainingRanks:
+        return TrainingRanks(self.spec, self.config)
+
+    @property
+    def parameters(self) -> int:
+        return model_parameters(self.spec)
+
+    @property
+    def stage_parameters(self) -> tuple[int, ...]:
+        """Counts one rank's parameters, by pipeline stage."""
+        return tuple(count.total for count in self.ranks.split.stages())
+
+    @cached_property
+    def stages(self) -> tuple[RankMemory, ...]:
+        stages = range(self.config.engine.parallel.pp)
+        longest, tokens = self.lengths.longest, self._step_tokens
+        return tuple(self.ranks.memory(stage, longest=longest, step_tokens=tokens) for stage in stages)
+
+    @property
+    def hosts(self) -> tuple[HostMemory, ...]:
+        tokens = self._step_tokens
+        return tuple(self.ranks.host_memory(stage, memory, step_tokens=tokens) for stage, memory in enumerate(self.stages))
+
+    @cached_property
+    def server(self) -> ServerMemory:
+        return ServerMemory.of(self.spec, self.config, longest=self.lengths.longest, mean=self.lengths.mean)
+
+    @cached_property
+    def time(self) -> StepTime:
+        return StepTime.of(self.ranks, self.lengths, self.server, self.sync, self.hosts)
+
+    @property
+    def worst(self) -> RankMemory:
+        return max(self.stages, key=lambda memory: memory.total)
+
+    @property
+    def schedules(self) -> list[ScheduleTime]:
+        return self.time.schedules(is_colocated=self.config.rollout.server.placement == "colocated")
+
+    @property
+    def usable_memory(self) -> float | None:
+        """Bytes of a GPU; None on CPUs."""
+        config = self.config
+        return config.cluster.gpu_memory_gib * GIB * min(_USABLE, config.engine.gpu_memory_fraction) if on_gpu(config) else None
+
+    @cached_property
+    def problems(self) -> tuple[str, ...]:
+        return tuple(self._problems())
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return tuple(_assumptions(self))
+
+    @property
+    def _step_tokens(self) -> float:
+        return self.config.rollout.prompts_per_step * self.config.rollout.samples_per_prompt * self.lengths.mean
+
+    @property
+    def _host_problem(self) -> str | None:
+        return self.ranks.host_problem(self.hosts, self._step_tokens)
+
+    def _problems(self) -> Iterator[str]:
+        config, worst, server, usable = self.config, self.worst, self.server, self.usable_memory
+        if usable is not None:
+            if worst.total > usable:
+                largest = max(worst.terms, key=lambda name: worst.terms[name])
+                yield (
+                    f"a training rank needs {worst.total / GIB:.1f} GiB, {(worst.total - usable) / GIB:.1f} GiB more than the "
+                    f"{usable / GIB:.1f} GiB usable of cluster.gpu_memory_gib = {config.cluster.gpu_memory_gib:g}; the largest "
+                    f"term is {largest} with {worst.terms[largest] / GIB:.1f} GiB. {self._suggest(usable)}"
+                )
+            share, memory = config.rollout.server.gpu_memory_utilization, config.cluster.gpu_memory_gib * GIB
+            if is_colocated(config) and share * memory + worst.context > memory:
+                yield (
+                    f"a colocated server takes rollout.server.gpu_memory_utilization = {share:g} of a GPU, and the trainer "
+                    f"keeps {worst.context / GIB:.1f} GiB of its {memory / GIB:g} for CUDA and NCCL; lower it to "
+                    f"{int(100 * (1 - worst.context / memory)) / 100:g}"
+                )
+            if problem := self._host_problem:
+                yield problem
+        if config.rollout.replay is None and server.capacity < self.lengths.longest:
+            missing, tp = self.lengths.longest * server.kv_bytes_per_token - server.kv_cache, config.rollout.server.tp
+            yield (
+                f"a vLLM worker with rollout.server.tp = {tp} has {server.kv_cache / GIB:.1f} GiB for its KV cache after "
+                f"{(server.weights + server.draft) / GIB:.1f} GiB of weights, which is {missing / GIB:.1f} GiB too little for "
+                f"one sequence of {self.lengths.longest} tokens; raise rollout.server.tp to {2 * tp}, or rollout.server."
+                "gpu_memory_utilization"
+            )
+
+    def _suggest(self, usable: float) -> str:
+        knobs = list(_knobs(self.config, self.spec, self.lengths.longest))
+        for groups in ([(knob,) for knob in knobs], combinations(knobs, 2), [(knob,) for knob in _more_nodes(self.config)]):
+            changes = [
+                (values, plan)
+                for group in groups
+                for values in _settings_of(group)
+                if (plan := self._changed(values)) is not None and plan.worst.total <= usable
+            ]
+            if changes:
+                changes.sort(key=lambda change: ("optimizer.exp_avg_dtype" in change[0], change[1].time.trainer_seconds))
+                shown = (
+                    f"{_shown(values)} ({plan.worst.total / GIB:.1f} GiB)" for values, plan in changes[:_MAX_CHANGES_SHOWN]
+                )
+                return f"It fits with {' or with '.join(shown)}"
+        why = "No change of one or two fields makes it fit, not on four times the nodes either"
+        return f"{why}; use larger GPUs or a smaller model"
+
+    def _changed(self, values: _Settings) -> Plan | None:
+        raw = self.config.model_dump()
+        for path, value in values.items():
+            *sections, name = path.split(".")
+            section = raw
+            for key in sections:
+                section = section[key]
+            section[name] = value
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                config = RunConfig.model_validate(raw)
+            plan = Plan(config, self.spec, self.lengths)
+            check_placement(config)
+            _check_layout(plan.ranks)
+        except ValueError:
+            return None
+        return None if plan._host_problem else plan
+
+
+def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Plan:
+    """``prompt_tokens`` and ``response_tokens`` are means (default: half the longest).
+
+    Raises ValueError for a run that cannot be laid out; if it does not fit, ``Plan.problems`` says why.
+    """
+    check_placement(config)
+    spec, substitute = resolve_spec(config.model.path)
+    ranks = TrainingRanks(spec, config)
+    _check_layout(ranks)
+    lengths = _lengths(spec, config, prompt_tokens, response_tokens)
+    spec.check_length(lengths.longest, "data.max_prompt_tokens and rollout.sampling.max_new_tokens together")
+    sync = SyncTraffic.of(ranks) if config.rollout.replay is None else None
+    return Plan(config, spec, lengths, sync, substitute)
+
+
+def _check_layout(ranks: TrainingRanks) -> None:
+    spec, engine = ranks.spec, ranks.config.engine
+    check_trainer_split(spec, engine.parallel)
+    spec.check_recompute(engine.recomputed, transformer_engine=ranks.has_te)
+    spec.check_balance(engine.moe_balance.kind)
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises ValueError with the plan's problems."""
+    if plan.problems:
+        raise ValueError("the run does not fit: " + "; ".join(plan.problems))
+
+
+def problems_of(config: RunConfig, spec: ModelSpec) -> tuple[str, ...]:
+    return Plan(config, spec, _lengths(spec, config, None, None)).problems
+
+
+def _lengths(spec: ModelSpec, config: RunConfig, prompt: float | None, response: float | None) -> Lengths:
+    longest_response = config.rollout.sampling.max_new_tokens
+    bound = config.rollout.server.max_model_len
+    room = max(1, (bound or spec.max_positions) - longest_response)
+    longest_prompt = config.data.max_prompt_tokens or min(_DEFAULT_PROMPT_TOKENS, room)
+    longest = longest_prompt + longest_response
+    prompt = longest_prompt / 2 if prompt is None else prompt
+    response = longest_response / 2 if response is None else response
+    for option, value, most in (("--prompt-tokens", prompt, longest_prompt), ("--response-tokens", response, longest_response)):
+        if not 0 < value <= most:
+            raise ValueError(f"{option} = {value:g} must lie above 0 and not above the longest, {most}")
+    if bound is not None and bound < longest:
+        raise ValueError(
+            f"rollout.server.max_model_len = {bound} is less than the longest prompt and response, {longest_prompt} + "
+            f"{longest_response}; raise it to {longest}, or lower data.max_prompt_tokens or rollout.sampling.max_new_tokens"
+        )
+    return Lengths(prompt, response, longest, longest_response)
+
+
+def _assumptions(plan: Plan) -> Iterator[str]:
+    config, cluster, ranks, lengths = plan.config, plan.config.cluster, plan.ranks, plan.lengths
+    if plan.substitute:
+        yield plan.substitute
+    if (unknown := draft_spec(config)[1]) is not None:
+        yield unknown
+    if config.rollout.server.speculative is not None:
+        yield "sampling takes as long as without speculative decoding: how many guesses hold is not known"
+    if config.data.max_prompt_tokens is None:
+        assumed = lengths.longest - lengths.longest_response
+        yield f"data.max_prompt_tokens is not set; prompts are taken to have at most {assumed} tokens"
+    yield f"prompts of {lengths.prompt:g} and responses of {lengths.response:g} tokens on average"
+    yield f"micro-batches of {ranks.micro_batch_tokens(lengths.longest)} tokens per rank; {_USABLE:.0%} of a GPU is usable"
+    top_k = config.rollout.sampling.top_k
+    if config.rollout.sampling.truncates and top_k is not None:
+        tokens = config.rollout.prompts_per_step * config.rollout.samples_per_prompt * lengths.response
+        yield (
+            f"sampling masks (rollout.sampling.top_k = {top_k}): at most {4 * top_k * tokens / GIB:,.2f} GiB more of each "
+            "rank's host, far less where top_p or min_p leave few tokens; not in the sums"
+        )
+    if plan.spec.experts:
+        yield "every expert gets as many tokens as any other; handing tokens to experts and back takes no time"
+    yield f"GPU: {cluster.gpu_tflops:g} TFLOP/s, {cluster.gpu_memory_gib:g} GiB at {cluster.gpu_memory_gb_per_s:g} GB/s"
+    yield (
+        f"MFU {cluster.train_mfu:.0%} in training and {cluster.score_mfu:.0%} without gradient while a GPU computes; it also "
+        "waits for tensor-parallel ranks and the next stage"
+    )
+    yield f"decoding reads memory at {cluster.decode_bandwidth:.0%} of its peak; one sequence of every wave is the longest"
+    yield (
+        f"links at {cluster.link_efficiency:.0%} of {cluster.network_gb_per_s:g} GB/s between nodes and "
+        f"{cluster.nvlink_gb_per_s:g} GB/s within; rewards, evaluations and start-up take no time"
+    )
+    if config.train.save_every:
+        size, rank_size = ranks.checkpoint_bytes / 1e9, ranks.rank_checkpoint_bytes / 1e9
+        how = "written beside training" if config.train.async_save else f"written at {cluster.storage_gb_per_s:g} GB/s"
+        yield f"a checkpoint of {size:,.0f} GB every {config.train.save_every} steps, {rank_size:,.1f} GB a rank at most, {how}"
+
+
+def check_placement(config: RunConfig) -> None:
+    """Raises ValueError if ranks or servers do not fit the cluster's GPUs."""
+    cluster, samples = config.cluster, config.rollout.replay is None
+    for field, size in (("engine.parallel.tp", config.engine.parallel.tp), ("rollout.server.tp", config.rollout.server.tp)):
+        if size > cluster.gpus_per_node and (samples or field == "engine.parallel.tp"):
+            raise ValueError(
+                f"{field} = {size} is more than cluster.gpus_per_node = {cluster.gpus_per_node}; tensor-parallel ranks talk in "
+                "every layer and must share a node: lower it"
+            )
+    _check_trainer(config)
+    if samples:
+        _check_servers(config)
+
+
+def _check_trainer(config: RunConfig) -> None:
+    parallel, cluster = config.engine.parallel, config.cluster
+    gpus = cluster.train_nodes * cluster.gpus_per_node
+    replica = parallel.tp * parallel.pp * parallel.cp
+    if cluster.train_nodes == 1 and parallel.world_size > gpus:
+        raise ValueError(
+            f"engine.parallel needs {parallel.world_size} ranks, but cluster.train_nodes = 1 has {gpus} GPUs; "
+            f"raise cluster.train_nodes to {-(-parallel.world_size // gpus)}, or lower engine.parallel"
+        )
+    if cluster.train_nodes > 1 and gpus % replica:
+        fitting = [
+            nodes for nodes in range(1, cluster.train_nodes + replica + 1) if nodes * cluster.gpus_per_node % replica == 0
+        ]
+        below = [nodes for nodes in fitting if nodes < cluster.train_nodes][-1:]
+        above = [nodes for nodes in fitting if nodes > cluster.train_nodes][:1]
+        raise ValueError(
+            f"cluster.train_nodes = {cluster.train_nodes} × gpus_per_node = {cluster.gpus_per_node} = {gpus} GPUs, which "
+            f"tp × pp × cp = {parallel.tp} × {parallel.pp} × {parallel.cp} = {replica} does not divide; use "
+            f"{' or '.join(map(str, below + above))} nodes, or change engine.parallel"
+        )
+    if cluster.train_nodes > 1 and parallel.world_size != gpus:
+        raise ValueError(
+            f"engine.parallel needs {parallel.world_size} ranks, but cluster.train_nodes = {cluster.train_nodes} has {gpus} "
+            f"GPUs; set engine.parallel.dp = {gpus // replica}, or change cluster.train_nodes"
+        )
+
+
+def _check_servers(config: RunConfig) -> None:
+    cluster, server, ranks = config.cluster, config.rollout.server, config.engine.parallel.world_size
+    if server.placement == "colocated":
+        if cluster.rollout_nodes or cluster.train_nodes > 1:
+            raise ValueError(
+                "rollout.server.placement = colocated puts the servers on the GPUs of one training node, but "
+                f"cluster.train_nodes = {cluster.train_nodes} and rollout_nodes = {cluster.rollout_nodes}; set them to 1 and "
+                "0, or leave placement out"
+            )
+        where, room = f"what the trainer's ranks use ({ranks} GPUs)", ranks // server.tp
+    elif cluster.rollout_nodes:
+        where = f"cluster.rollout_nodes = {cluster.rollout_nodes} of {cluster.gpus_per_node} GPUs"
+        room = cluster.rollout_nodes * (cluster.gpus_per_node // server.tp)
+    else:
+        free = cluster.train_nodes * cluster.gpus_per_node - ranks
+        where = f"what engine.parallel leaves of the training node ({free} GPUs, as cluster.rollout_nodes = 0)"
+        room = free // server.tp
+    if server.count > room:
+        raise ValueError(
+            f"rollout.server.count = {server.count} servers of tp = {server.tp} do not fit: {where} has room for {room}; lower "
+            "rollout.server.count, or raise cluster.rollout_nodes"
+        )
+
+
+def check_exact(plan: Plan) -> list[list[int]]:
+    """Returns parameters as Megatron builds them, ``[pp_rank][tp_rank]``, in ten seconds for 70B.
+
+    Raises RuntimeError if Megatron cannot run here, or a count differs from the formula.
+    """
+    parallel = plan.config.engine.parallel
+    request = {"spec": asdict(plan.spec), "parallel": parallel.model_dump()}
+    done = subprocess.run(
+        [sys.executable, "-m", "tepo_megatron.trainer.megatron.parameter_count"],
+        input=json.dumps(request),
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RuntimeError(
+            f"--exact builds the model with Megatron-Core, which failed here ({why}); run it in the trainer's environment, or "
+            "leave --exact out"
+        )
+    counts: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+    for pp_rank, (expected, row) in enumerate(zip(plan.stage_parameters, counts, strict=True)):
+        for tp_rank, count in enumerate(row):
+            if count != expected:
+                raise RuntimeError(
+                    f"Megatron builds {count:,} parameters on tp rank {tp_rank} of pipeline stage {pp_rank}, but the "
+                    f"formula of this plan says {expected:,}; report this: the plan's memory is off by as much"
+                )
+    return counts
+
+
+def _shown(values: _Settings) -> str:
+    parts, before = [], None
+    for path, value in values.items():
+        section, _, name = path.rpartition(".")
+        shown = f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value).lower()
+        parts.append(f"{name if section == before else path} = {shown}")
+        before = section
+    return " and ".join(part for part in [", ".join(parts[:-1]), parts[-1]] if part)
+
+
+def _settings_of(knobs: Sequence[_Knob]) -> Iterator[_Settings]:
+    for chosen in product(*reversed(knobs)):
+        values = {path: value for settings in chosen for path, value in settings.items()}
+        if len(values) == sum(map(len, chosen)):  # knobs that share a field, such as dp, are not combined
+            yield values
+
+
+def _knobs(config: RunConfig, spec: ModelSpec, longest: int) -> Iterator[_Knob]:
+    engine, parallel = config.engine, config.engine.parallel
+    yield from _optimizer_knobs(config)
+    if not parallel.sequence_parallel:
+        yield [{"engine.parallel.sequence_parallel": True}]
+    smaller = max(engine.micro_batch_tokens // 2, longest)
+    if smaller < engine.micro_batch_tokens:
+        yield [{"engine.micro_batch_tokens": smaller}]
+    if engine.head != "fused":
+        yield [{"engine.head": "fused"}]
+    if engine.recompute != "full":
+        modules = ("core_attn", "moe" if spec.experts else "mlp")
+        selective = {"engine.recompute": "selective", "engine.recompute_modules": modules}
+        full = {"engine.recompute": "full", "engine.recompute_modules": ("core_attn",)}
+        is_selective = engine.recompute == "selective"
+        yield [selective, full if is_selective else {"engine.recompute": "full"}]
+    for name in ("tp", "pp", "cp"):
+        size = getattr(parallel, name)
+        factors = [factor for factor in (2, 4, 8) if parallel.dp % factor == 0]
+        if factors:
+            yield [
+                {f"engine.parallel.{name}": size * factor, "engine.parallel.dp": parallel.dp // factor} for factor in factors
+            ]
+
+
+def _optimizer_knobs(config: RunConfig) -> Iterator[_Knob]:
+    # one knob, since each setting needs the first
+    optimizer = config.optimizer
+    shared: _Settings = {} if optimizer.distributed else {"optimizer.distributed": True}
+    settings = [shared] if shared else []
+    if not optimizer.own_masters and not config.engine.fp8.params:
+        if config.model.dtype == "bfloat16" and config.engine.platform != "cpu":
+            reduced = {"store_param_remainders": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+            settings.append({**shared, **{f"optimizer.{name}": value for name, value in reduced.items()}})
+        settings.append({**shared, "optimizer.offload_fraction": 1.0})
+    if settings:
+        yield settings
+
+
+def _more_nodes(config: RunConfig) -> Iterator[_Knob]:
+    parallel, nodes = config.engine.parallel, config.cluster.train_nodes
+    for name in ("pp", "cp"):
+        size = getattr(parallel, name)
+        yield [{"cluster.train_nodes": nodes * factor, f"engine.parallel.{name}": size * factor} for factor in (2, 4, 8)]

@@ -12,8 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from tepo_megatron.plan import Plan
 from tepo_megatron.plan.memory import GIB
-from tepo_megatron.plan.run_plan import Plan
 from tepo_megatron.plan.time import Lengths, ServerMemory, SyncTraffic
 
 

@@ -16,8 +16,7 @@ import pytest
 from scripts.studies.measure_plan import MODEL, compare, configs, counts
 from tepo_megatron.config import ParallelConfig
 from tepo_megatron.config.load import load_run
-from tepo_megatron.plan import check_exact, make_plan
-from tepo_megatron.plan.run_plan import Plan
+from tepo_megatron.plan import Plan, check_exact, make_plan
 from tepo_megatron.plan.shapes import resolve_spec
 from tepo_megatron.tools.bench.recipes import make_model
 from tepo_megatron.weights.architecture import ModelSpec

@@ -8,7 +8,7 @@ import torch
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
-from tepo_megatron.plan.run_plan import problems_of
+from tepo_megatron.plan import problems_of
 from tepo_megatron.runtime.machine import Machine
 from tepo_megatron.sampler.protocol import sampler_spec
 from tepo_megatron.weights.architecture import ModelSpec

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import LoraConfig, ParallelConfig, RunConfig
 from tepo_megatron.config.load import load_run
-from tepo_megatron.plan import make_plan
+from tepo_megatron.plan import Plan, make_plan
 from tepo_megatron.plan import memory as of_the_plan
 from tepo_megatron.plan.memory import FUSED_HEAD_CHUNK, RankMemory, TrainingRanks
-from tepo_megatron.plan.run_plan import Plan
 from tepo_megatron.plan.shapes import ModelSplit, model_parameters, resolve_spec
 from tepo_megatron.run import checks
 from tepo_megatron.run.step.placement import Placement

@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
-from tepo_megatron.plan import check_placement, make_plan
+from tepo_megatron.plan import Plan, check_placement, make_plan
 from tepo_megatron.plan.memory import TrainingRanks
-from tepo_megatron.plan.run_plan import Plan
 from tepo_megatron.plan.shapes import model_parameters, resolve_spec
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
