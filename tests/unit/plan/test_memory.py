@@ -1,15 +1,17 @@
-"""Memory of a plan: optimizer states, servers on the same GPU, FP8, a fused head, LoRA and experts."""
+"""Memory of a plan: parameters, optimizer states, servers on the same GPU, FP8, a fused head, LoRA and experts."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.config import LoraConfig, ParallelConfig, RunConfig
@@ -17,21 +19,66 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.plan import Plan, make_plan
 from tepo_megatron.plan import memory as of_the_plan
 from tepo_megatron.plan.memory import FUSED_HEAD_CHUNK, RankMemory, TrainingRanks
-from tepo_megatron.plan.shapes import ModelSplit, model_parameters, resolve_spec
+from tepo_megatron.plan.shapes import ModelSplit, active_parameters, model_parameters, resolve_spec
 from tepo_megatron.run import checks
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import Machine
 from tepo_megatron.trainer.megatron import policy
 from tepo_megatron.trainer.megatron.model.fp8 import token_multiple as of_the_engine
 from tepo_megatron.weights.adapters import adapted_tensors, adapter_shapes
+from tepo_megatron.weights.layouts import megatron_ranks
 from tepo_megatron.weights.table import tensor_shapes
-from tests.support.reshard_models import MOE, small_spec
+from tests.support.reshard_models import MOE, Case, cases, small_spec
+
+PUBLISHED = {
+    "Llama-3.3-70B-Instruct": 70_553_706_496,
+    "Qwen2.5-72B": 72_706_203_648,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Mixtral-8x7B-v0.1": 46_702_792_704,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-30B-A3B": 30_532_122_624,
+}
+"""Elements of all tensors of the published safetensors."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_known_models_have_as_many_parameters_as_published(name: str) -> None:
+    spec, assumption = resolve_spec(f"/nowhere/{name}")
+    assert model_parameters(spec) == PUBLISHED[name]
+    assert assumption is not None
+    assert name in assumption
+
+
+def test_a_folder_on_this_machine_is_read_and_an_unknown_one_refused(tmp_path: Path) -> None:
+    spec, assumption = resolve_spec("builtin:tiny")
+    assert (model_parameters(spec), assumption) == (607_360, None)
+    with pytest.raises(ValueError, match=r"'Llama-9' is not known here.*config.json is enough"):
+        resolve_spec(str(tmp_path / "Llama-9"))
+
+
+def test_of_the_experts_a_token_meets_the_chosen_ones() -> None:
+    """Published, rounded: 12.9 and 3.3 billion."""
+    for name, billions in (("Mixtral-8x7B-v0.1", 12.9), ("Qwen3-30B-A3B", 3.3)):
+        assert active_parameters(resolve_spec(name)[0]) / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+@given(cases())
+@settings(max_examples=40, deadline=None)
+def test_every_rank_holds_what_the_layouts_say_with_the_padding_of_its_vocabulary(case: Case) -> None:
+    source, stages = case.source, case.source.pp
+    layers = 2 * stages
+    spec = replace(case.spec, num_layers=layers, dense_layers=min(case.spec.dense_layers, layers - 1))
+    counts = ModelSplit(spec, ParallelConfig(tp=source.tp, pp=stages, dp=source.dp, ep=source.ep, etp=source.etp)).stages()
+    for rank, layout in enumerate(megatron_ranks(spec, replace(source, stages=None))):
+        trained = [math.prod(shape) for name, shape in layout.params.items() if not name.endswith("expert_bias")]
+        assert counts[rank * stages // source.world_size].total == sum(trained)
+
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 H200, QWEN, LLAMA, LORA = (
     str(EXAMPLES / name / "run.yaml") for name in ("qwen2.5-7b-h200", "qwen2.5-7b", "llama3.3-70b", "llama3.3-70b-lora")
 )
-PARAMETERS, GIB = 7_615_616_512, 2**30
+PARAMETERS, GIB = PUBLISHED["Qwen2.5-7B"], 2**30
 SPEC = resolve_spec("Qwen2.5-7B")[0]
 FP32 = ("store_param_remainders=false", "exp_avg_dtype=float32", "exp_avg_sq_dtype=float32")
 
@@ -47,8 +94,7 @@ def optimizer(*settings: str) -> list[str]:
 def test_7b_trains_and_samples_on_one_h200() -> None:
     found = plan()
     assert found.problems == ()
-    assert found.config.engine.parallel.world_size == 1
-    assert found.config.rollout.server.placement == "colocated"
+    assert (found.config.engine.parallel.world_size, found.config.rollout.server.placement) == (1, "colocated")
     assert found.worst.optimizer == (2 + 2 + 2) * PARAMETERS
     assert found.worst.total < 0.9 * 139 * GIB
     (problem,) = plan(*optimizer(*FP32)).problems
@@ -113,18 +159,11 @@ def test_fp8_servers_hold_linear_layers_in_one_byte() -> None:
     assert half.time.generation < whole.time.generation
 
 
-@given(
-    st.sampled_from(["none", "tensorwise", "blockwise", "mxfp8"]),
-    st.sampled_from([1, 2, 3]),
-    st.sampled_from([1, 2]),
-    st.booleans(),
-)
+@given(st.sampled_from(["none", "tensorwise", "blockwise", "mxfp8"]), st.integers(1, 3), st.integers(1, 2), st.booleans())
 def test_padding_is_that_of_the_engine(recipe: str, tp: int, cp: int, sequence_parallel: bool) -> None:
     parallel = {"tp": tp, "cp": cp, "sequence_parallel": sequence_parallel and tp > 1}
-    fp8 = {"recipe": "none" if cp > 1 and recipe == "tensorwise" else recipe}
-    config = RunConfig.model_validate(
-        {"model": {"dtype": "bfloat16"}, "engine": {"platform": "cuda", "parallel": parallel, "fp8": fp8}}
-    )
+    engine = {"parallel": parallel, "fp8": {"recipe": "none" if cp > 1 and recipe == "tensorwise" else recipe}}
+    config = RunConfig.model_validate({"model": {"dtype": "bfloat16"}, "engine": {"platform": "cuda", **engine}})
     assert TrainingRanks(SPEC, config).token_multiple == of_the_engine(config.engine)
 
 
@@ -196,9 +235,7 @@ def test_the_last_stage_keeps_a_chunk_instead_of_the_logits() -> None:
     logits = 2 * TOKENS * 128256
     plain, fused = last_stage("logits"), last_stage("fused")
     assert plain.logits - fused.logits == pytest.approx(logits - 256 * 2**20, rel=0.01)
-    assert {name: value for name, value in fused.terms.items() if name not in ("logits", "transient")} == {
-        name: value for name, value in plain.terms.items() if name not in ("logits", "transient")
-    }
+    assert {**fused.terms, "logits": 0, "transient": 0} == {**plain.terms, "logits": 0, "transient": 0}
     assert 1.5 * GIB < plain.total - fused.total < logits
     for stage in range(LAST):
         assert last_stage("fused", stage) == last_stage("logits", stage)

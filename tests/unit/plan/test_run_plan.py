@@ -52,11 +52,6 @@ def test_a_run_without_a_bound_of_prompts_is_planned_with_the_longest_that_its_m
         plan(tiny, REPLAY, "data.max_prompt_tokens=240")
 
 
-def test_a_recipe_that_does_not_fit_is_mended_by_each_change_that_it_names() -> None:
-    broken = ["engine.micro_batch_tokens=16384", REPLAY]
-    assert len(assert_mended_as_it_says(LLAMA, broken)) >= 2
-
-
 def assert_mended_as_it_says(path: str, broken: list[str]) -> list[list[str]]:
     """Makes every change that the one problem names, looks that the run then fits and needs what was said, and returns them."""
     (problem,) = plan(path, *broken).problems
@@ -75,9 +70,13 @@ def assert_mended_as_it_says(path: str, broken: list[str]) -> list[list[str]]:
     return changes
 
 
-def test_32k_responses_fit_with_context_parallelism_and_without_it_the_plan_says_so() -> None:
-    """Among all changes of a field or two, context parallelism on the same GPUs is the fastest that mends it."""
+WITHOUT_OVERLAP = ["engine.overlap_grad_reduce=false", "engine.overlap_param_gather=false", REPLAY]
+
+
+def test_among_all_changes_that_mend_a_run_the_fastest_comes_first() -> None:
+    """Context parallelism on the same GPUs, for responses of 32k."""
     assert assert_mended_as_it_says(LONG, [*WITHOUT_CP, REPLAY])[0] == ["engine.parallel.cp=4", "engine.parallel.dp=1"]
+    assert len(assert_mended_as_it_says(LLAMA, ["engine.micro_batch_tokens=16384", REPLAY])) >= 2
 
 
 @pytest.mark.parametrize(
@@ -89,8 +88,7 @@ def test_32k_responses_fit_with_context_parallelism_and_without_it_the_plan_says
     ],
 )
 def test_where_one_change_is_not_enough_two_are_found_or_more_nodes(broken: list[str]) -> None:
-    overlap = ["engine.overlap_grad_reduce=false", "engine.overlap_param_gather=false", REPLAY]
-    changes = assert_mended_as_it_says(LONG, [*broken, *overlap])
+    changes = assert_mended_as_it_says(LONG, [*broken, *WITHOUT_OVERLAP])
     assert all(len({each.partition("=")[0] for each in change}) > 1 for change in changes)
 
 
@@ -230,11 +228,7 @@ def test_uneven_stages_are_counted_layer_by_layer_and_even_out_the_work() -> Non
         (LLAMA, "engine.parallel.num_layers_in_last_pipeline_stage=18", r"80 layers do not split over 4 pipeline stages"),
         (LLAMA, "engine.parallel.etp=8", r"engine.parallel.etp = 8 is for models with experts"),
         (LLAMA, "rollout.server.max_model_len=4096", r"max_model_len = 4096 is less than .* 1024 \+ 4096; raise it to 5120"),
-        (
-            LONG,
-            "rollout.sampling.max_new_tokens=131072",
-            r"together = 132096 tokens are more than the 131072 positions",
-        ),
+        (LONG, "rollout.sampling.max_new_tokens=131072", r"together = 132096 tokens are more than the 131072 positions"),
     ],
 )
 def test_a_run_that_cannot_be_laid_out_is_refused(path: str, override: str, sentence: str) -> None:
@@ -322,23 +316,14 @@ def test_a_draft_model_takes_memory_beside_the_policy_and_one_of_unknown_shape_i
 # -- nodes, ranks and servers
 
 
-def run(
-    nodes: int,
-    parallel: dict[str, int],
-    *,
-    rollout_nodes: int = 1,
-    servers: int = 1,
-    server_tp: int = 1,
-    placement: str = "local",
-) -> RunConfig:
-    server = {"count": servers, "tp": server_tp, "placement": placement}
+def run(nodes: int, parallel: dict[str, int], rollout_nodes: int = 1, **server: Any) -> RunConfig:
     cluster = {"train_nodes": nodes, "rollout_nodes": rollout_nodes, "gpus_per_node": 4}
-    return RunConfig.model_validate({"cluster": cluster, "engine": {"parallel": parallel}, "rollout": {"server": server}})
+    rollout = {"server": {"placement": "local", **server}}
+    return RunConfig.model_validate({"cluster": cluster, "engine": {"parallel": parallel}, "rollout": rollout})
 
 
 def colocated(nodes: int, rollout_nodes: int, servers: int) -> RunConfig:
-    parallel = {"tp": 2, "dp": 2 * nodes}
-    return run(nodes, parallel, rollout_nodes=rollout_nodes, servers=servers, server_tp=2, placement="colocated")
+    return run(nodes, {"tp": 2, "dp": 2 * nodes}, rollout_nodes, count=servers, tp=2, placement="colocated")
 
 
 sizes = st.sampled_from([1, 2, 3, 4])
@@ -365,9 +350,9 @@ def test_nodes_pass_if_the_ranks_fill_them_and_otherwise_the_mend_does(nodes: in
         check_placement(run(nodes, {**parallel, "dp": offered}))
 
 
-@pytest.mark.parametrize("config", [run(1, {"tp": 2}, rollout_nodes=0, servers=2), colocated(1, 0, 2)])
-def test_one_node_need_not_be_filled_and_colocated_servers_take_the_trainers_gpus(config: RunConfig) -> None:
-    check_placement(config)
+def test_one_node_need_not_be_filled_and_colocated_servers_take_the_trainers_gpus() -> None:
+    check_placement(run(1, {"tp": 2}, rollout_nodes=0, count=2))
+    check_placement(colocated(1, 0, 2))
 
 
 @pytest.mark.parametrize(
@@ -375,9 +360,9 @@ def test_one_node_need_not_be_filled_and_colocated_servers_take_the_trainers_gpu
     [
         (run(1, {"dp": 8}), r"8 ranks, but cluster\.train_nodes = 1 has 4 GPUs; raise cluster\.train_nodes to 2"),
         (run(2, {"tp": 8}), r"engine\.parallel\.tp = 8 is more than cluster\.gpus_per_node = 4"),
-        (run(1, {"tp": 2}, rollout_nodes=0, server_tp=4), r"1 servers of tp = 4 do not fit: .*\(2 GPUs, .* room for 0; lower"),
-        (run(1, {}, rollout_nodes=2, servers=3, server_tp=3), r"3 servers of tp = 3 .*s = 2 of 4 GPUs has room for 2"),
-        (run(1, {}, rollout_nodes=2, server_tp=8), r"rollout\.server\.tp = 8 is more than cluster\.gpus_per_node = 4"),
+        (run(1, {"tp": 2}, rollout_nodes=0, tp=4), r"1 servers of tp = 4 do not fit: .*\(2 GPUs, .* room for 0; lower"),
+        (run(1, {}, rollout_nodes=2, count=3, tp=3), r"3 servers of tp = 3 .*s = 2 of 4 GPUs has room for 2"),
+        (run(1, {}, rollout_nodes=2, tp=8), r"rollout\.server\.tp = 8 is more than cluster\.gpus_per_node = 4"),
         (colocated(1, 0, 3), r"servers of tp = 2 do not fit: what the trainer's ranks use .4 GPUs. has room for 2"),
         (colocated(1, 1, 1), "train_nodes = 1 and rollout_nodes = 1; set them to 1 and 0"),
         (colocated(2, 0, 1), "train_nodes = 2 and rollout_nodes = 0; set them to 1 and 0"),
