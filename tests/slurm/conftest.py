@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,37 +58,33 @@ class Cluster:
     def run(self, *command: str, timeout: float = TIMEOUT_S) -> Done:
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False)
 
-    def ask(self, *command: str, answered: Callable[[str], bool] = bool) -> str:
+    def repeat(self, *command: str, until: Callable[[Done], bool] = lambda done: done.returncode == 0) -> str:
         """What a command of Slurm answers. On a busy machine the controller is late, and the command fails or says nothing: it
-        is asked again until ``answered``, and given up only when it hangs.
+        is asked again, and given up only when it hangs.
         """
-        return self._repeat(command, lambda done: answered(done.stdout)).stdout
-
-    def do(self, *command: str) -> None:
-        """Runs a command of Slurm that changes something, again until it succeeds."""
-        self._repeat(command, lambda done: done.returncode == 0)
-
-    def _repeat(self, command: Sequence[str], enough: Callable[[Done], bool]) -> Done:
         deadline = time.monotonic() + TIMEOUT_S
-        while not enough(done := self.run(*command)):
+        while not until(done := self.run(*command)):
             assert time.monotonic() < deadline, f"{command} gave {done.stdout!r}, and on standard error {done.stderr!r}"
             time.sleep(0.5)
-        return done
+        return done.stdout
 
     def cancel_all(self) -> None:
         """Ends every job, and returns when none is left on a node or in the queue."""
-        self.do("scancel", f"--user={getpass.getuser()}")
-        self._repeat(("squeue", "--noheader"), lambda done: done.returncode == 0 and not done.stdout.strip())
+        self.repeat("scancel", f"--user={getpass.getuser()}")
+        self.repeat("squeue", "--noheader", until=lambda done: done.returncode == 0 and not done.stdout.strip())
+
+
+def set_up(script: str) -> None:
+    command = ["bash", str(ROOT / "scripts" / script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode:
+        pytest.skip(f"{script}: {done.stderr.strip().splitlines()[-1]}")
 
 
 @pytest.fixture(scope="session")
 def tepo() -> str:
     """The ``tepo`` of an environment with NeMo-Run and without torch."""
-    done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "setup_launch.sh")], capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    if done.returncode:
-        pytest.skip(f"no environment with NeMo-Run: {done.stderr.strip().splitlines()[-1]}")
+    set_up("setup_launch.sh")
     return str(ROOT / ".venv-launch" / "bin" / "tepo")
 
 
@@ -103,17 +99,12 @@ def no_job_is_left(cluster: Cluster) -> Iterator[None]:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if os.getuid() != 0:
         pytest.skip("slurmd starts jobs as their owner: it needs root")
-    done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "setup_slurm_test.sh")], capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    if done.returncode:
-        pytest.skip(done.stderr.strip().splitlines()[-1])
+    set_up("setup_slurm_test.sh")
     folder = tmp_path_factory.mktemp("slurm")
     folder.chmod(0o755)
     daemons: list[subprocess.Popen[bytes]] = []
     try:
-        environment = _start(folder, daemons)
-        yield Cluster(folder, environment)
+        yield _start(folder, daemons)
     finally:
         for daemon in reversed(daemons):
             daemon.terminate()
@@ -125,14 +116,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
                 daemon.wait()
 
 
-def _start(folder: Path, daemons: list[subprocess.Popen[bytes]]) -> dict[str, str]:
+def _start(folder: Path, daemons: list[subprocess.Popen[bytes]]) -> Cluster:
     """Munge, the controller, and a daemon for each node, all in the foreground of processes of ours."""
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
     (folder / "state").mkdir()
     host = socket.gethostname().split(".")[0]
     conf = folder / "slurm.conf"
-    conf.write_text(CONF.format(folder=folder, host=host, ports=_free_ports(3), cpus=os.cpu_count()))
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    conf.write_text(
+        CONF.format(folder=folder, host=host, ports=[probe.getsockname()[1] for probe in probes], cpus=os.cpu_count())
+    )
+    for probe in probes:
+        probe.close()
     environment = {**os.environ, "SLURM_CONF": str(conf)}
     munge = {name: folder / f"munge.{name}" for name in ("key", "socket", "pid", "log", "seed")}
 
@@ -149,31 +145,15 @@ def _start(folder: Path, daemons: list[subprocess.Popen[bytes]]) -> dict[str, st
     for node in ("n1", "n2"):
         start("slurmd", "-D", "-N", node, "-f", str(conf))
 
-    def idle() -> bool:
-        seen = subprocess.run(
-            ["sinfo", "-h", "-o", "%T %D"], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-        )
-        return seen.stdout.strip() == "idle 2"
-
-    _wait(idle, folder)
-    return environment
+    cluster = Cluster(folder, environment)
+    _wait(lambda: cluster.run("sinfo", "-h", "-o", "%T %D").stdout.strip() == "idle 2", folder)
+    return cluster
 
 
-def _wait(condition: object, folder: Path) -> None:
-    assert callable(condition)
+def _wait(condition: Callable[[], bool], folder: Path) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         if time.monotonic() > deadline:
-            logs = "\n".join(
-                f"{path.name}:\n{path.read_text(errors='replace')[-2000:]}" for path in sorted(folder.glob("*.log"))
-            )
-            pytest.fail(f"the test cluster did not come up\n{logs}")
+            logs = (f"\n{path.name}:\n{path.read_text(errors='replace')[-2000:]}" for path in sorted(folder.glob("*.log")))
+            pytest.fail(f"the test cluster did not come up{''.join(logs)}")
         time.sleep(0.2)
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports

@@ -42,7 +42,7 @@ def submitted(cluster: Any, tepo: str, out: Path, *options: str) -> str:
 
 def shown(cluster: Any, job: str, field: str) -> str:
     """A field of what Slurm shows of a job, such as JobState."""
-    text = cluster.ask("scontrol", "--oneliner", "show", "job", job, answered=lambda text: f" {field}=" in text)
+    text = cluster.repeat("scontrol", "--oneliner", "show", "job", job, until=lambda done: f" {field}=" in done.stdout)
     return text.partition(f" {field}=")[2].split()[0]
 
 
@@ -75,7 +75,10 @@ def test_two_nodes_train_together_and_leave_what_the_docs_say(cluster: Any, tepo
     assert state(cluster, job) == "COMPLETED", evidence(out)
     assert shown(cluster, job, "ExitCode") == "0:0"
     status = (tepo, "launch", "status", str(out / "resolved.yaml"))
-    assert cluster.ask(*status, answered=lambda text: "UNKNOWN" not in text and text != "") == f"job {job}: COMPLETED\n"
+    assert (
+        cluster.repeat(*status, until=lambda done: "UNKNOWN" not in done.stdout and done.stdout != "")
+        == f"job {job}: COMPLETED\n"
+    )
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     # The servers sampled with the weights of the step before: had a sync not arrived, log-probs would differ by 1e-3 and more.
@@ -110,9 +113,9 @@ def test_a_job_that_is_warned_or_preempted_resumes_without_a_person_and_a_cancel
     gate = f"printenv SLURM_RESTART_COUNT && while ! test -e {go}.$SLURM_RESTART_COUNT; do sleep 0.2; done || true"
     job = submitted(cluster, tepo, out, "train.steps=1000", "train.warning_s=900", f"cluster.setup=['{gate}']")
     wait_for(cluster, job, out, lambda now: len(steps(out)) > 2 or now in ENDED)
-    cluster.do("scontrol", "update", f"JobId={job}", "TimeLimit=14")
+    cluster.repeat("scontrol", "update", f"JobId={job}", "TimeLimit=14")
     saved = wait_for_restart(cluster, job, out, 1)
-    cluster.do("scontrol", "update", f"JobId={job}", "TimeLimit=60")  # while it waits in the queue
+    cluster.repeat("scontrol", "update", f"JobId={job}", "TimeLimit=60")  # while it waits in the queue
     log = (out / "logs" / f"train-{job}.0-node0.log").read_text()
     assert "SIGUSR1: the run saves and ends, within 900 s (train.warning_s)" in log
     assert f"SIGUSR1: saved step_{saved:06d}; continue with --resume" in log
@@ -122,7 +125,7 @@ def test_a_job_that_is_warned_or_preempted_resumes_without_a_person_and_a_cancel
 
     Path(f"{go}.1").touch()
     wait_for(cluster, job, out, lambda now: len(steps(out)) > saved + 2 or now in ENDED)
-    cluster.do("scontrol", "requeue", job)
+    cluster.repeat("scontrol", "requeue", job)
     again = wait_for_restart(cluster, job, out, 2)
     log = (out / "logs" / f"train-{job}.1-node0.log").read_text()
     assert f"resumed from {out}/checkpoints/step_{saved:06d}" in log
@@ -137,7 +140,8 @@ def test_a_job_that_is_warned_or_preempted_resumes_without_a_person_and_a_cancel
     wait_for(cluster, job, out, lambda now: now in ENDED)
     assert state(cluster, job) == "CANCELLED", evidence(out)
     # it still saves for a moment
-    cluster.ask("squeue", "--noheader", "--states=all", "--format=%i %T", answered=lambda text: f"{job} CANCELLED" in text)
+    shows_all = ("squeue", "--noheader", "--states=all", "--format=%i %T")
+    cluster.repeat(*shows_all, until=lambda done: f"{job} CANCELLED" in done.stdout)
     reached = newest_checkpoint(out)
 
     job = submitted(cluster, tepo, out, "--resume", f"train.steps={reached + 2}", "train.save_every=1")
@@ -173,9 +177,9 @@ def test_the_doctor_reads_the_clocks_of_an_allocation(cluster: Any, tepo: str) -
     """Both nodes have this machine's clock; n9 is none of them. A node that answers too late, which it may, is asked again."""
     doctor = (tepo, "doctor", "--launch", "--json", "--nodes")
     for nodes, code in (("n1,n2", 0), ("n1,n9", 1)):
-        given = cluster.ask(
+        given = cluster.repeat(
             *("salloc", "--nodes=2", "--time=30", *doctor, nodes),
-            answered=lambda text: text.startswith("{") and "no answer to" not in text,
+            until=lambda done: done.stdout.startswith("{") and "no answer to" not in done.stdout,
         )
         found = {check["name"]: check for check in json.loads(given)["checks"]}
         assert found["node n1"]["status"] == "ok", found
