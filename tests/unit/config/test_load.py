@@ -1,4 +1,4 @@
-"""Files and overrides become a run, or sentences."""
+"""Files and overrides become a run, or sentences; the schema has every field, with what it takes and what it means."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from tepo_megatron.config import DataConfig, RunConfig
 from tepo_megatron.config.load import ConfigError, dump_diff, dump_resolved, load_run
 from tepo_megatron.config.objective.presets import PRESETS
-from tepo_megatron.config.schema import schema_rows
+from tepo_megatron.config.schema import json_schema, schema_rows
 from tepo_megatron.tools.faults.input_faults import malformed_configs
 
 LEAVES = [row.path for row in schema_rows() if not row.when]
@@ -130,16 +131,10 @@ def test_a_section_of_another_kind_replaces_the_one_below(tmp_path: Path) -> Non
 def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
     path = write(tmp_path, "train: {steps: 0, bogus: 1}\n")
     found = problems(path, "steps", "optimizer.lr=fast", "log.progress=loud")
-    assert [line.split(":")[0] for line in found] == [
-        'override "steps"',
-        "optimizer.lr",
-        "train.steps",
-        "train.bogus",
-        "log.progress",
-    ]
-    with pytest.raises(
-        ConfigError, match=r"run\.yaml: 2 problems in the configuration\n  train\.steps: got 0.*\n  train\.bogus"
-    ):
+    named = ['override "steps"', "optimizer.lr", "train.steps", "train.bogus", "log.progress"]
+    assert [line.split(":")[0] for line in found] == named
+    message = r"run\.yaml: 2 problems in the configuration\n  train\.steps: got 0.*\n  train\.bogus"
+    with pytest.raises(ConfigError, match=message):
         load_run(path)
 
 
@@ -256,21 +251,45 @@ def test_without_held_out_problems_nothing_is_evaluated_and_that_is_said(given: 
         assert RunConfig(data=DataConfig(train="mine.jsonl")).evaluate.every == 0
 
 
-@pytest.mark.parametrize(
-    ("given", "refused"),
-    [
-        ({"model": {"path": "models/mine"}}, True),
-        ({"model": {"path": "models/mine"}, "data": {"max_prompt_tokens": 9}}, True),
-        ({"model": {"path": "models/mine"}, "data": {"train": "builtin:addition"}}, False),
-        ({"model": {"path": "models/mine"}, "rollout": {"replay": "recorded"}}, False),
-        ({"model": {"path": "builtin:tiny"}}, False),
-        ({}, False),
-    ],
-)
-def test_ones_own_model_is_not_trained_on_sums_by_an_oversight(given: dict[str, Any], refused: bool) -> None:
-    config = RunConfig.model_validate(given)
-    if refused:
+def test_ones_own_model_is_not_trained_on_sums_by_an_oversight() -> None:
+    own: dict[str, Any] = {"model": {"path": "models/mine"}}
+    with_data = [{**own, "data": {"train": "builtin:addition"}}, {**own, "rollout": {"replay": "recorded"}}]
+    for accepted in (*with_data, {"model": {"path": "builtin:tiny"}}, {}):
+        RunConfig.model_validate(accepted).require_data()
+    for refused in (own, {**own, "data": {"max_prompt_tokens": 9}}):
         with pytest.raises(ValueError, match=r"data.train is not given, and model.path = models/mine is a model of your own"):
-            config.require_data()
-    else:
-        config.require_data()
+            RunConfig.model_validate(refused).require_data()
+
+
+def leaves(model: BaseModel, prefix: str = "") -> set[str]:
+    """Every dotted path of a configuration, found by walking its values."""
+    found = set()
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {prefix + name}
+    return found
+
+
+def test_every_field_of_a_run_has_a_row_with_its_default() -> None:
+    rows = {row.path: row for row in schema_rows()}
+    tags = {path for path in leaves(RunConfig()) if path.rpartition(".")[2] == "kind" and path not in rows}
+    assert leaves(RunConfig()) - tags <= set(rows)
+    assert all(path.rpartition(".")[0] in rows for path in tags)
+    assert (rows["optimizer.lr"].default, rows["optimizer.lr"].allowed) == ("1e-06", "a number > 0")
+    assert rows["engine.parallel.tp"].description.startswith("Tensor-parallel size")
+
+
+def test_every_row_has_a_meaning() -> None:
+    """A string literal below the field."""
+    assert [row.path for row in schema_rows() if not row.description.strip()] == []
+
+
+def test_a_variant_has_its_own_rows() -> None:
+    whens = {row.when for row in schema_rows() if row.path == "objective.trust_region.low"}
+    assert {'kind = "clip"', 'kind = "clip_weight"'} <= whens
+
+
+def test_the_json_schema_closes_every_section() -> None:
+    sections = [json_schema(), *(section for section in json_schema()["$defs"].values() if "properties" in section)]
+    assert len(sections) > 10
+    assert all(section["additionalProperties"] is False for section in sections)
