@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -65,31 +66,25 @@ messages = st.lists(
     min_size=1,
     max_size=2,
 )
-observations = st.one_of(texts, messages, st.lists(st.integers(-1, 2**70), max_size=3), values)
+ids = st.lists(st.integers(-1, 2**70), max_size=3)
+observations = st.one_of(texts, messages, ids, values)
+kinds = {"text": texts, "messages": messages, "ids": ids}
 
 
-@example(observation="\ud83d")
-@example(observation=[{"role": "user", "content": "\ud83d"}])
-@example(observation=ChatRequest(({"role": "user", "content": "\ud83d"},), begins=False))
-@example(observation=ChatRequest(({"role": "user", "content": ""},), True, ({"function": {"name": "\udc00"}},)))
-@given(observation=observations)
-def test_what_an_environment_says_fails_its_own_episode_at_most(observation: Any, tokenizer: Tokenizer) -> None:
+@example(told=("text", "\ud83d"))
+@example(told=("messages", [{"role": "user", "content": "\ud83d"}]))
+@example(told=("chat", vars(ChatRequest(({"role": "user", "content": "\ud83d"},), begins=False))))
+@example(told=("chat", vars(ChatRequest(({"role": "user", "content": ""},), True, ({"function": {"name": "\udc00"}},)))))
+@given(told=st.one_of(*(st.tuples(st.just(kind), drawn) for kind, drawn in kinds.items())))
+def test_what_an_environment_says_fails_its_own_episode_at_most(told: tuple[str, Any], tokenizer: Tokenizer) -> None:
     """Of two episodes, one has a hostile environment, as an environment server's may be."""
-    kind = "chat" if isinstance(observation, ChatRequest) else "messages" if isinstance(observation, list) else "text"
-    if kind == "messages" and all(type(item) is int for item in observation):
-        kind = "ids"
-    if kind in ("messages", "text") and not isinstance(observation, str | list):
-        return
-    if kind == "messages" and not all(isinstance(item, dict) and {"role", "content"} <= {*item} for item in observation):
-        return
-    told = vars(observation) if isinstance(observation, ChatRequest) else observation
 
     class Host(FakeHost):
         def poll(self, timeout_s: float) -> Any:
             answers = super().poll(timeout_s)
             for answer in answers:
                 if answer.answer.get("observation") == ["text", "HOSTILE"]:
-                    answer.answer["observation"] = [kind, told]
+                    answer.answer["observation"] = [*told]
             return answers
 
     made = iter([hostile_environment.Says(then="HOSTILE"), hostile_environment.Says()])
@@ -143,6 +138,18 @@ def test_an_agents_request_is_read_or_refused(body: Any, chat: Tokenizer) -> Non
         observations_of(chat).ids(["chat", request], ended=None)
 
 
+def read_or_refused(line: str, read: Callable[[str], Any], factory: pytest.TempPathFactory) -> Any:
+    """What is read of a file of one line, or nothing, with a sentence that names the file."""
+    path = factory.getbasetemp() / "one_line.jsonl"
+    path.write_bytes(line.encode("utf-8", "surrogatepass") + b"\n")
+    try:
+        return read(str(path))
+    except ValueError as error:
+        said = str(error)
+    assert str(path) in said
+    return []
+
+
 columns = {"id": contents, "more": values, "messages": values}
 rows = st.fixed_dictionaries({"prompt": contents, "answer": contents}, optional=columns)
 lines = rows.map(as_json) | broken_json.map(lambda text: text.replace("\n", " "))
@@ -156,15 +163,10 @@ lines = rows.map(as_json) | broken_json.map(lambda text: text.replace("\n", " ")
 def test_a_data_file_is_read_or_refused_with_its_line(
     line: str, template: str | None, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    path = tmp_path_factory.getbasetemp() / "data.jsonl"
-    path.write_bytes(line.encode("utf-8", "surrogatepass") + b"\n")
-    problems, said = [], str(path)
-    try:
-        problems = load_problems(SourceConfig(path=str(path), template=template))
-    except ValueError as error:
-        said = str(error)
-    assert str(path) in said
-    for problem in problems:
+    def load(path: str) -> Any:
+        return load_problems(SourceConfig(path=path, template=template))
+
+    for problem in read_or_refused(line, load, tmp_path_factory):
         json.dumps([problem.id, problem.prompt, problem.answer, problem.metadata], ensure_ascii=False).encode()
         with suppress(ValueError):
             encode_prompt(tokenizer, problem)
@@ -202,14 +204,7 @@ recorded = st.fixed_dictionaries(
 @example(line='{"prompt": "q", "answer": "a", "response": "one line separator: \u2028"}')
 @given(line=samples.map(as_json) | recorded.map(as_json) | broken_json.map(lambda text: text.replace("\n", " ")))
 def test_recorded_responses_are_read_or_refused_with_their_line(line: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.getbasetemp() / "recorded.jsonl"
-    path.write_bytes(line.encode("utf-8", "surrogatepass") + b"\n")
-    groups, said = [], str(path)
-    try:
-        groups = read_recorded(path)
-    except ValueError as error:
-        said = str(error)
-    assert str(path) in said
+    groups = read_or_refused(line, lambda path: read_recorded(Path(path)), tmp_path_factory)
     assert "\u2028" not in line or not line.startswith('{"prompt": "q"') or groups
     for problem, responses in groups:
         json.dumps([problem.id, dict(problem.metadata), responses], ensure_ascii=False).encode()
@@ -218,17 +213,12 @@ def test_recorded_responses_are_read_or_refused_with_their_line(line: str, tmp_p
 class TestSpecialTokens:
     @settings(max_examples=20)
     @given(text=valid_texts)
-    def test_names_in_a_text_are_characters(self, text: str, chat: Tokenizer) -> None:
+    def test_names_in_a_text_are_characters_unless_tokens_are_asked_for(self, text: str, chat: Tokenizer) -> None:
         for ids in (chat.encode(text), chat.prompt_ids(text), observations_of(chat).ids(["text", text], ended=True).tolist()):
             assert not [token for token in ids if token < len(SPECIAL)]
             assert chat.decode(ids) == text
-
-    @settings(max_examples=20)
-    @given(text=valid_texts)
-    def test_they_are_tokens_where_that_is_asked_for(self, text: str, chat: Tokenizer) -> None:
         ids = chat.encode(text, special_tokens=True)
-        names = sum(text.count(name) for name in SPECIAL)
-        assert len([token for token in ids if token < len(SPECIAL)]) == names
+        assert len([token for token in ids if token < len(SPECIAL)]) == sum(text.count(name) for name in SPECIAL)
         assert chat.prompt_ids(text, special_tokens=True) == ids
 
     @pytest.mark.parametrize(("special", "tokens"), [(False, 0), (True, 2)])
