@@ -23,7 +23,7 @@ from examples.evidence.figures import FIGURES, Estimate, Evidence
 from examples.evidence.page import make, page_text
 from examples.evidence.second import plan, split
 from examples.evidence.second.plan import METHODS, RANGES, RATES, TASKS, Chosen
-from examples.evidence.tables import CLAIMS, NOT_HALF, comparison, corrected, effects, holm
+from examples.evidence.tables import CLAIMS, NOT_HALF, corrected, effects, holm
 from tepo_megatron.config.load import load_run
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.evaluate.estimators import t_975
@@ -303,20 +303,6 @@ def test_what_does_not_fit_is_refused(root: Path, tmp_path: Path) -> None:
         make(root, {})
 
 
-def test_the_comparison_of_the_second_round_is_collected_with_the_same_tables(root: Path, tmp_path: Path) -> None:
-    """Its learning rates are each method's own, so that there is one column of them."""
-    file = root / "examples/evidence/second/compare-tiny.yaml"
-    write_runs(root, "second/compare-tiny", tmp_path / "out", {"tepo": 14, "grpo": 14}, {"tepo": 0.15, "grpo": 0.05})
-    assert Evidence.collect(file, tmp_path / "out", tmp_path / "kept") == 8
-    evidence = Evidence.read(file, tmp_path / "kept")
-    assert evidence.rate("tuned") == "tuned"
-    claims = comparison(evidence)["claims"].splitlines()
-    assert "after Holm's correction" in claims[0]
-    speed = next(line for line in claims if "steps to 90 %" in line and "| grpo |" in line)
-    assert speed.count("4 pairs: **holds**") == 2
-    assert speed.endswith("**holds** |")
-
-
 NAMES = sorted(path.name for path in plan.FOLDER.glob("*.yaml"))
 RESOLVED = [name for name in NAMES if (plan.FOLDER / read_sweep(plan.FOLDER / name).run).is_file()]
 CHOICES = st.fixed_dictionaries(
@@ -390,19 +376,3 @@ def test_the_setting_with_the_largest_mean_is_chosen_and_near_ties_go_to_the_fir
     (runs[7].folder / "model").rmdir()
     with pytest.raises(ValueError, match=rf"1 of 72 runs are not done, such as {runs[7].name}"):
         plan.choose(tmp_path)
-
-
-def test_what_is_chosen_is_what_is_compared(tmp_path: Path) -> None:
-    chosen = {name: Chosen("second", "double") for name in METHODS}
-    plan.write(chosen, tuned=True, folder=tmp_path)
-    text = (tmp_path / "compare-tiny.yaml").read_text().replace("../../", f"{ROOT}/examples/")
-    (tmp_path / "compare-tiny.yaml").write_text(text)
-    sweep = read_sweep(tmp_path / "compare-tiny.yaml")
-    runs = [run for run in runs_of(sweep) if run.seed == sweep.seeds[0]]
-    configs = {run.choices["objective"]: load_run(sweep.run, run.overrides) for run in runs}
-    assert {config.optimizer.lr for config in configs.values()} == {1e-4}
-    region = configs["tepo"].objective.trust_region
-    assert (region.low, region.high) == (6e-3, 8e-3)  # type: ignore[union-attr]
-    assert configs["cispo"].objective.trust_region.high == 1.0  # type: ignore[union-attr]
-    assert configs["dapo"].rollout.filter_groups is not None
-    assert json.loads((tmp_path / "chosen.json").read_text())["tuned"] is True
