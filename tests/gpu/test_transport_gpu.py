@@ -38,13 +38,8 @@ KINDS = [
 
 
 def shard_sender(plan: Any, params: dict[str, Tensor], rank: int, device: torch.device, kind: TransportName) -> ShardSender:
-    options: dict[str, Any] = {
-        "broadcast_from_root": lambda value: value,
-        "timeout_s": TIMEOUT_S,
-        "device": device,
-        "transport": kind,
-    }
-    return ShardSender(plan, params, rank=rank, dtype=torch.float32, **options)
+    options: dict[str, Any] = {"broadcast_from_root": lambda value: value, "timeout_s": TIMEOUT_S, "device": device}
+    return ShardSender(plan, params, rank=rank, dtype=torch.float32, transport=kind, **options)
 
 
 def send_updates(sender: ShardSender, params: dict[str, Tensor], updates: int) -> None:
@@ -56,15 +51,20 @@ def send_updates(sender: ShardSender, params: dict[str, Tensor], updates: int) -
 
 
 def receive_updates(
-    group: Any, order: ReceiveOrder, first: dict[str, Tensor], device: torch.device, updates: int
-) -> list[bool]:
-    """Whether each update has brought what it should."""
+    kind: TransportName, rank: int, world: int, device: torch.device, first: dict[str, Tensor], updates: int
+) -> tuple[Any, Any, list[bool]]:
+    """The order, the group, and whether each update has brought what it should."""
+    place = [""]
+    dist.broadcast_object_list(place, src=0)
+    store = connect(HOST, place[0], TIMEOUT_S)
+    order = ReceiveOrder.decode(store.get(ReceiveOrder.key(rank)))
+    group = join(kind, store, Member(rank, world, device, HOST, writers=order.writers), TIMEOUT_S)
     right = []
     for update in range(updates):
         found = {name: torch.zeros(tensor.shape, device=device) for name, tensor in first.items()}
         move.receive(group, order.incoming, found, order.wire)
         right.append(all(torch.equal(found[name].cpu(), first[name].float() * 2**update) for name in found))
-    return right
+    return order, group, right
 
 
 def sends(kind: TransportName, device: torch.device, updates: int, dies: bool) -> Any:
@@ -85,12 +85,7 @@ def sends(kind: TransportName, device: torch.device, updates: int, dies: bool) -
 
 
 def receives(kind: TransportName, device: torch.device, updates: int, dies: bool) -> Any:
-    place = [""]
-    dist.broadcast_object_list(place, src=0)
-    store = connect(HOST, place[0], TIMEOUT_S)
-    order = ReceiveOrder.decode(store.get(ReceiveOrder.key(1)))
-    group = join(kind, store, Member(1, 2, device, HOST, writers=order.writers), TIMEOUT_S)
-    right = receive_updates(group, order, parameters(DESTINATIONS, MODEL)[0], device, updates)
+    _, group, right = receive_updates(kind, 1, 2, device, parameters(DESTINATIONS, MODEL)[0], updates)
     if dies:
         time.sleep(1)
     group.close()
@@ -123,13 +118,11 @@ def relays(rank: int, world: int) -> Any:
     torch.cuda.set_device(device)
     source, destination = MegatronParallel(tp=2), VllmParallel(tp=1, replicas=2)
     plan = reshard_plan(SPEC, source, destination, {0: 0, 1: 1})
-    place = [""]
     if rank < 2:
         shards = parameters(megatron_ranks(SPEC, source), MODEL)[rank]
         params = {name: tensor.float().to(device) for name, tensor in shards.items()}
         sender = shard_sender(plan, params, rank, device, "ipc")
-        if rank == 0:
-            place = [sender.open_rendezvous(HOST)]
+        place = [sender.open_rendezvous(HOST) if rank == 0 else ""]
         dist.broadcast_object_list(place, src=0)
         sender._rendezvous = [HOST, place[0]]
         sender.join_group()
@@ -137,14 +130,9 @@ def relays(rank: int, world: int) -> Any:
         dist.barrier()
         sender.close()
         return None
-    dist.broadcast_object_list(place, src=0)
-    store = connect(HOST, place[0], TIMEOUT_S)
-    order = ReceiveOrder.decode(store.get(ReceiveOrder.key(rank)))
-    assert order.relayed
-    member = Member(rank, world, device, HOST, writers=order.writers)
-    group = join("ipc", store, member, TIMEOUT_S)
     expected = parameters(vllm_ranks(SPEC, destination), MODEL)[rank - 2]
-    right = receive_updates(group, order, expected, device, UPDATES)
+    order, group, right = receive_updates("ipc", rank, world, device, expected, UPDATES)
+    assert order.relayed
     dist.barrier()
     group.close()
     return right

@@ -46,13 +46,9 @@ def shown(cluster: Any, job: str, field: str) -> str:
     return text.partition(f" {field}=")[2].split()[0]
 
 
-def state(cluster: Any, job: str) -> str:
-    return shown(cluster, job, "JobState")
-
-
 def wait_for(cluster: Any, job: str, out: Path, enough: Any) -> None:
     deadline = time.monotonic() + TIMEOUT_S
-    while not enough(now := state(cluster, job)):
+    while not enough(now := shown(cluster, job, "JobState")):
         assert time.monotonic() < deadline, f"{now}\n{evidence(out)}"
         time.sleep(0.5)
 
@@ -72,7 +68,7 @@ def test_two_nodes_train_together_and_leave_what_the_docs_say(cluster: Any, tepo
     out = tmp_path / "out"
     job = submitted(cluster, tepo, out, f"train.steps={STEPS}")
     wait_for(cluster, job, out, lambda now: now in ENDED)
-    assert state(cluster, job) == "COMPLETED", evidence(out)
+    assert shown(cluster, job, "JobState") == "COMPLETED", evidence(out)
     assert shown(cluster, job, "ExitCode") == "0:0"
     status = (tepo, "launch", "status", str(out / "resolved.yaml"))
     assert (
@@ -138,7 +134,7 @@ def test_a_job_that_is_warned_or_preempted_resumes_without_a_person_and_a_cancel
     done = cluster.run(tepo, "launch", "cancel", str(out / "resolved.yaml"))
     assert done.returncode == 0, done.stderr
     wait_for(cluster, job, out, lambda now: now in ENDED)
-    assert state(cluster, job) == "CANCELLED", evidence(out)
+    assert shown(cluster, job, "JobState") == "CANCELLED", evidence(out)
     # it still saves for a moment
     shows_all = ("squeue", "--noheader", "--states=all", "--format=%i %T")
     cluster.repeat(*shows_all, until=lambda done: f"{job} CANCELLED" in done.stdout)
@@ -146,7 +142,7 @@ def test_a_job_that_is_warned_or_preempted_resumes_without_a_person_and_a_cancel
 
     job = submitted(cluster, tepo, out, "--resume", f"train.steps={reached + 2}", "train.save_every=1")
     wait_for(cluster, job, out, lambda now: now in ENDED)
-    assert state(cluster, job) == "COMPLETED", evidence(out)
+    assert shown(cluster, job, "JobState") == "COMPLETED", evidence(out)
     assert shown(cluster, job, "ExitCode") == "0:0"
     assert steps(out) == list(range(reached + 3))
     assert all("reward/mean" in json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()[1:])
@@ -161,7 +157,7 @@ def wait_for_restart(cluster: Any, job: str, out: Path, number: int) -> int:
     """Returns the step of the newest checkpoint when Slurm has put the job back."""
     back = ("PENDING", "CONFIGURING", "RUNNING")  # not COMPLETING: it is still saving
     wait_for(cluster, job, out, lambda now: (now in back and int(shown(cluster, job, "Restarts")) == number) or now in ENDED)
-    assert state(cluster, job) not in ENDED, evidence(out)
+    assert shown(cluster, job, "JobState") not in ENDED, evidence(out)
     return newest_checkpoint(out)
 
 
