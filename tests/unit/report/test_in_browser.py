@@ -159,19 +159,14 @@ def test_one_kind_stands_beside_another_seed_by_seed(page: Any, tmp_path: Path) 
     page.open(tmp_path / "page.html", "tab=compare&beside=tepo&figure=kl/mean")
     found = dict(page.evaluate("comparedFigures().map(figure => [figure.name, against(figure, pairsOf(...compared()))])"))
 
-    def values(name: str, seed: int, steps: int, metric: str) -> list[tuple[int, float]]:
-        rows = read_metrics(tmp_path / "runs" / f"{name}-seed{seed}" / "metrics.jsonl")[: steps + 1]
-        return points(rows, metric)
+    def values(metric: str, figure: Callable[[list[tuple[int, float]]], float]) -> Iterator[list[float]]:
+        for seed, steps in ((1, 70), (2, 40)):
+            paths = (tmp_path / "runs" / f"{name}-seed{seed}" / "metrics.jsonl" for name in ("grpo", "tepo"))
+            yield [figure(points(read_metrics(path)[: steps + 1], metric)) for path in paths]
 
-    def pairs(metric: str, figure: Callable[[list[tuple[int, float]]], float]) -> list[tuple[float, float]]:
-        return [
-            (figure(values("grpo", seed, steps, metric)), figure(values("tepo", seed, steps, metric)))
-            for seed, steps in ((1, 70), (2, 40))
-        ]
-
-    areas = [a - b for a, b in pairs("accuracy/greedy", lambda curve: area(curve) or 0.0)]
-    lasts = [a - b for a, b in pairs("kl/mean", lambda curve: curve[-1][1])]
-    ratios = [math.log(a / b) for a, b in pairs("grad_norm", lambda curve: float(np.mean([y for _, y in curve[-10:]])))]
+    areas = [a - b for a, b in values("accuracy/greedy", lambda curve: area(curve) or 0.0)]
+    lasts = [a - b for a, b in values("kl/mean", lambda curve: curve[-1][1])]
+    ratios = [math.log(a / b) for a, b in values("grad_norm", lambda curve: float(np.mean([y for _, y in curve[-10:]])))]
     for name, differences, shown in (("area", areas, np.array), ("kl/mean", lasts, np.array), ("grad norm", ratios, np.exp)):
         spread = Spread(tuple(differences))
         expected = shown([spread.mean, spread.mean - spread.half_width, spread.mean + spread.half_width])
