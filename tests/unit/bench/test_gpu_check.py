@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.bench import app
-from tepo_megatron.runtime.proc import Process
 from tepo_megatron.tools.bench.gpu import PARTS, Gpu, Part, check
 from tepo_megatron.tools.results import select
-from tests.support.programs import TIMEOUT_S
+from tests.support.processes import gone
 
 ROOT = Path(__file__).parents[3]
 NAMED = {part.name: part for part in PARTS}
@@ -26,10 +24,6 @@ H200 = Gpu("NVIDIA H200", 139.8, "9.0", "13.0")
 
 def part(*command: str, figures: Any = lambda folder, printed: {"printed": printed.strip()}, **changes: Any) -> Part:
     return Part("a part", "what it does", command, figures, **changes)
-
-
-def run(what: Part) -> Any:
-    return what.run(H200, say=lambda line: None)
 
 
 def test_without_a_gpu_the_script_ends_with_a_sentence_and_status_3(tmp_path: Path) -> None:
@@ -50,10 +44,10 @@ def test_so_does_the_command(tmp_path: Path) -> None:
 
 
 def test_a_part_that_ends_well_passes_with_its_figures() -> None:
-    outcome = run(part("base64", "-t"))  # its self-test prints three lines
+    outcome = part("base64", "-t").run(H200, print)  # its self-test prints three lines
     assert (outcome["state"], "Aladdin" in outcome["figures"]["printed"]) == ("passed", True)
     command = ("zipfile", "-c", "{out}/archive.zip", __file__)
-    outcome = run(part(*command, figures=lambda folder, _: {"size": (folder / "archive.zip").stat().st_size}))
+    outcome = part(*command, figures=lambda folder, _: {"size": (folder / "archive.zip").stat().st_size}).run(H200, print)
     assert outcome["figures"]["size"] > 100  # the output folder is the part's own
 
 
@@ -67,7 +61,7 @@ def test_a_part_that_ends_well_passes_with_its_figures() -> None:
     ],
 )
 def test_a_part_that_fails_or_cannot_run_says_why(what: Part, state: str, reason: str) -> None:
-    outcome = run(what)
+    outcome = what.run(H200, print)
     assert outcome["state"] == state
     assert re.match(reason, outcome["reason"])
 
@@ -76,19 +70,16 @@ def test_a_part_that_hangs_is_failed_and_its_children_end(tmp_path: Path) -> Non
     child = tmp_path / "pid"
     code = "import pathlib, subprocess; child = subprocess.Popen(['sleep', '60']); "
     code += f"pathlib.Path({str(child)!r}).write_text(str(child.pid)); child.wait()"
-    outcome = run(part("timeit", "-n1", "-r1", code, limit_s=4))
+    outcome = part("timeit", "-n1", "-r1", code, limit_s=4).run(H200, print)
     assert (outcome["state"], outcome["reason"]) == ("failed", "not done after 4 s")
-    started, deadline = int(child.read_text()), time.monotonic() + TIMEOUT_S
-    while (state := Process.read(started)) is not None and state.alive:  # the kernel takes a moment
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert gone(int(child.read_text()))
 
 
 def test_the_report_tells_what_was_not_run(tmp_path: Path) -> None:
     parts = [part("base64", "-t"), part("base64", packages=("no_such_package",))]
-    report, passed = check(parts, H200, tmp_path, say=lambda line: None)
+    report, passed = check(parts, H200, tmp_path, print)
     assert passed
-    assert not check([part("json.tool", "/nonexistent")], H200, tmp_path / "other", say=lambda line: None)[1]
+    assert not check([part("json.tool", "/nonexistent")], H200, tmp_path / "other", print)[1]
     (written,) = (tmp_path / "nvidia-h200").glob("20*Z.json")  # it is there without the caller
     assert f"nvidia-h200/{written.stem}" == report.stem
     record = json.loads(written.read_text())
