@@ -16,15 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tepo_megatron.config.load import load_run
+from tepo_megatron.trainer.megatron.gpu import CONNECTIONS_VARIABLE, prepare_process
 from tests.support.engines import make_engine
 from tests.support.launch import run_dist
 from tests.support.small_llama import draw_rollouts, write_llama
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
-    pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="there is no Transformer Engine"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
 
 LENGTHS = (50, 171, 3, 200, 111, 90)
 SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
@@ -33,6 +31,8 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("there is no Transformer Engine")
     return write_llama(tmp_path_factory.mktemp("layers"), scale=0.05, **SIZES, **HEADS)
 
 
@@ -115,3 +115,12 @@ def test_two_gpus_compute_what_one_does(options: dict[str, Any], model: Path, tm
     assert torch.equal(first["logprobs"], second["logprobs"])
     assert (first["logprobs"] - bfloat16["logprobs"])[bfloat16["mask"]].abs().mean() < 0.02
     assert first["grad_norms"] == pytest.approx(bfloat16["grad_norms"], rel=0.05)
+
+
+def test_the_capability_is_known_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's answer about the GPU, which a rank asks before it starts CUDA, is torch's."""
+    monkeypatch.setenv(CONNECTIONS_VARIABLE, "")  # so that it is as before afterwards
+    monkeypatch.delenv(CONNECTIONS_VARIABLE)
+    prepare_process(load_run(None, ["engine.parallel.tp=2"]))
+    expected = "1" if torch.cuda.get_device_capability(0) < (10, 0) else None
+    assert os.environ.get(CONNECTIONS_VARIABLE) == expected
