@@ -14,14 +14,7 @@ from typer import Argument, Option
 
 from tepo_megatron.cli.console import AsJson, show, show_table, user_errors
 from tepo_megatron.runtime.text import echo
-from tepo_megatron.trainer.checkpoint_folder import (
-    checkpoints,
-    leftovers,
-    read_state,
-    remove,
-    retained,
-    step_of,
-)
+from tepo_megatron.trainer.checkpoint_folder import checkpoints, leftovers, read_state, remove, retained, step_of
 from tepo_megatron.weights.storage.manifest import CheckpointManifest, DamagedCheckpoint
 
 app = typer.Typer()

@@ -9,18 +9,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from tepo_megatron.config.base import SchemaGenerator, Section
 from tepo_megatron.config.objective.custom import load_plugin, plugin_schemas
 from tepo_megatron.config.run import RunConfig
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 Node = dict[str, Any]  # a JSON schema node with ``$ref`` followed
 

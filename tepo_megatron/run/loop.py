@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.run.consistency_checks import Canary
@@ -16,12 +16,10 @@ from tepo_megatron.run.step.instability import Rollback, SkippedUpdates
 from tepo_megatron.run.step.minibatches import mark_recorded, minibatches, summarize
 from tepo_megatron.run.step.placement import is_colocated
 from tepo_megatron.run.step.stopping import Stopping
+from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.preemption import StopRequested
-
-if TYPE_CHECKING:
-    from tepo_megatron.run.weights import WeightPublisher
-    from tepo_megatron.trainer.protocol import Trainer
+from tepo_megatron.trainer.protocol import Trainer
 
 _T = TypeVar("_T")
 

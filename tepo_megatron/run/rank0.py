@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
@@ -28,6 +28,7 @@ from tepo_megatron.run.sampling.step_rewards import StepRewards
 from tepo_megatron.run.step.instability import ObjectiveWatch
 from tepo_megatron.run.step.minibatches import derive_seed, source_figures
 from tepo_megatron.run.step.placement import Placement
+from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.heartbeat import Heartbeat
 from tepo_megatron.runtime.machine import this_machine
 from tepo_megatron.runtime.preemption import stop_signals
@@ -36,10 +37,7 @@ from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.sampler.sampling import truncation_of
 from tepo_megatron.tasks.evaluate.evaluation import Pools, evaluate_all
 from tepo_megatron.tasks.protocol import Task
-
-if TYPE_CHECKING:
-    from tepo_megatron.run.weights import WeightPublisher
-    from tepo_megatron.trainer.protocol import UpdateResult
+from tepo_megatron.trainer.protocol import UpdateResult
 
 _WAITS_FOR = {
     "rollout": "the rollout servers' samples",

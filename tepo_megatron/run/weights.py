@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,12 +10,10 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.runtime.machine import this_machine
+from tepo_megatron.sampler.protocol import WeightReceiver
+from tepo_megatron.trainer.protocol import WeightSource
 from tepo_megatron.weights.layouts import VllmParallel
 from tepo_megatron.weights.transfer.sender import ShardSender
-
-if TYPE_CHECKING:
-    from tepo_megatron.sampler.protocol import WeightReceiver
-    from tepo_megatron.trainer.protocol import WeightSource
 
 
 class WeightPublisher:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tepo_megatron.config.objective.choices import Advantage, GDPOAdvantage
 from tepo_megatron.config.objective.custom import OwnAdvantage
 from tepo_megatron.core.objective.ratio import sequence_sum
 from tepo_megatron.core.objective.values import check_custom
-
-if TYPE_CHECKING:
-    from tepo_megatron.config.objective.choices import Advantage, GDPOAdvantage
-    from tepo_megatron.core.types import Batch
+from tepo_megatron.core.types import Batch
 
 _Std = Literal["sample", "population"]
 

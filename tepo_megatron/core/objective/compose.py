@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tepo_megatron.config.objective.choices import Clip
+from tepo_megatron.config.objective.choices import Aggregation, Clip
 from tepo_megatron.config.objective.custom import OwnAggregation
+from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.config.objective.terms import EntropyBonus
 from tepo_megatron.core.objective.advantage import advantages
 from tepo_megatron.core.objective.mechanisms import Mechanisms, kl_estimate
 from tepo_megatron.core.objective.ratio import length_factor, sampler_weights, sequence_sum
@@ -17,11 +18,6 @@ from tepo_megatron.core.objective.trust_region import Surrogate, bounded_ratio, 
 from tepo_megatron.core.objective.values import StepValues, TokenValues, check_custom, check_token_values
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores, count_moves
 from tepo_megatron.errors import NotFiniteError
-
-if TYPE_CHECKING:
-    from tepo_megatron.config.objective.choices import Aggregation
-    from tepo_megatron.config.objective.section import ObjectiveConfig
-    from tepo_megatron.config.objective.terms import EntropyBonus
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.types import Batch, TokenScores
-
-if TYPE_CHECKING:
-    from tepo_megatron.config.objective.section import ObjectiveConfig
 
 _OLD_PROBABILITY = 0.1
 _FALL = 0.1  # of the entropy, in nats

@@ -5,29 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tepo_megatron.config.objective.choices import ClipCov
+from tepo_megatron.config.objective.choices import ClipCov, TrustRegion
+from tepo_megatron.config.objective.custom import OwnMask, OwnPenalty
+from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.config.objective.terms import KL, KLCov, KLMask, KLTerm, OffPolicySequenceMask, Rejection, SecondMomentMask
 from tepo_megatron.core.objective.ratio import over_sequence
-from tepo_megatron.core.objective.values import check_custom
-
-if TYPE_CHECKING:
-    from tepo_megatron.config.objective.choices import TrustRegion
-    from tepo_megatron.config.objective.custom import OwnMask, OwnPenalty
-    from tepo_megatron.config.objective.section import ObjectiveConfig
-    from tepo_megatron.config.objective.terms import (
-        KL,
-        KLCov,
-        KLMask,
-        KLTerm,
-        OffPolicySequenceMask,
-        Rejection,
-        SecondMomentMask,
-    )
-    from tepo_megatron.core.objective.values import StepValues, TokenValues
+from tepo_megatron.core.objective.values import StepValues, TokenValues, check_custom
 
 
 class _Mechanism(NamedTuple):

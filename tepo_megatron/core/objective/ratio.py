@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from tepo_megatron.config.objective.choices import BuiltinRatio, Ratio
 from tepo_megatron.config.objective.custom import OwnMismatch, OwnRatio
-from tepo_megatron.core.objective.values import check_custom
-
-if TYPE_CHECKING:
-    from tepo_megatron.config.objective.choices import BuiltinRatio, Ratio
-    from tepo_megatron.config.objective.terms import Level, Mismatch
-    from tepo_megatron.core.objective.values import TokenValues
+from tepo_megatron.config.objective.terms import Level, Mismatch
+from tepo_megatron.core.objective.values import TokenValues, check_custom
 
 
 def sequence_sum(values_T: Tensor, sequence_index_T: Tensor, num_sequences: int) -> Tensor:

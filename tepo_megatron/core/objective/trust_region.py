@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tepo_megatron.config.objective.choices import CLIPPED_SHARE, Clip
+from tepo_megatron.config.objective.choices import CLIPPED_SHARE, Clip, TrustRegion
 from tepo_megatron.config.objective.custom import OwnRatio, OwnTrustRegion
+from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.ratio import length_factor, policy_log_ratio
-from tepo_megatron.core.objective.values import check_custom
+from tepo_megatron.core.objective.values import TokenValues, check_custom
 from tepo_megatron.core.types import bound_for_share
-
-if TYPE_CHECKING:
-    from tepo_megatron.config.objective.choices import TrustRegion
-    from tepo_megatron.config.objective.section import ObjectiveConfig
-    from tepo_megatron.core.objective.values import TokenValues
 
 
 class Surrogate(NamedTuple):

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tepo_megatron.config.objective.custom import CustomKind
+from tepo_megatron.core.types import Batch
 from tepo_megatron.errors import NotFiniteError
-
-if TYPE_CHECKING:
-    from tepo_megatron.config.objective.custom import CustomKind
-    from tepo_megatron.core.types import Batch
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tepo_megatron.core.scores.backend import Backend, BackendName, get_backend
-from tepo_megatron.core.scores.shard import (
-    Gradients,
-    RowScores,
-    Scoring,
-    all_gather,
-    combine,
-    plan_scoring,
-    reduce_scatter,
-)
+from tepo_megatron.core.scores.shard import Gradients, RowScores, Scoring, all_gather, combine, plan_scoring, reduce_scatter
 from tepo_megatron.core.scores.torch_sweep import compute_dtype
 from tepo_megatron.core.types import TokenScores
 

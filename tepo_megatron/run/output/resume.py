@@ -18,14 +18,7 @@ from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.run.loggers import check_installed
 from tepo_megatron.runtime.run_lock import RunLock
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, read_state, set_aside, step_of
-from tepo_megatron.trainer.run_compatibility import (
-    Difference,
-    compare_runs,
-    describe_run,
-    idle_entries,
-    is_allowed,
-    refusal,
-)
+from tepo_megatron.trainer.run_compatibility import Difference, compare_runs, describe_run, idle_entries, is_allowed, refusal
 from tepo_megatron.weights.storage.manifest import MANIFEST, DamagedCheckpoint
 
 if TYPE_CHECKING:

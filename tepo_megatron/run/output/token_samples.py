@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +15,7 @@ from tepo_megatron.core.types import Batch
 from tepo_megatron.run.metrics import TokenPrompt, TokenSamples
 from tepo_megatron.run.step.minibatches import recorded_places
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from tepo_megatron.trainer.protocol import UpdateResult
-
+from tepo_megatron.trainer.protocol import UpdateResult
 
 _Values = NDArray[Any]
 

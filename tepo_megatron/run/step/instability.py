@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from tepo_megatron.config.objective.choices import Clip
 from tepo_megatron.config.train import RollbackConfig
 from tepo_megatron.core.types import Batch, bound_for_share
 from tepo_megatron.run.step.minibatches import members
-
-if TYPE_CHECKING:
-    from tepo_megatron.trainer.protocol import UpdateResult
+from tepo_megatron.trainer.protocol import UpdateResult
 
 
 class SkippedUpdates:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +11,7 @@ from tepo_megatron.config import LogConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.core.types import Batch
-
-if TYPE_CHECKING:
-    from tepo_megatron.trainer.protocol import UpdateResult
+from tepo_megatron.trainer.protocol import UpdateResult
 
 
 def minibatches(batch: Batch, count: int, *, seed: int, step: int) -> Iterator[Batch]:

@@ -15,13 +15,7 @@ from torch import Tensor
 
 from tepo_megatron.config import LoraConfig
 from tepo_megatron.trainer.megatron.model.fp8 import LazyWeights
-from tepo_megatron.weights.adapters import (
-    AdapterBlock,
-    adapted_tensors,
-    adapter_blocks,
-    adapter_layout,
-    adapter_names,
-)
+from tepo_megatron.weights.adapters import AdapterBlock, adapted_tensors, adapter_blocks, adapter_layout, adapter_names
 from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.storage.hf_folder import AdapterSettings, load_adapters
 from tepo_megatron.weights.transfer.full_tensors import GatherPlan
