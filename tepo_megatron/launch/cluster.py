@@ -150,7 +150,6 @@ class ClusterRun:
             raise RuntimeError(f"Slurm did not cancel job {job}: {' '.join(answer.stderr.split())}")
 
     def log_pattern(self, role: str, rank: int | None) -> str:
-        """Returns a shell pattern of the newest job's logs."""
         logs, saved = self.config.output / "logs", self._saved_job()
         job = saved["job"]
         if rank is not None:

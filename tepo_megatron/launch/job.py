@@ -111,7 +111,6 @@ class Job:
 
     @property
     def mounts(self) -> list[str]:
-        """Returns source:target."""
         folders = {str(self.config.output), self.config.model.path}
         adapters = self.config.model.lora and self.config.model.lora.path
         speculative = self.config.rollout.server.speculative

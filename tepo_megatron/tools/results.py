@@ -145,7 +145,6 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, str]]) -> Table:
-        """``rows``: column → cell."""
         return cls(tuple(rows[0]), [tuple(row.values()) for row in rows])
 
 
@@ -159,7 +158,6 @@ class Report:
     note: str
 
     def write(self, folder: Path) -> str:
-        """Returns a sentence."""
         python = platform.python_version()
         head: dict[str, Any] = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -165,7 +165,6 @@ class _HostileAnswers(FaultClass):
 
 
 def _score(pool: RewardPool, neighbours: Sequence[tuple[Problem, str]]) -> list[RewardResult]:
-    """Repeats while an honest answer times out."""
     for _ in range(ATTEMPTS):
         results = pool.score(neighbours)
         if not any(TOOK_TOO_LONG in (result.error or "") for result in (results[0], *results[2:])):

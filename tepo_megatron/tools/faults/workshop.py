@@ -60,7 +60,6 @@ def _rows(out: Path) -> list[dict[str, Any]]:
 
 
 def differences(out: Path, reference: Path) -> str:
-    """Compares metrics, rollouts with weight digests, and every bit of exported weights."""
     expected, rows = {row["step"]: row for row in _rows(reference)}, _rows(out)
     for row in rows:
         other = expected[row["step"]]
@@ -78,7 +77,6 @@ def differences(out: Path, reference: Path) -> str:
 
 
 def _start(folder: Path, module: str, settings: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Its output is appended to ``log.txt``."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "run.yaml"
     file.write_text("name: faults\nmodel: {path: builtin:tiny}\n")
@@ -211,7 +209,6 @@ SAVED, STEPS = 3, 4  # last steps of the two undisturbed replayed runs; the seco
 
 
 def make_rollouts(folder: Path, steps: int) -> Path:
-    """Some solutions have an error and no reward."""
     tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"))
     rng = random.Random(0)
     for step in range(steps):
@@ -298,7 +295,6 @@ class Workshop:
         return self._run
 
     def finish_run(self) -> str | None:
-        """Differences from the undisturbed run."""
         run, self._run = self._run, None
         if run is None:
             return None
@@ -330,8 +326,6 @@ class FaultOutcome:
 
 
 class FaultClass(ABC):
-    """Holds what its faults share; ``folder`` belongs to it."""
-
     name: ClassVar[str]
     title: ClassVar[str]
     whole: ClassVar[int]

@@ -184,10 +184,6 @@ class Ranks:
     vpp: int = 1
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.pp_rank == 0
-
-    @property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp - 1
 
@@ -195,10 +191,6 @@ class Ranks:
     def micro_batch_group(self) -> int:
         """The number of micro-batches is a multiple of this."""
         return self.pp if self.vpp > 1 else 1
-
-    @property
-    def last_stage_root(self) -> int:
-        return self.tp * self.cp * self.dp * (self.pp - 1)
 
 
 def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout: timedelta = _TIMEOUT) -> Ranks:

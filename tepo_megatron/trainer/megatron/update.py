@@ -106,7 +106,8 @@ def _reduce(
             extrema[name] = float(value)
         sums = dict(zip(names, values[1:].tolist(), strict=True))
         report = [float(values[0, 0]), sums, extrema, None if moves is None else moves.tolist()]
-    total, sums, extrema, counts = broadcast_json(report, source=ranks.last_stage_root, device=device)
+    last_stage = ranks.tp * ranks.cp * ranks.dp * (ranks.pp - 1)  # its first rank
+    total, sums, extrema, counts = broadcast_json(report, source=last_stage, device=device)
     sums = {name: (pair[0], pair[1]) for name, pair in sums.items()}
     return total, sums, extrema, None if counts is None else torch.tensor(counts)
 

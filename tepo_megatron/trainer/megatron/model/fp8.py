@@ -200,7 +200,6 @@ class LazyWeights(Mapping[str, Tensor]):
 
 
 def plain_weights(params: Mapping[str, Tensor]) -> LazyWeights:
-    """Dequantizes parameters in FP8."""
     return LazyWeights(params, lambda _, param: dequantize_fp8_tensor(param.detach()) if is_float8tensor(param) else param)
 
 

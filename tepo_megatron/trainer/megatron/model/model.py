@@ -100,7 +100,7 @@ def build_model(
         _layer_spec(config, layers, vp_stage),
         vocab_size=spec.padded_vocab_size(ranks.tp),
         max_sequence_length=spec.max_positions,
-        pre_process=ranks.is_first_stage and chunk == 0,
+        pre_process=ranks.pp_rank == 0 and chunk == 0,
         post_process=ranks.is_last_stage and chunk == ranks.vpp - 1,
         vp_stage=vp_stage,
         share_embeddings_and_output_weights=spec.tied_embeddings,
