@@ -75,7 +75,6 @@ class Process:
 
     @classmethod
     def in_group(cls, group: int) -> list[int]:
-        """Returns PIDs of living processes."""
         return [process.pid for process in cls.all() if process.group == group and process.alive]
 
     @classmethod
@@ -90,7 +89,6 @@ class Process:
 
     @staticmethod
     def environment(pid: int) -> dict[str, str]:
-        """Returns the variables it started with."""
         entries = _read(pid, "environ").decode(errors="surrogateescape").split("\0")
         return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 

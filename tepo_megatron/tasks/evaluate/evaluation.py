@@ -149,7 +149,6 @@ class _ProblemResult:
         return [*([] if self.greedy is None else [self.greedy]), *self.sampled]
 
     def row(self) -> dict[str, Any]:
-        """As in ``samples.jsonl``."""
         problem = self.problem
         return {
             "problem": problem.id,
