@@ -27,7 +27,7 @@ from tests.support.checkpoints import flip_bit, shards
 from tests.support.disks import files_of_at_most
 from tests.support.engines import make_engine
 from tests.support.launch import run_dist, run_world
-from tests.support.small_llama import draw_rollouts
+from tests.support.random_models import draw_rollouts
 
 STEPS = 4
 

@@ -16,7 +16,7 @@ import torch
 
 from tests.support.engines import make_engine
 from tests.support.launch import run_dist
-from tests.support.small_llama import draw_rollouts, write_llama
+from tests.support.random_models import draw_rollouts, write_llama
 
 TEMPERATURE = 0.7
 LENGTHS = (5, 17, 3, 26, 11, 9)

@@ -30,8 +30,7 @@ from tepo_megatron.weights.storage.stored import StoredWeights
 from tepo_megatron.weights.transfer.digests import fingerprint
 from tests.support.engines import Split, Worlds, figures, make_engine
 from tests.support.float64 import prompt_logprobs, token_scores
-from tests.support.random_models import random_family
-from tests.support.small_llama import draw_rollouts
+from tests.support.random_models import draw_rollouts, random_family
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "four": ("Llama", {"num_hidden_layers": 4}),

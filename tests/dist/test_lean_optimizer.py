@@ -17,7 +17,7 @@ from torch import Tensor
 from tepo_megatron.config import RunConfig
 from tests.support.engines import make_engine, states_of
 from tests.support.launch import run_dist
-from tests.support.small_llama import draw_rollouts
+from tests.support.random_models import draw_rollouts
 
 HALF_RANGE = torch.finfo(torch.float16).max / 2
 PART_ELEMENTS = 4096

@@ -15,8 +15,7 @@ import torch
 
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tests.support.engines import Split, Worlds, assert_first_moments, make_engine
-from tests.support.random_models import VOCABULARY
-from tests.support.small_llama import write_llama
+from tests.support.random_models import VOCABULARY, write_llama
 
 TURNS = [[-2, 3, -4, 2], [5], [1, -7, 1, -1, 6], [4, -9, 2], [2, -1, 2, -1, 2], [-12, 1], [9, -2, 3], [3]]
 """Tokens of each turn of each response; the environment's are negative."""

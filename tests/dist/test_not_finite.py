@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.engines import Split, Worlds, bits_of, make_engine, states_of
-from tests.support.small_llama import draw_rollouts, write_llama
+from tests.support.random_models import draw_rollouts, write_llama
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.engines import bits_of, make_engine, states_of
 from tests.support.launch import run_dist
-from tests.support.small_llama import draw_rollouts
+from tests.support.random_models import draw_rollouts
 
 STEPS = 2
 Outcome = dict[str, str]

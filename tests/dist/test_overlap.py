@@ -10,7 +10,7 @@ import torch
 
 from tests.support.engines import bits_of, make_engine
 from tests.support.launch import run_dist
-from tests.support.small_llama import draw_rollouts, write_llama
+from tests.support.random_models import draw_rollouts, write_llama
 
 LENGTHS = [5, 17, 6, 9, 8, 5, 12, 6]
 BUCKET = 3000

@@ -13,7 +13,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.plan.memory import TrainingRanks
 from tepo_megatron.weights.architecture import read_model_spec
 from tests.support.programs import run_program
-from tests.support.small_llama import write_llama
+from tests.support.random_models import write_llama
 
 SEQUENCES, TOKENS, VOCABULARY = 8, 64, 8192
 

@@ -21,7 +21,7 @@ from tepo_megatron.core.scores import logprob_and_entropy
 from tepo_megatron.core.types import Batch, TokenScores
 from tests.support.engines import figures, make_engine
 from tests.support.launch import run_dist
-from tests.support.small_llama import draw_rollouts, write_llama
+from tests.support.random_models import draw_rollouts, write_llama
 
 LENGTHS = [9, 31, 5, 17, 24, 12, 40, 8, 21, 15, 6, 28]
 NOISE = 0.02

@@ -24,9 +24,9 @@ from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.sampler.vllm.server import Server
 from tests.support.engines import make_engine
+from tests.support.faulty_server import draw_group
 from tests.support.launch import run_dist
 from tests.support.random_models import EOS, LENGTH, MODELS, PROMPTS, greedy, random_model
-from tests.support.samples import draw_group
 
 SERVED, TRAINED = 0, 1
 """Seeds of the weights that the servers start with, and of the trainer's."""

@@ -21,9 +21,8 @@ from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tests.support.example_runs import ROOT, SMALL_RUN, check_learning, greedy_accuracies, run, script, tepo
-from tests.support.kills import rows, same_bytes
 from tests.support.processes import assert_none_names
-from tests.support.programs import TIMEOUT_S
+from tests.support.programs import TIMEOUT_S, rows, same_bytes
 
 ENVIRONMENT = {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
 NOTEBOOK = "examples/notebook/tiny.ipynb"

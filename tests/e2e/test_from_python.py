@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.kills import rows, same_bytes, without_times
 from tests.support.processes import assert_none_names
-from tests.support.programs import run_python
+from tests.support.programs import rows, run_python, same_bytes, without_times
 
 PROGRAM = '''
 import json, os, signal, sys

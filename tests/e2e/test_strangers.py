@@ -24,9 +24,8 @@ import pytest
 from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
 from tepo_megatron.sampler.vllm.wire import ABORT, SAMPLES, USE_ADAPTER
 from tests.support import stranger
-from tests.support.kills import RUN, last_step, wait_for_rows
 from tests.support.processes import assert_none_names, family, listeners, unix_sockets
-from tests.support.programs import TIMEOUT_S
+from tests.support.programs import RUN, TIMEOUT_S, last_step, wait_for_rows
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 

@@ -16,9 +16,8 @@ from tepo_megatron.cli.main import app
 from tepo_megatron.runtime.heartbeat import RankRecord
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.tools.faults.workshop import REPLAYED, make_rollouts
-from tests.support.kills import rows, start, wait_for_rows
 from tests.support.processes import assert_none_names
-from tests.support.programs import TIMEOUT_S
+from tests.support.programs import TIMEOUT_S, rows, start, wait_for_rows
 
 HUGE = 1e15
 """The largest reward. With the small divisor below, the square of its gradient's norm is no number in fp32."""

@@ -18,9 +18,19 @@ from safetensors.torch import load_file
 from tepo_megatron.run.metrics import read_tokens, token_files
 from tepo_megatron.run.output.resume import MADE_BY_A_RUN
 from tepo_megatron.sampler.rollout_file import read_rollouts
-from tests.support.kills import RUN, rows, same_bytes, start, train, wait_for_rows, without_times
 from tests.support.processes import assert_none_names
-from tests.support.programs import TIMEOUT_S, run_program, run_python
+from tests.support.programs import (
+    RUN,
+    TIMEOUT_S,
+    rows,
+    run_program,
+    run_python,
+    same_bytes,
+    start,
+    train,
+    wait_for_rows,
+    without_times,
+)
 
 STEPS, HALF = 6, 3
 SMALL = [

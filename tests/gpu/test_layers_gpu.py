@@ -20,7 +20,7 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.trainer.megatron.gpu import CONNECTIONS_VARIABLE, prepare_process
 from tests.support.engines import make_engine
 from tests.support.launch import run_dist
-from tests.support.small_llama import draw_rollouts, write_llama
+from tests.support.random_models import draw_rollouts, write_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
 

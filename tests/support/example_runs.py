@@ -15,8 +15,7 @@ import tepo_megatron
 from tepo_megatron.config.load import load_run
 from tepo_megatron.run import rank0
 from tepo_megatron.trainer.protocol import trainer_kind
-from tests.support.kills import rows
-from tests.support.programs import run_python
+from tests.support.programs import rows, run_python
 from tests.support.reference_sampler import ReferenceSampler
 from tests.support.reference_trainer import make_trainer
 

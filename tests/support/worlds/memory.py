@@ -19,7 +19,7 @@ import torch
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.trainer.megatron.engine import Engine
-from tests.support.small_llama import draw_rollouts
+from tests.support.random_models import draw_rollouts
 
 
 def resident(kind: str) -> int:

@@ -28,8 +28,8 @@ from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.tasks.reward.programs import StackMachine
 from tests.support.example_runs import ROOT, SMALL_RUN, greedy_accuracies, script, tepo, train_on_references
-from tests.support.kills import rows
 from tests.support.processes import assert_none_names
+from tests.support.programs import rows
 
 DATA = "examples/own_data"
 SMALL_DATA = (*SMALL_RUN, "evaluate.problems=10", "evaluate.show=10", "rollout.record=true")

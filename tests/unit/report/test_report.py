@@ -28,8 +28,7 @@ from tepo_megatron.run.metrics import TokenSamples, token_file
 from tepo_megatron.tools.report import SCRIPTS, write_report
 from tepo_megatron.tools.report.runs import Run, changes, compared, find_runs, flat, run_groups
 from tepo_megatron.tools.report.samples import COLUMNS, SampleGroup, evenly, pack, read_samples
-from tests.support.report_runs import HOSTILE, write_run
-from tests.support.token_values import made_up_tokens
+from tests.support.report_runs import HOSTILE, made_up_tokens, write_run
 
 
 def test_runs_are_found_by_themselves_in_a_sweep_and_by_their_metrics(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tepo_megatron.sampler.vllm.resources import CPU_HEAD_SIZES
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.weights.architecture import model_spec
-from tests.support.small_llama import write_llama
+from tests.support.random_models import write_llama
 
 STEPS = 3
 

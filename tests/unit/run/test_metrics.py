@@ -37,7 +37,7 @@ from tepo_megatron.run.step.minibatches import mark_recorded, minibatches
 from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.trainer.packing import pack
 from tepo_megatron.trainer.protocol import UpdateResult
-from tests.support.token_values import made_up_tokens
+from tests.support.report_runs import made_up_tokens
 
 keys = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
     lambda key: key != "step"

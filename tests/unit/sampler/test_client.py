@@ -12,7 +12,7 @@ import pytest
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.vllm.client import Client
 from tepo_megatron.sampler.vllm.wire import SAMPLES, head_frame
-from tests.support.samples import answer, draw_group, response
+from tests.support.faulty_server import answer, draw_group, response
 
 KEY = "a-secret-key"
 URL = "http://127.0.0.1:1"

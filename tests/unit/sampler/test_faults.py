@@ -26,8 +26,7 @@ from tepo_megatron.sampler.vllm.wire import (
     read_responses,
     response_frame,
 )
-from tests.support.faulty_server import VOCABULARY, Behaviour, FaultyServer, Sender, answer_well, choice, fleet_of
-from tests.support.samples import Sample
+from tests.support.faulty_server import VOCABULARY, Behaviour, FaultyServer, Sample, Sender, answer_well, choice, fleet_of
 
 PROMPTS = [(1, 5), (1, 6, 7), (1,), (1, 9)]
 SHORT_S = 3.0

@@ -13,9 +13,8 @@ from tepo_megatron.sampler.fleet.stream import FleetStream
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.sampler.sampling import Sampling, prompt_seed
 from tepo_megatron.sampler.vllm.wire import SAMPLES
-from tests.support.faulty_server import FaultyServer, answer_well, fleet_of
+from tests.support.faulty_server import FaultyServer, answer, answer_well, draw_group, fleet_of
 from tests.support.programs import TIMEOUT_S
-from tests.support.samples import answer, draw_group
 
 SAMPLING = Sampling(1.0, 4)
 

@@ -15,7 +15,7 @@ from tepo_megatron.core.rollout import Response, SamplingMask, WeightsVersion
 from tepo_megatron.sampler.sampling import Sample
 from tepo_megatron.sampler.vllm.wire import BadAnswer, head_frame, read_responses, response_frame
 from tepo_megatron.weights.architecture import model_spec
-from tests.support.samples import answer, response
+from tests.support.faulty_server import answer, response
 
 SPEC = model_spec(
     {

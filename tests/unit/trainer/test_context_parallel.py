@@ -14,7 +14,7 @@ from tepo_megatron.trainer.megatron.model.fp8 import token_multiple
 from tepo_megatron.trainer.megatron.platform import Ranks
 from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.layouts import check_trainer_split, pipeline_stages_of
-from tests.support.small_llama import draw_rollouts
+from tests.support.random_models import draw_rollouts
 from tests.unit.trainer.test_refusals_gpu import SPEC
 
 sizes = st.sampled_from([1, 2, 3, 4, 8])
