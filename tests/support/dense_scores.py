@@ -96,9 +96,9 @@ def compare(logits, labels, options, weights, *, inplace, backend, tolerance, gr
     torch.testing.assert_close(leaf.grad, dense.grad.nan_to_num(), **close)
 
 
-def compare_fused(hidden, head, labels, options, weights, *, tolerance, gradient_tolerances):
-    """Scores and both gradients of the head that makes no logits, by Triton; ``gradient_tolerances`` are (rtol, atol)."""
-    scores = fused_linear_logprob_and_entropy(hidden, head, labels, backend="triton", **options)
+def compare_fused(hidden, head, labels, options, weights, *, tolerance, gradient_tolerances, backend="triton"):
+    """Scores and both gradients of the head that makes no logits; ``gradient_tolerances`` are (rtol, atol)."""
+    scores = fused_linear_logprob_and_entropy(hidden, head, labels, backend=backend, **options)
     dense = [leaf.detach().double().requires_grad_() for leaf in (hidden, head)]
     oracle = dense_logprob_and_entropy(dense[0] @ dense[1].t(), labels, **options)
     for name in ("logprob", "entropy", *(["entropy_slope"] if options.get("entropy_slope") else [])):

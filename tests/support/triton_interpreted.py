@@ -1,4 +1,4 @@
-"""Triton's kernels in its interpreter, against the dense fp64 oracle. `test_triton_sweep.py` runs this file in a process of its
+"""Triton's kernels in its interpreter, against the dense fp64 oracle. `test_backends.py` runs this file in a process of its
 own, with TRITON_INTERPRET=1. A tile there is 128 columns, a row comes in as many as 8 parts.
 """
 

@@ -1,13 +1,21 @@
-"""What is left out (rejection, OPSM, M2PO), and weights for a sampler: by the names of peers, and of decoupled PPO."""
+"""What is left out (rejection, OPSM, M2PO), and weights for a sampler: by the names of peers, of decoupled PPO, and of FP8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tepo_megatron.config.objective.presets import CORRECTIONS
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.compose import build_objective
+from tepo_megatron.core.types import Batch, TokenScores
 from tests.support.objective_batches import doubles, make_batch, masks, outputs_of, plain_step, surrogates, whole
 
 # weights 0.4 and 3 in a sequence of two tokens: product 1.2, geometric mean 1.0954; and 6 alone
@@ -135,20 +143,82 @@ def test_stale_samples_give_what_fresh_ones_would(behaviour, proximal, current):
     torch.testing.assert_close(behaviour.exp() * decoupled, proximal.exp() * fresh)
 
 
-@given(LOGITS, LOGITS)
-def test_the_first_update_follows_the_policy_gradient(behaviour, current):
-    """π_old = π_θ: the mean over stale actions is E[A ∇ log π] over actions of π_θ."""
-    behaviour, current = _policy(behaviour), _policy(current)
-    decoupled = _gradients({"mismatch": {"high": 20.0}}, behaviour, current, current)
-    torch.testing.assert_close(behaviour.exp() * decoupled, current.exp() * ADVANTAGES.double())
+V, HIDDEN, PROMPTS = 6, 12, 2
+HEAD_SCALE = 1.5
 
 
-def test_the_clip_is_around_the_proximal_policy_and_the_bound_is_on_the_stale_ratio():
-    """w = 0.5, 3, 2, 6, the last of which is dropped; r = 1.1, 1.3, 0.7, 1.0, of which a narrower clip holds the first."""
-    proximal = torch.full((4,), -2.0, dtype=torch.float64)
-    behaviour = proximal - torch.tensor([0.5, 3.0, 2.0, 6.0], dtype=torch.float64).log()
-    current = proximal + torch.tensor([1.1, 1.3, 0.7, 1.0], dtype=torch.float64).log()
-    gradient = _gradients({}, behaviour, proximal, current)
-    assert gradient.tolist() == pytest.approx([0.5 * 1.1, -3 * 1.3 * 0.5, 2 * 0.7 * 0.25, 0.0])
-    clipped = {"trust_region": {"high": 0.05}}
-    assert _gradients(clipped, behaviour, proximal, current).tolist() == pytest.approx([0.0, -1.95, 0.35, 0.0])
+def rounded_to_fp8(weight: Tensor) -> Tensor:
+    scale = weight.abs().amax() / 448
+    return (weight / scale).to(torch.float8_e4m3fn).double() * scale
+
+
+@dataclass
+class World:
+    """Every response to every prompt. ``states`` [sequences, length, hidden] are what the head sees."""
+
+    tokens: Tensor
+    states: Tensor
+    rewards: Tensor
+    head: Tensor
+
+    @classmethod
+    def random(cls, length: int, seed: int) -> World:
+        generator = torch.Generator().manual_seed(seed)
+        draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+        responses = torch.cartesian_prod(*[torch.arange(V)] * length).view(-1, length).repeat(PROMPTS, 1)
+        prompt_states, token_states = draw(PROMPTS, HIDDEN), draw(V, HIDDEN)
+        before = torch.cat([prompt_states.repeat_interleave(V**length, 0)[:, None], token_states[responses[:, :-1]]], 1)
+        return cls(responses, before.cumsum(1), draw(len(responses)), HEAD_SCALE * draw(V, HIDDEN))
+
+    def logprobs(self, head: Tensor) -> Tensor:
+        """[sequences, length]."""
+        return (self.states @ head.t()).log_softmax(-1).gather(-1, self.tokens[..., None])[..., 0]
+
+    def batch(self, sampler: Tensor) -> Batch:
+        """The responses of every sequence without prompts, packed; advantages are the reward minus its mean for each prompt."""
+        probabilities, rewards = self.logprobs(self.head).sum(1).exp().view(PROMPTS, -1), self.rewards.view(PROMPTS, -1)
+        advantages = (rewards - (probabilities * rewards).sum(1, keepdim=True)).view(-1)
+        old, drawn = self.logprobs(self.head).view(-1), self.logprobs(sampler).view(-1)
+        lengths = [self.tokens.shape[1]] * len(self.tokens)
+        return plain_step(lengths, advantages, old, old, sampler=drawn, labels=self.tokens.view(-1))[0]
+
+    def gradient(self, preset: str, mismatch: dict[str, Any] | None, sampler: Tensor) -> Tensor:
+        """The objective's gradient with respect to the trainer's head, over responses that ``sampler`` draws."""
+        objective = build_objective(ObjectiveConfig.model_validate({"preset": preset, "mismatch": mismatch}))
+        batch = self.batch(sampler)
+        context = objective.prepare(batch)
+        head = self.head.clone().requires_grad_()
+        logprobs = self.logprobs(head)
+        loss = torch.zeros((), dtype=torch.float64)
+        for number, probability in enumerate(self.logprobs(sampler).sum(1).exp()):
+            scores = TokenScores(logprobs[number], torch.ones_like(logprobs[number]))
+            loss = loss + probability * objective(scores, batch.select([number]), context).numerator
+        return torch.autograd.grad(loss, head)[0]
+
+    def bias(self, preset: str, mismatch: dict[str, Any] | None) -> float:
+        """The distance from the gradient under the trainer's own samples, as a share of its length."""
+        exact = self.gradient(preset, None, self.head)
+        return float((self.gradient(preset, mismatch, rounded_to_fp8(self.head)) - exact).norm() / exact.norm())
+
+
+def truncate(level: str, cap: float) -> dict[str, Any]:
+    return {"kind": "truncate", "level": level, "cap": cap}
+
+
+@pytest.mark.parametrize("preset", ["tepo", "grpo"])
+@pytest.mark.parametrize(("length", "level", "seed"), [(1, "token", 0), (1, "token", 4), (2, "sequence", 2)])
+@pytest.mark.parametrize("cap", [2.0, 1.2])
+def test_truncated_weights_take_most_of_the_bias_back(preset: str, length: int, level: str, seed: int, cap: float) -> None:
+    """At the default cap, and at one that cuts some weights of these small worlds off. Without a bound they take all back."""
+    world = World.random(length, seed)
+    weights = (world.logprobs(world.head) - world.logprobs(rounded_to_fp8(world.head))).sum(1).exp()
+    assert 1.2 < weights.max() < 2.0
+    uncorrected = world.bias(preset, None)
+    assert uncorrected > 0.05
+    assert world.bias(preset, truncate(level, cap)) <= 0.25 * uncorrected
+    assert world.bias(preset, truncate(level, 1e9)) < 1e-10
+
+
+def test_weights_of_tokens_leave_what_the_tokens_before_them_contribute() -> None:
+    """Each token is weighed given its beginning, which the sampler draws more or less often than the trainer would."""
+    assert World.random(2, 2).bias("tepo", truncate("token", 1e9)) > 1e-3

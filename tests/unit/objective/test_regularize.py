@@ -1,11 +1,10 @@
-"""KL estimators, the KL mask, the entropy bonus."""
-
-import math
+"""KL estimators, the KL mask, the entropy bonus; what is true of the entropy of a softmax."""
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.compose import build_objective
@@ -66,27 +65,6 @@ def test_measured_mask(rows, seed, tolerance):
     assert metrics["mask/fraction"].tolist() == [chosen.sum().item(), tokens.item()]
 
 
-def test_first_order_mask_by_hand():
-    """p = (0.5, 0.3, 0.2): H = 1.0296530; Σ p² (log p + H) = 0.0841265 − 0.0156888 − 0.0231914 = 0.0452463.
-
-    p_k (log p_k + H) = 0.1682529, −0.0522959, −0.1159570: a step on the likeliest token alone lowers the entropy.
-    """
-    batch, _ = make_batch([[True, True, True], [True]], rewards=[1.0, 0.0], groups=[0, 0])
-    logits = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log().expand(4, 3)
-    found = logprob_and_entropy(logits.clone().requires_grad_(), torch.tensor([0, 1, 2, 0]), entropy_slope=True)
-    expected = [0.0452463 - 0.1682529, 0.0452463 + 0.0522959, 0.0452463 + 0.1159570, 0.0452463 - 0.1682529]
-    assert found.entropy_slope.tolist() == pytest.approx(expected, abs=1e-6)
-    batch = batch.with_(old_logprobs_T=found.logprob.detach() - 0.1, old_entropy_T=found.entropy.detach())
-    with_mask, without = (build_objective(ObjectiveConfig(kl_mask=mask)) for mask in ({"falling": "first_order"}, None))
-    assert with_mask.needs_entropy_slope
-    assert not without.needs_entropy_slope
-    assert not build_objective(ObjectiveConfig()).needs_entropy_slope
-    loss, _, metrics, _ = whole(with_mask, batch, found)
-    kl = 0.1 * math.exp(0.1) - math.exp(0.1) + 1  # of the first token; that of the fourth has a negative advantage
-    assert (loss - whole(without, batch, found)[0]).item() == pytest.approx(kl / 4)
-    assert metrics["mask/fraction"].tolist() == [1, 4]
-
-
 @given(masks(), st.integers(0, 99), st.floats(0.1, 2.0))
 def test_entropy_bonus_fixed_and_adaptive(rows, seed, target):
     """The bonus is coefficient · mean entropy; adaptive, the coefficient falls from 0.2 at H = 0 to 0 at H = target."""
@@ -118,3 +96,75 @@ def test_the_automatic_tolerance_is_twice_the_noise_and_no_less_than_the_roundin
     falls = scores.entropy - batch.old_entropy_T < -max(1e-5, 2 * noise)
     chosen = batch.loss_mask_T & (batch.advantages_S[batch.sequence_index_T] > 0) & falls
     assert [float(value) for value in output.metrics["mask/fraction"]] == [chosen.sum(), batch.loss_mask_T.sum()]
+
+
+SOFTMAX_LOGITS = st.lists(st.floats(-4, 4), min_size=2, max_size=8).map(lambda row: torch.tensor(row, dtype=torch.float64))
+SIGNS = st.sampled_from([1.0, -1.0])
+
+
+def entropy(logits: Tensor) -> Tensor:
+    log_p = logits.log_softmax(0)
+    return -(log_p.exp() * log_p).sum()
+
+
+def gradient(logits: Tensor) -> Tensor:
+    return torch.func.grad(entropy)(logits)
+
+
+def slope_of(logits: Tensor, action: int) -> float:
+    """The package's, which the mask ``first_order`` reads."""
+    scores = logprob_and_entropy(logits.unsqueeze(0), torch.tensor([action]), entropy_slope=True)
+    assert scores.entropy_slope is not None
+    return scores.entropy_slope.item()
+
+
+@given(SOFTMAX_LOGITS)
+def test_the_derivative_by_a_logit_has_the_other_sign_than_in_equation_1_of_p2(logits: Tensor) -> None:
+    p = logits.softmax(0)
+    right = -p * (p.log() + entropy(logits))
+    torch.testing.assert_close(gradient(logits), right, rtol=0, atol=1e-12)
+    step = 1e-5
+    moves = step * torch.eye(len(logits), dtype=torch.float64)
+    quotients = torch.stack([(entropy(logits + move) - entropy(logits - move)) / (2 * step) for move in moves])
+    torch.testing.assert_close(quotients, right, rtol=0, atol=1e-8)
+    assume(right.abs().max() > 1e-6)
+    assert (quotients + right).abs().max() > 1e-6  # the derivative is not −right
+
+
+@given(SOFTMAX_LOGITS)
+def test_equation_13_of_p2_is_identically_0_because_it_lost_a_logarithm(logits: Tensor) -> None:
+    """−Σ_a p(a) ∇log p(a) is minus the gradient of Σ_a p(a) = 1. With the lost factor it is the gradient of the entropy."""
+    p, log_p = logits.softmax(0), logits.log_softmax(0)
+    scores = torch.func.jacrev(lambda moved: moved.log_softmax(0))(logits)  # row a: ∇log p(a)
+    torch.testing.assert_close(-(p @ scores), torch.zeros_like(p), rtol=0, atol=1e-14)
+    torch.testing.assert_close(-((p * log_p) @ scores), gradient(logits), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("action", [0, 1])
+def test_the_uniform_policy_of_two_actions_contradicts_lemma_3_2_and_theorem_3_1_of_p2(action: int, advantage: float) -> None:
+    """The entropy's gradient is 0, and with it its product with every step: no strict sign for any advantage."""
+    logits = torch.zeros(2, dtype=torch.float64)
+    step = advantage * torch.func.grad(lambda moved: moved.log_softmax(0)[action])(logits)
+    assert step.abs().max() == 0.5
+    assert gradient(logits).abs().max() == 0
+    assert gradient(logits) @ step == slope_of(logits, action) == 0
+    assert entropy(logits + 0.1 * step) < entropy(logits)  # it is the maximum: of second order, whatever the advantage
+
+
+@given(st.floats(0.01, 4))
+def test_a_positive_advantage_lowers_the_entropy_for_one_action_and_raises_it_for_the_other(gap: float) -> None:
+    logits = torch.tensor([gap, 0.0], dtype=torch.float64)
+    assert slope_of(logits, 0) < 0 < slope_of(logits, 1)
+
+
+@given(SOFTMAX_LOGITS, st.data(), SIGNS)
+def test_the_slope_of_the_package_has_the_sign_of_the_change(logits: Tensor, data: st.DataObject, advantage: float) -> None:
+    """One gradient step on A · log p_k, against the entropies before and after."""
+    action = data.draw(st.integers(0, len(logits) - 1))
+    slope = slope_of(logits, action)
+    step = advantage * torch.func.grad(lambda moved: moved.log_softmax(0)[action])(logits)
+    assert slope * advantage == pytest.approx((gradient(logits) @ step).item(), abs=1e-12)
+    assume(abs(slope) > 1e-4)
+    change = (entropy(logits + 1e-6 * step) - entropy(logits)).item()
+    assert (change < 0) == (advantage * slope < 0)

@@ -1,13 +1,23 @@
-"""Scores of a vocabulary in one piece: against the dense fp64 oracle, and the pitfalls one by one."""
+"""Scores of a vocabulary in one piece, and with the products of the head: the dense fp64 oracle, pitfalls, noise."""
 
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
+from tepo_megatron.core.scores import fused_linear, fused_linear_logprob_and_entropy, logprob_and_entropy
+from tepo_megatron.core.scores.noise import noise_quantiles, rerounded
+from tepo_megatron.core.types import TokenScores
 from tepo_megatron.tools.bench.step_rank import peak_bytes
-from tests.support.dense_scores import BACKENDS, cases, compare, dense_logprob_and_entropy, loss
+from tests.support.dense_scores import BACKENDS, cases, compare, compare_fused, dense_logprob_and_entropy, loss
+from tests.support.objective_batches import make_batch, masks
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -25,15 +35,10 @@ def test_fused_linear_matches_the_dense_oracle(case):
     generator = torch.Generator().manual_seed(tokens)
     width = options["vocab_size"] + 2
     hidden, head = (torch.randn(n, 5, generator=generator, dtype=torch.float64).requires_grad_() for n in (tokens, width))
-    options = options | {"entropy_slope": True}
-    scores = fused_linear_logprob_and_entropy(hidden, head, labels, **options)
-    oracle = dense_logprob_and_entropy(hidden @ head.t(), labels, **options)
-    torch.testing.assert_close(scores.entropy_slope, oracle.entropy_slope, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(scores.logprob, oracle.logprob, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(scores.entropy, oracle.entropy, rtol=1e-9, atol=1e-9)
-    own = torch.autograd.grad(loss(scores, weights), (hidden, head))
-    expected = torch.autograd.grad(loss(oracle, weights), (hidden, head))
-    torch.testing.assert_close(own, expected, rtol=1e-9, atol=1e-9)
+    compare_fused(
+        *(hidden, head, labels, options | {"entropy_slope": True}, weights),
+        **{"tolerance": 1e-9, "gradient_tolerances": (1e-9, 1e-9), "backend": "auto"},
+    )
 
 
 def test_the_oracle_is_the_definition():
@@ -178,3 +183,168 @@ def test_hidden_states_and_head_must_fit():
     for head in (torch.zeros(5, 4, dtype=torch.bfloat16), torch.zeros(5, 3)):
         with pytest.raises(ValueError, match=r"hidden_TH is .* of one floating-point dtype"):
             fused_linear_logprob_and_entropy(torch.zeros(3, 4), head, torch.tensor([0, 1, 2]))
+
+
+FP32_EPSILON = 2.0**-24
+
+
+@given(
+    rows=st.integers(1, 70),
+    width=st.integers(1, 9),
+    tokens=st.integers(1, 40),
+    chunks=st.integers(1, 6),
+    seed=st.integers(0, 99),
+)
+def test_products_of_bfloat16_are_summed_in_fp32(rows: int, width: int, tokens: int, chunks: int, seed: int) -> None:
+    """Within what fp32 itself may err by: rounding a chunk's product to bfloat16 errs by up to 32 768 times as much."""
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.randn(rows, width, generator=generator)
+    exact, magnitude = total.double(), total.double().abs()
+    for _ in range(chunks):
+        left = torch.randn(tokens, rows, generator=generator).bfloat16().t()
+        right = torch.randn(tokens, width, generator=generator).bfloat16()
+        exact = exact + left.double() @ right.double()
+        magnitude = magnitude + left.double().abs() @ right.double().abs()
+        fused_linear._add_product(total, left, right)
+    assert ((total.double() - exact).abs() <= (tokens + 1) * (chunks + 1) * FP32_EPSILON * magnitude).all()
+
+
+def gradients(dtype: torch.dtype, *, main_grad: Tensor | None, times: int = 1, **marks: Any) -> torch.nn.Parameter:
+    """A head of 300 columns after so many backward passes of 64 tokens, in chunks of 16."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(64, 24, generator=generator).to(dtype)
+    weight = torch.nn.Parameter((torch.randn(300, 24, generator=generator) / 5).to(dtype))
+    labels = torch.randint(0, 300, (64,), generator=generator)
+    if main_grad is not None:
+        weight.main_grad = main_grad  # type: ignore[attr-defined] # Megatron's DDP sets both
+        weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    for name, value in marks.items():
+        setattr(weight, name, value)
+    for _ in range(times):
+        scores = fused_linear_logprob_and_entropy(hidden, weight, labels, gradient_accumulation_fusion=True, backend="torch")
+        (scores.logprob.sum() - 0.3 * scores.entropy.sum()).backward()
+    return weight
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_linear, "_CHUNK_BYTES", {"cpu": 1})  # 16 rows, the fewest
+    monkeypatch.setattr(fused_linear, "_PART_ROWS", 128)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_added_to_main_grad_of_a_weight_that_has_one(dtype: torch.dtype) -> None:
+    before = torch.randn(300, 24)
+    weight = gradients(dtype, main_grad=before.clone(), times=3)
+    plain = gradients(torch.float32, main_grad=None)
+    assert plain.grad is not None
+    rounding = 1e-5 if dtype == torch.float32 else 0.02
+    added = (weight.main_grad - before) / 3  # type: ignore[attr-defined]
+    assert (added - plain.grad).norm() <= rounding * plain.grad.norm()
+    assert weight.grad_added_to_main_grad  # type: ignore[attr-defined]
+    assert weight.grad is not None, "the hook of an overlapped reduction needs one"
+    assert weight.grad.dtype == dtype
+
+
+def test_autograd_gets_the_gradient_of_a_weight_without_main_grad() -> None:
+    weight = gradients(torch.bfloat16, main_grad=None)
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.bfloat16
+    assert not hasattr(weight, "grad_added_to_main_grad")
+
+
+def test_a_tied_weight_leaves_autograd_to_the_embedding() -> None:
+    """Megatron's hook adds what autograd has to ``main_grad`` too: that must be the embedding's gradient alone."""
+    weight = gradients(torch.float32, main_grad=torch.zeros(300, 24), zero_out_wgrad=True)
+    assert weight.grad is None
+    assert weight.main_grad.abs().sum() > 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(
+    shape=st.tuples(st.integers(1, 40), st.integers(1, 300), st.integers(1, 40)),
+    scale=st.sampled_from([1.0, 4.0, 16.0]),
+    masked=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_scores_of_bfloat16_are_those_of_unrounded_logits(
+    backend: Any, shape: tuple[int, int, int], scale: float, masked: bool, seed: int
+) -> None:
+    """Logits that were rounded to bfloat16 err by 2^-9 of themselves: 0.03 where they are 16."""
+    (tokens, vocab, width), generator = shape, torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, width, generator=generator).bfloat16().requires_grad_()
+    head = (scale * torch.randn(vocab, width, generator=generator) / width**0.5).bfloat16().requires_grad_()
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    mask = torch.rand(tokens, generator=generator) < 0.7 if masked else None
+    options: dict[str, Any] = {"mask_T": mask, "temperature": 0.8, "entropy_slope": True}
+    scores = fused_linear_logprob_and_entropy(hidden, head, labels, backend=backend, **options)
+    dense = [leaf.detach().double().requires_grad_() for leaf in (hidden, head)]
+    oracle = dense_logprob_and_entropy(dense[0] @ dense[1].t(), labels, **options)
+    for name in ("logprob", "entropy", "entropy_slope"):
+        ours, theirs = getattr(scores, name).detach(), getattr(oracle, name).detach()
+        torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=2e-5)
+    gradients = torch.autograd.grad((scores.logprob - 0.3 * scores.entropy).sum(), (hidden, head))
+    expected = torch.autograd.grad((oracle.logprob - 0.3 * oracle.entropy).sum(), dense)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        # the logits' gradient and the result are rounded to bfloat16, and nothing else
+        assert float((ours.double() - theirs).norm()) <= 2**-7 * float(theirs.norm()) + 1e-9
+
+
+def test_a_chunk_of_fp32_logits_and_their_gradient_stays_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = 16 * 2**20
+    monkeypatch.setattr(fused_linear, "_CHUNK_BYTES", {"cpu": budget})
+    hidden, head = (torch.randn(n, 8).bfloat16().requires_grad_() for n in (2048, 8192))
+
+    def compute() -> None:
+        scores = fused_linear_logprob_and_entropy(hidden, head, torch.arange(2048), backend="torch")
+        scores.logprob.sum().backward()
+
+    assert budget / 2 < peak_bytes(compute) < 1.2 * budget
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=4), st.sampled_from(DTYPES), st.integers(0, 99))
+def test_every_weight_is_a_neighbour_of_itself_and_comes_back(sizes: list[int], dtype: torch.dtype, seed: int) -> None:
+    weights = [(10.0 ** torch.randint(-6, 3, (size, 3)) * torch.randn(size, 3)).to(dtype) for size in sizes]
+    before = [weight.clone() for weight in weights]
+    with contextlib.suppress(KeyError), rerounded(weights, seed):
+        for old, new in zip(before, weights, strict=True):
+            up, down = (torch.nextafter(old, torch.full_like(old, bound)) for bound in (torch.inf, -torch.inf))
+            assert ((new == old) | (new == up) | (new == down)).all()
+        raise KeyError  # the bits come back after an error too
+    assert all(torch.equal(old, new) for old, new in zip(before, weights, strict=True))
+
+
+def test_a_quarter_moves_as_often_up_as_down_and_the_same_on_every_rank() -> None:
+    weights = [torch.randn(200, 300).bfloat16(), torch.nn.Parameter(torch.randn(200, 300).bfloat16())]
+    before, seen = [weight.detach().clone() for weight in weights], []
+    for _ in range(2):
+        with rerounded(weights):
+            seen.append([weight.detach().clone() for weight in weights])
+    assert all(torch.equal(first, second) for first, second in zip(*seen, strict=True))
+    moves = [(new.double() - old.double()).sign() for old, new in zip(before, seen[0], strict=True)]
+    for move in moves:
+        assert float(move.abs().mean()) == pytest.approx(0.25, abs=0.01)
+        assert float(move.mean()) == pytest.approx(0, abs=0.01)
+    assert not torch.equal(*moves)  # each tensor has a draw of its own
+
+
+@given(masks(), st.integers(0, 99))
+def test_quantiles_are_those_of_the_differences_in_float64(rows: list[list[bool]], seed: int) -> None:
+    batch, scores = make_batch(rows, seed=seed)
+    logprob, entropy = scores.logprob.detach(), scores.entropy.detach()
+    old = batch.old_logprobs_T, batch.old_entropy_T
+    noise = noise_quantiles(TokenScores(*old), TokenScores(logprob, entropy), batch)
+    mask, owner = batch.loss_mask_T.numpy(), batch.sequence_index_T.numpy()
+    delta = (logprob - old[0]).numpy()
+    means = [delta[mask & (owner == i)].mean() if (mask & (owner == i)).any() else 0.0 for i in range(batch.num_sequences)]
+    expected = {
+        "entropy": (entropy - old[1]).abs().numpy()[mask],
+        "ratio": np.abs(np.expm1(delta[mask])),
+        "sequence_ratio": np.abs(np.expm1(means)),
+    }
+    for name, values in expected.items():
+        for level in (50, 90, 99):
+            assert noise[f"{name}/noise/p{level}"] == pytest.approx(np.quantile(values, level / 100), abs=1e-12)

@@ -1,4 +1,6 @@
-"""Packing, padding and micro-batches: nothing is lost, nothing is counted twice."""
+"""Packing, padding, micro-batches and the shares of context-parallel ranks: nothing is lost, nothing is counted twice."""
+
+from __future__ import annotations
 
 import random
 from dataclasses import replace
@@ -8,17 +10,21 @@ import pytest
 import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
 
+from tepo_megatron.config import EngineConfig
 from tepo_megatron.core.rollout import Rollout, SamplingMask, WeightsVersion
 from tepo_megatron.core.types import Batch
 from tepo_megatron.run.step.minibatches import summarize
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.trainer.megatron.batch import cut, padded_tokens
+from tepo_megatron.trainer.megatron.batch import cut, padded_tokens, rank_order
+from tepo_megatron.trainer.megatron.model.fp8 import token_multiple
 from tepo_megatron.trainer.megatron.partition import attention_length, partition
 from tepo_megatron.trainer.megatron.platform import Ranks
 from tepo_megatron.trainer.packing import check_recorded, pack
 from tepo_megatron.trainer.protocol import UpdateResult
 from tepo_megatron.weights.architecture import read_model_spec
+from tests.support.random_models import draw_rollouts
 
 
 def rollout(prompt: list[int], response: list[int], *, group: int = 0, reward: float = 0.0) -> Rollout:
@@ -266,3 +272,52 @@ def test_too_few_sequences_are_refused() -> None:
     with pytest.raises(ValueError, match=r"7 sequences .* over 2 data-parallel ranks, 4 for each, which interleaved"):
         partition([3] * 7, ranks=2, max_tokens=10, multiple=4)
     assert [len(rank) for rank in partition([3] * 9, ranks=2, max_tokens=100, multiple=4)] == [4, 4]
+
+
+sizes = st.sampled_from([1, 2, 3, 4, 8])
+
+
+def offsets(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), sizes)
+def test_each_rank_has_its_two_chunks_of_every_sequence(chunks: list[int], cp: int) -> None:
+    """A token is computed once, as many on every rank; and at the positions that Megatron's RoPE takes them to have."""
+    order_T = rank_order(offsets([2 * cp * chunk for chunk in chunks]), cp)
+    assert sorted(order_T.tolist()) == list(range(2 * cp * sum(chunks)))
+    for rank, own_t in enumerate(order_T.view(cp, -1)):
+        start = 0
+        expected: list[int] = []
+        for chunk in chunks:
+            for number in (rank, 2 * cp - 1 - rank):
+                expected += range(start + number * chunk, start + (number + 1) * chunk)
+            start += 2 * cp * chunk
+        assert own_t.tolist() == expected
+        start = 0
+        for chunk, own in zip(chunks, own_t.split([2 * chunk for chunk in chunks]), strict=True):
+            places = torch.arange(2 * cp * max(chunks))
+            assert torch.equal(_get_thd_freqs_on_this_cp_rank(rank, cp, own, places), own - start) or cp == 1
+            start += 2 * cp * chunk
+
+
+@given(st.lists(st.integers(3, 20), min_size=1, max_size=6), sizes, st.integers(1, 16))
+def test_shares_are_all_of_a_micro_batch_and_padding_has_no_scores(lengths: list[int], cp: int, multiple: int) -> None:
+    micro = pack(draw_rollouts(lengths))
+    whole = token_multiple(EngineConfig(parallel={"cp": cp})) * multiple
+    size = -(-padded_tokens(lengths, cp) // whole) * whole
+    shares = [cut(micro, size, Ranks(rank, cp, 1, 0, 1, 0, 1, 0, cp, rank, None, None)) for rank in range(cp)]
+    assert all(share.micro is micro for share in shares)
+    assert all(share.tokens_t.numel() == size // cp for share in shares)
+    source_T = shares[0].source_T
+    for name, expected in (("tokens_t", micro.tokens_T), ("positions_t", micro.positions_T), ("labels_t", micro.labels_T)):
+        gathered_T = torch.cat([getattr(share, name) for share in shares])
+        assert torch.equal(gathered_T[source_T], expected), name
+    mask_T = torch.cat([share.mask_t for share in shares])
+    assert torch.equal(mask_T[source_T], micro.loss_mask_T)
+    assert mask_T.sum() == micro.loss_mask_T.sum()
+    for share in shares:
+        padded = share.packed.cu_seqlens_q.diff()
+        assert not (padded % (2 * cp if cp > 1 else 1)).any()
+        assert share.packed.max_seqlen_q == int(padded.max())
+        assert (share.packed.cu_seqlens_q_padded is share.packed.cu_seqlens_q) == (cp > 1)

@@ -1,28 +1,42 @@
-"""What follows from the choice of layers (what Megatron builds from it: test_built_layers.py); whose kernels there are; FP8
-weights beside plain ones.
-"""
+"""What follows from the choice of layers and of ``engine.fp8`` (their modules: test_built_layers.py); attention; adapters."""
 
 from __future__ import annotations
 
+import weakref
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.optimizer.optimizer import FP32Optimizer
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.enums import Fp8Recipe
+from megatron.core.fp8_utils import get_fp8_align_size, is_first_last_bf16_layer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import linear
 
+from tepo_megatron.config import EngineConfig, Fp8Config, LoraConfig
+from tepo_megatron.config.load import load_run
+from tepo_megatron.run.checks import RUN_CHECKS
 from tepo_megatron.trainer.megatron import gpu as packages
 from tepo_megatron.trainer.megatron.gpu import Packages
-from tepo_megatron.trainer.megatron.model import fp8 as fp8_weights
+from tepo_megatron.trainer.megatron.model import fp8
+from tepo_megatron.trainer.megatron.model.attention_cpu import PackedDotProductAttention
+from tepo_megatron.trainer.megatron.model.lora import Lora
 from tepo_megatron.trainer.megatron.model.model import Layers
-from tepo_megatron.trainer.megatron.optimizer_states import STATES, OptimizerStates
+from tepo_megatron.weights.adapters import AdapterBlock
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
 from tepo_megatron.weights.table import tensor_shapes
+from tests.support.reshard_models import MOE, small_spec
 
 SPEC = ModelSpec("LlamaForCausalLM", 1, 8, 2, 1, 4, 16, 5, False, 1e-5, 1e4, None, 64)
 
@@ -105,8 +119,8 @@ class Rounded(torch.Tensor):
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_weights, "is_float8tensor", lambda tensor: isinstance(tensor, Rounded))
-    monkeypatch.setattr(fp8_weights, "dequantize_fp8_tensor", lambda tensor: tensor.dequantize())
+    monkeypatch.setattr(fp8, "is_float8tensor", lambda tensor: isinstance(tensor, Rounded))
+    monkeypatch.setattr(fp8, "dequantize_fp8_tensor", lambda tensor: tensor.dequantize())
 
 
 def test_fp8_parameters_are_loaded_whole_and_their_masters_unrounded(stand_in: None, tmp_path: Path) -> None:
@@ -115,16 +129,16 @@ def test_fp8_parameters_are_loaded_whole_and_their_masters_unrounded(stand_in: N
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (layout,) = megatron_ranks(SPEC, MegatronParallel(fused_norms=True))
     plain = {name: torch.zeros(shape) for name, shape in layout.params.items()}
-    fp8_weights.load_weights(tmp_path, layout, plain)
+    fp8.load_weights(tmp_path, layout, plain)
 
     fc1 = "decoder.layers.0.mlp.linear_fc1.weight"
     params = {name: torch.zeros(shape) for name, shape in layout.params.items()}
     params[fc1] = Rounded.of(torch.zeros(layout.params[fc1]))
-    unrounded = fp8_weights.load_weights(tmp_path, layout, params)
+    unrounded = fp8.load_weights(tmp_path, layout, params)
     assert list(unrounded) == [fc1]
     assert torch.equal(unrounded[fc1], plain[fc1])
 
-    seen = fp8_weights.plain_weights(params)
+    seen = fp8.plain_weights(params)
     assert list(seen) == list(params)
     assert len(seen) == len(params)
     for name, value in plain.items():
@@ -134,38 +148,195 @@ def test_fp8_parameters_are_loaded_whole_and_their_masters_unrounded(stand_in: N
     assert not torch.equal(seen[fc1], plain[fc1])
 
 
-# -- fused Adam ----------------------------------------------------------------------------------------------------------------
+RECIPES = ["delayed", "tensorwise", "blockwise", "mxfp8"]
+recipes = st.sampled_from(RECIPES)
 
 
-class GroupCounting(torch.optim.Optimizer):
-    """Counts steps as Transformer Engine's and apex' Adam do: per group, from 1 where there is no count."""
-
-    def __init__(self, params: list[torch.nn.Parameter]) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
+def megatron(config: Fp8Config, layers: int = 8) -> TransformerConfig:
+    """Upstream's own class, with its checks; none of them needs Transformer Engine for these fields."""
+    sizes = {"num_layers": layers, "hidden_size": 64, "num_attention_heads": 4}
+    return TransformerConfig(**sizes, bf16=True, params_dtype=torch.bfloat16, **fp8.layer_options(config))
 
 
-@given(st.integers(0, 1000))
-def test_a_resumed_fused_adam_counts_on(updates: int) -> None:
-    """Or else its bias correction would start anew under moments that did not: a jump of the weights at every resume."""
-    param = torch.nn.Parameter(torch.zeros(3))
-    wrapped = object.__new__(FP32Optimizer)
-    wrapped.optimizer = GroupCounting([param])
-    values = {state: torch.full((3,), float(number)) for number, state in enumerate(STATES, 1)}
-    OptimizerStates(wrapped).restore(param, values, updates=updates)
-    wrapped.optimizer.step()
-    assert wrapped.optimizer.param_groups[0]["step"] == updates + 1
-    assert torch.equal(param, torch.ones(3))
-    assert set(wrapped.optimizer.state[param]) == {"exp_avg", "exp_avg_sq"}
+@pytest.mark.parametrize(("recipe", "params"), [("delayed", False), *product(RECIPES[1:], [False, True])])
+@pytest.mark.parametrize("form", ["e4m3", "hybrid"])
+def test_every_recipe_reaches_megatron(recipe: str, form: str, params: bool) -> None:
+    config = Fp8Config(recipe=recipe, format=form, params=params)
+    layers = megatron(config)
+    assert (layers.fp8, layers.fp8_recipe, layers.fp8_param) == (form, Fp8Recipe(recipe), params)
+    gather = DistributedDataParallelConfig(use_distributed_optimizer=True, **fp8.gather_options(config))
+    optimizer = MegatronOptimizerConfig(bf16=True, use_distributed_optimizer=True, **fp8.optimizer_options(config))
+    assert gather.fp8_param_gather is params
+    assert optimizer.fp8_recipe == (recipe if params else None)
+    # MXFP8 weights are gathered as bfloat16, in the gradients' buffer: both sides must know
+    assert gather.reuse_grad_buf_for_mxfp8_param_ag is optimizer.reuse_grad_buf_for_mxfp8_param_ag
+    assert gather.reuse_grad_buf_for_mxfp8_param_ag is (params and recipe == "mxfp8")
 
 
-def test_a_master_is_set_where_it_is_held() -> None:
-    param = torch.nn.Parameter(torch.zeros(2, 3))
-    wrapped = object.__new__(FP32Optimizer)
-    wrapped.optimizer = torch.optim.AdamW([param])
-    value = torch.arange(6.0).view(2, 3)
-    OptimizerStates(wrapped).set_master(param, value)
-    assert torch.equal(param, value)
+def test_without_a_recipe_megatron_has_no_fp8() -> None:
+    layers = megatron(Fp8Config())
+    assert layers.fp8 is None
+    assert not layers.fp8_param
+    assert fp8.gather_options(Fp8Config()) == {"fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False}
+
+
+def test_the_knobs_of_delayed_scaling() -> None:
+    default = megatron(Fp8Config(recipe="delayed"))
+    assert (default.fp8_amax_history_len, default.fp8_amax_compute_algo, default.fp8_margin) == (1024, "max", 0)
+    chosen = Fp8Config(recipe="delayed", amax_history_len=16, amax_compute_algo="most_recent", margin=2)
+    layers = megatron(chosen)
+    assert (layers.fp8_amax_history_len, layers.fp8_amax_compute_algo, layers.fp8_margin) == (16, "most_recent", 2)
+
+
+@given(st.sampled_from(RECIPES[1:]), st.integers(0, 4), st.integers(0, 3))
+def test_layers_in_bfloat16_are_the_first_and_the_last(recipe: str, first: int, last: int) -> None:
+    layers = megatron(Fp8Config(recipe=recipe, first_layers_bf16=first, last_layers_bf16=last))
+    kept = [layer for layer in range(8) if is_first_last_bf16_layer(layers, layer)]
+    assert kept == [*range(first), *range(8 - last, 8)]
+
+
+@given(recipes, st.sampled_from([1, 2, 4, 8]), st.booleans())
+def test_every_rank_gets_tokens_that_suit_fp8(recipe: str, tp: int, split: bool) -> None:
+    parallel = {"tp": tp, "sequence_parallel": split and tp > 1}
+    multiple = fp8.token_multiple(EngineConfig.model_validate({"parallel": parallel, "fp8": {"recipe": recipe}}))
+    on_a_rank = multiple // (tp if parallel["sequence_parallel"] else 1)
+    assert on_a_rank % get_fp8_align_size(Fp8Recipe(recipe)) == 0
+    assert on_a_rank % {"blockwise": 128, "mxfp8": 32}.get(recipe, 16) == 0
+    without = fp8.token_multiple(EngineConfig.model_validate({"parallel": parallel}))
+    assert without == (tp if parallel["sequence_parallel"] else 1)
+
+
+lengths_of = st.lists(st.integers(1, 9) | st.integers(30, 60), min_size=1, max_size=6)
+"""Short and long ones come into blocks of their own."""
+
+
+def block_causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """[T, heads, d] in float64, every query over the earlier keys of its own sequence."""
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    position = torch.arange(sum(lengths))
+    allowed = (sequence[:, None] == sequence) & (position[:, None] >= position)
+    repeats = query.size(1) // key.size(1)
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) / query.size(-1) ** 0.5
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~allowed, -torch.inf).softmax(-1), value).flatten(1)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    lengths_of,
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.integers(0, 2**31),
+)
+def test_attention_and_gradients_match_the_block_causal_oracle(
+    lengths: list[int], repeats: int, groups: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tokens, dim = sum(lengths), 4
+    shapes = [(tokens, groups * repeats, dim), (tokens, groups, dim), (tokens, groups, dim)]
+    exact = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    single = [tensor.detach().float().requires_grad_() for tensor in exact]
+    upstream = torch.randn(tokens, groups * repeats * dim, generator=generator, dtype=torch.float64)
+
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True)
+    offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    packed = PackedSeqParams("thd", offsets, offsets, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+    attention = PackedDotProductAttention(config, 1, AttnMaskType.causal, "self")
+    out = attention(*single, None, packed_seq_params=packed)
+    expected = block_causal(exact[0], exact[1], exact[2], lengths)
+
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    out.backward(upstream.float())
+    expected.backward(upstream)
+    for ours, oracle in zip(single, exact, strict=True):
+        torch.testing.assert_close(ours.grad.double(), oracle.grad, atol=1e-5, rtol=1e-5)
+
+
+BLOCKS = [
+    [AdapterBlock(slice(0, 2), slice(0, 2)), AdapterBlock(slice(2, 4), slice(3, 5))],  # as the queries of two groups
+    [AdapterBlock(slice(0, 1), slice(2, 3))],
+]
+LORA = LoraConfig(rank=2, alpha=3)
+
+
+def merged_by_hand(weight: Tensor, made: torch.nn.Module) -> Tensor:
+    a1, b1, a2, b2 = (param.double() for param in made.parameters())
+    first, second = 1.5 * b1 @ a1, 1.5 * b2 @ a2
+    zero = torch.zeros(7, dtype=torch.float64)
+    return weight.double() + torch.stack([first[0], first[1], second[0], first[2], first[3], zero])
+
+
+class Layer(torch.nn.Module):
+    """Notes the weights that it computed with."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.used: list[Any] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.used.append(weakref.ref(self.weight))
+        return linear(inputs, self.weight)
+
+
+def adapted(dtype: torch.dtype) -> tuple[Layer, torch.nn.Module, Lora]:
+    torch.manual_seed(0)
+    pairs = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in [(2, 7), (4, 2), (2, 7), (1, 2)]]
+    layer, lora = Layer(torch.randn(6, 7, dtype=dtype)), Lora(LORA, [], None, None, {})
+    lora.add("weight", BLOCKS, pairs)
+    lora.attach([layer], {"weight": layer.weight})
+    return layer, lora.adapters["weight"], lora
+
+
+def test_values_and_gradients_are_those_of_the_merged_weight() -> None:
+    layer, made, lora = adapted(torch.float32)
+    inputs = torch.randn(5, 7, requires_grad=True)
+    expected = linear(inputs.double(), merged_by_hand(layer.weight, made))
+    wanted = torch.autograd.grad(expected.square().sum(), [inputs, *made.parameters()])
+    found = layer(inputs)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    got = torch.autograd.grad(found.square().sum(), [inputs, *made.parameters()])
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs.float(), atol=1e-4, rtol=1e-4)
+    with lora.switched_off():
+        assert torch.equal(layer(inputs), linear(inputs, layer.weight))
+    assert torch.equal(layer(inputs), found)
+
+
+def test_a_merged_weight_is_rounded_once() -> None:
+    layer, made, lora = adapted(torch.bfloat16)
+    expected = merged_by_hand(layer.weight, made).to(torch.bfloat16)
+    assert torch.equal(lora.merged({"weight": layer.weight})["weight"], expected)
+
+
+def test_no_merged_weight_waits_for_the_backward_pass() -> None:
+    layer, made, _ = adapted(torch.float32)
+    frozen = layer.weight.clone()
+    found = layer(torch.randn(5, 7, requires_grad=True))
+    assert layer.used[-1]() is None
+    found.sum().backward()
+    assert all(param.grad is not None for param in made.parameters())
+    assert layer.weight.grad is None
+    assert torch.equal(layer.weight, frozen)
+
+
+def test_a_failure_within_a_layer_leaves_its_weight_as_it_was() -> None:
+    layer, _, _ = adapted(torch.float32)
+    weight = layer.weight
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layer(torch.randn(5, 3))
+    assert layer.weight is weight
+
+
+def test_scales_are_those_of_peft() -> None:
+    assert LoraConfig(rank=16, alpha=32).scale == 2
+    assert LoraConfig(rank=16, alpha=32, rslora=True).scale == 8
+
+
+def test_adapters_of_experts_are_served_merged_alone() -> None:
+    spec = small_spec(architecture="MixtralForCausalLM", experts=MOE["MixtralForCausalLM"])
+    (check,) = [check for check in RUN_CHECKS if check.name == "adapters"]
+    for serve, problem in (("merged", ""), ("adapter", "serve = adapter is for dense models")):
+        run: Any = SimpleNamespace(config=load_run(None, [f"model.lora.serve={serve}"]), spec=spec)
+        assert problem in (check.problem(run) or "")
+        assert bool(check.problem(run)) == bool(problem)
