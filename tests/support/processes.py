@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -85,3 +87,24 @@ def unix_sockets(pid: int) -> set[str]:
         with contextlib.suppress(psutil.NoSuchProcess):
             found |= {each.laddr for each in process.net_connections(kind="unix") if each.laddr.startswith("/")}
     return found
+
+
+@contextlib.contextmanager
+def python_programs(environment: Mapping[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts programs outside torchrun; at the end, what is left of them and of what they started is killed."""
+    running: list[subprocess.Popen[str]] = []
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+
+    def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+        command, env = [sys.executable, *map(str, arguments)], {**inherited, **environment}
+        running.append(subprocess.Popen(command, env=env, stdout=-1, stderr=-1, text=True, **options))
+        return running[-1]
+
+    try:
+        yield start
+    finally:
+        for process in running:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for each in family(process.pid):
+                    each.kill()
+            process.communicate()

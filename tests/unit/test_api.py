@@ -1,4 +1,4 @@
-"""What ``import tepo_megatron`` offers: these names, lazily, with docstrings and pages, and no others."""
+"""What imports offer, and what they do: these names, lazily, with docstrings and pages, and nothing else."""
 
 from __future__ import annotations
 
@@ -61,11 +61,9 @@ def test_a_name_is_there_and_says_what_it_is(name: str) -> None:
         assert not value.__doc__.startswith(f"{name}("), "what dataclasses writes where there is none"
 
 
-@pytest.mark.parametrize("name", ["rollout_", "no_such_name", "_private"])
-def test_other_names_are_not(name: str) -> None:
-    """As a user's first question, before anything has been imported that would set an attribute."""
-    with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
-        tepo_megatron.__getattr__(name)
+def test_other_names_are_not() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'rollout_'"):
+        tepo_megatron.__getattr__("rollout_")
 
 
 def test_type_checkers_see_the_same_homes() -> None:
@@ -105,3 +103,64 @@ def test_every_name_has_its_place_in_the_pages() -> None:
     assert sorted([*shown, "__version__"]) == sorted(tepo_megatron.__all__)
     listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| \[.*$", pages["index.md"], flags=re.MULTILINE)))
     assert sorted([*listed, "__version__"]) == sorted(tepo_megatron.__all__)
+
+
+SCRIPT = """
+import importlib.util, os, pkgutil, sys, warnings
+warnings.filterwarnings("ignore")
+import torch, torch.distributed, megatron.core
+
+watched = [torch.cuda, torch.Tensor, torch.distributed]
+before = [dict(vars(owner)) for owner in watched]
+environment = dict(os.environ)
+
+ours = os.path.dirname(importlib.util.find_spec("tepo_megatron").origin) + os.sep
+ways_to_it = (os.__file__, "<frozen os>", "<frozen _collections_abc>", "/_collections_abc.py", "/triton/knobs.py")
+reads = []
+
+def note(name):
+    # Who asks: the first frame that is not one of the ways to the environment. What a library reads for itself is its own.
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename.endswith(ways_to_it):
+        frame = frame.f_back
+    if frame.f_code.co_filename.startswith(ours):
+        reads.append(f"{frame.f_code.co_filename}:{frame.f_lineno} reads {name}")
+
+class Watched(type(os.environ)):
+    def __getitem__(self, name):
+        note(name)
+        return super().__getitem__(name)
+
+    def __iter__(self):
+        note("all of it")
+        return super().__iter__()
+
+os.environ.__class__ = Watched
+try:
+    import triton.knobs
+except ModuleNotFoundError:
+    pass  # then the modules that need it are not importable either
+else:
+    for function in ("getenv", "getenv_bool"):  # Triton asks the C library
+        def watch(name, *default, of=getattr(triton.knobs, function)):
+            note(name)
+            return of(name, *default)
+        setattr(triton.knobs, function, watch)
+
+import tepo_megatron
+for module in pkgutil.walk_packages(tepo_megatron.__path__, "tepo_megatron."):
+    of_other_environments = ("tepo_megatron.sampler.vllm.plugin.", "tepo_megatron.launch.slurm_logs")
+    if not module.name.startswith(of_other_environments) and not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+for owner, names in zip(watched, before):
+    changed = [name for name, value in vars(owner).items() if name in names and names[name] is not value]
+    assert not changed, (owner, changed)
+assert not torch.distributed.is_initialized()
+assert not reads, reads
+assert {k: v for k, v in os.environ.items() if environment.get(k) != v} == {}
+"""
+
+
+@pytest.mark.slow
+def test_importing_every_module_changes_nothing() -> None:
+    run(SCRIPT)

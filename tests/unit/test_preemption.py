@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ RANK = """
 import contextlib, ctypes, os, sys, time
 from tepo_megatron.runtime.preemption import StopRequested, StopSignals, stop_signals
 
-what, grace, warning = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
+what, grace = sys.argv[1], float(sys.argv[2])
 
 def tell(text):
     os.write(1, (text + "\\n").encode())
@@ -45,7 +45,7 @@ def sleep_in(context):
             sys.stdin.readline()
             tell("cleaned up")
 
-signals = StopSignals(grace_s=grace, warning_s=warning).install()
+signals = StopSignals(grace_s=grace, warning_s=2000.0).install()
 signals.say = tell
 signals.at_risk = lambda: "step 3 is lost; the newest checkpoint is step_000002"
 assert stop_signals() is signals
@@ -70,7 +70,7 @@ except StopRequested as stop:
 """
 
 
-def ignore(numbers: tuple[signal.Signals, ...]) -> None:
+def ignore(numbers: Sequence[signal.Signals]) -> None:
     """As nohup does before it starts its command."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
@@ -79,18 +79,8 @@ def ignore(numbers: tuple[signal.Signals, ...]) -> None:
 class Rank:
     """A process that handles signals; ``says`` reads its next line."""
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        grace: float = 1000.0,
-        warning: float = 2000.0,
-        rank: str = "0",
-        folder: Path | None = None,
-        ignores: tuple[signal.Signals, ...] = (),
-    ) -> None:
-        command = [sys.executable, "-c", RANK, what, str(grace), str(warning)]
-        environment = {**os.environ, "RANK": rank, **({} if folder is None else {"TEPO_RANKS_FOLDER": str(folder)})}
+    def __init__(self, what: str, grace: float = 1000.0, ignores: Sequence[signal.Signals] = (), **environment: str) -> None:
+        command, environment = [sys.executable, "-c", RANK, what, str(grace)], os.environ | environment
         self.process = subprocess.Popen(
             command, stdin=-1, stdout=-1, stderr=-1, text=True, env=environment, preexec_fn=lambda: ignore(ignores)
         )
@@ -111,15 +101,9 @@ class Rank:
 
 
 @pytest.fixture
-def start() -> Iterator[type[Rank]]:
+def start() -> Iterator[Callable[..., Rank]]:
     started: list[Rank] = []
-
-    class Started(Rank):
-        def __init__(self, what: str, **limits: Any) -> None:
-            started.append(self)
-            super().__init__(what, **limits)
-
-    yield Started
+    yield lambda *given, **options: started.append(Rank(*given, **options)) or started[-1]
     for rank in started:
         rank.process.kill()
         rank.process.communicate()
@@ -135,7 +119,7 @@ ASKED = {
 
 @pytest.mark.parametrize("what", ["before", "wait", "safe point"])
 @pytest.mark.parametrize("number", ASKED)
-def test_a_signal_ends_what_may_be_left(start: type[Rank], what: str, number: signal.Signals) -> None:
+def test_a_signal_ends_what_may_be_left(start: Callable[..., Rank], what: str, number: signal.Signals) -> None:
     rank = start(what)
     rank.send(number)
     told, name, code = ASKED[number]
@@ -146,7 +130,7 @@ def test_a_signal_ends_what_may_be_left(start: type[Rank], what: str, number: si
 
 
 @pytest.mark.parametrize("what", ["before", "wait", "safe point"])
-def test_a_signal_that_the_starter_ignores_stays_ignored(start: type[Rank], what: str) -> None:
+def test_a_signal_that_the_starter_ignores_stays_ignored(start: Callable[..., Rank], what: str) -> None:
     """nohup ignores SIGHUP, a shell without job control ignores SIGINT for what it starts in the background. A job's script
     ignores the warning, and leaves it to the ranks.
     """
@@ -158,7 +142,7 @@ def test_a_signal_that_the_starter_ignores_stays_ignored(start: type[Rank], what
 
 
 @pytest.mark.parametrize("what", ["twice", "twice before"])
-def test_another_sigterm_cuts_nothing_short(start: type[Rank], what: str) -> None:
+def test_another_sigterm_cuts_nothing_short(start: Callable[..., Rank], what: str) -> None:
     """Slurm sends it to all processes, and the parent of the ranks sends it on."""
     rank = start(what)
     rank.send(signal.SIGTERM)
@@ -170,7 +154,7 @@ def test_another_sigterm_cuts_nothing_short(start: type[Rank], what: str) -> Non
 
 
 @pytest.mark.parametrize("what", ["twice", "in C"])
-def test_a_second_ctrl_c_ends_the_process_at_once_and_says_what_is_lost(start: type[Rank], what: str) -> None:
+def test_a_second_ctrl_c_ends_the_process_at_once_and_says_what_is_lost(start: Callable[..., Rank], what: str) -> None:
     rank = start(what)
     rank.send(signal.SIGINT)
     assert rank.says() == ASKED[signal.SIGINT][0]
@@ -182,7 +166,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once_and_says_what_is_lost(start: t
 
 @pytest.mark.parametrize("first", ASKED)
 def test_a_process_that_does_not_come_to_a_safe_point_ends_with_the_grace_time(
-    start: type[Rank], first: signal.Signals
+    start: Callable[..., Rank], first: signal.Signals
 ) -> None:
     rank = start("in C", grace=0.2)
     rank.send(first)
@@ -194,11 +178,11 @@ def test_a_process_that_does_not_come_to_a_safe_point_ends_with_the_grace_time(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_a_rank_that_waits_for_rank_0_ends_when_that_is_gone(start: type[Rank], tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_rank_0_ends_when_that_is_gone(start: Callable[..., Rank], tmp_path: Path) -> None:
     """The agent asks it to end after rank 0's death; nothing but SIGKILL half a minute later would end the wait otherwise."""
     root = subprocess.Popen(["sleep", "600"])
     (tmp_path / "rank-0.pid").write_text(str(root.pid))
-    rank = start("in C", rank="1", folder=tmp_path)
+    rank = start("in C", RANK="1", TEPO_RANKS_FOLDER=str(tmp_path))
     rank.send(signal.SIGTERM)
     assert rank.says() == ASKED[signal.SIGTERM][0]
     root.kill()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from tepo_megatron.tools.faults.processes import wait_until
 from tepo_megatron.trainer.megatron.collectives import all_gather_json, objects_as_json
 from tests.support import stranger
 from tests.support.launch import run_dist
-from tests.support.processes import listeners
+from tests.support.processes import listeners, python_programs
 from tests.support.programs import TIMEOUT_S
 
 RANK = """
@@ -66,27 +64,11 @@ as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, re
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
-    """Starts processes that find the module of the ranks; what is left of them is ended after the test."""
+    """Starts programs that find the module of the ranks."""
     (tmp_path / "waiting_rank.py").write_text(RANK)
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment["PYTHONPATH"]])
-    environment["GLOO_SOCKET_IFNAME"] = "lo"
-    running: list[subprocess.Popen[str]] = []
-
-    def start_one(*command: object) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        running.append(
-            subprocess.Popen([sys.executable, *map(str, command)], env=environment, stdout=pipe, stderr=pipe, text=True)
-        )
-        return running[-1]
-
-    yield start_one
-    for process in running:
-        with suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(process.pid).children(recursive=True):
-                child.kill()
-        process.kill()
-        process.communicate()
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    with python_programs({"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}) as started:
+        yield started
 
 
 def wait_for(process: subprocess.Popen[str], *files: Path) -> None:

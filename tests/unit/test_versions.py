@@ -1,4 +1,4 @@
-"""The supported ranges are said once, and everything that pins or installs agrees with them."""
+"""The supported ranges are said once, and all that pins or installs agrees; a commit and a pull request run the checks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import subprocess
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+import tepo_megatron
 from tepo_megatron.versions import (
     MEGATRON_RANGE,
     TE_RANGE,
@@ -117,3 +120,36 @@ def test_a_range_takes_builds_and_refuses_the_next_line() -> None:
     assert [in_range(version, VLLM_RANGE) for version in ("0.32.0", "0.32.1+cpu", "0.33.0")] == [True, True, False]
     assert installed_version("packaging") is not None
     assert (installed_version("no-such-distribution"), requirements_of("no-such-distribution")) == (None, [])
+
+
+def read(path: str) -> Any:
+    return yaml.safe_load((ROOT / path).read_text())
+
+
+def test_a_commit_runs_what_make_check_runs() -> None:
+    recipe = re.search(r"^check:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert recipe is not None
+    commands = [line.strip().replace("$(BIN)", ".venv/bin") for line in recipe[1].splitlines()]
+    hooks = [hook for source in read(".pre-commit-config.yaml")["repos"] for hook in source["hooks"]]
+    assert [re.sub(r"^bash -c '(.*)'$", r"\1", hook["entry"]) for hook in hooks] == commands
+    assert all(hook["language"] == "system" and hook["pass_filenames"] is False for hook in hooks)
+
+
+def test_a_pull_request_runs_what_ci_runs() -> None:
+    jobs = read(".github/workflows/ci.yml")["jobs"]
+    commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert commands == {"checks": ["bash .ci/run"], "docs": ["make docs"]}
+    assert "make check" in (ROOT / ".ci/run").read_text()
+
+
+@pytest.mark.parametrize("form", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem)
+def test_a_form_for_issues_has_what_github_asks_for(form: Path) -> None:
+    content = yaml.safe_load(form.read_text())
+    assert {"name", "description", "body"} <= set(content)
+    assert all(field["attributes"]["label"] for field in content["body"])
+
+
+def test_the_newest_section_of_the_changelog_is_this_version() -> None:
+    sections = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert sections[0] == "Unreleased"
+    assert re.fullmatch(rf"{re.escape(tepo_megatron.__version__)} — \d{{4}}-\d{{2}}-\d{{2}}", sections[1])

@@ -302,6 +302,12 @@ def test_a_server_that_answers_is_told_with_its_latency(tmp_path: Path, status: 
             "no such quantiser for a CPU",
         ),
         (["engine.parallel.tp=3"], "trainer", "engine.parallel.tp"),
+        (
+            ["engine.parallel={pp: 2, num_layers_in_first_pipeline_stage: 5}"],
+            "trainer",
+            "4 layers do not split over 2 pipeline stages",
+        ),
+        (["engine={recompute: selective, recompute_modules: [moe]}"], "trainer", "has moe, which is for models with"),
     ],
 )
 def test_what_training_would_refuse_is_reported_by_the_name_of_its_check(overrides: list[str], name: str, said: str) -> None:

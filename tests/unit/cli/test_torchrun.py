@@ -3,9 +3,8 @@
 import os
 import re
 import signal
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.runtime.proc import STOPPED, Process
 from tepo_megatron.tools.faults.processes import wait_gone, wait_until
 from tepo_megatron.versions import in_range
+from tests.support.processes import python_programs
 from tests.support.programs import TIMEOUT_S
 from tests.support.shell import CTRL_Z, Terminal
 
@@ -75,8 +75,9 @@ def act():
         load_run(None, ["train.steps=0"])
     if what == "ok":
         return
-    if what == "hang":
-        beats = Heartbeat(folder / "status", int(rank), 2, hang_timeout_s=1000.0)
+    if what in ("hang", "still"):
+        limit = 2.0 if what == "still" and rank == "1" else 1000.0
+        beats = Heartbeat(folder / "status", int(rank), 2, hang_timeout_s=limit)
         while rank == "1" and not (folder / "status" / "rank-00000.json").exists():
             time.sleep(0.05)
         beats.start()
@@ -86,6 +87,8 @@ def act():
         (folder / f"beats{rank}").touch()
         while not (folder / "never").exists():
             time.sleep(0.05)
+            if what == "still" and rank == "0":
+                beats.moved()
             if not runs(1) or not runs(0):
                 raise RuntimeError("connection closed by peer")
     if what == "broken" and rank == "0":
@@ -118,7 +121,7 @@ from tepo_megatron.runtime import torchrun
 from tepo_megatron.runtime.rank import print_error
 from tepo_megatron.runtime import heartbeat
 
-heartbeat.STOPPED_S = 3.0
+heartbeat.STOPPED_S, heartbeat.INTERVAL_S = 3.0, 0.2
 code, message = torchrun.run_ranks(sys.argv[1:], 2, module="made_up_rank", status=Path(sys.argv[2], "status"))
 if message:
     print_error(message)
@@ -128,29 +131,22 @@ AGENT = """
 import sys
 from tepo_megatron.runtime import heartbeat, torchrun
 
-heartbeat.STOPPED_S = 3.0
+heartbeat.STOPPED_S, heartbeat.INTERVAL_S = 3.0, 0.2
 options = ["--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "0"]
 sys.exit(torchrun.run_node(["--status", f"{sys.argv[2]}/status", *options, "-m", "made_up_rank", *sys.argv[1:]]))
 """
 
 
 @pytest.fixture
-def start(tmp_path: Path):
-    """Starts a parent of two ranks; what is left of it is ended after the test."""
+def start(tmp_path: Path) -> Iterator[Any]:
+    """Starts a parent of two ranks."""
     (tmp_path / "made_up_rank.py").write_text(RANK)
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}
-    parents = []
+    with python_programs({"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}) as started:
 
-    def start_parent(what: str, *overrides: str, parent: str = PARENT, **options: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", parent, what, str(tmp_path), *(overrides or ("engine.parallel.dp=2",))]
-        parents.append(subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True, **options))
-        return parents[-1]
+        def start_parent(what: str, override: str = "engine.parallel.dp=2", parent: str = PARENT, **options: Any) -> Any:
+            return started("-c", parent, what, tmp_path, override, **options)
 
-    yield start_parent
-    for parent in parents:
-        parent.kill()
-        parent.communicate()
+        yield start_parent
 
 
 def wait_for(*files: Path) -> None:
@@ -201,18 +197,33 @@ def test_the_cause_is_printed_once_and_last(start, tmp_path: Path, what: str, co
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-@pytest.mark.parametrize(("victim", "program"), [(0, PARENT), (1, AGENT)])
-def test_a_rank_that_a_signal_stopped_ends_the_job_with_one_sentence(start, tmp_path: Path, victim: int, program: str) -> None:
-    parent = start("hang", parent=program)
+@pytest.mark.parametrize(("what", "victim", "program"), [("hang", 0, PARENT), ("hang", 1, AGENT), ("still", 1, PARENT)])
+def test_a_rank_that_is_stopped_or_does_not_go_on_ends_the_job_with_one_sentence(
+    start, tmp_path: Path, what: str, victim: int, program: str
+) -> None:
+    parent = start(what, parent=program)
     wait_for(tmp_path / "beats0", tmp_path / "beats1")
-    os.kill(int((tmp_path / f"started{victim}").read_text()), signal.SIGSTOP)
+    if what == "hang":
+        os.kill(int((tmp_path / f"started{victim}").read_text()), signal.SIGSTOP)
     _, err = parent.communicate(timeout=TIMEOUT_S)
     assert parent.returncode == (1 if program is AGENT else 128 + signal.SIGKILL)
     (report,) = (tmp_path / "logs").glob("hang-*.txt")
     (sentence,) = [line for line in err.splitlines() if line.startswith(f"error: rank {victim} (process ")]
-    assert "is stopped (state T: SIGSTOP, SIGTSTP) for " in sentence
+    cause = "is stopped (state T: SIGSTOP, SIGTSTP) for " if what == "hang" else "(train.hang_timeout_s = 2), in phase score"
+    assert cause in sentence
     assert f"The stacks of this machine's processes are in {report}. The job is ended; go on from its newest" in sentence
-    assert re.search(rf"^== rank {1 - victim} \(process \d+ on .*\), in phase score ", report.read_text(), re.M)
+    text = report.read_text()
+    assert re.search(rf"^== rank {1 - victim} \(process \d+ on .*\), in phase score ", text, re.M)
+    assert len(re.findall(r"^== rank .*(?:\n(?!==).*)* in act$", text, re.M)) == (1 if what == "hang" else 2)
+
+
+@pytest.mark.slow
+def test_a_hang_ends_also_where_no_report_can_be_written(start, tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file where a folder should be")
+    parent = start("still")
+    _, err = parent.communicate(timeout=TIMEOUT_S)
+    assert parent.returncode == 128 + signal.SIGKILL
+    assert "The report of what hangs could not be written: " in err
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.sampler.protocol import CacheReading, ServerDied
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.protocol import UpdateResult, trainer_kind
+from tests.support.fake_sampling import Killed
 from tests.support.reference_sampler import ReferenceSampler, ReferenceStream
 from tests.support.reference_trainer import ReferenceCheckpoints, ReferenceTrainer
 
@@ -50,37 +51,35 @@ def _reward(problem: object, response: str) -> float:
     return float(sum(map(ord, response)) % 2)
 
 
-class Killed(BaseException):
-    """The process ends here."""
-
-
-class Said(Progress):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words: list[str] = []
-
-    def message(self, text: str) -> None:
-        self.words.append(text)
-
-
 def open_output(folder: Path, *, log: Mapping[str, Any] | None = None, **sections: Any) -> tuple[Output, list[str]]:
     """Without TensorBoard, unless ``log`` has it. Also returns the list of what is said."""
-    said = Said()
+    said: list[str] = []
+    progress = Progress()
+    progress.message = said.append  # type: ignore[method-assign]
     document = {"output": str(folder), "log": {"tensorboard": False, **(log or {})}, **sections}
-    return Output(RunConfig.model_validate(document), said), said.words
+    return Output(RunConfig.model_validate(document), progress), said
+
+
+def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+    """What TensorBoard shows of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
 @dataclass
 class ReferenceRun:
-    """``dies_at``: calls in which the server dies, once each. ``stops_at``, ``killed_at``: numbers of calls (from 0) before
-    which SIGTERM arrives, or the process ends. ``skips``, ``spikes``: numbers of updates (from 1) that are skipped, or have a
-    loss of 50.
+    """``dies_at``: calls in which the server dies, once each. ``stops_at``, ``killed_at``: before which call SIGTERM comes, or
+    the process ends, by its number (from 0) or its name. ``skips``, ``spikes``: numbers of updates (from 1) that are skipped,
+    or have a loss of 50.
     """
 
     config: RunConfig
     dies_at: Sequence[str] = ()
     stops_at: int = -1
-    killed_at: int = -1
+    killed_at: int | str = -1
     skips: Sequence[int] = ()
     spikes: Sequence[int] = ()
     callbacks: Sequence[object] = ()
@@ -99,7 +98,7 @@ class ReferenceRun:
         self.trainer_memory, self.sampler_awake = "everything", False
 
     def note(self, call: str) -> None:
-        if len(self.calls) == self.killed_at:
+        if self.killed_at in (len(self.calls), call):
             raise Killed
         stops = len(self.calls) == self.stops_at
         self.calls.append(call)

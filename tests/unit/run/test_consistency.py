@@ -245,8 +245,7 @@ def figures_of(rollouts: list[Rollout], step: int, count: int = 1, gaps: list[fl
     old_T = torch.zeros_like(batch.sampler_logprobs_T) if gaps is None else batch.sampler_logprobs_T.clone()
     old_T[batch.loss_mask_T] += torch.tensor(gaps or [0.0])
     parts = list(minibatches(batch.with_(old_logprobs_T=old_T), count, seed=3, step=step))
-    spec: Any = SimpleNamespace(vocab_size=9, max_positions=64)
-    checks = Canaries(RunConfig.model_validate(run), spec)
+    checks = Canaries(RunConfig.model_validate(run), sizes(64))
     checks.check_rollouts(step, parts, rollouts)
     return checks.take_figures()
 

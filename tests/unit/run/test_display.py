@@ -22,19 +22,13 @@ from tepo_megatron.run.display.plots import plot_comparison, plot_curves
 from tepo_megatron.run.display.progress import Progress, make_progress
 from tepo_megatron.run.output.status import run_status
 from tepo_megatron.runtime.heartbeat import Heartbeat, RankRecord
+from tests.support.data_files import write_jsonl
 
 PLAIN = LogConfig(progress="plain")
 TIMES = {"time/rollout": 3.0, "time/update": 1.0, "time/step": 4.0}
 ROW = {"reward/mean": 0.43211, "entropy/mean": 0.15, "mask/fraction": 0.034, "grad_norm": 0.5, "tokens/s": 5210.4, **TIMES}
 EVALUATED = {"accuracy/greedy": 0.5, "accuracy/avg@k": 0.25, "accuracy/pass@k": 0.75}
 RUN = RunConfig.model_validate({"name": "tiny", "output": "out/tiny", "train": {"steps": 20}, "evaluate": {"samples": 3}})
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Terminal(io.StringIO):
@@ -49,14 +43,14 @@ def text_of(renderable: object, width: int = 120) -> str:
 
 
 def test_plain_output_is_a_line_a_step_a_line_an_evaluation_and_phases_that_take_long() -> None:
-    stream, clock = io.StringIO(), Clock()
+    stream, now = io.StringIO(), [0.0]
     with open("/dev/full", "w") as full:
-        for view in (make_progress(PLAIN, stream, clock=clock), make_progress(PLAIN, full)):
+        for view in (make_progress(PLAIN, stream, clock=lambda: now[0]), make_progress(PLAIN, full)):
             view.start(RUN)
             view.step(0, EVALUATED | {"eval/aime/greedy": 0.25})
             for phase, seconds in (("score", 4), ("rollout", 28), ("update", 1)):
                 view.phase(phase)
-                clock.now += seconds
+                now[0] += seconds
             view.step(7, ROW)
             view.step(8, ROW | EVALUATED | {"grad_norm": None})
             view.close()  # a full disk ends neither the run nor what Python writes at its end
@@ -103,13 +97,13 @@ def test_the_view_follows_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_live_view_shows_the_figures_and_leaves_the_cursor_visible() -> None:
-    stream, clock = Terminal(), Clock()
-    view: Any = make_progress(LogConfig(progress="live"), stream, 110, clock)
+    stream, now = Terminal(), [0.0]
+    view: Any = make_progress(LogConfig(progress="live"), stream, 110, lambda: now[0])
     view.start(RUN.model_copy(update={"name": "run [bold]"}))
     view.step(0, EVALUATED)
     view.step(5, ROW)
     view.phase("rollout")
-    clock.now += 65
+    now[0] += 65
     shown = text_of(view.render())
     assert max(len(line) for line in text_of(view.render(), 40).splitlines()) <= 40
     view.message("server is up [1]")
@@ -146,13 +140,6 @@ def test_durations_and_a_run_without_faults_says_nothing_of_them() -> None:
         assert len(fault_lines([row, {**row, key: 3.0}])) == 1
 
 
-def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    folder.mkdir(exist_ok=True)
-    path = folder / "metrics.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def row(step: int) -> dict[str, Any]:
     times = {"time/rollout": 2.0, "time/update": 1.0, "time/other": 0.1, "time/step": 3.1}
     return {
@@ -181,7 +168,7 @@ def test_runs_of_any_length_share_a_size_and_other_numbers_and_faults_make_anoth
     }
     runs = {name: [*ROWS[:-1], ROWS[-1] | change] for name, change in changes.items()}
     runs |= {"plain": ROWS, "one": ROWS[1:2], "eval": ROWS[:1], "bare": [{"step": 3}]}
-    paths = {name: write(tmp_path / name, rows) for name, rows in runs.items()}
+    paths = {name: Path(write_jsonl(tmp_path / name / "metrics.jsonl", rows)) for name, rows in runs.items()}
     for name, path in paths.items():
         plot_curves(path, tmp_path / "new" / f"{name}.png", "a run")
     plot_comparison({name: paths[name] for name in ("plain", "one")}, tmp_path / "new" / "several.png", "two runs")
@@ -191,7 +178,7 @@ def test_runs_of_any_length_share_a_size_and_other_numbers_and_faults_make_anoth
     same = {name for name, picture in pictures.items() if np.array_equal(picture, pictures["plain"])}
     assert same == {"plain", "none"}
     with pytest.raises(ValueError, match="has no row yet"):
-        plot_curves(write(tmp_path / "empty", []), tmp_path / "empty.png", "")
+        plot_curves(Path(write_jsonl(tmp_path / "empty" / "metrics.jsonl", [])), tmp_path / "empty.png", "")
     assert not (tmp_path / "empty.png").exists()
 
 
@@ -206,7 +193,7 @@ WRITTEN = [
 def silent(tmp_path: Path) -> Path:
     """A run's folder without heartbeats."""
     folder = tmp_path / "out"
-    write(folder, WRITTEN)
+    write_jsonl(folder / "metrics.jsonl", WRITTEN)
     config = RunConfig.model_validate({"name": "made up", "output": folder, "train": {"steps": 10}})
     (folder / "resolved.yaml").write_text(dump_resolved(config))
     return folder

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from tepo_megatron.cli import train as train_command
 from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
@@ -119,20 +116,6 @@ def test_overwriting_removes_what_a_run_made_and_nothing_else(tmp_path: Path) ->
     assert {path.name for path in folder.iterdir()} == {"launch", "servers", "logs", "notes.txt", "model.txt"}
 
 
-@pytest.mark.parametrize("flag", ["--overwrite", "--resume"])
-def test_a_run_in_use_is_neither_overwritten_nor_resumed(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before ranks are started."""
-    monkeypatch.setattr("tepo_megatron.cli.train.start_ranks", lambda *_: pytest.fail("ranks were started"))
-    write(tmp_path, MADE)
-    lock = RunLock(tmp_path)
-    lock.take()
-    done = CliRunner().invoke(app, ["train", str(RUN), f"output={tmp_path}", flag])
-    lock.release()
-    assert (done.exit_code, done.stderr.count("error:")) == (1, 1)
-    assert "is in use by process" in done.stderr
-    assert content(tmp_path) == sorted(MADE)
-
-
 MODEL = resolve_model_path("builtin:tiny")
 
 
@@ -195,6 +178,33 @@ def test_checkpoints_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=problem):
             find_checkpoint(config(tmp_path, *choice), MODEL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "in_use", "words"),
+    [
+        (["--overwrite"], True, "is in use by process"),
+        (["--resume"], True, "is in use by process"),
+        (["--resume", "--from", "step_000005"], False, "step_000005 is not there"),
+        (["train.resume=auto", "optimizer.lr=1"], False, "train.allow_change=[optimizer.lr]"),
+    ],
+)
+def test_the_command_refuses_before_it_starts_ranks(
+    arguments: list[str], in_use: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tepo_megatron.cli.train.start_ranks", lambda *_: pytest.fail("ranks were started"))
+    save(tmp_path, 6)
+    write(tmp_path, {"resolved.yaml": "as it was", "metrics.jsonl": ROW})
+    lock, before = RunLock(tmp_path), content(tmp_path)
+    if in_use:
+        lock.take()
+    done = CliRunner().invoke(app, ["train", f"output={tmp_path}", "model.path=builtin:tiny", *arguments])
+    if in_use:
+        lock.release()
+    assert (done.exit_code, done.stdout, done.stderr.count("error:")) == (1, "", 1)
+    assert words in done.stderr
+    assert content(tmp_path) == before
+    assert (tmp_path / "resolved.yaml").read_text() == "as it was"
 
 
 def test_steps_that_are_done_are_refused(tmp_path: Path) -> None:
@@ -273,32 +283,6 @@ def test_the_order_of_problems_continues_or_starts_again_if_that_is_allowed(tmp_
     assert order("abc", "seed=2", allow_seed).restore(state) == ["seed"]
     with pytest.raises(ValueError, match="was not written by a training run"):
         same.restore({})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--resume", "model.path=OTHER"], "model.path's weights, which a resumed run does not train: \"builtin:tiny ("),
-        (["train.resume=auto", "model.path=OTHER"], "train.allow_change=[model.path]"),
-        (["--resume", "--from", "step_000005"], "step_000005 is not there"),
-        (["--from", "step_000006"], "has no effect without resume"),
-    ],
-)
-def test_the_command_refuses_before_it_starts_anything(
-    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as another model of the same architecture."""
-    other = shutil.copytree(MODEL, tmp_path / "other")
-    weights = load_file(other / "model.safetensors")
-    save_file({name: weight * 2 for name, weight in weights.items()}, other / "model.safetensors")
-    save(tmp_path, 6)
-    write(tmp_path, {"resolved.yaml": "as it was", "run.yaml": f"output: {tmp_path}\n"})
-    monkeypatch.setattr(train_command, "start_ranks", lambda *given: pytest.fail(f"started ranks: {given}"))
-    arguments = [argument.replace("OTHER", str(other)) for argument in arguments]
-    done = CliRunner().invoke(app, ["train", str(tmp_path / "run.yaml"), *arguments])
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert words in done.stderr
-    assert (tmp_path / "resolved.yaml").read_text() == "as it was"
 
 
 def run(out: Path, values: dict[int, float | None], *overrides: str, said: list[str] | None = None) -> list[int]:

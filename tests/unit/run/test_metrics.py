@@ -38,6 +38,7 @@ from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.trainer.packing import pack
 from tepo_megatron.trainer.protocol import UpdateResult
 from tests.support.report_runs import made_up_tokens
+from tests.unit.run.conftest import scalars
 
 keys = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
     lambda key: key != "step"
@@ -69,16 +70,8 @@ def test_resuming_drops_the_rows_beyond_its_step(tmp_path: Path) -> None:
         writer.truncate_after(2)
         writer.write(3, {"lr": 30.0})
     assert [(row["step"], row["lr"]) for row in read_metrics(tmp_path / "metrics.jsonl")] == [(0, 0), (1, 1), (2, 2), (3, 30)]
-    assert scalars(tmp_path / "tensorboard", "lr") == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
-    assert scalars(tmp_path / "tensorboard", "accuracy/avg@k") == [(1, 0.5), (2, 0.5)]
-
-
-def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars(tag)]
+    assert scalars(tmp_path, "lr") == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
+    assert scalars(tmp_path, "accuracy/avg@k") == [(1, 0.5), (2, 0.5)]
 
 
 moves = st.lists(st.sampled_from([*PHASES, "end", "fail"]) | st.integers(0, 9), max_size=20)

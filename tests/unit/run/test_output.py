@@ -16,7 +16,7 @@ from tepo_megatron.run.metrics import read_metrics, read_tokens, token_files
 from tepo_megatron.runtime.run_lock import FILE, RunLock
 from tests.support.disks import files_of_at_most
 from tests.support.report_runs import made_up_tokens
-from tests.unit.run.conftest import open_output
+from tests.unit.run.conftest import open_output, scalars
 
 LAST = 4
 RESUMED = {"resume": True}
@@ -178,11 +178,7 @@ def test_a_full_disk_is_told_once_and_counted_and_costs_no_row(tmp_path: Path, c
     assert len(said) == 3
     assert said[0].startswith(f"{tmp_path / 'samples.jsonl'} cannot be written: File too large. The run continues;")
     assert said[-1].startswith("the run is complete, but its picture and table could not be made: ")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("lr")] == [(at, at + 0.5) for at in range(4)]
+    assert scalars(tmp_path, "lr") == [(at, at + 0.5) for at in range(4)]
     assert "Traceback" not in capfd.readouterr().err
     assert not set(threading.enumerate()) - threads
 

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.load import load_run
 from tepo_megatron.core.rollout import WeightsVersion
-from tepo_megatron.run.checks import check_model
 from tepo_megatron.run.step.placement import Placement
 from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.machine import Machine
@@ -154,17 +152,3 @@ def test_shards_go_from_every_rank_and_full_tensors_from_rank_0(tmp_path: Path) 
     for transfer in ("reshard", "gather"):  # a replayed run has no servers
         assert update(True, replay=tmp_path, server={"transfer": transfer}) == []
         assert update(False, replay=tmp_path, server={"transfer": transfer}) == []
-
-
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("engine.parallel={pp: 2, num_layers_in_first_pipeline_stage: 5}", "4 layers do not split over 2 pipeline stages"),
-        ("engine={recompute: selective, recompute_modules: [moe]}", "recompute_modules has moe, which is for models with"),
-        ("rollout.server.routing_replay=true", "replays the choice of experts, and LlamaForCausalLM has none"),
-        ("rollout.server.max_model_len=100000", "max_model_len = 100000 tokens are more than the 256 positions"),
-    ],
-)
-def test_it_is_refused_with_what_to_change(override: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        check_model(load_run(None, [override]))

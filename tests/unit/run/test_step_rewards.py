@@ -18,7 +18,6 @@ from tepo_megatron.config import ObjectiveConfig, RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.config.rollout import FilterGroupsConfig
 from tepo_megatron.core.objective.compose import build_objective
-from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.step_rewards import GroupFilters, StepRewards, apply_overlong
 from tepo_megatron.run.step.minibatches import minibatches
@@ -29,27 +28,15 @@ from tepo_megatron.trainer.packing import pack
 from tests.support.fake_sampling import MAX_NEW_TOKENS
 
 
-class Rewards:
-    """A pool that gives each text its reward; None fails."""
-
-    def __init__(self, rewards: dict[str, float | None]) -> None:
-        self.rewards = rewards
-
-    def score_all(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[RewardResult]:
-        given = [(problems[rollout.group], self.rewards[rollout.text]) for rollout in rollouts]
-        return [RewardResult(r, None if r is not None else f"problem {p.id!r}: why") for p, r in given]
-
-
-def a_step(rewards: Sequence[Sequence[float | None]]) -> tuple[list[Rollout], list[Problem], Rewards]:
-    """Groups of responses of different lengths."""
-    rollouts, by_text = [], {}
+def a_step(rewards: Sequence[Sequence[float | None]]) -> tuple[list[Rollout], list[RewardResult]]:
+    """Groups of responses of different lengths, and what a pool says of them; None fails."""
+    rollouts, results = [], []
     for group, members in enumerate(rewards):
         for number, reward in enumerate(members):
-            text, length = f"{group}/{number}", 1 + (3 * group + number) % 5
-            tokens = tuple(5 + at for at in range(length))
-            rollouts.append(Rollout(f"p{group}", group, (3, 4), tokens, (-1.0,) * length, "stop", WeightsVersion(0), text))
-            by_text[text] = reward
-    return rollouts, [Problem(f"p{group}", "q", "a") for group in range(len(rewards))], Rewards(by_text)
+            drawn = rollout(group, 1 + (3 * group + number) % 5, None)
+            rollouts.append(replace(drawn, text=f"{group}/{number}"))
+            results.append(RewardResult(reward, None if reward is not None else f"problem 'p{group}': why"))
+    return rollouts, results
 
 
 def config(*overrides: str) -> RunConfig:
@@ -65,22 +52,21 @@ steps = st.lists(st.lists(reward, min_size=1, max_size=5), min_size=1, max_size=
 def test_a_step_is_what_it_would_be_if_the_failed_responses_had_never_been(
     rewards: list[list[float | None]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    rollouts, problems, pool = a_step(rewards)
+    rollouts, results = a_step(rewards)
     said: list[str] = []
     step = StepRewards(config(), said.append)
-    valid = [[text for text in members if text is not None] for members in rewards]
-    whole = [not (len(kept) < 2 and len(kept) < len(members)) for kept, members in zip(valid, rewards, strict=True)]
-    expected = [r for r in rollouts if pool.rewards[r.text] is not None and whole[r.group]]
-    failed = sum(reward is None for members in rewards for reward in members)
-    recorded = step.reward(rollouts, pool.score_all(rollouts, problems), 3)
-    assert [(r.text, r.reward) for r in recorded] == list(pool.rewards.items())
+    whole = [None not in members or len(members) - members.count(None) >= 2 for members in rewards]
+    failed = sum(result.reward is None for result in results)
+    recorded = step.reward(rollouts, results, 3)
+    assert recorded == [replace(r, reward=given.reward) for r, given in zip(rollouts, results, strict=True)]
+    expected = [r for r in recorded if r.reward is not None and whole[r.group]]
     assert len(said) == bool(failed)
     if not expected:
         with pytest.raises(RuntimeError, match="too few"):
             step.leave_out(recorded)
         return
     kept = step.leave_out(recorded)
-    assert [(r.text, r.reward) for r in kept] == [(r.text, pool.rewards[r.text]) for r in expected]
+    assert [(r.text, r.reward) for r in kept] == [(r.text, r.reward) for r in expected]
     figures = {"reward/failed": failed, "groups/dropped": whole.count(False)}
     assert step.take_figures() == figures
     assert step.take_figures() == dict.fromkeys(figures, 0.0)
@@ -95,11 +81,8 @@ def test_a_step_is_what_it_would_be_if_the_failed_responses_had_never_been(
 
 
 def test_components_are_recorded_measured_and_trained_on(tmp_path: Path) -> None:
-    rollouts, problems, pool = a_step([[1.0, 0.0], [0.5, None], [0.25, 0.75]])
-    results = [
-        r if r.error else RewardResult(r.reward, parts={"right": r.reward or 0.0, "short": 1.0})
-        for r in pool.score_all(rollouts, problems)
-    ]
+    rollouts, given = a_step([[1.0, 0.0], [0.5, None], [0.25, 0.75]])
+    results = [r if r.error else RewardResult(r.reward, parts={"right": r.reward or 0.0, "short": 1.0}) for r in given]
     step = StepRewards(config(), lambda text: None)
     recorded = step.reward(rollouts, results, 0)
     assert recorded[0].reward_parts == {"right": 1.0, "short": 1.0}
@@ -113,16 +96,16 @@ def test_components_are_recorded_measured_and_trained_on(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("share", "stops"), [(0.5, True), (0.6, False), (0, True)])
 def test_too_large_a_share_of_failures_stops_the_run_with_the_first_cause(share: float, stops: bool) -> None:
-    rollouts, problems, pool = a_step([[1.0, None, 0.0, None], [None, 1.0, None]])
-    step, scored = StepRewards(config(f"reward.max_failed={share}"), lambda text: None), pool.score_all(rollouts, problems)
+    rollouts, scored = a_step([[1.0, None, 0.0, None], [None, 1.0, None]])
+    step = StepRewards(config(f"reward.max_failed={share}"), lambda text: None)
     says = r"^4 of 7 rewards of step 7 failed, more than reward\.max_failed = .*problem 'p0': why$"
     with pytest.raises(RuntimeError, match=says) if stops else nullcontext():
         assert len(step.leave_out(step.reward(rollouts, scored, 7))) == 2
 
 
 def test_a_step_without_enough_for_its_minibatches_stops_the_run() -> None:
-    rollouts, problems, pool = a_step([[1.0, 0.0], [None, 1.0], [1.0, 1.0]])
-    scored, said = pool.score_all(rollouts, problems), list[str]()
+    rollouts, scored = a_step([[1.0, 0.0], [None, 1.0], [1.0, 1.0]])
+    said: list[str] = []
     step = StepRewards(config("train.minibatches=4"), said.append)
     recorded = step.reward(rollouts, scored, 0)
     assert len(step.leave_out(recorded)) == 4

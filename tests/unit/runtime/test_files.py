@@ -1,16 +1,27 @@
-"""Files of lines on a disk that fills up, and is taken away."""
+"""Files of lines on a disk that fills up, and the lock of an output folder, between real processes."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.runtime.files import LogFile, read_lines
+from tepo_megatron.runtime.run_lock import FILE, SILENT_S, RunLock
 from tests.support.disks import files_of_at_most
+from tests.support.programs import TIMEOUT_S
 
 
 class Failures(list[tuple[Path, int]]):
@@ -44,16 +55,6 @@ def test_nothing_is_lost_or_cut_on_a_disk_that_was_full(
     assert (path.read_bytes() if path.exists() else b"") == b"".join([*before, *during, *after])
 
 
-def test_a_full_device_is_told_each_time(tmp_path: Path) -> None:
-    (tmp_path / "log").symlink_to("/dev/full")
-    failures = Failures()
-    file = LogFile(tmp_path / "log", failures)
-    file.append(b"one\n")
-    file.append(b"two\n")
-    assert failures == [(tmp_path / "log", errno.ENOSPC)] * 2
-    assert file.waiting == 2
-
-
 @given(lines=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\n"))), rest=st.binary(max_size=5))
 def test_lines_are_read_as_json_lines_are_meant(
     lines: list[str], rest: bytes, tmp_path_factory: pytest.TempPathFactory
@@ -68,3 +69,174 @@ def test_what_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"one\nt\xffo\n")
     with pytest.raises(ValueError, match=r"log:2: not UTF-8 text \(byte 1 of the line\); remove the line"):
         read_lines(tmp_path / "log")
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from tepo_megatron.runtime.run_lock import RunLock
+
+lock = RunLock(Path(sys.argv[1]))
+try:
+    lock.take()
+except ValueError as error:
+    print(error, flush=True)
+    sys.exit(3)
+print("taken", flush=True)
+sys.stdin.readline()
+lock.release()
+"""
+
+
+def change(folder: Path, **changes: Any) -> None:
+    """Writes another holder into the file."""
+    (folder / FILE).write_text(json.dumps(json.loads((folder / FILE).read_text()) | changes))
+
+
+def hold(folder: Path) -> subprocess.Popen[str]:
+    """A process that takes the lock, or says why not, and lets go of it at the end of its input."""
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    process = hold(tmp_path)
+    assert process.stdout.readline() == "taken\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_second_run_is_refused_and_told_by_whom(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+    before = (tmp_path / FILE).read_bytes()
+    for attempt in (lambda: RunLock(tmp_path).take(), lambda: RunLock.check_free(tmp_path)):
+        with pytest.raises(ValueError, match=rf"is in use by process {holder.pid} on .*, a run since 20.* UTC .*; wait until"):
+            attempt()
+    assert (tmp_path / FILE).read_bytes() == before
+
+
+def test_of_runs_that_start_at_once_one_gets_the_folder(tmp_path: Path) -> None:
+    processes = [hold(tmp_path) for _ in range(4)]
+    said = [process.stdout.readline() for process in processes]
+    assert said.count("taken\n") == 1
+    assert all(line == "taken\n" or "is in use by" in line for line in said)
+    for process in processes:
+        process.communicate(timeout=TIMEOUT_S)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_was_removed_while_it_was_opened_is_no_lock(
+    holder: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening and locking one run ends, and another begins with a file of its own."""
+    flock, others = fcntl.flock, []
+
+    def late(fd: int, mode: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        holder.communicate("\n", timeout=TIMEOUT_S)
+        others.append(hold(tmp_path))
+        assert others[0].stdout.readline() == "taken\n"
+        flock(fd, mode)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    try:
+        with pytest.raises(ValueError, match="is in use by process"):
+            RunLock(tmp_path).take()
+        assert RunLock(tmp_path).holder().pid == others[0].pid
+    finally:
+        others[0].kill()
+        others[0].communicate()
+
+
+def test_what_a_killed_run_left_is_taken_and_named(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+    holder.kill()
+    holder.wait()
+    RunLock.check_free(tmp_path)
+    lock = RunLock(tmp_path)
+    assert lock.take().pid == holder.pid
+    assert RunLock(tmp_path).holder().pid == os.getpid()
+    lock.release()
+    assert not list(tmp_path.iterdir())
+
+
+def no_flock(*_: Any) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def test_without_flock_the_process_decides(
+    holder: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a shared disk without it: no such disk is here, so the answer of such a one is planted."""
+    monkeypatch.setattr(fcntl, "flock", no_flock)
+    with pytest.raises(ValueError, match=f"is in use by process {holder.pid}"):
+        RunLock(tmp_path).take()
+    written = (tmp_path / FILE).read_text()
+    change(tmp_path, born=json.loads(written)["born"] - 1)  # another process has the number now
+    lock = RunLock(tmp_path)
+    assert lock.take().pid == holder.pid
+    lock.release()
+    holder.kill()
+    holder.wait()
+    (tmp_path / FILE).write_text(written)
+    assert RunLock(tmp_path).take().pid == holder.pid
+
+
+def leave(folder: Path, *, silent_s: float, **changes: Any) -> None:
+    """The lock of a run on another machine that gave its last sign of life so long ago."""
+    (folder / FILE).unlink(missing_ok=True)
+    lock = RunLock(folder)
+    lock.take()
+    change(folder, host="node7", kernel="another", token="another", **changes)
+    lock.release()
+    then = time.time() - silent_s
+    os.utime(folder / FILE, (then, then))
+
+
+def test_a_run_on_another_machine_is_refused_while_it_gives_signs_of_life(tmp_path: Path) -> None:
+    leave(tmp_path, silent_s=100)
+    for attempt in (lambda: RunLock(tmp_path).take(), lambda: RunLock.check_free(tmp_path)):
+        with pytest.raises(ValueError, match=r"on node7, .*sign of life 1\d\d s ago.*start again in 180 s, or remove the file"):
+            attempt()
+    leave(tmp_path, silent_s=SILENT_S + 5)
+    lock = RunLock(tmp_path)
+    assert lock.take().host == "node7"
+    lock.release()
+
+
+def test_a_run_notices_that_its_folder_is_gone_or_was_taken_over(tmp_path: Path) -> None:
+    """By another machine that believed it dead, since it stood still for long. What is no lock is no obstacle."""
+    folder = tmp_path / "out"
+    lock = RunLock(folder)
+    lock.take()
+    assert lock.is_there()
+    change(folder, host="node7", token="another")
+    with pytest.raises(RuntimeError, match=r"was taken over by process .* on node7.*; this one stops"):
+        lock.is_there()
+    shutil.rmtree(folder)
+    assert not lock.is_there()
+    lock.release()
+    folder.mkdir()
+    for content in (b"", b"\xff\xfe", b"[1]", b'{"pid": 3}'):
+        (folder / FILE).write_bytes(content)
+        assert lock.take() is None
+        assert lock.is_there()
+        lock.release()
+
+
+@pytest.mark.parametrize(
+    ("job", "life", "taken"), [("17", "2", True), ("17", "1", False), ("18", "2", False), ("", "2", False)]
+)
+def test_a_requeued_job_takes_the_lock_of_its_life_before(
+    job: str, life: str, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(tmp_path, silent_s=1, job=job if not job else "17", life=1)
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", life)
+    lock = RunLock(tmp_path)
+    if taken:
+        assert lock.take().host == "node7"
+        lock.release()
+    else:
+        with pytest.raises(ValueError, match="sign of life"):
+            lock.take()

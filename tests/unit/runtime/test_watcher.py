@@ -1,10 +1,8 @@
-"""Real processes, without torch: heartbeats, ranks that a signal stops or that do not go on, and what is written of them."""
+"""Heartbeats, and who hangs: which ranks a signal stopped, or do not go on (real ones: tests/unit/cli/test_torchrun.py)."""
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,75 +14,8 @@ from hypothesis import strategies as st
 
 from tepo_megatron.runtime.heartbeat import STOPPED_S, HangDetector, Heartbeat, RankRecord, WatchedRank
 from tepo_megatron.runtime.proc import Process
-from tests.support.programs import TIMEOUT_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-
-RANK = """
-import sys, time
-from pathlib import Path
-from tepo_megatron.runtime.heartbeat import Heartbeat
-
-folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-
-def the_place_where_it_waits():
-    while True:
-        time.sleep(0.05)
-        if rank != 1:
-            beats.moved()
-
-beats = Heartbeat(folder / "status", rank, 2, hang_timeout_s=2.0 if rank == 1 else 1000.0)
-if rank == 1:  # as ranks do: after rank 0
-    while not (folder / "status" / "rank-00000.json").exists():
-        time.sleep(0.05)
-beats.start()
-beats.step(12)  # before the phase, which is written at once
-beats.phase("update")
-the_place_where_it_waits()
-"""
-
-PARENT = f"""
-import subprocess, sys, time
-from pathlib import Path
-from tepo_megatron.runtime import heartbeat
-
-heartbeat.INTERVAL_S = 0.2
-folder = Path(sys.argv[1])
-ranks = [subprocess.Popen([sys.executable, "-c", {RANK!r}, *sys.argv[1:], str(number)]) for number in (0, 1)]
-with heartbeat.watching(folder / "status", lambda sentence: print(sentence, flush=True)):
-    print(ranks[1].pid, flush=True)
-    code = ranks[1].wait()
-ranks[0].kill()
-sys.exit(-code)
-"""
-
-
-def run_parent(folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", PARENT, str(folder)], stdout=subprocess.PIPE, text=True)
-
-
-def test_a_rank_that_does_not_go_on_is_reported_with_its_stack_and_ended(tmp_path: Path) -> None:
-    parent = run_parent(tmp_path)
-    pid = int(parent.stdout.readline())
-    said, _ = parent.communicate(timeout=TIMEOUT_S)
-    assert parent.returncode == signal.SIGKILL
-    assert said.startswith(f"rank 1 (process {pid} on ")
-    assert "(train.hang_timeout_s = 2), in phase update after 12 steps; its last move was at " in said
-    (report,) = (tmp_path / "logs").glob("hang-*.txt")
-    assert f"The stacks of this machine's processes are in {report}. The job is ended" in said
-    of_rank_0, of_rank_1 = report.read_text().split("== rank 1")
-    assert "== rank 0 (process " in of_rank_0
-    assert "the_place_where_it_waits" in of_rank_0
-    assert "the_place_where_it_waits" in of_rank_1
-    assert f"process {pid}, child of {parent.pid}, " in of_rank_1
-
-
-def test_a_hang_ends_also_where_no_report_can_be_written(tmp_path: Path) -> None:
-    (tmp_path / "logs").write_text("a file where a folder should be")
-    parent = run_parent(tmp_path)
-    said, _ = parent.communicate(timeout=TIMEOUT_S)
-    assert parent.returncode == signal.SIGKILL
-    assert "The report of what hangs could not be written: " in said
 
 
 def test_a_rank_says_what_it_does_and_how_it_ended(tmp_path: Path) -> None:

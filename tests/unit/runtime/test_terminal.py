@@ -1,9 +1,10 @@
-"""Ctrl-Z, ``fg``, ``bg`` and a kill of a job that is stopped: a real shell on a real terminal, and processes without torch."""
+"""Programs on a terminal: Ctrl-Z, a kill of a job that is stopped, streams that are closed, and readers that go away."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from tepo_megatron.tools.faults.processes import descendants, wait_until
 from tests.support.programs import TIMEOUT_S
 from tests.support.shell import CTRL_Z, Terminal
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
 JOB = """
 import subprocess, sys, time
@@ -63,6 +64,7 @@ def wait_stopped(pids: list[int], *, stopped: bool = True) -> None:
     wait_until(reached, TIMEOUT_S, f"the state of {pids}")
 
 
+@on_linux
 @pytest.mark.parametrize("command", ["fg", "bg"])
 def test_ctrl_z_stops_every_process_and_the_shell_continues_them(terminal: Terminal, job: list[int], command: str) -> None:
     for _ in range(2):
@@ -79,6 +81,7 @@ def test_ctrl_z_stops_every_process_and_the_shell_continues_them(terminal: Termi
     terminal.wait_for("interrupted", TIMEOUT_S)
 
 
+@on_linux
 def test_two_ctrl_z_stop_the_job_once_and_if_it_is_killed_the_others_continue(terminal: Terminal, job: list[int]) -> None:
     for number in range(2):
         os.kill(job[0], signal.SIGTSTP)
@@ -91,3 +94,53 @@ def test_two_ctrl_z_stop_the_job_once_and_if_it_is_killed_the_others_continue(te
     os.kill(job[0], signal.SIGKILL)
     wait_stopped(job[1:], stopped=False)
     assert all(Process.start_time(pid) for pid in job[1:])
+
+
+WORK = """
+import os, subprocess, sys, time
+from pathlib import Path
+from tepo_megatron.runtime.text import open_closed_streams, outlive_readers
+
+open_closed_streams()
+outlive_readers()
+folder = Path(sys.argv[1])
+with open(folder / "metrics", "w") as metrics:
+    print("started", flush=True)
+    while len(sys.argv) > 2 and not (folder / sys.argv[2]).exists():
+        time.sleep(0.01)
+    for _ in range(100):
+        print("a line of many " * 100, flush=True)
+        print("an error", file=sys.stderr)
+        sys.stdout.isatty()
+    subprocess.run([sys.executable, "-c", "import sys; print('a line of a child')"], stderr=subprocess.DEVNULL)
+    metrics.write("the work")
+(folder / "done").write_text((folder / "metrics").read_text())
+"""
+ENDINGS = {
+    "no output": '"$@" >&-',
+    "no errors": '"$@" 2>&-',
+    "no streams": '"$@" <&- >&- 2>&-',
+    "a reader that ends": '"$@" 2>&1 | head -1; (exit ${PIPESTATUS[0]})',
+    "a full disk": '"$@" > /dev/full 2>&1',
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("flags", [[], ["-u"]])
+def test_work_is_done_whatever_becomes_of_its_output(tmp_path: Path, ending: str, flags: list[str]) -> None:
+    """``-u``: as torchrun's agent starts ranks."""
+    command = ["bash", "-c", ENDINGS[ending], "bash", sys.executable, *flags, "-c", WORK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "done").read_text() == "the work"  # and no line of another process
+
+
+def test_work_is_done_when_its_terminal_goes_away(tmp_path: Path) -> None:
+    with Terminal(tmp_path) as terminal:
+        (tmp_path / "work.py").write_text(WORK)
+        terminal.press("trap '' HUP\n")  # nohup would take the terminal away at once
+        terminal.command([sys.executable, "work.py", str(tmp_path), "gone"])
+        terminal.wait_for("started", TIMEOUT_S)
+        terminal.hang_up()
+        (tmp_path / "gone").touch()
+        wait_until((tmp_path / "done").exists, TIMEOUT_S, "the work")
