@@ -105,6 +105,6 @@ def python_programs(environment: Mapping[str, str]) -> Iterator[Callable[..., su
     finally:
         for process in running:
             with contextlib.suppress(psutil.NoSuchProcess):
-                for each in family(process.pid):
+                for each in family(process.pid) if process.poll() is None else ():
                     each.kill()
             process.communicate()

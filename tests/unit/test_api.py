@@ -5,14 +5,12 @@ from __future__ import annotations
 import ast
 import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import tepo_megatron
-from tests.support.programs import TIMEOUT_S
+from tests.support.programs import run_python
 
 ROOT = Path(__file__).parents[2]
 WITH_TORCH = {
@@ -35,11 +33,6 @@ WITH_TORCH = {
     "logprob_and_entropy",
     "train_model",
 }
-
-
-def run(script: str) -> None:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_names_are_listed_once_and_not_those_of_files() -> None:
@@ -78,21 +71,23 @@ def test_type_checkers_see_the_same_homes() -> None:
 
 
 def test_importing_the_package_imports_nothing_else() -> None:
-    run(
+    run_python(
+        "-c",
         "import sys; before = set(sys.modules)\n"
         "import tepo_megatron\n"
         "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
         "assert new - sys.stdlib_module_names == {'tepo_megatron'}, new\n"
-        "assert [name for name in sys.modules if name.startswith('tepo_megatron.')] == []"
+        "assert [name for name in sys.modules if name.startswith('tepo_megatron.')] == []",
     )
 
 
 def test_a_login_node_without_torch_has_what_it_needs() -> None:
-    run(
+    run_python(
+        "-c",
         "import sys, tepo_megatron\n"
         f"for name in {sorted(set(tepo_megatron.__all__) - WITH_TORCH)}: getattr(tepo_megatron, name)\n"
         "tepo_megatron.make_plan(tepo_megatron.load_run('examples/llama3.3-70b/run.yaml'))\n"
-        "assert not {'torch', 'transformers', 'megatron', 'vllm'} & set(sys.modules)"
+        "assert not {'torch', 'transformers', 'megatron', 'vllm'} & set(sys.modules)",
     )
 
 
@@ -163,4 +158,4 @@ assert {k: v for k, v in os.environ.items() if environment.get(k) != v} == {}
 
 @pytest.mark.slow
 def test_importing_every_module_changes_nothing() -> None:
-    run(SCRIPT)
+    run_python("-c", SCRIPT)

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +25,7 @@ from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tests.support.chat_tokenizer import write_chat_tokenizer
 from tests.support.checkpoints import make_whole
 from tests.support.data_files import write_jsonl, write_parquet
+from tests.support.programs import run_python
 
 runner = CliRunner()
 
@@ -55,8 +54,7 @@ def test_help_teaches_without_torch() -> None:
         "    assert command in ([], ['config'], ['checkpoint']) or shown.count(' '.join(['tepo', *command])) > 1, command\n"
         "    assert not {'torch', 'numpy', 'matplotlib', 'omegaconf'} & set(sys.modules), command"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", probe)
 
 
 def test_show_prints_the_whole_run_or_what_differs(run_yaml: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from tepo_megatron.run.checks import check_model
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.run_compatibility import describe_run
 from tests.support.checkpoints import DAMAGES, flip_bit, make_whole, shards
+from tests.support.programs import run_python
 
 runner = CliRunner()
 MODEL = resolve_model_path("builtin:tiny")
@@ -65,8 +64,7 @@ def test_the_commands_need_neither_torch_nor_megatron(out: Path) -> None:
         f"for command in ('list', 'verify', 'prune'): assert not CliRunner().invoke(app, ['checkpoint', command, {str(out)!r}])"
         ".exit_code\nassert not {'torch', 'megatron'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", probe)
 
 
 def test_list_shows_every_checkpoint_and_what_is_wrong_with_it(out: Path) -> None:

@@ -164,11 +164,7 @@ def scored(gaps: list[list[float]], groups: list[int], *, sampler: bool = False)
     """A batch whose response tokens differ by ``gaps``, sequence by sequence, by the sampler's fault or by the trainer's;
     ``groups`` numbers the sequences' groups.
     """
-    rollouts = [
-        Rollout("p", group, (1, 2), tuple([3] * len(gap)), tuple([-1.0] * len(gap)), "stop", WeightsVersion(0))
-        for group, gap in zip(groups, gaps, strict=True)
-    ]
-    batch = pack(rollouts)
+    batch = pack([rollout(group, [(0, 0)], len(gap)) for group, gap in zip(groups, gaps, strict=True)])
     wrong_T = batch.sampler_logprobs_T.clone()
     wrong_T[batch.loss_mask_T] += torch.tensor([value for gap in gaps for value in gap])
     if sampler:
@@ -215,9 +211,9 @@ def test_a_sampler_without_a_number_stops_and_a_trainer_without_one_does_not(val
     assert check(scored([[3.0, 5.0]], [0]), tolerance=math.inf)["canary/rollouts_mean_gap"] == pytest.approx(4.0)
 
 
-def rollout(group: int, spans: list[tuple[int, int]], tokens: int, logprob: float = -1.0) -> Rollout:
+def rollout(group: int, spans: list[tuple[int, int]], tokens: int) -> Rollout:
     versions = tuple((start, WeightsVersion(step)) for start, step in spans)
-    return Rollout(f"p{group}", group, [1, 2], [3] * tokens, [logprob] * tokens, "stop", versions)
+    return Rollout(f"p{group}", group, [1, 2], [3] * tokens, [-1.0] * tokens, "stop", versions)
 
 
 def test_ages_are_counted_token_by_token() -> None:

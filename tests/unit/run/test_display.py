@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from tepo_megatron.run.display.progress import Progress, make_progress
 from tepo_megatron.run.output.status import run_status
 from tepo_megatron.runtime.heartbeat import Heartbeat, RankRecord
 from tests.support.data_files import write_jsonl
+from tests.support.programs import run_python
 
 PLAIN = LogConfig(progress="plain")
 TIMES = {"time/rollout": 3.0, "time/update": 1.0, "time/step": 4.0}
@@ -281,8 +280,8 @@ assert "matplotlib" not in sys.modules
 plot_curves(Path({str(output)!r}) / "metrics.jsonl", Path({str(tmp_path / "a.png")!r}), "a")
 assert not {{"torch", "matplotlib.pyplot"}} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code, "status", str(output), "--watch"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = run_python("-c", code, "status", output, "--watch")
+    assert done.stderr == ""
     assert done.stdout.startswith("made up: ended at step 2 of 10 ")
     assert "\x1b" not in done.stdout
     with pytest.raises(ValueError, match=r"holds no run: it has no resolved\.yaml; give the output folder of tepo train"):
