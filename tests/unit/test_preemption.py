@@ -103,7 +103,12 @@ class Rank:
 @pytest.fixture
 def start() -> Iterator[Callable[..., Rank]]:
     started: list[Rank] = []
-    yield lambda *given, **options: started.append(Rank(*given, **options)) or started[-1]
+
+    def start_one(*given: Any, **options: Any) -> Rank:
+        started.append(Rank(*given, **options))
+        return started[-1]
+
+    yield start_one
     for rank in started:
         rank.process.kill()
         rank.process.communicate()

@@ -55,7 +55,7 @@ def open_output(folder: Path, *, log: Mapping[str, Any] | None = None, **section
     """Without TensorBoard, unless ``log`` has it. Also returns the list of what is said."""
     said: list[str] = []
     progress = Progress()
-    progress.message = said.append  # type: ignore[method-assign]
+    progress.message = said.append  # type: ignore[method-assign, assignment]
     document = {"output": str(folder), "log": {"tensorboard": False, **(log or {})}, **sections}
     return Output(RunConfig.model_validate(document), progress), said
 

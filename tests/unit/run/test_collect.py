@@ -268,7 +268,7 @@ def by_length(problem: Problem, text: str) -> float:
     return float(len(text) % 3)
 
 
-def run_of(output: Path, collect: Any, fleet: FakeFleet, schedule: str = "sync", **rollout: Any) -> RolloutCollector:
+def run_of(output: Path, collect: Any, fleet: FakeFleet, schedule: str = "sync", **rollout: Any) -> Any:
     run, verifiers = config(output, schedule=schedule, collect="mine.py:best", **rollout), FakeVerifiers(0, by_length)
     return collector(run, PROBLEMS, verifiers, fleet, collect=collect)
 
