@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from string import ascii_lowercase
 from typing import Any
 
 from tepo_megatron.config.reward import EnvironmentConfig
@@ -117,12 +118,16 @@ class FakeHost:
 
 
 class Letters:
-    """A tokenizer of a few characters."""
+    """A tokenizer of digits and small letters that puts a token before a prompt."""
 
     eos_ids, unk_id = (END,), 0
+    known = {each: 3 + at for at, each in enumerate("0123")} | {each: 10 + at for at, each in enumerate(ascii_lowercase)}
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        return [3 + "0123".index(each) if each in "0123" else 0 for each in text]
+        return [self.known.get(each, 0) for each in text]
+
+    def prompt_ids(self, text: str) -> list[int]:
+        return [1, *self.encode(text)]
 
     def decode(self, ids: Any) -> str:
         return "".join(chr(97 + token % 26) for token in ids)

@@ -71,6 +71,10 @@ broken_json = st.one_of(
 )
 """They are no JSON, or none that can be read."""
 
+DEEP = b"[" * 3000
+bodies = (values.map(as_json) | broken_json).map(lambda text: text.encode("utf-8", "surrogatepass"))
+"""Of HTTP requests."""
+
 
 def is_shown(text: str, encoding: str = "utf-8") -> bool:
     """Whether a terminal of ``encoding`` prints the text and does nothing else."""

@@ -74,18 +74,11 @@ class Patient(Hostile):
     """The same, ``async``: many episodes at once."""
 
     async def step(self, action: ResponseText) -> Any:
-        if self.turn and self.do == "waits":
-            import asyncio
-
-            await asyncio.sleep(60)
         return super().step(action)
 
 
-class Waits(Hostile):
-    """The same, ``async``, and slow to end."""
-
-    async def step(self, action: ResponseText) -> Any:
-        return super().step(action)
+class Waits(Patient):
+    """Slow to end."""
 
     async def close(self) -> None:  # type: ignore[override]
         import asyncio

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI, BadRequestError, OpenAI, OpenAIError
 
 from tepo_megatron import Problem
 
-ANSWERS = {"returns nothing": None, "returns text": "0", "no number": float("nan"), "returns components": {"right": 1.0}}
+ANSWERS = {"returns nothing": None, "returns text": "0"}
 
 POSTS = {"posts": 0.25, "posts and says": 0.25, "posts text": "good", "posts nothing": None}
 
@@ -21,16 +21,11 @@ def solve(problem: Problem, base_url: str, api_key: str) -> Any:
     do = problem.answer
     if do == "asks nothing":
         return 1.0
-    if do == "raises at once":
-        raise KeyError("gone")
-    client = OpenAI(base_url=base_url, api_key="wrong" if do == "another key" else api_key)
+    client = OpenAI(base_url=base_url, api_key=api_key)
     messages: list[Any] = [{"role": "user", "content": "0"}]
     fields: dict[str, dict[str, Any]] = {
         "another temperature": {"temperature": 0.5},
         "a seed": {"seed": 1},
-        "several answers": {"n": 2},
-        "a format": {"response_format": {"type": "json_object"}},
-        "an unknown field": {"extra_body": {"guided_regex": "a"}},
         "the run's own": {"temperature": 1.0, "top_p": 1, "n": 1, "max_tokens": 2, "user": "u", "frequency_penalty": 0},
     }
     changed = fields.get(do, {})
@@ -40,18 +35,10 @@ def solve(problem: Problem, base_url: str, api_key: str) -> Any:
         return 0.5  # an agent that goes on after an error: its episode has failed all the same
     messages += [first.model_dump(), {"role": "user", "content": "1"}]
     match do:
-        case "fine" | "the run's own":
-            pass
         case "edits":
             messages[0] = {"role": "user", "content": "3"}
         case "forgets":
             messages = messages[2:]
-        case "edits the model's":
-            messages[1] = {"role": "assistant", "content": "I said something else"}
-        case "goes on for the model":
-            messages = messages[:2]
-        case "an image":
-            messages[2] = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}
         case "unknown text":
             messages[2] = {"role": "user", "content": "é"}
         case "too large":

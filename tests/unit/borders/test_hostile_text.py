@@ -42,16 +42,9 @@ from tepo_megatron.tasks.environments.episodes import Observations
 from tepo_megatron.tasks.environments.worker import EpisodeTable
 from tepo_megatron.tasks.reward.recorded import read_recorded
 from tests.support import hostile_environment
-from tests.support.chat_tokenizer import SPECIAL, write_chat_tokenizer
+from tests.support.chat_tokenizer import SPECIAL, TOOLS_TEMPLATE, write_chat_tokenizer
 from tests.support.episodes import FakeHost, FakeSamples, Played, play
 from tests.support.hostile import SURROGATES, as_json, broken_json, is_shown, texts, valid_texts, values
-
-TOOLS_TEMPLATE = (
-    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|end|>"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")

@@ -1,59 +1,66 @@
-"""Agents on the real OpenAI client in worker processes: what they say is read, and whatever they do is their own episode's."""
+"""Agents on the real OpenAI client in worker processes: what they say is read, and whatever they do is their own episode's. The
+address that they call: where it listens, whom it answers, and what it answers to those who ask twice or too late.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import re
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Response
 from tepo_megatron.runtime import worker_process
+from tepo_megatron.runtime.worker_child import WorkerLimits
 from tepo_megatron.sampler.vllm.resources import reserve_port
+from tepo_megatron.tasks.environments.agent_session import (
+    AgentRequest,
+    AgentSession,
+    ChatRequest,
+    EpisodeError,
+    RefusedError,
+)
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 from tepo_megatron.tasks.environments.worker import EpisodeTable
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 from tepo_megatron.tasks.protocol import RewardResult
 from tests.support import episodes
 from tests.support.episodes import VOCABULARY, FakeSamples, Letters
+from tests.support.hostile import DEEP, bodies
 from tests.support.programs import TIMEOUT_S
 
 pytest.importorskip("openai")
 pytest.importorskip("aiohttp")
 
+from tepo_megatron.tasks.environments import agents
+
 AGENTS = f"{Path(__file__).parents[2] / 'support' / 'odd_agents.py'}"
 
 FAILS = {
     "asks nothing": "the agent ended without asking the model anything",
-    "raises at once": r"the agent raised KeyError: 'gone', at .*odd_agents.py:\d+: \"raise KeyError",
     "raises": r"the agent raised KeyError: 'gone', at .*odd_agents.py:\d+: \"raise KeyError",
     "exits": "the agent raised SystemExit: 3",
-    "another key": "the agent raised AuthenticationError: Error code: 401 - .*no episode has this API key",
     "another temperature": "temperature = 0.5, and the run draws with rollout.sampling.temperature = 1.0",
-    "a seed": "seed = 1: the run gives each turn a seed of its own",
-    "several answers": "n = 2 is not answered here",
-    "a format": r"response_format = {\"type\": \"json_object\"} would change what the model writes",
-    "an unknown field": "guided_regex is not known here",
     "edits": r"another history than what was said: message 0 \(user\) was '0' and is '3'; an episode is trained on as one",
-    "forgets": "another history than what was said: message 0",
-    "edits the model's": r"another history than what was said: message 1 \(assistant\) was .* and is 'I said something else'",
-    "goes on for the model": "the last message is the assistant's",
-    "an image": r"messages\[2\] has a part of type 'image_url'; the model reads text alone",
     "unknown text": "the environment's observation has characters that the tokenizer does not know: 'é'",
     "too large": "the request is larger than environment.agent.max_request_mb allows",
     "returns nothing": "the agent returned nothing, and no reward; return a number, send one to /v1/reward, or set",
     "returns text": "the agent returned text, and no reward",
-    "no number": "the environment returned nan, not a finite number",
     "posts text": "the environment returned str, not a number",
     "posts nothing": r"a reward is sent as {\"reward\": 1.0}, or with components by name",
 }
@@ -66,16 +73,6 @@ TAKEN |= {"returns text": 0.5, "posts": 0.25, "posts and says": 0.75}
 """With settings that ignore, restart and rate."""
 
 
-class Begun(Letters):
-    """A tokenizer that puts a token before a text."""
-
-    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        return [10 + ord(each) - ord("a") if "a" <= each <= "z" else super(Begun, self).encode(each)[0] for each in text]
-
-    def prompt_ids(self, text: str) -> list[int]:
-        return [1, *self.encode(text)]
-
-
 def config(solve: str = "solve", agent: dict[str, Any] | None = None, **more: Any) -> RunConfig:
     common = {"name": f"{AGENTS}:{solve}", "adapter": "agent", "timeout_s": 600.0, "max_turns": 5}
     settings = {"chat_template": False, "max_request_mb": 1, **(agent or {})}
@@ -84,12 +81,12 @@ def config(solve: str = "solve", agent: dict[str, Any] | None = None, **more: An
 
 @contextmanager
 def opened(found: RunConfig) -> Iterator[EnvironmentTask]:
-    with EnvironmentTask(found, Begun(), VOCABULARY, 120) as pool:  # type: ignore[arg-type]
+    with EnvironmentTask(found, Letters(), VOCABULARY, 120) as pool:  # type: ignore[arg-type]
         yield pool
 
 
-def play(pool: EnvironmentTask, does: list[str]) -> list[tuple[Response, RewardResult, FakeSamples]]:
-    problems = [Problem(what, "", what) for what in does]
+def play(pool: EnvironmentTask, does: list[str], prompt: str = "") -> list[tuple[Response, RewardResult, FakeSamples]]:
+    problems = [Problem(what, prompt, what) for what in does]
     samples: Any = FakeSamples(random.Random(0))
     with pool.stream(samples, lambda at: problems[at]) as stream:
         for at in range(len(problems)):
@@ -105,10 +102,8 @@ def play(pool: EnvironmentTask, does: list[str]) -> list[tuple[Response, RewardR
 def test_a_failing_agent_is_one_failed_sample_and_the_others_go_on() -> None:
     does = [*FAILS, *REWARDS, "fine"]
     with opened(config()) as pool:
-        before = processes(pool)
         played = play(pool, does)
         figures = pool.take_figures([])
-        assert processes(pool) == before
     said = {what: (result.reward, str(result.error)) for what, (_, result, _) in zip(does, played, strict=True)}
     other = [what for what in FAILS if said[what][0] is not None or not re.search(FAILS[what], said[what][1])]
     assert {what: said[what] for what in other} == {}
@@ -127,12 +122,6 @@ def test_a_failing_agent_is_one_failed_sample_and_the_others_go_on() -> None:
     assert [room for room in first if room < 100] == [2]  # max_tokens of "the run's own"
     assert figures["environment/restarts"] == 0
     assert figures["environment/new_histories"] == 0
-
-
-def processes(pool: EnvironmentTask) -> list[Any]:
-    """Of its workers."""
-    assert isinstance(pool.host, EnvironmentWorkers)
-    return [worker.process for worker in pool.host._workers]
 
 
 def test_an_agent_that_hangs_is_one_failed_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,45 +163,28 @@ def test_an_agent_outside_takes_its_episode_and_sends_its_reward(tmp_path: Path)
     agent = {"port": port, "key_file": str(tmp_path / "key")}
     with held, opened(config(name="outside", agent=agent)) as pool:
         key = (tmp_path / "key").read_text()
-        told: list[Any] = []
 
         def work() -> None:
-            root = f"http://127.0.0.1:{port}"
             for _ in range(2):
                 while True:
                     try:
-                        found = httpx.post(f"{root}/episodes", headers={"Authorization": f"Bearer {key}"}, timeout=TIMEOUT_S)
+                        found = httpx.post(f"http://127.0.0.1:{port}/episodes", headers=bearer(key), timeout=TIMEOUT_S)
                         break
                     except httpx.ConnectError:
                         time.sleep(0.1)  # it listens from the first episode on
-                no = {"Authorization": "Bearer no"}
-                told.append(httpx.post(f"{root}/episodes", headers=no, timeout=TIMEOUT_S).status_code)
-                told.append(httpx.get(f"{root}/nothing", timeout=TIMEOUT_S).json()["error"]["message"])
                 episode = found.json()
-                own = {"Authorization": f"Bearer {episode['api_key']}"}
-                base = episode["base_url"]
-                told.append(httpx.get(f"{base}/models", headers=own, timeout=TIMEOUT_S).json()["data"][0]["id"])
-                asked = {"model": "policy", "messages": episode["problem"]["messages"]}
-                answer = httpx.post(f"{base}/chat/completions", json=asked, headers=own, timeout=TIMEOUT_S).json()
-                assert answer["choices"][0]["message"]["role"] == "assistant"
-                rated = {"reward": float(episode["problem"]["answer"])}
-                httpx.post(f"{base}/reward", json=rated, headers=own, timeout=TIMEOUT_S)
+                with httpx.Client(headers=bearer(episode["api_key"]), timeout=TIMEOUT_S) as client:
+                    asked = {"model": "policy", "messages": episode["problem"]["messages"]}
+                    answer = client.post(f"{episode['base_url']}/chat/completions", json=asked).json()
+                    assert answer["choices"][0]["message"]["role"] == "assistant"
+                    client.post(f"{episode['base_url']}/reward", json={"reward": float(episode["problem"]["answer"])})
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        problems = [Problem(f"p{at}", "012", str(at)) for at in (2, 3)]
-        samples: Any = FakeSamples(random.Random(0))
-        with pool.stream(samples, lambda at: problems[at]) as stream:
-            for at in range(2):
-                stream.submit(at, (1,), 7 * at)
-            found = episodes.play(stream)
+        played = play(pool, ["2", "3"], "012")
         thread.join(TIMEOUT_S)
-        results = pool.score([(problems[at], ResponseText("", found[at, 0].response_ids)) for at in range(2)])
-    assert [(result.error, result.reward) for result in results] == [(None, 2.0), (None, 3.0)]
-    assert [found[at, 0].response_ids[:3].tolist() for at in range(2)] == [[3, 4, 5]] * 2
-    assert told[0] == 401
-    assert "GET /nothing is not served here" in told[1]
-    assert told[2] == "policy"
+    assert [(result.error, result.reward) for _, result, _ in played] == [(None, 2.0), (None, 3.0)]
+    assert [response.response_ids[:3].tolist() for response, *_ in played] == [[3, 4, 5]] * 2
 
 
 @pytest.mark.parametrize(
@@ -253,20 +225,15 @@ def test_a_tokenizer_without_a_beginning_is_refused() -> None:
     from tepo_megatron.tasks.environments.episodes import opening_of
 
     environment = config().environment
-    assert opening_of(environment, Begun()) == (1,)  # type: ignore[arg-type]
+    assert opening_of(environment, Letters()) == (1,)  # type: ignore[arg-type]
 
-    class Bare(Letters):
-        def prompt_ids(self, text: str) -> list[int]:
-            return self.encode(text)
-
+    bare: Any = SimpleNamespace(prompt_ids=Letters().encode)
     with pytest.raises(ValueError, match="the model's tokenizer has no begin token"):
-        opening_of(environment, Bare())  # type: ignore[arg-type]
+        opening_of(environment, bare)
 
 
 def test_agents_that_run_on_wear_their_process_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """With no episode left, and more of them than are left behind; one that ends in time does not count."""
-    from tepo_megatron.tasks.environments import agents
-
     monkeypatch.setattr(agents, "_MAX_RUNNING_AGENTS", 1)
     environment = config("runs_on").environment
     assert environment is not None
@@ -286,3 +253,179 @@ def test_agents_that_run_on_wear_their_process_out(monkeypatch: pytest.MonkeyPat
         return worn
 
     assert asyncio.run(play()) == [False, False, False, False, False, True]
+
+
+ENVIRONMENT = EnvironmentConfig(name="a.py:solve", adapter="agent")
+SETTINGS = EnvironmentWorkers.agent_setup(ENVIRONMENT, None)
+assert SETTINGS is not None
+ASKED: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "0"}]}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def serve(scene: Callable[[Any, httpx.AsyncClient], Awaitable[None]], outside_key: str | None = None) -> None:
+    """``client`` asks ``address``, whose root is its base."""
+
+    async def found() -> None:
+        served = agents.Agents(
+            None, {}, {"agent": {**SETTINGS, "key": outside_key}}, WorkerLimits.of("", "", ENVIRONMENT.model_dump())
+        )
+        address = served.address
+        root = (await address.url()).removesuffix("/v1")
+        async with httpx.AsyncClient(base_url=root, timeout=TIMEOUT_S, verify=False) as client:
+            await asyncio.wait_for(scene(address, client), TIMEOUT_S)
+
+    asyncio.run(found())
+
+
+def test_it_listens_on_loopback_alone() -> None:
+    """On Linux all of 127.0.0.0/8 is this machine: an address for all interfaces would answer there too."""
+
+    async def scene(address: Any, client: httpx.AsyncClient) -> None:
+        assert client.base_url.host == "127.0.0.1"
+        models = await client.get("/v1/models", headers=bearer(address.open(talk())))
+        assert models.json()["data"][0]["id"] == "policy"
+        assert "GET /nothing is not served here" in (await client.get("/nothing")).json()["error"]["message"]
+        assert client.base_url.port is not None
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", client.base_url.port), timeout=10)
+
+    serve(scene)
+
+
+def talk() -> AgentSession:
+    return AgentSession("fail", "text")
+
+
+@pytest.mark.parametrize("outside_key", [None, "outside"])
+def test_a_request_without_the_key_of_an_episode_is_answered_nothing(outside_key: str | None) -> None:
+    """None, a part of one, that of an episode that is over, that of agents outside; and for these that of an episode."""
+
+    async def scene(address: Any, client: httpx.AsyncClient) -> None:
+        under_way, over = talk(), talk()
+        key, old = address.open(under_way), address.open(over)
+        address.close(old)
+        for headers in ({}, {"Authorization": ""}, bearer("no"), bearer(key[:-1]), bearer(old), bearer("outside")):
+            for found in (
+                await client.post("/v1/chat/completions", json=ASKED, headers=headers),
+                await client.post("/v1/reward", json={"reward": 1.0}, headers=headers),
+                await client.get("/v1/models", headers=headers),
+            ):
+                assert found.status_code == 401, headers
+                assert found.json()["error"]["code"] == "invalid_api_key"
+        assert under_way.posted is over.posted is None
+        assert under_way._request is None
+        episode = {"problem": {"id": "p"}, "base_url": f"{client.base_url}/v1", "api_key": key, "seed": 3}
+        address.offer(episode)
+        refused = 404 if outside_key is None else 401
+        for headers in ({}, {"Authorization": ""}, bearer("None"), bearer("outsid"), bearer(key)):
+            assert (await client.post("/episodes", headers=headers)).status_code == refused
+        found = await client.post("/episodes", headers=bearer("outside"))
+        if outside_key is None:
+            assert found.status_code == refused
+        else:
+            assert found.json() == episode
+
+    serve(scene, outside_key)
+
+
+def test_a_request_that_is_sent_again_gets_the_answer_of_the_first() -> None:
+    """While the model writes, and afterwards, as OpenAI's clients do; the model is asked once."""
+
+    async def scene(address: Any, client: httpx.AsyncClient) -> None:
+        one = talk()
+        key = address.open(one)
+
+        def ask(again: int) -> Awaitable[httpx.Response]:
+            headers = bearer(key) | {"x-stainless-retry-count": str(again)}
+            return asyncio.create_task(client.post("/v1/chat/completions", json=ASKED, headers=headers))
+
+        first = ask(0)
+        assert isinstance(await one.wait(), ChatRequest)
+        second = ask(1)
+        while one._turn is None or one._turn.waiting < 2:
+            await asyncio.sleep(0.01)
+        one.give(ResponseText("b", [11]))
+        answers = [(await each).json() for each in (first, second, ask(2))]
+        assert answers == [answers[0]] * 3
+        assert answers[0]["choices"][0]["message"]["content"] == "b"
+        assert one._request is None
+        refused = await ask(0)  # not again, but once more: nothing is behind what was said
+        assert "it has 1 messages, none of them behind the 2 that were said" in refused.json()["error"]["message"]
+
+    serve(scene)
+
+
+def asked(text: str) -> Any:
+    return AgentRequest.read({"messages": [{"role": "user", "content": text}]}, SETTINGS["sampling"], frozenset())
+
+
+def test_one_request_at_a_time_is_answered_and_none_after_the_end() -> None:
+    async def found() -> None:
+        one = talk()
+        first = asyncio.create_task(one.ask(asked("0"), again=False))
+        await one.wait()
+        for text, again in (("0", False), ("1", False), ("1", True)):
+            with pytest.raises(RefusedError, match="asks again before it was answered") as refused:
+                await one.ask(asked(text), again=again)
+            assert refused.value.code == "one_at_a_time"
+        first.cancel()  # the client has hung up, and may ask the same once more
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        second = asyncio.create_task(one.ask(asked("0"), again=False))
+        await asyncio.sleep(0)
+        one.close()
+        for ask in (second, one.ask(asked("0"), again=True), one.ask(asked("1"), again=False)):
+            with pytest.raises(RefusedError, match=r"^the episode is over$") as refused:
+                await ask
+            assert refused.value.code == "episode_over"
+
+        failed = talk()
+        failed.refuse("this")
+        failed.refuse("that")
+        failed.end(1.0)
+        with pytest.raises(RefusedError, match=r"^the episode has failed: this$"):
+            await failed.ask(asked("0"), again=False)
+        with pytest.raises(EpisodeError, match=r"^this$"):
+            await failed.wait()
+
+    asyncio.run(asyncio.wait_for(found(), TIMEOUT_S))
+
+
+@given(body=bodies, path=st.sampled_from(["/v1/chat/completions", "/v1/reward"]))
+@example(body=DEEP, path="/v1/reward")
+@example(body=DEEP, path="/v1/chat/completions")
+@example(body=b'{"reward":' + b"[" * 500 + b"]" * 500 + b"}", path="/v1/reward")
+@settings(max_examples=40, deadline=None)
+def test_an_agents_request_that_is_none_fails_its_episode(body: bytes, path: str) -> None:
+    async def scene(address: Any, client: httpx.AsyncClient) -> None:
+        session = talk()
+        request = asyncio.create_task(client.post(path, content=body, headers=bearer(address.open(session))))
+        waits = asyncio.create_task(session.wait())
+        await asyncio.wait([request, waits], return_when=asyncio.FIRST_COMPLETED)
+        if request.done() and request.result().status_code != 200:
+            assert request.result().json()["error"]["message"]
+            with pytest.raises(EpisodeError):
+                await waits
+        session.close()
+        waits.cancel()
+        await asyncio.gather(request, waits, return_exceptions=True)
+
+    serve(scene)
+
+
+def test_an_agent_is_served_beside_connections_without_a_key() -> None:
+    async def scene(address: Any, client: httpx.AsyncClient) -> None:
+        port = client.base_url.port
+        strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]
+        assert await strangers[0][0].read(1) == b""
+        key = address.open(talk())
+        assert (await client.get("/v1/models", headers=bearer(key))).status_code == 200
+        open_connections = sum(not reader.at_eof() for reader, _ in strangers)
+        assert open_connections < 150
+        for _, writer in strangers:
+            writer.close()
+
+    serve(scene)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +23,8 @@ from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 def test_who_halves_finds_each_number(problem: Problem) -> None:
     game, low, high = GuessNumber(turns=3), 1, 7
     game.reset(problem, seed=0)
-    while True:
+    while not (result := game.step(ResponseText(f"{(low + high) // 2}"))).done:
         guess = (low + high) // 2
-        result = game.step(ResponseText(f"{guess}"))
-        if result.done:
-            break
         low, high = (low, guess - 1) if result.observation == "<" else (guess + 1, high)
     assert result == StepResult(reward=1.0, done=True)
 
@@ -57,21 +55,16 @@ def test_a_calculator_is_asked_and_then_answered() -> None:
 
 
 def answers(config: EnvironmentConfig, *turns: str) -> list[Any]:
-    workers = EnvironmentWorkers(config)
-    try:
-        found = []
-        for call in [
-            ["reset", Problem("p", "", "95").to_json(), 0, False],
-            *(["step", *ResponseText(turn).to_json()] for turn in turns),
-        ]:
+    found = []
+    reset = ["reset", Problem("p", "", "95").to_json(), 0, False]
+    with closing(EnvironmentWorkers(config)) as workers:
+        for call in [reset, *(["step", *ResponseText(turn).to_json()] for turn in turns)]:
             workers.call(1, call)
             while not (answer := workers.poll(600.0)):
                 continue
             assert answer[0].error is None
             found.append(answer[0].answer)
-        return found[1:]
-    finally:
-        workers.close()
+    return found[1:]
 
 
 def test_programs_run_within_limits_without_network_in_a_folder_that_goes() -> None:
@@ -116,35 +109,22 @@ def test_programs_are_off_unless_switched_on_whatever_their_environment_is_calle
 # -- adapters
 
 
-class GymGame:
-    """As a Gymnasium text environment is."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        self.seed, self.options = seed, options
-        return f"of {self.size}", {}
-
-    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return ["seen", action], 0.5, action == "end", action == "late", {"tool_error": action == "bad"}
-
-    def close(self) -> None:
-        self.closed = True
-
-
 def test_a_gymnasium_environment_is_played() -> None:
-    made = GymGame(3)
+    opened = ["the game"]
+    made = SimpleNamespace(
+        reset=lambda **given: (str(given), {}),
+        step=lambda action: (["seen", action], 0.5, action == "end", action == "late", {"tool_error": action == "bad"}),
+        close=opened.pop,
+    )
     game = ADAPTERS["gymnasium"](lambda: made, {})
-    assert game.reset(Problem("p", "do", "42", {"level": 2}), seed=2**40 + 5) == "of 3"
-    assert made.seed == 5
-    assert made.options == {"id": "p", "prompt": "do", "answer": "42", "level": 2}
+    given = {"seed": 5, "options": {"id": "p", "prompt": "do", "answer": "42", "level": 2}}
+    assert game.reset(Problem("p", "do", "42", {"level": 2}), seed=2**40 + 5) == str(given)
     assert game.step(ResponseText("go")) == StepResult("['seen', 'go']", 0.5)
     assert game.step(ResponseText("bad")).tool_error
     assert game.step(ResponseText("end")).done
     assert game.step(ResponseText("late")).done
     game.close()
-    assert made.closed
+    assert opened == []
 
 
 def test_a_skyrl_gym_environment_is_played() -> None:
@@ -172,13 +152,6 @@ def test_a_skyrl_gym_environment_is_played() -> None:
         ADAPTERS["skyrl_gym"](Env, {"changes": True}).reset(Problem("p", "do", "42"), seed=0)
 
 
-class Action:
-    """As an OpenEnv action is."""
-
-    def __init__(self, message: str) -> None:
-        self.message = message
-
-
 class Client:
     """As an OpenEnv client is; its methods may be awaited or not."""
 
@@ -188,7 +161,7 @@ class Client:
     def reset(self) -> SimpleNamespace:
         return SimpleNamespace(observation=SimpleNamespace(text="hello"), reward=None, done=False)
 
-    async def step(self, action: Action) -> SimpleNamespace:
+    async def step(self, action: SimpleNamespace) -> SimpleNamespace:
         return SimpleNamespace(observation=SimpleNamespace(text=action.message * 2), reward=None, done=action.message == "end")
 
     def close(self) -> None:
@@ -196,7 +169,7 @@ class Client:
 
 
 def test_an_openenv_client_is_played() -> None:
-    kwargs = {"base_url": "http://a", "action": f"{__file__}:Action", "action_field": "message", "observation_field": "text"}
+    kwargs = {"base_url": "http://a", "action": "types:SimpleNamespace", "action_field": "message", "observation_field": "text"}
 
     async def play() -> list[Any]:
         game = ADAPTERS["openenv"](Client, kwargs)
