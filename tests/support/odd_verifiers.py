@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import resource
@@ -81,6 +82,12 @@ def judge(problem: Problem, response: ResponseText) -> Any:
     if what in values:
         return values[what]
     return float(what) * problem.metadata.get("factor", 1) if what[0] in "-0123456789" else 1.0
+
+
+async def judge_async(problem: Problem, response: ResponseText) -> Any:
+    """The same, which may also wait where others go on."""
+    await asyncio.sleep(600 if response == "late" else 0)
+    return judge(problem, response)
 
 
 def three(problem: Problem, response: str, third: Any) -> float:

@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.core.problem import Problem, ResponseText
-from tepo_megatron.tasks.reward.recorded import RecordedGroup, read_recorded
-
-
-def told(groups: list[RecordedGroup]) -> list[tuple[str, object, list[tuple[str, str]]]]:
-    return [
-        (problem.id, problem.metadata, [(str(text), text.finish_reason) for text in responses]) for problem, responses in groups
-    ]
+from tepo_megatron.tasks.reward.recorded import read_recorded
 
 
 def test_a_runs_samples_and_lines_of_ones_own(tmp_path: Path) -> None:
@@ -32,7 +26,8 @@ def test_a_runs_samples_and_lines_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mixed.jsonl"
     path.write_text("\n\n".join(json.dumps(each) for each in (sample, mine, alone)))
     groups = read_recorded(path)
-    assert told(groups) == [
+    told = [(problem.id, problem.metadata, [(str(each), each.finish_reason) for each in texts]) for problem, texts in groups]
+    assert told == [
         ("p1", {"level": 2}, [("g", "length")]),
         ("p1", {"level": 2}, [("s", "stop"), ("t", "stop")]),
         ("mixed:3", {"level": 3}, [("x", "length"), ("y", "length")]),
