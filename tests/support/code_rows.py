@@ -58,39 +58,23 @@ FILES: Mapping[str, list[dict[str, Any]]] = {
     "mbpp-sanitized": SANITIZED,
     "mbpp-train": [{**MBPP[0], "task_id": 601}],
 }
-_TWICE = (
-    "Write a function to double a number.\n\nYour code should pass these tests:\n\n"
-    "assert twice(2) == 4\nassert twice(0) == 0\nassert twice(-1) == -2"
-)
+
+
+def _asked(row: dict[str, Any], text: str) -> str:
+    return f"{text}\n\nYour code should pass these tests:\n\n" + "\n".join(row["test_list"])
+
+
+_TWICE, _SUM, _AREA = (*MBPP, *SANITIZED)
 EXPECTED: Mapping[str, list[tuple[str, str, str]]] = {
     "humaneval": [
-        (
-            "humaneval/HumanEval/0",
-            HUMANEVAL[0]["prompt"].strip(),
-            HUMANEVAL[0]["prompt"].strip() + "\n    return [value for value in values if value % 2 == 0]",
-        ),
-        (
-            "humaneval/HumanEval/1",
-            HUMANEVAL[1]["prompt"].strip(),
-            HUMANEVAL[1]["prompt"].strip() + "\n    return half(half(x))",
-        ),
+        (f"humaneval/{row['task_id']}", (stub := row["prompt"].strip()), f"{stub}\n{row['canonical_solution'].rstrip()}")
+        for row in HUMANEVAL
     ],
     "mbpp": [
-        ("mbpp/11", _TWICE, "def twice(x):\r\n  return 2 * x"),
-        (
-            "mbpp/12",
-            "Write a function to add two numbers.\n\nYour code should pass these tests:\n\n"
-            "assert sum(2, 3) == 5\nassert sum(0, 0) == 0\nassert sum(-1, 1) == ZERO",
-            "def sum(a, b):\r\n  return a + b",
-        ),
+        ("mbpp/11", _asked(_TWICE, "Write a function to double a number."), _TWICE["code"]),
+        ("mbpp/12", _asked(_SUM, "Write a function to add two numbers."), _SUM["code"]),
     ],
-    "mbpp-sanitized": [
-        (
-            "mbpp-sanitized/2",
-            "Write a function to find the area of a disc.\n\nYour code should pass these tests:\n\n"
-            "assert math.isclose(area(1), math.pi)\nassert area(0) == 0",
-            "def area(r):\n  return 3.141592653589793 * r * r",
-        )
-    ],
-    "mbpp-train": [("mbpp-train/601", _TWICE, "def twice(x):\r\n  return 2 * x")],
+    "mbpp-sanitized": [("mbpp-sanitized/2", _asked(_AREA, _AREA["prompt"]), _AREA["code"])],
+    "mbpp-train": [("mbpp-train/601", _asked(_TWICE, _TWICE["text"]), _TWICE["code"])],
 }
+"""A benchmark's problems: id, prompt and answer."""

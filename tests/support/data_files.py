@@ -18,13 +18,6 @@ def write_jsonl(path: Path, rows: Rows) -> str:
     return str(path)
 
 
-def write_list(path: Path, rows: Rows) -> str:
-    """One JSON list, as ``json.dump`` writes it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(list(rows), indent=1))
-    return str(path)
-
-
 def write_csv(path: Path, rows: Rows, delimiter: str = ",") -> str:
     """With a header, as a spreadsheet saves it."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,12 +55,7 @@ def save_to_disk(folder: Path, splits: Mapping[str, Rows] | Rows, shards: int = 
         table = pa.Table.from_pylist(list(splits[at * size : (at + 1) * size]))
         with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
             stream.write_table(table)
-    state = {
-        "_data_files": [{"filename": name} for name in names],
-        "_fingerprint": "0",
-        "_format_columns": None,
-        "_split": None,
-    }
+    state = {"_data_files": [{"filename": name} for name in names], "_split": None}
     (folder / "state.json").write_text(json.dumps(state))
     (folder / "dataset_info.json").write_text(json.dumps({"features": {}}))
     return str(folder)

@@ -18,6 +18,7 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.tasks.data.benchmarks import BENCHMARKS, LOCK, SETS, prepare
 from tepo_megatron.tasks.data.rows import file_digest
 from tests.support import code_rows
+from tests.support.data_files import write_jsonl, write_parquet
 
 NOTHING = dict.fromkeys(("context", "error", "unit", "answer_type"))
 SAMPLES: list[tuple[str, dict[str, Any], str]] = [
@@ -61,15 +62,7 @@ for identity, row, answer in SAMPLES:
 def write(name: str, folder: Path) -> Path:
     """A small file of a benchmark's columns, in its format and place."""
     path = folder / BENCHMARKS[name].file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(FILES[name]), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in FILES[name]))
-    return path
+    return Path((write_parquet if path.suffix == ".parquet" else write_jsonl)(path, FILES[name]))
 
 
 @pytest.fixture
@@ -85,18 +78,10 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Pa
     return make
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_every_benchmark_has_its_sample() -> None:
-    assert set(FILES) == set(EXPECTED) == set(BENCHMARKS)
-
-
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_published_file_becomes_problems(name: str, small: Callable[[str], Path], tmp_path: Path) -> None:
     done = prepare(name, tmp_path / "out", source=small(name))
-    found = lines(done.path)
+    found = [json.loads(line) for line in done.path.read_text().splitlines()]
     assert [(each["id"], each["prompt"], each["answer"]) for each in found] == EXPECTED[name]
     if name == "olympiadbench":  # what else is known of a problem
         assert (found[1]["unit"], found[1]["error"], found[1]["answer_type"]) == ("m^2", "1e-2", "Numerical")

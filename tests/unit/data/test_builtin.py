@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from examples.tiny.make_warm_start import ALPHABET, stack_machine_examples
-from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data import addition, builtin, stack_machine
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
-from tepo_megatron.tasks.data.stack_machine import LEAVES, Tree, problems_with_trees, value_of
+from tepo_megatron.tasks.data.stack_machine import LEAVES
 from tepo_megatron.tasks.reward.programs import StackMachine
 
 
@@ -78,19 +77,6 @@ def test_tests_tell_a_choice_from_its_branches() -> None:
                 found += 1
                 assert SCORE(problem, programs[branch]) == 0, problem
     assert found > 1000
-
-
-@given(drawn=st.sampled_from(problems_with_trees()), inputs=st.tuples(*[st.integers(-9, 9)] * 3))
-def test_a_formula_has_its_trees_value(drawn: tuple[Problem, Tree], inputs: tuple[int, int, int]) -> None:
-    problem, tree = drawn
-    names = dict(zip("xyz", inputs, strict=True))
-
-    def value(formula: str) -> int:
-        condition, asked, branches = formula.partition("?")
-        first, _, second = branches.partition(":")
-        return int(eval(formula if not asked else first if eval(condition, {}, names) else second, {}, names))
-
-    assert value(problem.id) == value_of(tree, inputs)
 
 
 @given(seed=st.integers(0, 2**32))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tepo_megatron.config.data import SourceConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data.problems import load_problems
-from tests.support.data_files import save_to_disk, write_csv, write_jsonl, write_list, write_parquet
+from tests.support.data_files import save_to_disk, write_csv, write_jsonl, write_parquet
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "1+1=", "answer": "2", "id": "one", "level": 3, "tags": ["a", "b"], "of": {"book": "x"}},
@@ -42,6 +42,7 @@ def test_every_format_gives_the_same_problems(tmp_path: Path) -> None:
     write_parquet(hub / "data" / "train-00001-of-00002.parquet", ROWS[1:])
     write_parquet(hub / "data" / "test-00000-of-00001.parquet", ROWS[1:])
     shutil.copy(write_parquet(tmp_path / "other.parquet", ROWS), tmp_path / "no_suffix")
+    (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=1))
     for each in (
         source(write_parquet(tmp_path / "a.parquet", ROWS, row_group=1)),
         source(tmp_path / "no_suffix"),
@@ -49,7 +50,7 @@ def test_every_format_gives_the_same_problems(tmp_path: Path) -> None:
         source(save_to_disk(tmp_path / "splits", {"train": ROWS, "test": ROWS[1:]}), split="train"),
         source(save_to_disk(tmp_path / "one_split", {"train": ROWS})),
         source(hub, split="train"),
-        source(write_list(tmp_path / "list" / "a.json", ROWS)),
+        source(tmp_path / "a.json"),
     ):
         found = load_problems(each)
         assert found == expected, each
@@ -93,7 +94,6 @@ GOOD = '{"prompt": "p", "answer": "a", "id": "one"}\n'
         ("json", '[{"question": "x", "answer": 2}]', r", row 1: 'prompt' is missing .*data\.fields\.prompt=question"),
         ("jsonl", "\n \n", " has no problem in it"),
         ("jsonl", f'{GOOD}\n{{"prompt": "p", "solution": "a"}}', r":3: 'answer' is missing .*data\.fields\.answer=solution"),
-        ("jsonl", '{"prompt": "", "answer": "a"}', ":1: 'prompt' is empty"),
         ("jsonl", '{"prompt": "  \\n", "answer": "a"}', ":1: 'prompt' is empty"),
         ("jsonl", '{"prompt": "p", "answer": " "}', ":1: 'answer' is empty"),
         ("jsonl", '{"prompt": "p", "answer": null}', ":1: 'answer' is missing"),
@@ -251,11 +251,6 @@ def test_folders_and_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("FOLDER/none.jsonl", r"none\.jsonl does not exist"),
         ("addition", "did you mean builtin:addition"),
         ("builtin:adition", "known: builtin:addition, builtin:addition-heldout, .*; did you mean builtin:addition"),
-        (
-            "builtin:zzz",
-            "builtin:addition-heldout, builtin:guess-number, builtin:guess-number-heldout, builtin:stack-machine, "
-            "builtin:stack-machine-heldout$",
-        ),
     ],
 )
 def test_names_of_nothing(tmp_path: Path, name: str, message: str) -> None:

@@ -220,6 +220,6 @@ def test_every_right_program_counts_and_a_part_where_it_is_wanted(program: str, 
     assert StackMachine(partial=True).score(DOUBLE, program) == pytest.approx(share)
 
 
-def test_a_problem_without_tests_is_an_error_of_the_data_of_stack_machine() -> None:
+def test_a_formula_without_tests_is_an_error_of_the_data() -> None:
     with pytest.raises(ValueError, match="the problem has no tests"):
         StackMachine().score(Problem("p", "x+x=", "xx+"), "xx+")
