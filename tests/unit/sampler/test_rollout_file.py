@@ -60,13 +60,6 @@ def test_what_is_read_is_what_was_written(written: list[Rollout], step: int) -> 
     assert read == written
 
 
-def test_a_rollout_that_the_model_wrote_alone_takes_no_room_for_a_mask(tmp_path: Path) -> None:
-    own = replace(ONE, loss_mask=np.array([True]))
-    assert own == ONE
-    assert own.loss_mask is None
-    assert "loss_mask" not in write_rollouts(tmp_path, 3, [own]).read_text()
-
-
 def test_a_failed_write_leaves_the_older_record(tmp_path: Path) -> None:
     write_rollouts(tmp_path, 3, [ONE])
     with pytest.raises(TypeError):

@@ -1,9 +1,12 @@
-"""How vLLM is started: the arguments, the environment and the machine of a server."""
+"""How vLLM is started: the arguments, the environment, the weights and the machine of a server."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import resource
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,13 @@ import torch
 from pydantic import ValidationError
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.load import load_run
 from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.run.checks import check_model
+from tepo_megatron.runtime.machine import Machine, this_machine
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.vllm.plugin.patches import take_cores
-from tepo_megatron.sampler.vllm.resources import check_quantization
+from tepo_megatron.sampler.vllm.resources import check_machine, check_quantization
 from tepo_megatron.sampler.vllm.server import Server
 from tepo_megatron.sampler.vllm.wire import (
     AWAITS_VARIABLE,
@@ -25,6 +31,7 @@ from tepo_megatron.sampler.vllm.wire import (
     ROUTES_VARIABLE,
     SPECULATES_VARIABLE,
 )
+from tepo_megatron.tasks.evaluate.standalone import evaluate_model
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere servers start as vLLM has them")
 WORKER = "--worker-cls tepo_megatron.sampler.vllm.plugin.workers.Worker"
@@ -228,3 +235,153 @@ def test_what_a_machine_cannot_serve_is_refused_before_a_server_starts(
     for check in (lambda: check_quantization(quantization), lambda: server(ServerConfig(quantization=quantization))):
         with pytest.raises(ValueError, match=message):
             check()
+
+
+RUN = Path(__file__).parents[3] / "examples/tiny/run.yaml"
+
+
+def test_an_impossible_tp_is_a_sentence_that_names_the_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: object, **_options: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    given = ["rollout.server.tp=3", f"output={tmp_path}/out"]
+    config = load_run(None, given)
+    said = r"(?s)rollout.server.tp = 3 does not fit this model: .*tp = 3 does not divide the model's 4 attention heads"
+    with pytest.raises(ValueError, match=said):
+        check_model(config)
+    with pytest.raises(ValueError, match=said):
+        evaluate_model(config, "builtin:tiny")
+    assert not list(tmp_path.iterdir())
+    check_model(load_run(None, [*given, f"rollout.replay={tmp_path}"]))  # a replayed run starts no server
+
+
+def test_an_evaluation_without_a_trainer_reads_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its servers share their GPUs with no trainer."""
+
+    def refuse(server: ServerConfig, **_options: object) -> None:
+        raise RuntimeError(f"{server.placement}, {server.tp}, {server.starts_with_dummies(trained=False)}")
+
+    monkeypatch.setattr("tepo_megatron.tasks.evaluate.standalone.make_sampler", refuse)
+    for placement in ("local", "colocated"):
+        server = {"placement": placement, "tp": 2, "load_format": "dummy"}
+        config = RunConfig.model_validate({"output": tmp_path, "rollout": {"server": server}})
+        with pytest.raises(RuntimeError, match="local, 2, False"):
+            evaluate_model(config, "builtin:tiny")
+    config = RunConfig.model_validate({"output": tmp_path, "rollout": {"server": {"placement": "external", "registry": "/r"}}})
+    with pytest.raises(ValueError, match=r"servers of 'tepo serve' start without weights.*load_format = model"):
+        evaluate_model(config, "builtin:tiny")
+
+
+def test_nccl_of_the_trainer_takes_the_interface_that_the_run_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tepo_megatron.trainer.megatron.gpu import prepare_process
+
+    environment: dict[str, str] = {}
+    monkeypatch.setattr("tepo_megatron.trainer.megatron.gpu.os.environ", environment)
+    prepare_process(RunConfig())
+    assert environment == {}
+    for interface in ("ib0", "ib1"):  # what is set stays
+        prepare_process(RunConfig.model_validate({"rollout": {"server": {"interface": interface}}}))
+    assert environment == {"NCCL_SOCKET_IFNAME": "ib0"}
+
+
+def test_dummies_leave_what_no_checkpoint_brings_as_the_model_made_it() -> None:
+    """vLLM's own would overwrite a buffer that a state dict has."""
+    pytest.importorskip("vllm")
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    from tepo_megatron.sampler.vllm.plugin import engine as engine  # registers the loader
+
+    def layer() -> Any:
+        made = torch.nn.Linear(4, 4)
+        made.register_buffer("scale", torch.ones(3))
+        made.register_buffer("angles", torch.arange(3.0), persistent=False)
+        return made
+
+    model, theirs = layer(), layer()
+    before = model.weight.detach().clone()
+    get_model_loader(LoadConfig(load_format=DUMMY_FORMAT)).load_weights(model, None)
+    assert not torch.equal(model.weight, before)
+    assert model.get_buffer("scale").tolist() == [1.0] * 3
+    assert model.get_buffer("angles").tolist() == [0.0, 1.0, 2.0]
+    DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(theirs, None)
+    assert theirs.get_buffer("scale").tolist() != [1.0] * 3
+
+
+GIB, MIB = 2**30, 2**20
+
+CPU: dict[str, Any] = {"weights_bytes": 0, "on_gpu": False}
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (Machine(open_files=64), r"needs .*open files: 90 needed, 64 found; raise the hard limit \(ulimit -Hn"),
+        (Machine(processes=10), "processes and threads: 45 needed, 10 found; raise the limit .ulimit -u"),
+        (Machine(memory=512 * MIB), "memory: 1536 MiB needed, 512 MiB found; free some, raise the job's or container's limit"),
+        (Machine(address_space=GIB), "address space of a process: 3072 MiB needed, 1024 MiB found; lift the limit .ulimit -v"),
+        (Machine(shared_memory=64 * MIB), r"shared memory in /dev/shm: 240 MiB needed, 64 MiB found; enlarge it \(docker"),
+        (Machine(open_files=64, shared_memory=0), r"open files: .*\. shared memory"),
+    ],
+)
+def test_what_is_short_is_said_with_what_is_needed_found_and_to_do(found: Machine, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_machine(ServerConfig(), 1, **CPU, machine=found)
+
+
+def test_more_servers_workers_and_weights_need_more() -> None:
+    def memory(config: ServerConfig, servers: int, **options: Any) -> int:
+        with pytest.raises(ValueError, match=r"memory: (\d+) MiB needed") as caught:
+            check_machine(config, servers, **options, machine=Machine(memory=0))
+        assert "shared memory" not in str(caught.value)
+        return int(re.findall(r"memory: (\d+) MiB needed", str(caught.value))[0])
+
+    one = memory(ServerConfig(), 1, **CPU)
+    assert memory(ServerConfig(tp=2), 2, weights_bytes=7 * GIB, on_gpu=False) >= one + 14 * 1024
+    assert memory(ServerConfig(), 1, weights_bytes=140 * GIB, on_gpu=True) == one  # the weights are on the GPU
+    check_machine(ServerConfig(), 1, weights_bytes=0, on_gpu=True, machine=Machine(shared_memory=0))  # one worker
+
+
+def test_the_soft_limit_of_open_files_is_raised_and_a_low_hard_one_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlimited, hard = resource.RLIM_INFINITY, {resource.RLIMIT_NOFILE: 64}
+    soft = {resource.RLIMIT_NOFILE: 40, resource.RLIMIT_AS: 2000 * MIB}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft.get(which, unlimited), hard.get(which, unlimited)))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: soft.update({which: limits[0]}))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    said = r"open files: 90 needed, 64 found.* address space of a process: 3072 MiB needed, 2000 MiB found"
+    with pytest.raises(ValueError, match=said):  # before anything is started
+        Fleet(ServerConfig(), model_dir=tmp_path, dtype="float32", stop_token_ids=[2], log_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert soft[resource.RLIMIT_NOFILE] == 64
+
+
+# -- groups of control
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_tightest_group_of_control_counts(tmp_path: Path, version: int) -> None:
+    """Files that are only cached are no use of memory; the limit of an outer group binds too."""
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    lines = ["0::/job/step"] if version == 2 else ["5:memory:/job/step", "4:cpu,pids:/job/step", "1:name=systemd:/x"]
+    write(proc / "self", cgroup="\n".join(lines))
+    write(proc, meminfo=f"MemTotal: 99 kB\nMemAvailable: {64 * 1024 * 1024} kB\n")
+    memory, pids = (groups, groups) if version == 2 else (groups / "memory", groups / "pids")
+    limit, usage = ("memory__max", "memory__current") if version == 2 else ("memory__limit_in_bytes", "memory__usage_in_bytes")
+    write(memory / "job/step", **{limit: "max\n" if version == 2 else f"{2**63 - 4096}\n", usage: "1\n"})
+    stat = "inactive_file" if version == 2 else "total_inactive_file"
+    write(memory / "job", **{limit: f"{8 * GIB}\n", usage: f"{6 * GIB}\n", "memory__stat": f"anon 1\n{stat} {GIB}\n"})
+    write(pids / "job", pids__max="100\n", pids__current="93\n")
+    found = this_machine(proc, groups)
+    assert found.memory == 3 * GIB
+    assert found.processes <= 7
+    assert this_machine(proc, tmp_path / "none").memory == 64 * GIB

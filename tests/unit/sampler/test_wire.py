@@ -1,4 +1,4 @@
-"""Frames of responses, with experts and sampling masks: what arrives is what was sent, and a wrong answer is refused."""
+"""Responses of servers, with experts: what arrives is what was sent, turns become one, a wrong answer is refused."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.core.rollout import Response, SamplingMask, WeightsVersion
-from tepo_megatron.sampler.sampling import Sample
+from tepo_megatron.core.rollout import Response, SamplingMask, WeightsVersion, token_ids
+from tepo_megatron.sampler.sampling import Sample, append_observation, join_parts
 from tepo_megatron.sampler.vllm.wire import BadAnswer, head_frame, read_responses, response_frame
 from tepo_megatron.weights.architecture import model_spec
 from tests.support.faulty_server import answer, response
@@ -94,28 +94,23 @@ def test_a_response_that_cannot_be_right_is_a_wrong_answer(changes: dict[str, An
         (b'{"choices": [', "something else than responses"),
         (head_frame({"object": "error"}), "sample None, which was not asked for"),
         (head_frame([1, 2]), "something else than responses"),  # type: ignore[arg-type]
-        (head_frame({"sample": 0, "arrays": "two"}), "something else than responses"),
+        *(
+            (head_frame({"sample": 0, "arrays": arrays}), "something else than responses")
+            for arrays in (
+                "two",
+                *({"routes": ["|u1", sizes]} for sizes in ([1, -2, 3], [2**20, 2**10, 2**10], "1", [1, 2, True])),
+                *({"ids": ["<i4", sizes]} for sizes in ([-1], 1, [True], [2**40])),
+                {"ids": ["<i8", [1]]},
+                {"others": [1]},
+                {"more": ["<i4", [1]]},
+            )
+        ),
         (answer([response(0, [3], [-1.0])] * 2), "returned the response to sample 0 again"),
     ],
 )
 def test_what_is_no_stream_of_responses_is_a_wrong_answer(stream: bytes, message: str) -> None:
     with pytest.raises(BadAnswer, match=message):
         responses([stream], [4])
-
-
-@pytest.mark.parametrize(
-    "arrays",
-    [
-        *({"routes": ["|u1", sizes]} for sizes in ([1, -2, 3], [2**20, 2**10, 2**10], "1", [1, 2, True])),
-        *({"ids": ["<i4", sizes]} for sizes in ([-1], 1, [True], [2**40])),
-        {"ids": ["<i8", [1]]},
-        {"others": [1]},
-        {"more": ["<i4", [1]]},
-    ],
-)
-def test_impossible_arrays_are_no_frame(arrays: dict[str, Any]) -> None:
-    with pytest.raises(BadAnswer, match="something else than responses"):
-        responses([head_frame({"sample": 0, "arrays": arrays})], [1])
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
@@ -160,3 +155,44 @@ def test_experts_masks_and_versions_that_do_not_fit_are_a_wrong_answer(changes: 
     assert read(**right, **options).versions == ((0, VERSIONS[0]), (1, VERSIONS[1]))
     with pytest.raises(BadAnswer, match=message):
         read(**(right | changes), **options)
+
+
+turn = st.tuples(st.booleans(), st.integers(1, 5), st.integers(0, 2))
+"""Whether the model writes it, its number of tokens, and by how many versions the weights are newer than before."""
+
+
+@given(st.lists(turn, min_size=1, max_size=6), st.booleans())
+def test_a_response_of_turns_is_what_each_side_wrote(turns: list[tuple[bool, int, int]], routed: bool) -> None:
+    """The record of experts of a turn begins with all that is before it, as servers return it; ``prompt`` is one token."""
+    ids: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    spans: list[tuple[int, int]] = []
+    drawn_by: list[int] = []  # of the record of experts: a turn's server adds what has no record yet
+    weights, response = 0, None
+    for own, size, newer in [*turns, (True, 1, 0)]:
+        new = list(range(len(ids), len(ids) + size))
+        ids += new
+        mask += [own] * size
+        logprobs += [-0.5 if own else 0.0] * size
+        if not own:
+            response = append_observation(response, token_ids(new))
+            continue
+        weights += newer
+        if not spans or spans[-1][1] != weights:
+            spans.append((len(ids) - size if spans else 0, weights))
+        drawn_by += [weights] * (len(ids) - len(drawn_by))
+        routes = np.full((len(ids), 1, 1), weights, np.uint8) if routed else None  # of all tokens but the last
+        drawn = Response(new, [-0.5] * size, "stop", WeightsVersion(weights), routes)
+        response = join_parts(response, drawn)
+    assert response is not None
+    assert response.response_ids.tolist() == ids
+    assert response.logprobs.tolist() == logprobs
+    assert (response.loss_mask is None) == all(mask)
+    assert (response.loss_mask is None) or response.loss_mask.tolist() == mask
+    assert response.model_tokens == sum(mask)
+    assert [(at, version.step) for at, version in response.versions] == spans
+    assert response.finish_reason == "stop"
+    if routed:
+        assert response.routed_experts is not None
+        assert response.routed_experts[:, 0, 0].tolist() == drawn_by

@@ -1,10 +1,14 @@
-"""Layouts: every element of every tensor lies on the ranks exactly once (or identically more than once), wherever it is
-split.
-"""
+"""Layouts: every element of every tensor is on the ranks once, and vLLM's are those that vLLM itself declares and loads."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +19,10 @@ from megatron.core.parallel_state import RankGenerator
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from safetensors.torch import load_file, save_file
 
+from tepo_megatron.plan.shapes import KNOWN_MODELS
+from tepo_megatron.weights.architecture import model_spec, read_model_spec
 from tepo_megatron.weights.layouts import (
     MegatronParallel,
     VllmParallel,
@@ -24,9 +31,11 @@ from tepo_megatron.weights.layouts import (
     pipeline_stages,
     vllm_ranks,
 )
+from tepo_megatron.weights.reshard import reshard_plan
 from tepo_megatron.weights.table import tensor_shapes
 from tepo_megatron.weights.transfer.full_tensors import GatherPlan
-from tests.support.reshard_models import MOE, Case, cases, small_spec
+from tests.support.programs import run_program
+from tests.support.reshard_models import MOE, Case, cases, numbered_model, parameters, small_spec
 
 BASE = small_spec(num_heads=4, num_kv_heads=2, ffn_size=8)
 
@@ -176,3 +185,163 @@ def test_names_of_transformer_engines_grouped_linears(family: str) -> None:
     held = {shard.tensor for shard in layout.shards if shard.param == "decoder.layers.0.mlp.experts.linear_fc2.weight0"}
     assert len(held) == 1
     assert ".experts.2." in held.pop()
+
+
+LLAMA_70B = KNOWN_MODELS["Llama-3.3-70B-Instruct"] | {"model_type": "llama"}
+LLAMA_405B = LLAMA_70B | {
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 126,
+}
+QWEN_72B = KNOWN_MODELS["Qwen2.5-72B"] | {"model_type": "qwen2", "use_sliding_window": False}
+MIXTRAL_8X7B = KNOWN_MODELS["Mixtral-8x7B-v0.1"] | {"model_type": "mixtral", "sliding_window": None}
+QWEN3_30B_A3B = KNOWN_MODELS["Qwen3-30B-A3B"] | {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": []}
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 3,
+    "vocab_size": 75,
+    "max_position_embeddings": 64,
+    "torch_dtype": "float32",
+}
+
+
+LARGE: dict[str, tuple[dict[str, Any], MegatronParallel, VllmParallel, float]] = {
+    "llama-3.3-70b": (
+        LLAMA_70B,
+        MegatronParallel(8, 4, 2, pipeline_stages(80, 4, chunks=5), fused_norms=True),
+        VllmParallel(8, 1, 4),
+        70.554,
+    ),
+    "llama-3.3-70b-tp16": (LLAMA_70B, MegatronParallel(8, 4), VllmParallel(16), 70.554),
+    "qwen2.5-72b": (
+        QWEN_72B,
+        MegatronParallel(8, 4, 1, pipeline_stages(80, 4, chunks=5), fused_norms=True),
+        VllmParallel(8, 1, 4),
+        72.706,
+    ),
+    "llama-3.1-405b": (
+        LLAMA_405B,
+        MegatronParallel(8, 8, 1, pipeline_stages(126, 8, first=15, last=15)),
+        VllmParallel(8, 2, 2),
+        405.853,
+    ),
+    "mixtral-8x7b": (MIXTRAL_8X7B, MegatronParallel(2, 4, 4, fused_norms=True, ep=8, etp=1), VllmParallel(4, 2, 2), 46.703),
+    "qwen3-30b-a3b": (QWEN3_30B_A3B, MegatronParallel(4, 1, 2, fused_norms=True, ep=8, etp=1), VllmParallel(2), 30.532),
+}
+MOE_SIZE = {"moe_intermediate_size": 20}
+SMALL: dict[str, dict[str, Any]] = {
+    name: {"architectures": [f"{family}ForCausalLM"], **changes}
+    for name, family, changes in (
+        ("llama", "Llama", {"model_type": "llama"}),
+        ("llama-tied", "Llama", {"model_type": "llama", "tie_word_embeddings": True}),
+        ("mistral", "Mistral", {"model_type": "mistral", "sliding_window": None}),
+        ("qwen2-tied", "Qwen2", {"model_type": "qwen2", "tie_word_embeddings": True, "hidden_size": 256}),
+        ("qwen3", "Qwen3", {"model_type": "qwen3"}),
+        ("mixtral", "Mixtral", {"model_type": "mixtral", "num_local_experts": 4}),
+        (
+            "qwen3-moe-tied",
+            "Qwen3Moe",
+            {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 3, "tie_word_embeddings": True, **MOE_SIZE},
+        ),
+        (
+            "glm4-moe",
+            "Glm4Moe",
+            {"model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+            | {"first_k_dense_replace": 1, "attention_bias": True, "use_qk_norm": True, **MOE_SIZE},
+        ),
+    )
+}
+SMALL_SPLITS = [(1, 1), (4, 1), (2, 2)]
+LAYERS_AND_STAGES = [(layers, pp) for layers in (1, 2, 7, 23, 80, 126) for pp in (1, 2, 3, 4, 5, 8, 16) if pp <= layers]
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """vLLM's answers, and the small models' folders, in one folder."""
+    out = tmp_path_factory.mktemp("vllm")
+    job: dict[str, Any] = {"declared": [], "loaded": [], "pp": LAYERS_AND_STAGES}
+    for name, (config, _, destination, _) in LARGE.items():
+        folder = model_folder(out / f"hf-{name}", config)
+        tp, pp = destination.tp, destination.pp
+        for rank in ((tp, tp - 1, pp, stage) for stage in range(pp)):
+            job["declared"].append({"name": f"{name}-{rank[3]}", "folder": str(folder), "rank": rank})
+    for name, changes in SMALL.items():
+        folder = model_folder(out / f"hf-{name}", TINY | changes)
+        model = numbered_model(tensor_shapes(read_model_spec(folder)))
+        save_file({tensor: values.float() for tensor, values in model.items()}, folder / "model.safetensors")
+        for tp, pp in SMALL_SPLITS:
+            for number in range(tp * pp):
+                rank = (tp, number % tp, pp, number // tp)
+                job["loaded"].append({"name": f"{name}-{tp}-{pp}-{number}", "folder": str(folder), "rank": rank})
+    (out / "job.json").write_text(json.dumps(job))
+    run_program("vllm_oracle", out / "job.json", out, environment={"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
+    return out
+
+
+def model_folder(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def as_matrix(shape: Sequence[int]) -> list[int]:
+    """Layouts speak of a parameter with a dimension of experts as of a matrix."""
+    return [shape[0] * shape[1], shape[2]] if len(shape) == 3 else list(shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_plans_of_large_models_fill_every_parameter_that_vllm_declares(oracle: Path, name: str) -> None:
+    config, source, destination, billions = LARGE[name]
+    spec = model_spec(config, "config")
+    assert sum(map(math.prod, tensor_shapes(spec).values())) / 1e9 == pytest.approx(billions, abs=1e-3)
+    plan = reshard_plan(spec, source, destination)
+    written: Counter[tuple[int, str]] = Counter()
+    for move in plan.moves:
+        written[move.destination, move.destination_param] += move.numel
+    assert spec.vocab_size % 64 == 0, "so that what is written is the whole parameter"
+    for rank, layout in enumerate(vllm_ranks(spec, destination)):
+        stage = rank // destination.tp % destination.pp
+        declared = json.loads((oracle / f"{name}-{stage}.json").read_text())
+        assert {param: list(shape) for param, shape in layout.params.items()} == {k: as_matrix(v) for k, v in declared.items()}
+        assert {param: math.prod(shape) for param, shape in declared.items()} == {
+            param: written[rank, param] for param in declared
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("tp", "pp"), SMALL_SPLITS)
+def test_moved_weights_are_what_vllm_loads_from_disk(oracle: Path, name: str, tp: int, pp: int) -> None:
+    """From 2×2 Megatron ranks, or 2×2×2 where there are experts; with TP 4 two ranks share each key/value head, and the last
+    rank's embedding is all padding.
+    """
+    spec = read_model_spec(oracle / f"hf-{name}")
+    experts: dict[str, Any] = {"dp": 2, "ep": 2} if spec.experts else {}
+    source = MegatronParallel(2, 2, stages=pipeline_stages(3, 2, first=1, last=2), **experts)
+    destination = VllmParallel(tp, pp)
+    ours = parameters(megatron_ranks(spec, source), numbered_model(tensor_shapes(spec)))
+    theirs = [
+        {param: torch.zeros(shape, dtype=torch.int64) for param, shape in layout.params.items()}
+        for layout in vllm_ranks(spec, destination)
+    ]
+    for move in reshard_plan(spec, source, destination).moves:
+        target = move.destination_region.view(theirs[move.destination][move.destination_param])
+        target.copy_(move.source_region.view(ours[move.source][move.source_param]))
+    for rank, params in enumerate(theirs):
+        loaded = load_file(oracle / f"{name}-{tp}-{pp}-{rank}.safetensors")
+        assert params.keys() == loaded.keys()
+        for param, values in params.items():
+            assert torch.equal(values.float(), loaded[param].view(as_matrix(loaded[param].shape))), (rank, param)
+
+
+@pytest.mark.slow
+def test_layers_are_divided_as_vllm_divides_them(oracle: Path) -> None:
+    expected = json.loads((oracle / "pp.json").read_text())
+    ours = [[[stage.start, stage.stop] for stage in VllmParallel(pp=pp).stages(layers)] for layers, pp in LAYERS_AND_STAGES]
+    assert ours == expected

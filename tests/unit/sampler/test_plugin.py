@@ -1,0 +1,284 @@
+"""What our plugin changes in vLLM's processes: adapters, signatures, forks, and weights that are quantised on arrival."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from tepo_megatron.config.load import load_run
+from tepo_megatron.runtime.machine import read_cores
+from tepo_megatron.sampler.vllm.plugin.middleware import Middleware
+from tepo_megatron.sampler.vllm.plugin.patches import sign_objects
+from tepo_megatron.sampler.vllm.server import Server
+from tepo_megatron.sampler.vllm.wire import (
+    ADAPTER_NAME,
+    ADAPTER_PATH,
+    ADAPTER_VARIABLE,
+    AWAITS_VARIABLE,
+    KEY_VARIABLE,
+    USE_ADAPTER,
+)
+from tests.support.asgi import ask
+from tests.support.launch import run_dist, run_world
+from tests.support.stranger import Payload
+
+
+@pytest.fixture(autouse=True)
+def torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts back what a test exchanges."""
+    monkeypatch.setattr(distributed_c10d, "_pickler", distributed_c10d._pickler)
+    monkeypatch.setattr(distributed_c10d, "_unpickler", distributed_c10d._unpickler)
+
+
+def read(data: bytes) -> Any:
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return distributed_c10d._tensor_to_object(tensor, len(data), None)
+
+
+def written(value: object) -> bytes:
+    distributed_c10d._pickler(file := io.BytesIO()).dump(value)
+    return file.getvalue()
+
+
+def test_a_pickle_without_the_signature_runs_nothing(tmp_path: Path) -> None:
+    data = pickle.dumps(Payload(str(tmp_path / "proof")))
+    read(data)
+    assert (tmp_path / "proof").exists()  # torch's own collectives run it
+    (tmp_path / "proof").unlink()
+    sign_objects("key")
+    for forged in (data, b"\0" * 32 + data, b"\0" * 32, data[:5]):
+        with pytest.raises(RuntimeError, match="no other worker of this server has signed"):
+            read(forged)
+    sign_objects("another key")
+    signed = written(Payload(str(tmp_path / "proof")))
+    sign_objects("key")
+    with pytest.raises(RuntimeError, match="no other worker of this server has signed"):
+        read(signed)
+    assert not (tmp_path / "proof").exists()
+
+
+@given(
+    value=st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.tuples(inner)),
+    bit=st.integers(0),
+)
+def test_what_is_signed_comes_back_and_no_bit_may_differ(value: object, bit: int) -> None:
+    sign_objects("key")
+    data = bytearray(written(value))
+    assert read(bytes(data)) == value
+    data[bit // 8 % len(data)] ^= 1 << bit % 8
+    with pytest.raises(RuntimeError, match="signed"):
+        read(bytes(data))
+
+
+def exchange(rank: int, world: int) -> Any:
+    sign_objects("key")
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, {"rank": rank, "tensor": torch.full((rank,), 1.5)})
+    dist.broadcast_object_list(word := [("from", rank)], src=1)
+    return [(each["rank"], each["tensor"].tolist()) for each in found], word
+
+
+def test_workers_exchange_objects_as_before() -> None:
+    assert run_dist(2, exchange) == [([(0, []), (1, [1.5])], [("from", 1)])] * 2
+
+
+@pytest.mark.parametrize(("rank", "served"), [(1, 1), (4, 8), (8, 8), (300, 320), (512, 512)])
+def test_servers_of_adapters_are_told_a_rank_that_vllm_takes(rank: int, served: int, tmp_path: Path) -> None:
+    config = load_run(None, [f"model.lora.rank={rank}", "model.lora.serve=adapter"])
+    server = Server(
+        config.rollout.server,
+        model_dir=tmp_path,
+        dtype="float32",
+        cores="0",
+        key="k",
+        log=tmp_path / "log",
+        adapter_rank=config.adapter_rank,
+    )
+    command = server.command(on_gpu=True)
+    assert command[command.index("--max-lora-rank") + 1] == str(served)
+    assert "--enable-lora" in command
+    assert {AWAITS_VARIABLE, ADAPTER_VARIABLE} <= server.environment(on_gpu=True).keys()
+    assert load_run(None, [f"model.lora.rank={rank}"]).adapter_rank is None
+
+
+class Loader:
+    """vLLM's table of models, as far as the route asks it."""
+
+    def __init__(self, problem: str = "") -> None:
+        self.lora_requests: dict[str, Any] = {}
+        self.asked: list[Any] = []
+        self.problem = problem
+
+    async def load_lora_adapter(self, request: Any) -> Any:
+        self.asked.append(request)
+        if self.problem:
+            return SimpleNamespace(error=SimpleNamespace(message=self.problem))
+        self.lora_requests[request.lora_name] = request
+        return "loaded"
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Loader], tuple[int, bytes]]:
+    """Asks a server with these models for the adapters."""
+    monkeypatch.setenv(KEY_VARIABLE, "key")
+    monkeypatch.delenv(AWAITS_VARIABLE, raising=False)
+    middleware = Middleware(cast(Any, None))
+    return lambda models: ask(middleware, USE_ADAPTER, state=SimpleNamespace(openai_serving_models=models))
+
+
+def test_a_server_is_told_once_where_its_adapters_lie_and_says_why_it_cannot_load_them(use: Any) -> None:
+    """Once: a request that names them again after an update loads the new ones."""
+    pytest.importorskip("vllm")
+    models = Loader()
+    assert [use(models), use(models)] == [(200, b"{}")] * 2
+    (asked,) = models.asked
+    assert (asked.lora_name, asked.lora_path, asked.load_inplace) == (ADAPTER_NAME, ADAPTER_PATH, False)
+    status, said = use(Loader("no place for it"))
+    assert status == 500
+    assert b"no place for it" in said
+
+
+def test_a_worker_takes_adapters_from_memory_only_where_each_has_a_layer() -> None:
+    pytest.importorskip("vllm")
+    from tepo_megatron.sampler.vllm.plugin import patches
+
+    inner = SimpleNamespace(model=None, packed_modules_mapping={"qkv_proj": ["q_proj"]}, supported_lora_modules=["qkv_proj"])
+    manager = SimpleNamespace(
+        _adapter_manager=inner, lora_config=SimpleNamespace(max_lora_rank=8, lora_dtype=torch.float32), vocab_size=9
+    )
+    request = SimpleNamespace(lora_int_id=1, lora_path=ADAPTER_PATH)
+    patches._adapters.clear()
+    with pytest.raises(RuntimeError, match="holds no adapters yet"):
+        patches._adapters_from_memory(manager, request)
+    settings = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    tensors = {f"model.layers.0.self_attn.q_proj.lora_{part}.weight": torch.ones(2, 2) for part in "AB"}
+    patches.hold_adapters(settings, tensors)
+    for _ in range(2):  # vLLM forgets it after every update, and scales what it is given
+        found = patches._adapters_from_memory(manager, request).loras["model.layers.0.self_attn.q_proj"].optimize()
+        assert found.lora_b.tolist() == [[2.0, 2.0]] * 2
+    patches.hold_adapters(settings, {name.replace("q_proj", "gate"): tensor for name, tensor in tensors.items()})
+    with pytest.raises(RuntimeError, match=r"no place for the adapters of model\.layers\.0\.self_attn\.gate; set .*merged"):
+        patches._adapters_from_memory(manager, request)
+    patches._adapters.clear()
+
+
+@given(st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=5), min_size=1, max_size=4), st.data())
+def test_cores_are_read_as_they_are_written(workers: list[list[int]], data: st.DataObject) -> None:
+    def written(core: int) -> tuple[str, list[int]]:
+        more = data.draw(st.none() | st.integers(0, 3))
+        return (str(core), [core]) if more is None else (f"{core}-{core + more}", list(range(core, core + more + 1)))
+
+    parts = [[written(core) for core in cores] for cores in workers]
+    text = "|".join(",".join(part for part, _ in worker) for worker in parts)
+    assert read_cores(text) == [[core for _, meant in worker for core in meant] for worker in parts]
+
+
+VLLM = """
+import json, os, signal, socket
+from vllm.config import ParallelConfig, VllmConfig
+from vllm.utils.system_utils import get_mp_context
+from tepo_megatron.sampler.vllm.plugin.patches import fork_processes
+
+def look(executor):
+    config = VllmConfig(parallel_config=ParallelConfig(distributed_executor_backend=executor)).parallel_config
+    return [config.distributed_executor_backend, get_mp_context().get_start_method()]
+
+name = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+own = look("uni")
+fork_processes()
+port, local, (signals, waker) = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX), socket.socketpair()
+waker.setblocking(False)
+signal.set_wakeup_fd(waker.fileno())  # as an event loop does
+answer, question = os.pipe()
+if os.fork() == 0:
+    released = [os.fstat(one.fileno()).st_ino == os.stat(os.devnull).st_ino for one in (port, local)]
+    os.write(question, json.dumps([released, signal.set_wakeup_fd(-1)]).encode())
+    os._exit(0)
+fork = json.loads(os.read(answer, 1000))
+parent = [port.getsockname()[1] > 0, signal.set_wakeup_fd(-1) == waker.fileno()]
+print(json.dumps([own, look(name), fork, parent]))
+"""
+
+
+@pytest.mark.slow
+def test_vllm_by_itself_spawns_on_a_cpu_and_forks_keep_neither_the_port_nor_the_signals_of_their_parent() -> None:
+    """Where it no longer spawns, decision 020 can go, with ``fork_processes`` and the name of the executor in ``server``."""
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    printed = subprocess.run([sys.executable, "-c", VLLM], env=environment, capture_output=True, text=True, check=True).stdout
+    own, ours, fork, parent = json.loads(printed.splitlines()[-1])
+    assert own == ["mp", "spawn"]
+    assert ours == ["vllm.v1.executor.uniproc_executor.UniProcExecutor", "fork"]
+    assert fork == [[True, False], -1]
+    assert parent == [True, True]
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,  # no multiple of TP, nor of what vLLM pads to
+    "hidden_size": 160,  # blocks of 128 end within it
+    "intermediate_size": 336,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
+
+RANKS = range(2)
+Shards = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    models, out = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("out")
+    for seed, name in enumerate(("old", "new")):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(LlamaConfig(**SIZES)).bfloat16()
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight[:128] = 0.0  # whole blocks, and whole rows, of zeros
+        model.save_pretrained(models / name)
+    (out / "new").symlink_to(models / "new")
+    run_world("quantized_shards", 2, models, out)
+    return out
+
+
+def shards(out: Path, kind: str, quantization: str) -> list[Shards]:
+    return [load_file(out / f"{kind}-{quantization}-{rank}.safetensors") for rank in RANKS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["fp8_per_channel", "fp8_per_tensor", "fp8_per_block"])
+def test_updated_weights_and_scales_are_those_that_vllm_loads_from_disk(world: Path, quantization: str) -> None:
+    for updated, loaded in zip(shards(world, "updated", quantization), shards(world, "loaded", quantization), strict=True):
+        assert updated.keys() == loaded.keys()
+        assert loaded["model.layers.0.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn
+        for name in loaded:
+            assert torch.equal(updated[name].reshape(-1).view(torch.uint8), loaded[name].reshape(-1).view(torch.uint8)), name
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_quantised_already_is_refused_by_the_name_of_its_layer(world: Path) -> None:
+    for rank in RANKS:
+        text = (world / f"refused-{rank}.txt").read_text()
+        assert "model.layers.0.mlp.down_proj holds weights that were quantised before they were loaded" in text
+        assert "rollout.server.quantization" in text
