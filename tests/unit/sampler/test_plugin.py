@@ -22,15 +22,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from tepo_megatron.config.load import load_run
 from tepo_megatron.runtime.machine import read_cores
 from tepo_megatron.sampler.vllm.plugin.middleware import Middleware
 from tepo_megatron.sampler.vllm.plugin.patches import sign_objects
-from tepo_megatron.sampler.vllm.server import Server
 from tepo_megatron.sampler.vllm.wire import (
     ADAPTER_NAME,
     ADAPTER_PATH,
-    ADAPTER_VARIABLE,
     AWAITS_VARIABLE,
     KEY_VARIABLE,
     USE_ADAPTER,
@@ -97,25 +94,6 @@ def exchange(rank: int, world: int) -> Any:
 
 def test_workers_exchange_objects_as_before() -> None:
     assert run_dist(2, exchange) == [([(0, []), (1, [1.5])], [("from", 1)])] * 2
-
-
-@pytest.mark.parametrize(("rank", "served"), [(1, 1), (4, 8), (8, 8), (300, 320), (512, 512)])
-def test_servers_of_adapters_are_told_a_rank_that_vllm_takes(rank: int, served: int, tmp_path: Path) -> None:
-    config = load_run(None, [f"model.lora.rank={rank}", "model.lora.serve=adapter"])
-    server = Server(
-        config.rollout.server,
-        model_dir=tmp_path,
-        dtype="float32",
-        cores="0",
-        key="k",
-        log=tmp_path / "log",
-        adapter_rank=config.adapter_rank,
-    )
-    command = server.command(on_gpu=True)
-    assert command[command.index("--max-lora-rank") + 1] == str(served)
-    assert "--enable-lora" in command
-    assert {AWAITS_VARIABLE, ADAPTER_VARIABLE} <= server.environment(on_gpu=True).keys()
-    assert load_run(None, [f"model.lora.rank={rank}"]).adapter_rank is None
 
 
 class Loader:

@@ -25,6 +25,7 @@ from tepo_megatron.sampler.vllm.plugin.patches import take_cores
 from tepo_megatron.sampler.vllm.resources import check_machine, check_quantization
 from tepo_megatron.sampler.vllm.server import Server
 from tepo_megatron.sampler.vllm.wire import (
+    ADAPTER_VARIABLE,
     AWAITS_VARIABLE,
     DUMMY_FORMAT,
     FORK_VARIABLE,
@@ -121,6 +122,17 @@ def test_a_core_that_the_machine_has_not_is_a_sentence_and_a_worker_runs_on_all_
         assert os.sched_getaffinity(0) == {max(before)}
     finally:
         os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize(("rank", "served"), [(1, 1), (4, 8), (8, 8), (300, 320), (512, 512)])
+def test_servers_of_adapters_are_told_a_rank_that_vllm_takes(rank: int, served: int) -> None:
+    config = load_run(None, [f"model.lora.rank={rank}", "model.lora.serve=adapter"])
+    made = server(config.rollout.server, adapter_rank=config.adapter_rank)
+    command = made.command(on_gpu=True)
+    assert command[command.index("--max-lora-rank") + 1] == str(served)
+    assert "--enable-lora" in command
+    assert {AWAITS_VARIABLE, ADAPTER_VARIABLE} <= made.environment(on_gpu=True).keys()
+    assert load_run(None, [f"model.lora.rank={rank}"]).adapter_rank is None
 
 
 # -- weights at the start
