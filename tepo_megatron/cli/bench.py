@@ -216,7 +216,8 @@ def _gpu_command(
 ) -> None:
     """Tests, kernels, FP8 training steps and a weight sync on this machine's GPU; parts without their packages are not run.
 
-    Exit code 0 if all that ran passed, 1 if a part failed, 3 without a GPU. Run it in the root of the repository.
+    Writes <output>/<gpu>/<date and time>.json and .md after each part. Exit code 0 if all that ran passed, 1 if a part failed,
+    3 without a GPU. Run it in the root of the repository.
 
     [dim]bash scripts/gpu_check.sh[/]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def show(renderable: Any, **options: Any) -> None:
     """``options`` are those of rich's ``Console.print``."""
-    from tepo_megatron.run.display.progress import Terminal
+    from tepo_megatron.runtime.terminal import Terminal
 
     Terminal.of_output().print(renderable, **options)
 

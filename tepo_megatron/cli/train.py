@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from tepo_megatron.cli.console import Overrides, RunFile, RunOrSetting, load_config, show, split_run, user_errors
+from tepo_megatron.cli.console import Overrides, RunFile, RunOrSetting, load_config, split_run, user_errors
 from tepo_megatron.runtime.job_control import stopped_together
 from tepo_megatron.runtime.preemption import StopSignals
 from tepo_megatron.runtime.rank import print_error, under_torchrun
@@ -115,7 +115,7 @@ def _evaluate(
             )
         from tepo_megatron.tasks.evaluate.standalone import evaluate_model
 
-        result = evaluate_model(config, model, show=None if as_json else show, sets=sets, resume=resume)
+        result = evaluate_model(config, model, table=not as_json, sets=sets, resume=resume)
         folder = config.output / "eval"
         if as_json:
             heldout = {"k": result.k, "problems": result.num_problems} if result.num_problems else {}

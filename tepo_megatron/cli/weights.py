@@ -217,7 +217,7 @@ def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
     from rich.markup import escape
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    from tepo_megatron.run.display.progress import Terminal
+    from tepo_megatron.runtime.terminal import Terminal
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Terminal(stderr=True)

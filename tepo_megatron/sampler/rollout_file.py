@@ -86,15 +86,22 @@ class _Line(_Common):
         return Rollout(**{**dict(self), "versions": spans, "loss_mask": mask})
 
 
+class _Version(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    step: int
+    digest: str
+
+
 class _OldLine(_Common):
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     sampler_logprobs: tuple[float, ...]
-    weights_version: WeightsVersion
+    weights_version: _Version
 
     def rollout(self) -> Rollout:
         values = dict(self)
-        return Rollout(versions=values.pop("weights_version"), **values)
+        version = values.pop("weights_version")
+        return Rollout(**values, versions=WeightsVersion(version.step, version.digest))
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,13 @@ def is_always_fp32(tensor: str) -> bool:
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's scaling; Megatron-Core hard-codes the other three constants."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
 class Experts:
     """``renormalize``: chosen probabilities sum to 1. ``biased``: scores are sigmoids, with a bias per expert for the choice
     only, and chosen weights sum to ``scale``. ``shared_ffn_size``: an MLP for every token (0: none).
@@ -131,7 +138,7 @@ class ModelSpec:
     """Shape of a decoder in Hugging Face's terms.
 
     ``qkv_bias``: of query, key and value projections only. ``qk_norm``: an RMSNorm of ``head_dim`` weights before RoPE, which
-    turns the first ``rotary_fraction`` of a head. ``rope_scaling``: Llama 3's factor. With experts, the first ``dense_layers``
+    turns the first ``rotary_fraction`` of a head. With experts, the first ``dense_layers``
     layers have an MLP of ``dense_ffn_size``.
     """
 
@@ -146,7 +153,7 @@ class ModelSpec:
     tied_embeddings: bool
     norm_eps: float
     rope_theta: float
-    rope_scaling: float | None
+    rope_scaling: RopeScaling | None
     max_positions: int
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -392,15 +399,14 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: _Family, where: str) -> 
         raise ValueError(f"{where}: layer_types has {', '.join(sorted(kinds))}, which is not supported (only full_attention)")
 
 
-def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, float | None]:
+def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
     """Transformers 5 writes ``rope_parameters``, older folders ``rope_theta`` and ``rope_scaling``."""
     parameters = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {})}
     theta = float(parameters.get("rope_theta", 10000.0))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return theta, None
-    # Megatron-Core hard-codes these.
     constants = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if kind != "llama3" or any(parameters.get(key) != value for key, value in constants.items()):
         raise ValueError(f"{where}: rope scaling {parameters} is not supported; known: default, llama3 with {constants}")
-    return theta, float(parameters["factor"])
+    return theta, RopeScaling(factor=float(parameters["factor"]))

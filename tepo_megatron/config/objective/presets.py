@@ -21,13 +21,15 @@ class Preset(NamedTuple):
     plugins: tuple[str, ...] = ()  # of the file: absolute paths, or module names
 
 
-def _shipped(kind: str) -> Mapping[str, Preset]:
-    entries = yaml.safe_load(files("tepo_megatron.config.objective").joinpath("presets.yaml").read_text("utf-8"))[kind]
-    return {name: Preset(entry.pop("source"), entry.pop("formula"), entry) for name, entry in entries.items()}
-
-
-PRESETS = _shipped("presets")
-CORRECTIONS = _shipped("corrections")
+_SHIPPED: Mapping[str, Mapping[str, Preset]] = {
+    kind: {name: Preset(entry.pop("source"), entry.pop("formula"), entry) for name, entry in entries.items()}
+    for kind, entries in yaml.load(
+        files("tepo_megatron.config.objective").joinpath("presets.yaml").read_text("utf-8"),
+        Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader),  # ten times as fast: every command reads it  # noqa: S506
+    ).items()
+}
+PRESETS = _SHIPPED["presets"]
+CORRECTIONS = _SHIPPED["corrections"]
 
 _SUFFIXES = (".yaml", ".yml")
 

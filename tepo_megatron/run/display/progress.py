@@ -6,22 +6,22 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.columns import Columns
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from tepo_megatron.run.display.figures import PHASE_COLOURS, duration, evaluation_line, figures_line, figures_of, set_lines
+from tepo_megatron.runtime.terminal import Terminal
 from tepo_megatron.runtime.text import printable
 
 if TYPE_CHECKING:
@@ -30,24 +30,6 @@ if TYPE_CHECKING:
 _SLOW_PHASE_S = 5.0
 
 _SPARKS = "▁▂▃▄▅▆▇█"
-
-
-class Terminal(Console):
-    """Shows escapes in a text as text; only its own styles act on the terminal."""
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        """Escapes before the width is measured; :meth:`render` escapes the rest."""
-        return super().render_str(printable(text, self.encoding), **options)
-
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        for segment in super().render(renderable, options):
-            text, style, control = segment
-            yield segment if control else Segment(printable(text, self.encoding), style)
-
-    @classmethod
-    def of_output(cls, **options: Any) -> Terminal:
-        """A pipe has no width, and cells are not cut there."""
-        return cls(width=None if sys.stdout.isatty() else 160, **options)
 
 
 class Progress:

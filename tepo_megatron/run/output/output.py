@@ -12,13 +12,14 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.run.display.figures import fault_lines, final_table
 from tepo_megatron.run.display.plots import plot_curves
-from tepo_megatron.run.display.progress import Progress, Terminal
+from tepo_megatron.run.display.progress import Progress
 from tepo_megatron.run.loggers import Ending, Loggers, check_installed
 from tepo_megatron.run.metrics import FOLDER, MetricsWriter, TokenSamples, read_metrics, read_rows, token_file, token_files
 from tepo_megatron.run.output.resume import LOGGED, check_no_run, resumes, unwritable_is_a_sentence
 from tepo_megatron.runtime.files import Failed, LogFile, write_atomically
 from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.runtime.run_lock import RunLock
+from tepo_megatron.runtime.terminal import Terminal
 from tepo_megatron.trainer.checkpoint_folder import checkpoints, leftovers, remove, retained, step_of
 
 _OF_CHOSEN_TOKENS = ("mask/fraction", "kl/masked", "entropy/delta_masked", "entropy/delta_unmasked")

@@ -5,6 +5,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -297,7 +298,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _bytes_of(name: str) -> bytes | None:
     if match := _BYTE.fullmatch(name):
         return bytes.fromhex(match[1])
+    table = _byte_level()
+    return bytes(table[character] for character in name) if all(character in table for character in name) else None
+
+
+@cache
+def _byte_level() -> Mapping[str, int]:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    table = {character: byte for byte, character in bytes_to_unicode().items()}
-    return bytes(table[character] for character in name) if all(character in table for character in name) else None
+    return {character: byte for byte, character in bytes_to_unicode().items()}

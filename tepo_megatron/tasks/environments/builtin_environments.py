@@ -32,7 +32,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Decimal, Decimal], Decimal]] =
 class _Tool:
     """The model's last text between ``begin`` and ``end`` is for the tool; without one the turn is the answer."""
 
-    def __init__(self, begin: str, end: str, open: str, close: str, verifier: str = "last_word") -> None:
+    def __init__(self, begin: str, end: str, open: str, close: str, verifier: str) -> None:
         self._call = re.compile(re.escape(begin) + r"(.*?)" + (re.escape(end) if end else "$"), re.S)
         self._open, self._close = open, close
         self._verify = load_verifier(verifier)
@@ -52,8 +52,16 @@ class _Tool:
 class Calculator(_Tool):
     """An invalid expression gets ``error`` and the reason, and costs ``penalty``."""
 
-    def __init__(self, penalty: float = 0.0, **marks: str) -> None:
-        super().__init__(**{"begin": "<calc>", "end": "</calc>", "open": "<result>", "close": "</result>", **marks})
+    def __init__(
+        self,
+        begin: str = "<calc>",
+        end: str = "</calc>",
+        open: str = "<result>",
+        close: str = "</result>",
+        verifier: str = "last_word",
+        penalty: float = 0.0,
+    ) -> None:
+        super().__init__(begin, end, open, close, verifier)
         self._penalty = penalty
 
     def step(self, action: ResponseText) -> StepResult:
@@ -124,8 +132,18 @@ class PythonTool(_Tool):
     runs_code = True
     _at_once = asyncio.Semaphore(16)
 
-    def __init__(self, seconds: float = 5.0, memory_mb: int = 256, output: int = 2000, **marks: str) -> None:
-        super().__init__(**{"begin": "<python>", "end": "</python>", "open": "<output>", "close": "</output>", **marks})
+    def __init__(
+        self,
+        begin: str = "<python>",
+        end: str = "</python>",
+        open: str = "<output>",
+        close: str = "</output>",
+        verifier: str = "last_word",
+        seconds: float = 5.0,
+        memory_mb: int = 256,
+        output: int = 2000,
+    ) -> None:
+        super().__init__(begin, end, open, close, verifier)
         self._sandbox, self._output = Sandbox(seconds, memory_mb), output
 
     async def step(self, action: ResponseText) -> StepResult:

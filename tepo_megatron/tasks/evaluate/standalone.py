@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +16,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, WeightsVersion
+from tepo_megatron.runtime.terminal import Terminal
 from tepo_megatron.sampler.protocol import make_sampler, sampler_spec
 from tepo_megatron.sampler.sampling import truncation_of
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -36,17 +37,11 @@ from tepo_megatron.weights.architecture import read_model_spec
 
 
 def evaluate_model(
-    config: RunConfig,
-    model: Path | str,
-    *,
-    show: Callable[[Table], None] | None = None,
-    sets: Sequence[str] | None = None,
-    resume: bool = False,
+    config: RunConfig, model: Path | str, *, table: bool = True, sets: Sequence[str] | None = None, resume: bool = False
 ) -> EvaluationResult:
     """Evaluates a Hugging Face folder on ``config.data.heldout`` and the sets of ``config.evaluate``. One process calls.
 
     With sets, the default held-out problems are left out: they belong to the demonstration. ``sets``: only these names.
-    ``show`` prints tables of the results.
     ``resume``: reuse responses of an interrupted evaluation of equal model and settings. ``<output>/eval`` receives
     ``metrics.json``, ``samples.jsonl``, servers' logs, and for each set ``results/NAME.jsonl`` (responses) and
     ``results/NAME.json`` (figures with intervals).
@@ -96,11 +91,12 @@ def evaluate_model(
     stored.unlink(missing_ok=True)  # the results have them
     _write(output, result)
     intervals = [write_results(output / RESULTS, item, model=model, seed=config.seed) for item in result.sets]
-    if show is not None:
+    if table:
+        console = Terminal.of_output()
         if heldout:
-            show(_table(model, ", ".join(source.path for source in config.data.heldout_sources), result, left_out))
+            console.print(_table(model, ", ".join(source.path for source in config.data.heldout_sources), result, left_out))
         if chosen:
-            show(_sets_table(model, result.sets, intervals))
+            console.print(_sets_table(model, result.sets, intervals))
     return result
 
 

@@ -104,8 +104,8 @@ _LONGEST = 64
 _INTRODUCTION = """# Faults, injected
 
 `tepo faults` wrote this page. *survived*: metrics, rollouts and weights are those of an undisturbed run, to the last bit.
-*refused*: the run stopped, or did not begin, with a sentence, and nothing is damaged. *lost*: anything else. What a user sees
-of each fault, and what to do, is in [operations](../guides/operations.md).
+*refused*: the run stopped, or did not begin, with a sentence, and nothing is damaged. *lost*: anything else, also a traceback,
+or a process that is left. What a user sees of each fault, and what to do, is in [operations](../guides/operations.md).
 """
 _SILENT_INTRODUCTION = """## Silent faults
 

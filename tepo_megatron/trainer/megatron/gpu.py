@@ -71,8 +71,10 @@ def _gpu_capability() -> tuple[int, int] | None:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
+    if nvml.nvmlInit_v2():
+        return None
     gpu, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
-    failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(gpu))
+    failed = nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(gpu))
     failed = failed or nvml.nvmlDeviceGetCudaComputeCapability(gpu, ctypes.byref(major), ctypes.byref(minor))
     nvml.nvmlShutdown()
     return None if failed else (major.value, minor.value)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import combinations
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from tepo_megatron.runtime.proc import boot_id
 from tepo_megatron.runtime.rendezvous import private_folder
 
 BACKEND = "tepo_gloo"  # vLLM's name of the receiving engine
@@ -105,7 +102,7 @@ class TransportSpec:
 
 def listen(host: str) -> tuple[Store, str]:
     """The place for :func:`connect` is a file at a loopback address, otherwise a port of ``host`` only."""
-    if _is_loopback(host):
+    if is_loopback(host):
         # The file stays: a process that still asks whether a member has left would wait for a missing file.
         place = str(private_folder() / f"transfer-{uuid.uuid4()}")
         return FileStore(place), place
@@ -133,7 +130,7 @@ def local_address(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
@@ -194,62 +191,3 @@ class Rendezvous:
             return int(self.store.add(self._stage, 0))
         except RuntimeError:
             raise RuntimeError("the trainer's rank 0 left before all members of the weight-transfer group had joined") from None
-
-
-@dataclass(frozen=True)
-class Introduction:
-    name: str
-    host: str
-    address: str
-    gpu: str = ""
-    nccl: str = ""
-
-    @classmethod
-    def of(cls, member: Member) -> Introduction:
-        name = member.name or f"rank {member.rank}"
-        if member.device.type != "cuda":
-            return cls(name, boot_id(), member.address)
-        gpu = str(torch.cuda.get_device_properties(member.device).uuid)
-        return cls(name, boot_id(), member.address, gpu, ".".join(map(str, torch.cuda.nccl.version())))
-
-    def announce(self, store: Store, rank: int) -> None:
-        """Call it before the member counts as present."""
-        store.set(f"introduction/{rank}", json.dumps(asdict(self)))
-
-    @property
-    def place(self) -> str:
-        return f"{self.name} ({self.address})"
-
-
-def check_members(store: Store, world_size: int, *, nccl: bool, may_share: bool = False) -> str:
-    """Raises the same RuntimeError on all members, before NCCL fails in one and hangs others.
-
-    ``may_share``: returns two members that share a GPU, or "".
-    """
-    present = [Introduction(**json.loads(store.get(f"introduction/{rank}"))) for rank in range(world_size)]
-    for member in present:
-        other = next((other for other in present if other.host != member.host), None)
-        if other is not None and _is_loopback(member.address):
-            raise RuntimeError(
-                f"{member.place} offers a loopback address to the weight-transfer group, in which {other.place} is on another "
-                "machine; set rollout.server.interface to an address by which the machines reach each other"
-            )
-    if not nccl:
-        return ""
-    pairs = [(one, other) for one, other in combinations(present, 2) if (one.host, one.gpu) == (other.host, other.gpu)]
-    shared = "".join(f"{one.place} and {other.place} are on the same GPU, {one.gpu}" for one, other in pairs[:1])
-    if shared and may_share:
-        return shared
-    for other in present:
-        first = present[0]
-        if other.nccl != first.nccl:
-            raise RuntimeError(
-                f"{first.place} has NCCL {first.nccl}, {other.place} has NCCL {other.nccl}: NCCL joins equal versions "
-                "only; run trainer and servers from images of one docker/pins.txt, or set rollout.server.transport = gloo"
-            )
-    if shared:
-        raise RuntimeError(
-            f"{shared}, and NCCL takes each GPU once; set rollout.server.placement = colocated, or rollout.server.transport = "
-            "auto or gloo"
-        )
-    return ""

@@ -28,10 +28,11 @@ from tepo_megatron.config import LogConfig, RunConfig
 from tepo_megatron.config.data import SourceConfig
 from tepo_megatron.config.reward import EnvironmentConfig
 from tepo_megatron.core.problem import Problem, ResponseText
-from tepo_megatron.run.display.progress import Terminal, make_progress
+from tepo_megatron.run.display.progress import make_progress
 from tepo_megatron.run.loggers import without_secrets
 from tepo_megatron.run.metrics import MetricsWriter, read_metrics
 from tepo_megatron.runtime.rank import print_error
+from tepo_megatron.runtime.terminal import Terminal
 from tepo_megatron.runtime.text import echo, printable, valid_text
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import encode_prompt, load_problems

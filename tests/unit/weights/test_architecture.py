@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tepo_megatron.weights.architecture import FAMILIES, Experts, model_spec, read_model_spec
+from tepo_megatron.weights.architecture import FAMILIES, Experts, RopeScaling, model_spec, read_model_spec
 from tepo_megatron.weights.table import tensor_shapes
 from tests.support.reshard_models import MOE, small_spec
 
@@ -144,7 +144,7 @@ def test_both_styles_of_rope_are_read() -> None:
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     old = raw | {"rope_theta": 300.0, "rope_scaling": {"rope_type": "llama3", **scaling}}
     specs = [model_spec(config, "config.json") for config in (new, old)]
-    assert [(spec.rope_theta, spec.rope_scaling) for spec in specs] == [(500.0, None), (300.0, 8.0)]
+    assert [(spec.rope_theta, spec.rope_scaling) for spec in specs] == [(500.0, None), (300.0, RopeScaling(8.0))]
 
 
 SPEC = small_spec(architecture="MixtralForCausalLM", num_layers=3, experts=MOE["MixtralForCausalLM"])

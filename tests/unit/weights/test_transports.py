@@ -23,16 +23,14 @@ from tepo_megatron.weights.transfer import full_tensors as broadcast
 from tepo_megatron.weights.transfer import sender, transport, transports
 from tepo_megatron.weights.transfer.sender import ShardSender
 from tepo_megatron.weights.transfer.transport import (
-    Introduction,
     Member,
     Rendezvous,
     TransportName,
     TransportSpec,
-    check_members,
     connect,
     listen,
 )
-from tepo_megatron.weights.transfer.transports import find_transport, gloo, join, transport_names
+from tepo_megatron.weights.transfer.transports import Introduction, check_members, find_transport, gloo, join, transport_names
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 from tests.support.programs import TIMEOUT_S
 

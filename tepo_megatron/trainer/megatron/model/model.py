@@ -108,7 +108,7 @@ def build_model(
         rotary_percent=spec.rotary_fraction,
         rotary_base=spec.rope_theta,
         rope_scaling=spec.rope_scaling is not None,
-        rope_scaling_factor=spec.rope_scaling or 1.0,
+        rope_scaling_factor=spec.rope_scaling.factor if spec.rope_scaling else 1.0,
         parallel_output=True,
     )
     if head == "fused" and model.post_process:
