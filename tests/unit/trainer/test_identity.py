@@ -59,6 +59,13 @@ def changed_model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def test_the_form_of_an_architecture_is_that_of_earlier_checkpoints(tmp_path: Path) -> None:
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = {**llama3, "original_max_position_embeddings": 8192}
+    model = changed_model(tmp_path / "llama3", rope_theta=5e5, rope_parameters=None, rope_scaling=scaling)
+    assert described(model=model)["architecture"]["rope_scaling"] == {"factor": 8.0}
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [
