@@ -192,7 +192,7 @@ def test_checkpoints_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
 def test_the_command_refuses_before_it_starts_ranks(
     arguments: list[str], in_use: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tepo_megatron.cli.train.start_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("tepo_megatron.run.api.start_ranks", lambda *_: pytest.fail("ranks were started"))
     save(tmp_path, 6)
     write(tmp_path, {"resolved.yaml": "as it was", "metrics.jsonl": ROW})
     lock, before = RunLock(tmp_path), content(tmp_path)
