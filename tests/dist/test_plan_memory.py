@@ -12,7 +12,7 @@ import torch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.plan.memory import TrainingRanks
 from tepo_megatron.weights.architecture import read_model_spec
-from tests.support.programs import run_program
+from tests.support.launch import run_world
 from tests.support.random_models import write_llama
 
 SEQUENCES, TOKENS, VOCABULARY = 8, 64, 8192
@@ -75,8 +75,7 @@ def test_the_predicted_peak_is_within_a_tenth_of_the_measured(
     predicted = [ranks.memory(stage, longest=tokens, step_tokens=step).total for stage in range(stages)]
     case = {"config": config.model_dump(mode="json"), "out": str(tmp_path), "sequences": SEQUENCES, "tokens": tokens}
     (tmp_path / "case.json").write_text(json.dumps(case))
-    environment = {"GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    run_program("memory", tmp_path / "case.json", ranks=world if world > 1 else None, environment=environment)
+    run_world("memory", world, tmp_path / "case.json")
     measured = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(world)]
     largest = [max(measured[stage * world // stages : (stage + 1) * world // stages]) for stage in range(stages)]
     assert predicted == pytest.approx(largest, rel=0.1), [each / 2**20 for each in (*predicted, *largest)]

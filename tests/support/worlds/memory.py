@@ -1,25 +1,23 @@
 """What every rank of a memory test does: two optimizer steps on the engine, and by how much the process grew at the second.
 
-    memory CASE.json     under torchrun, or alone for a world of one
-
 The measure is the operating system's: the peak of the resident set during the second step, when Adam's states exist, less the
-resident set just before the engine is built. malloc must return freed memory at once (MALLOC_MMAP_THRESHOLD_) for it to mean
-what is in use.
+resident set just before the engine is built. malloc returns freed memory at once, so that it means what is in use.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import sys
 import warnings
 from pathlib import Path
 
-import torch
-
 from tepo_megatron.config import RunConfig
 from tepo_megatron.trainer.megatron.engine import Engine
 from tests.support.random_models import draw_rollouts
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def resident(kind: str) -> int:
@@ -30,7 +28,8 @@ def resident(kind: str) -> int:
 
 def main() -> None:
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
+    for option in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
+        assert ctypes.CDLL(None).mallopt(option, 65536)
     case = json.loads(Path(sys.argv[1]).read_text())
     config = RunConfig.model_validate(case["config"])
     rollouts = draw_rollouts([case["tokens"]] * case["sequences"])
