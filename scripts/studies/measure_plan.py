@@ -84,7 +84,8 @@ def counts(config: RunConfig, folder: Path) -> dict[str, int]:
     model = [param.detach() for param in (*policy.params.values(), *(lora.params.values() if lora else ()))]
     of_model = {item.untyped_storage().data_ptr() for item in model}
     states = [item for inner in policy.optimizer.chained_optimizers for item in adam_tensors(inner.optimizer) if item.dim()]
-    engine.checkpoints.save(folder, step=1, state={})
+    engine.checkpoints.begin(folder, step=1, state={})
+    engine.checkpoints.finish()
     result = {
         "weights": _held(model),
         "gradients": _held(buffer.grad_data for ddp in policy.ddp for buffer in ddp.buffers),

@@ -25,7 +25,7 @@ from tepo_megatron.weights.storage import stored
 from tepo_megatron.weights.storage.manifest import CheckpointManifest
 from tests.support.checkpoints import flip_bit, shards
 from tests.support.disks import files_of_at_most
-from tests.support.engines import make_engine
+from tests.support.engines import make_engine, save_checkpoint
 from tests.support.launch import run_dist, run_world
 from tests.support.random_models import draw_rollouts
 
@@ -134,7 +134,7 @@ def failing_save(
     engine = make_engine({"output": folder.parent, "engine": {"parallel": parallel}, "optimizer": distributed})
     engine.counters.entropy_noise = 0.25
     before = engine.weights.version(1).digest
-    engine.checkpoints.save(folder, step=1, state={})
+    save_checkpoint(engine, folder, step=1, state={})
     engine.counters.entropy_noise = 0.5
     with torch.no_grad():
         for param in engine.policy.params.values():
@@ -149,7 +149,7 @@ def failing_save(
         save_again()
     engine.checkpoints.load(folder / "step_000001")
     if limited_rank is not None:
-        engine.checkpoints.save(folder, step=1, state={})  # in place of the one that is there
+        save_checkpoint(engine, folder, step=1, state={})  # in place of the one that is there
     digests = {"before": before, "after": engine.weights.version(1).digest}
     return {"said": str(failed.value), **digests, "noise": engine.counters.entropy_noise}
 

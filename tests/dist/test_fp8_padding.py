@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engines import make_engine
+from tests.support.engines import make_engine, save_checkpoint
 from tests.support.launch import run_dist
 from tests.support.random_models import draw_rollouts, write_llama
 
@@ -129,7 +129,7 @@ def upcast_work(world: int, model: Path, folder: Path) -> dict[str, Any]:
     with torch.no_grad():
         forward.run(engine.policy.chunks, batch, forward.micro_batches(batch), keep, train=False)
     engine.update(engine.score(batch))
-    saved = engine.checkpoints.save(folder, step=1, state={})
+    saved = save_checkpoint(engine, folder, step=1, state={})
     assert engine.checkpoints.load(saved)["step"] == 1
     (scores, micro) = seen[0]
     return {

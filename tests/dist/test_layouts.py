@@ -28,7 +28,7 @@ from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.geometry import Box, Shard
 from tepo_megatron.weights.storage.stored import StoredWeights
 from tepo_megatron.weights.transfer.digests import fingerprint
-from tests.support.engines import Split, Worlds, figures, make_engine
+from tests.support.engines import Split, Worlds, figures, make_engine, save_checkpoint
 from tests.support.float64 import prompt_logprobs, token_scores
 from tests.support.random_models import draw_rollouts, random_family
 
@@ -217,7 +217,7 @@ def train(layout: Layout, folder: Path) -> dict[str, Any]:
                 report["tokens"].append((number, part, result.token_values))
             if number == 0:
                 engine.counters.entropy_noise = NOISE
-                engine.checkpoints.save(folder / layout.name, step=1, state={"note": "kept"})
+                save_checkpoint(engine, folder / layout.name, step=1, state={"note": "kept"})
                 engine.counters.entropy_noise = 0.0
                 report["saved prompt"] = engine.prompt_logprobs(PROMPT)
                 report["between"] = dict(engine.weights.stream()) if layout.world == 1 else None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
-from tests.support.engines import make_engine, states_of
+from tests.support.engines import make_engine, save_checkpoint, states_of
 from tests.support.launch import run_dist
 from tests.support.random_models import draw_rollouts
 
@@ -174,7 +174,7 @@ def train(case: dict[str, Any], folder: Path) -> Outcome:
             assert engine.checkpoints.load(folder / case["resume"] / "step_000001")["step"] == 1
         else:
             update(engine, 0)
-            engine.checkpoints.save(folder / case["name"], step=1, state={})
+            save_checkpoint(engine, folder / case["name"], step=1, state={})
         first = states()
         update(engine, 1)
         weights = {name: param.detach().clone() for name, param in engine.policy.params.items()}

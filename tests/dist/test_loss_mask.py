@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tests.support.engines import Split, Worlds, assert_first_moments, make_engine
+from tests.support.engines import Split, Worlds, assert_first_moments, make_engine, save_checkpoint
 from tests.support.random_models import VOCABULARY, write_llama
 
 TURNS = [[-2, 3, -4, 2], [5], [1, -7, 1, -1, 6], [4, -9, 2], [2, -1, 2, -1, 2], [-12, 1], [9, -2, 3], [3]]
@@ -45,7 +45,7 @@ def train(split: Split, folder: Path) -> dict[str, Any]:
     )
     batch = engine.score(engine.batch_from_root(rollouts() if engine.ranks.rank == 0 else None))
     result = engine.update(batch)
-    engine.checkpoints.save(folder / split.name, step=1, state={})
+    save_checkpoint(engine, folder / split.name, step=1, state={})
     entropy = result.sums["entropy/mean"]
     return {"logprobs": batch.old_logprobs_T, "norm": result.grad_norm, "entropy": entropy[0] / entropy[1]}
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.engines import Split, Worlds, bits_of, make_engine, states_of
+from tests.support.engines import Split, Worlds, bits_of, make_engine, save_checkpoint, states_of
 from tests.support.random_models import draw_rollouts, write_llama
 
 
@@ -93,7 +93,7 @@ def train(layout: Layout, folder: Path, faults: list[dict[str, Any]]) -> dict[st
     after = state_of(engine)
     assert after[1] == 2
     # A return to a checkpoint, in place: what was trained since is gone, and comes again in the same bits.
-    saved = engine.checkpoints.save(folder / f"{layout.name}-{len(faults)}", step=1, state={})
+    saved = save_checkpoint(engine, folder / f"{layout.name}-{len(faults)}", step=1, state={})
     engine.update(batch)
     trained = state_of(engine)
     engine.update(batch)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tepo_megatron.config.load import load_run
 from tepo_megatron.trainer.megatron.gpu import CONNECTIONS_VARIABLE, prepare_process
-from tests.support.engines import make_engine
+from tests.support.engines import make_engine, save_checkpoint
 from tests.support.launch import run_dist
 from tests.support.random_models import draw_rollouts, write_llama
 
@@ -51,7 +51,7 @@ def work(rank: int, world: int, model: Path, folder: Path, engine_section: dict[
     batch = engine.score(engine.batch_from_root(draw_rollouts(LENGTHS) if rank == 0 else None))
     results = [engine.update(batch, last=last) for last in (False, False, True)]
     trained = engine.score(batch).old_logprobs_T
-    engine.checkpoints.load(engine.checkpoints.save(folder, step=3, state={}))
+    engine.checkpoints.load(save_checkpoint(engine, folder, step=3, state={}))
     return {
         "mask": batch.loss_mask_T.cpu(),
         "logprobs": batch.old_logprobs_T.cpu(),

@@ -38,6 +38,12 @@ def make_engine(config: RunConfig | Mapping[str, Any], objective: Any = None, **
     return Engine(run, resolve_model_path(path) if path.startswith("builtin:") else Path(path), objective, **options)
 
 
+def save_checkpoint(engine: Any, folder: Path, *, step: int, state: dict[str, Any]) -> Path:
+    engine.checkpoints.begin(folder, step=step, state=state)
+    path: Path = engine.checkpoints.finish().path
+    return path
+
+
 @dataclass(frozen=True, kw_only=True)
 class Split:
     """How an engine divides the ranks of a world. ``resumes``: the one from whose first checkpoint it continues."""
@@ -142,7 +148,7 @@ def update_twice(engine: Any, batch: Batch, split: Split, folder: Path) -> list[
             continue
         result = engine.update(batch)
         updates.append([result.loss, result.grad_norm])
-        engine.checkpoints.save(folder / split.name, step=step, state={})
+        save_checkpoint(engine, folder / split.name, step=step, state={})
     return updates
 
 
@@ -205,5 +211,5 @@ def score_with_and_without_replay(config: dict[str, Any], rollouts: list[Rollout
     result = engine.update(replayed)
     report = {"own": own.old_logprobs_T, "replayed": replayed.old_logprobs_T, "without": without}
     report |= {"update": [result.loss, result.grad_norm], "routing": engine.take_routing_metrics()}
-    engine.checkpoints.save(out, step=1, state={})
+    save_checkpoint(engine, out, step=1, state={})
     return {**report, "nothing": engine.take_routing_metrics()}

@@ -203,12 +203,6 @@ class MegatronCheckpoints:
         self._saving: _Saving | None = None
         self.bytes_read = 0
 
-    def save(self, folder: Path, *, step: int, state: dict[str, Any]) -> Path:
-        self.begin(folder, step=step, state=state)
-        saved = self.finish()
-        assert saved is not None
-        return saved.path
-
     def begin(self, folder: Path, *, step: int, state: dict[str, Any], background: bool = False) -> None:
         self.finish()
         self._weights.heartbeat.phase("save")

@@ -1,5 +1,3 @@
-"""Implements the trainer."""
-
 from __future__ import annotations
 
 import contextlib
@@ -75,7 +73,7 @@ class Engine:
         self.root_signal = RootSignal()
         self.heartbeat.start()
         self.heartbeat.phase("model")
-        self.split = replace(split, fused_norms=self.layers.fused_norms)
+        self.split = replace(split, fused_norms=self.layers.kind == "te")
         self.layouts = megatron_ranks(self.spec, self.split)
         weights = config.model.shards or model_dir
         builder = PolicyBuilder(config, self.spec, weights, self.platform, self.layers, self.ranks, self.layouts)

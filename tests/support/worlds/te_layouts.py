@@ -56,7 +56,7 @@ def main() -> None:
     found = {}
     for name, raw in json.loads(Path(sys.argv[1]).read_text()).items():
         spec = model_spec(raw, name)
-        table = megatron_ranks(spec, MegatronParallel(fused_norms=Layers("te").fused_norms))[0].params
+        table = megatron_ranks(spec, MegatronParallel(fused_norms=True))[0].params
         for recipe in RECIPES:
             run = RunConfig.model_validate({"model": {"dtype": "bfloat16"}, "engine": {"fp8": {"recipe": recipe}}})
             config = transformer_config(spec, run.model, run.engine, cuda, Layers("te"))

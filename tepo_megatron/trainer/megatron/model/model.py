@@ -163,11 +163,6 @@ class Layers:
     packages: Packages = field(default_factory=Packages)
 
     @property
-    def fused_norms(self) -> bool:
-        """Two norms' weights are then inside the linears that follow."""
-        return self.kind == "te"
-
-    @property
     def kernel_options(self) -> dict[str, Any]:
         # fusions stay off for what the model lacks: masked softmax outside Transformer Engine, bias, dropout
         return {
