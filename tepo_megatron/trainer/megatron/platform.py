@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,17 +22,6 @@ from torch.overrides import TorchFunctionMode
 from tepo_megatron.config import EngineConfig, ParallelConfig, RunConfig
 from tepo_megatron.runtime.rendezvous import rank_store, share_gloo_thread
 from tepo_megatron.versions import MEGATRON_LINE, MEGATRON_RANGE, in_range
-
-
-class _CpuPatch(NamedTuple):
-    owner: Any
-    name: str
-    replacement: Any
-    why: str
-
-    @property
-    def key(self) -> str:
-        return f"{getattr(self.owner, '__name__', self.owner)}.{self.name}"
 
 
 @dataclass(frozen=True)
@@ -50,7 +39,8 @@ class Platform:
         return None if self.backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout or _TIMEOUT)
 
     @staticmethod
-    def cpu_patches() -> list[_CpuPatch]:
+    def cpu_patches() -> list[tuple[Any, str, Any]]:
+        """Returns (owner, name, replacement)."""
         import megatron.core.optimizer as megatron_optimizer
         import megatron.core.tensor_parallel.random as megatron_random
         from megatron.core.optimizer import distrib_optimizer, optimizer_config
@@ -58,19 +48,18 @@ class Platform:
         def random_state(*_: Any, **__: Any) -> torch.Tensor:
             return torch.get_rng_state()
 
-        table: list[tuple[Any, str, Any, str]] = [
-            (torch.cuda, "current_device", lambda: torch.device("cpu"), "the device of new parameters and buffers"),
-            (torch.cuda, "get_rng_state", random_state, "the tracker of model-parallel random states"),
-            (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor, "tied embeddings on the first and last stage"),
-            (megatron_random, "_get_cuda_rng_state", random_state, "recomputation, which would replay dropout; there is none"),
-            (torch.cuda, "synchronize", lambda *_, **__: None, "after pipeline sends; gloo's are already complete"),
-            (megatron_optimizer, "HybridDeviceOptimizer", _HybridOnCpu, "states on the host: which tensors are offloaded"),
-            (distrib_optimizer, "HybridDeviceOptimizer", _HybridOnCpu, "the same, for shards of the distributed optimizer"),
-            (optimizer_config, "is_te_min_version", lambda *_: False, "states on the host: Transformer Engine's version"),
-            (torch.cuda, "Stream", _HostStream, "the streams in which gradients go to the host and weights come back"),
-            (torch.cuda, "current_stream", lambda *_: _HostStream(), "what those streams wait for"),
+        return [
+            (torch.cuda, "current_device", lambda: torch.device("cpu")),  # the device of new parameters and buffers
+            (torch.cuda, "get_rng_state", random_state),  # the tracker of model-parallel random states
+            (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),  # tied embeddings on the first and last stage
+            (megatron_random, "_get_cuda_rng_state", random_state),  # recomputation, which would replay dropout; there is none
+            (torch.cuda, "synchronize", lambda *_, **__: None),  # after pipeline sends; gloo's are already complete
+            (megatron_optimizer, "HybridDeviceOptimizer", _HybridOnCpu),  # states on the host: which tensors are offloaded
+            (distrib_optimizer, "HybridDeviceOptimizer", _HybridOnCpu),  # the same, for shards of the distributed optimizer
+            (optimizer_config, "is_te_min_version", lambda *_: False),  # states on the host: Transformer Engine's version
+            (torch.cuda, "Stream", _HostStream),  # the streams in which gradients go to the host and weights come back
+            (torch.cuda, "current_stream", lambda *_: _HostStream()),  # what those streams wait for
         ]
-        return [_CpuPatch(*row) for row in table]
 
 
 def select_platform(config: EngineConfig) -> Platform:
@@ -102,8 +91,8 @@ def _install_cpu_patches() -> None:
             f"megatron-core {installed} was not tried on CPU; install {MEGATRON_LINE}.x "
             f"(pip install 'megatron-core{MEGATRON_RANGE}')"
         )
-    for patch in Platform.cpu_patches():
-        setattr(patch.owner, patch.name, patch.replacement)
+    for owner, name, replacement in Platform.cpu_patches():
+        setattr(owner, name, replacement)
 
 
 class _CudaToCpu(TorchFunctionMode):

@@ -21,7 +21,7 @@ from tepo_megatron.trainer.megatron.platform import collective_timeout
 from tests.support.launch import run_dist
 
 MODE = "torch function mode"
-PATCHES = [patch.key for patch in platform_cpu.Platform.cpu_patches()]
+PATCHES = [f"{getattr(owner, '__name__', owner)}.{name}" for owner, name, _ in platform_cpu.Platform.cpu_patches()]
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def train_one_step(rank: int, world: int, model: Path, missing: str | None) -> N
     from tepo_megatron.trainer.megatron.engine import Engine
 
     warnings.filterwarnings("ignore")
-    every = platform_cpu.Platform.cpu_patches()
-    platform_cpu.Platform.cpu_patches = staticmethod(lambda: [patch for patch in every if patch.key != missing])  # type: ignore[method-assign]
+    kept = [patch for patch, key in zip(platform_cpu.Platform.cpu_patches(), PATCHES, strict=True) if key != missing]
+    platform_cpu.Platform.cpu_patches = staticmethod(lambda: kept)  # type: ignore[method-assign]
     if missing == MODE:
         platform_cpu.Platform.megatron = lambda self: contextlib.nullcontext()  # type: ignore[method-assign]
     config = RunConfig(
