@@ -12,13 +12,9 @@ from typing import Any, Literal
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.objective.custom import load_plugin
 from tepo_megatron.versions import installed_version
-from tepo_megatron.weights.architecture import generation_end_ids, read_model_spec
+from tepo_megatron.weights.architecture import TOKENIZER_FILES, generation_end_ids, read_model_spec
 from tepo_megatron.weights.storage.manifest import sampled_digest
 
-_TOKENIZER_FILES = (
-    *("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "vocab.json", "merges.txt"),
-)
 _DISTRIBUTIONS = ("tepo-megatron", "torch", "megatron-core", "transformer-engine", "vllm")
 
 
@@ -69,7 +65,7 @@ class Difference:
 
 def describe_run(config: RunConfig, model_dir: Path) -> dict[str, Any]:
     architecture = {**asdict(read_model_spec(model_dir)), "dtype": config.model.dtype}
-    files = [model_dir / name for name in _TOKENIZER_FILES]
+    files = [model_dir / name for name in TOKENIZER_FILES]
     tokenizer = [f"{file.name} {_digest(file.read_bytes())}\n" for file in files if file.is_file()]
     fields = config.model_dump(mode="json")
     if config.rollout.replay is not None:

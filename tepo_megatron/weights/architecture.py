@@ -282,6 +282,12 @@ def read_model_spec(folder: Path) -> ModelSpec:
     return model_spec(raw, str(path))
 
 
+TOKENIZER_FILES = (
+    *("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "vocab.json", "merges.txt"),
+)
+
+
 def generation_end_ids(folder: Path) -> list[int]:
     """Nothing else of ``generation_config.json`` is used. Raises ValueError."""
     path = folder / "generation_config.json"

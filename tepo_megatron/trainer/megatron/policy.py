@@ -1,10 +1,8 @@
-"""The trained model, its optimizer and its schedule."""
-
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +28,7 @@ from tepo_megatron.trainer.megatron.optimizer_states import OptimizerStates, inn
 from tepo_megatron.trainer.megatron.platform import Platform, Ranks
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.geometry import ShardLayout
+from tepo_megatron.weights.storage.stored import batches
 
 
 @dataclass
@@ -88,7 +87,6 @@ class PolicyBuilder:
         return self.layouts[self.ranks.rank]
 
     def policy(self) -> Policy:
-        """Raises ValueError for another model's weights."""
         with self.platform.megatron():
             megatron, chunks = self._chunks()
             params = named_weights(chunks)
@@ -253,21 +251,10 @@ def _step_in_parts(adam: Any, step: Callable[[], Any]) -> None:
     whole = adam.param_groups
     try:
         for group in whole:
-            for part in _parts(group["params"]):
+            for part in batches(group["params"], torch.numel, PART_ELEMENTS):
                 adam.param_groups = [{**group, "params": part}]
                 step()
             if group["params"]:
                 group["step"] = adam.param_groups[0]["step"]
     finally:
         adam.param_groups = whole
-
-
-def _parts(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    part: list[Tensor] = []
-    for param in params:
-        if part and sum(tensor.numel() for tensor in part) + param.numel() > PART_ELEMENTS:
-            yield part
-            part = []
-        part.append(param)
-    if part:
-        yield part

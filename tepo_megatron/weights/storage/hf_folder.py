@@ -14,25 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tepo_megatron.runtime.files import partial_path
-from tepo_megatron.weights.architecture import is_always_fp32
+from tepo_megatron.weights.architecture import TOKENIZER_FILES, is_always_fp32
 from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.storage.stored import StoredWeights, open_safetensors, tensor_batches
 
 SHARD_BYTES = 4 * 2**30
 
 _PART = "part-{:05d}.safetensors"  # until the number of parts is known
-
-_TOKENIZER_FILES = (
-    "tokenizer.model",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "generation_config.json",
-)
 
 
 _PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -93,7 +81,7 @@ def copy_description(source: Path, out: Path, dtype: torch.dtype | None) -> None
         config["dtype"] = str(dtype).removeprefix("torch.")
         config.pop("torch_dtype", None)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for name in _TOKENIZER_FILES:
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
         if (source / name).exists():
             shutil.copyfile(source / name, out / name)
 

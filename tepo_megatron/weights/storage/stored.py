@@ -206,16 +206,16 @@ class WrittenBoxes:
     error: str | None = None
 
 
-def batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Each has at most ``limit`` bytes, or one item."""
+def batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Each has at most the size ``limit``, or one item."""
     batch: list[T] = []
     size = 0
     for item in items:
-        if batch and size + nbytes(item) > limit:
+        if batch and size + size_of(item) > limit:
             yield batch
             batch, size = [], 0
         batch.append(item)
-        size += nbytes(item)
+        size += size_of(item)
     if batch:
         yield batch
 
