@@ -1,7 +1,8 @@
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.json_schema import GenerateJsonSchema
@@ -108,3 +109,20 @@ def _check_text(text: str) -> None:
     for character in text:
         if character == "\0" or "\ud800" <= character <= "\udfff":
             raise ValueError(f"U+{ord(character):04X} is a character that no file and no command line takes; leave it out")
+
+
+S = TypeVar("S", bound=Section)
+
+
+def changed(section: S, values: Mapping[str, Any]) -> S:
+    """``values``: by dotted path. Raises ValidationError; does not warn."""
+    raw = section.model_dump()
+    for path, value in values.items():
+        *parents, name = path.split(".")
+        inner: Any = raw
+        for parent in parents:
+            inner = inner[parent]
+        inner[name] = value
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return type(section).model_validate(raw)

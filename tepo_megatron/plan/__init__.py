@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from itertools import combinations, product
 from typing import Any
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.base import changed
 from tepo_megatron.plan.memory import GIB, HostMemory, RankMemory, TrainingRanks, is_colocated, on_gpu
 from tepo_megatron.plan.shapes import model_parameters, resolve_spec
 from tepo_megatron.plan.time import Lengths, ScheduleTime, ServerMemory, StepTime, SyncTraffic, draft_spec
@@ -150,17 +150,8 @@ class Plan:
         return f"{why}; use larger GPUs or a smaller model"
 
     def _changed(self, values: _Settings) -> Plan | None:
-        raw = self.config.model_dump()
-        for path, value in values.items():
-            *sections, name = path.split(".")
-            section = raw
-            for key in sections:
-                section = section[key]
-            section[name] = value
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                config = RunConfig.model_validate(raw)
+            config = changed(self.config, values)
             plan = Plan(config, self.spec, self.lengths)
             check_placement(config)
             _check_layout(plan.ranks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from tepo_megatron.config.base import Section
+from tepo_megatron.config.base import Section, changed
 from tepo_megatron.config.objective.custom import CustomKind
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.compose import Objective, StepContext, build_objective
@@ -166,10 +165,11 @@ class ObjectiveChecks:
             yield ".".join(path), value, ((other, self._effect(slot, section, path, other)) for other in others)
 
     def _effect(self, slot: str, section: Section, path: tuple[str, ...], value: Any) -> str:
-        changed = _changed(section, path, value)
-        if changed is None:
+        try:
+            other = changed(section, {".".join(path): value})
+        except ValidationError:
             return "refused" if isinstance(value, int | float) and not isinstance(value, bool) else "acts"
-        return "acts" if self.acts(self._config.model_copy(update={slot: changed})) else "nothing"
+        return "acts" if self.acts(self._config.model_copy(update={slot: other})) else "nothing"
 
     @cached_property
     def _expected(self) -> list[Tensor]:
@@ -434,17 +434,3 @@ def _leaves(section: Section, schema: dict[str, Any]) -> Iterator[tuple[tuple[st
             while "$ref" in node:
                 node = schema["$defs"][node["$ref"].rsplit("/", 1)[1]]
             yield (name,), node, value
-
-
-def _changed(section: Section, path: tuple[str, ...], value: Any) -> Section | None:
-    changed = section.model_dump()
-    inner = changed
-    for name in path[:-1]:
-        inner = inner[name]
-    inner[path[-1]] = value
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return type(section).model_validate(changed)
-        except ValidationError:
-            return None
