@@ -1,5 +1,3 @@
-"""Checks, files, states and logs of a cluster's run."""
-
 from __future__ import annotations
 
 import json
@@ -47,27 +45,25 @@ class ClusterRun:
         return self.config.cluster.ssh or "this machine"
 
     def _check_files(self) -> None:
-        config, where = self.config, self._where
+        config, missing = self.config, f"does not exist on {self._where}"
         model = config.model.path
-        if not model.startswith(BUILTIN) and not self._has(f"{model}/config.json"):
-            raise ValueError(
-                f"model.path = {model} has no config.json on {where}; give a Hugging Face folder that every node can read "
-                "('hf download NAME --local-dir FOLDER' makes one)"
+        needed = [
+            (
+                f"{model}/config.json",
+                f"model.path = {model} has no config.json on {self._where}; give a Hugging Face folder that every node can "
+                "read ('hf download NAME --local-dir FOLDER' makes one)",
             )
-        data = {field: (file, "a file or folder") for field, file in config.data.paths.items()}
-        data |= {field: (file, "a file") for field, file in config.evaluate.paths.items()}
-        for field, (file, kind) in data.items():
-            if not file.startswith(BUILTIN) and not self._has(file):
-                raise ValueError(f"{field} = {file} does not exist on {where}; give {kind} there")
-        for plugin in config.objective.plugins:
-            if plugin.startswith("/") and not self._has(plugin):
-                raise ValueError(
-                    f"objective.plugins: {plugin} does not exist on {where}; put the same file at the same path there, or "
-                    "install the module on both sides and name it"
-                )
+        ]
+        for paths, kind in ((config.data.paths, "a file or folder"), (config.evaluate.paths, "a file")):
+            needed += [(file, f"{field} = {file} {missing}; give {kind} there") for field, file in paths.items()]
+        remedy = "put the same file at the same path there, or install the module on both sides and name it"
+        plugins = (plugin for plugin in config.objective.plugins if plugin.startswith("/"))
+        needed += [(plugin, f"objective.plugins: {plugin} {missing}; {remedy}") for plugin in plugins]
         for field, file in Job(config).custom_code_files.items():
-            if not self._has(file):
-                raise ValueError(f"{field}: {file} does not exist on {where}; put the file there")
+            needed.append((file, f"{field}: {file} {missing}; put the file there"))
+        for path, problem in needed:
+            if not path.startswith(BUILTIN) and not self._has(path):
+                raise ValueError(problem)
 
     def _check_images(self) -> None:
         cluster = self.config.cluster
@@ -137,7 +133,6 @@ class ClusterRun:
         return str(self._saved_job()["job"])
 
     def status(self, job: str) -> str:
-        """Returns Slurm's state, or UNKNOWN."""
         for query in _QUERIES:
             answer = self._run(query.format(job=job))
             if answer.ok and answer.stdout.strip():

@@ -106,6 +106,12 @@ def _executor(config: RunConfig, role: Role) -> SlurmExecutor:
     from tepo_megatron.launch.slurm_logs import JobLogs
 
     cluster = config.cluster
+    head_address = "head_node_ip=${head_node_ip%% *}"
+    if (interface := config.rollout.server.interface) is not None:
+        shown = f"ip -4 -o addr show dev {interface}"
+        head_address = f"head_node_ip=$({shown} | awk '{{ split($4, part, \"/\"); print part[1]; exit }}')"
+    split = [option.partition("=") for option in cluster.sbatch]
+    options = {name.lstrip("-"): value if equals else True for name, equals, value in split}
     placed = [f"--relative={role.first_node}", f"--nodes={role.nodes}", f"--ntasks={role.nodes}", "--ntasks-per-node=1"]
     return nemo_run.SlurmExecutor(
         account=cluster.account,
@@ -121,26 +127,15 @@ def _executor(config: RunConfig, role: Role) -> SlurmExecutor:
         container_mounts=Job(config).mounts if role.container else [],
         srun_args=[*placed, *(["--no-container-mount-home"] if role.container else [])],
         # NeMo-Run itself asks for --requeue, and for logs that a job's next start continues (open-mode=append)
-        additional_parameters={"signal": f"B:USR1@{Job(config).warning_lead_s}", **_sbatch_options(cluster)},
+        additional_parameters={"signal": f"B:USR1@{Job(config).warning_lead_s}", **options},
         job_details=JobLogs(job_name=f"{_TITLE}-{config.output.name}", folder=str(config.output / "logs"), role=role.name),
         tunnel=_tunnel(cluster, job_dir=str(config.output / "launch" / "nemo" / "experiments")),
         packager=nemo_run.Packager(),
-        setup_lines=f"{_head_address(config.rollout.server.interface)}\n{Job(config).batch_lines}",
+        setup_lines=f"{head_address}\n{Job(config).batch_lines}",
         wait_time_for_group_job=0,
         monitor_group_job_wait_time=_ROLE_POLL_INTERVAL_S,
         poll_estimated_start_time=False,
     )
-
-
-def _head_address(interface: str | None) -> str:
-    if interface is None:
-        return "head_node_ip=${head_node_ip%% *}"
-    return f"head_node_ip=$(ip -4 -o addr show dev {interface} | awk '{{ split($4, part, \"/\"); print part[1]; exit }}')"
-
-
-def _sbatch_options(cluster: ClusterConfig) -> dict[str, Any]:
-    split = [option.partition("=") for option in cluster.sbatch]
-    return {name.lstrip("-"): value if equals else True for name, equals, value in split}
 
 
 def _tunnel(cluster: ClusterConfig, job_dir: str) -> Tunnel:
