@@ -1,5 +1,3 @@
-"""Commands that read output folders."""
-
 from __future__ import annotations
 
 import json
@@ -216,17 +214,13 @@ def _samples(
         path = _find_samples(output, train=train)
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
         rows = list(parse_samples(path, lines[:-1]))  # a cut-off last line is skipped
-        if of_set is not None:
-            rows = _that_have(rows, path, "set", of_set)
-        if step is not None:
-            rows = _that_have(rows, path, "step", step)
-        if problem is not None:
-            rows = _that_have(rows, path, "problem", problem)
-        elif rows:
+        for key, value in (("set", of_set), ("step", step), ("problem", problem)):
+            rows = rows if value is None else _that_have(rows, path, key, value)
+        if not rows:
+            raise ValueError(f"{path} has no sample yet")
+        if problem is None:
             newest = max(row.get("step", 0) for row in rows)
             rows = [row for row in rows if row.get("step", 0) == newest]
-        else:
-            raise ValueError(f"{path} has no sample yet")
         rows = [row for row in rows if not wrong or not all(_is_correct(item) for _, item in _responses(row))]
     if as_json:
         print_json(rows)

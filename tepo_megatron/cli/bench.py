@@ -143,15 +143,8 @@ def _step_command(
     """
     from tepo_megatron.tools.bench import step
 
-    setting = step.StepSetting(
-        layouts=tuple(layouts.split(",")),
-        ratios=tuple(float(ratio) for ratio in ratios.split(",")),
-        size=size,
-        sequences=sequences,
-        mean_length=mean_length,
-        micro_batch_tokens=micro_batch_tokens,
-        repeats=repeats,
-    )
+    grid = tuple(layouts.split(",")), tuple(map(float, ratios.split(",")))
+    setting = step.StepSetting(*grid, size, sequences, mean_length, micro_batch_tokens, repeats)
     _finish(setting.report(setting.run(before, say=_say), before), output, as_json)
 
 

@@ -36,17 +36,14 @@ def as_records(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[di
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def show_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None, as_json: bool = False
-) -> None:
-    """JSON is a list of objects."""
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, as_json: bool = False) -> None:
     if as_json:
         print_json(as_records(columns, rows))
         return
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for number, name in enumerate(columns):
         table.add_column(name, justify="right" if number else "left")
     for row in rows:

@@ -198,17 +198,16 @@ def _try_command(
         with VerifierTask(config.reward, config.data) as task:
             items = [(problem, text) for problem, responses in groups for text in responses]
             results = task.score(items, [number for number, (_, responses) in enumerate(groups) for _ in responses])
-    texts = [(problem.id, text) for problem, responses in groups for text in responses]
     rows: list[dict[str, Any]] = [
         {
-            "problem": problem,
+            "problem": problem.id,
             "response": str(text),
             "reward": result.reward,
             "components": dict(result.parts),
             "seconds": round(result.seconds, 6),
             "error": result.error,
         }
-        for (problem, text), result in zip(texts, results, strict=True)
+        for (problem, text), result in zip(items, results, strict=True)
     ]
     scored = [row for row in rows if row["error"] is None]
     names = list(dict.fromkeys(name for row in scored for name in row["components"]))

@@ -46,19 +46,17 @@ def sweep(
             return
         outcomes = [] if table_only else Sweep(grid, mine, say=lambda line: echo(line, err=True), jobs=jobs).run()
         result = SweepResults(grid, runs)
+        failed = [one for one in outcomes if one.outcome == "failed"]
         if as_json:
-            failed = [{"run": one.run.name, "said": one.said} for one in outcomes if one.outcome == "failed"]
-            print_json({"found": as_records(*result.table()), "failed": failed})
+            described = [{"run": one.run.name, "said": one.said} for one in failed]
+            print_json({"found": as_records(*result.table()), "failed": described})
         else:
             show_table(*result.table())
         for path in result.write(output or grid.output):
             echo(f"wrote {path}", err=as_json)
-        for one in outcomes:
-            if one.outcome == "failed":
-                echo(f"failed: {one.run.name}: {one.said}", err=True)
-    if any(one.outcome == "stopped" for one in outcomes):
-        raise typer.Exit(130)
-    raise typer.Exit(int(any(one.outcome == "failed" for one in outcomes)))
+        for one in failed:
+            echo(f"failed: {one.run.name}: {one.said}", err=True)
+    raise typer.Exit(130 if any(one.outcome == "stopped" for one in outcomes) else int(bool(failed)))
 
 
 def faults(

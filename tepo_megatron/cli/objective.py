@@ -325,7 +325,6 @@ def _objectives_of(target: str, preset: str) -> Iterator[tuple[str, ObjectiveCon
 
 
 def _notes_on(plugins: Iterable[str]) -> list[str]:
-    """Names plugins that cannot be read without torch."""
     script = (
         "import sys; sys.modules['torch'] = None\n"
         "from tepo_megatron.config.objective.custom import load_plugin; load_plugin(sys.argv[1])"

@@ -1,5 +1,3 @@
-"""Responses, and rollouts of a step."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
@@ -56,7 +54,6 @@ class _Sampled:
 
     @property
     def model_tokens(self) -> int:
-        """T_i."""
         return self.response_ids.size if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
 
     def __eq__(self, other: object) -> bool:

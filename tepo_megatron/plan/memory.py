@@ -85,8 +85,6 @@ class HostMemory(_Terms):
 
 
 class TrainingRanks:
-    """``stage`` is a pipeline stage."""
-
     def __init__(self, spec: ModelSpec, config: RunConfig) -> None:
         self.spec, self.config = spec, config
         self.split = ModelSplit(spec, config.engine.parallel)

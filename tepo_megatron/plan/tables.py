@@ -1,11 +1,10 @@
-"""A plan as tables or JSON."""
-
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -94,12 +93,12 @@ def _memory(plan: Plan) -> Table:
     worst = max(range(len(stages)), key=lambda stage: stages[stage].total)
     table = _table("Memory of a training rank, GiB", "", f"worst, stage {worst}", "mean over stages")
     for name, value in stages[worst].terms.items():
-        table.add_row(name, _gib(value), _gib(_mean(memory.terms[name] for memory in stages)))
-    table.add_row("total", _gib(stages[worst].total), _gib(_mean(memory.total for memory in stages)), style="bold")
+        table.add_row(name, _gib(value), _gib(fmean(memory.terms[name] for memory in stages)))
+    table.add_row("total", _gib(stages[worst].total), _gib(fmean(memory.total for memory in stages)), style="bold")
     if plan.usable_memory is not None:
         table.add_row(f"usable of {plan.config.cluster.gpu_memory_gib:g}", *2 * [_gib(plan.usable_memory)])
     table.add_row(
-        "on the host", *(_gib(value) for value in (plan.hosts[worst].total, _mean(host.total for host in plan.hosts)))
+        "on the host", *(_gib(value) for value in (plan.hosts[worst].total, fmean(host.total for host in plan.hosts)))
     )
     return table
 
@@ -148,11 +147,6 @@ def _time(plan: Plan) -> Table:
     )
     table.caption_justify = "left"
     return table
-
-
-def _mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return sum(numbers) / len(numbers)
 
 
 def _gib(value: float) -> str:

@@ -1,1 +1,0 @@
-"""vLLM servers that draw responses."""

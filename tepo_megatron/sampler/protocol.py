@@ -43,8 +43,7 @@ class SampleStream(Protocol):
 
     def __exit__(self, *_exception: object) -> None: ...
 
-    def __iter__(self) -> Iterator[KeyedResponse]:
-        """Raises as :meth:`next`."""
+    def __iter__(self) -> Iterator[KeyedResponse]: ...
 
     @property
     def unfinished(self) -> int:
@@ -84,8 +83,7 @@ class SampleStream(Protocol):
     def abort(self) -> list[KeyedResponse]:
         """Returns parts with a token (finish reason ``abort``), and finished responses."""
 
-    def leave(self, home: Hashable) -> None:
-        """Forgets ``home``."""
+    def leave(self, home: Hashable) -> None: ...
 
 
 class WeightReceiver(Protocol):
@@ -127,8 +125,7 @@ class Sampler(WeightReceiver, Protocol):
         """None unless all servers have the same version."""
 
     @property
-    def addresses(self) -> list[str]:
-        """The servers' addresses."""
+    def addresses(self) -> list[str]: ...
 
     def start(self) -> None:
         """Returns when ready, or after :meth:`stop`. Raises RuntimeError if a server fails."""

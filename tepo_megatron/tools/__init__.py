@@ -1,1 +1,0 @@
-"""Benchmarks, injected faults, reports and sweeps."""

@@ -1,5 +1,3 @@
-"""What measurements share: processes, memory, reports."""
-
 from __future__ import annotations
 
 import datetime

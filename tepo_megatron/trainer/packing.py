@@ -1,5 +1,3 @@
-"""Packs rollouts into a batch."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -107,15 +107,13 @@ class WeightSource(Protocol):
         """Writes a PEFT folder on rank 0; nothing without adapters."""
 
     @property
-    def adapter_manifest(self) -> Sequence[TensorMeta]:
-        """Describes :meth:`stream_adapters`."""
+    def adapter_manifest(self) -> Sequence[TensorMeta]: ...
 
     @property
     def adapter_settings(self) -> AdapterSettings:
         """Called only with adapters, like the next method."""
 
-    def stream_adapters(self) -> Iterator[tuple[str, Tensor | None]]:
-        """As :meth:`stream`."""
+    def stream_adapters(self) -> Iterator[tuple[str, Tensor | None]]: ...
 
 
 class Checkpoints(Protocol):
@@ -145,8 +143,7 @@ class Checkpoints(Protocol):
 
 class Trainer(Protocol):
     @property
-    def spec(self) -> ModelSpec:
-        """Returns the model's shape, from ``config.json``."""
+    def spec(self) -> ModelSpec: ...
 
     @property
     def weights(self) -> WeightSource: ...
@@ -195,8 +192,7 @@ class Trainer(Protocol):
     def onload_weights_only(self) -> None:
         """Enough for :attr:`weights` and :meth:`prompt_logprobs`."""
 
-    def offload(self) -> None:
-        """Moves everything to the host."""
+    def offload(self) -> None: ...
 
     def memory(self) -> dict[str, float]:
         """Returns GiB, maxima over ranks since the last call. Empty on CPUs."""
@@ -207,8 +203,7 @@ class Trainer(Protocol):
     def broadcast_from_root(self, value: T) -> T:
         """Returns rank 0's ``value`` as JSON (tuples become lists). Others wait without time limit or GPU."""
 
-    def close(self) -> None:
-        """Leaves the process groups."""
+    def close(self) -> None: ...
 
 
 class TrainerKind(Protocol):

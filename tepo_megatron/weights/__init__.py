@@ -1,1 +1,0 @@
-"""Weights in Hugging Face folders, Megatron-Core and vLLM."""

@@ -281,7 +281,7 @@ class VllmParallel:
             "attention heads": spec.num_heads,
             **({} if spec.experts is None else {"MLP size of an expert": spec.ffn_size}),
             **spec.mlp_sizes,
-            f"rows of the vocabulary (padded to a multiple of {_VOCAB_PADDING})": _padded_vocab_size(spec),
+            f"rows of the vocabulary (padded to a multiple of {_VOCAB_PADDING})": spec.padded_vocab_size(_VOCAB_PADDING),
         }
         problems = [
             f"tp = {tp} does not divide the model's {size} {name}; use a divisor of {size}"
@@ -312,15 +312,11 @@ def vllm_ranks(spec: ModelSpec, parallel: VllmParallel) -> list[ShardLayout]:
             mappings=[(mapping, mapping.vllm) for mapping in _stage_mappings(spec, parallel, pp_rank)],
             split=lambda _: split,
             head_blocks=lambda kind: _vllm_head_blocks(kind, spec, *split),
-            vocab_rows=_padded_vocab_size(spec) // parallel.tp,
+            vocab_rows=spec.padded_vocab_size(_VOCAB_PADDING) // parallel.tp,
             first_row=first_row,
         )
 
     return [layout(tp_rank, pp_rank) for pp_rank in range(parallel.pp) for tp_rank in range(parallel.tp)] * parallel.replicas
-
-
-def _padded_vocab_size(spec: ModelSpec) -> int:
-    return -(-spec.vocab_size // _VOCAB_PADDING) * _VOCAB_PADDING
 
 
 def _stage_mappings(spec: ModelSpec, parallel: VllmParallel, pp_rank: int) -> Iterator[ParamMapping]:

@@ -1,5 +1,3 @@
-"""Gradient weights of tokens by their ratios."""
-
 from __future__ import annotations
 
 import math

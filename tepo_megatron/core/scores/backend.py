@@ -1,5 +1,3 @@
-"""Chooses the implementation of the passes over logits."""
-
 from __future__ import annotations
 
 import functools

@@ -52,9 +52,6 @@ def noise_quantiles(first: TokenScores, second: TokenScores, batch: Batch) -> di
         "ratio/noise": delta_T[mask_T].expm1(),
         "sequence_ratio/noise": (sums_S[0] / sums_S[1].clamp(min=1)).expm1(),
     }
-    return {f"{name}/{label}": value for name, values in noise.items() for label, value in _quantiles(values.abs()).items()}
-
-
-def _quantiles(values: Tensor) -> dict[str, float]:
-    levels = torch.tensor(list(_QUANTILES.values()), dtype=values.dtype, device=values.device)
-    return dict(zip(_QUANTILES, values.quantile(levels).tolist(), strict=True))
+    levels = torch.tensor(list(_QUANTILES.values()), dtype=torch.float64)
+    found = {name: values.abs().quantile(levels.to(values)).tolist() for name, values in noise.items()}
+    return {f"{name}/{label}": value for name in noise for label, value in zip(_QUANTILES, found[name], strict=True)}

@@ -1,1 +1,0 @@
-"""Code that speaks to vLLM or runs inside it."""

@@ -1,1 +1,0 @@
-"""Benchmarks of parts of the system (``tepo bench``)."""

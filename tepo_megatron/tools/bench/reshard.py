@@ -105,16 +105,16 @@ class _Rank:
         plan = self.plan
         self._queues = move.queues(move.move_ends(plan, rank), itemsize=self._dtype.itemsize, limit=move.message_bytes(plan))
         world = list(range(plan.num_sources + plan.num_destinations))
-        self._pairs = _group(world, rank)
+        pairs = _group(world, rank)
+        assert pairs is not None
+        self._pairs = pairs
         self._star = _group([0, *world[plan.num_sources :]], rank)  # the trainer's rank 0 and the destinations
         self.digest_seconds = 0.0
 
     def close(self) -> None:
-        assert self._pairs is not None
         self._pairs.close()
 
     def reshard(self, digest: Callable[[Tensor], Tensor]) -> None:
-        assert self._pairs is not None
         step = move.send if self.is_source else move.receive
         with mock.patch.object(move, "digest", digest):
             step(self._pairs, self._queues, self.params, self._dtype)
@@ -146,7 +146,6 @@ class _Rank:
 
     def raw_copy(self) -> None:
         """As large as the messages, without digests."""
-        assert self._pairs is not None
         queues, start = self._queues, self._pairs.send if self.is_source else self._pairs.receive
         largest = max(move.numel_of(message) for queue in queues.values() for message in queue)
         slots = {(peer, slot): torch.zeros(largest, dtype=self._dtype) for peer in queues for slot in range(move.WINDOW)}

@@ -1,1 +1,0 @@
-"""Injected faults of a run."""

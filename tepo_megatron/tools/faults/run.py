@@ -36,16 +36,11 @@ CLASSES: Mapping[str, type[FaultClass]] = {
 _ENDING = "ending"
 
 
-def _lanes(*, quick: bool) -> dict[str, FaultClasses]:
-    """With ``quick`` one live run serves both."""
-    first = (*LIVE, *strangers.FAULTS) if quick else LIVE[:1]
-    return {"first": first, "second": [kind for kind in CLASSES.values() if kind not in first]}
-
-
 def run(classes: FaultClasses, folder: Path, *, seed: int, quick: bool, say: Say) -> _OutcomeLog:
     """Raises ValueError if the record has another seed, RuntimeError if a lane ends early."""
     record = _OutcomeLog(folder, seed=seed, quick=quick)
-    lanes = {name: [kind for kind in classes if kind in members] for name, members in _lanes(quick=quick).items()}
+    first = (*LIVE, *strangers.FAULTS) if quick else LIVE[:1]  # quick: one live run serves both
+    lanes = {"first": [kind for kind in classes if kind in first], "second": [kind for kind in classes if kind not in first]}
     chosen = {name: kinds for name, kinds in lanes.items() if kinds}
     if len(chosen) < 2:
         _run_lane(next(iter(chosen), "first"), classes, record, say)

@@ -161,12 +161,9 @@ def _samples_data(runs: Sequence[Run], most: int, megabytes: float) -> dict[str,
         index: pack([group for group in with_tokens if group.run == index])
         for index in sorted({group.run for group in with_tokens})
     }
-    return {"groups": [_group_data(group) for group in chosen], "recorded": recorded, "tokens": tokens}
-
-
-def _group_data(group: SampleGroup) -> dict[str, Any]:
     names = ("run", "kind", "step", "problem", "prompt", "answer", "source")
-    return {name: getattr(group, name) for name in names} | {"responses": _finite(group.responses)}
+    data = [{name: getattr(group, name) for name in names} | {"responses": _finite(group.responses)} for group in chosen]
+    return {"groups": data, "recorded": recorded, "tokens": tokens}
 
 
 def _finite(value: Any) -> Any:

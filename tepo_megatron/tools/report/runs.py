@@ -134,7 +134,6 @@ class Run:
 
 
 def find_runs(paths: Sequence[Path]) -> dict[str, Path]:
-    """Raises ValueError for a path without runs."""
     result: list[Path] = []
     for path in paths:
         inside = runs_in(path)
@@ -186,13 +185,10 @@ def run_groups(runs: Sequence[Run]) -> list[tuple[str, tuple[int, ...]]]:
         alone = (index,) if not run.settings else ()
         settings = sorted((path, value) for path, value in run.settings.items() if path not in _IDENTITY)
         result.setdefault((*alone, *settings), []).append(index)
-    labels = [_label([runs[index] for index in members]) for members in result.values()]
+    labels = []
+    for first, *others in result.values():
+        name, parent = runs[first].name, runs[first].folder.resolve().parent.name
+        labels.append(_SEED.sub("", name) or parent if others else name)
     if len(set(labels)) < len(labels):
         labels = [runs[members[0]].name for members in result.values()]
     return [(label, tuple(members)) for label, members in zip(labels, result.values(), strict=True)]
-
-
-def _label(runs: Sequence[Run]) -> str:
-    if len(runs) == 1:
-        return runs[0].name
-    return _SEED.sub("", runs[0].name) or runs[0].folder.resolve().parent.name

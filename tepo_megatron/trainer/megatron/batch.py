@@ -55,7 +55,7 @@ def _pad(batch: Batch, num_tokens: int, cp: int) -> Batch:
     """Makes lengths multiples of 2 · cp, with beginnings of the longest sequence: padding must not set a tensor's largest
     value, by which FP8 may scale.
     """
-    lengths_S, multiple = batch.lengths_S, _sequence_multiple(cp)
+    lengths_S, multiple = batch.lengths_S, 2 * cp if cp > 1 else 1
     padded_S = (lengths_S + multiple - 1) // multiple * multiple
     longest = int(padded_S.argmax())
     width = int(padded_S[longest])
@@ -86,10 +86,6 @@ def _pad(batch: Batch, num_tokens: int, cp: int) -> Batch:
             shape = (len(parts) - batch.num_sequences, *value.shape[1:])
             changes[name] = torch.cat([value, value.new_full(shape, -1 if name == "recorded_S" else 0)])
     return batch.with_(cu_seqlens=cu_seqlens, **changes)
-
-
-def _sequence_multiple(cp: int) -> int:
-    return 2 * cp if cp > 1 else 1
 
 
 def rank_order(cu_seqlens: Tensor, cp: int) -> Tensor:
@@ -164,5 +160,5 @@ def cut(micro: Batch, num_tokens: int, ranks: Ranks) -> Share:
 
 
 def padded_tokens(lengths: Sequence[int], cp: int) -> int:
-    multiple = _sequence_multiple(cp)
+    multiple = 2 * cp if cp > 1 else 1
     return sum(-(-length // multiple) * multiple for length in lengths)

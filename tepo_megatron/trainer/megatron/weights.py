@@ -1,5 +1,3 @@
-"""A policy's weights in all forms."""
-
 from __future__ import annotations
 
 from collections import deque

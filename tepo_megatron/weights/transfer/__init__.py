@@ -1,1 +1,0 @@
-"""Weight transfers between processes, by a plan or as full tensors."""

@@ -74,7 +74,7 @@ def digest(data: Tensor) -> Tensor:
     rest = raw.new_zeros(BLOCK_BYTES)
     rest[: raw.numel() - whole] = raw[whole:]
     words = torch.cat([blocks, rest.view(torch.int64)])
-    return (words * _weights(words.numel(), words.device)).sum() + _signed(raw.numel() * _ODD)
+    return (words * _weights(words.numel(), words.device)).sum() + torch.tensor(raw.numel()) * (_ODD - 2**64)
 
 
 class TensorDigests:
@@ -107,11 +107,6 @@ class TensorDigests:
             for name, index in self._index.items()
             if sent[index] != arrived[index]
         ]
-
-
-def _signed(value: int) -> int:
-    value %= 2**64
-    return value - 2**64 * (value >= 2**63)
 
 
 @lru_cache(maxsize=64)

@@ -49,8 +49,7 @@ class TransferGroup(Protocol):
     def send(self, data: Tensor, peer: int, number: int) -> None:
         """``data`` is contiguous, and must not change until :meth:`wait`."""
 
-    def receive(self, data: Tensor, peer: int, number: int) -> None:
-        """``data`` is contiguous."""
+    def receive(self, data: Tensor, peer: int, number: int) -> None: ...
 
     def wait(self, peer: int, number: int) -> None:
         """Raises RuntimeError if the message fails or times out."""

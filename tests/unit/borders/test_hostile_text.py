@@ -287,7 +287,7 @@ def test_lines_errors_and_tables_pass(text: str, encoding: str) -> None:
     with written(encoding) as out, written(encoding, "stderr") as err:
         echo(text)
         print_error(text)
-        show_table([escape(text), "b"], [["1", escape(text)]], title=escape(text))
+        show_table([escape(text), "b"], [["1", escape(text)]])
         table = Table("–", title=Text(text))
         table.add_column(Text(text))
         table.add_row(Text(text), escape(text))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -309,11 +310,10 @@ def _places(model: torch.nn.Module) -> dict[str, list[Place]]:
 
 
 def _elements(incoming: Queues) -> dict[str, int]:
-    total: dict[str, int] = {}
+    total = Counter[tuple[str, int]]()
     for segment in (segment for queue in incoming.values() for message in queue for segment in message):
-        total[segment.end.param] = total.get(segment.end.param, 0) + segment.numel
-    units = {segment.end.param: segment.end.units for queue in incoming.values() for message in queue for segment in message}
-    return {name: elements // units[name] for name, elements in total.items()}
+        total[segment.end.param, segment.end.units] += segment.numel
+    return {name: elements // units for (name, units), elements in total.items()}
 
 
 def _wanted(place: Place) -> int:

@@ -17,7 +17,8 @@ import numpy as np
 
 
 def main() -> None:
-    answers = _take_stdout()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints to standard error
     lines = iter(sys.stdin)
     from vllm import LLM
 
@@ -43,13 +44,6 @@ def _draw(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
         digest.update(np.asarray(drawn.token_ids, np.int32).tobytes())
         tokens += len(drawn.token_ids)
     return {"seconds": seconds, "tokens": tokens, "sha256": digest.hexdigest()}
-
-
-def _take_stdout() -> TextIO:
-    """vLLM prints to standard error."""
-    own = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return own
 
 
 def _say(answers: TextIO, content: dict[str, Any]) -> None:
