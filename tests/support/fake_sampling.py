@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import queue
 import random
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -55,6 +56,9 @@ class FakeFleet:
         """(key, seed, prompt, continued) of every sample that was asked for."""
         self._order = random.Random(order)
         self._left, self._error = dies_after, error
+        self.lost: Counter[Hashable] = Counter()
+        """Samples of each group that were under way when a server died; by then ``asked_before`` were asked for."""
+        self.asked_before = 0
 
     @contextmanager
     def sample_stream(self, sampling: Any, **options: Any) -> Iterator[FakeFleet]:
@@ -86,6 +90,7 @@ class FakeFleet:
             self._left -= 1
             if self._left < 0:
                 self._left = None
+                self.asked_before, self.lost = len(self.asked), Counter(key for key, *_ in self._pending)
                 raise self._error()
         return self._pending.pop(self._order.randrange(len(self._pending)))
 
@@ -154,13 +159,10 @@ class FakeServers:
     has what samples raise."""
 
     asked: list[tuple[int, int, int]] = field(default_factory=list)
-    streams: int = 0
-    """How many were opened."""
     _ready: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
 
     @contextmanager
     def sample_stream(self, sampling: Any, *, on_move: Callable[[], None], **options: Any) -> Iterator[FakeServers]:
-        self.streams += 1
         on_move()
         while not self._ready.empty():
             self._ready.get()
@@ -178,10 +180,10 @@ class FakeServers:
             raise result
         return result
 
-    def finish(self, number: int, *spans: tuple[int, int], samples: Sequence[int] = (0, 1)) -> None:
+    def finish(self, number: int, *spans: tuple[int, int]) -> None:
         """``spans``: (first token, step of the weights)."""
         versions = tuple((start, WeightsVersion(step, f"{step:x}")) for start, step in spans)
-        for sample in samples:
+        for sample in (0, 1):
             self._ready.put((number, sample, Response([5, 6, 7 + sample], [-1.0, -2.0, -3.0], "stop", versions)))
 
     def fail(self, error: Exception) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tepo_megatron import OwnAdvantage, OwnAggregation, OwnMask, OwnPenalty, OwnRatio, OwnTrustRegion, check_objective
+from tepo_megatron import OwnAdvantage, OwnAggregation, OwnMask, OwnPenalty, OwnTrustRegion, check_objective
 from tepo_megatron.cli.main import app
 from tepo_megatron.config.load import load_run
 from tepo_megatron.config.objective.presets import PRESETS
@@ -83,11 +83,8 @@ def improbable(self: Any, values: Any, prepared: Any) -> Any:
 
 
 MEAN_OF_MEANS = region(lambda ratio_T, values: ratio_T * values.advantage_T / values.mask_T.sum())
-BY_LARGEST = region(lambda ratio_T, values: ratio_T * values.advantage_T / ratio_T.detach().max())
 BY_PLACE = region(lambda ratio_T, values: ratio_T * values.advantage_T / (1 + values.index_T))
-REMEMBERS = region(lambda ratio_T, values: ratio_T * values.advantage_T * (1 + next(COUNTER)))
 RAISES = region(lambda ratio_T, values: ratio_T * values.advantages)
-OVER_NEIGHBOURS = made(OwnRatio, log_ratio=lambda self, values: values.delta_T.cumsum(0))
 FIRST_FIRST = made(OwnAdvantage, advantages=lambda self, batch: batch.rewards_S - batch.rewards_S[0])
 COUNTS_PADDING = made(OwnAggregation, denominator=lambda self, lengths_S: lengths_S.numel())
 IDLE = made(Documented, surrogate=lambda self, ratio_T, values: ratio_T * values.advantage_T)
@@ -99,21 +96,20 @@ NEW_EACH_TIME = made(
 )
 ALTERNATES = made(OwnAggregation, denominator=lambda self, lengths_S: 1 + next(COUNTER) % 2)
 RAISES_AT_SOME_VALUES = made(OwnMask, choose=improbable)
-IN_PIECES = rf"^the loss is {NUMBERS} in one piece, {NUMBERS} in micro-batches of"
-IN_ORDER = rf"^the loss is {NUMBERS} with the sequences in one order, {NUMBERS} in another"
 BROKEN: list[tuple[str, Any, str]] = [
-    ("micro-batches", MEAN_OF_MEANS, f"{IN_PIECES} 1 and .*: something is computed over"),
-    ("micro-batches", BY_LARGEST, IN_PIECES),
-    ("order of sequences", BY_PLACE, IN_ORDER),
-    ("order of sequences", OVER_NEIGHBOURS, IN_ORDER),
+    (
+        "micro-batches",
+        MEAN_OF_MEANS,
+        f"^the loss is {NUMBERS} in one piece, {NUMBERS} in micro-batches of 1 and .*: something is computed over",
+    ),
+    ("order of sequences", BY_PLACE, f"^the loss is {NUMBERS} with the sequences in one order, {NUMBERS} in another"),
     (
         "order of sequences",
         FIRST_FIRST,
         rf"^a response's advantage is {NUMBERS} with the responses in their order, {NUMBERS}",
     ),
-    ("is deterministic", REMEMBERS, rf"^the loss is {NUMBERS} at first, {NUMBERS} when computed again"),
     ("is deterministic", region(draw), "^it draws random numbers from torch's generator"),
-    ("is deterministic", ALTERNATES, "at first"),
+    ("is deterministic", ALTERNATES, rf"^the loss is {NUMBERS} at first, {NUMBERS} when computed again"),
     ("data-parallel ranks", ALTERNATES, "one rank divides by"),
     ("mine acts", RAISES_AT_SOME_VALUES, "it raised ValueError: too improbable"),
     ("is deterministic", NEW_EACH_TIME, "at first, .* when computed again"),
@@ -243,7 +239,6 @@ def test_a_kind_whose_fields_have_no_default_is_tried_with_some(tmp_path):
     assert "low must be below high); write a preset's file that gives its fields values, and check that" in refused.stderr
 
 
-runner = CliRunner()
 RATIOS = [0.5, 0.9, 1.1, 1.5, 4.0]
 
 
@@ -283,9 +278,9 @@ def test_the_range_shows_where_a_bound_begins(preset):
 
 @pytest.mark.parametrize(("preset", "labels"), [("tepo_markov", 2), ("tepo", 3)])
 def test_the_plot_has_the_first_curve_on_top(preset, labels):
-    drawn = json.loads(runner.invoke(app, ["objective", "show", preset, "--json"]).stdout)["gradient_weights"]
+    drawn = json.loads(tepo("objective", "show", preset, "--json").stdout)["gradient_weights"]
     assert list(drawn) == ["A = 1", "A = −1", "A = 1, the entropy falls"][:labels]
-    lines = runner.invoke(app, ["objective", "show", preset]).stdout.splitlines()
+    lines = tepo("objective", "show", preset).stdout.splitlines()
     rows = [line.split("│")[1] for line in lines if "│" in line]
     values = [0.0, *(value for curve in drawn.values() for value in curve)]
     high, low, first = max(values), min(values), drawn["A = 1"]
@@ -296,7 +291,7 @@ def test_the_plot_has_the_first_curve_on_top(preset, labels):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_show_prints_every_field_with_value_and_meaning(preset):
-    result = runner.invoke(app, ["objective", "show", preset])
+    result = tepo("objective", "show", preset)
     assert result.exit_code == 0
     words = result.stdout.split()
     for path, value in _leaves(ObjectiveConfig(preset=preset).model_dump(), "objective"):
@@ -316,7 +311,7 @@ def _leaves(section, path):
 
 def test_show_draws_a_png(tmp_path):
     png = tmp_path / "new" / "sapo.png"
-    result = runner.invoke(app, ["objective", "show", "sapo", "--png", str(png)])
+    result = tepo("objective", "show", "sapo", "--png", str(png))
     assert result.exit_code == 0
     assert f"wrote {png}" in result.stdout
     assert png.read_bytes().startswith(b"\x89PNG")

@@ -61,23 +61,15 @@ def test_a_reference_model_is_needed_where_a_kl_term_is_against_it(preset, term)
     ("given", "message"),
     [
         ({"trust_region": {"low": 1.0}}, "at or below 0"),
-        ({"trust_region": {"low": -0.1}}, "greater than or equal to 0"),
-        ({"trust_region": {"dual": 1.0}}, "greater than 1"),
         ({"preset": "clip_cov", "trust_region": {"cov_low": 9.0}}, "above cov_high"),
         ({"mismatch": {"kind": "mask", "low": 6.0}}, "must be below mismatch.high"),
         ({"rejection": {"low": 2, "high": 1}}, "rejection.low = 2 must be below rejection.high = 1"),
         ({"advantage": {"overlong": {"max_tokens": 8, "buffer_tokens": 8}}}, "must be below max_tokens"),
         ({"kl_mask": {"falling": "first_order", "tolerance": 0.0}}, r"tolerance = 0\.0 does nothing .*set falling = measured"),
-        ({"trust_regoin": {}}, "Extra inputs"),
         (
             {"kl_mask": {"coefficient": 0}},
             "a coefficient of 0 adds nothing; give a positive one, or null for the whole section",
         ),
-        ({"entropy": {"coefficient": 0}}, "a coefficient of 0 adds nothing"),
-        ({"kl_mask": {"falling": "covariance", "tolerance": 0.1}}, r"tolerance = 0\.1 does nothing .*set falling = measured"),
-        ({"trust_region": {"high": float("inf")}}, "finite"),
-        ({"mismatch": {"cap": float("inf")}}, "finite"),
-        ({"ratio": {"kind": "tokens"}}, "'token', 'sequence', 'sequence_token'"),
     ],
 )
 def test_impossible_values(given, message):

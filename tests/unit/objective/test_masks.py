@@ -16,7 +16,7 @@ from tepo_megatron.config.objective.presets import CORRECTIONS
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.types import Batch, TokenScores
-from tests.support.objective_batches import doubles, make_batch, masks, outputs_of, plain_step, surrogates, whole
+from tests.support.objective_batches import doubles, outputs_of, plain_step, surrogates
 
 # weights 0.4 and 3 in a sequence of two tokens: product 1.2, geometric mean 1.0954; and 6 alone
 BY_NAME = {
@@ -60,17 +60,6 @@ def test_corrections_by_name(name):
 def test_rejection(weights, rejection, cap, expected):
     mismatch = None if cap is None else {"cap": cap}
     assert _shares(weights, rejection=rejection, mismatch=mismatch) == pytest.approx(expected)
-
-
-@given(masks(), st.integers(0, 99))
-def test_masks_that_nothing_meets_change_nothing(rows, seed):
-    batch, scores = make_batch(rows, seed=seed)
-    plain = whole(build_objective(ObjectiveConfig(preset="dapo")), batch, scores)
-    wide = {"rejection": {"low": 1e-9, "high": 1e9}, "opsm": {"delta": 99.0}, "m2po": {"threshold": 99.0}}
-    masked = whole(build_objective(ObjectiveConfig(preset="dapo", **wide)), batch, scores)
-    assert torch.equal(plain[0], masked[0])
-    assert torch.equal(plain[1][0], masked[1][0])
-    assert masked[2]["mask/fraction"][0] == 0
 
 
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=20), st.floats(-10, 10))

@@ -160,17 +160,23 @@ def test_a_server_that_dies_costs_only_what_was_not_finished(
     run = config(tmp_path_factory.mktemp("run"), n=3, g=3, schedule=schedule, **settings)
     fleet = FakeFleet(order, dies_after, lambda: ServerDied("gone"))
     of = collect_with(run, fleet, order, reward_by(5, 0.5))
-    used = []
+    used, died = [], False
     for step in range(3):
         try:
             rollouts = of.collect(step)
         except ServerDied:
+            died = True
+            assert len(fleet.asked) == fleet.asked_before  # nothing is asked of servers that have no weights
             of.published(fleet.weights_version)
             rollouts = of.collect(step)
         used += problems_of(rollouts)
         assert Counter(rollout.group for rollout in rollouts) == {0: 3, 1: 3, 2: 3}
     of.close()
     assert len(set(used)) == 9
+    if schedule == "overlap":  # what was under way is asked for again with the same seeds, and nothing else
+        times = Counter((key, seed) for key, seed, *_ in fleet.asked)
+        assert Counter(key for (key, _), count in times.items() if count == 2) == (fleet.lost if died else Counter())
+        assert max(times.values()) <= 2
 
 
 def test_a_continued_response_keeps_its_tokens_and_says_which_weights_drew_which(tmp_path: Path) -> None:

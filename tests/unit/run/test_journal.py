@@ -235,38 +235,23 @@ def kill(run: Any) -> None:
 OLD, NEW = [f"{number}+1=" for number in range(10, 30)], [f"{number}-1=" for number in range(10, 30)]
 
 
-@pytest.mark.parametrize(("schedule", "name"), [(SYNC, "p"), (OVERLAP, "p"), (OVERLAP, "other")])
-def test_a_run_resumed_with_other_data_samples_them(
-    schedule: dict[str, Any], name: str, reference_run: Make, tmp_path: Path
-) -> None:
-    data = write_problems(tmp_path / "train.jsonl", OLD)
-    settings = {**schedule, "data.train": data}
-    kill(reference_run(settings, killed_at="rollouts 2"))
-    write_problems(Path(data), NEW, name=name)
-    settings = {**settings, "train": {**settings["train"], "resume": True, "allow_change": ["data.train"]}}
-    run = reference_run(settings).run()
-    encode = run.loop.rank0._inputs.tokenizer.prompt_ids
-    asked = {tuple(encode(prompt)) for prompt in NEW}
-    assert {tuple(rollout.prompt_ids.tolist()) for rollout in run.rollouts[2]} <= asked
-    assert {rollout.problem_id for rollout in run.rollouts[2]} <= {f"{name}{number}" for number in range(20)}
-    assert not any("nothing differs in data.train" in text for text in run.said)
-
-
 @SCHEDULES
-def test_rollouts_of_a_problem_whose_metadata_changed_are_drawn_again(
-    schedule: dict[str, Any], reference_run: Make, tmp_path: Path
+@pytest.mark.parametrize(("prompts", "name", "level"), [(NEW, "p", 1), (NEW, "other", 1), (OLD, "p", 2)])
+def test_a_run_resumed_with_other_data_samples_them(
+    schedule: dict[str, Any], prompts: list[str], name: str, level: int, reference_run: Make, tmp_path: Path
 ) -> None:
-    """The metadata decide what a verifier says, and the order of the problems does not depend on them."""
+    """Also if only metadata differ, which may decide what a verifier says, and not the order of the problems."""
     data = write_problems(tmp_path / "train.jsonl", OLD, level=1)
     settings = {**schedule, "data.train": data}
     kill(reference_run(settings, killed_at="rollouts 2"))
-    settings = {**settings, "train": {**settings["train"], "resume": True}}
-    taken = "step 1 takes the rollouts that were drawn before the interruption"
-    again = reference_run(settings, killed_at="rollouts 2")
-    kill(again)
-    assert any(text.startswith(taken) for text in again.said)
-    write_problems(Path(data), OLD, level=2)
-    assert not any(text.startswith(taken) for text in reference_run(settings).run().said)
+    write_problems(Path(data), prompts, name=name, level=level)
+    changed = [] if prompts == OLD else ["data.train"]
+    run = reference_run({**settings, "train": {**settings["train"], "resume": True, "allow_change": changed}}).run()
+    encode = run.loop.rank0._inputs.tokenizer.prompt_ids
+    asked = {tuple(encode(prompt)) for prompt in prompts}
+    assert {tuple(rollout.prompt_ids.tolist()) for rollout in run.rollouts[2]} <= asked
+    assert {rollout.problem_id for rollout in run.rollouts[2]} <= {f"{name}{number}" for number in range(20)}
+    assert not any("nothing differs in data.train" in text or "takes the rollouts" in text for text in run.said)
 
 
 @SCHEDULES

@@ -17,7 +17,6 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.step_rewards import token_ages
-from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.tasks.data.sources import ProblemSampler
 from tepo_megatron.tools.faults.processes import wait_until
 from tests.support.fake_sampling import FakeServers, FakeVerifiers, collector
@@ -139,32 +138,6 @@ def test_what_is_too_old_when_its_turn_comes_is_dropped_and_counted_unless_the_c
     ages = sorted(int(token_ages(rollout, 2).max()) for rollout in run.collect()[::2])
     assert ages == ([1, 1, 2] if stale == "keep" else [1, 1, 1])
     assert run.schedule.take_figures()["staleness/dropped"] == (stale == "drop")
-
-
-def test_after_the_servers_died_all_that_was_begun_is_asked_for_again_with_the_same_seeds(make: Any) -> None:
-    run = make(1, steps=100)
-
-    def die() -> None:
-        run.asked(2 * B)
-        run.servers.finish(0, (0, 0))
-        run.servers.finish(1, (0, 0), samples=[0])
-        run.servers.fail(ServerDied("gone"))
-
-    with pytest.raises(ServerDied):
-        collect_later(run, die)
-    first = list(run.servers.asked)
-    assert run.servers.streams == 1  # nothing is asked of servers that have no weights
-    run.trained(0)
-
-    def finish() -> None:
-        run.asked(2 * B + 5)
-        run.servers.finish(1, (0, 0), samples=[1])
-        run.servers.finish(2, (0, 0))
-
-    rollouts = collect_later(run, finish)
-    missing = {1: 1}  # of the other groups both samples
-    assert run.servers.asked[2 * B :] == [(number, seed, missing.get(number, 2)) for number, seed, _ in first if number != 0]
-    assert len(rollouts) == 2 * B
 
 
 def test_an_error_that_is_no_servers_death_ends_the_run(make: Any) -> None:

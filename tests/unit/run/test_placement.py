@@ -1,21 +1,14 @@
-"""Where servers run, how weights reach them, and what a machine or a model cannot do."""
+"""Where servers run, and what a machine or a model cannot do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.run.step.placement import Placement
-from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.machine import Machine
-from tepo_megatron.weights.layouts import VllmParallel
 
 LAPTOP = Machine(gpus=0, has_nccl=False, local_ranks=2, ranks=2)
 NODE = Machine(gpus=8, has_nccl=True, local_ranks=4, ranks=4)
@@ -105,50 +98,3 @@ def test_threads_that_cannot_act_are_refused() -> None:
         Placement(threaded("auto", {}, overlap=False), NODE).check()
     assert Placement(threaded("auto", {}, overlap=False), NODE).trainer_threads(range(8)) is None
     Placement(RunConfig.model_validate({"rollout": {"replay": "/recorded"}}), ONE_GPU).check()  # needs no place for servers
-
-
-VERSION = WeightsVersion(3, "abc")
-
-
-class Calls:
-    """Weights, sender and fleet at once; notes what is asked of it."""
-
-    def __init__(self, *, root: bool) -> None:
-        self.calls: list[Any] = []
-        self.root = root
-        self.manifest = [SimpleNamespace(name="w", shape=(2,), dtype="float32")]
-
-    def make_shard_sender(self, servers: VllmParallel, **options: Any) -> Any:
-        self.calls.append(("sender", servers, options["dtype"]))
-        return SimpleNamespace(update_as_non_root=lambda: self.calls.append("sends as non-root"))
-
-    def stream(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        for name in ("a", "b"):
-            self.calls.append(f"gathers {name}")
-            yield name, torch.ones(2) if self.root else None
-
-    def update_weights_from_shards(self, version: WeightsVersion, sender: Any) -> None:
-        self.calls.append(("shards", version))
-
-    def update_weights_from_tensors(self, version: WeightsVersion, manifest: Any, tensors: Any) -> None:
-        self.calls.append(("tensors", version, manifest, len(list(tensors))))
-
-
-def update(root: bool, **rollout: Any) -> list[Any]:
-    calls = Calls(root=root)
-    config = RunConfig.model_validate({"rollout": rollout})
-    WeightPublisher(config, calls, calls if root else None).update_weights(VERSION)  # type: ignore[arg-type]
-    return calls.calls
-
-
-def test_shards_go_from_every_rank_and_full_tensors_from_rank_0(tmp_path: Path) -> None:
-    server = {"tp": 2, "count": 3, "dtype": "bfloat16"}
-    made = ("sender", VllmParallel(tp=2, replicas=3), torch.bfloat16)
-    assert update(True, server=server) == [made, ("shards", VERSION)]
-    assert update(False, server=server) == [made, "sends as non-root"]
-    gathered, tensors = ["gathers a", "gathers b"], ("tensors", VERSION, [("w", (2,), "float32")], 2)
-    assert update(True, server={"transfer": "gather"}) == [*gathered, tensors]
-    assert update(False, server={"transfer": "gather"}) == gathered
-    for transfer in ("reshard", "gather"):  # a replayed run has no servers
-        assert update(True, replay=tmp_path, server={"transfer": transfer}) == []
-        assert update(False, replay=tmp_path, server={"transfer": transfer}) == []

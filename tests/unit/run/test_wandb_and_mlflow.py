@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import pytest
 
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.run.output.output import Output
+from tests.support.faulty_server import QuietServer
 from tests.unit.run.conftest import open_output
 
 
@@ -115,13 +116,7 @@ def wandb_server() -> Iterator[WandbServer]:
 
         do_GET = do_POST = do_PUT = _answer
 
-    class Quiet(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            """The client drops connections that it no longer needs."""
-
-    http = Quiet(("127.0.0.1", 0), Handler)
+    http = QuietServer(("127.0.0.1", 0), Handler)
     server.url = f"http://127.0.0.1:{http.server_port}"
     threading.Thread(target=http.serve_forever, daemon=True).start()
     try:
