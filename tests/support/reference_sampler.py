@@ -1,8 +1,7 @@
-"""A sampler in this process: a Llama in plain float64 torch that draws token by token, without batching or caches."""
+"""A sampler in this process: a model of transformers in float64 that draws token by token, without batching or caches."""
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
@@ -12,50 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 import torch
+import transformers
 from numpy.typing import ArrayLike
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.core.rollout import Response, SamplingMask, WeightsVersion, token_ids
 from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, NO_SERVERS, CacheReading, KeyedResponse, Sampler, SamplerOptions
 from tepo_megatron.sampler.sampling import Sample, Sampling, SamplingSettings, join_parts
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
-
-
-@torch.no_grad()
-def llama_logits(weights: dict[str, Tensor], config: Mapping[str, Any], ids: Sequence[int]) -> Tensor:
-    """Logits [tokens, vocabulary] after each of ``ids``."""
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    size = config.get("head_dim") or config["hidden_size"] // heads
-    tokens, eps = len(ids), config["rms_norm_eps"]
-    theta = (config.get("rope_parameters") or config).get("rope_theta", 1e4)
-    angles = torch.outer(torch.arange(tokens).double(), theta ** (-torch.arange(0, size, 2).double() / size)).repeat(1, 2)
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weights[name]
-
-    def rotate(x: Tensor) -> Tensor:  # [heads, tokens, size]
-        turned = torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1)
-        return x * angles.cos() + turned * angles.sin()
-
-    x = weights["model.embed_tokens.weight"][torch.tensor(ids)]
-    for number in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{number}."
-        normed = norm(x, f"{layer}input_layernorm.weight")
-        q, k, v = (
-            (normed @ weights[f"{layer}self_attn.{name}_proj.weight"].T).view(tokens, -1, size).transpose(0, 1)
-            for name in "qkv"
-        )
-        k, v = (part.repeat_interleave(heads // kv_heads, 0) for part in (rotate(k), v))
-        attended = functional.scaled_dot_product_attention(rotate(q), k, v, is_causal=True).transpose(0, 1)
-        x = x + attended.reshape(tokens, -1) @ weights[f"{layer}self_attn.o_proj.weight"].T
-        normed = norm(x, f"{layer}post_attention_layernorm.weight")
-        gate, up = (normed @ weights[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (functional.silu(gate) * up) @ weights[f"{layer}mlp.down_proj.weight"].T
-    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
-    return norm(x, "model.norm.weight") @ head.T
 
 
 def truncate(logprobs: Tensor, sampling: Sampling) -> Tensor:
@@ -68,11 +33,12 @@ def truncate(logprobs: Tensor, sampling: Sampling) -> Tensor:
 
 
 class ReferenceSampler(Sampler):
-    """A :class:`Sampler` for full tensors of a Llama. ``sleep`` drops the weights, as a sampler on the trainer's GPUs does."""
+    """A :class:`Sampler` for full tensors. ``sleep`` drops the weights, as a sampler on the trainer's GPUs does."""
 
     def __init__(self, config: ServerConfig, **options: Unpack[SamplerOptions]) -> None:
         self._options = options
-        self._config: dict[str, Any] = json.loads((options["model_dir"] / "config.json").read_text())
+        config_of = transformers.AutoConfig.from_pretrained(options["model_dir"])
+        self._model: Any = transformers.AutoModelForCausalLM.from_config(config_of, dtype=torch.float64).eval()
         self._weights: dict[str, Tensor] = {}
         self._version: WeightsVersion | None = None
         self._is_running = self._is_awake = False
@@ -146,9 +112,13 @@ class ReferenceSampler(Sampler):
         return {"reference": CacheReading(response.logprobs.tolist(), response.logprobs.tolist(), 0)}
 
     def _logits(self, ids: Sequence[int]) -> Tensor:
+        """[tokens, vocabulary], after each of ``ids``."""
         if not (self._is_running and self._is_awake and self._weights):
             raise RuntimeError("the sampler is stopped or asleep")
-        return llama_logits(self._weights, self._config, ids)
+        given = (torch.tensor([list(ids)]),), {"use_cache": False}
+        with torch.no_grad():
+            logits: Tensor = torch.func.functional_call(self._model, self._weights, *given).logits[0]
+        return logits
 
     def draw_token(self, draw: _Draw, sampling: Sampling) -> None:
         """Adds a token to ``draw``, with the weights as they are now."""
