@@ -42,7 +42,7 @@ class ReferenceSampler(Sampler):
         self._weights: dict[str, Tensor] = {}
         self._version: WeightsVersion | None = None
         self._is_running = self._is_awake = False
-        self._updating = threading.Lock()
+        self._updating = threading.RLock()
 
     @property
     def weights_version(self) -> WeightsVersion | None:
@@ -116,7 +116,7 @@ class ReferenceSampler(Sampler):
         if not (self._is_running and self._is_awake and self._weights):
             raise RuntimeError("the sampler is stopped or asleep")
         given = (torch.tensor([list(ids)]),), {"use_cache": False}
-        with torch.no_grad():
+        with self._updating, torch.no_grad():
             logits: Tensor = torch.func.functional_call(self._model, self._weights, *given).logits[0]
         return logits
 

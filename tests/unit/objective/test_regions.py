@@ -119,8 +119,20 @@ def test_the_power_mean_is_that_of_plain_arithmetic(deltas, p, dtype):
     assert gradient[-1] == 0
 
 
+@given(masks(), st.integers(0, 99), st.sampled_from([1e-4, 2e-3, 0.3]))
+def test_tepo_without_its_mask_is_luspo_with_another_denominator(rows, seed, spread):
+    """With one range: Σ_i T_i · TEPO = S · LUSPO, in value and gradient."""
+    batch, scores = make_batch(rows, seed=seed, spread=spread)
+    region = {"low": 2e-3, "high": 2.5e-3}
+    tepo = whole(build_objective(ObjectiveConfig(preset="tepo", kl_mask=None, trust_region=region)), batch, scores)
+    luspo = whole(build_objective(ObjectiveConfig(preset="luspo")), batch, scores)
+    sequences = sum(any(row) for row in rows)
+    torch.testing.assert_close(tepo[0] * batch.loss_mask_T.sum(), luspo[0] * sequences, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(tepo[1][0] * batch.loss_mask_T.sum(), luspo[1][0] * sequences, rtol=1e-9, atol=1e-12)
+
+
 def test_a_band_for_sums_is_refused_for_means():
-    for ratio in ({"kind": "token"}, {"kind": "sequence"}, {"kind": "prefix"}, {"kind": "power_mean", "p": 1.0}):
+    for ratio in ({"kind": "token"}, {"kind": "sequence"}, {"kind": "power_mean", "p": 1.0}):
         with pytest.raises(ValueError, match=r"'length_clip' with objective.ratio.kind.*length_normalized = false"):
             ObjectiveConfig(trust_region={"kind": "length_clip"}, ratio=ratio)
 
@@ -239,6 +251,7 @@ def test_ratios_without_a_spread_give_no_bound():
         ({"trust_region": {"scale": "length", "low": "auto", "share": 0.5}}, {}, "less than 0.5"),
         ({"trust_region": {"scale": "length", "low": "auto", "share": 0}}, {}, "greater than 0"),
         ({"trust_region": AUTO}, {"minibatches": 1}, "set train.minibatches = 4"),
+        ({"preset": "fspo", "ratio": {"kind": "prefix"}}, {}, "objective.trust_region.kind = 'length_clip'"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

@@ -39,7 +39,6 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
     [
         # keys of another place or trainer
         (["learning_rate=1"], r"did you mean optimizer\.lr\?"),
-        (["train.lr=1"], r"did you mean optimizer\.lr\?"),
         (["rollout.num_generations=8"], r"did you mean rollout\.samples_per_prompt\?"),
         (["objective.beta=0.1"], r"did you mean objective\.kl\.coefficient\?"),
         (["engine.temprature=1"], r"did you mean rollout\.sampling\.temperature\?"),
@@ -73,7 +72,6 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
         (["rollout.collect=mine.py:best", "environment.name=calculator"], r"collect = mine\.py:best"),
         # servers and weights
         ([f"{SERVER}.transport=ipc"], r"trainer and servers on the same GPUs, not placement = local"),
-        ([f"{SERVER}={{transport: ipc, placement: external, registry: /r}}"], r"GPUs, not placement = external"),
         ([f"{SERVER}={{transport: nccl, placement: colocated}}"], r"transport = nccl needs a GPU for each of its ranks"),
         ([f"{SERVER}={{transport: nccl, transfer: gather}}"], r"gather broadcasts over gloo"),
         ([f"{SERVER}={{placement: colocated, registry: /r}}"], r"registry is for external ones"),
