@@ -14,7 +14,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 IN_TURN = (
     ("tests/e2e/test_training_run.py", "tests/e2e/test_examples.py"),
-    ("tests/slurm/", "tests/e2e/test_faults_quick.py", "tests/e2e/test_trainer_faults.py"),
+    ("tests/slurm/", "tests/e2e/test_faults.py"),
     ("tests/e2e/", "tests/contracts/test_sampler.py"),
 )
 """The three groups: whole runs; jobs and faults, which wait a lot; servers."""

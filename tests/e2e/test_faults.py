@@ -1,4 +1,4 @@
-"""Faults of the trainer in a whole run, `tepo train` on two ranks: its rollouts are given, so that no server is started."""
+"""Faults of every class (`tepo faults --quick`, bash scripts/test.sh --long), and of a trainer that replays rollouts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import subprocess
+import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +17,29 @@ from typer.testing import CliRunner
 from tepo_megatron.cli.main import app
 from tepo_megatron.runtime.heartbeat import RankRecord
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
+from tepo_megatron.tools.faults.run import CLASSES
 from tepo_megatron.tools.faults.workshop import REPLAYED, make_rollouts
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S, rows, start, wait_for_rows
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk and become another user")
+@pytest.mark.timeout(7200)  # for what hangs: three minutes on two idle cores, ten times as long beside other tests, and more
+def test_a_few_faults_of_every_class_are_survived_or_refused(tmp_path: Path) -> None:
+    out = tmp_path / "faults"
+    command = [sys.executable, "-m", "tepo_megatron", "faults", "--quick", "--seed", "1", "--output", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    entries = [json.loads(line) for line in (out / "outcomes.jsonl").read_text().splitlines()[1:]]
+    lost = [entry for entry in entries if entry["result"] == "lost"]
+    assert not lost, json.dumps(lost, indent=1)
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts = Counter(entry["class"] for entry in entries)
+    assert {name: counts[name] for name in counts if name != "ending"} == {name: kind.quick for name, kind in CLASSES.items()}
+    assert "lost" in done.stdout  # the table's column
+    assert (out / "faults.md").read_text().startswith("# Faults, injected")
+    assert_none_names(out)
+
 
 HUGE = 1e15
 """The largest reward. With the small divisor below, the square of its gradient's norm is no number in fp32."""
