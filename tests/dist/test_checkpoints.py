@@ -24,9 +24,9 @@ from tepo_megatron.trainer.megatron import checkpoints
 from tepo_megatron.weights.storage import stored
 from tepo_megatron.weights.storage.manifest import CheckpointManifest
 from tests.support.checkpoints import flip_bit, shards
-from tests.support.disks import files_of_at_most
 from tests.support.engines import make_engine, save_checkpoint
 from tests.support.launch import run_dist, run_world
+from tests.support.processes import files_of_at_most
 from tests.support.random_models import draw_rollouts
 
 STEPS = 4

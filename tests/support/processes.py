@@ -1,9 +1,10 @@
-"""What runs on this machine."""
+"""What runs on this machine, and limits of this process."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -108,3 +109,14 @@ def python_programs(environment: Mapping[str, str]) -> Iterator[Callable[..., su
                 for each in family(process.pid) if process.poll() is None else ():
                     each.kill()
             process.communicate()
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """As on a full disk, the kernel lets no file of this process grow beyond ``size`` bytes, also in the middle of a write."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

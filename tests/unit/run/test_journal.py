@@ -24,8 +24,8 @@ from tepo_megatron.run.sampling.journal import Journal
 from tepo_megatron.sampler.rollout_file import Record, read_record, record_path, write_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tests.support.data_files import write_jsonl
-from tests.support.disks import files_of_at_most
 from tests.support.fake_sampling import Killed
+from tests.support.processes import files_of_at_most
 from tests.support.programs import TIMEOUT_S
 
 PROBLEMS = [Problem("p0", "1+1=", "2"), Problem("p1", "1+2=", "3")]

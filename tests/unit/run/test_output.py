@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.run.metrics import read_metrics, read_tokens, token_files
 from tepo_megatron.runtime.run_lock import FILE, RunLock
-from tests.support.disks import files_of_at_most
+from tests.support.processes import files_of_at_most
 from tests.support.report_runs import made_up_tokens
 from tests.unit.run.conftest import open_output, scalars
 

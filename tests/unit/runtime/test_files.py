@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.runtime.files import LogFile, read_lines
 from tepo_megatron.runtime.run_lock import FILE, SILENT_S, RunLock
-from tests.support.disks import files_of_at_most
+from tests.support.processes import files_of_at_most
 from tests.support.programs import TIMEOUT_S
 
 

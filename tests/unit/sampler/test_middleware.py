@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tepo_megatron.sampler.vllm.client import GENERATE
 from tepo_megatron.sampler.vllm.plugin.middleware import ALLOWED, Middleware
 from tepo_megatron.sampler.vllm.wire import ABORT, AWAITS_VARIABLE, KEY_VARIABLE, PROGRESS, SAMPLES
-from tests.support.asgi import ask
+from tests.unit.sampler.conftest import ask
 
 UPDATE = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
 

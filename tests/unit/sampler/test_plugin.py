@@ -32,9 +32,9 @@ from tepo_megatron.sampler.vllm.wire import (
     KEY_VARIABLE,
     USE_ADAPTER,
 )
-from tests.support.asgi import ask
 from tests.support.launch import run_dist, run_world
 from tests.support.stranger import Payload
+from tests.unit.sampler.conftest import ask
 
 
 @pytest.fixture(autouse=True)

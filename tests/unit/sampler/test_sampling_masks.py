@@ -20,7 +20,7 @@ from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, re
 from tepo_megatron.sampler.sampling import Sample, Sampling, append_observation, join_parts
 from tepo_megatron.sampler.vllm.plugin.middleware import Middleware
 from tepo_megatron.sampler.vllm.wire import AWAITS_VARIABLE, KEY_VARIABLE, SAMPLES, read_responses
-from tests.support.asgi import ask
+from tests.unit.sampler.conftest import ask
 
 VERSION = WeightsVersion(3, "ab")
 NEVER = -np.inf

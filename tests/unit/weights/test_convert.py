@@ -25,7 +25,7 @@ from tepo_megatron.weights.storage.convert import check_imported, export_model, 
 from tepo_megatron.weights.storage.hf_folder import load_into, write_model
 from tepo_megatron.weights.storage.stored import StoredWeights, box_key, write_boxes
 from tepo_megatron.weights.table import tensor_shapes
-from tests.support.disks import files_of_at_most
+from tests.support.processes import files_of_at_most
 from tests.support.programs import TIMEOUT_S
 
 CONFIG: dict[str, Any] = {

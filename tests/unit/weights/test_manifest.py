@@ -21,7 +21,7 @@ from tepo_megatron.trainer.checkpoint_folder import read_state
 from tepo_megatron.weights.storage.manifest import CheckpointManifest, DamagedCheckpoint, FileRecord, sampled_digest
 from tepo_megatron.weights.storage.stored import StoredWeights, write_boxes
 from tests.support.checkpoints import DAMAGES, ONLY_BY_READING, flip_bit, make_whole, shards
-from tests.support.disks import files_of_at_most
+from tests.support.processes import files_of_at_most
 
 
 @pytest.fixture(scope="module")
