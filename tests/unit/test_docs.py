@@ -229,3 +229,39 @@ def test_the_tutorial_goes_through_every_example_of_ones_own_and_to_its_referenc
     assert len({reference for *_, reference in rows}) == len(rows)  # a page for each protocol
     parts = re.findall(r"^\*\*(\d+)\. ", text_of("docs/guides/tutorial.md"), re.M)
     assert parts == [number for number, *_ in rows] == [str(at + 1) for at in range(len(rows))]
+
+
+# -- docs/reference/tepo.md: every line of the paper, and every field that is our interpretation
+
+LINES = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text_of("docs/reference/tepo.md").splitlines() if line.startswith("| ")]
+ROWS = [[cell.strip() for cell in line] for line in LINES]
+TABLE = [row for row in ROWS if len(row) == 5 and row[0] != "line"]
+
+
+def fields_of(row: list[str]) -> list[str]:
+    return re.findall(r"`([^`]+)`", row[3])
+
+
+def test_every_field_of_the_objective_exists_and_takes_the_value() -> None:
+    rows = [(row.path, f"{row.allowed} {row.when}") for row in schema_rows()]
+    for text in {text for row in TABLE for text in fields_of(row)}:
+        field, _, value = text.partition(": ")
+        taken = [allowed for path, allowed in rows if path == f"objective.{field}"]
+        kinds = [allowed for path, allowed in rows if f"{path}.kind" == f"objective.{field}"]
+        assert taken or kinds, f"objective.{field} is no field"
+        if value and field != "preset":
+            words = re.findall(r"\w+", " ".join(taken + kinds))
+            assert value in words, f"objective.{field} does not take {value}"
+
+
+def test_every_field_that_is_our_interpretation_is_in_a_table() -> None:
+    listed = {text.partition(": ")[0] for row in TABLE for text in fields_of(row) if row[1] == "our interpretation"}
+    sections = {"ratio": "ratio.kind", "trust_region": "trust_region.low"}
+    ours = {row.path.removeprefix("objective.") for row in schema_rows() if "ur interpretation" in row.description}
+    assert ours
+    assert {sections.get(name, name) for name in ours} - listed == set()
+
+
+def test_statuses_are_those_that_the_page_explains() -> None:
+    explained = {row[0] for row in ROWS if len(row) == 2}
+    assert {row[1] for row in TABLE} - explained == {"stated in part", "stated in one summary"}
