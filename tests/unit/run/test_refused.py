@@ -72,6 +72,7 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
         (["rollout.collect=mine.py:best", "environment.name=calculator"], r"collect = mine\.py:best"),
         # servers and weights
         ([f"{SERVER}.transport=ipc"], r"trainer and servers on the same GPUs, not placement = local"),
+        ([f"{SERVER}={{transport: ipc, placement: external, registry: /r}}"], r"GPUs, not placement = external"),
         ([f"{SERVER}={{transport: nccl, placement: colocated}}"], r"transport = nccl needs a GPU for each of its ranks"),
         ([f"{SERVER}={{transport: nccl, transfer: gather}}"], r"gather broadcasts over gloo"),
         ([f"{SERVER}={{placement: colocated, registry: /r}}"], r"registry is for external ones"),
