@@ -133,6 +133,7 @@ class ClusterRun:
         return str(self._saved_job()["job"])
 
     def status(self, job: str) -> str:
+        """Returns Slurm's state, or UNKNOWN."""
         for query in _QUERIES:
             answer = self._run(query.format(job=job))
             if answer.ok and answer.stdout.strip():

@@ -1,0 +1,1 @@
+"""vLLM servers that draw responses."""

@@ -43,7 +43,8 @@ class SampleStream(Protocol):
 
     def __exit__(self, *_exception: object) -> None: ...
 
-    def __iter__(self) -> Iterator[KeyedResponse]: ...
+    def __iter__(self) -> Iterator[KeyedResponse]:
+        """Raises as :meth:`next`."""
 
     @property
     def unfinished(self) -> int:
@@ -83,7 +84,8 @@ class SampleStream(Protocol):
     def abort(self) -> list[KeyedResponse]:
         """Returns parts with a token (finish reason ``abort``), and finished responses."""
 
-    def leave(self, home: Hashable) -> None: ...
+    def leave(self, home: Hashable) -> None:
+        """Forgets ``home``."""
 
 
 class WeightReceiver(Protocol):
@@ -125,7 +127,8 @@ class Sampler(WeightReceiver, Protocol):
         """None unless all servers have the same version."""
 
     @property
-    def addresses(self) -> list[str]: ...
+    def addresses(self) -> list[str]:
+        """The servers' addresses."""
 
     def start(self) -> None:
         """Returns when ready, or after :meth:`stop`. Raises RuntimeError if a server fails."""

@@ -150,6 +150,7 @@ def link_record(path: Path, folder: Path) -> None:
 
 
 def read_rollouts(folder: Path, step: int) -> list[Rollout]:
+    """Raises ValueError with file and line."""
     return read_record(folder, step).rollouts
 
 

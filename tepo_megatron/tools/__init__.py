@@ -1,0 +1,1 @@
+"""Benchmarks, injected faults, reports and sweeps."""

@@ -129,6 +129,7 @@ class SweepRun:
 
 
 def read_sweep(path: Path) -> SweepFile:
+    """Raises ValueError with a sentence for each mistake."""
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

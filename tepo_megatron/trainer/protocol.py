@@ -107,13 +107,15 @@ class WeightSource(Protocol):
         """Writes a PEFT folder on rank 0; nothing without adapters."""
 
     @property
-    def adapter_manifest(self) -> Sequence[TensorMeta]: ...
+    def adapter_manifest(self) -> Sequence[TensorMeta]:
+        """Describes :meth:`stream_adapters`."""
 
     @property
     def adapter_settings(self) -> AdapterSettings:
         """Called only with adapters, like the next method."""
 
-    def stream_adapters(self) -> Iterator[tuple[str, Tensor | None]]: ...
+    def stream_adapters(self) -> Iterator[tuple[str, Tensor | None]]:
+        """As :meth:`stream`."""
 
 
 class Checkpoints(Protocol):
@@ -143,7 +145,8 @@ class Checkpoints(Protocol):
 
 class Trainer(Protocol):
     @property
-    def spec(self) -> ModelSpec: ...
+    def spec(self) -> ModelSpec:
+        """Returns the model's shape, from ``config.json``."""
 
     @property
     def weights(self) -> WeightSource: ...
@@ -192,7 +195,8 @@ class Trainer(Protocol):
     def onload_weights_only(self) -> None:
         """Enough for :attr:`weights` and :meth:`prompt_logprobs`."""
 
-    def offload(self) -> None: ...
+    def offload(self) -> None:
+        """Moves everything to the host."""
 
     def memory(self) -> dict[str, float]:
         """Returns GiB, maxima over ranks since the last call. Empty on CPUs."""
@@ -203,7 +207,8 @@ class Trainer(Protocol):
     def broadcast_from_root(self, value: T) -> T:
         """Returns rank 0's ``value`` as JSON (tuples become lists). Others wait without time limit or GPU."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Leaves the process groups."""
 
 
 class TrainerKind(Protocol):

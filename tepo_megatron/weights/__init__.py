@@ -1,0 +1,1 @@
+"""Weights in Hugging Face folders, Megatron-Core and vLLM."""

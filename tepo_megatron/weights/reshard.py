@@ -9,7 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import groupby, product
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from tepo_megatron.weights.architecture import ModelSpec
@@ -83,7 +83,11 @@ def _shards_by_box(layouts: Sequence[ShardLayout]) -> dict[str, dict[Box, list[t
 def _requests(sources: Sequence[ShardLayout], destinations: Sequence[ShardLayout]) -> Iterator[_BoxRequest]:
     owners = _shards_by_box(sources)
     for tensor, receivers in _shards_by_box(destinations).items():
-        for source_box, destination_box, box in _overlaps(tuple(owners[tensor]), tuple(receivers)):
+        try:
+            common = _overlaps(tuple(owners[tensor]), tuple(receivers))
+        except ValueError as error:
+            raise ValueError(f"{tensor} cannot be resharded: {error}") from None
+        for source_box, destination_box, box in common:
             for destination, shard in receivers[destination_box]:
                 yield _BoxRequest(tensor, destination, shard, box, dict(owners[tensor][source_box]))
 
@@ -224,9 +228,18 @@ def plan_to_json(plan: ReshardPlan) -> str:
 
 @lru_cache(maxsize=4096)
 def _overlaps(sources: tuple[Box, ...], destinations: tuple[Box, ...]) -> tuple[tuple[Box, Box, Box], ...]:
-    """Returns (source, destination, common box). :meth:`ReshardPlan.prove` finds sources that overlap or leave gaps."""
-    pairs = product(destinations, sources)
-    return tuple((source, to, box) for to, source in pairs if (box := source.intersection(to)) is not None)
+    """Returns (source, destination, common box). Raises ValueError if sources overlap or leave gaps."""
+    for one, other in Box.overlaps(sources):
+        raise ValueError(f"the parts {one} and {other} of one tensor overlap without being equal")
+    result: list[tuple[Box, Box, Box]] = []
+    for destination in destinations:
+        common = [(source, destination, box) for source in sources if (box := source.intersection(destination)) is not None]
+        # The sources are disjoint, so that the sizes of the intersections add up to what is covered.
+        covered = sum(box.numel for _, _, box in common)
+        if covered != destination.numel:
+            raise ValueError(f"the source ranks together hold {covered} of {destination.numel} elements of {destination}")
+        result += common
+    return tuple(result)
 
 
 @lru_cache(maxsize=4096)

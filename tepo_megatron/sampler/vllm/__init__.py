@@ -1,0 +1,1 @@
+"""Code that speaks to vLLM or runs inside it."""

@@ -109,6 +109,7 @@ class Server:
         return f"http://{host}:{self.port}"
 
     def start(self, taken: Collection[int] = ()) -> None:
+        """Raises RuntimeError if no port is free."""
         self.stop()
         self._reserved = reserve_port(self.config.host, self.config.port, taken)
         self.port = self._reserved.getsockname()[1]
@@ -126,6 +127,7 @@ class Server:
             )
 
     def wait_ready(self) -> None:
+        """Raises RuntimeError with the log's end."""
         timeout_s = self.config.start_timeout_s
         deadline = time.monotonic() + timeout_s
         while not self.healthy():

@@ -1,0 +1,1 @@
+"""Benchmarks of parts of the system (``tepo bench``)."""

@@ -97,6 +97,7 @@ class RecipeSetting:
         return RunConfig.model_validate({"model": {"dtype": self.dtype}, "engine": engine, "optimizer": {"lr": 1e-5}})
 
     def run(self, recipes: Sequence[str]) -> list[RecipeMeasurement]:
+        """Raises ValueError for a refused recipe."""
         if self.size not in SIZES:
             raise ValueError(f"--size {self.size} is unknown; known: {', '.join(SIZES)}")
         if self.sequences % GROUP:

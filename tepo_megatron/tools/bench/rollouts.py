@@ -46,6 +46,7 @@ class RolloutSetting:
     length: int
 
     def run(self, say: Callable[[str], None]) -> Report:
+        """Raises RuntimeError if the two sides drew different tokens."""
         rank0 = self.measure_rank0(say)
         with tempfile.TemporaryDirectory() as scratch:
             return self.report(_measure_draws(self, Path(scratch), say), rank0)

@@ -53,6 +53,7 @@ class ScoreSetting:
     repeats: int
 
     def run(self, tokens: int, vocab: int, dtype: str) -> list[ScoreMeasurement]:
+        """Raises ValueError for an impossible setting."""
         if self.device == "cuda" and torch.cuda.device_count() < self.tp:
             gpus = torch.cuda.device_count()
             raise ValueError(f"--device cuda --tp {self.tp} needs {self.tp} GPUs, torch sees {gpus}; lower --tp")

@@ -193,6 +193,7 @@ class _LiveRun:
             self._process = None
 
     def complete(self) -> Path:
+        """Raises RuntimeError if the run fails."""
         if not self.finished:
             shutil.rmtree(self.out, ignore_errors=True)
             self.start()

@@ -134,6 +134,7 @@ class Run:
 
 
 def find_runs(paths: Sequence[Path]) -> dict[str, Path]:
+    """Raises ValueError for a path without runs."""
     result: list[Path] = []
     for path in paths:
         inside = runs_in(path)

@@ -81,6 +81,7 @@ def _gpu_capability() -> tuple[int, int] | None:
 
 
 def check_config(config: RunConfig, spec: ModelSpec, *, on_gpu: bool) -> None:
+    """Raises ValueError for what this trainer cannot train."""
     check_trainer_split(spec, config.engine.parallel)
     spec.check_recompute(config.engine.recomputed, transformer_engine=on_gpu and config.engine.layers != "local")
     spec.check_balance(config.engine.moe_balance.kind)
@@ -88,6 +89,7 @@ def check_config(config: RunConfig, spec: ModelSpec, *, on_gpu: bool) -> None:
 
 
 def _check_states(config: OptimizerConfig, *, on_gpu: bool) -> None:
+    """Raises ValueError if no package here has smaller states."""
     if not config.precision_aware:
         return
     field = config.reduced_fields[0]

@@ -87,6 +87,7 @@ class PolicyBuilder:
         return self.layouts[self.ranks.rank]
 
     def policy(self) -> Policy:
+        """Raises ValueError for another model's weights."""
         with self.platform.megatron():
             megatron, chunks = self._chunks()
             params = named_weights(chunks)

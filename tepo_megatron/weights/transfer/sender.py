@@ -120,6 +120,7 @@ class ShardSender:
             self._group = join(self._transport, store, member, self._timeout_s, or_gloo=self._or_gloo)
 
     def send_shards(self, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Raises RuntimeError naming tensors and peer."""
         assert self._group is not None
         self._group.cancelled = cancelled
         with torch.no_grad():

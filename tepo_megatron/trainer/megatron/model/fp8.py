@@ -132,6 +132,7 @@ def check_gpu(fp8: Fp8Config, *, capability: _Capability, te: str, cuda: str) ->
 
 
 def ask_transformer_engine(fp8: Fp8Config) -> None:
+    """Raises ValueError with Transformer Engine's reason."""
     if not fp8.enabled:
         return
     state = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
