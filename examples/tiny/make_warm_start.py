@@ -111,7 +111,7 @@ def main() -> None:
             train=TrainConfig(steps=args.steps, minibatches=1),
         )
         engine = Engine(config, start, objective=CrossEntropy())
-        write = addition.supervised_examples if args.task == "addition" else stack_machine_examples
+        write = addition_examples if args.task == "addition" else stack_machine_examples
         written = write(args.steps * args.batch, args.noise, args.seed)
         examples = as_rollouts(written, tokenizer)
         for step in track(range(args.steps), description="supervised steps"):
@@ -204,8 +204,37 @@ def _write_json(path: Path, value: dict[str, object] | dict[str, str]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
+def addition_examples(n: int, noise: float, seed: int) -> list[tuple[str, str]]:
+    """(prompt, response) pairs. ``noise``: probability in [0, 1] of a slip, which makes the result wrong."""
+    rng = random.Random(seed)
+    problems = addition.train_problems()
+    examples: list[tuple[str, str]] = []
+    while len(examples) < n:
+        rng.shuffle(problems)
+        for problem in problems[: n - len(examples)]:
+            slip = rng.choice(_SLIPS) if rng.random() < noise else None
+            examples.append((problem.prompt, _write_solution(problem, slip, rng)))
+    return examples
+
+
+_SLIPS = ("units", "carry", "tens", "result")
+
+
+def _write_solution(problem: Problem, slip: str | None, rng: random.Random) -> str:
+    a, b = (int(number) for number in problem.prompt.removesuffix("=").split("+"))
+
+    def slipped(place: str, value: int, choices: Sequence[int]) -> int:
+        return value if place != slip else rng.choice([choice for choice in choices if choice != value])
+
+    units = slipped("units", a % 10 + b % 10, range(19))
+    carry = slipped("carry", units // 10, range(2))
+    tens = slipped("tens", a // 10 + b // 10 + carry, range(2, 20))
+    result = slipped("result", 10 * tens + units % 10, range(20, 199))
+    return f"{a % 10}+{b % 10}={units} {a // 10}+{b // 10}+{carry}={tens} {result}"
+
+
 def stack_machine_examples(n: int, noise: float, seed: int) -> list[tuple[str, str]]:
-    """As ``addition.supervised_examples``; some correct programs have exchanged operands."""
+    """As :func:`addition_examples`; some correct programs have exchanged operands."""
     if not 0 <= noise <= 1:
         raise ValueError(f"noise = {noise} is a probability: give a value from 0 to 1")
     if n < 0:

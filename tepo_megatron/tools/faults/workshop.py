@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.metrics import read_metrics
 from tepo_megatron.sampler.rollout_file import write_rollouts
-from tepo_megatron.tasks.data.addition import supervised_examples
+from tepo_megatron.tasks.data.addition import train_problems
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.tools.faults import program
@@ -213,9 +213,9 @@ def make_rollouts(folder: Path, steps: int) -> Path:
     rng = random.Random(0)
     for step in range(steps):
         rollouts = []
-        examples = supervised_examples(16, 0.5, seed=step)
-        for number, (_, response) in enumerate(examples):
-            prompt = examples[number // 4 * 4][0]
+        problems = random.Random(step).sample(train_problems(), 16)
+        for number, problem in enumerate(problems):
+            prompt, response = problems[number // 4 * 4].prompt, f"{problem.prompt}{problem.answer} {problem.answer}"
             ids = (*tokenizer.encode(response), tokenizer.eos_ids[0])
             rollouts.append(
                 Rollout(

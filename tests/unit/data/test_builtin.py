@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from examples.tiny.make_warm_start import ALPHABET, stack_machine_examples
+from examples.tiny.make_warm_start import ALPHABET, addition_examples, stack_machine_examples
 from tepo_megatron.tasks.data import addition, builtin, stack_machine
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
@@ -31,8 +31,8 @@ def test_the_split_of_sums_is_the_published_one_and_covers_each_once() -> None:
 
 
 def test_examples_without_noise_are_worked_out_and_repeat_after_all_problems() -> None:
-    examples = addition.supervised_examples(2 * 7900, 0.0, 1)
-    assert examples == addition.supervised_examples(2 * 7900, 0.0, 1)
+    examples = addition_examples(2 * 7900, 0.0, 1)
+    assert examples == addition_examples(2 * 7900, 0.0, 1)
     for prompt, response in examples:
         a, b = map(int, prompt.removesuffix("=").split("+"))
         units, carry = a % 10 + b % 10, int(a % 10 + b % 10 >= 10)
@@ -45,7 +45,7 @@ def test_examples_without_noise_are_worked_out_and_repeat_after_all_problems() -
 
 @given(seed=st.integers(0, 2**32), noise=st.sampled_from([0.3, 1.0]))
 def test_noise_is_the_share_of_wrong_solutions(seed: int, noise: float) -> None:
-    examples = addition.supervised_examples(2000, noise, seed)
+    examples = addition_examples(2000, noise, seed)
     wrong = sum(eval(prompt[:-1]) != int(response.split()[-1]) for prompt, response in examples)
     assert wrong == 2000 if noise == 1 else abs(wrong / 2000 - 0.3) < 0.08  # 7.8 standard deviations
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.tiny.make_warm_start import ALPHABET, train_char_tokenizer
+from examples.tiny.make_warm_start import ALPHABET, addition_examples, train_char_tokenizer
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data import addition
 from tepo_megatron.tasks.data.problems import encode_prompt
@@ -85,7 +85,7 @@ class TestShippedTokenizer:
         from transformers import AutoTokenizer
 
         other: Any = AutoTokenizer.from_pretrained(TINY, local_files_only=True)
-        texts = ["".join(pair) for pair in addition.supervised_examples(200, 0.5, 0)] + [ALPHABET, "  a  b \n\n c "]
+        texts = ["".join(pair) for pair in addition_examples(200, 0.5, 0)] + [ALPHABET, "  a  b \n\n c "]
         for text in texts:
             assert other.encode(text, add_special_tokens=False) == tiny.encode(text)
             assert other.encode(text) == tiny.prompt_ids(text)
@@ -93,7 +93,7 @@ class TestShippedTokenizer:
         assert ((other.eos_token_id,), other.unk_token_id, len(other)) == (tiny.eos_ids, tiny.unk_id, tiny.vocab_size)
 
     def test_is_what_the_trainer_writes(self, tmp_path: Path) -> None:
-        texts = [prompt + response for prompt, response in addition.supervised_examples(100, 0.5, 3)]
+        texts = [prompt + response for prompt, response in addition_examples(100, 0.5, 3)]
         train_char_tokenizer(texts, tmp_path)
         for name in ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"):
             assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes()
