@@ -73,8 +73,10 @@ class Section(BaseModel):
         for item in value if isinstance(value, tuple) else (value,):
             if isinstance(item, int) and abs(item) > LARGEST_INTEGER:
                 raise ValueError(f"an integer here is {LARGEST_INTEGER} at most")
-            if isinstance(item, str | Path):
-                _check_text(str(item))
+            for character in str(item) if isinstance(item, str | Path) else "":
+                if character == "\0" or "\ud800" <= character <= "\udfff":
+                    code = f"U+{ord(character):04X}"
+                    raise ValueError(f"{code} is a character that no file and no command line takes; leave it out")
         return value
 
     def _changed(self, *names: str) -> dict[str, Any]:
@@ -103,12 +105,6 @@ class Section(BaseModel):
 
 def _as_yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _check_text(text: str) -> None:
-    for character in text:
-        if character == "\0" or "\ud800" <= character <= "\udfff":
-            raise ValueError(f"U+{ord(character):04X} is a character that no file and no command line takes; leave it out")
 
 
 S = TypeVar("S", bound=Section)

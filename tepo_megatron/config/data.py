@@ -265,8 +265,6 @@ class EvaluationSetConfig(_InheritingConfig):
     """As ``evaluate.show``. null: the same."""
 
     def _faults(self) -> Iterator[str]:
-        if not self.greedy and self.samples == 0:
-            yield "greedy = false with samples = 0 leaves nothing to answer; set one of them"
         if self.k is not None and len(set(self.k)) < len(self.k):
             yield "k names a number twice; leave one out"
 
@@ -315,6 +313,6 @@ class EvaluateConfig(Section):
                 yield f"evaluate.sets: {name[:60]!r} cannot name a set: a name has letters, digits, - and _, 40 at most"
             samples = self.samples if item.samples is None else item.samples
             if not item.greedy and not samples:
-                yield f"evaluate.sets.{name}: greedy = false with evaluate.samples = 0 leaves nothing to answer"
+                yield f"evaluate.sets.{name}: greedy = false with samples = 0 leaves nothing to answer; set one of them"
             if item.k is not None and max(item.k, default=0) > samples:
                 yield f"evaluate.sets.{name}.k = {max(item.k)} cannot be estimated from {samples} samples; raise its samples"

@@ -47,7 +47,9 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
     values: Any = None
     try:
         raw = {} if path is None else _read(Path(path))
-        values = _resolve(merge_sections(raw, _parse_overrides(overrides, problems)))
+        chosen = merge_sections(raw, _parse_overrides(overrides, problems))
+        merged = OmegaConf.create(merge_sections(RunConfig().model_dump(mode="json"), chosen))
+        values = _select(OmegaConf.to_container(merged, resolve=True, throw_on_missing=True), chosen)
         config = RunConfig.model_validate(values)
     except RecursionError as error:
         raise ConfigError(source, [*problems, "sections, lists or ${…} are nested too deeply"]) from error
@@ -106,7 +108,11 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     if len(above) == _MOST_BASES:
         raise ConfigError(str(above[0]), [f"base: more than {_MOST_BASES} files, each the base of the one before"])
     try:
-        text = _read_text(path)
+        with path.open("rb") as file:
+            data = file.read(LARGEST_FILE + 1)
+        if len(data) > LARGEST_FILE:
+            raise ConfigError(str(path), [f"{path}: larger than {LARGEST_FILE} bytes; this is no run's configuration"])
+        text = data.decode("utf-8")
         content = _parse(lambda: OmegaConf.load(StringIO(text)))
     except yaml.YAMLError as error:
         mark = (error.problem_mark or error.context_mark) if isinstance(error, yaml.MarkedYAMLError) else None
@@ -129,14 +135,6 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not isinstance(base, str) or "\0" in base or "${" in base:
         raise ConfigError(str(path), [f"base: got {show(base)}; allowed: the path of one YAML file"])
     return merge_sections(_read(path.parent / base, (*above, path.resolve())), content)
-
-
-def _read_text(path: Path) -> str:
-    with path.open("rb") as file:
-        data = file.read(LARGEST_FILE + 1)
-    if len(data) > LARGEST_FILE:
-        raise ConfigError(str(path), [f"{path}: larger than {LARGEST_FILE} bytes; this is no run's configuration"])
-    return data.decode("utf-8")
 
 
 def _parse(parser: Callable[[], DictConfig | ListConfig]) -> Any:
@@ -183,11 +181,6 @@ def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> dict[str,
         except (OmegaConfBaseException, yaml.YAMLError) as error:
             problems.append(f"override {show(override)}: {describe(error)[0]}")
     return parsed
-
-
-def _resolve(raw: Mapping[str, Any]) -> Any:
-    merged = OmegaConf.create(merge_sections(RunConfig().model_dump(mode="json"), raw))
-    return _select(OmegaConf.to_container(merged, resolve=True, throw_on_missing=True), raw)
 
 
 def _select(values: Any, shape: Any) -> Any:

@@ -346,8 +346,6 @@ class RolloutConfig(Section):
             yield "partial = true, but oversample = 1 begins no more groups than a step needs; set oversample = 1.5"
         if self.collect is not None and (self.filter_groups is not None or self.oversample > 1 or self.partial):
             yield f"collect = {self.collect} decides what is trained on; leave filter_groups, oversample and partial out"
-        if self.filter_groups and "zero_variance" in self.filter_groups.filters and self.samples_per_prompt == 1:
-            yield "filter_groups.filters has zero_variance, which refuses every group of samples_per_prompt = 1; raise it"
         if (self.truncated == "penalise") != (self.overlong is not None):
             yield f"truncated = {self.truncated} and overlong belong together: truncated = penalise needs overlong.buffer"
         if self.overlong is not None and self.overlong.buffer > self.sampling.max_new_tokens:

@@ -251,15 +251,12 @@ def _gdpo_faults(run: RunConfig, over: tuple[float, ...] | None, weights: Mappin
                 "reward.weights differ, but objective.advantage.kind = gdpo without weights weighs all components the "
                 f"same; set objective.advantage.weights=[{values}], in this order, or reward.weights to 1 each"
             )
-    elif weights is None:
+    elif len(weights or ()) != len(over):
+        named = f"{len(weights)} components: {', '.join(weights)}" if weights else "none"
         yield (
-            f"objective.advantage.weights names {len(over)} rewards, but a run has one for each response unless "
-            "reward.weights names the components that reward.verifier returns; set that, or leave them out"
-        )
-    elif len(weights) != len(over):
-        yield (
-            f"objective.advantage.weights has {len(over)} entries, but reward.weights names {len(weights)} components: "
-            f"{', '.join(weights)}; give one for each, in this order"
+            f"objective.advantage.weights has {len(over)} entries, and reward.weights names {named}; a run has one reward for "
+            "each response unless reward.weights names the components that reward.verifier returns: give an entry for each, in "
+            "this order, or leave the entries out"
         )
 
 

@@ -97,8 +97,10 @@ def _allowed(node: Node) -> str:
         return ", ".join(show(value) for value in node["enum"])
     if "const" in node:
         return show(node["const"])
+    if "prefixItems" in node:
+        return f"a list of {len(node['prefixItems'])}: " + ", ".join(_allowed(item) for item in node["prefixItems"])
     if node.get("type") == "array":
-        return _allowed_list(node)
+        return f"a list, each item {_allowed(node['items'])}" if node.get("items") else "a list"
     if node.get("format") in ("path", "file-path", "directory-path"):
         return "a path"
     bounds = " and ".join(f"{sign} {show(node[name])}" for name, sign in _BOUNDS.items() if name in node)
@@ -116,7 +118,9 @@ def _locate(loc: tuple[int | str, ...]) -> _Place:
         options = _options(node)
         if isinstance(step, int):
             path += f"[{step}]"
-            node = _item(next((option for option in options.values() if option.get("type") == "array"), node), step)
+            node = next((option for option in options.values() if option.get("type") == "array"), node)
+            listed = node.get("prefixItems", [])
+            node = _follow(listed[step] if step < len(listed) else node.get("items") or {})
             continue
         sections = {name: option for name, option in options.items() if "properties" in option}
         if len(options) > 1 and (step in options or not any(step in option["properties"] for option in sections.values())):
@@ -199,17 +203,6 @@ def _options(node: Node) -> dict[str, Node]:
 def _named(node: Node) -> Node:
     held = node.get("additionalProperties")
     return _follow(held) if isinstance(held, dict) else {}
-
-
-def _item(node: Node, index: int) -> Node:
-    listed = node.get("prefixItems", [])
-    return _follow(listed[index] if index < len(listed) else node.get("items") or {})
-
-
-def _allowed_list(node: Node) -> str:
-    if "prefixItems" in node:
-        return f"a list of {len(node['prefixItems'])}: " + ", ".join(_allowed(item) for item in node["prefixItems"])
-    return f"a list, each item {_allowed(node['items'])}" if node.get("items") else "a list"
 
 
 _MOST_PROBLEMS = 40

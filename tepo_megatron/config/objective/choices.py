@@ -30,19 +30,9 @@ class _LowHigh(ObjectiveSection):
         bounds = ((name, getattr(self, name)) for name in ("low", "high"))
         return tuple(NoiseBound(name, value, "ratio", _ADVICE) for name, value in bounds if value is not None)
 
-
-class _Range(_LowHigh):
-    """Interval [1 − low, 1 + high]."""
-
-    low: Annotated[float, Field(ge=0, lt=1)]
-    """Clips below 1 − low: about 0.2 for token ratios, 3e-4 for length-normalised sequence ratios."""
-
-    high: NonNegativeFloat
-    """Clips above 1 + high: about 0.2 for token ratios, 4e-4 for length-normalised sequence ratios."""
-
     @property
     def turning_points(self) -> tuple[float, ...]:
-        return self.low, self.high
+        return tuple(getattr(self, name) for name in ("low", "high"))
 
 
 class Clip(_LowHigh):
@@ -104,8 +94,14 @@ class Clip(_LowHigh):
 INITIAL_BOUND, CLIPPED_SHARE = 0.03, 0.1
 
 
-class ClipCov(_Range):
+class ClipCov(_LowHigh):
     """Clip, and no gradient for a few tokens of high covariance (Clip-Cov)."""
+
+    low: Annotated[float, Field(ge=0, lt=1)]
+    """Clips below 1 − low: about 0.2 for token ratios, 3e-4 for length-normalised sequence ratios."""
+
+    high: NonNegativeFloat
+    """Clips above 1 + high: about 0.2 for token ratios, 4e-4 for length-normalised sequence ratios."""
 
     kind: Literal["clip_cov"] = "clip_cov"
     fraction: Annotated[float, Field(gt=0, le=1)] = 2e-4
@@ -156,10 +152,6 @@ class _LogClip(_LowHigh):
 
     high: NonNegativeFloat = 0.4
     """If A > 0, δ counts as at most high."""
-
-    @property
-    def turning_points(self) -> tuple[float, ...]:
-        return self.low, self.high
 
 
 class LengthClip(ObjectiveSection):

@@ -151,7 +151,11 @@ class ObjectiveConfig(Section):
                     f"objective.trust_region.scale = length with {with_ratio}: a token's ratio does not depend on the length; "
                     "set objective.ratio.kind = sequence_token or prefix, or objective.trust_region.scale = fixed"
                 )
-            _warn_of_length_bounds(region)
+            for name, value in (("low", region.low), ("high", region.high)):
+                if value != "auto" and not 0.003 <= value <= 0.5:
+                    effect = "hardly anything lies within" if value < 0.003 else "hardly a response reaches it"
+                    advice = f"with scale = length is in units of a token's log-ratio: {effect}; 0.03 is usual"
+                    warnings.warn(f"objective.trust_region.{name} = {value:g} {advice}", stacklevel=2)
         elif isinstance(region, Clip | ClipCov):
             widest = max(value for value in (region.low, region.high) if value != "auto")
             advice = f"{with_ratio} with a trust region of {widest:g}"
@@ -159,16 +163,6 @@ class ObjectiveConfig(Section):
                 warnings.warn(f"{advice}: such ratios stay within about 1e-3 of 1; 3e-4 is usual", stacklevel=2)
             elif isinstance(ratio, TokenRatio) and widest < 0.01:
                 warnings.warn(f"{advice}: token ratios leave that range at once; 0.2 is usual", stacklevel=2)
-
-
-def _warn_of_length_bounds(region: Clip) -> None:
-    for name, value in (("low", region.low), ("high", region.high)):
-        if value != "auto" and not 0.003 <= value <= 0.5:
-            effect = "hardly anything lies within" if value < 0.003 else "hardly a response reaches it"
-            advice = "is in units of a token's log-ratio"
-            warnings.warn(
-                f"objective.trust_region.{name} = {value:g} with scale = length {advice}: {effect}; 0.03 is usual", stacklevel=3
-            )
 
 
 def _check_empty_sections(raw: Mapping[str, Any], preset: Mapping[str, Any]) -> None:

@@ -118,7 +118,7 @@ def _refused(weights=(1, 2), **changes):
         (lambda: _refused(weights=[2.0]), "at least 2 items"),
         (
             lambda: RunConfig.model_validate({"objective": {"preset": "gdpo", "advantage": {"weights": [1, 2]}}}),
-            "weights names 2 rewards, but a run has one",
+            "weights has 2 entries, and reward.weights names none; a run has one",
         ),
         (
             lambda: _advantages(torch.tensor([1.0, -0.5]), torch.tensor([0, 0]), kind="divide_by_mean"),

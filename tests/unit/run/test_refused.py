@@ -66,7 +66,7 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
         ([f"{FILTERS}.max_truncated=0.5"], r"max_truncated is for the filter too_long"),
         ([f"{FILTERS}={{filters: [reward_range], reward_range: [1, 0]}}"], r"holds no number"),
         ([f"{FILTERS}.filters=['a:keep', 'b.py:keep']"], r"two filters are called keep"),
-        ([f"{FILTERS}={{}}", "rollout.samples_per_prompt=1"], r"refuses every group of samples_per_prompt = 1"),
+        ([f"{FILTERS}={{}}", "rollout.samples_per_prompt=1"], r"samples_per_prompt = 1: an advantage compares"),
         # a generation step of one's own
         (["rollout.collect=mine.py:best", f"{FILTERS}={{}}"], r"collect = mine\.py:best"),
         (["rollout.collect=mine.py:best", "environment.name=calculator"], r"collect = mine\.py:best"),
@@ -87,7 +87,10 @@ ROLLBACK = ["train.rollback.metric=loss", "train.rollback.above=1"]
         (["train.keep_best.metric=accuracy/greedy", "evaluate.every=0"], r"evaluate\.every = 0 makes none"),
         (["log.token_samples=2", "train.steps=9"], r"token_samples_every = 10 is more than train\.steps = 9"),
         # rewards of several components
-        ([GDPO, "objective.advantage.weights=[1,2]"], r"names 2 rewards, but a run has one .* unless reward\.weights"),
+        (
+            [GDPO, "objective.advantage.weights=[1,2]"],
+            r"has 2 entries, .* names none; a run has one .* unless reward\.weights",
+        ),
         ([GDPO, "reward.weights={a: 1, b: 2}"], r"set objective\.advantage\.weights=\[1, 2\], in this order"),
         ([GDPO, THREE, "objective.advantage.weights=[1,2]"], r"has 2 entries, .* names 3 components: a, b, c"),
         # W&B and MLflow
